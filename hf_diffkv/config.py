@@ -1,0 +1,229 @@
+"""What a user can choose: precisions, thresholds, window. No tensors, no Transformers models."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Union
+
+CONFIG_NAME = "diffkv_config.json"
+SUPPORTED_BITS = (1, 2, 4, 8, 16)
+
+Threshold = Union[float, tuple[float, ...], tuple[tuple[float, ...], ...]]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bits of keys and values and the quantisation groups of each token.
+
+    Args:
+        k_bits: bits per key element: 1, 2, 4, 8, or 16 (16 keeps the model's own dtype).
+        v_bits: bits per value element, likewise.
+        k_groups: equal groups of `head_dim` with their own scale and zero point, for keys.
+        v_groups: the same for values.
+
+    Raises:
+        ValueError: bits that are not supported or groups below 1.
+    """
+
+    k_bits: int
+    v_bits: int
+    k_groups: int = 1
+    v_groups: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("k_bits", "v_bits"):
+            bits = getattr(self, name)
+            if isinstance(bits, bool) or bits not in SUPPORTED_BITS:
+                raise ValueError(f"Precision.{name}={bits!r} is not supported; use one of {SUPPORTED_BITS}.")
+        for name in ("k_groups", "v_groups"):
+            groups = getattr(self, name)
+            if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
+                raise ValueError(f"Precision.{name}={groups!r} must be an integer of at least 1.")
+
+    @property
+    def name(self) -> str:
+        """The papers' name of the precision, for example `K8V4`."""
+        return f"K{self.k_bits}V{self.v_bits}"
+
+
+@dataclass(frozen=True)
+class DiffKVConfig:
+    """Every choice of a `DiffKVCache` (algorithm: DiffKV, SOSP 2025, sections 4 and 5).
+
+    A token whose mean received attention is at least `alpha_high / N` (N: tokens seen) is kept at `high`, from
+    `alpha_low / N` on at `low`, below that it is pruned.
+
+    Args:
+        high: precision of important tokens.
+        low: precision of less important tokens; may not need more bytes than `high`.
+        alpha_high: threshold of the high level: one number, one per compressed layer, or one per layer and KV head.
+        alpha_low: threshold of the low level, in the same forms; 0 never prunes. At most `alpha_high` everywhere.
+        window: newest tokens of each request kept uncompressed in the model's dtype; at least 1.
+        policy: name of the rule that turns significance into levels.
+        observation_window: how many of a prompt's last queries significance is taken from; None takes all.
+        compaction_interval: generated tokens between two compactions; 1 is the paper.
+        page_bytes: largest size of a unified page in bytes; None chooses the best filled size near 6 KiB.
+        max_bytes: byte budget per device; None is unlimited.
+
+    Raises:
+        ValueError: a value outside its range, or thresholds out of order. The message names the argument.
+    """
+
+    high: Precision = Precision(8, 4)
+    low: Precision = Precision(4, 2)
+    alpha_high: Threshold = 1.0
+    alpha_low: Threshold = 0.0
+    window: int = 64
+    policy: str = "diffkv"
+    observation_window: int | None = None
+    compaction_interval: int = 1
+    page_bytes: int | None = None
+    max_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("high", "low"):
+            object.__setattr__(self, name, _as_precision(name, getattr(self, name)))
+        for name in ("alpha_high", "alpha_low"):
+            object.__setattr__(self, name, _as_threshold(name, getattr(self, name)))
+        self._check_order()
+        _check_integer("window", self.window, 1)
+        _check_integer("compaction_interval", self.compaction_interval, 1)
+        for name in ("observation_window", "page_bytes", "max_bytes"):
+            if getattr(self, name) is not None:
+                _check_integer(name, getattr(self, name), 1)
+        if not isinstance(self.policy, str):
+            raise ValueError(f"policy={self.policy!r} must be the name of a policy.")
+        if _payload_bits(self.low) > _payload_bits(self.high):
+            raise ValueError(
+                f"low={self.low.name} needs more bits per token than high={self.high.name}; swap the two precisions."
+            )
+
+    def _check_order(self) -> None:
+        low, high = self.alpha_low, self.alpha_high
+        pairs = _paired(low, high)
+        if pairs is None:
+            raise ValueError(
+                "alpha_low and alpha_high have different lengths; give each as one number, one per layer, "
+                "or one per layer and head."
+            )
+        for a, b in pairs:
+            if a > b:
+                raise ValueError(f"alpha_low={a} is above alpha_high={b}; need 0 <= alpha_low <= alpha_high.")
+
+    @classmethod
+    def lossless(cls, **kwargs: Any) -> DiffKVConfig:
+        """A configuration that stores everything in the model's dtype and prunes nothing."""
+        full = Precision(16, 16)
+        return cls(**{"high": full, "low": full, "alpha_high": 0.0, "alpha_low": 0.0, **kwargs})
+
+    @classmethod
+    def for_model(cls, model_config: Any, **kwargs: Any) -> DiffKVConfig:
+        """The published thresholds where this model was calibrated, otherwise ones that never prune.
+
+        Args:
+            model_config: a Transformers `PretrainedConfig`, or the model's name or folder as a string.
+            **kwargs: fields that override the choice.
+        """
+        from .presets import preset_for
+
+        return cls(**{**preset_for(model_config), **kwargs})
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> DiffKVConfig:
+        """Builds a config from plain values; unknown keys raise `ValueError`."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            raise ValueError(f"unknown DiffKV config keys {unknown}; known keys are {known}.")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return dataclasses.asdict(self)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> DiffKVConfig:
+        values = json.loads(text)
+        if not isinstance(values, dict):
+            raise ValueError("a DiffKV config must be a JSON object.")
+        return cls.from_dict(values)
+
+    def save_pretrained(self, save_directory: str | os.PathLike) -> None:
+        """Writes `diffkv_config.json` into `save_directory` (made if missing)."""
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG_NAME).write_text(self.to_json() + "\n")
+
+    @classmethod
+    def from_pretrained(cls, save_directory: str | os.PathLike) -> DiffKVConfig:
+        """Reads what `save_pretrained` wrote. Raises `FileNotFoundError` where there is no such file."""
+        path = Path(save_directory) / CONFIG_NAME
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} does not exist; write it with DiffKVConfig.save_pretrained first.")
+        return cls.from_json(path.read_text())
+
+
+def _as_precision(name: str, value: Any) -> Precision:
+    if isinstance(value, Precision):
+        return value
+    if isinstance(value, dict):
+        known = [field.name for field in dataclasses.fields(Precision)]
+        if set(value) - set(known):
+            raise ValueError(f"unknown keys {sorted(set(value) - set(known))} in {name}; known keys are {known}.")
+        return Precision(**value)
+    if isinstance(value, (tuple, list)) and 2 <= len(value) <= 4:
+        return Precision(*value)
+    raise ValueError(f"{name}={value!r} is not a Precision; use Precision(k_bits, v_bits).")
+
+
+def _as_threshold(name: str, value: Any) -> Threshold:
+    if isinstance(value, (list, tuple)):
+        if not value:
+            raise ValueError(f"{name} is empty; give one number, one per layer, or one per layer and head.")
+        nested = [isinstance(entry, (list, tuple)) for entry in value]
+        if any(nested) and not all(nested):
+            raise ValueError(f"{name} mixes numbers and lists; give one number per layer, or one list per layer.")
+        entries = tuple(_as_threshold(name, entry) for entry in value)
+        if any(isinstance(inner, tuple) for entry in entries if isinstance(entry, tuple) for inner in entry):
+            raise ValueError(f"{name} is nested too deeply; at most one list of heads per layer.")
+        if all(nested) and len({len(entry) for entry in entries}) > 1:
+            raise ValueError(f"{name} has layers with different numbers of heads.")
+        return entries
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value) or value < 0:
+        raise ValueError(f"{name}={value!r} must be a number of at least 0, or lists of such numbers.")
+    return float(value)
+
+
+def _paired(low: Threshold, high: Threshold) -> list[tuple[float, float]] | None:
+    """All pairs of thresholds that meet in some layer and head; None where the shapes do not fit."""
+    if not isinstance(low, tuple) and not isinstance(high, tuple):
+        return [(low, high)]
+    if isinstance(low, tuple) and isinstance(high, tuple) and len(low) != len(high):
+        return None
+    length = len(low) if isinstance(low, tuple) else len(high)
+    lows = low if isinstance(low, tuple) else (low,) * length
+    highs = high if isinstance(high, tuple) else (high,) * length
+    pairs: list[tuple[float, float]] = []
+    for a, b in zip(lows, highs):
+        inner = _paired(a, b)
+        if inner is None:
+            return None
+        pairs += inner
+    return pairs
+
+
+def _check_integer(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
+
+
+def _payload_bits(precision: Precision) -> int:
+    return precision.k_bits + precision.v_bits

@@ -1,0 +1,200 @@
+"""The unified page: one size for every precision, six segments, token-major rows.
+
+    [ keys | key metadata | values | value metadata | scores | positions ]
+
+A row of b-bit codes is packed in bit planes: with P = 8 / b, byte j of a row holds, from its lowest bits up, elements
+j, j + D/P, j + 2 D/P, ... so that a kernel unpacks with shifts and never shuffles. Metadata of one group is
+(fp16 scale, fp16 zero point); it is absent at 16 bits. Scores are float32 sums, positions int32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..config import Precision
+
+ROW_ALIGNMENT = 16
+PAGE_ALIGNMENT = 64
+TARGET_PAGE_BYTES = 6144
+MIN_TOKENS = 16
+GOOD_FILL = 0.995
+METADATA_BYTES = 4
+SCORE_BYTES = 4
+POSITION_BYTES = 4
+
+
+@dataclass(frozen=True)
+class TierLayout:
+    """How a page holds tokens of one precision. Offsets and sizes in bytes.
+
+    Attributes:
+        capacity: tokens per page.
+        key_row, value_row: bytes of one token's codes.
+        token_bytes: bytes of one token in all segments.
+        *_offset: start of each segment within the page.
+    """
+
+    k_bits: int
+    v_bits: int
+    k_groups: int
+    v_groups: int
+    key_dim: int
+    value_dim: int
+    capacity: int
+    key_row: int
+    value_row: int
+    token_bytes: int
+    key_offset: int
+    key_metadata_offset: int
+    value_offset: int
+    value_metadata_offset: int
+    score_offset: int
+    position_offset: int
+    page_bytes: int
+
+    @property
+    def payload_bits(self) -> int:
+        """Bits of the codes alone, the figure the papers count."""
+        return 8 * (self.key_row + self.value_row)
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """The page format of one pool: both tiers in one page size."""
+
+    high: TierLayout
+    low: TierLayout
+    page_bytes: int
+
+    @classmethod
+    def build(
+        cls,
+        high: Precision,
+        low: Precision,
+        key_dim: int,
+        value_dim: int,
+        element_bytes: int,
+        page_bytes: int | None = None,
+    ) -> PageLayout:
+        """Chooses the page size that both tiers fill best.
+
+        Args:
+            key_dim, value_dim: elements of one head's key and value.
+            element_bytes: size of one element of the model's dtype (used at 16 bits).
+            page_bytes: an upper limit on the size; None means `TARGET_PAGE_BYTES`.
+
+        Raises:
+            ValueError: bits or groups that do not divide the head, or a page too small for one token.
+        """
+        for name, precision in (("high", high), ("low", low)):
+            _check_divides(name, precision, key_dim, value_dim)
+        rows = {p: _SegmentSizes.of(p, key_dim, value_dim, element_bytes) for p in (high, low)}
+        smallest = rows[high].end(1 if page_bytes is not None else MIN_TOKENS)
+        limit = max(TARGET_PAGE_BYTES, smallest) if page_bytes is None else page_bytes
+        limit = limit // PAGE_ALIGNMENT * PAGE_ALIGNMENT
+        if smallest > limit:
+            raise ValueError(
+                f"page_bytes={page_bytes} cannot hold one {high.name} token of {smallest} bytes; raise page_bytes."
+            )
+        best, best_fill = 0, -1.0
+        for size in range(_round_up(smallest, PAGE_ALIGNMENT), limit + 1, PAGE_ALIGNMENT):
+            fill = min(r.capacity(size) * r.token / size for r in rows.values())
+            if fill > best_fill:
+                best, best_fill = size, fill
+            if fill >= GOOD_FILL:
+                break
+        return cls(
+            high=_tier(high, rows[high], key_dim, value_dim, best),
+            low=_tier(low, rows[low], key_dim, value_dim, best),
+            page_bytes=best,
+        )
+
+
+@dataclass(frozen=True)
+class _SegmentSizes:
+    """Bytes one token takes in each of the six segments."""
+
+    sizes: tuple[int, int, int, int, int, int]
+
+    @classmethod
+    def of(cls, precision: Precision, key_dim: int, value_dim: int, element_bytes: int) -> _SegmentSizes:
+        return cls(
+            (
+                _row_bytes(precision.k_bits, key_dim, element_bytes),
+                METADATA_BYTES * precision.k_groups if precision.k_bits < 16 else 0,
+                _row_bytes(precision.v_bits, value_dim, element_bytes),
+                METADATA_BYTES * precision.v_groups if precision.v_bits < 16 else 0,
+                SCORE_BYTES,
+                POSITION_BYTES,
+            )
+        )
+
+    @property
+    def token(self) -> int:
+        return sum(self.sizes)
+
+    def starts(self, count: int) -> list[int]:
+        """Start of each segment for `count` tokens, then the end."""
+        starts = [0]
+        for size in self.sizes:
+            starts.append(_round_up(starts[-1] + size * count, ROW_ALIGNMENT))
+        return starts
+
+    def end(self, count: int) -> int:
+        return self.starts(count)[-1]
+
+    def capacity(self, page_bytes: int) -> int:
+        """Tokens that fit into a page."""
+        count = page_bytes // self.token
+        while self.end(count) > page_bytes:
+            count -= 1
+        return count
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _row_bytes(bits: int, dim: int, element_bytes: int) -> int:
+    return dim * element_bytes if bits == 16 else dim * bits // 8
+
+
+def _tier(precision: Precision, rows: _SegmentSizes, key_dim: int, value_dim: int, page_bytes: int) -> TierLayout:
+    count = rows.capacity(page_bytes)
+    starts = rows.starts(count)
+    return TierLayout(
+        k_bits=precision.k_bits,
+        v_bits=precision.v_bits,
+        k_groups=precision.k_groups,
+        v_groups=precision.v_groups,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        capacity=count,
+        key_row=rows.sizes[0],
+        value_row=rows.sizes[2],
+        token_bytes=rows.token,
+        key_offset=starts[0],
+        key_metadata_offset=starts[1],
+        value_offset=starts[2],
+        value_metadata_offset=starts[3],
+        score_offset=starts[4],
+        position_offset=starts[5],
+        page_bytes=page_bytes,
+    )
+
+
+def _check_divides(name: str, precision: Precision, key_dim: int, value_dim: int) -> None:
+    for part, bits, groups, dim in (
+        ("k", precision.k_bits, precision.k_groups, key_dim),
+        ("v", precision.v_bits, precision.v_groups, value_dim),
+    ):
+        per_byte = 8 // bits if bits < 8 else 1
+        if dim % per_byte:
+            raise ValueError(
+                f"{name}.{part}_bits={bits} needs a head_dim divisible by {per_byte}; this model has {dim}. "
+                "Choose more bits."
+            )
+        if bits < 16 and dim % groups:
+            raise ValueError(
+                f"{name}.{part}_groups={groups} does not divide head_dim={dim}; choose a divisor of {dim}."
+            )

@@ -1,0 +1,68 @@
+"""All pages of one device: the bytes, the free list, and how they grow."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .free_list import FreeList
+from .page_table import NULL_PAGE
+from .reserve import reserve
+
+
+class PagePool:
+    """Unified pages of `page_bytes` each. Page 0 is the null page and is never given out.
+
+    Args:
+        page_bytes: size of a page.
+        device: where the pages live.
+        max_pages: pages that may exist, the null page included; None is unlimited.
+    """
+
+    def __init__(self, page_bytes: int, device: torch.device, max_pages: int | None = None) -> None:
+        self.page_bytes = page_bytes
+        self.device = device
+        self.max_pages = max_pages
+        self.free_list = FreeList(device)
+        self.capacity = 0
+        self._reservation = reserve(device)
+        self._add_pages(1)
+
+    @property
+    def pages(self) -> Tensor:
+        """uint8 [at least capacity, page_bytes]; only the first `capacity` pages may be used."""
+        flat = self._reservation.tensor
+        count = flat.numel() // self.page_bytes
+        return flat[: count * self.page_bytes].view(count, self.page_bytes)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes held: every page that exists, and the free list."""
+        ring = self.free_list.ring
+        return self.capacity * self.page_bytes + ring.numel() * ring.element_size() + 8 * self.free_list.state.numel()
+
+    def ensure_free(self, count: int) -> None:
+        """Makes sure that `count` pages can be taken; grows by what is missing.
+
+        Raises:
+            MemoryError: `max_pages` would be exceeded, or the device has no memory; nothing has changed then.
+        """
+        missing = count - self.free_list.free
+        if missing <= 0:
+            return
+        allowed = missing if self.max_pages is None else self.max_pages - self.capacity
+        if missing > allowed:
+            raise MemoryError(
+                f"the cache needs {missing} more pages of {self.page_bytes} bytes but its limit of {self.max_pages} "
+                "pages is reached; raise max_bytes, lower the thresholds' demand (larger alpha_low), or use a "
+                "smaller batch."
+            )
+        self._add_pages(missing)
+
+    def _add_pages(self, count: int) -> None:
+        self._reservation.commit((self.capacity + count) * self.page_bytes)
+        first = self.capacity
+        self.capacity += count
+        if first == NULL_PAGE:
+            first, count = 1, count - 1
+        self.free_list.extend(first, count)

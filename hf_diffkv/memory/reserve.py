@@ -1,0 +1,77 @@
+"""A byte array that grows in place: address space is reserved once, memory is taken as it is needed.
+
+Growth therefore copies nothing and moves nothing, so the peak is what is held. Where the operating system cannot
+reserve address space the array grows by copying, and `grows_in_place` says so.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+
+import torch
+
+# MAP_NORESERVE: the reservation is not counted as memory in use (Python names the flag only from 3.13 on)
+_NO_RESERVE = {"linux": 0x4000, "darwin": 0x0040}
+_FALLBACK_RESERVATION = 1 << 36
+
+
+class Reservation:
+    """Growing uint8 memory on one device.
+
+    Attributes:
+        device: where the bytes live.
+        committed: bytes that may be used, and that count as held.
+    """
+
+    grows_in_place = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.committed = 0
+        self.tensor = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def commit(self, num_bytes: int) -> None:
+        """Makes the first `num_bytes` usable; what was written stays. Never shrinks."""
+        if num_bytes <= self.committed:
+            return
+        grown = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        grown[: self.committed] = self.tensor[: self.committed]
+        self.tensor = grown
+        self.committed = num_bytes
+
+
+class MappedReservation(Reservation):
+    """Host memory behind one large anonymous mapping; the system provides a page when it is first touched."""
+
+    grows_in_place = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE[sys.platform]
+        self.tensor = torch.frombuffer(mmap.mmap(-1, _host_memory(), flags=flags), dtype=torch.uint8)
+
+    def commit(self, num_bytes: int) -> None:
+        if num_bytes > self.tensor.numel():
+            raise MemoryError(
+                f"the cache needs {num_bytes} bytes, more than this machine's memory of {self.tensor.numel()} bytes."
+            )
+        self.committed = max(self.committed, num_bytes)
+
+
+def reserve(device: torch.device) -> Reservation:
+    """The best reservation that `device` offers."""
+    if device.type == "cpu" and sys.platform in _NO_RESERVE:
+        try:
+            return MappedReservation(device)
+        except (OSError, ValueError):
+            pass  # a limit on address space: grow by copying instead
+    return Reservation(device)
+
+
+def _host_memory() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return _FALLBACK_RESERVATION

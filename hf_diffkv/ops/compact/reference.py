@@ -1,0 +1,148 @@
+"""One round of Algorithm 1 (DiffKV, section 4.3) for every row at once, in plain PyTorch with fixed shapes.
+
+A row is one (layer, request, head). Nothing is read back to the host: rows with nothing to do write to the null page.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...memory import HIGH, LOW, NULL_PAGE, FreeList, PageLayout, TierLayout, column
+from ..quantize import load_tokens, store_tokens
+from ..segments import segments
+from ..tiles import Tiles
+
+
+def compact_step(
+    pages: Tensor,
+    layout: PageLayout,
+    free_list: FreeList,
+    page_table: Tensor,
+    high_count: Tensor,
+    low_count: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score: Tensor,
+    position: Tensor,
+    leaving: Tensor,
+    length: Tensor,
+    high_threshold: Tensor,
+    low_threshold: Tensor,
+    *,
+    tiles: tuple[Tiles, Tiles],
+) -> None:
+    """Moves one candidate per row out of the window: it is added to a tier or pruned, with at most one victim.
+
+    Args:
+        pages: uint8 [pages, page_bytes], written.
+        free_list: pages are taken from it; the caller guarantees one per row and tier.
+        page_table: int32 [rows, width], written.
+        high_count, low_count: int32 [rows], written.
+        key, value: [rows, dim] of the candidates in the model's dtype.
+        score: float32 [rows]. position: int64 [rows].
+        leaving: bool [rows], which rows have a candidate.
+        length: int64 [rows], real tokens seen.
+        high_threshold, low_threshold: float32 [rows] on mean significance.
+        tiles: pieces that cover all high and all low pages.
+    """
+    mean = _mean(score, position, length)
+    to_high = leaving & (mean >= high_threshold)
+    to_low = leaving & ~to_high & (mean >= low_threshold)
+
+    victim, victim_mean = _least_significant(pages, layout.high, HIGH, page_table, high_count, length, tiles[HIGH])
+    displaced_high = to_high & (victim_mean < high_threshold)
+    demoted = displaced_high & (victim_mean >= low_threshold)
+    low_victim, low_mean = _least_significant(pages, layout.low, LOW, page_table, low_count, length, tiles[LOW])
+    displaced_low = to_low & (low_mean < low_threshold)
+
+    append_high = to_high & ~displaced_high
+    append_low = demoted | (to_low & ~displaced_low)
+    _add_pages(free_list, layout, page_table, (append_high, append_low), (high_count, low_count))
+
+    victim_page, victim_slot = _locate(page_table, HIGH, layout.high, victim, demoted)
+    moved_key, moved_value = load_tokens(pages, layout.high, victim_page, victim_slot, key.dtype)
+    view = segments(pages, layout.high)
+    moved_score, moved_position = view.score[victim_page, victim_slot], view.position[victim_page, victim_slot]
+
+    slot = torch.where(displaced_high, victim, high_count.long())
+    page, slot = _locate(page_table, HIGH, layout.high, slot, to_high)
+    store_tokens(pages, layout.high, page, slot, key, value, score, position, key.dtype)
+
+    slot = torch.where(displaced_low, low_victim, low_count.long())
+    page, slot = _locate(page_table, LOW, layout.low, slot, demoted | to_low)
+    pick = demoted[:, None]
+    store_tokens(
+        pages,
+        layout.low,
+        page,
+        slot,
+        torch.where(pick, moved_key, key.to(moved_key.dtype)),
+        torch.where(pick, moved_value, value.to(moved_value.dtype)),
+        torch.where(demoted, moved_score, score),
+        torch.where(demoted, moved_position.long(), position),
+        key.dtype,
+    )
+    high_count += append_high
+    low_count += append_low
+
+
+def _mean(score: Tensor, position: Tensor, length: Tensor) -> Tensor:
+    return score / (length - 1 - position).clamp(min=1).float()
+
+
+def _least_significant(
+    pages: Tensor, layout: TierLayout, tier: int, table: Tensor, count: Tensor, length: Tensor, tiles: Tiles
+) -> tuple[Tensor, Tensor]:
+    """Slot (int64 [rows]) and mean (float32 [rows]) of each row's least significant token; ties go to the oldest.
+
+    A row without tokens has mean +inf.
+    """
+    rows, width = table.shape
+    slots = torch.zeros(rows, dtype=torch.int64, device=table.device)
+    means = torch.full((rows,), torch.inf, device=table.device)
+    if not tiles.row.numel():
+        return slots, means
+    row = tiles.row
+    page = tiles.first[:, None] + torch.arange(tiles.pages, device=table.device)
+    exists = page * layout.capacity < count[row, None]
+    entry = table[row[:, None], column(tier, page.clamp(max=width - 1), width)]
+    ids = torch.where(exists, entry, NULL_PAGE).long()
+    view = segments(pages, layout)
+    slot = page[..., None] * layout.capacity + torch.arange(layout.capacity, device=table.device)
+    mean = _mean(view.score[ids], view.position[ids], length[row, None, None])
+    mean = torch.where(slot < count[row, None, None], mean, torch.inf).flatten(1)
+    position = view.position[ids].flatten(1)
+
+    means.scatter_reduce_(0, row, mean.amin(1), "amin")
+    least = mean == means[row, None]
+    farthest = torch.iinfo(torch.int32).max
+    position = torch.where(least, position, farthest)
+    oldest = torch.full((rows,), farthest, dtype=torch.int32, device=table.device)
+    oldest.scatter_reduce_(0, row, position.amin(1), "amin")
+    chosen = least & (position == oldest[row, None])
+    slots.scatter_reduce_(0, row, torch.where(chosen, slot.flatten(1), 0).amax(1), "amax")
+    return slots, means
+
+
+def _add_pages(
+    free_list: FreeList, layout: PageLayout, table: Tensor, appends: tuple[Tensor, Tensor], counts: tuple[Tensor, Tensor]
+) -> None:
+    """Gives a page to every row whose next slot starts one; both tiers share one prefix sum."""
+    needs = [
+        append & (count % tier.capacity == 0)
+        for append, count, tier in zip(appends, counts, (layout.high, layout.low))
+    ]
+    fresh = free_list.take_at_most_one(torch.cat(needs)).chunk(2)
+    for tier, (need, new, count, tier_layout) in enumerate(zip(needs, fresh, counts, (layout.high, layout.low))):
+        entry = column(tier, (count // tier_layout.capacity).clamp(max=table.shape[1] - 1), table.shape[1]).long()
+        current = table.gather(1, entry[:, None])[:, 0]
+        table.scatter_(1, entry[:, None], torch.where(need, new.to(table.dtype), current)[:, None])
+
+
+def _locate(table: Tensor, tier: int, layout: TierLayout, slot: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+    """Page and slot within it of a row's `slot`-th token; the null page for rows that are not active."""
+    width = table.shape[1]
+    entry = column(tier, (slot // layout.capacity).clamp(max=width - 1), width)
+    page = table.gather(1, entry[:, None])[:, 0].long()
+    return torch.where(active, page, NULL_PAGE), slot % layout.capacity

@@ -1,0 +1,163 @@
+"""Rewriting rows after a prompt or any forward of several tokens: many tokens may leave, sink or arrive at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...memory import HIGH, LOW, NULL_PAGE, PageLayout, PagePool, TierLayout, column
+from ..quantize import load_tokens, move_tokens, store_tokens
+from ..segments import segments
+
+
+@dataclass(frozen=True)
+class StoredTokens:
+    """Every token of one tier in row order: its row, its index within the row, and where it stands. int64 [n]."""
+
+    row: Tensor
+    index: Tensor
+    page: Tensor
+    slot: Tensor
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Tokens to add, sorted by row: row int64 [n], key and value [n, dim], score float32 [n], position int64 [n]."""
+
+    row: Tensor
+    key: Tensor
+    value: Tensor
+    score: Tensor
+    position: Tensor
+
+    def select(self, mask: Tensor) -> NewTokens:
+        return NewTokens(self.row[mask], self.key[mask], self.value[mask], self.score[mask], self.position[mask])
+
+    def merge(self, other: NewTokens) -> NewTokens:
+        """Both together, `self` before `other` within each row."""
+        order = torch.argsort(torch.cat([self.row, other.row]), stable=True)
+        dtype = torch.promote_types(self.key.dtype, other.key.dtype)
+        return NewTokens(
+            torch.cat([self.row, other.row])[order],
+            torch.cat([self.key.to(dtype), other.key.to(dtype)])[order],
+            torch.cat([self.value.to(dtype), other.value.to(dtype)])[order],
+            torch.cat([self.score, other.score])[order],
+            torch.cat([self.position, other.position])[order],
+        )
+
+
+def stored_tokens(table: Tensor, count: Tensor, tier: int, layout: TierLayout) -> StoredTokens:
+    """Lists a tier's tokens. table: int32 [rows, width]; count: int [rows]."""
+    rows = torch.arange(count.numel(), device=table.device)
+    row = torch.repeat_interleave(rows, count.long())
+    starts = count.long().cumsum(0) - count
+    index = torch.arange(row.numel(), device=table.device) - starts[row]
+    page = table[row, column(tier, index // layout.capacity, table.shape[1])].long()
+    return StoredTokens(row, index, page, index % layout.capacity)
+
+
+def rewrite_rows(
+    pool: PagePool,
+    layout: PageLayout,
+    table: Tensor,
+    high_count: Tensor,
+    low_count: Tensor,
+    stored: tuple[StoredTokens, StoredTokens],
+    keep: tuple[Tensor, Tensor],
+    demoted: Tensor,
+    new: tuple[NewTokens, NewTokens],
+    dtype: torch.dtype,
+) -> None:
+    """Removes, demotes and adds tokens, and takes or gives back whole pages.
+
+    Args:
+        table: int32 [rows, width], written. high_count, low_count: int32 [rows], written.
+        stored: what each tier holds (high, low). keep: bool [n], what of it stays in its tier.
+        demoted: bool [n] over the high tier, tokens not kept there that move to the low tier.
+        new: tokens to add to each tier.
+        dtype: the model's dtype.
+
+    Raises:
+        MemoryError: the pool cannot hold the result; nothing has changed then.
+    """
+    pages = pool.pages
+    sinking = _demoted_tokens(pages, layout.high, stored[HIGH], demoted, dtype)
+    added = (new[HIGH], sinking.merge(new[LOW]))
+    counts = (high_count, low_count)
+    plans = []
+    for tier, tier_layout in ((HIGH, layout.high), (LOW, layout.low)):
+        rows = high_count.numel()
+        kept = torch.bincount(stored[tier].row[keep[tier]], minlength=rows)
+        after = kept + torch.bincount(added[tier].row, minlength=rows)
+        plans.append((kept, after, _pages(counts[tier].long(), tier_layout), _pages(after, tier_layout)))
+    taken = sum(int((need - have).clamp(min=0).sum()) for _, _, have, need in plans)
+    given = sum(int((have - need).clamp(min=0).sum()) for _, _, have, need in plans)
+    pool.ensure_free(max(0, taken - given))
+    pages = pool.pages
+
+    for tier, tier_layout in ((HIGH, layout.high), (LOW, layout.low)):
+        _close_holes(pages, tier_layout, stored[tier], keep[tier], plans[tier][0])
+    for tier in (HIGH, LOW):
+        _give_pages(pool, table, tier, *plans[tier][2:])
+    for tier, tier_layout in ((HIGH, layout.high), (LOW, layout.low)):
+        kept, after, have, need = plans[tier]
+        _take_pages(pool, table, tier, have, need)
+        _append(pages, tier_layout, table, tier, kept, added[tier], dtype)
+        counts[tier].copy_(after)
+
+
+def _pages(count: Tensor, layout: TierLayout) -> Tensor:
+    return (count + layout.capacity - 1) // layout.capacity
+
+
+def _demoted_tokens(
+    pages: Tensor, layout: TierLayout, stored: StoredTokens, demoted: Tensor, dtype: torch.dtype
+) -> NewTokens:
+    page, slot = stored.page[demoted], stored.slot[demoted]
+    key, value = load_tokens(pages, layout, page, slot, dtype)
+    view = segments(pages, layout)
+    return NewTokens(stored.row[demoted], key, value, view.score[page, slot], view.position[page, slot].long())
+
+
+def _close_holes(pages: Tensor, layout: TierLayout, stored: StoredTokens, keep: Tensor, kept: Tensor) -> None:
+    """Moves each row's last tokens into the slots of removed ones."""
+    inside = stored.index < kept[stored.row]
+    # per row there are as many holes inside as tokens outside, and both lists are in row order
+    holes, movers = ~keep & inside, keep & ~inside
+    move_tokens(
+        pages, layout, stored.page[movers], stored.slot[movers], stored.page[holes], stored.slot[holes]
+    )
+
+
+def _entries(count: Tensor, first: Tensor, tier: int, width: int) -> tuple[Tensor, Tensor]:
+    """Row and column of `count` entries of each row from its `first` page of the tier on."""
+    row = torch.repeat_interleave(torch.arange(count.numel(), device=count.device), count)
+    index = torch.arange(row.numel(), device=count.device) - (count.cumsum(0) - count)[row] + first[row]
+    return row, column(tier, index, width)
+
+
+def _give_pages(pool: PagePool, table: Tensor, tier: int, have: Tensor, need: Tensor) -> None:
+    row, entry = _entries((have - need).clamp(min=0), need, tier, table.shape[1])
+    pool.free_list.give(table[row, entry])
+    table[row, entry] = NULL_PAGE
+
+
+def _take_pages(pool: PagePool, table: Tensor, tier: int, have: Tensor, need: Tensor) -> None:
+    demand = (need - have).clamp(min=0)
+    row, entry = _entries(demand, have, tier, table.shape[1])
+    _, ids = pool.free_list.take(demand)
+    table[row, entry] = ids.to(table.dtype)
+
+
+def _append(
+    pages: Tensor, layout: TierLayout, table: Tensor, tier: int, kept: Tensor, new: NewTokens, dtype: torch.dtype
+) -> None:
+    added = torch.bincount(new.row, minlength=kept.numel())
+    rank = torch.arange(new.row.numel(), device=new.row.device) - (added.cumsum(0) - added)[new.row]
+    index = kept[new.row] + rank
+    page = table[new.row, column(tier, index // layout.capacity, table.shape[1])].long()
+    store_tokens(
+        pages, layout, page, index % layout.capacity, new.key, new.value, new.score, new.position, dtype
+    )

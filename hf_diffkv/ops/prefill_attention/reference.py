@@ -1,0 +1,150 @@
+"""Blocked exact attention that also yields what each key receives, in plain PyTorch.
+
+One block of queries sees all its keys at once, so the probabilities are final and are summed over the queries of the
+block right away; no N x N matrix exists.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..quantize import compute_dtype
+
+BLOCK_ELEMENTS = 1 << 23
+
+
+def prefill_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float,
+    valid: Tensor | None = None,
+    past_key: Tensor | None = None,
+    past_value: Tensor | None = None,
+    past_valid: Tensor | None = None,
+    mask: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    observation_window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Exact causal attention of Q new tokens over a past of P stored tokens and themselves.
+
+    Args:
+        query: [batch, query_heads, Q, key_dim].
+        key, value: [batch, kv_heads, Q, key_dim], [batch, kv_heads, Q, value_dim].
+        scaling: factor on the logits.
+        valid: bool [batch, Q]; False marks padding, which is not attended, does not score and yields zeros.
+        past_key, past_value: [batch, kv_heads, P, dim], every one attended by all new queries.
+        past_valid: bool [batch, kv_heads, P], which of them exist.
+        mask: bool [batch, 1, Q, Q], replaces the causal rule among the new tokens.
+        softcap: logits become softcap * tanh(logits / softcap).
+        sinks: [query_heads], logits of attention sinks (one extra softmax column each).
+        observation_window: take significance from the last so many real queries only, scaled up to all.
+
+    Returns:
+        output [batch, query_heads, Q, value_dim] in the query's dtype, and received [batch, kv_heads, P + Q]: for each
+        key the sum of the probabilities that later queries give it, maximum over the group (a token's own query does
+        not count), in the dtype of the computation.
+    """
+    batch, query_heads, length, _ = query.shape
+    kv_heads = key.shape[1]
+    group = query_heads // kv_heads
+    dtype = compute_dtype(query.dtype)
+    device = query.device
+    past = 0 if past_key is None else past_key.shape[2]
+    keys, values = key.to(dtype), value.to(dtype)
+    if past:
+        keys = torch.cat([past_key.to(dtype), keys], dim=2)
+        values = torch.cat([past_value.to(dtype), values], dim=2)
+        values[:, :, :past].masked_fill_(~past_valid[..., None], 0.0)
+    output = torch.zeros(batch, query_heads, length, value.shape[-1], dtype=query.dtype, device=device)
+    received = torch.zeros(batch, kv_heads, group, past + length, dtype=dtype, device=device)
+    grouped = query.unflatten(1, (kv_heads, group))
+    observed, weight = _observation(valid, batch, length, observation_window, device)
+    block = max(1, min(length, BLOCK_ELEMENTS // (batch * query_heads * (past + length))))
+    position = torch.arange(length, device=device)
+    for start in range(0, length, block):
+        stop = min(start + block, length)
+        # causal: keys after the block's last query take no part
+        end = length if mask is not None else stop
+        logits = torch.matmul(
+            grouped[:, :, :, start:stop].to(dtype).flatten(2, 3) * scaling, keys[:, :, : past + end].mT
+        ).unflatten(2, (group, stop - start))
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        allowed = _allowed(position, start, stop, end, valid, mask)
+        logits[..., past:].masked_fill_(~allowed[:, :, None], -torch.inf)
+        if past:
+            logits[..., :past].masked_fill_(~past_valid[:, :, None, None], -torch.inf)
+        probabilities = _softmax(logits, sinks, kv_heads, group)
+        block_output = torch.matmul(probabilities.flatten(2, 3), values[:, :, : past + end])
+        if valid is not None:
+            real = valid[:, None, None, start:stop, None]
+            block_output = block_output.unflatten(2, (group, stop - start)).masked_fill(~real, 0.0).flatten(2, 3)
+        output[:, :, start:stop] = block_output.unflatten(2, (group, stop - start)).flatten(1, 2).to(query.dtype)
+        later = position[start:stop, None] > position[None, :end]
+        counted = (observed[:, start:stop, None] & later).to(dtype)[:, None, None]
+        received[..., past : past + end] += (probabilities[..., past:] * counted).sum(3)
+        if past:
+            seen = observed[:, start:stop].to(dtype)[:, None, None, :, None]
+            received[..., :past] += (probabilities[..., :past] * seen).sum(3)
+    received = received.amax(2)
+    if weight is not None:
+        received[..., past:] *= weight[:, None]
+        received[..., :past] *= _past_weight(valid, batch, length, observation_window, dtype, device)
+    return output, received
+
+
+def _allowed(position: Tensor, start: int, stop: int, end: int, valid: Tensor | None, mask: Tensor | None) -> Tensor:
+    """bool [batch or 1, 1, queries, keys]: which new keys each query of the block attends."""
+    if mask is not None:
+        allowed = mask[:, :, start:stop, :end]
+    else:
+        allowed = (position[start:stop, None] >= position[None, :end])[None, None]
+    return allowed if valid is None else allowed & valid[:, None, None, :end]
+
+
+def _softmax(logits: Tensor, sinks: Tensor | None, kv_heads: int, group: int) -> Tensor:
+    """Softmax over keys, with the sinks' share left out; a query that sees no key gets zeros."""
+    peak = logits.amax(-1, keepdim=True)
+    if sinks is not None:
+        sink = sinks.to(logits.dtype).view(1, kv_heads, group, 1, 1)
+        peak = torch.maximum(peak, sink)
+    peak = torch.where(peak == -torch.inf, 0.0, peak)
+    weights = logits.sub_(peak).exp_()
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sink - peak)
+    return weights.div_(torch.where(total == 0, 1.0, total))
+
+
+def _observation(
+    valid: Tensor | None, batch: int, length: int, window: int | None, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Which queries score (bool [batch, Q]) and the factor that scales each new key's sum to all later queries."""
+    real = torch.ones(batch, length, dtype=torch.bool, device=device) if valid is None else valid
+    if window is None:
+        return real, None
+    behind = _later(real)
+    observed = real & (behind < window)
+    counted = _later(observed)
+    weight = torch.where(counted > 0, behind.double() / counted.clamp(min=1), 0.0)
+    return observed, weight
+
+
+def _later(real: Tensor) -> Tensor:
+    """How many True entries follow each position, [batch, Q]."""
+    return real.flip(-1).cumsum(-1).flip(-1) - real.long()
+
+
+def _past_weight(
+    valid: Tensor | None, batch: int, length: int, window: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The same factor for stored tokens, which every new query follows: [batch, 1, 1]."""
+    if valid is None:
+        real = torch.full((batch,), length, device=device)
+    else:
+        real = valid.sum(-1)
+    return (real.double() / real.clamp(min=1, max=window)).to(dtype)[:, None, None]

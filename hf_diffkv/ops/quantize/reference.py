@@ -1,0 +1,136 @@
+"""Asymmetric quantisation per token and group, in plain PyTorch (DiffKV, section 4; algorithm of docs/algorithm.md).
+
+zero = min, scale = (max - min) / (2^bits - 1), both rounded to fp16; codes are computed with the rounded pair, so that
+decoding what was stored is consistent. A scale of 0 decodes to the zero point exactly.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...memory import TierLayout
+from ..segments import segments
+
+
+def quantize(x: Tensor, bits: int, groups: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
+    """Quantises the last dimension.
+
+    Args:
+        x: [..., dim] floats.
+        bits: 1, 2, 4 or 8; 16 stores the dtype as it is.
+        groups: equal contiguous groups of the last dimension.
+        dtype: what to store at 16 bits, the model's dtype; None takes that of `x`.
+
+    Returns:
+        Packed codes uint8 [..., dim * bits / 8] (16 bits: the raw bytes), and the metadata float16
+        [..., groups, 2] of (scale, zero), None at 16 bits.
+    """
+    if bits == 16:
+        return x.to(dtype or x.dtype).contiguous().view(torch.uint8), None
+    grouped = x.float().unflatten(-1, (groups, -1))
+    low, high = grouped.aminmax(dim=-1, keepdim=True)
+    levels = 2**bits - 1
+    scale = ((high - low) / levels).half()
+    zero = low.half()
+    step = scale.float()
+    codes = ((grouped - zero.float()) / torch.where(step == 0, 1.0, step)).round_().clamp_(0, levels)
+    codes = torch.where(step == 0, 0.0, codes).to(torch.uint8).flatten(-2)
+    return _pack(codes, bits), torch.cat([scale, zero], dim=-1)
+
+
+def dequantize(codes: Tensor, metadata: Tensor | None, bits: int, groups: int, dtype: torch.dtype) -> Tensor:
+    """Inverse of `quantize`.
+
+    Args:
+        codes, metadata: as `quantize` returns them.
+        dtype: the model's dtype, in which 16-bit rows are stored.
+
+    Returns:
+        [..., dim] in float32, or float64 where `dtype` is.
+    """
+    if bits == 16:
+        return codes.contiguous().view(dtype).to(compute_dtype(dtype))
+    grouped = unpack(codes, bits).float().unflatten(-1, (groups, -1))
+    scale, zero = metadata.float().split(1, dim=-1)
+    return (grouped * scale + zero).flatten(-2).to(compute_dtype(dtype))
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype arithmetic runs in for a model of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    planes = 8 // bits
+    if planes == 1:
+        return codes
+    parts = codes.unflatten(-1, (planes, -1)).unbind(-2)
+    packed = parts[0].clone()
+    for index, part in enumerate(parts[1:], start=1):
+        packed |= part << (bits * index)
+    return packed
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """Codes uint8 [..., dim] of bit-plane packed rows uint8 [..., dim * bits / 8]."""
+    planes = 8 // bits
+    if planes == 1:
+        return packed
+    mask = 2**bits - 1
+    return torch.cat([(packed >> (bits * index)) & mask for index in range(planes)], dim=-1)
+
+
+def store_tokens(
+    pages: Tensor,
+    tier: TierLayout,
+    page: Tensor,
+    slot: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score: Tensor,
+    position: Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """Quantises tokens and writes them to their slots.
+
+    Args:
+        pages: uint8 [pages, page_bytes], written in place.
+        page, slot: int64 [n], where each token goes; no two alike but on the null page.
+        key, value: [n, key_dim], [n, value_dim].
+        score: float32 [n] significance sums. position: int [n].
+        dtype: the model's dtype, stored as it is at 16 bits.
+    """
+    view = segments(pages, tier)
+    view.key[page, slot], key_metadata = quantize(key, tier.k_bits, tier.k_groups, dtype)
+    view.value[page, slot], value_metadata = quantize(value, tier.v_bits, tier.v_groups, dtype)
+    if key_metadata is not None:
+        view.key_metadata[page, slot] = key_metadata
+    if value_metadata is not None:
+        view.value_metadata[page, slot] = value_metadata
+    view.score[page, slot] = score
+    view.position[page, slot] = position.to(torch.int32)
+
+
+def load_tokens(
+    pages: Tensor, tier: TierLayout, page: Tensor, slot: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Reads tokens back: key [n, key_dim], value [n, value_dim], as `dequantize` returns them."""
+    view = segments(pages, tier)
+    k_metadata = None if view.key_metadata is None else view.key_metadata[page, slot]
+    v_metadata = None if view.value_metadata is None else view.value_metadata[page, slot]
+    key = dequantize(view.key[page, slot], k_metadata, tier.k_bits, tier.k_groups, dtype)
+    value = dequantize(view.value[page, slot], v_metadata, tier.v_bits, tier.v_groups, dtype)
+    return key, value
+
+
+def move_tokens(
+    pages: Tensor, tier: TierLayout, from_page: Tensor, from_slot: Tensor, to_page: Tensor, to_slot: Tensor
+) -> None:
+    """Copies tokens as they are stored, code for code; all are read before any is written."""
+    view = segments(pages, tier)
+    parts = (view.key, view.value, view.key_metadata, view.value_metadata, view.score, view.position)
+    parts = [part for part in parts if part is not None]
+    moved = [part[from_page, from_slot] for part in parts]
+    for part, data in zip(parts, moved):
+        part[to_page, to_slot] = data

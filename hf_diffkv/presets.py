@@ -1,0 +1,35 @@
+"""Published thresholds (DiffKV, SOSP 2025, evaluation section), by model name."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from .config import Precision
+
+# model name -> (alpha_low, alpha_high); a sibling release (Llama-3.1, a distillation) was not calibrated
+CALIBRATED: dict[str, tuple[float, float]] = {
+    r"(meta-)?llama-?3-8b(-instruct)?(-hf)?": (0.02, 1.0),
+    r"(meta-)?llama-?3-70b(-instruct)?(-hf)?": (0.0, 1.0),
+    r"qwen2\.5-7b(-instruct)?": (0.04, 0.04),
+    r"qwen2\.5-32b(-instruct)?": (0.0, 3.0),
+    r"qwq-32b(-preview)?": (0.0, 3.0),
+}
+SAFE: dict[str, Any] = {"alpha_low": 0.0, "alpha_high": 1.0}
+
+# The papers' runs of these families quantise in groups: 1 at 8 bits, 2 at 4 bits, 4 at 2 bits.
+GROUPED = re.compile(r"^(qwq|qwen3)\b")
+GROUPED_PRECISIONS: dict[str, Any] = {"high": Precision(8, 4, 1, 2), "low": Precision(4, 2, 2, 4)}
+
+
+def preset_for(model_config: Any) -> dict[str, Any]:
+    """Config fields for a model: calibrated where published, otherwise thresholds that never prune."""
+    name = model_config if isinstance(model_config, str) else getattr(model_config, "_name_or_path", "")
+    name = (name or "").lower().replace("_", "-").rstrip("/").rsplit("/", 1)[-1]
+    fields = dict(SAFE)
+    for pattern, (alpha_low, alpha_high) in CALIBRATED.items():
+        if re.fullmatch(pattern, name):
+            fields = {"alpha_low": alpha_low, "alpha_high": alpha_high}
+    if GROUPED.match(name):
+        fields.update(GROUPED_PRECISIONS)
+    return fields

@@ -1,0 +1,277 @@
+"""Dense simulation of DiffKV for one layer: the oracle the cache is tested against.
+
+It keeps every token it has seen in plain dense tensors, together with a level per token, and applies the compression
+rules by overwriting keys and values with their quantised-and-decoded versions. It has no pages, tables or kernels and
+shares no code with the package, so that a mistake there cannot hide here. It runs on the CPU, wherever the inputs are.
+
+Shapes: B rows, Hq query heads, H KV heads, G = Hq / H, Q new columns, S columns seen so far (padding included), D and
+Dv head dims.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PADDING, PRUNED, LOW, HIGH, WINDOW = -1, 0, 1, 2, 3
+
+
+@dataclass(frozen=True)
+class SimPrecision:
+    """Bits (1, 2, 4, 8, or 16 for unquantised) and quantisation groups of keys and values."""
+
+    k_bits: int
+    v_bits: int
+    k_groups: int = 1
+    v_groups: int = 1
+
+
+def quantise(x: Tensor, bits: int, groups: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [..., groups, d / groups], scale and zero [..., groups, 1] (fp16) of the last dimension of x."""
+    x = x.to(torch.float32).unflatten(-1, (groups, -1))
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    top = 2**bits - 1
+    zero = low.to(torch.float16)
+    # A tensor divisor: dividing by a Python number may be turned into a multiplication by its reciprocal.
+    scale = ((high - low) / torch.full_like(low, top)).to(torch.float16)
+    if not (zero.isfinite().all() and scale.isfinite().all()):
+        raise ValueError("values do not fit the fp16 scale and zero")
+    step = scale.to(torch.float32)
+    # torch.round rounds half to even. The clamp is needed: the rounded scale and zero may not quite cover [low, high].
+    codes = torch.round((x - zero.to(torch.float32)) / torch.where(step == 0, 1.0, step)).clamp(0, top)
+    return torch.where(step == 0, 0.0, codes), scale, zero
+
+
+def decode(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """float32 values of what `quantise` returned, groups joined again."""
+    return (codes * scale.to(torch.float32) + zero.to(torch.float32)).flatten(-2)
+
+
+def round_trip(x: Tensor, bits: int, groups: int, dtype: torch.dtype) -> Tensor:
+    """What remains of x after storing it; `dtype` is the model's, which 16 bits stand for. Keeps x's own dtype."""
+    stored = x.to(dtype) if bits == 16 else decode(*quantise(x, bits, groups))
+    return stored.to(x.dtype)
+
+
+def level_of(mean: Tensor, threshold_low: Tensor, threshold_high: Tensor) -> Tensor:
+    """The prompt rule: the level that a mean significance earns."""
+    level = torch.where(mean >= threshold_high, HIGH, LOW)
+    return torch.where(mean < threshold_low, PRUNED, level).to(torch.int8)
+
+
+def algorithm_one(
+    levels: Tensor, mean: Tensor, candidate: int, threshold_low: Tensor, threshold_high: Tensor
+) -> list[tuple[int, int]]:
+    """Level changes (token, new level), in order, when `candidate` leaves the window of one KV head.
+
+    levels and mean are [S], oldest token first; the thresholds are scalars.
+    """
+    level = int(level_of(mean[candidate], threshold_low, threshold_high))
+    changes = [(candidate, level)]
+    if level == PRUNED:
+        return changes
+    # The newcomer competes as well: with a mean above its threshold it can be least, but then nothing happens.
+    tier = levels == level
+    tier[candidate] = True
+    members = tier.nonzero().flatten()
+    least = mean[members].min()
+    victim = int(members[mean[members] == least][0])  # the oldest of equals
+    earned = int(level_of(least, threshold_low, threshold_high))
+    if earned < level:
+        changes.append((victim, earned))
+    return changes
+
+
+class LayerSimulation:
+    """One layer of DiffKV over all rows of a batch."""
+
+    def __init__(
+        self,
+        batch_size: int,
+        num_key_value_heads: int,
+        head_dim: int,
+        *,
+        high: SimPrecision,
+        low: SimPrecision,
+        alpha_high: float | list[float],
+        alpha_low: float | list[float],
+        window: int = 64,
+        compaction_interval: int = 1,
+        observation_window: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        value_dim: int | None = None,
+    ) -> None:
+        if window < 1 or compaction_interval < 1 or (observation_window is not None and observation_window < 1):
+            raise ValueError("window, compaction_interval and observation_window start at 1")
+        self.high, self.low = high, low
+        self.alpha_high = torch.as_tensor(alpha_high, dtype=torch.float32).expand(num_key_value_heads)
+        self.alpha_low = torch.as_tensor(alpha_low, dtype=torch.float32).expand(num_key_value_heads)
+        if not ((self.alpha_low >= 0) & (self.alpha_low <= self.alpha_high)).all():
+            raise ValueError("thresholds need 0 <= alpha_low <= alpha_high")
+        self.window = window
+        self.compaction_interval = compaction_interval
+        self.observation_window = observation_window
+        self.dtype = dtype
+        self.compute_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+
+        empty = (batch_size, num_key_value_heads, 0)
+        self._keys = torch.zeros(*empty, head_dim, dtype=self.compute_dtype)
+        self._values = torch.zeros(*empty, value_dim or head_dim, dtype=self.compute_dtype)
+        self._levels = torch.zeros(empty, dtype=torch.int8)
+        self._sums = torch.zeros(empty, dtype=torch.float32)
+        self._index = torch.zeros(batch_size, 0, dtype=torch.int64)  # place among the row's real tokens, -1 for padding
+        self._count = torch.zeros(batch_size, dtype=torch.int64)  # real tokens of each row, N
+        self._steps = 0  # single-token forwards since the last compaction
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        valid: Tensor | None = None,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Append, attend, update the sums, compress.
+
+        query [B, Hq, Q, D], key [B, H, Q, D], value [B, H, Q, Dv], valid [B, Q] bool (False is padding), sinks [Hq].
+        Returns the output [B, Hq, Q, Dv] in the query's dtype; rows of padding queries are zero.
+        """
+        rows, _, columns, _ = query.shape
+        valid = torch.ones(rows, columns, dtype=torch.bool) if valid is None else valid.detach().cpu().bool()
+        is_prompt = columns > 1 or self._levels.shape[-1] == 0
+        self._append(key.detach().cpu(), value.detach().cpu(), valid)
+        sinks = None if sinks is None else sinks.detach().cpu().to(self.compute_dtype)
+        probabilities = self._attend(query.detach().cpu().to(self.compute_dtype), valid, scaling, softcap, sinks)
+        self._sums += self._significance(probabilities, valid).to(torch.float32)
+        # Taken before compression: a step reads what was stored when it began.
+        output = (probabilities @ self._values.unsqueeze(2)).flatten(1, 2)
+
+        if is_prompt:
+            self._compress_prompt()
+            self._steps = 0
+        else:
+            self._steps += 1
+            if self._steps == self.compaction_interval:
+                self._compress_generation()
+                self._steps = 0
+        return output.to(dtype=query.dtype, device=query.device)
+
+    def levels(self) -> Tensor:
+        """int8 [B, H, S]: -1 padding, 0 pruned, 1 low, 2 high, 3 window."""
+        return self._levels.clone()
+
+    def stored(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Decoded keys [B, H, S, D], values [B, H, S, Dv], zero where nothing is stored, and the mask of what is."""
+        return self._keys.clone(), self._values.clone(), self._levels > PRUNED
+
+    def sums(self) -> Tensor:
+        """float32 [B, H, S] significance sums, 0 where nothing is stored."""
+        return self._sums.clone()
+
+    def _append(self, key: Tensor, value: Tensor, valid: Tensor) -> None:
+        if key.dtype != self.dtype or value.dtype != self.dtype:
+            raise ValueError(f"expected {self.dtype} keys and values, got {key.dtype} and {value.dtype}")
+        # Padding may hold anything, even NaN, which a probability of zero would not silence.
+        key, value = (torch.where(valid[:, None, :, None], x, 0).to(self.compute_dtype) for x in (key, value))
+        if not (key.isfinite().all() and value.isfinite().all()):
+            raise ValueError("keys and values must be finite")
+        level = torch.where(valid, WINDOW, PADDING).to(torch.int8)[:, None].expand(key.shape[:3])
+        index = torch.where(valid, self._count[:, None] + valid.cumsum(-1) - 1, -1)
+        self._keys = torch.cat([self._keys, key], dim=2)
+        self._values = torch.cat([self._values, value], dim=2)
+        self._levels = torch.cat([self._levels, level], dim=2)
+        self._sums = torch.cat([self._sums, torch.zeros(level.shape)], dim=2)
+        self._index = torch.cat([self._index, index], dim=1)
+        self._count = self._count + valid.sum(-1)
+
+    def _attend(
+        self, query: Tensor, valid: Tensor, scaling: float | None, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        """Attention probabilities [B, H, G, Q, S]; zero for padding queries and for keys a query does not see."""
+        heads = self._keys.shape[1]
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        grouped = query.unflatten(1, (heads, -1))  # query head h reads KV head h // G
+        scores = grouped @ self._keys.unsqueeze(2).transpose(-1, -2) * scaling
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        key_column, query_column = self._columns(query.shape[2])
+        visible = (key_column <= query_column) & (self._levels > PRUNED)[:, :, None, None]  # [B, H, 1, Q, S]
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if sinks is not None:
+            # The sink is a raw logit: neither scaled nor capped. It takes probability and gives nothing back.
+            column = sinks.reshape(1, heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            probabilities = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
+        else:
+            probabilities = scores.softmax(-1)
+        return torch.where(valid[:, None, None, :, None], probabilities, 0)
+
+    def _significance(self, probabilities: Tensor, valid: Tensor) -> Tensor:
+        """What this forward adds to the sums, [B, H, S]."""
+        key_column, query_column = self._columns(valid.shape[1])
+        is_later = query_column > key_column  # [Q, S]; a token's own query never counts
+        observed = valid
+        if self.observation_window is not None:
+            queries_from_here = valid.flip(-1).cumsum(-1).flip(-1)
+            observed = valid & (queries_from_here <= self.observation_window)
+        counted = is_later & observed[:, :, None]  # [B, Q, S]
+        total = torch.where(counted[:, None, None], probabilities, 0).sum(-2)  # [B, H, G, S]
+        later = (is_later & valid[:, :, None]).sum(1).to(total.dtype)
+        seen = counted.sum(1).to(total.dtype)
+        # The sum stands for all later queries, also the unobserved ones, so that sum / (N - 1 - i) remains a mean.
+        # The ratio comes first: it is exactly 1 where nothing was left out.
+        share = torch.where(seen > 0, later / seen.clamp(min=1), 0)
+        return (total * share[:, None, None]).amax(2)
+
+    def _columns(self, new: int) -> tuple[Tensor, Tensor]:
+        """Columns of the keys, [S], and of the queries of the `new` last ones, [Q, 1]."""
+        seen = self._levels.shape[-1]
+        return torch.arange(seen), torch.arange(seen - new, seen)[:, None]
+
+    def _means_and_thresholds(self, row: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Means [H, S] of one row (void for padding and the newest token), low and high thresholds [H], in float32."""
+        n = self._count[row]
+        later = (n - 1 - self._index[row]).clamp(min=1).to(torch.float32)
+        n = n.to(torch.float32)
+        return self._sums[row] / later, self.alpha_low / n, self.alpha_high / n
+
+    def _compress_prompt(self) -> None:
+        """Level what leaves the window, downgrade what was stored before and no longer earns its level."""
+        rows, heads = self._levels.shape[:2]
+        for row in range(rows):
+            mean, low, high = self._means_and_thresholds(row)
+            in_window = self._index[row] >= (self._count[row] - self.window).clamp(min=0)
+            earned = level_of(mean, low[:, None], high[:, None])
+            # The minimum with the present level rules out upgrades and leaves padding and pruned tokens as they are.
+            target = torch.where(in_window, self._levels[row], torch.minimum(self._levels[row], earned))
+            for head in range(heads):
+                for level in (PRUNED, LOW, HIGH):
+                    changed = (target[head] == level) & (self._levels[row, head] != level)
+                    self._store(row, head, changed.nonzero().flatten(), level)
+
+    def _compress_generation(self) -> None:
+        """Send the oldest tokens beyond the window, one by one, through Algorithm 1."""
+        rows, heads = self._levels.shape[:2]
+        for row in range(rows):
+            mean, low, high = self._means_and_thresholds(row)
+            for head in range(heads):
+                in_window = (self._levels[row, head] == WINDOW).nonzero().flatten().tolist()
+                for candidate in in_window[: max(len(in_window) - self.window, 0)]:
+                    levels = self._levels[row, head]
+                    for token, level in algorithm_one(levels, mean[head], candidate, low[head], high[head]):
+                        self._store(row, head, torch.tensor([token]), level)
+
+    def _store(self, row: int, head: int, tokens: Tensor, level: int) -> None:
+        """Move tokens of one head to a level, starting from the values they have now."""
+        if tokens.numel() == 0:
+            return
+        keys, values = self._keys[row, head], self._values[row, head]
+        if level == PRUNED:
+            keys[tokens], values[tokens] = 0, 0
+            self._sums[row, head, tokens] = 0
+        else:
+            precision = self.high if level == HIGH else self.low
+            keys[tokens] = round_trip(keys[tokens], precision.k_bits, precision.k_groups, self.dtype)
+            values[tokens] = round_trip(values[tokens], precision.v_bits, precision.v_groups, self.dtype)
+        self._levels[row, head, tokens] = level
