@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .diffkv import DiffKVPolicy
+from .diffkv import DiffKVPolicy, mean_significance
 
 POLICIES = {"diffkv": DiffKVPolicy()}
 
@@ -14,4 +14,4 @@ def get_policy(name: str) -> DiffKVPolicy:
     return POLICIES[name]
 
 
-__all__ = ["POLICIES", "DiffKVPolicy", "get_policy"]
+__all__ = ["POLICIES", "DiffKVPolicy", "get_policy", "mean_significance"]

@@ -1,0 +1,317 @@
+"""Train tiny-lm from scratch on a CPU, and watch it recall facts through a dense and through a compressed KV cache.
+
+    python examples/train_tiny_lm.py --output /tmp/tiny-lm --minutes 40 --max-length 320
+    python examples/train_tiny_lm.py --eval-only examples/models/tiny-lm --characters 256
+
+A model that cannot look back has nothing to lose from a compressed cache, so the curriculum is about looking back: copying alone
+until it is exact, then recall and chained sums on short rows, then longer rows, and library source last (see tiny_lm_data.py).
+"""
+
+import argparse
+import importlib.util
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import datasets
+import tiny_lm_data as data
+import torch
+from torch.nn import functional as F
+from tqdm.auto import tqdm
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
+
+BUNDLED = Path(__file__).parent / "models" / "tiny-lm"
+CACHES: dict[str, dict[str, Any]] = {
+    "DynamicCache": {},
+    "DiffKV": {"cache_implementation": "diffkv", "cache_config": {"alpha_high": 1.0, "alpha_low": 0.0}},
+}
+MUON_LR = 0.02
+ADAMW_LR = 2e-3
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Tasks with their shares, the row length, and the fraction of the run by which the stage must give way."""
+
+    name: str
+    tasks: dict[data.Task, float]
+    length: int
+    deadline: float
+
+
+def make_stages(max_length: int) -> list[Stage]:
+    """Copying, then recall and chains at growing lengths, then the same with text."""
+    tasks = {data.recall: 0.5, data.chain: 0.4, data.copying: 0.1}
+    lengths = [*(n for n in (96, 160, 320, 640) if n < max_length), max_length]
+    stages = [Stage("copying", {data.copying: 1.0}, min(64, max_length), deadline=0.3)]
+    for i, length in enumerate(lengths, start=1):
+        stages.append(Stage("tasks", tasks, length, deadline=0.3 + 0.5 * i / len(lengths)))
+    text = {data.recall: 0.4, data.chain: 0.25, data.copying: 0.05, data.library: 0.3}
+    return [*stages, Stage("tasks and text", text, max_length, deadline=1.0)]
+
+
+@dataclass
+class Curriculum:
+    """Where the run stands: its stage, its clock, and how well it predicts what can be predicted."""
+
+    stages: list[Stage]
+    seconds: float
+    index: int = 0
+    started: float = field(default_factory=time.monotonic)
+    accuracies: deque[float] = field(default_factory=lambda: deque(maxlen=50))
+
+    @property
+    def stage(self) -> Stage:
+        return self.stages[self.index]
+
+    @property
+    def progress(self) -> float:
+        """Fraction of the time budget spent."""
+        return min(1.0, (time.monotonic() - self.started) / self.seconds)
+
+    @property
+    def accuracy(self) -> float:
+        """Mean over the last steps; every batch is fresh, so no separate validation set is needed."""
+        return sum(self.accuracies) / max(1, len(self.accuracies))
+
+    def advance(self) -> bool:
+        """Go to the next stage when this one is learnt or out of time."""
+        learnt = len(self.accuracies) == self.accuracies.maxlen and self.accuracy > 0.96
+        if self.index + 1 == len(self.stages) or not (learnt or self.progress > self.stage.deadline):
+            return False
+        self.index += 1
+        self.accuracies.clear()
+        return True
+
+    def batches(self, seed: int) -> Iterator[dict[str, Any]]:
+        """Endless batches of the current stage, about as many tokens in each."""
+        rng = random.Random(seed)
+        while True:
+            length = self.stage.length
+            rows = [data.row(rng, self.stage.tasks, length) for _ in range(max(12, 2048 // length))]
+            yield {"input_ids": [ids for ids, _ in rows], "weights": [weights for _, weights in rows]}
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon for the matrices inside the blocks, AdamW for the embedding and the norms, as one optimizer."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+        others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+        super().__init__([*matrices, *others], {})
+        self.parts = (
+            torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=0.01, adjust_lr_fn="original"),
+            torch.optim.AdamW(others, lr=ADAMW_LR, betas=(0.9, 0.95), weight_decay=0.0),
+        )
+        self._share_groups()
+
+    def _share_groups(self) -> None:
+        # The same dictionaries as in the parts, so that a scheduler reaches them.
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self._share_groups()
+
+
+def weighted_loss(logits: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Mean cross-entropy of the next characters by weight, and the accuracy on the predictable ones."""
+    logits, targets, weights = logits[:, :-1].float(), ids[:, 1:], weights[:, 1:]
+    losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    correct = (logits.argmax(-1) == targets)[weights == data.PREDICTABLE]
+    return (losses * weights).sum() / weights.sum(), correct.float().mean().item()
+
+
+class TinyTrainer(Trainer):
+    """Trainer whose loss follows the weight of each character."""
+
+    def __init__(self, *args: Any, curriculum: Curriculum, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.curriculum = curriculum
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, torch.Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        outputs = model(input_ids=inputs["input_ids"], use_cache=False)
+        loss, accuracy = weighted_loss(outputs.logits, inputs["input_ids"], inputs["weights"])
+        self.curriculum.accuracies.append(accuracy)
+        return (loss, outputs) if return_outputs else loss
+
+
+def available_caches() -> list[str]:
+    """DynamicCache, and DiffKV where the package is installed."""
+    return [name for name in CACHES if name != "DiffKV" or importlib.util.find_spec("hf_diffkv")]
+
+
+def exact_recall(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: str, prompts: int, characters: int, seed: int
+) -> float:
+    """Share of fresh prompts whose four-digit answer `model.generate` gives exactly."""
+    if cache == "DiffKV":
+        import hf_diffkv  # noqa: F401  registers cache_implementation="diffkv"
+    rng = random.Random(seed)
+    questions, answers = zip(*(data.recall_prompt(rng, characters) for _ in range(prompts)), strict=True)
+    right = 0
+    for start in range(0, prompts, 16):
+        inputs = tokenizer(list(questions[start : start + 16]), return_tensors="pt")
+        output = model.generate(**inputs, max_new_tokens=4, do_sample=False, **CACHES[cache])
+        generated = tokenizer.batch_decode(output[:, characters:])
+        right += sum(text == answer for text, answer in zip(generated, answers[start : start + 16], strict=True))
+    return right / prompts
+
+
+def inference_copy(model: torch.nn.Module) -> PreTrainedModel:
+    """The model as it is saved: bfloat16, and without the wrappers of training."""
+    copy = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
+    copy.load_state_dict(model.state_dict())
+    return copy.eval()
+
+
+class Teacher(TrainerCallback):
+    """Moves the curriculum, shows progress in time rather than steps, and reports recall by generation."""
+
+    def __init__(
+        self, curriculum: Curriculum, tokenizer: PreTrainedTokenizerBase, characters: int, reports: int
+    ) -> None:
+        self.curriculum = curriculum
+        self.tokenizer = tokenizer
+        self.characters = characters
+        self.reports = reports
+        self.reported = 0
+        self.caches = available_caches()
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.curriculum.started = time.monotonic()
+        self.bar = tqdm(total=round(self.curriculum.seconds), unit="s", mininterval=1.0)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: PreTrainedModel, **_: Any
+    ) -> None:
+        progress, stage = self.curriculum.progress, self.curriculum.stage
+        self.bar.set_postfix_str(f"{stage.name} at {stage.length}, {self.curriculum.accuracy:.3f}", refresh=False)
+        self.bar.update(round(progress * self.bar.total) - self.bar.n)
+        accuracy = self.curriculum.accuracy
+        if self.curriculum.advance() or progress * self.reports >= self.reported + 1:
+            self.reported = int(progress * self.reports)
+            recall = self.recall(model)
+            self.bar.write(
+                f"{progress * self.curriculum.seconds:.0f} s, step {state.global_step}, {stage.name} at {stage.length}: "
+                f"predicted {accuracy:.3f}; recall at {self.characters} characters: {recall}"
+            )
+        control.should_training_stop = control.should_training_stop or progress >= 1.0
+
+    def recall(self, model: PreTrainedModel) -> str:
+        copy = inference_copy(model)
+        scores = {name: exact_recall(copy, self.tokenizer, name, 32, self.characters, seed=0) for name in self.caches}
+        return ", ".join(f"{name} {score:.2f}" for name, score in scores.items())
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.bar.close()
+
+
+def train(output: Path, minutes: float, max_length: int = 320, seed: int = 0, max_steps: int = 10**6) -> None:
+    """Train for `minutes` (or `max_steps`) and save model and tokenizer in `output`."""
+    set_seed(seed)
+    # Eager attention: at these lengths its backward pass is faster on a CPU than that of the fused kernel.
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(BUNDLED), dtype=torch.float32, attn_implementation="eager"
+    )
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
+    curriculum = Curriculum(make_stages(max_length), seconds=60 * minutes)
+    optimizer = MuonWithAdamW(model)
+
+    def rate(step: int) -> float:
+        return min(1.0, (step + 1) / 50) * (0.05 + 0.95 * min(1.0, 2.2 * (1.0 - curriculum.progress)))
+
+    trainer = TinyTrainer(
+        model,
+        TrainingArguments(
+            output_dir=str(output),
+            max_steps=max_steps,
+            per_device_train_batch_size=1,
+            bf16=True,
+            use_cpu=True,
+            seed=seed,
+            save_strategy="no",
+            logging_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            accelerator_config={"dispatch_batches": False},
+        ),
+        # An example of the dataset is a batch already: the number of rows depends on the stage.
+        data_collator=lambda examples: {name: torch.tensor(value) for name, value in examples[0].items()},
+        train_dataset=datasets.IterableDataset.from_generator(curriculum.batches, gen_kwargs={"seed": seed}),
+        optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rate)),
+        callbacks=[Teacher(curriculum, tokenizer, characters=max(64, int(0.8 * max_length)), reports=20)],
+        curriculum=curriculum,
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    inference_copy(model).save_pretrained(output)
+    tokenizer.save_pretrained(output)
+
+
+def evaluate(folder: Path, prompts: int, characters: int, seed: int) -> None:
+    """Print the exact-match recall of a saved model through each cache."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    print(f"{'cache':<14}{'characters':>12}{'prompts':>9}{'exact match':>13}")
+    for cache in available_caches():
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        recall = exact_recall(model, tokenizer, cache, prompts, characters, seed)
+        print(f"{cache:<14}{characters:>12}{prompts:>9}{recall:>13.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--output", type=Path, help="folder to save the trained model in")
+    mode.add_argument("--eval-only", type=Path, metavar="MODEL", help="folder of a saved model to evaluate")
+    parser.add_argument("--minutes", type=float, default=40, help="time to train for; the schedule follows it")
+    parser.add_argument("--threads", type=int, default=None, help="CPU threads (default: torch's choice)")
+    parser.add_argument("--max-length", type=int, default=320, help="longest training row in characters")
+    parser.add_argument("--prompts", type=int, default=100, help="prompts of an evaluation")
+    parser.add_argument("--characters", type=int, default=256, help="length of an evaluation prompt")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.output:
+        train(args.output, args.minutes, args.max_length, args.seed)
+    evaluate(args.eval_only or args.output, args.prompts, args.characters, args.seed + 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Everything that knows Transformers: the cache, its layers, the attention and mask functions, registration."""

@@ -1,0 +1,205 @@
+"""`DiffKVCache`: Transformers' Cache API outside, paged compressed storage inside."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from ..config import DiffKVConfig
+from ..report import MemoryReport, memory_report
+from ..store import check_integrity, levels, read_tokens, select_rows
+from .errors import HandOverError, UnsupportedModelError
+from .layer import DiffKVLayer
+from .stores import Stores
+
+
+class DiffKVCache(Cache):
+    """A cache that keeps important tokens at high precision, others at low precision, and prunes the rest.
+
+    Works with models whose attention implementation is `"diffkv"`; `generate()` switches a model by itself, elsewhere
+    call `model.set_attn_implementation("diffkv")`. Layers that are not plain full attention (sliding window, linear)
+    keep Transformers' own layers.
+
+    Args:
+        model_config: the model's `PretrainedConfig`.
+        config: a `DiffKVConfig`; None takes `DiffKVConfig.for_model(model_config)`.
+        **kwargs: single fields of `DiffKVConfig`, on top of `config`.
+
+    Raises:
+        ValueError: unknown or invalid fields (`DiffKVConfig`).
+        UnsupportedModelError: encoder-decoder models and models that cache latents instead of keys and values.
+    """
+
+    def __init__(self, model_config: Any, config: DiffKVConfig | None = None, **kwargs: Any) -> None:
+        check_model_config(model_config)
+        text_config = model_config.get_text_config(decoder=True)
+        self.config = _resolve_config(model_config, config, kwargs)
+        layers = list(DynamicCache(config=text_config).layers)
+        shared = _shared_layers(text_config, len(layers))
+        compressed = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and i not in shared]
+        if not compressed:
+            warnings.warn(
+                "this model has no plain full-attention layer, so DiffKVCache compresses nothing.", stacklevel=2
+            )
+        self.stores = Stores(self.config, len(compressed))
+        for index, layer_idx in enumerate(compressed):
+            layers[layer_idx] = DiffKVLayer(self.stores, index)
+        super().__init__(layers=layers)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Takes a layer's new keys and values, [batch, heads, tokens, head_dim] each.
+
+        Raises:
+            HandOverError: what an earlier `update` announced never reached the `diffkv` attention function.
+        """
+        self.check_handover()
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def check_handover(self) -> None:
+        """Raises `HandOverError` if announced keys and values were not picked up by the attention function."""
+        for layer_idx, layer in enumerate(self.layers):
+            if isinstance(layer, DiffKVLayer) and layer.pending is not None:
+                raise HandOverError(
+                    f"layer {layer_idx} gave keys and values to DiffKVCache but its attention function never picked "
+                    'them up. Call model.set_attn_implementation("diffkv") (generate() does it by itself); if that is '
+                    "done, this model changes keys or values after caching them and cannot use DiffKVCache. "
+                    "Call cache.reset() before using this cache again."
+                )
+
+    def compressed_layers(self) -> list[int]:
+        """Indices of the layers this cache compresses."""
+        return [i for i, layer in enumerate(self.layers) if isinstance(layer, DiffKVLayer)]
+
+    def memory(self) -> MemoryReport:
+        """What the cache holds, in bytes and tokens."""
+        return memory_report(self)
+
+    def levels(self, layer_idx: int) -> Tensor:
+        """int8 [batch, kv_heads, seen]: -1 padding, 0 pruned, 1 low, 2 high, 3 window."""
+        layer = self._compressed(layer_idx)
+        return levels(layer.store, layer.slot)
+
+    def dequantize(self, layer_idx: int) -> tuple[Tensor, Tensor, Tensor]:
+        """keys and values [batch, kv_heads, seen, head_dim] (float32) and bool [batch, kv_heads, seen]: what is stored.
+
+        Entries that are not stored are zero.
+        """
+        layer = self._compressed(layer_idx)
+        tokens = read_tokens(layer.store, layer.slot)
+        return tokens.keys, tokens.values, tokens.mask
+
+    def significance(self, layer_idx: int) -> Tensor:
+        """float32 [batch, kv_heads, seen]: the sum of attention each stored token received from later queries."""
+        layer = self._compressed(layer_idx)
+        return read_tokens(layer.store, layer.slot).score
+
+    def check_integrity(self) -> None:
+        """Every page owned once, counts and tables agree; raises `IntegrityError` otherwise."""
+        for store in self.stores.stores:
+            check_integrity(store)
+
+    def _compressed(self, layer_idx: int) -> DiffKVLayer:
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, DiffKVLayer):
+            raise ValueError(
+                f"layer {layer_idx} is a {type(layer).__name__}, which is not compressed; compressed layers are "
+                f"{self.compressed_layers()}."
+            )
+        if layer.store is None:
+            raise ValueError(f"layer {layer_idx} holds nothing yet; run the model with this cache first.")
+        return layer
+
+    def reset(self) -> None:
+        """Empties the cache and gives its memory back."""
+        super().reset()
+        self.stores.clear()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Makes sequence i what sequence beam_idx[i] was; beam_idx: int64 [batch]."""
+        self._select(torch.as_tensor(beam_idx).long(), lambda layer: layer.reorder_cache(beam_idx))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every sequence `repeats` times, copies side by side."""
+        if repeats < 1:
+            raise ValueError(f"repeats={repeats} must be at least 1.")
+        index = torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats)
+        self._select(index, lambda layer: layer.batch_repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the sequences `indices` (int64, or bool [batch]); the others give their pages back at once."""
+        indices = torch.as_tensor(indices)
+        index = torch.arange(max(self.batch_size, 0)).to(indices.device)[indices]
+        self._select(index, lambda layer: layer.batch_select_indices(indices))
+
+    def _select(self, index: Tensor, stock: Any) -> None:
+        self.check_handover()
+        if self.stores.stores:
+            batch = self.stores.stores[0].batch_size
+            if index.numel() == 0 or int(index.min()) < 0 or int(index.max()) >= batch:
+                raise ValueError(f"indices {index.tolist()} must be in [0, {batch}) and not empty.")
+        for store in self.stores.stores:
+            select_rows(store, index)
+        for layer in self.layers:
+            if not isinstance(layer, DiffKVLayer):
+                stock(layer)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Only 0 is possible: what left the window was compressed and cannot be put back."""
+        super().crop(tokens_to_remove)
+
+    def activate_past_recording(self) -> None:
+        raise NotImplementedError(
+            "DiffKVCache cannot roll back rejected tokens; use DynamicCache for assisted or prompt-lookup decoding."
+        )
+
+    def early_initialization(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("DiffKVCache allocates with the first keys and values; there is nothing to prepare.")
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        """-1: no maximum (the older name of `get_max_length`)."""
+        return -1
+
+    def __iter__(self) -> Iterator:
+        raise TypeError(
+            "DiffKVCache cannot be iterated: its keys and values are not dense tensors. Use dequantize(layer_idx); "
+            "with torch.nn.DataParallel pass use_cache=False."
+        )
+
+    def __repr__(self) -> str:
+        return f"DiffKVCache(config={self.config}, compressed_layers={self.compressed_layers()})"
+
+
+def check_model_config(model_config: Any) -> None:
+    """Raises `UnsupportedModelError` for models that cannot work with this cache, before anything runs."""
+    if getattr(model_config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            "DiffKVCache works with decoder-only models; for an encoder-decoder model use Transformers' own caches."
+        )
+    text_config = model_config.get_text_config(decoder=True)
+    if getattr(text_config, "kv_lora_rank", None) is not None:
+        raise UnsupportedModelError(
+            f"{text_config.model_type} caches latents (multi-head latent attention), which DiffKVCache cannot "
+            "compress; use DynamicCache."
+        )
+
+
+def _resolve_config(model_config: Any, config: DiffKVConfig | None, fields: dict[str, Any]) -> DiffKVConfig:
+    if config is not None and not isinstance(config, DiffKVConfig):
+        raise ValueError(f"config={config!r} must be a DiffKVConfig.")
+    base = DiffKVConfig.for_model(model_config) if config is None else config
+    return DiffKVConfig.from_dict({**base.to_dict(), **fields}) if fields else base
+
+
+def _shared_layers(text_config: Any, count: int) -> set[int]:
+    """Layers whose keys and values other layers read as well; they stay uncompressed."""
+    modes = getattr(text_config, "kv_sharing_modes", None)
+    if modes is not None:
+        return {i for i, mode in enumerate(modes) if mode is not None}
+    return set(range(count)) if getattr(text_config, "num_kv_shared_layers", 0) else set()

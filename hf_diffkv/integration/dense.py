@@ -1,0 +1,65 @@
+"""Ordinary attention for keys and values that are not in a `DiffKVCache`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def dense_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    dropout: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    causal: bool,
+) -> Tensor:
+    """Differentiable attention, [batch, query_heads, queries, value_dim].
+
+    Args:
+        query: [batch, query_heads, queries, head_dim]; key, value: [batch, kv_heads, keys, dim].
+        mask: bool or additive [batch, 1, queries, keys], bool [batch, keys], or None.
+        causal: without a mask, queries see keys up to their own position, aligned at the last key.
+        softcap, sinks: as in the attention ops.
+    """
+    group = query.shape[1] // key.shape[1]
+    queries, keys = query.shape[2], key.shape[2]
+    if mask is not None and mask.ndim == 2:
+        mask = mask.bool()[:, None, None, :]
+        if causal and queries > 1:
+            mask = mask & _causal(queries, keys, query.device)
+    aligned = mask is None and causal and queries > 1
+    if aligned and queries != keys:
+        mask, aligned = _causal(queries, keys, query.device), False
+    if softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(
+            query,
+            key.repeat_interleave(group, dim=1) if group > 1 else key,
+            value.repeat_interleave(group, dim=1) if group > 1 else value,
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=aligned,
+            scale=scaling,
+        )
+    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    logits = torch.matmul(query, key.mT) * scaling
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if aligned:
+        mask = _causal(queries, keys, query.device)
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+    if sinks is not None:
+        column = sinks.to(logits.dtype).view(1, -1, 1, 1).expand(logits.shape[0], -1, queries, 1)
+        logits = torch.cat([logits, column], dim=-1)
+    weights = torch.softmax(logits.float(), dim=-1).nan_to_num(0.0)
+    weights = F.dropout(weights[..., :keys], p=dropout, training=dropout > 0).to(value.dtype)
+    return torch.matmul(weights, value)
+
+
+def _causal(queries: int, keys: int, device: torch.device) -> Tensor:
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)

@@ -1,0 +1,9 @@
+"""Errors users see when a model and the cache do not fit together."""
+
+
+class HandOverError(RuntimeError):
+    """Keys and values given to the cache did not reach the `diffkv` attention function unchanged."""
+
+
+class UnsupportedModelError(ValueError):
+    """The model's attention cannot work with this cache."""

@@ -1,0 +1,188 @@
+"""One layer of a `DiffKVCache`: takes keys and values from the model, and hands them to its attention function."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from ..store import Store, attend_token, attend_tokens, read_tokens
+
+if TYPE_CHECKING:
+    from .stores import Stores
+
+TAG = "_diffkv_layer"
+
+
+class DiffKVLayer(CacheLayerMixin):
+    """Replaces a `DynamicLayer`. `update` only announces tokens; the attention function stores and compresses them.
+
+    Args:
+        stores: shared by all layers of the cache.
+        index: which of the compressed layers this is.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, stores: Stores, index: int) -> None:
+        super().__init__()
+        self.stores = stores
+        self.index = index
+        self.seen = 0
+        self.pending: tuple[Tensor, Tensor] | None = None
+        self.store: Store | None = None
+        self.slot = -1
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Dense copy of what is stored, [batch, heads, seen, key_dim]; pruned tokens are zero."""
+        return None if self.store is None else read_tokens(self.store, self.slot).keys.to(self.store.dtype)
+
+    @keys.setter
+    def keys(self, value: None) -> None:
+        """`CacheLayerMixin` initialises this name; there is nothing to keep."""
+
+    @property
+    def values(self) -> Tensor | None:
+        """Dense copy of what is stored, [batch, heads, seen, value_dim]; pruned tokens are zero."""
+        return None if self.store is None else read_tokens(self.store, self.slot).values.to(self.store.dtype)
+
+    @values.setter
+    def values(self, value: None) -> None:
+        """See `keys`."""
+
+    def __getattr__(self, name: str) -> Any:
+        # `Cache.batch_size` expects layers without data to lack the attribute
+        if name == "batch_size" and self.__dict__.get("store") is not None:
+            return self.store.batch_size
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Finds the layer's place in a store that fits its device and shape."""
+        self.store, self.slot = self.stores.place(self.index, key_states, value_states)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Announces new tokens.
+
+        Args:
+            key_states: [batch, heads, tokens, key_dim]; value_states: [batch, heads, tokens, value_dim].
+
+        Returns:
+            The same tensors, marked so that the attention function finds this layer.
+
+        Raises:
+            ValueError: a batch size, head count, head_dim, dtype or device other than before.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._check(key_states, value_states)
+        tokens = key_states.shape[2]
+        if self.seen == self.store.seen:
+            self.store.begin(tokens)
+        self.seen += tokens
+        self.pending = (key_states, value_states)
+        key, value = key_states.view_as(key_states), value_states.view_as(value_states)
+        setattr(key, TAG, self)
+        setattr(value, TAG, self)
+        return key, value
+
+    def _check(self, key: Tensor, value: Tensor) -> None:
+        store = self.store
+        expected = (store.batch_size, store.num_heads, store.key_dim, store.value_dim)
+        given = (key.shape[0], key.shape[1], key.shape[3], value.shape[3])
+        if given[0] != expected[0]:
+            raise ValueError(
+                f"this cache holds {expected[0]} sequences but the model was called with {given[0]}; use a new "
+                "DiffKVCache for another batch, or call batch_repeat_interleave or batch_select_indices first."
+            )
+        if given != expected or key.dtype != store.dtype or key.device != store.device:
+            raise ValueError(
+                f"this cache was made for (batch, heads, key_dim, value_dim)={expected}, {store.dtype} on "
+                f"{store.device} but got {given}, {key.dtype} on {key.device}; use a new DiffKVCache."
+            )
+
+    def attend(
+        self,
+        query: Tensor,
+        valid: Tensor | None,
+        mask: Tensor | None,
+        scaling: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attention of the announced tokens; stores them, updates significance, compresses.
+
+        Args:
+            query: [batch, query_heads, tokens, key_dim].
+            valid: bool [batch, tokens], None where no token is padding.
+            mask: bool [batch, 1, tokens, tokens] where attention among the new tokens is not plainly causal.
+
+        Returns:
+            [batch, query_heads, tokens, value_dim].
+        """
+        key, value = self.pending
+        self.pending = None
+        store = self.store
+        tokens = key.shape[2]
+        if store.padding.length < self.seen:
+            store.padding.append(tokens, valid)
+        common = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
+        with torch.no_grad():
+            if tokens == 1 and self.seen > 1:
+                return attend_token(
+                    store, self.slot, query, key, value, valid=None if valid is None else valid[:, 0], **common
+                )
+            return attend_tokens(store, self.slot, query, key, value, valid=valid, mask=mask, **common)
+
+    def get_seq_length(self) -> int:
+        """Logical tokens seen: padding and pruned ones included."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """Length and offset of the keys a mask must cover."""
+        tokens = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self.seen + tokens, 0
+
+    def get_max_length(self) -> int:
+        """-1: no maximum."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """-1: no maximum (the older name)."""
+        return -1
+
+    def reset(self) -> None:
+        """Forgets everything. The store itself is dropped by the cache."""
+        self.seen = 0
+        self.pending = None
+        self.store = None
+        self.slot = -1
+        self.is_initialized = False
+
+    def offload(self) -> None:
+        raise NotImplementedError("DiffKV layers are not offloaded; the compressed cache stays on its device.")
+
+    def prefetch(self) -> None:
+        raise NotImplementedError("DiffKV layers are not offloaded; the compressed cache stays on its device.")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Only 0 is possible: what left the window was compressed and cannot be put back."""
+        if tokens_to_remove != 0:
+            raise NotImplementedError(
+                "DiffKVCache cannot be cropped; use DynamicCache for assisted or prompt-lookup decoding."
+            )
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        raise NotImplementedError("call reorder_cache on the DiffKVCache: its layers share one store.")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise NotImplementedError("call batch_repeat_interleave on the DiffKVCache: its layers share one store.")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        raise NotImplementedError("call batch_select_indices on the DiffKVCache: its layers share one store.")

@@ -1,0 +1,116 @@
+"""Makes `"diffkv"` known to Transformers: attention, mask, and `cache_implementation`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import transformers.generation.configuration_utils as generation_configuration
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.generation.utils import GenerationMixin
+
+from .attention import diffkv_attention, diffkv_mask
+from .cache import DiffKVCache, check_model_config
+from .errors import UnsupportedModelError
+
+NAME = "diffkv"
+_logger = logging.getLogger("hf_diffkv")
+_original: Callable | None = None
+
+
+def register() -> None:
+    """Registers everything; a second call does nothing."""
+    global _original
+    if _original is not None:
+        return
+    AttentionInterface.register(NAME, diffkv_attention)
+    AttentionMaskInterface.register(NAME, diffkv_mask)
+    original = GenerationMixin._prepare_cache_for_generation
+    parameters = list(inspect.signature(original).parameters)
+    _original = original
+    if parameters[:3] != ["self", "generation_config", "model_kwargs"]:
+        warnings.warn(
+            'this version of transformers does not accept cache_implementation="diffkv"; pass '
+            "past_key_values=DiffKVCache(model.config) and call model.set_attn_implementation('diffkv').",
+            stacklevel=3,
+        )
+        return
+    names = generation_configuration.ALL_CACHE_IMPLEMENTATIONS
+    if NAME not in names:
+        generation_configuration.ALL_CACHE_IMPLEMENTATIONS = type(names)([*names, NAME])
+    GenerationMixin._prepare_cache_for_generation = _wrap(original)
+
+
+def unregister() -> None:
+    """Leaves Transformers as it was before `import hf_diffkv`. Models left on "diffkv" must be switched back."""
+    global _original
+    if _original is None:
+        return
+    GenerationMixin._prepare_cache_for_generation = _original
+    _original = None
+    names = generation_configuration.ALL_CACHE_IMPLEMENTATIONS
+    generation_configuration.ALL_CACHE_IMPLEMENTATIONS = type(names)([name for name in names if name != NAME])
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        interface._global_mapping.pop(NAME, None)
+
+
+def ensure_attention(model: Any) -> None:
+    """Switches the decoder of `model` to the "diffkv" attention.
+
+    Raises:
+        UnsupportedModelError: its attention cannot be switched, or the cache cannot work with it.
+    """
+    check_model_config(model.config)
+    text_config = model.config.get_text_config(decoder=True)
+    if not _can_switch(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not use Transformers' attention interface, so its attention cannot be "
+            "switched to 'diffkv'; use another cache."
+        )
+    if text_config._attn_implementation == NAME:
+        return
+    if text_config is model.config:
+        model.set_attn_implementation(NAME)
+    else:
+        part = next(key for key in model.config.sub_configs if getattr(model.config, key, None) is text_config)
+        model.set_attn_implementation({part: NAME})
+    if text_config._attn_implementation != NAME:
+        raise UnsupportedModelError(f"{type(model).__name__} refused the attention implementation 'diffkv'.")
+    _logger.info("switched %s to attn_implementation='diffkv'", type(model).__name__)
+
+
+def _can_switch(model: Any) -> bool:
+    check = getattr(model, "_can_set_attn_implementation", None)
+    return bool(getattr(model, "_supports_attention_backend", True)) and (check is None or check())
+
+
+def _wrap(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def prepare(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        cache = model_kwargs.get("past_key_values")
+        wanted = generation_config.cache_implementation == NAME
+        if isinstance(cache, DiffKVCache):
+            ensure_attention(self)
+            cache.check_handover()
+        elif not wanted or cache is not None or generation_config.use_cache is False:
+            return original(self, generation_config, model_kwargs, *args, **kwargs)
+        else:
+            ensure_attention(self)
+            model_kwargs["past_key_values"] = DiffKVCache(self.config, **(generation_config.cache_config or {}))
+        # generate() works on its own copy of the config; the stock code refuses a cache together with a name
+        generation_config.cache_implementation = None
+        try:
+            result = original(self, generation_config, model_kwargs, *args, **kwargs)
+        finally:
+            generation_config.cache_implementation = NAME if wanted else None
+        if cache is None:
+            model_kwargs["past_key_values"]._is_user_defined = False
+            if getattr(generation_config, "is_assistant", False):
+                model_kwargs["past_key_values"].activate_past_recording()
+        return result
+
+    return prepare

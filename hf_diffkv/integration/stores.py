@@ -1,0 +1,77 @@
+"""Which store holds which layer: one per device and head shape."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..config import DiffKVConfig, Threshold
+from ..store import Store
+from ..store.state import LayerThreshold
+
+
+class Stores:
+    """All stores of one cache.
+
+    Args:
+        config: the user's choices.
+        num_layers: compressed layers of the model.
+
+    Raises:
+        ValueError: thresholds given for another number of layers.
+    """
+
+    def __init__(self, config: DiffKVConfig, num_layers: int) -> None:
+        self.config = config
+        self.num_layers = num_layers
+        for name in ("alpha_high", "alpha_low"):
+            value = getattr(config, name)
+            if isinstance(value, tuple) and len(value) != num_layers:
+                raise ValueError(
+                    f"{name} has {len(value)} entries but {num_layers} layers of this model are compressed; give one "
+                    f"number or {num_layers} of them."
+                )
+        self.stores: list[Store] = []
+        self._places: dict[int, tuple[Store, int]] = {}
+
+    def place(self, index: int, key: Tensor, value: Tensor) -> tuple[Store, int]:
+        """The store for a layer's keys and values, and the layer's index in it.
+
+        Raises:
+            ValueError: keys and values no store can be made for.
+        """
+        if key.ndim != 4 or value.shape[:3] != key.shape[:3]:
+            raise ValueError(
+                f"keys {tuple(key.shape)} and values {tuple(value.shape)} must be [batch, heads, tokens, head_dim]."
+            )
+        shape = (key.shape[0], key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+        for store in self.stores:
+            used = sum(place[0] is store for place in self._places.values())
+            fits = shape == (
+                store.batch_size,
+                store.num_heads,
+                store.key_dim,
+                store.value_dim,
+                store.dtype,
+                store.device,
+            )
+            if fits and used < store.num_layers:
+                break
+        else:
+            batch = self.stores[0].batch_size if self.stores else key.shape[0]
+            if batch != key.shape[0]:
+                raise ValueError(f"this cache holds {batch} sequences but the model was called with {key.shape[0]}.")
+            store = Store(self.config, self.num_layers - len(self._places), *shape)
+            used = 0
+            self.stores.append(store)
+        store.set_thresholds(used, _of_layer(self.config.alpha_high, index), _of_layer(self.config.alpha_low, index))
+        self._places[index] = (store, used)
+        return self._places[index]
+
+    def clear(self) -> None:
+        """Drops every store and the memory it holds."""
+        self.stores.clear()
+        self._places.clear()
+
+
+def _of_layer(value: Threshold, index: int) -> LayerThreshold:
+    return value[index] if isinstance(value, tuple) else value

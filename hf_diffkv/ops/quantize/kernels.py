@@ -1,0 +1,296 @@
+"""Triton kernels that quantise tokens into pages and read them back (DiffKV, section 4).
+
+A tile of tokens is held as [tokens, planes, bytes]: element (t, p, j) is dimension p * dim / planes + j of token t, so
+byte j of the packed row is the sum of its planes' shifted codes, and nothing is shuffled between planes and bytes.
+At 8 and 16 bits there is one plane. `WIDTH` is the number of bytes (elements, at 16 bits) padded to a power of two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def round_even(x):
+    """Rounds half to even for |x| < 2^22; larger values stay beyond every code range, with their sign."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def stored_bits(x, DTYPE: tl.constexpr):
+    """The bits of float32 `x` rounded half to even to the model's dtype."""
+    if DTYPE == tl.bfloat16:
+        # in integers, as the interpreter truncates this cast; exact for values that came from bfloat16
+        bits = x.to(tl.uint32, bitcast=True)
+        out = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16)
+    elif DTYPE == tl.float16:
+        out = x.to(tl.float16).to(tl.uint16, bitcast=True)
+    else:
+        out = x.to(tl.uint32, bitcast=True)
+    return out
+
+
+@triton.jit
+def tile_dims(DIM: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr):
+    """Dimension of each element of a tile, [1, planes, WIDTH], and whether it exists."""
+    PLANES: tl.constexpr = 8 // BITS if BITS < 8 else 1
+    BYTES: tl.constexpr = DIM // PLANES
+    byte = tl.arange(0, WIDTH)[None, None, :]
+    dim = tl.arange(0, PLANES)[None, :, None] * BYTES + byte
+    return dim, (byte < BYTES) & (dim < DIM)
+
+
+@triton.jit
+def read_input(rows, row, active, dim, exists, stride):
+    """Elements `dim` of the given rows of a [n, dim] tensor with row stride `stride`, as float32."""
+    return tl.load(
+        rows + row.to(tl.int64)[:, None, None] * stride + dim, mask=active[:, None, None] & exists, other=0.0
+    ).to(tl.float32)
+
+
+@triton.jit
+def write_rows(
+    x,
+    dim,
+    exists,
+    codes,
+    metadata,
+    active,
+    DIM: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Quantises a tile `x` (float32 [tokens, planes, WIDTH]) to the rows at `codes` and `metadata` (pointers [tokens]).
+
+    scale = (max - min) / (2^bits - 1) and zero = min are rounded to fp16 first; codes are computed with the rounded pair.
+    """
+    PLANES: tl.constexpr = 8 // BITS if BITS < 8 else 1
+    BYTES: tl.constexpr = DIM // PLANES
+    LEVELS: tl.constexpr = 2**BITS - 1
+    GROUP_DIM: tl.constexpr = DIM // GROUPS
+    byte = tl.arange(0, WIDTH)[None, :]
+    stored = active[:, None] & (byte < BYTES)
+    if BITS == 16:
+        bits = tl.reshape(stored_bits(x, DTYPE), (x.shape[0], WIDTH))
+        tl.store(codes.to(tl.pointer_type(bits.dtype))[:, None] + byte, bits, mask=stored)
+    else:
+        # a scale of 0 stores code 0: the division by 1 gives a finite number that the last `where` discards
+        packed = tl.zeros_like(x).to(tl.int32)
+        for group in tl.static_range(GROUPS):
+            member = exists
+            if GROUPS > 1:
+                member = exists & (dim // GROUP_DIM == group)
+            low = tl.min(tl.min(tl.where(member, x, float("inf")), 2), 1)
+            high = tl.max(tl.max(tl.where(member, x, float("-inf")), 2), 1)
+            scale = tl.div_rn(high - low, tl.zeros_like(low) + LEVELS).to(tl.float16)
+            zero = low.to(tl.float16)
+            step = scale.to(tl.float32)[:, None, None]
+            divisor = tl.where(step == 0.0, 1.0, step)
+            shifted = x - zero.to(tl.float32)[:, None, None]
+            code = round_even(tl.div_rn(shifted, tl.zeros_like(x) + divisor))
+            code = tl.minimum(tl.maximum(code, 0.0), LEVELS)
+            code = tl.where(step == 0.0, 0.0, code).to(tl.int32)
+            packed += tl.where(member, code, 0)
+            word = scale.to(tl.uint16, bitcast=True).to(tl.uint32)
+            word |= zero.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+            tl.store(metadata.to(tl.pointer_type(tl.uint32)) + group, word, mask=active)
+        if PLANES > 1:
+            packed = tl.sum(packed << (tl.arange(0, PLANES)[None, :, None] * BITS), 1)
+        else:
+            packed = tl.reshape(packed, (x.shape[0], WIDTH))
+        tl.store(codes[:, None] + byte, packed.to(tl.uint8), mask=stored)
+
+
+@triton.jit
+def read_rows(
+    codes,
+    metadata,
+    active,
+    dim,
+    exists,
+    DIM: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Dequantises elements `dim` (any [1, a, b]) of the rows at `codes` and `metadata` (pointers [tokens]), float32.
+
+    code * scale is exact in float32 (8 and 11 significant bits), so fusing the addition changes nothing.
+    """
+    PLANES: tl.constexpr = 8 // BITS if BITS < 8 else 1
+    BYTES: tl.constexpr = DIM // PLANES
+    LEVELS: tl.constexpr = 2**BITS - 1
+    mask = active[:, None, None] & exists
+    if BITS == 16:
+        x = tl.load(codes.to(tl.pointer_type(DTYPE))[:, None, None] + dim, mask=mask, other=0.0).to(tl.float32)
+    else:
+        packed = tl.load(codes[:, None, None] + dim % BYTES, mask=mask, other=0).to(tl.int32)
+        code = (packed >> (dim // BYTES * BITS)) & LEVELS
+        pointer = metadata.to(tl.pointer_type(tl.uint32))[:, None, None]
+        if GROUPS == 1:
+            word = tl.load(pointer, mask=active[:, None, None], other=0)
+        else:
+            word = tl.load(pointer + dim // (DIM // GROUPS), mask=mask, other=0)
+        scale = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        zero = (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        x = code.to(tl.float32) * scale + zero
+    return x
+
+
+@triton.jit
+def write_scalars(
+    base, slot, score, position, active, SCORE_OFFSET: tl.constexpr, POSITION_OFFSET: tl.constexpr
+):
+    """Writes the score (float32) and position (int32) of each token to the page at `base`."""
+    tl.store((base + SCORE_OFFSET).to(tl.pointer_type(tl.float32)) + slot, score, mask=active)
+    tl.store((base + POSITION_OFFSET).to(tl.pointer_type(tl.int32)) + slot, position.to(tl.int32), mask=active)
+
+
+@triton.jit
+def store_tokens_kernel(
+    pages,
+    page,
+    slot,
+    key,
+    value,
+    score,
+    position,
+    count,
+    key_stride,
+    value_stride,
+    PAGE_BYTES: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    K_BITS: tl.constexpr,
+    V_BITS: tl.constexpr,
+    K_GROUPS: tl.constexpr,
+    V_GROUPS: tl.constexpr,
+    KEY_ROW: tl.constexpr,
+    VALUE_ROW: tl.constexpr,
+    KEY_OFFSET: tl.constexpr,
+    KEY_METADATA_OFFSET: tl.constexpr,
+    VALUE_OFFSET: tl.constexpr,
+    VALUE_METADATA_OFFSET: tl.constexpr,
+    SCORE_OFFSET: tl.constexpr,
+    POSITION_OFFSET: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Quantises BLOCK tokens and writes them to their slots; tokens of the null page (0) are skipped.
+
+    Each token's bytes are its own, so there is neither a read-modify-write nor a race. Grid: (cdiv(count, BLOCK),).
+    """
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    number = tl.load(page + token, mask=token < count, other=0).to(tl.int64)
+    active = number != 0
+    place = tl.load(slot + token, mask=active, other=0).to(tl.int32)
+    base = pages + number * PAGE_BYTES
+
+    dim, exists = tile_dims(KEY_DIM, K_BITS, KEY_WIDTH)
+    write_rows(
+        read_input(key, token, active, dim, exists, key_stride),
+        dim,
+        exists,
+        base + KEY_OFFSET + place * KEY_ROW,
+        base + KEY_METADATA_OFFSET + place * (4 * K_GROUPS),
+        active,
+        DIM=KEY_DIM,
+        BITS=K_BITS,
+        GROUPS=K_GROUPS,
+        WIDTH=KEY_WIDTH,
+        DTYPE=DTYPE,
+    )
+    dim, exists = tile_dims(VALUE_DIM, V_BITS, VALUE_WIDTH)
+    write_rows(
+        read_input(value, token, active, dim, exists, value_stride),
+        dim,
+        exists,
+        base + VALUE_OFFSET + place * VALUE_ROW,
+        base + VALUE_METADATA_OFFSET + place * (4 * V_GROUPS),
+        active,
+        DIM=VALUE_DIM,
+        BITS=V_BITS,
+        GROUPS=V_GROUPS,
+        WIDTH=VALUE_WIDTH,
+        DTYPE=DTYPE,
+    )
+    write_scalars(
+        base,
+        place,
+        tl.load(score + token, mask=active, other=0.0),
+        tl.load(position + token, mask=active, other=0),
+        active,
+        SCORE_OFFSET=SCORE_OFFSET,
+        POSITION_OFFSET=POSITION_OFFSET,
+    )
+
+
+@triton.jit
+def load_tokens_kernel(
+    pages,
+    page,
+    slot,
+    key,
+    value,
+    count,
+    PAGE_BYTES: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    K_BITS: tl.constexpr,
+    V_BITS: tl.constexpr,
+    K_GROUPS: tl.constexpr,
+    V_GROUPS: tl.constexpr,
+    KEY_ROW: tl.constexpr,
+    VALUE_ROW: tl.constexpr,
+    KEY_OFFSET: tl.constexpr,
+    KEY_METADATA_OFFSET: tl.constexpr,
+    VALUE_OFFSET: tl.constexpr,
+    VALUE_METADATA_OFFSET: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Dequantises BLOCK tokens into key and value (float32 [count, dim], contiguous); the null page yields zeros.
+
+    Grid: (cdiv(count, BLOCK),).
+    """
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    number = tl.load(page + token, mask=token < count, other=0).to(tl.int64)
+    active = number != 0
+    place = tl.load(slot + token, mask=active, other=0).to(tl.int32)
+    base = pages + number * PAGE_BYTES
+    row = token.to(tl.int64)[:, None, None]
+    inside = (token < count)[:, None, None]
+
+    dim, exists = tile_dims(KEY_DIM, K_BITS, KEY_WIDTH)
+    x = read_rows(
+        base + KEY_OFFSET + place * KEY_ROW,
+        base + KEY_METADATA_OFFSET + place * (4 * K_GROUPS),
+        active,
+        dim,
+        exists,
+        DIM=KEY_DIM,
+        BITS=K_BITS,
+        GROUPS=K_GROUPS,
+        DTYPE=DTYPE,
+    )
+    tl.store(key + row * KEY_DIM + dim, x, mask=inside & exists)
+    dim, exists = tile_dims(VALUE_DIM, V_BITS, VALUE_WIDTH)
+    x = read_rows(
+        base + VALUE_OFFSET + place * VALUE_ROW,
+        base + VALUE_METADATA_OFFSET + place * (4 * V_GROUPS),
+        active,
+        dim,
+        exists,
+        DIM=VALUE_DIM,
+        BITS=V_BITS,
+        GROUPS=V_GROUPS,
+        DTYPE=DTYPE,
+    )
+    tl.store(value + row * VALUE_DIM + dim, x, mask=inside & exists)

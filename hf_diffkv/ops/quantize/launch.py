@@ -1,0 +1,193 @@
+"""Launchers of the quantisation kernels."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...config import Precision
+from ...memory import PageLayout, TierLayout
+from ..variant import KernelVariant
+from .kernels import load_tokens_kernel, store_tokens_kernel
+
+TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+TILE_ELEMENTS = 2048
+NUM_WARPS = 4
+
+
+def store_tokens(
+    pages: Tensor,
+    tier: TierLayout,
+    page: Tensor,
+    slot: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score: Tensor,
+    position: Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """Quantises tokens and writes them to their slots, one launch for all heads; see the reference for the arguments.
+
+    Tokens sent to the null page are not written at all.
+    """
+    check_pages(pages, tier)
+    check_dtype(dtype)
+    count = page.numel()
+    if key.shape != (count, tier.key_dim) or value.shape != (count, tier.value_dim):
+        raise ValueError(
+            f"key {tuple(key.shape)} and value {tuple(value.shape)} must be [{count}, {tier.key_dim}] and "
+            f"[{count}, {tier.value_dim}]."
+        )
+    if score.dtype != torch.float32:
+        raise ValueError(f"score must be float32, not {score.dtype}.")
+    if count == 0:
+        return
+    key, value = unit_stride(key), unit_stride(value)
+    block = tile_tokens(tier)
+    store_tokens_kernel[(triton.cdiv(count, block),)](
+        pages,
+        page.contiguous(),
+        slot.contiguous(),
+        key,
+        value,
+        score.contiguous(),
+        position.contiguous(),
+        count,
+        key.stride(0),
+        value.stride(0),
+        **tier_constants(tier),
+        SCORE_OFFSET=tier.score_offset,
+        POSITION_OFFSET=tier.position_offset,
+        PAGE_BYTES=tier.page_bytes,
+        KEY_DIM=tier.key_dim,
+        VALUE_DIM=tier.value_dim,
+        KEY_WIDTH=padded_width(tier.key_dim, tier.k_bits),
+        VALUE_WIDTH=padded_width(tier.value_dim, tier.v_bits),
+        DTYPE=TRITON_DTYPES[dtype],
+        BLOCK=block,
+        num_warps=NUM_WARPS,
+    )
+
+
+def load_tokens(
+    pages: Tensor, tier: TierLayout, page: Tensor, slot: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Reads tokens back: key [n, key_dim], value [n, value_dim] in float32; zeros for the null page."""
+    check_pages(pages, tier)
+    check_dtype(dtype)
+    count = page.numel()
+    key = torch.empty(count, tier.key_dim, dtype=torch.float32, device=pages.device)
+    value = torch.empty(count, tier.value_dim, dtype=torch.float32, device=pages.device)
+    if count == 0:
+        return key, value
+    block = tile_tokens(tier)
+    load_tokens_kernel[(triton.cdiv(count, block),)](
+        pages,
+        page.contiguous(),
+        slot.contiguous(),
+        key,
+        value,
+        count,
+        **tier_constants(tier),
+        PAGE_BYTES=tier.page_bytes,
+        KEY_DIM=tier.key_dim,
+        VALUE_DIM=tier.value_dim,
+        KEY_WIDTH=padded_width(tier.key_dim, tier.k_bits),
+        VALUE_WIDTH=padded_width(tier.value_dim, tier.v_bits),
+        DTYPE=TRITON_DTYPES[dtype],
+        BLOCK=block,
+        num_warps=NUM_WARPS,
+    )
+    return key, value
+
+
+def check_pages(pages: Tensor, tier: TierLayout) -> None:
+    """Raises `ValueError` unless `pages` is uint8 [pages, page_bytes] with contiguous rows."""
+    if pages.dtype != torch.uint8 or pages.ndim != 2 or pages.shape[1] != tier.page_bytes or not pages.is_contiguous():
+        raise ValueError(
+            f"pages must be contiguous uint8 [pages, {tier.page_bytes}], not {pages.dtype} {tuple(pages.shape)}."
+        )
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raises `ValueError` for a model dtype without a kernel."""
+    if dtype not in TRITON_DTYPES:
+        raise ValueError(f"the kernels support {list(TRITON_DTYPES)}, not {dtype}; use the reference.")
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """`x` with elements of the last dimension next to each other."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def padded_width(dim: int, bits: int) -> int:
+    """Bytes of a packed row (elements at 16 bits), padded to a power of two."""
+    return triton.next_power_of_2(dim * bits // 8 if bits < 8 else dim)
+
+
+def tile_tokens(tier: TierLayout) -> int:
+    """Tokens per program, so that a tile has about `TILE_ELEMENTS` elements."""
+    widest = triton.next_power_of_2(max(tier.key_dim, tier.value_dim))
+    return max(1, min(64, TILE_ELEMENTS // widest))
+
+
+def tier_constants(tier: TierLayout, prefix: str = "") -> dict[str, int]:
+    """The page format of a tier as kernel constants, each name led by `prefix`."""
+    names = ("k_bits", "v_bits", "k_groups", "v_groups", "key_row", "value_row")
+    names += ("key_offset", "key_metadata_offset", "value_offset", "value_metadata_offset")
+    return {prefix + name.upper(): getattr(tier, name) for name in names}
+
+
+def variants() -> list[KernelVariant]:
+    """What the ahead-of-time report compiles."""
+    found = []
+    for precision, dim in (
+        (Precision(8, 4), 64),
+        (Precision(8, 4), 96),
+        (Precision(8, 4), 128),
+        (Precision(8, 4), 256),
+        (Precision(4, 2), 128),
+        (Precision(8, 8), 128),
+        (Precision(16, 16), 128),
+        (Precision(4, 1, 4, 2), 128),
+    ):
+        tier = PageLayout.build(precision, precision, dim, dim, 2).high
+        constants = {
+            **tier_constants(tier),
+            "PAGE_BYTES": tier.page_bytes,
+            "KEY_DIM": dim,
+            "VALUE_DIM": dim,
+            "KEY_WIDTH": padded_width(dim, tier.k_bits),
+            "VALUE_WIDTH": padded_width(dim, tier.v_bits),
+            "DTYPE": tl.bfloat16,
+            "BLOCK": tile_tokens(tier),
+        }
+        common = {"pages": "*u8", "page": "*i64", "slot": "*i64", "count": "i32"}
+        suffix = f"{precision.name}-g{precision.k_groups}{precision.v_groups}-d{dim}"
+        store = {**common, "key": "*bf16", "value": "*bf16", "score": "*fp32", "position": "*i64"}
+        found.append(
+            KernelVariant(
+                name=f"store_tokens-{suffix}",
+                kernel=store_tokens_kernel,
+                signature={**store, "key_stride": "i32", "value_stride": "i32"},
+                constexprs={
+                    **constants,
+                    "SCORE_OFFSET": tier.score_offset,
+                    "POSITION_OFFSET": tier.position_offset,
+                },
+                num_warps=NUM_WARPS,
+                divisible=("key_stride", "value_stride"),
+            )
+        )
+        found.append(
+            KernelVariant(
+                name=f"load_tokens-{suffix}",
+                kernel=load_tokens_kernel,
+                signature={**common, "key": "*fp32", "value": "*fp32"},
+                constexprs=constants,
+                num_warps=NUM_WARPS,
+            )
+        )
+    return found

@@ -1,0 +1,154 @@
+"""What a cache holds: bytes, tokens per level, and a picture of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .store import Store, payload
+
+if TYPE_CHECKING:
+    from .integration.cache import DiffKVCache
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """Tokens of one compressed layer, per KV head and summed over the batch.
+
+    Attributes:
+        high, low, window, pruned: tokens at each level, one number per KV head.
+    """
+
+    layer_idx: int
+    high: tuple[int, ...]
+    low: tuple[int, ...]
+    window: tuple[int, ...]
+    pruned: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Memory of a cache.
+
+    Attributes:
+        bytes: what the devices hold for the compressed layers: whole pages, windows, tables, free list, counters.
+        other_bytes: what Transformers' own layers (sliding window, linear) hold; not in `bytes`.
+        dense_bytes: what an uncompressed cache of the same tokens and layers would hold.
+        payload_bytes: codes and window alone, the figure the papers give; no metadata, scores or page slack.
+        tokens: token count over layers, heads and requests, by level: high, low, window, pruned.
+        layers: the same per layer and head.
+    """
+
+    bytes: int
+    other_bytes: int
+    dense_bytes: int
+    payload_bytes: int
+    tokens: dict[str, int]
+    layers: tuple[LayerReport, ...]
+
+    @property
+    def ratio(self) -> float:
+        """bytes / dense_bytes; 0 for an empty cache."""
+        return self.bytes / self.dense_bytes if self.dense_bytes else 0.0
+
+    @property
+    def payload_ratio(self) -> float:
+        """payload_bytes / dense_bytes; 0 for an empty cache."""
+        return self.payload_bytes / self.dense_bytes if self.dense_bytes else 0.0
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{name} {count}" for name, count in self.tokens.items())
+        return (
+            f"{self.bytes / 1e6:.2f} MB of {self.dense_bytes / 1e6:.2f} MB dense ({self.ratio:.1%}; payload "
+            f"{self.payload_ratio:.1%}); tokens: {counts}"
+        )
+
+
+def memory_report(cache: DiffKVCache) -> MemoryReport:
+    """Reads the devices; see `MemoryReport`."""
+    counts = {id(store): payload(store) for store in cache.stores.stores}
+    layers = []
+    dense = held_payload = 0
+    for layer_idx in cache.compressed_layers():
+        layer = cache.layers[layer_idx]
+        if layer.store is None:
+            continue
+        store, held = layer.store, counts[id(layer.store)]
+        high, low, window = (t[layer.slot] for t in (held.high, held.low, held.window))
+        pruned = held.seen[layer.slot][:, None] - high - low - window
+        layers.append(
+            LayerReport(layer_idx, *(tuple(t.sum(0).tolist()) for t in (high, low, window, pruned)))
+        )
+        token = _dense_token_bytes(store)
+        dense += int(held.seen[layer.slot].sum()) * store.num_heads * token
+        held_payload += int(window.sum()) * token
+        held_payload += int(high.sum()) * store.layout.high.payload_bits // 8
+        held_payload += int(low.sum()) * store.layout.low.payload_bits // 8
+    names = ("high", "low", "window", "pruned")
+    return MemoryReport(
+        bytes=sum(store.bytes for store in cache.stores.stores),
+        other_bytes=_stock_bytes(cache),
+        dense_bytes=dense,
+        payload_bytes=held_payload,
+        tokens={name: sum(sum(getattr(layer, name)) for layer in layers) for name in names},
+        layers=tuple(layers),
+    )
+
+
+def _dense_token_bytes(store: Store) -> int:
+    return (store.key_dim + store.value_dim) * store.dtype.itemsize
+
+
+def _stock_bytes(cache: DiffKVCache) -> int:
+    compressed = set(cache.compressed_layers())
+    total = 0
+    for layer_idx, layer in enumerate(cache.layers):
+        if layer_idx in compressed:
+            continue
+        tensors = [value for value in vars(layer).values() if hasattr(value, "element_size")]
+        total += sum(t.numel() * t.element_size() for t in tensors)
+    return total
+
+
+def plot_levels(cache: DiffKVCache, path: str | Path, title: str | None = None) -> Path:
+    """Writes a PNG of what was kept: one bar per layer and KV head, shares of high, low, window, pruned.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: the cache holds nothing yet.
+    """
+    pyplot = _pyplot()
+    report = memory_report(cache)
+    if not report.layers:
+        raise ValueError("the cache holds nothing yet; generate with it first.")
+    names = ("high", "low", "window", "pruned")
+    colors = {"high": "#1b4f72", "low": "#5dade2", "window": "#f5b041", "pruned": "#d5d8dc"}
+    labels = [f"{layer.layer_idx}.{head}" for layer in report.layers for head in range(len(layer.high))]
+    figure, axis = pyplot.subplots(figsize=(8, max(2.0, 0.22 * len(labels) + 1.2)))
+    left = [0.0] * len(labels)
+    totals = [sum(parts) for layer in report.layers for parts in zip(*(getattr(layer, name) for name in names))]
+    for name in names:
+        counts = [count for layer in report.layers for count in getattr(layer, name)]
+        shares = [count / total for count, total in zip(counts, totals)]
+        axis.barh(labels, shares, left=left, color=colors[name], label=name)
+        left = [a + b for a, b in zip(left, shares)]
+    axis.set(xlim=(0, 1), xlabel="share of tokens seen", ylabel="layer.head")
+    axis.invert_yaxis()
+    axis.set_title(title or f"{report.bytes / 1e6:.2f} MB held, {report.ratio:.1%} of a dense cache", pad=26)
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=len(names), frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return Path(path)
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ImportError('plotting needs matplotlib: pip install "hf-diffkv[demo]"') from error
+    return pyplot

@@ -1,0 +1,19 @@
+"""The state of one device and everything that changes it. Knows nothing of Transformers."""
+
+from .decode import attend_token
+from .prompt import attend_tokens
+from .read import Payload, check_integrity, levels, payload, read_tokens
+from .rows import select_rows
+from .state import Store
+
+__all__ = [
+    "Payload",
+    "Store",
+    "attend_token",
+    "attend_tokens",
+    "check_integrity",
+    "levels",
+    "payload",
+    "read_tokens",
+    "select_rows",
+]

@@ -1,0 +1,72 @@
+"""One new token per request: append it to the window, attend, update sums."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..ops.decode_attention import decode_attention
+from .state import Store
+
+
+def attend_token(
+    store: Store,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float,
+    valid: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Stores the newest token of every request and attends from it.
+
+    Args:
+        layer: index of the layer within the store.
+        query: [batch, query_heads, 1, key_dim].
+        key, value: [batch, heads, 1, dim].
+        valid: bool [batch], where the token is real; None where all are.
+        scaling, softcap, sinks: as in the attention ops.
+
+    Returns:
+        [batch, query_heads, 1, value_dim] in the query's dtype.
+    """
+    _append(store, layer, key[:, :, 0], value[:, :, 0], valid)
+    output = decode_attention(
+        query[:, :, 0],
+        store.pool.pages,
+        store.layout,
+        store.table.table[layer],
+        store.high_count[layer],
+        store.low_count[layer],
+        store.window_key[layer],
+        store.window_value[layer],
+        store.window_score[layer],
+        store.window_start[layer],
+        store.length[layer],
+        scaling=scaling,
+        tiles=store.tiles(layer),
+        valid=valid,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    return output[:, :, None]
+
+
+def _append(store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
+    length = store.length[layer]
+    batch = torch.arange(store.batch_size, device=store.device)
+    slot = length % store.window_slots
+    finite = (key.abs().amax() <= store.value_limit) & (value.abs().amax() <= store.value_limit)
+    score = torch.zeros((), device=store.device)
+    if valid is not None:
+        key = torch.where(valid[:, None, None], key, store.window_key[layer][batch, :, slot])
+        value = torch.where(valid[:, None, None], value, store.window_value[layer][batch, :, slot])
+        score = torch.where(valid[:, None], score, store.window_score[layer][batch, :, slot])
+    store.window_key[layer][batch, :, slot] = key
+    store.window_value[layer][batch, :, slot] = value
+    store.window_score[layer][batch, :, slot] = score
+    store.invalid |= ~finite
+    length += 1 if valid is None else valid

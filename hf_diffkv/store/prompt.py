@@ -1,0 +1,242 @@
+"""Several new tokens at once: a prompt, a further turn, a chunk. Attention is exact on them, then all is levelled."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..memory import HIGH, LOW
+from ..ops.compact import NewTokens, StoredTokens, rewrite_rows, stored_tokens
+from ..ops.prefill_attention import prefill_attention
+from ..ops.quantize import load_tokens
+from ..ops.segments import segments
+from ..policy import mean_significance
+from .state import Store
+
+
+def attend_tokens(
+    store: Store,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float,
+    valid: Tensor | None = None,
+    mask: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attends from Q new tokens over what is stored and themselves, then compresses the layer.
+
+    Args:
+        layer: index of the layer within the store.
+        query: [batch, query_heads, Q, key_dim]; key, value: [batch, heads, Q, dim].
+        valid: bool [batch, Q], real tokens; None where all are.
+        mask: bool [batch, 1, Q, Q], attention among the new tokens where it is not plainly causal.
+        scaling, softcap, sinks: as in the attention ops.
+
+    Returns:
+        [batch, query_heads, Q, value_dim] in the query's dtype.
+
+    Raises:
+        ValueError: keys or values that are not finite; nothing has changed then.
+        MemoryError: the compressed tokens do not fit; this layer is as it was.
+    """
+    _check_finite(store, key, value, valid)
+    past = _Past.read(store, layer)
+    output, received = prefill_attention(
+        query,
+        key,
+        value,
+        scaling=scaling,
+        valid=valid,
+        past_key=past.key,
+        past_value=past.value,
+        past_valid=past.valid,
+        mask=mask,
+        softcap=softcap,
+        sinks=sinks,
+        observation_window=store.config.observation_window,
+    )
+    _compress(store, layer, past, key, value, valid, received.float())
+    return output
+
+
+def _check_finite(store: Store, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
+    for tensor in (key, value):
+        peak = tensor.abs().amax((1, 3))
+        peak = peak if valid is None else torch.where(valid, peak, 0)
+        if not bool((peak <= store.value_limit).all()):
+            raise ValueError(store.value_message())
+
+
+class _Past:
+    """What a layer holds before a forward, gathered to [batch, heads, P] with each row's tokens at its front."""
+
+    def __init__(self) -> None:
+        self.tokens: tuple[StoredTokens, StoredTokens]
+        self.key = self.value = self.valid = None
+        self.ranks: list[Tensor] = []
+
+    @classmethod
+    def read(cls, store: Store, layer: int) -> _Past:
+        past = cls()
+        rows = store.batch_size * store.num_heads
+        table = store.table.table[layer].view(rows, -1)
+        counts = [store.high_count[layer].view(rows), store.low_count[layer].view(rows)]
+        tiers = (store.layout.high, store.layout.low)
+        past.tokens = tuple(stored_tokens(table, counts[t], t, tiers[t]) for t in (HIGH, LOW))
+        past.window_row, past.window_token = _window_tokens(store, layer)
+        window_count = torch.bincount(past.window_row, minlength=rows)
+        longest = int((counts[HIGH] + counts[LOW] + window_count).max())
+        if longest == 0:
+            return past
+        pages = store.pool.pages
+        first = past.tokens[HIGH].index
+        second = past.tokens[LOW].index + counts[HIGH].long()[past.tokens[LOW].row]
+        start = store.window_start[layer].repeat_interleave(store.num_heads)
+        stored = (counts[HIGH] + counts[LOW]).long()
+        third = past.window_token - start[past.window_row] + stored[past.window_row]
+        past.ranks = [first, second, third]
+        parts = [load_tokens(pages, tiers[t], past.tokens[t].page, past.tokens[t].slot, store.dtype) for t in (HIGH, LOW)]
+        parts.append(past.window(store, layer))
+        dtype = parts[HIGH][0].dtype
+        past.key = torch.zeros(rows, longest, store.key_dim, dtype=dtype, device=store.device)
+        past.value = torch.zeros(rows, longest, store.value_dim, dtype=dtype, device=store.device)
+        for row, rank, (key, value) in zip(past.rows(), past.ranks, parts):
+            past.key[row, rank] = key.to(dtype)
+            past.value[row, rank] = value.to(dtype)
+        shape = (store.batch_size, store.num_heads, longest)
+        past.key, past.value = past.key.view(*shape, -1), past.value.view(*shape, -1)
+        held = (stored + window_count)[:, None]
+        past.valid = (torch.arange(longest, device=store.device) < held).view(shape)
+        return past
+
+    def rows(self) -> list[Tensor]:
+        return [self.tokens[HIGH].row, self.tokens[LOW].row, self.window_row]
+
+    def window(self, store: Store, layer: int) -> tuple[Tensor, Tensor]:
+        slot = self.window_token % store.window_slots
+        key = store.window_key[layer].flatten(0, 1)[self.window_row, slot]
+        return key, store.window_value[layer].flatten(0, 1)[self.window_row, slot]
+
+    def gather(self, received: Tensor, part: int) -> Tensor:
+        """This forward's contribution to the tokens of one part (high, low, window); received: [rows, P + Q]."""
+        if not self.ranks:
+            return received.new_zeros(0)
+        return received[self.rows()[part], self.ranks[part]]
+
+
+def _window_tokens(store: Store, layer: int) -> tuple[Tensor, Tensor]:
+    """Row and token index of everything in a layer's window, in row order."""
+    start, length = store.window_start[layer], store.length[layer]
+    count = (length - start).repeat_interleave(store.num_heads)
+    row = torch.repeat_interleave(torch.arange(count.numel(), device=store.device), count)
+    rank = torch.arange(row.numel(), device=store.device) - (count.cumsum(0) - count)[row]
+    return row, rank + start.repeat_interleave(store.num_heads)[row]
+
+
+def _compress(
+    store: Store, layer: int, past: _Past, key: Tensor, value: Tensor, valid: Tensor | None, received: Tensor
+) -> None:
+    heads = store.num_heads
+    rows = store.batch_size * heads
+    new_count = key.shape[2]
+    received = received.flatten(0, 1)
+    past_width = received.shape[1] - new_count
+    old_length = store.length[layer].clone()
+    store.length[layer] += new_count if valid is None else valid.sum(-1)
+    length = store.length[layer].repeat_interleave(heads)
+    high_threshold, low_threshold = (t.reshape(rows) for t in store.row_thresholds(layer))
+    pages = store.pool.pages
+
+    def level(score: Tensor, position: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        mean = mean_significance(score, position, length[row])
+        high = mean >= high_threshold[row]
+        return high, ~high & (mean >= low_threshold[row])
+
+    scores, stays = [], []
+    for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
+        tokens = past.tokens[tier]
+        view = segments(pages, layout)
+        score = view.score[tokens.page, tokens.slot] + past.gather(received, tier)
+        scores.append(score)
+        stays.append(level(score, view.position[tokens.page, tokens.slot], tokens.row))
+    keep = (stays[HIGH][0], stays[LOW][0] | stays[LOW][1])
+
+    candidates = _candidates(store, layer, past, key, value, valid, old_length, received, past_width)
+    in_window = candidates.position >= (length - store.config.window)[candidates.row]
+    high, low = level(candidates.score, candidates.position, candidates.row)
+    new = (candidates.select(high & ~in_window), candidates.select(low & ~in_window))
+
+    longest = int((store.high_count[layer] + store.low_count[layer]).max()) + new_count + store.window_slots
+    try:
+        store.ensure_width(longest)
+        previous = [
+            segments(pages, layout).score[tokens.page, tokens.slot]
+            for tokens, layout in zip(past.tokens, (store.layout.high, store.layout.low))
+        ]
+        _write_scores(store, past, scores)
+        rewrite_rows(
+            store.pool,
+            store.layout,
+            store.table.table[layer].view(rows, -1),
+            store.high_count[layer].view(rows),
+            store.low_count[layer].view(rows),
+            past.tokens,
+            keep,
+            stays[HIGH][1],
+            new,
+            store.dtype,
+        )
+    except MemoryError:
+        _write_scores(store, past, previous)
+        store.length[layer] = old_length
+        raise
+    _fill_window(store, layer, candidates.select(in_window))
+    start = (store.length[layer] - store.config.window).clamp(min=0)
+    store.window_start[layer] = torch.maximum(store.window_start[layer], start)
+    store.forget_bounds()
+
+
+def _write_scores(store: Store, past: _Past, scores: list[Tensor]) -> None:
+    for tokens, layout, score in zip(past.tokens, (store.layout.high, store.layout.low), scores):
+        segments(store.pool.pages, layout).score[tokens.page, tokens.slot] = score
+
+
+def _candidates(
+    store: Store,
+    layer: int,
+    past: _Past,
+    key: Tensor,
+    value: Tensor,
+    valid: Tensor | None,
+    old_length: Tensor,
+    received: Tensor,
+    past_width: int,
+) -> NewTokens:
+    """Every token that is exact now: what was in the window, and the new ones; sorted by row, then position."""
+    heads, new_count = store.num_heads, key.shape[2]
+    slot = past.window_token % store.window_slots
+    score = store.window_score[layer].flatten(0, 1)[past.window_row, slot] + past.gather(received, 2)
+    window = NewTokens(past.window_row, *past.window(store, layer), score, past.window_token)
+    if valid is None:
+        valid = torch.ones(store.batch_size, new_count, dtype=torch.bool, device=store.device)
+    position = old_length[:, None] + valid.cumsum(-1) - 1
+    row, column = valid.repeat_interleave(heads, dim=0).nonzero(as_tuple=True)
+    new = NewTokens(
+        row,
+        key.flatten(0, 1)[row, column],
+        value.flatten(0, 1)[row, column],
+        received[row, past_width + column],
+        position.repeat_interleave(heads, dim=0)[row, column],
+    )
+    return window.merge(new)
+
+
+def _fill_window(store: Store, layer: int, tokens: NewTokens) -> None:
+    slot = tokens.position % store.window_slots
+    store.window_key[layer].flatten(0, 1)[tokens.row, slot] = tokens.key.to(store.dtype)
+    store.window_value[layer].flatten(0, 1)[tokens.row, slot] = tokens.value.to(store.dtype)
+    store.window_score[layer].flatten(0, 1)[tokens.row, slot] = tokens.score

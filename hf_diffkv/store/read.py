@@ -1,0 +1,170 @@
+"""Looking at a store without changing it (but for running the compaction that is due)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..memory import HIGH, LOW, NULL_PAGE, column
+from ..ops.compact import stored_tokens
+from ..ops.quantize import compute_dtype, load_tokens
+from ..ops.segments import segments
+from .state import Store
+
+PADDING_LEVEL, PRUNED_LEVEL, LOW_LEVEL, HIGH_LEVEL, WINDOW_LEVEL = -1, 0, 1, 2, 3
+
+
+class IntegrityError(RuntimeError):
+    """Pages, tables and counts contradict each other."""
+
+
+@dataclass(frozen=True)
+class LayerTokens:
+    """What one layer holds, by logical position.
+
+    Attributes:
+        keys, values: [batch, heads, seen, dim], zero where nothing is stored; float32 (float64 models: float64).
+        score: float32 [batch, heads, seen], significance sums.
+        levels: int8 [batch, heads, seen]: -1 padding, 0 pruned, 1 low, 2 high, 3 window.
+    """
+
+    keys: Tensor
+    values: Tensor
+    score: Tensor
+    levels: Tensor
+
+    @property
+    def mask(self) -> Tensor:
+        """bool [batch, heads, seen]: tokens that are stored."""
+        return self.levels > PRUNED_LEVEL
+
+
+@dataclass(frozen=True)
+class Payload:
+    """Token counts int64 [layers, batch, heads] by level, and the tokens seen, int64 [layers, batch]."""
+
+    high: Tensor
+    low: Tensor
+    window: Tensor
+    seen: Tensor
+
+
+def levels(store: Store, layer: int) -> Tensor:
+    """int8 [batch, heads, seen] as in `LayerTokens.levels`."""
+    store.settle()
+    by_index = _by_index(store, torch.zeros((), dtype=torch.int8))
+    for tier, layout, level in ((HIGH, store.layout.high, HIGH_LEVEL), (LOW, store.layout.low, LOW_LEVEL)):
+        tokens = _tier(store, layer, tier)
+        position = segments(store.pool.pages, layout).position[tokens.page, tokens.slot].long()
+        by_index[tokens.row, position] = level
+    index = torch.arange(by_index.shape[1], device=store.device)
+    start, length = (t[layer].repeat_interleave(store.num_heads)[:, None] for t in (store.window_start, store.length))
+    by_index[(index >= start) & (index < length)] = WINDOW_LEVEL
+    result = _to_logical(store, by_index)
+    return result.masked_fill(~store.padding.mask()[:, None], PADDING_LEVEL)
+
+
+def read_tokens(store: Store, layer: int) -> LayerTokens:
+    """Keys, values, sums and levels of one layer."""
+    level = levels(store, layer)
+    dtype = compute_dtype(store.dtype)
+    keys = _by_index(store, torch.zeros(store.key_dim, dtype=dtype))
+    values = _by_index(store, torch.zeros(store.value_dim, dtype=dtype))
+    score = _by_index(store, torch.zeros(()))
+    for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
+        tokens = _tier(store, layer, tier)
+        view = segments(store.pool.pages, layout)
+        position = view.position[tokens.page, tokens.slot].long()
+        tier_keys, tier_values = load_tokens(store.pool.pages, layout, tokens.page, tokens.slot, store.dtype)
+        keys[tokens.row, position], values[tokens.row, position] = tier_keys.to(dtype), tier_values.to(dtype)
+        score[tokens.row, position] = view.score[tokens.page, tokens.slot]
+    index = torch.arange(keys.shape[1], device=store.device)
+    start, length = (t[layer].repeat_interleave(store.num_heads)[:, None] for t in (store.window_start, store.length))
+    row, position = ((index >= start) & (index < length)).nonzero(as_tuple=True)
+    slot = position % store.window_slots
+    keys[row, position] = store.window_key[layer].flatten(0, 1)[row, slot].to(dtype)
+    values[row, position] = store.window_value[layer].flatten(0, 1)[row, slot].to(dtype)
+    score[row, position] = store.window_score[layer].flatten(0, 1)[row, slot]
+    real = store.padding.mask()[:, None]
+    return LayerTokens(
+        _to_logical(store, keys).masked_fill(~real[..., None], 0),
+        _to_logical(store, values).masked_fill(~real[..., None], 0),
+        _to_logical(store, score).masked_fill(~real, 0),
+        level,
+    )
+
+
+def payload(store: Store) -> Payload:
+    """Counts of all layers."""
+    store.settle()
+    window = (store.length - store.window_start)[..., None].expand_as(store.high_count)
+    return Payload(store.high_count.long(), store.low_count.long(), window, store.length.clone())
+
+
+def check_integrity(store: Store) -> None:
+    """Raises `IntegrityError` unless every page has one owner and counts, tables and positions agree."""
+    store.settle()
+    store.check_values()
+    rows = store.num_layers * store.batch_size * store.num_heads
+    table = store.table.table.view(rows, -1)
+    width = table.shape[1]
+    expected = torch.zeros_like(table, dtype=torch.bool)
+    entries = torch.arange(width, device=store.device)
+    for tier, layout, count in ((HIGH, store.layout.high, store.high_count), (LOW, store.layout.low, store.low_count)):
+        used = (count.view(rows, 1) + layout.capacity - 1) // layout.capacity
+        mine = column(tier, entries, width) < used
+        _require(not bool((expected & mine).any()), "high and low pages of a row meet")
+        expected |= mine
+    _require(bool(((table != NULL_PAGE) == expected).all()), "a page table row disagrees with its counts")
+    free = store.pool.free_list.ids()
+    owned = torch.cat([table[expected], free]).sort().values
+    everything = torch.arange(1, store.pool.capacity, dtype=owned.dtype, device=store.device)
+    _require(owned.shape == everything.shape and bool((owned == everything).all()), "a page is lost or owned twice")
+    _require(free.numel() == store.pool.free_list.free, "the free count disagrees with the free list")
+    for layer in range(store.num_layers):
+        _check_tokens(store, layer)
+
+
+def _check_tokens(store: Store, layer: int) -> None:
+    start, length = store.window_start[layer], store.length[layer]
+    held = length - start
+    _require(bool(((held >= 0) & (held <= store.window_slots)).all()), "a window holds more tokens than it has slots")
+    seen = torch.zeros(store.batch_size * store.num_heads, int(length.max()) + 1, dtype=torch.int32, device=store.device)
+    starts = start.repeat_interleave(store.num_heads)
+    for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
+        tokens = _tier(store, layer, tier)
+        view = segments(store.pool.pages, layout)
+        position = view.position[tokens.page, tokens.slot].long()
+        score = view.score[tokens.page, tokens.slot]
+        _require(bool(((position >= 0) & (position < starts[tokens.row])).all()), "a stored token has no valid position")
+        _require(bool((score.isfinite() & (score >= 0)).all()), "a stored token has no valid significance")
+        seen.index_put_((tokens.row, position), torch.ones_like(position, dtype=torch.int32), accumulate=True)
+    _require(int(seen.max()) <= 1, "a token is stored twice")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise IntegrityError(f"cache integrity: {message}.")
+
+
+def _tier(store: Store, layer: int, tier: int):
+    rows = store.batch_size * store.num_heads
+    count = (store.high_count, store.low_count)[tier][layer].view(rows)
+    layout = (store.layout.high, store.layout.low)[tier]
+    return stored_tokens(store.table.table[layer].view(rows, -1), count, tier, layout)
+
+
+def _by_index(store: Store, like: Tensor) -> Tensor:
+    """Zeros [rows, max(seen, 1), *like.shape], to be filled by token index."""
+    shape = (store.batch_size * store.num_heads, max(store.padding.length, 1), *like.shape)
+    return torch.zeros(shape, dtype=like.dtype, device=store.device)
+
+
+def _to_logical(store: Store, by_index: Tensor) -> Tensor:
+    """[rows, tokens, ...] by token index to [batch, heads, seen, ...] by logical position."""
+    real = store.padding.mask()
+    index = (real.cumsum(-1) - 1).clamp(min=0).repeat_interleave(store.num_heads, dim=0)
+    rows = torch.arange(by_index.shape[0], device=store.device)[:, None]
+    return by_index[rows, index].unflatten(0, (store.batch_size, store.num_heads))

@@ -1,0 +1,276 @@
+"""What is held for one device: pages, tables, counts, windows, and the host's knowledge of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Union
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..config import DiffKVConfig
+from ..memory import HIGH, LOW, PageLayout, PagePool, PageTable
+from ..ops.compact import compact_step
+from ..ops.tiles import Tiles, build_tiles
+from ..policy import get_policy
+
+# Generated tokens between two looks at the device; the host works with upper bounds in between.
+REFRESH_STEPS = 8
+# fp16 metadata holds a range of twice this
+FP16_RANGE = 32752.0
+
+LayerThreshold = Union[float, tuple[float, ...]]
+
+
+class Store:
+    """Pages and windows of `num_layers` layers on one device.
+
+    A token of a request has an index among the request's real tokens (padding never counts); token i stands in slot
+    i % window_slots while it is in the window. Rows are (layer, request, head).
+
+    Args:
+        config: the user's choices.
+        num_layers: compressed layers that live here.
+        batch_size, num_heads: requests and KV heads on this device.
+        key_dim, value_dim: elements of one head.
+        dtype, device: of the model's keys and values.
+
+    Raises:
+        ValueError: a precision that does not fit the head.
+        MemoryError: `max_bytes` cannot hold the windows.
+    """
+
+    def __init__(
+        self,
+        config: DiffKVConfig,
+        num_layers: int,
+        batch_size: int,
+        num_heads: int,
+        key_dim: int,
+        value_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.config = config
+        self.policy = get_policy(config.policy)
+        self.num_layers, self.batch_size, self.num_heads = num_layers, batch_size, num_heads
+        self.key_dim, self.value_dim = key_dim, value_dim
+        self.dtype, self.device = dtype, device
+        self.layout = PageLayout.build(config.high, config.low, key_dim, value_dim, dtype.itemsize, config.page_bytes)
+        self.alpha_high = torch.zeros(num_layers, num_heads, device=device)
+        self.alpha_low = torch.zeros(num_layers, num_heads, device=device)
+        self.window_slots = config.window + config.compaction_interval
+        shape = (num_layers, batch_size, num_heads)
+        self.window_key = torch.zeros(*shape, self.window_slots, key_dim, dtype=dtype, device=device)
+        self.window_value = torch.zeros(*shape, self.window_slots, value_dim, dtype=dtype, device=device)
+        self.window_score = torch.zeros(*shape, self.window_slots, device=device)
+        self.high_count = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.low_count = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.length = torch.zeros(num_layers, batch_size, dtype=torch.int64, device=device)
+        self.window_start = torch.zeros(num_layers, batch_size, dtype=torch.int64, device=device)
+        self.invalid = torch.zeros((), dtype=torch.bool, device=device)
+        self.table = PageTable(num_layers, batch_size, num_heads, device)
+        self.pool = PagePool(self.layout.page_bytes, device, self._max_pages(config.max_bytes))
+        self.padding = Padding(batch_size, device)
+        self.seen = 0
+        self.steps_since_compaction = 0
+        self.compaction_due = False
+        self._high_bound = np.zeros(shape, dtype=np.int64)
+        self._low_bound = np.zeros(shape, dtype=np.int64)
+        self._steps_left = 0
+        self._tiles: list[tuple[Tiles, Tiles]] = []
+        self._all_tiles: tuple[Tiles, Tiles] | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes the device holds for this store."""
+        return self.pool.bytes + sum(t.numel() * t.element_size() for t in self._tensors()) + self.padding.bytes
+
+    def _tensors(self) -> list[Tensor]:
+        tensors = [self.window_key, self.window_value, self.window_score, self.high_count, self.low_count]
+        tensors += [self.length, self.window_start, self.invalid, self.table.table, self.alpha_high, self.alpha_low]
+        tiles = [*self._tiles, self._all_tiles] if self._all_tiles is not None else []
+        return tensors + [t for pair in tiles for tile in pair for t in (tile.row, tile.first)]
+
+    def _max_pages(self, max_bytes: int | None) -> int | None:
+        if max_bytes is None:
+            return None
+        left = max_bytes - sum(t.numel() * t.element_size() for t in self._tensors_before_pool())
+        pages = left // (self.layout.page_bytes + 4)
+        if pages < 1:
+            raise MemoryError(
+                f"max_bytes={max_bytes} cannot even hold the windows of {self.config.window} tokens; raise max_bytes "
+                "or lower window."
+            )
+        return int(pages)
+
+    def _tensors_before_pool(self) -> list[Tensor]:
+        return [self.window_key, self.window_value, self.window_score, self.high_count, self.low_count, self.table.table]
+
+    def set_thresholds(self, layer: int, alpha_high: LayerThreshold, alpha_low: LayerThreshold) -> None:
+        """Sets one layer's thresholds: one number, or one per head (else `ValueError`)."""
+        for name, target, value in (("alpha_high", self.alpha_high, alpha_high), ("alpha_low", self.alpha_low, alpha_low)):
+            if isinstance(value, tuple) and len(value) != self.num_heads:
+                raise ValueError(
+                    f"{name} has {len(value)} entries per layer but layers have {self.num_heads} KV heads; give "
+                    f"{self.num_heads}."
+                )
+            target[layer] = torch.tensor(value, dtype=torch.float32)
+
+    @property
+    def value_limit(self) -> float:
+        """Largest magnitude of keys and values that can be stored."""
+        bits = (self.config.high, self.config.low)
+        if all(p.k_bits == 16 and p.v_bits == 16 for p in bits):
+            return torch.finfo(self.dtype).max
+        return min(FP16_RANGE, torch.finfo(self.dtype).max)
+
+    def row_thresholds(self, layer: slice | int) -> tuple[Tensor, Tensor]:
+        """The policy's thresholds, float32 [.., batch, heads], for the lengths as they are now."""
+        return self.policy.thresholds(
+            self.alpha_high[layer][..., None, :], self.alpha_low[layer][..., None, :], self.length[layer][..., None]
+        )
+
+    def begin(self, tokens: int) -> None:
+        """Starts a forward of `tokens` new tokens: runs the compaction that is due and makes room.
+
+        Raises:
+            ValueError: a step since the last look stored keys or values that are not finite.
+            MemoryError: there is no room; the cache is as it was.
+        """
+        self.settle()
+        if tokens == 1 and self.seen > 0:
+            if self._steps_left == 0:
+                self.refresh()
+            self._steps_left -= 1
+            self.steps_since_compaction += 1
+            self.compaction_due = self.steps_since_compaction >= self.config.compaction_interval
+        self.seen += tokens
+
+    def settle(self) -> None:
+        """Runs the compaction of the last step, if it is still to be done."""
+        if not self.compaction_due:
+            return
+        for _ in range(self.config.compaction_interval):
+            self._compact()
+        self.compaction_due = False
+        self.steps_since_compaction = 0
+
+    def _compact(self) -> None:
+        start = self.window_start
+        leaving = self.length - start > self.config.window
+        slot = (start % self.window_slots)[:, :, None, None].expand(-1, -1, self.num_heads, 1)
+        rows = self.num_layers * self.batch_size * self.num_heads
+        shape = (self.num_layers, self.batch_size, self.num_heads)
+        high, low = self.row_thresholds(slice(None))
+        compact_step(
+            self.pool.pages,
+            self.layout,
+            self.pool.free_list,
+            self.table.table.view(rows, -1),
+            self.high_count.view(rows),
+            self.low_count.view(rows),
+            self.window_key.gather(3, slot[..., None].expand(-1, -1, -1, -1, self.key_dim)).view(rows, -1),
+            self.window_value.gather(3, slot[..., None].expand(-1, -1, -1, -1, self.value_dim)).view(rows, -1),
+            self.window_score.gather(3, slot).view(rows),
+            start[:, :, None].expand(shape).reshape(rows),
+            leaving[:, :, None].expand(shape).reshape(rows),
+            self.length[:, :, None].expand(shape).reshape(rows),
+            high.reshape(rows),
+            low.reshape(rows),
+            tiles=self._all_tiles,
+        )
+        start += leaving
+
+    def refresh(self) -> None:
+        """Reads the counts, cuts the work into pieces and makes room for the next `REFRESH_STEPS` steps."""
+        self.check_values()
+        lookahead = REFRESH_STEPS + self.config.compaction_interval
+        self._high_bound = self.high_count.cpu().numpy().astype(np.int64)
+        self._low_bound = self.low_count.cpu().numpy().astype(np.int64)
+        high, low = self.layout.high.capacity, self.layout.low.capacity
+        pages_now = _ceil(self._high_bound, high) + _ceil(self._low_bound, low)
+        pages_then = _ceil(self._high_bound + lookahead, high), _ceil(self._low_bound + lookahead, low)
+        self.pool.ensure_free(int((pages_then[HIGH] + pages_then[LOW] - pages_now).sum()))
+        self.ensure_width(int((self._high_bound + self._low_bound).max()) + lookahead)
+        device = self.device
+        self._tiles = [
+            (build_tiles(pages_then[HIGH][i].ravel(), high, device), build_tiles(pages_then[LOW][i].ravel(), low, device))
+            for i in range(self.num_layers)
+        ]
+        self._all_tiles = (
+            build_tiles(pages_then[HIGH].ravel(), high, device),
+            build_tiles(pages_then[LOW].ravel(), low, device),
+        )
+        self._steps_left = REFRESH_STEPS
+
+    def tiles(self, layer: int) -> tuple[Tiles, Tiles]:
+        """Pieces covering the high and low pages of one layer, valid until the next refresh."""
+        return self._tiles[layer]
+
+    def ensure_width(self, tokens: int) -> None:
+        """Makes table rows wide enough for `tokens` stored tokens."""
+        high = self.layout.high.capacity
+        high_pages = (self.high_count + (high - 1)) // high
+        self.table.ensure_width(tokens, min(high, self.layout.low.capacity), high_pages)
+
+    def forget_bounds(self) -> None:
+        """Says that counts changed in a way the host's bounds do not cover."""
+        self._steps_left = 0
+        self.steps_since_compaction = 0
+
+    def check_values(self) -> None:
+        """Raises `ValueError` if a decode step stored keys or values that are not finite. Reads the device."""
+        if bool(self.invalid):
+            raise ValueError(self.value_message())
+
+    def value_message(self) -> str:
+        return (
+            f"keys or values are NaN, infinite or beyond {self.value_limit:g}, which the cache cannot store; check the "
+            "model's dtype (float16 overflows: load it with dtype=torch.bfloat16) or use DiffKVConfig.lossless()."
+        )
+
+
+class Padding:
+    """Which logical positions of each request are real; costs nothing while there is no padding."""
+
+    def __init__(self, batch_size: int, device: torch.device) -> None:
+        self.batch_size, self.device = batch_size, device
+        self.length = 0
+        self._valid: Tensor | None = None
+
+    @property
+    def bytes(self) -> int:
+        return 0 if self._valid is None else self._valid.numel()
+
+    def append(self, tokens: int, valid: Tensor | None) -> None:
+        """Records `tokens` positions; valid: bool [batch, tokens], None where all are real."""
+        if valid is not None or self._valid is not None:
+            self._grow(self.length + tokens)
+            self._valid[:, self.length : self.length + tokens] = True if valid is None else valid
+        self.length += tokens
+
+    def _grow(self, length: int) -> None:
+        have = 0 if self._valid is None else self._valid.shape[1]
+        if length <= have:
+            return
+        grown = torch.ones(self.batch_size, math.ceil(length * 1.125), dtype=torch.bool, device=self.device)
+        if self._valid is not None:
+            grown[:, :have] = self._valid
+        self._valid = grown
+
+    def mask(self) -> Tensor:
+        """bool [batch, length]: real positions."""
+        if self._valid is None:
+            return torch.ones(self.batch_size, self.length, dtype=torch.bool, device=self.device)
+        return self._valid[:, : self.length]
+
+    def select(self, index: Tensor) -> None:
+        self.batch_size = index.numel()
+        if self._valid is not None:
+            self._valid = self._valid[index]
+
+
+def _ceil(count: np.ndarray, capacity: int) -> np.ndarray:
+    return -(-count // capacity)

@@ -1,0 +1,164 @@
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+
+from hf_diffkv.config import Precision
+from hf_diffkv.memory import PageLayout
+
+triton = pytest.importorskip("triton")
+if not triton.knobs.runtime.interpret:
+    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
+
+from hf_diffkv.ops.quantize import kernels, launch, reference  # noqa: E402
+from hf_diffkv.ops.segments import segments  # noqa: E402
+
+PAGES = 7
+
+
+def tier_of(precision, key_dim, value_dim, element_bytes=2):
+    return PageLayout.build(precision, precision, key_dim, value_dim, element_bytes, page_bytes=4096).high
+
+
+def make_tokens(tier, count, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    key = torch.randn(count, tier.key_dim, generator=generator).mul(5).to(dtype)
+    value = torch.randn(count, tier.value_dim, generator=generator).to(dtype)
+    places = torch.randperm((PAGES - 1) * tier.capacity, generator=generator)[:count]
+    page, slot = 1 + places // tier.capacity, places % tier.capacity
+    score = torch.rand(count, generator=generator)
+    position = torch.randint(0, 1 << 20, (count,), generator=generator)
+    return page, slot, key, value, score, position
+
+
+def poisoned(tier):
+    return torch.full((PAGES, tier.page_bytes), 0xFF, dtype=torch.uint8)
+
+
+def assert_stored_alike(tier, tokens, dtype):
+    pages, expected = poisoned(tier), poisoned(tier)
+    launch.store_tokens(pages, tier, *tokens, dtype)
+    reference.store_tokens(expected, tier, *tokens, dtype)
+    assert torch.equal(pages[1:], expected[1:])
+    assert (pages[0] == 0xFF).all()
+    return pages
+
+
+@pytest.mark.parametrize("v_bits", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("k_bits", [1, 2, 4, 8, 16])
+def test_every_pair_of_bits_is_byte_identical_to_the_reference(k_bits, v_bits):
+    tier = tier_of(Precision(k_bits, v_bits), 64, 64)
+    tokens = make_tokens(tier, 37, torch.float16)
+    pages = assert_stored_alike(tier, tokens, torch.float16)
+
+    read = launch.load_tokens(pages, tier, tokens[0], tokens[1], torch.float16)
+    expected = reference.load_tokens(pages, tier, tokens[0], tokens[1], torch.float16)
+    for got, want in zip(read, expected):
+        assert got.dtype == torch.float32 and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "precision", [Precision(8, 4), Precision(4, 2, 2, 4), Precision(16, 16), Precision(16, 1, 1, 2)], ids=lambda p: p.name
+)
+@pytest.mark.parametrize("key_dim, value_dim", [(8, 16), (80, 80), (96, 64), (128, 128), (256, 256)])
+def test_dims_groups_and_dtypes(precision, key_dim, value_dim, dtype):
+    tier = tier_of(precision, key_dim, value_dim, dtype.itemsize)
+    tokens = make_tokens(tier, min(11, (PAGES - 1) * tier.capacity), dtype)
+    pages = assert_stored_alike(tier, tokens, dtype)
+    read = launch.load_tokens(pages, tier, tokens[0], tokens[1], dtype)
+    expected = reference.load_tokens(pages, tier, tokens[0], tokens[1], dtype)
+    for got, want in zip(read, expected):
+        assert torch.equal(got, want)
+
+
+def test_ties_and_ranges_round_like_the_reference():
+    tier = tier_of(Precision(4, 2), 16, 16)
+    tokens = list(make_tokens(tier, 8, torch.float32))
+    grid = torch.arange(16.0)
+    tokens[2] = torch.stack(
+        [
+            grid,
+            grid.clamp(0.5, 14.5).mul(0.5).add(0.25).scatter(0, torch.tensor([0, 15]), torch.tensor([0.0, 15.0])),
+            torch.full((16,), 3.14159),
+            torch.zeros(16),
+            1e-7 * grid,
+            1000.3 + 0.001 * grid,
+            -60000 + 8000 * grid,
+            3e-5 * grid - 1e-4,
+        ]
+    )
+    tokens[3] = tokens[2].flip(0).contiguous()
+    assert_stored_alike(tier, tokens, torch.float32)
+
+
+def test_equal_elements_decode_to_the_zero_point_exactly():
+    tier = tier_of(Precision(8, 4), 32, 32)
+    page, slot = torch.tensor([1]), torch.tensor([0])
+    pages = poisoned(tier)
+    constant = torch.full((1, 32), -1.625)
+    launch.store_tokens(pages, tier, page, slot, constant, constant, torch.ones(1), torch.zeros(1).long(), torch.float16)
+    key, value = launch.load_tokens(pages, tier, page, slot, torch.float16)
+    assert torch.equal(key, constant) and torch.equal(value, constant)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_error_is_at_most_half_a_step_of_a_dense_computation(bits):
+    tier = tier_of(Precision(bits, bits, 4, 1), 64, 64)
+    page, slot, key, value, score, position = make_tokens(tier, 9, torch.float32)
+    pages = poisoned(tier)
+    launch.store_tokens(pages, tier, page, slot, key, value, score, position, torch.float16)
+    read_key, read_value = launch.load_tokens(pages, tier, page, slot, torch.float16)
+    for got, want, groups in ((read_key, key, 4), (read_value, value, 1)):
+        want = want.view(len(page), groups, -1)
+        span = (want.amax(-1) - want.amin(-1))[..., None]
+        # half a step, and what fp16 rounding of scale and zero point adds at the far end
+        bound = span / (2**bits - 1) * 0.5 + (span + want.abs().amax(-1, keepdim=True)) * 2**-10
+        assert ((got.view_as(want) - want).abs() <= bound).all()
+    view = segments(pages, tier)
+    assert torch.equal(view.score[page, slot], score) and torch.equal(view.position[page, slot].long(), position)
+
+
+def test_null_page_is_neither_written_nor_read():
+    tier = tier_of(Precision(8, 4), 32, 32)
+    tokens = list(make_tokens(tier, 5, torch.float16))
+    tokens[0][1:4] = 0
+    tokens[1][1:4] = 2
+    pages = assert_stored_alike(tier, tokens, torch.float16)
+    key, value = launch.load_tokens(pages, tier, tokens[0], tokens[1], torch.float16)
+    assert not key[1:4].any() and not value[1:4].any()
+    assert key[0].any() and key[4].any()
+
+
+def test_no_tokens_and_strided_inputs():
+    tier = tier_of(Precision(8, 4), 32, 32)
+    page, slot, key, value, score, position = make_tokens(tier, 6, torch.float16)
+    empty = [x[:0] for x in (page, slot, key, value, score, position)]
+    pages = poisoned(tier)
+    launch.store_tokens(pages, tier, *empty, torch.float16)
+    assert (pages == 0xFF).all()
+    assert [tuple(x.shape) for x in launch.load_tokens(pages, tier, page[:0], slot[:0], torch.float16)] == [(0, 32)] * 2
+
+    wide = torch.full((6, 3, 32), torch.nan, dtype=torch.float16)
+    wide[:, 1] = key
+    columns = value.T.contiguous().T
+    assert_stored_alike(tier, (page, slot, wide[:, 1], columns, score, position.int()), torch.float16)
+
+
+def test_bad_inputs_are_named():
+    tier = tier_of(Precision(8, 4), 32, 32)
+    page, slot, key, value, score, position = make_tokens(tier, 2, torch.float16)
+    with pytest.raises(ValueError, match="pages must be"):
+        launch.store_tokens(poisoned(tier)[:, 1:], tier, page, slot, key, value, score, position, torch.float16)
+    with pytest.raises(ValueError, match="float64"):
+        launch.store_tokens(poisoned(tier), tier, page, slot, key, value, score, position, torch.float64)
+    with pytest.raises(ValueError, match="key"):
+        launch.store_tokens(poisoned(tier), tier, page, slot, key[:1], value, score, position, torch.float16)
+
+
+def test_variants_name_every_parameter():
+    for variant in launch.variants():
+        names = set(kernels.__dict__[variant.kernel.__name__].arg_names)
+        assert names == set(variant.signature) | set(variant.constexprs), variant.name
