@@ -109,6 +109,11 @@ class Curriculum:
             yield {"input_ids": [ids for ids, _ in rows], "weights": [weights for _, weights in rows]}
 
 
+def make_dataset(curriculum: Curriculum, seed: int) -> datasets.IterableDataset:
+    """A stream whose examples are whole batches, because the number of rows depends on the stage."""
+    return datasets.IterableDataset.from_generator(curriculum.batches, gen_kwargs={"seed": seed})
+
+
 class MuonWithAdamW(torch.optim.Optimizer):
     """Muon for the matrices inside the blocks, AdamW for the embedding and the norms, as one optimizer."""
 
@@ -271,9 +276,8 @@ def train(output: Path, minutes: float, max_length: int = 320, seed: int = 0, ma
             remove_unused_columns=False,
             accelerator_config={"dispatch_batches": False},
         ),
-        # An example of the dataset is a batch already: the number of rows depends on the stage.
         data_collator=lambda examples: {name: torch.tensor(value) for name, value in examples[0].items()},
-        train_dataset=datasets.IterableDataset.from_generator(curriculum.batches, gen_kwargs={"seed": seed}),
+        train_dataset=make_dataset(curriculum, seed),
         optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rate)),
         callbacks=[Teacher(curriculum, tokenizer, characters=max(64, int(0.8 * max_length)), reports=20)],
         curriculum=curriculum,

@@ -1,0 +1,196 @@
+"""The compressed cache against the dense simulation, step by step, on ragged batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dense_simulation import LayerSimulation, SimPrecision
+
+from hf_diffkv.config import DiffKVConfig, Precision
+from hf_diffkv.store import Store, attend_token, attend_tokens, check_integrity, read_tokens
+
+LENGTHS = (1, 2, 63, 64, 65, 128, 192, 300)
+
+
+class Pair:
+    """One store of one layer and its simulation, fed the same queries, keys and values."""
+
+    def __init__(self, config: DiffKVConfig, batch: int, heads: int, group: int, dim: int, dtype=torch.float64) -> None:
+        self.batch, self.heads, self.group, self.dim, self.dtype = batch, heads, group, dim, dtype
+        self.store = Store(config, 1, batch, heads, dim, dim, dtype, torch.device("cpu"))
+        alpha_high = config.alpha_high[0] if isinstance(config.alpha_high, tuple) else config.alpha_high
+        alpha_low = config.alpha_low[0] if isinstance(config.alpha_low, tuple) else config.alpha_low
+        self.store.set_thresholds(0, alpha_high, alpha_low)
+        self.simulation = LayerSimulation(
+            batch,
+            heads,
+            dim,
+            high=_sim(config.high),
+            low=_sim(config.low),
+            alpha_high=list(alpha_high) if isinstance(alpha_high, tuple) else alpha_high,
+            alpha_low=list(alpha_low) if isinstance(alpha_low, tuple) else alpha_low,
+            window=config.window,
+            compaction_interval=config.compaction_interval,
+            observation_window=config.observation_window,
+            dtype=dtype,
+        )
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, tokens: int, valid: torch.Tensor | None = None, **options) -> None:
+        def draw(*shape):
+            return torch.randn(*shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
+
+        query = 3 * draw(self.batch, self.heads * self.group, tokens, self.dim)
+        key = draw(self.batch, self.heads, tokens, self.dim)
+        value = draw(self.batch, self.heads, tokens, self.dim)
+        scaling = self.dim**-0.5
+        first = self.store.seen == 0
+        self.store.begin(tokens)
+        self.store.padding.append(tokens, valid)
+        if tokens == 1 and not first:
+            one = None if valid is None else valid[:, 0]
+            output = attend_token(self.store, 0, query, key, value, scaling=scaling, valid=one, **options)
+        else:
+            output = attend_tokens(self.store, 0, query, key, value, scaling=scaling, valid=valid, **options)
+        expected = self.simulation.forward(query, key, value, valid=valid, scaling=scaling, **options)
+        # float32 rounding, or one step of the output's own dtype
+        tolerance = max(1e-5, torch.finfo(self.dtype).eps)
+        torch.testing.assert_close(output, expected, rtol=tolerance, atol=1e-5)
+
+    def compare(self) -> None:
+        tokens = read_tokens(self.store, 0)
+        assert torch.equal(tokens.levels, self.simulation.levels())
+        keys, values, mask = self.simulation.stored()
+        assert torch.equal(tokens.mask, mask)
+        torch.testing.assert_close(tokens.keys, keys.to(tokens.keys.dtype), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(tokens.values, values.to(tokens.values.dtype), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(tokens.score, self.simulation.sums(), rtol=1e-5, atol=1e-6)
+        check_integrity(self.store)
+
+    def level_counts(self) -> dict[int, int]:
+        levels = self.simulation.levels()
+        return {level: int((levels == level).sum()) for level in range(-1, 4)}
+
+
+def _sim(precision: Precision) -> SimPrecision:
+    return SimPrecision(precision.k_bits, precision.v_bits, precision.k_groups, precision.v_groups)
+
+
+def left_padding(lengths: tuple[int, ...]) -> torch.Tensor:
+    longest = max(lengths)
+    return torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
+
+
+def test_every_step_of_a_ragged_batch_equals_the_simulation() -> None:
+    pair = Pair(DiffKVConfig(alpha_high=1.0, alpha_low=0.5), len(LENGTHS), heads=2, group=2, dim=16)
+    pair.forward(max(LENGTHS), left_padding(LENGTHS))
+    pair.compare()
+    for _ in range(150):
+        pair.forward(1)
+        pair.compare()
+    counts = pair.level_counts()
+    assert all(counts[level] > 100 for level in (0, 1, 2, 3)), counts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_low_precision_models(dtype: torch.dtype) -> None:
+    pair = Pair(DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16), 3, heads=2, group=3, dim=32, dtype=dtype)
+    pair.forward(100, left_padding((100, 40, 7)))
+    pair.compare()
+    for _ in range(40):
+        pair.forward(1)
+    pair.compare()
+
+
+@pytest.mark.parametrize("interval", [1, 2, 5, 16])
+def test_compaction_interval(interval: int) -> None:
+    config = DiffKVConfig(alpha_high=1.0, alpha_low=0.6, window=8, compaction_interval=interval)
+    pair = Pair(config, 3, heads=2, group=1, dim=16)
+    pair.forward(40, left_padding((40, 5, 21)))
+    for _ in range(70):
+        pair.forward(1)
+        pair.compare()
+
+
+@pytest.mark.parametrize("window", [1, 3, 64])
+def test_further_turns_and_chunks(window: int) -> None:
+    pair = Pair(DiffKVConfig(alpha_high=1.2, alpha_low=0.7, window=window), 4, heads=2, group=2, dim=16)
+    pair.forward(90, left_padding((90, 0, 13, 64)))
+    pair.compare()
+    for turn, tokens in enumerate((17, 2, 64, 130)):
+        valid = torch.rand(4, tokens, generator=torch.Generator().manual_seed(turn)) > 0.3
+        pair.forward(tokens, valid)
+        pair.compare()
+        for _ in range(5):
+            pair.forward(1, torch.tensor([[True], [True], [turn % 2 == 0], [False]]))
+            pair.compare()
+    counts = pair.level_counts()
+    assert all(counts[level] > 20 for level in (0, 1, 2)), counts
+
+
+@pytest.mark.parametrize("observation_window", [1, 16, 1000])
+def test_observation_window(observation_window: int) -> None:
+    config = DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=8, observation_window=observation_window)
+    pair = Pair(config, 3, heads=2, group=2, dim=16)
+    pair.forward(80, left_padding((80, 3, 30)))
+    pair.compare()
+    pair.forward(20, torch.rand(3, 20, generator=torch.Generator().manual_seed(0)) > 0.2)
+    pair.compare()
+    for _ in range(10):
+        pair.forward(1)
+    pair.compare()
+
+
+@pytest.mark.parametrize(
+    "high, low",
+    [
+        (Precision(8, 8), Precision(4, 4)),
+        (Precision(8, 4, 1, 2), Precision(4, 2, 2, 4)),
+        (Precision(16, 16), Precision(8, 1)),
+        (Precision(16, 8), Precision(2, 4, 4, 1)),
+        (Precision(4, 8), Precision(1, 1, 2, 2)),
+    ],
+    ids=lambda precision: precision.name,
+)
+def test_precisions_and_groups(high: Precision, low: Precision) -> None:
+    pair = Pair(DiffKVConfig(high, low, alpha_high=1.1, alpha_low=0.6, window=4), 2, heads=2, group=2, dim=32)
+    pair.forward(70, left_padding((70, 33)))
+    pair.compare()
+    for _ in range(30):
+        pair.forward(1)
+        pair.compare()
+
+
+@pytest.mark.parametrize(
+    "alpha_high, alpha_low",
+    [(0.0, 0.0), (0.8, 0.8), (1e9, 0.0), (1e9, 1e9), (((0.5, 2.0),), ((0.1, 2.0),))],
+)
+def test_thresholds(alpha_high, alpha_low) -> None:
+    pair = Pair(DiffKVConfig(alpha_high=alpha_high, alpha_low=alpha_low, window=4), 2, heads=2, group=2, dim=16)
+    pair.forward(70, left_padding((70, 33)))
+    pair.compare()
+    for _ in range(30):
+        pair.forward(1)
+    pair.compare()
+
+
+def test_softcap_and_sinks() -> None:
+    pair = Pair(DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=4), 2, heads=2, group=2, dim=16)
+    options = {"softcap": 2.0, "sinks": torch.tensor([0.5, -1.0, 3.0, 0.0], dtype=torch.float64)}
+    pair.forward(50, left_padding((50, 20)), **options)
+    for _ in range(10):
+        pair.forward(1, **options)
+    pair.forward(9, **options)
+    pair.compare()
+
+
+def test_page_boundaries() -> None:
+    config = DiffKVConfig(alpha_high=1.0, alpha_low=0.6, window=1)
+    capacity = Store(config, 1, 1, 1, 16, 16, torch.float32, torch.device("cpu")).layout.high.capacity
+    lengths = tuple(capacity + extra for extra in (0, 1, 2)) + tuple(2 * capacity + extra for extra in (0, 1, 2))
+    pair = Pair(config, len(lengths), heads=1, group=1, dim=16)
+    pair.forward(max(lengths), left_padding(lengths))
+    pair.compare()
+    for _ in range(capacity + 3):
+        pair.forward(1)
+    pair.compare()
