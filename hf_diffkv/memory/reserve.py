@@ -41,6 +41,12 @@ class Reservation:
         self.tensor = grown
         self.committed = num_bytes
 
+    def __deepcopy__(self, memo: dict) -> Reservation:
+        return _restore(self.device, self.tensor[: self.committed])
+
+    def __reduce__(self) -> tuple:
+        return _restore, (self.device, self.tensor[: self.committed].clone())
+
 
 class MappedReservation(Reservation):
     """Host memory behind one large anonymous mapping; the system provides a page when it is first touched."""
@@ -68,6 +74,14 @@ def reserve(device: torch.device) -> Reservation:
         except (OSError, ValueError):
             pass  # a limit on address space: grow by copying instead
     return Reservation(device)
+
+
+def _restore(device: torch.device, data: torch.Tensor) -> Reservation:
+    """A new reservation holding a copy of `data`."""
+    reservation = reserve(device)
+    reservation.commit(data.numel())
+    reservation.tensor[: data.numel()] = data
+    return reservation
 
 
 def _host_memory() -> int:

@@ -19,18 +19,28 @@ class Tiles:
         row: int64 [tiles], the row a piece belongs to.
         first: int64 [tiles], its first page within the row.
         pages: pages per piece.
+        full: how many pieces, all of them in front, surely hold nothing but stored tokens.
     """
 
     row: Tensor
     first: Tensor
     pages: int
+    full: int
 
 
-def build_tiles(page_counts: np.ndarray, capacity: int, device: torch.device) -> Tiles:
-    """Covers rows of `page_counts` (int [rows], upper bounds known to the host) pages of `capacity` tokens each."""
+def build_tiles(counts: np.ndarray, lookahead: int, capacity: int, device: torch.device) -> Tiles:
+    """Covers rows that hold at least `counts` (int [rows]) tokens, and at most `lookahead` more.
+
+    Args:
+        capacity: tokens per page.
+    """
+    page_counts = -(-(counts.astype(np.int64) + lookahead) // capacity)
     longest = int(page_counts.max(initial=0))
     pages = max(1, min(longest, TILE_TOKENS // capacity))
-    tiles = -(-page_counts.astype(np.int64) // pages)
+    tiles = -(-page_counts // pages)
     row = np.repeat(np.arange(page_counts.size), tiles)
     first = (np.arange(row.size) - np.repeat(tiles.cumsum() - tiles, tiles)) * pages
-    return Tiles(torch.from_numpy(row).to(device), torch.from_numpy(first).to(device), pages)
+    full = (first + pages) * capacity <= counts[row]
+    order = np.argsort(~full, kind="stable")
+    row, first = row[order], first[order]
+    return Tiles(torch.from_numpy(row).to(device), torch.from_numpy(first).to(device), pages, int(full.sum()))

@@ -191,17 +191,22 @@ class Store:
         self._low_bound = self.low_count.cpu().numpy().astype(np.int64)
         high, low = self.layout.high.capacity, self.layout.low.capacity
         pages_now = _ceil(self._high_bound, high) + _ceil(self._low_bound, low)
-        pages_then = _ceil(self._high_bound + lookahead, high), _ceil(self._low_bound + lookahead, low)
+        # a head whose thresholds are equal never has low tokens
+        low_growth = np.where((self.alpha_low < self.alpha_high).cpu().numpy(), lookahead, 0)[:, None]
+        pages_then = _ceil(self._high_bound + lookahead, high), _ceil(self._low_bound + low_growth, low)
         self.pool.ensure_free(int((pages_then[HIGH] + pages_then[LOW] - pages_now).sum()))
         self.ensure_width(int((self._high_bound + self._low_bound).max()) + lookahead)
         device = self.device
         self._tiles = [
-            (build_tiles(pages_then[HIGH][i].ravel(), high, device), build_tiles(pages_then[LOW][i].ravel(), low, device))
-            for i in range(self.num_layers)
+            (
+                build_tiles(self._high_bound[layer].ravel(), lookahead, high, device),
+                build_tiles(self._low_bound[layer].ravel(), lookahead, low, device),
+            )
+            for layer in range(self.num_layers)
         ]
         self._all_tiles = (
-            build_tiles(pages_then[HIGH].ravel(), high, device),
-            build_tiles(pages_then[LOW].ravel(), low, device),
+            build_tiles(self._high_bound.ravel(), lookahead, high, device),
+            build_tiles(self._low_bound.ravel(), lookahead, low, device),
         )
         self._steps_left = REFRESH_STEPS
 

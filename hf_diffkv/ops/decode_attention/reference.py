@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...memory import HIGH, LOW, PageLayout, TierLayout, column
+from ...memory import HIGH, LOW, NULL_PAGE, PageLayout, TierLayout, column
 from ..quantize import compute_dtype
 from ..segments import Segments, segments
 from ..tiles import Tiles
@@ -132,42 +132,55 @@ class _Tier:
     """One tier's share of the attention."""
 
     def __init__(
-        self, tier: int, layout: TierLayout, tiles: Tiles, counts: Tensor, tables: Tensor, pages: Tensor, dtype
+        self,
+        tier: int,
+        layout: TierLayout,
+        tiles: Tiles,
+        counts: Tensor,
+        tables: Tensor,
+        pages: Tensor,
+        dtype: torch.dtype,
     ) -> None:
-        self.layout, self.tiles, self.dtype = layout, tiles, dtype
-        self.pages = pages
+        self.layout, self.tiles, self.dtype, self.pages = layout, tiles, dtype, pages
         width = tables.shape[-1]
         page = tiles.first[:, None] + torch.arange(tiles.pages, device=tables.device)
-        exists = page * layout.capacity < counts[tiles.row, None]
         entry = tables[tiles.row[:, None], column(tier, page.clamp(max=width - 1), width)]
-        self.ids = torch.where(exists, entry, 0).long()
-        token = page[..., None] * layout.capacity + torch.arange(layout.capacity, device=tables.device)
-        self.present = (token < counts[tiles.row, None, None]).flatten(1)
-        self.logits: list[Tensor] = []
+        self.ids = torch.where(page * layout.capacity < counts[tiles.row, None], entry, NULL_PAGE).long()
+        token = page[tiles.full :, :, None] * layout.capacity + torch.arange(layout.capacity, device=tables.device)
+        self.absent = (token >= counts[tiles.row[tiles.full :], None, None]).flatten(1)
+        self.keys = _parts(layout.key_dim, layout.k_bits, layout.k_groups)
+        self.values = _parts(layout.value_dim, layout.v_bits, layout.v_groups)
 
     def attend(self, query: Tensor, merged: _Partials, softcap: float | None) -> None:
-        """Adds this tier's tokens to `merged`; keeps the logits for `add_scores`."""
-        tokens = self.present.shape[1]
-        step = max(1, CHUNK_ELEMENTS // (tokens * self.layout.key_dim))
-        partials = []
-        for start in range(0, self.ids.shape[0], step):
-            chunk = slice(start, start + step)
-            ids = self.ids[chunk]
-            view = segments(self.pages.index_select(0, ids.flatten()), self.layout)
-            logits = self._chunk_logits(view, query[self.tiles.row[chunk]], ids.shape[0])
+        """Adds this tier's tokens to `merged`; keeps the softmax weights for `add_scores`."""
+        layout, tiles = self.layout, self.tiles
+        count, tokens = self.ids.shape[0], tiles.pages * layout.capacity
+        group = query.shape[1]
+        query = query[tiles.row]
+        shape = (count, group)
+        self.weights = query.new_empty(*shape, tokens)
+        peak, total = query.new_empty(shape), query.new_empty(shape)
+        output = query.new_empty(*shape, layout.value_dim)
+        for start, stop in _chunks(tiles.full, count, max(1, CHUNK_ELEMENTS // (tokens * layout.key_dim))):
+            chunk = slice(start, stop)
+            view = segments(self.pages.index_select(0, self.ids[chunk].flatten()), layout)
+            weights = self.weights[chunk]
+            self._logits(view, query[chunk], weights)
             if softcap is not None:
-                logits = softcap * torch.tanh(logits / softcap)
-            logits.masked_fill_(~self.present[chunk, None], -torch.inf)
-            self.logits.append(logits)
-            peak = logits.amax(-1)
-            peak = torch.where(peak == -torch.inf, 0.0, peak)
-            weights = torch.exp(logits - peak[..., None])
-            partials.append((peak, weights.sum(-1), self._chunk_output(view, weights, self.present[chunk])))
-        peak, total, output = (torch.cat(parts) for parts in zip(*partials))
+                weights.div_(softcap).tanh_().mul_(softcap)
+            absent = self.absent[start - tiles.full : stop - tiles.full] if start >= tiles.full else None
+            if absent is not None:
+                weights.masked_fill_(absent[:, None], -torch.inf)
+            highest = weights.amax(-1)
+            peak[chunk] = highest if absent is None else torch.where(highest == -torch.inf, 0.0, highest)
+            weights.sub_(peak[chunk, :, None]).exp_()
+            total[chunk] = weights.sum(-1)
+            self._output(view, weights, absent, output[chunk])
         self._merge(merged, peak, total, output)
 
     def _merge(self, merged: _Partials, peak: Tensor, total: Tensor, output: Tensor) -> None:
         row = self.tiles.row
+        self.peak = peak
         highest = merged.peak.scatter_reduce(0, row[:, None].expand_as(peak), peak, "amax")
         before = torch.exp(merged.peak - highest)
         share = torch.exp(peak - highest[row])
@@ -175,56 +188,98 @@ class _Tier:
         merged.output = (merged.output * before[..., None]).index_add_(0, row, output * share[..., None])
         merged.peak = highest
 
-    def _chunk_logits(self, view: Segments, query: Tensor, count: int) -> Tensor:
-        layout = self.layout
+    def _logits(self, view: Segments, query: Tensor, out: Tensor) -> None:
+        """Logits of a chunk of tiles, [tiles, group, tokens], into `out`."""
+        layout, count = self.layout, query.shape[0]
         if layout.k_bits == 16:
             key = view.key.contiguous().view(self.dtype).to(query.dtype).view(count, -1, layout.key_dim)
-            return torch.bmm(query, key.mT)
-        codes = _codes(view.key, layout.k_bits, query.dtype).view(count, -1, layout.key_dim)
-        scale, zero = view.key_metadata.to(query.dtype).reshape(count, -1, layout.k_groups, 2).unbind(-1)
-        logits = None
-        for index, (part, part_codes) in enumerate(
-            zip(query.chunk(layout.k_groups, dim=-1), codes.chunk(layout.k_groups, dim=-1))
-        ):
-            term = torch.bmm(part, part_codes.mT).mul_(scale[:, None, :, index])
-            term.addcmul_(part.sum(-1, keepdim=True), zero[:, None, :, index])
-            logits = term if logits is None else logits.add_(term)
-        return logits
+            torch.bmm(query, key.mT, out=out)
+            return
+        planes = _planes(view.key, layout.k_bits, query.dtype, count)
+        scale, zero = view.key_metadata.to(query.dtype).view(count, -1, layout.k_groups, 2).unbind(-1)
+        for index, parts in enumerate(self.keys):
+            term = out if index == 0 else torch.empty_like(out)
+            for part_index, part in enumerate(parts):
+                codes = planes[part.plane][..., part.columns].mT
+                if part_index == 0:
+                    torch.bmm(query[..., part.dims], codes, out=term)
+                else:
+                    term.baddbmm_(query[..., part.dims], codes)
+            total = sum(query[..., part.dims].sum(-1) for part in parts)
+            term.mul_(scale[:, None, :, index]).addcmul_(total[..., None], zero[:, None, :, index])
+            if index:
+                out.add_(term)
 
-    def _chunk_output(self, view: Segments, weights: Tensor, present: Tensor) -> Tensor:
-        layout = self.layout
-        count = weights.shape[0]
+    def _output(self, view: Segments, weights: Tensor, absent: Tensor | None, out: Tensor) -> None:
+        """Weighted values of a chunk of tiles, [tiles, group, value_dim], into `out`."""
+        layout, count = self.layout, weights.shape[0]
         if layout.v_bits == 16:
             value = view.value.contiguous().view(self.dtype).to(weights.dtype).view(count, -1, layout.value_dim)
-            return torch.bmm(weights, value.masked_fill(~present[..., None], 0.0))
-        codes = _codes(view.value, layout.v_bits, weights.dtype).view(count, -1, layout.value_dim)
-        metadata = view.value_metadata.to(weights.dtype).reshape(count, -1, layout.v_groups, 2)
-        scale, zero = torch.where(present[..., None, None], metadata, 0.0).unbind(-1)
-        parts = []
-        for index, part_codes in enumerate(codes.chunk(layout.v_groups, dim=-1)):
-            part = torch.bmm(weights * scale[:, None, :, index], part_codes)
-            parts.append(part + torch.bmm(weights, zero[:, :, index, None]))
-        return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+            out.copy_(torch.bmm(weights, value if absent is None else value.masked_fill(absent[..., None], 0.0)))
+            return
+        planes = _planes(view.value, layout.v_bits, weights.dtype, count)
+        metadata = view.value_metadata.to(weights.dtype).view(count, -1, layout.v_groups, 2)
+        if absent is not None:
+            metadata.masked_fill_(absent[..., None, None], 0.0)
+        scale, zero = metadata.unbind(-1)
+        offsets = torch.bmm(weights, zero)
+        for index, parts in enumerate(self.values):
+            scaled = weights * scale[:, None, :, index]
+            for part in parts:
+                values = torch.bmm(scaled, planes[part.plane][..., part.columns])
+                out[..., part.dims] = values.add_(offsets[..., index, None])
 
     def add_scores(self, log_total: Tensor, scoring: Tensor) -> None:
         """Adds each token's largest probability within the group to its sum."""
         row = self.tiles.row
-        logits = torch.cat(self.logits)
-        received = torch.exp(logits - log_total[row, :, None]).amax(1)
-        received = torch.where(scoring[row, None], received, 0.0).float().view(*self.ids.shape, -1)
+        share = torch.where(scoring[row, None], torch.exp(self.peak - log_total[row]), 0.0)
+        received = self.weights.mul_(share[..., None]).amax(1).float()
         score = segments(self.pages, self.layout).score
-        score[self.ids] = score[self.ids] + received
+        score[self.ids] = score[self.ids] + received.view(*self.ids.shape, -1)
 
 
-def _codes(packed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """Packed rows uint8 [..., row] as floats [..., dim]."""
+@dataclass(frozen=True)
+class _Part:
+    """Consecutive elements of a head that stand in one bit plane and one quantisation group."""
+
+    plane: int
+    columns: slice
+    dims: slice
+
+
+def _parts(dim: int, bits: int, groups: int) -> list[list[_Part]]:
+    """The parts of every group."""
+    width = dim * bits // 8 if bits < 8 else dim
+    size = dim // groups
+    result = []
+    for group in range(groups):
+        parts, start = [], group * size
+        while start < (group + 1) * size:
+            plane = start // width
+            stop = min((plane + 1) * width, (group + 1) * size)
+            parts.append(_Part(plane, slice(start - plane * width, stop - plane * width), slice(start, stop)))
+            start = stop
+        result.append(parts)
+    return result
+
+
+def _planes(packed: Tensor, bits: int, dtype: torch.dtype, count: int) -> list[Tensor]:
+    """Bit planes of packed rows uint8 [pages, N, row] as floats [count, tokens, row]."""
+    row = packed.shape[-1]
+    flat = packed.flatten(1)
     planes = 8 // bits
-    if planes == 1:
-        return packed.to(dtype)
-    width = packed.shape[-1]
-    out = torch.empty(*packed.shape[:-1], width * planes, dtype=dtype, device=packed.device)
     mask = 2**bits - 1
+    result = []
     for index in range(planes):
-        plane = packed >> (bits * index) if index else packed
-        out[..., index * width : (index + 1) * width] = plane & mask if index < planes - 1 else plane
-    return out
+        plane = flat >> (bits * index) if index else flat
+        plane = plane & mask if index < planes - 1 else plane
+        result.append(plane.to(dtype, memory_format=torch.contiguous_format).view(count, -1, row))
+    return result
+
+
+def _chunks(full: int, count: int, step: int) -> list[tuple[int, int]]:
+    """Ranges of at most `step` tiles that never mix full tiles and others."""
+    ranges = []
+    for first, last in ((0, full), (full, count)):
+        ranges += [(start, min(start + step, last)) for start in range(first, last, step)]
+    return ranges
