@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from ..config import DiffKVConfig
 from ..report import MemoryReport, memory_report
-from ..store import check_integrity, levels, read_tokens, select_rows
+from ..store import check_integrity, commit, levels, read_tokens, select_rows
 from .errors import HandOverError, UnsupportedModelError
 from .layer import DiffKVLayer
 from .stores import Stores
@@ -150,14 +150,36 @@ class DiffKVCache(Cache):
             if not isinstance(layer, DiffKVLayer):
                 stock(layer)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Only 0 is possible: what left the window was compressed and cannot be put back."""
-        super().crop(tokens_to_remove)
-
     def activate_past_recording(self) -> None:
-        raise NotImplementedError(
-            "DiffKVCache cannot roll back rejected tokens; use DynamicCache for assisted or prompt-lookup decoding."
-        )
+        """From now on new tokens can be taken back by `crop`, which must follow every forward.
+
+        Between two crops tokens are attended exactly and not compressed; up to 512 of them are held uncompressed.
+        """
+        super().activate_past_recording()
+        self.stores.recording = True
+        for store in self.stores.stores:
+            store.settle()
+            store.recording = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes the last tokens back: levels, significance and pages become as if they had never been seen.
+
+        Args:
+            tokens_to_remove: minus the number of tokens, or 0 to keep all.
+
+        Raises:
+            ValueError: a positive number, or more tokens than can be taken back; nothing has changed then.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove={tokens_to_remove} must be 0 or negative: minus the tokens to remove.")
+        self.check_handover()
+        for store in self.stores.stores:
+            commit(store, -tokens_to_remove)
+        for layer in self.layers:
+            if not isinstance(layer, DiffKVLayer):
+                layer.crop(tokens_to_remove)
+            elif layer.is_initialized:
+                layer.seen += tokens_to_remove
 
     def early_initialization(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("DiffKVCache allocates with the first keys and values; there is nothing to prepare.")

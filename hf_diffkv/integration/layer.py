@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from ..store import Store, attend_token, attend_tokens, read_tokens
+from ..store import Recorded, Store, attend_recorded, attend_token, attend_tokens, read_tokens
 
 if TYPE_CHECKING:
     from .stores import Stores
@@ -26,7 +26,6 @@ class DiffKVLayer(CacheLayerMixin):
 
     is_sliding = False
     is_compileable = False
-    is_croppable = False
     supports_early_init = False
 
     def __init__(self, stores: Stores, index: int) -> None:
@@ -134,6 +133,8 @@ class DiffKVLayer(CacheLayerMixin):
             store.padding.append(tokens, valid)
         common = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
         with torch.no_grad():
+            if store.recording:
+                return attend_recorded(store, self.slot, Recorded(query, key, value, valid, mask, common))
             if tokens == 1 and self.seen > 1:
                 return attend_token(
                     store, self.slot, query, key, value, valid=None if valid is None else valid[:, 0], **common
@@ -171,12 +172,13 @@ class DiffKVLayer(CacheLayerMixin):
     def prefetch(self) -> None:
         raise NotImplementedError("DiffKV layers are not offloaded; the compressed cache stays on its device.")
 
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `DiffKVCache.crop` can put the cache back as it was."""
+        return self.stores.recording
+
     def crop(self, tokens_to_remove: int) -> None:
-        """Only 0 is possible: what left the window was compressed and cannot be put back."""
-        if tokens_to_remove != 0:
-            raise NotImplementedError(
-                "DiffKVCache cannot be cropped; use DynamicCache for assisted or prompt-lookup decoding."
-            )
+        raise NotImplementedError("call crop on the DiffKVCache: its layers share one store.")
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         raise NotImplementedError("call reorder_cache on the DiffKVCache: its layers share one store.")

@@ -31,6 +31,7 @@ class Stores:
                     f"number or {num_layers} of them."
                 )
         self.stores: list[Store] = []
+        self.recording = False
         self._places: dict[int, tuple[Store, int]] = {}
 
     def place(self, index: int, key: Tensor, value: Tensor) -> tuple[Store, int]:
@@ -62,6 +63,7 @@ class Stores:
                 raise ValueError(f"this cache holds {batch} sequences but the model was called with {key.shape[0]}.")
             store = Store(self.config, self.num_layers - len(self._places), *shape)
             used = 0
+            store.recording = self.recording
             self.stores.append(store)
         store.set_thresholds(used, _of_layer(self.config.alpha_high, index), _of_layer(self.config.alpha_low, index))
         self._places[index] = (store, used)
@@ -69,6 +71,7 @@ class Stores:
 
     def clear(self) -> None:
         """Drops every store and the memory it holds."""
+        self.recording = False
         self.stores.clear()
         self._places.clear()
 

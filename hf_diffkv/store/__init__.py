@@ -3,15 +3,19 @@
 from .decode import attend_token
 from .prompt import attend_tokens
 from .read import Payload, check_integrity, levels, payload, read_tokens
+from .record import Recorded, attend_recorded, commit
 from .rows import select_rows
 from .state import Store
 
 __all__ = [
     "Payload",
+    "Recorded",
     "Store",
+    "attend_recorded",
     "attend_token",
     "attend_tokens",
     "check_integrity",
+    "commit",
     "levels",
     "payload",
     "read_tokens",

@@ -43,8 +43,8 @@ def attend_tokens(
         ValueError: keys or values that are not finite; nothing has changed then.
         MemoryError: the compressed tokens do not fit; this layer is as it was.
     """
-    _check_finite(store, key, value, valid)
-    past = _Past.read(store, layer)
+    check_finite(store, key, value, valid)
+    past = Past.read(store, layer)
     output, received = prefill_attention(
         query,
         key,
@@ -63,7 +63,8 @@ def attend_tokens(
     return output
 
 
-def _check_finite(store: Store, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
+def check_finite(store: Store, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
+    """Raises `ValueError` unless all real keys and values, [batch, heads, tokens, dim], can be stored."""
     for tensor in (key, value):
         peak = tensor.abs().amax((1, 3))
         peak = peak if valid is None else torch.where(valid, peak, 0)
@@ -71,7 +72,7 @@ def _check_finite(store: Store, key: Tensor, value: Tensor, valid: Tensor | None
             raise ValueError(store.value_message())
 
 
-class _Past:
+class Past:
     """What a layer holds before a forward, gathered to [batch, heads, P] with each row's tokens at its front."""
 
     def __init__(self) -> None:
@@ -80,7 +81,7 @@ class _Past:
         self.ranks: list[Tensor] = []
 
     @classmethod
-    def read(cls, store: Store, layer: int) -> _Past:
+    def read(cls, store: Store, layer: int) -> Past:
         past = cls()
         rows = store.batch_size * store.num_heads
         table = store.table.table[layer].view(rows, -1)
@@ -138,7 +139,7 @@ def _window_tokens(store: Store, layer: int) -> tuple[Tensor, Tensor]:
 
 
 def _compress(
-    store: Store, layer: int, past: _Past, key: Tensor, value: Tensor, valid: Tensor | None, received: Tensor
+    store: Store, layer: int, past: Past, key: Tensor, value: Tensor, valid: Tensor | None, received: Tensor
 ) -> None:
     heads = store.num_heads
     rows = store.batch_size * heads
@@ -200,7 +201,7 @@ def _compress(
     store.forget_bounds()
 
 
-def _write_scores(store: Store, past: _Past, scores: list[Tensor]) -> None:
+def _write_scores(store: Store, past: Past, scores: list[Tensor]) -> None:
     for tokens, layout, score in zip(past.tokens, (store.layout.high, store.layout.low), scores):
         segments(store.pool.pages, layout).score[tokens.page, tokens.slot] = score
 
@@ -208,7 +209,7 @@ def _write_scores(store: Store, past: _Past, scores: list[Tensor]) -> None:
 def _candidates(
     store: Store,
     layer: int,
-    past: _Past,
+    past: Past,
     key: Tensor,
     value: Tensor,
     valid: Tensor | None,

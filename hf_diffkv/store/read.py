@@ -62,6 +62,8 @@ def levels(store: Store, layer: int) -> Tensor:
     index = torch.arange(by_index.shape[1], device=store.device)
     start, length = (t[layer].repeat_interleave(store.num_heads)[:, None] for t in (store.window_start, store.length))
     by_index[(index >= start) & (index < length)] = WINDOW_LEVEL
+    for rows, position, _, _ in _recorded_tokens(store, layer):
+        by_index[rows, position] = WINDOW_LEVEL
     result = _to_logical(store, by_index)
     return result.masked_fill(~store.padding.mask()[:, None], PADDING_LEVEL)
 
@@ -87,6 +89,8 @@ def read_tokens(store: Store, layer: int) -> LayerTokens:
     keys[row, position] = store.window_key[layer].flatten(0, 1)[row, slot].to(dtype)
     values[row, position] = store.window_value[layer].flatten(0, 1)[row, slot].to(dtype)
     score[row, position] = store.window_score[layer].flatten(0, 1)[row, slot]
+    for rows, position, recorded_keys, recorded_values in _recorded_tokens(store, layer):
+        keys[rows, position], values[rows, position] = recorded_keys.to(dtype), recorded_values.to(dtype)
     real = store.padding.mask()[:, None]
     return LayerTokens(
         _to_logical(store, keys).masked_fill(~real[..., None], 0),
@@ -99,8 +103,10 @@ def read_tokens(store: Store, layer: int) -> LayerTokens:
 def payload(store: Store) -> Payload:
     """Counts of all layers."""
     store.settle()
-    window = (store.length - store.window_start)[..., None].expand_as(store.high_count)
-    return Payload(store.high_count.long(), store.low_count.long(), window, store.length.clone())
+    none = torch.zeros(store.batch_size, dtype=torch.int64, device=store.device)
+    recorded = torch.stack([none if r is None else r.count() for r in store.recorded])
+    window = (store.length - store.window_start + recorded)[..., None].expand_as(store.high_count)
+    return Payload(store.high_count.long(), store.low_count.long(), window, store.length + recorded)
 
 
 def check_integrity(store: Store) -> None:
@@ -154,6 +160,21 @@ def _tier(store: Store, layer: int, tier: int):
     count = (store.high_count, store.low_count)[tier][layer].view(rows)
     layout = (store.layout.high, store.layout.low)[tier]
     return stored_tokens(store.table.table[layer].view(rows, -1), count, tier, layout)
+
+
+def _recorded_tokens(store: Store, layer: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Row, token index, key and value of each token that may still be taken back; empty if there is none."""
+    recorded = store.recorded[layer]
+    if recorded is None:
+        return []
+    shape = (store.batch_size, recorded.tokens)
+    valid = torch.ones(shape, dtype=torch.bool, device=store.device) if recorded.valid is None else recorded.valid
+    position = store.length[layer][:, None] + valid.cumsum(-1) - 1
+    valid, position = (t.repeat_interleave(store.num_heads, dim=0) for t in (valid, position))
+    row, column = valid.nonzero(as_tuple=True)
+    return [
+        (row, position[row, column], recorded.key.flatten(0, 1)[row, column], recorded.value.flatten(0, 1)[row, column])
+    ]
 
 
 def _by_index(store: Store, like: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ def select_rows(store: Store, index: Tensor) -> None:
     store.table.table = chosen
     for name in ("window_key", "window_value", "window_score", "high_count", "low_count", "length", "window_start"):
         setattr(store, name, getattr(store, name)[:, index].clone())
+    store.recorded = [None if recorded is None else recorded.select(index) for recorded in store.recorded]
     store.padding.select(index)
     store.batch_size = index.numel()
     store.forget_bounds()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Union
+from typing import TYPE_CHECKING, Union
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from ..memory import HIGH, LOW, PageLayout, PagePool, PageTable
 from ..ops.compact import compact_step
 from ..ops.tiles import Tiles, build_tiles
 from ..policy import get_policy
+
+if TYPE_CHECKING:
+    from .record import Recorded
 
 # Generated tokens between two looks at the device; the host works with upper bounds in between.
 REFRESH_STEPS = 8
@@ -74,6 +77,8 @@ class Store:
         self.pool = PagePool(self.layout.page_bytes, device, self._max_pages(config.max_bytes))
         self.padding = Padding(batch_size, device)
         self.seen = 0
+        self.recording = False
+        self.recorded: list[Recorded | None] = [None] * num_layers
         self.steps_since_compaction = 0
         self.compaction_due = False
         self._high_bound = np.zeros(shape, dtype=np.int64)
@@ -85,7 +90,11 @@ class Store:
     @property
     def bytes(self) -> int:
         """Bytes the device holds for this store."""
-        return self.pool.bytes + sum(t.numel() * t.element_size() for t in self._tensors()) + self.padding.bytes
+        return self.pool.bytes + sum(
+            [t.numel() * t.element_size() for t in self._tensors()]
+            + [recorded.bytes for recorded in self.recorded if recorded is not None]
+            + [self.padding.bytes]
+        )
 
     def _tensors(self) -> list[Tensor]:
         tensors = [self.window_key, self.window_value, self.window_score, self.high_count, self.low_count]
@@ -140,13 +149,17 @@ class Store:
             MemoryError: there is no room; the cache is as it was.
         """
         self.settle()
-        if tokens == 1 and self.seen > 0:
-            if self._steps_left == 0:
-                self.refresh()
-            self._steps_left -= 1
-            self.steps_since_compaction += 1
-            self.compaction_due = self.steps_since_compaction >= self.config.compaction_interval
+        if tokens == 1 and self.seen > 0 and not self.recording:
+            self.prepare_step()
         self.seen += tokens
+
+    def prepare_step(self) -> None:
+        """Makes room for one generated token per request. Raises as `begin` does."""
+        if self._steps_left == 0:
+            self.refresh()
+        self._steps_left -= 1
+        self.steps_since_compaction += 1
+        self.compaction_due = self.steps_since_compaction >= self.config.compaction_interval
 
     def settle(self) -> None:
         """Runs the compaction of the last step, if it is still to be done."""

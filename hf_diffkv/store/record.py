@@ -1,0 +1,176 @@
+"""Tokens that may still be taken back.
+
+While a store records, new tokens are attended exactly but neither levelled nor scored. When `crop` says how many were
+rejected, the rest is stored as one forward, so the result is as if the rejected tokens had never been seen. Everything
+between two crops counts as one step of the algorithm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ..ops.prefill_attention import prefill_attention
+from .decode import attend_token
+from .prompt import Past, attend_tokens, check_finite
+from .state import Store
+
+# Tokens that can be taken back; what a longer forward holds before them is stored at once.
+ROLLBACK_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A layer's tokens that are not stored yet.
+
+    Attributes:
+        query: [batch, query_heads, tokens, key_dim]; key, value: [batch, heads, tokens, dim].
+        valid: bool [batch, tokens] or None. mask: bool [batch, 1, tokens, tokens] or None.
+        options: scaling, softcap and sinks of the attention.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    valid: Tensor | None
+    mask: Tensor | None
+    options: dict = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return self.key.shape[2]
+
+    def part(self, start: int, stop: int) -> Recorded:
+        """The tokens [start, stop)."""
+        return replace(
+            self,
+            query=self.query[:, :, start:stop],
+            key=self.key[:, :, start:stop],
+            value=self.value[:, :, start:stop],
+            valid=None if self.valid is None else self.valid[:, start:stop],
+            mask=None if self.mask is None else self.mask[:, :, start:stop, start:stop],
+        )
+
+    def followed_by(self, other: Recorded) -> Recorded:
+        """Both together; `other` attends all of `self`."""
+        return Recorded(
+            torch.cat([self.query, other.query], dim=2),
+            torch.cat([self.key, other.key], dim=2),
+            torch.cat([self.value, other.value], dim=2),
+            self._joined_valid(other),
+            self._joined_mask(other),
+            other.options,
+        )
+
+    def _joined_valid(self, other: Recorded) -> Tensor | None:
+        if self.valid is None and other.valid is None:
+            return None
+        ones = [torch.ones(r.key.shape[0], r.tokens, dtype=torch.bool, device=r.key.device) for r in (self, other)]
+        return torch.cat([one if r.valid is None else r.valid for r, one in zip((self, other), ones)], dim=1)
+
+    def _joined_mask(self, other: Recorded) -> Tensor | None:
+        if self.mask is None and other.mask is None:
+            return None
+        first, total = self.tokens, self.tokens + other.tokens
+        mask = torch.ones(self.key.shape[0], 1, total, total, dtype=torch.bool, device=self.key.device).tril()
+        if self.mask is not None:
+            mask[:, :, :first, :first] = self.mask
+        if other.mask is not None:
+            mask[:, :, first:, first:] = other.mask
+        return mask
+
+    def detached(self) -> Recorded:
+        """A copy that keeps no larger tensor alive."""
+        return replace(self, query=self.query.clone(), key=self.key.clone(), value=self.value.clone())
+
+    def select(self, index: Tensor) -> Recorded:
+        """The requests `index`, int64 [n]."""
+        return replace(
+            self,
+            query=self.query[index],
+            key=self.key[index],
+            value=self.value[index],
+            valid=None if self.valid is None else self.valid[index],
+            mask=None if self.mask is None else self.mask.expand(self.key.shape[0], -1, -1, -1)[index],
+        )
+
+    def count(self) -> Tensor:
+        """Real tokens of each request, int64 [batch]."""
+        if self.valid is None:
+            return torch.full((self.key.shape[0],), self.tokens, device=self.key.device)
+        return self.valid.sum(-1)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes held until the next `commit`."""
+        tensors = [t for t in (self.query, self.key, self.value, self.valid, self.mask) if t is not None]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def attend_recorded(store: Store, layer: int, new: Recorded) -> Tensor:
+    """Attends from new tokens over what is stored, what is recorded, and themselves; records them.
+
+    Returns:
+        [batch, query_heads, tokens, value_dim] in the query's dtype.
+
+    Raises:
+        ValueError: keys or values that are not finite; nothing has changed then.
+    """
+    check_finite(store, new.key, new.value, new.valid)
+    past = Past.read(store, layer)
+    before = store.recorded[layer]
+    together = new if before is None else before.followed_by(new)
+    output, _ = prefill_attention(
+        together.query,
+        together.key,
+        together.value,
+        valid=together.valid,
+        past_key=past.key,
+        past_value=past.value,
+        past_valid=past.valid,
+        mask=together.mask,
+        **new.options,
+    )
+    if together.tokens > 2 * ROLLBACK_TOKENS:
+        surplus = together.tokens - ROLLBACK_TOKENS
+        _store(store, layer, together.part(0, surplus), generation_step=False)
+        together = together.part(surplus, together.tokens)
+    store.recorded[layer] = together.detached()
+    return output[:, :, output.shape[2] - new.tokens :]
+
+
+def commit(store: Store, rejected: int) -> None:
+    """Stores what is recorded but for the last `rejected` tokens, in every layer.
+
+    Raises:
+        ValueError: more tokens rejected than can be taken back; nothing has changed then.
+    """
+    held = [recorded.tokens for recorded in store.recorded if recorded is not None]
+    possible = min(held, default=0)
+    if rejected > possible:
+        raise ValueError(
+            f"cannot remove {rejected} tokens: only the last {possible} can be taken back. Call "
+            "activate_past_recording() before the forward whose tokens may be rejected (generate() does), or keep a "
+            "copy.deepcopy of the cache."
+        )
+    store.seen -= rejected
+    store.padding.length -= rejected
+    kept = max(held, default=0) - rejected
+    # one token over a past is a generation step of the algorithm
+    generation_step = kept == 1 and store.seen > 1
+    if generation_step:
+        store.prepare_step()
+    for layer, recorded in enumerate(store.recorded):
+        store.recorded[layer] = None
+        if recorded is not None and recorded.tokens > rejected:
+            _store(store, layer, recorded.part(0, recorded.tokens - rejected), generation_step)
+
+
+def _store(store: Store, layer: int, recorded: Recorded, generation_step: bool) -> None:
+    inputs = (store, layer, recorded.query, recorded.key, recorded.value)
+    if generation_step:
+        attend_token(*inputs, valid=None if recorded.valid is None else recorded.valid[:, 0], **recorded.options)
+    else:
+        attend_tokens(*inputs, valid=recorded.valid, mask=recorded.mask, **recorded.options)
