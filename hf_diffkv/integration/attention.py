@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
+from .compiled import attend
 from .dense import dense_attention
 from .errors import HandOverError
 from .layer import TAG, DiffKVLayer
@@ -84,6 +85,8 @@ def diffkv_attention(
     else:
         if is_causal is False:
             raise HandOverError(f"{type(module).__name__} attends in both directions; it cannot use DiffKVCache.")
+        if torch.compiler.is_compiling():
+            return _compiled(layer, query, key, value, attention_mask, scaling, softcap, s_aux), None
         if layer.pending is None:
             raise HandOverError(
                 f"{type(module).__name__} reads keys and values of a layer that were stored already; models that "
@@ -92,6 +95,27 @@ def diffkv_attention(
         valid, mask = _split_mask(attention_mask, layer, key.shape[2])
         output = layer.attend(query, valid, mask, scaling, softcap, s_aux)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _compiled(
+    layer: DiffKVLayer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The same inside a compiled graph, for one new token per request (a prompt runs uncompiled)."""
+    tokens = key.shape[2]
+    if tokens != 1:
+        raise HandOverError("only decode steps of one token can be compiled with DiffKVCache; run the prompt uncompiled.")
+    valid = None
+    if mask is not None:
+        valid = (mask[:, -tokens:] if mask.ndim == 2 else mask[:, 0, -1, -tokens:]).bool()
+    output = attend(query, key, value, valid, sinks, layer.stores.order, layer.handle, scaling, softcap)
+    return output.transpose(1, 2).contiguous()
 
 
 def diffkv_mask(*args: Any, **kwargs: Any) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,11 +10,20 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ..store import Recorded, Store, attend_recorded, attend_token, attend_tokens, read_tokens
+from .compiled import new_handle
 
 if TYPE_CHECKING:
     from .stores import Stores
 
 TAG = "_diffkv_layer"
+
+
+def _tagged(key: Tensor, value: Tensor, layer: DiffKVLayer) -> tuple[Tensor, Tensor]:
+    """Fresh aliases, so that the caller's own tensors stay unmarked."""
+    key, value = key.view_as(key), value.view_as(value)
+    setattr(key, TAG, layer)
+    setattr(value, TAG, layer)
+    return key, value
 
 
 class DiffKVLayer(CacheLayerMixin):
@@ -36,6 +46,7 @@ class DiffKVLayer(CacheLayerMixin):
         self.pending: tuple[Tensor, Tensor] | None = None
         self.store: Store | None = None
         self.slot = -1
+        self.handle = new_handle(self)
 
     @property
     def keys(self) -> Tensor | None:
@@ -78,6 +89,9 @@ class DiffKVLayer(CacheLayerMixin):
         Raises:
             ValueError: a batch size, head count, head_dim, dtype or device other than before.
         """
+        if torch.compiler.is_compiling():
+            # the operator in the graph does all of this when it runs
+            return _tagged(key_states, value_states, self)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._check(key_states, value_states)
@@ -86,10 +100,7 @@ class DiffKVLayer(CacheLayerMixin):
             self.store.begin(tokens)
         self.seen += tokens
         self.pending = (key_states, value_states)
-        key, value = key_states.view_as(key_states), value_states.view_as(value_states)
-        setattr(key, TAG, self)
-        setattr(value, TAG, self)
-        return key, value
+        return _tagged(key_states, value_states, self)
 
     def _check(self, key: Tensor, value: Tensor) -> None:
         store = self.store
@@ -105,6 +116,17 @@ class DiffKVLayer(CacheLayerMixin):
                 f"this cache was made for (batch, heads, key_dim, value_dim)={expected}, {store.dtype} on "
                 f"{store.device} but got {given}, {key.dtype} on {key.device}; use a new DiffKVCache."
             )
+
+    def __deepcopy__(self, memo: dict) -> DiffKVLayer:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        twin.handle = new_handle(twin)
+        return twin
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.handle = new_handle(self)
 
     def attend(
         self,

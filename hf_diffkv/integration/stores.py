@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..config import DiffKVConfig, Threshold
@@ -32,6 +33,7 @@ class Stores:
                 )
         self.stores: list[Store] = []
         self.recording = False
+        self.order = torch.zeros(1)
         self._places: dict[int, tuple[Store, int]] = {}
 
     def place(self, index: int, key: Tensor, value: Tensor) -> tuple[Store, int]:
