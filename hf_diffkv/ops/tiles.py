@@ -1,4 +1,4 @@
-"""How the work over ragged rows is cut into pieces of equal size."""
+"""How work over ragged rows is bounded, and cut into pieces of equal size."""
 
 from __future__ import annotations
 
@@ -26,6 +26,23 @@ class Tiles:
     first: Tensor
     pages: int
     full: int
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What the host knows of the rows' lengths without asking the device.
+
+    Attributes:
+        max_tokens: no row holds more tokens, window included.
+        tiles: pieces covering all high and all low pages; None where kernels run, which read the counts themselves.
+    """
+
+    max_tokens: int
+    tiles: tuple[Tiles, Tiles] | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """The device memory behind it."""
+        return [] if self.tiles is None else [t for tile in self.tiles for t in (tile.row, tile.first)]
 
 
 def build_tiles(counts: np.ndarray, lookahead: int, capacity: int, device: torch.device) -> Tiles:

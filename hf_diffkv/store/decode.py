@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from ..ops.decode_attention import decode_attention
+from ..ops.decode_attention import allocate_scratch, decode_attention
 from .state import Store
+
+if TYPE_CHECKING:
+    from ..ops.decode_attention.scratch import Scratch
+
+SCRATCH_TOKENS = 1024
 
 
 def attend_token(
@@ -34,6 +41,7 @@ def attend_token(
         [batch, query_heads, 1, value_dim] in the query's dtype.
     """
     _append(store, layer, key[:, :, 0], value[:, :, 0], valid)
+    bounds = store.bounds(layer)
     output = decode_attention(
         query[:, :, 0],
         store.pool.pages,
@@ -47,12 +55,23 @@ def attend_token(
         store.window_start[layer],
         store.length[layer],
         scaling=scaling,
-        tiles=store.tiles(layer),
+        bounds=bounds,
+        scratch=_scratch(store, query[:, :, 0], bounds.max_tokens),
         valid=valid,
         softcap=softcap,
         sinks=sinks,
     )
     return output[:, :, None]
+
+
+def _scratch(store: Store, query: Tensor, max_tokens: int) -> Scratch | None:
+    """Buffers shared by all layers; grown in steps, since a captured graph keeps using them."""
+    held = store.scratch
+    fits = held is not None and held.max_tokens >= max_tokens and held.output.shape[0] == store.rows_per_layer
+    if not fits:
+        room = -(-max_tokens // SCRATCH_TOKENS) * SCRATCH_TOKENS
+        store.scratch = allocate_scratch(query, store.num_heads, store.layout, store.window_slots, room)
+    return store.scratch
 
 
 def _append(store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None) -> None:

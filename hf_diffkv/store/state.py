@@ -11,11 +11,13 @@ from torch import Tensor
 
 from ..config import DiffKVConfig
 from ..memory import HIGH, LOW, PageLayout, PagePool, PageTable
+from ..ops.backend import use_kernels
 from ..ops.compact import compact_step
-from ..ops.tiles import Tiles, build_tiles
+from ..ops.tiles import Bounds, build_tiles
 from ..policy import get_policy
 
 if TYPE_CHECKING:
+    from ..ops.decode_attention.scratch import Scratch
     from .record import Recorded
 
 # Generated tokens between two looks at the device; the host works with upper bounds in between.
@@ -72,6 +74,7 @@ class Store:
         self.low_count = torch.zeros(shape, dtype=torch.int32, device=device)
         self.length = torch.zeros(num_layers, batch_size, dtype=torch.int64, device=device)
         self.window_start = torch.zeros(num_layers, batch_size, dtype=torch.int64, device=device)
+        self.flag = torch.zeros(1, dtype=torch.int32, device=device)
         self.invalid = torch.zeros((), dtype=torch.bool, device=device)
         self.table = PageTable(num_layers, batch_size, num_heads, device)
         self.pool = PagePool(self.layout.page_bytes, device, self._max_pages(config.max_bytes))
@@ -84,8 +87,9 @@ class Store:
         self._high_bound = np.zeros(shape, dtype=np.int64)
         self._low_bound = np.zeros(shape, dtype=np.int64)
         self._steps_left = 0
-        self._tiles: list[tuple[Tiles, Tiles]] = []
-        self._all_tiles: tuple[Tiles, Tiles] | None = None
+        self._bounds: list[Bounds] = []
+        self._all_bounds: Bounds | None = None
+        self.scratch: Scratch | None = None
 
     @property
     def bytes(self) -> int:
@@ -96,11 +100,18 @@ class Store:
             + [self.padding.bytes]
         )
 
+    @property
+    def rows_per_layer(self) -> int:
+        """Requests times KV heads."""
+        return self.batch_size * self.num_heads
+
     def _tensors(self) -> list[Tensor]:
         tensors = [self.window_key, self.window_value, self.window_score, self.high_count, self.low_count]
         tensors += [self.length, self.window_start, self.invalid, self.table.table, self.alpha_high, self.alpha_low]
-        tiles = [*self._tiles, self._all_tiles] if self._all_tiles is not None else []
-        return tensors + [t for pair in tiles for tile in pair for t in (tile.row, tile.first)]
+        bounds = [*self._bounds, self._all_bounds] if self._all_bounds is not None else []
+        if self.scratch is not None:
+            tensors += [t for t in vars(self.scratch).values() if isinstance(t, Tensor)]
+        return tensors + [self.flag, *(t for bound in bounds for t in bound.tensors())]
 
     def _max_pages(self, max_bytes: int | None) -> int | None:
         if max_bytes is None:
@@ -192,7 +203,8 @@ class Store:
             self.length[:, :, None].expand(shape).reshape(rows),
             high.reshape(rows),
             low.reshape(rows),
-            tiles=self._all_tiles,
+            bounds=self._all_bounds,
+            flag=self.flag,
         )
         start += leaving
 
@@ -209,23 +221,23 @@ class Store:
         pages_then = _ceil(self._high_bound + lookahead, high), _ceil(self._low_bound + low_growth, low)
         self.pool.ensure_free(int((pages_then[HIGH] + pages_then[LOW] - pages_now).sum()))
         self.ensure_width(int((self._high_bound + self._low_bound).max()) + lookahead)
-        device = self.device
-        self._tiles = [
-            (
-                build_tiles(self._high_bound[layer].ravel(), lookahead, high, device),
-                build_tiles(self._low_bound[layer].ravel(), lookahead, low, device),
-            )
-            for layer in range(self.num_layers)
-        ]
-        self._all_tiles = (
-            build_tiles(self._high_bound.ravel(), lookahead, high, device),
-            build_tiles(self._low_bound.ravel(), lookahead, low, device),
-        )
+        longest = int((self._high_bound + self._low_bound).max()) + lookahead + self.window_slots
+        if use_kernels(self.device, self.dtype):
+            self._all_bounds = Bounds(longest)
+            self._bounds = [self._all_bounds] * self.num_layers
+        else:
+            self._all_bounds = self._tile(slice(None), longest, lookahead)
+            self._bounds = [self._tile(layer, longest, lookahead) for layer in range(self.num_layers)]
         self._steps_left = REFRESH_STEPS
 
-    def tiles(self, layer: int) -> tuple[Tiles, Tiles]:
-        """Pieces covering the high and low pages of one layer, valid until the next refresh."""
-        return self._tiles[layer]
+    def _tile(self, layers: slice | int, longest: int, lookahead: int) -> Bounds:
+        tiers = ((self._high_bound, self.layout.high.capacity), (self._low_bound, self.layout.low.capacity))
+        tiles = (build_tiles(counts[layers].ravel(), lookahead, capacity, self.device) for counts, capacity in tiers)
+        return Bounds(longest, tuple(tiles))
+
+    def bounds(self, layer: int) -> Bounds:
+        """What the host knows of one layer's rows, valid until the next refresh."""
+        return self._bounds[layer]
 
     def ensure_width(self, tokens: int) -> None:
         """Makes table rows wide enough for `tokens` stored tokens."""
@@ -242,6 +254,8 @@ class Store:
         """Raises `ValueError` if a decode step stored keys or values that are not finite. Reads the device."""
         if bool(self.invalid):
             raise ValueError(self.value_message())
+        if bool(self.flag):
+            raise RuntimeError("a compaction found too few pages, which the host should have provided; please report it.")
 
     def value_message(self) -> str:
         return (

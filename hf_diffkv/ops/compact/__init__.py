@@ -1,6 +1,56 @@
 """Parallel KV compaction: tokens change level, pages are taken and given back, over all rows at once."""
 
-from .reference import compact_step
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...memory import FreeList, PageLayout
+from ..backend import use_kernels
+from ..tiles import Bounds
+from . import reference
 from .rewrite import NewTokens, StoredTokens, rewrite_rows, stored_tokens
 
 __all__ = ["NewTokens", "StoredTokens", "compact_step", "rewrite_rows", "stored_tokens"]
+
+
+def compact_step(
+    pages: Tensor,
+    layout: PageLayout,
+    free_list: FreeList,
+    page_table: Tensor,
+    high_count: Tensor,
+    low_count: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score: Tensor,
+    position: Tensor,
+    leaving: Tensor,
+    length: Tensor,
+    high_threshold: Tensor,
+    low_threshold: Tensor,
+    *,
+    bounds: Bounds,
+    flag: Tensor,
+) -> None:
+    """Arguments as in `reference.compact_step`, except for:
+
+    Args:
+        bounds: what the host knows of the rows' lengths.
+        flag: int32 [1] on the device; becomes non-zero if the round had to be called off.
+    """
+    rows = (page_table, high_count, low_count, key, value, score, position, leaving, length)
+    if use_kernels(pages.device, key.dtype):
+        from . import launch
+
+        launch.compact_step(
+            pages,
+            layout,
+            free_list,
+            *rows,
+            high_threshold,
+            low_threshold,
+            max_tokens=bounds.max_tokens,
+            flag=flag,
+        )
+    else:
+        reference.compact_step(pages, layout, free_list, *rows, high_threshold, low_threshold, tiles=bounds.tiles)

@@ -1,5 +1,21 @@
 """Attention of a prompt, or of several new tokens over a past, with the attention each key receives."""
 
-from .reference import prefill_attention
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..backend import use_kernels
+from . import reference
 
 __all__ = ["prefill_attention"]
+
+
+def prefill_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """Arguments and results as in `reference.prefill_attention`."""
+    if use_kernels(query.device, query.dtype):
+        from . import launch
+
+        return launch.prefill_attention(query, key, value, **options)
+    return reference.prefill_attention(query, key, value, **options)

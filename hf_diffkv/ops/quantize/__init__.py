@@ -1,5 +1,41 @@
 """Quantise keys and values into pages, and read them back."""
 
-from .reference import compute_dtype, dequantize, load_tokens, move_tokens, quantize, store_tokens
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...memory import TierLayout
+from ..backend import use_kernels
+from . import reference
+from .reference import compute_dtype, dequantize, move_tokens, quantize
 
 __all__ = ["compute_dtype", "dequantize", "load_tokens", "move_tokens", "quantize", "store_tokens"]
+
+
+def store_tokens(
+    pages: Tensor,
+    tier: TierLayout,
+    page: Tensor,
+    slot: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score: Tensor,
+    position: Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """Arguments as in `reference.store_tokens`."""
+    implementation = reference
+    if use_kernels(pages.device, dtype):
+        from . import launch as implementation
+    implementation.store_tokens(pages, tier, page, slot, key, value, score, position, dtype)
+
+
+def load_tokens(
+    pages: Tensor, tier: TierLayout, page: Tensor, slot: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Arguments and results as in `reference.load_tokens`."""
+    implementation = reference
+    if use_kernels(pages.device, dtype):
+        from . import launch as implementation
+    return implementation.load_tokens(pages, tier, page, slot, dtype)

@@ -1,0 +1,40 @@
+"""The whole store on the Triton kernels, under the interpreter, against the dense simulation."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+from test_compressed import Pair, left_padding
+
+from hf_diffkv.config import DiffKVConfig, Precision
+from hf_diffkv.ops.backend import use_backend
+from hf_diffkv.store import select_rows
+
+triton = pytest.importorskip("triton")
+if not triton.knobs.runtime.interpret:
+    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
+
+
+@pytest.mark.parametrize(
+    "high, low", [(Precision(8, 4), Precision(4, 2)), (Precision(16, 16), Precision(8, 8))], ids=lambda p: p.name
+)
+def test_prompt_steps_and_turn(high: Precision, low: Precision) -> None:
+    config = DiffKVConfig(high, low, alpha_high=1.1, alpha_low=0.6, window=8)
+    pair = Pair(config, 2, heads=1, group=2, dim=32, dtype=torch.float32)
+    pair.tolerance = 2e-3
+    with use_backend("kernels"):
+        pair.forward(70, left_padding((70, 33)))
+        pair.compare_levels()
+        for _ in range(12):
+            pair.forward(1)
+        pair.compare_levels()
+        pair.forward(9, torch.tensor([[True] * 9, [False] * 4 + [True] * 5]))
+        for _ in range(3):
+            pair.forward(1)
+        pair.compare_levels()
+        select_rows(pair.store, torch.tensor([1, 1, 0]))
+    assert pair.store.batch_size == 3
