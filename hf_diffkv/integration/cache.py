@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from ..config import DiffKVConfig
+from ..io import load_cache, model_fingerprint, save_cache
 from ..report import MemoryReport, memory_report
 from ..store import check_integrity, commit, levels, read_tokens, select_rows
 from .errors import HandOverError, UnsupportedModelError
@@ -38,6 +40,7 @@ class DiffKVCache(Cache):
     def __init__(self, model_config: Any, config: DiffKVConfig | None = None, **kwargs: Any) -> None:
         check_model_config(model_config)
         text_config = model_config.get_text_config(decoder=True)
+        self.model_fingerprint = model_fingerprint(model_config)
         self.config = _resolve_config(model_config, config, kwargs)
         layers = list(DynamicCache(config=text_config).layers)
         shared = _shared_layers(text_config, len(layers))
@@ -115,6 +118,25 @@ class DiffKVCache(Cache):
         if layer.store is None:
             raise ValueError(f"layer {layer_idx} holds nothing yet; run the model with this cache first.")
         return layer
+
+    def save_pretrained(self, save_directory: str | os.PathLike, model: Any = None) -> None:
+        """Writes the cache as safetensors and JSON; with `model` its weights are checked when loading.
+
+        Raises:
+            ValueError: tokens that may still be taken back (call `crop(0)`), or a layer that cannot be saved.
+        """
+        self.check_handover()
+        save_cache(self, save_directory, model)
+
+    @classmethod
+    def from_pretrained(cls, save_directory: str | os.PathLike, model: Any) -> DiffKVCache:
+        """Reads what `save_pretrained` wrote, onto the model's device.
+
+        Raises:
+            FileNotFoundError: there is no saved cache.
+            CacheFileError: the files are damaged, newer than this version, or belong to another model.
+        """
+        return load_cache(cls, save_directory, model)
 
     def reset(self) -> None:
         """Empties the cache and gives its memory back."""

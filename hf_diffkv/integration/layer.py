@@ -77,6 +77,12 @@ class DiffKVLayer(CacheLayerMixin):
         self.store, self.slot = self.stores.place(self.index, key_states, value_states)
         self.is_initialized = True
 
+    def restore(self, seen: int) -> None:
+        """Takes up a place that was assigned while loading, `seen` tokens on."""
+        self.store, self.slot = self.stores.place_of(self.index)
+        self.seen = seen
+        self.is_initialized = True
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Announces new tokens.
 

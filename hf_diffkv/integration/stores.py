@@ -71,6 +71,14 @@ class Stores:
         self._places[index] = (store, used)
         return self._places[index]
 
+    def assign(self, index: int, store: Store, slot: int) -> None:
+        """Says where a layer that was loaded stands."""
+        self._places[index] = (store, slot)
+
+    def place_of(self, index: int) -> tuple[Store, int]:
+        """Store and index within it of a layer that has a place."""
+        return self._places[index]
+
     def clear(self) -> None:
         """Drops every store and the memory it holds."""
         self.recording = False
