@@ -11,6 +11,10 @@ from .store import Store, payload
 if TYPE_CHECKING:
     from .integration.cache import DiffKVCache
 
+# colour of each level in plots, in stacking order
+LEVELS = {"high": "#1b4f72", "low": "#5dade2", "window": "#f5b041", "pruned": "#d5d8dc"}
+MAX_BARS = 64
+
 
 @dataclass(frozen=True)
 class LayerReport:
@@ -77,21 +81,18 @@ def memory_report(cache: DiffKVCache) -> MemoryReport:
         store, held = layer.store, counts[id(layer.store)]
         high, low, window = (t[layer.slot] for t in (held.high, held.low, held.window))
         pruned = held.seen[layer.slot][:, None] - high - low - window
-        layers.append(
-            LayerReport(layer_idx, *(tuple(t.sum(0).tolist()) for t in (high, low, window, pruned)))
-        )
+        layers.append(LayerReport(layer_idx, *(tuple(t.sum(0).tolist()) for t in (high, low, window, pruned))))
         token = _dense_token_bytes(store)
         dense += int(held.seen[layer.slot].sum()) * store.num_heads * token
         held_payload += int(window.sum()) * token
         held_payload += int(high.sum()) * store.layout.high.payload_bits // 8
         held_payload += int(low.sum()) * store.layout.low.payload_bits // 8
-    names = ("high", "low", "window", "pruned")
     return MemoryReport(
         bytes=sum(store.bytes for store in cache.stores.stores),
         other_bytes=_stock_bytes(cache),
         dense_bytes=dense,
         payload_bytes=held_payload,
-        tokens={name: sum(sum(getattr(layer, name)) for layer in layers) for name in names},
+        tokens={name: sum(sum(getattr(layer, name)) for layer in layers) for name in LEVELS},
         layers=tuple(layers),
     )
 
@@ -112,7 +113,9 @@ def _stock_bytes(cache: DiffKVCache) -> int:
 
 
 def plot_levels(cache: DiffKVCache, path: str | Path, title: str | None = None) -> Path:
-    """Writes a PNG of what was kept: one bar per layer and KV head, shares of high, low, window, pruned.
+    """Writes a PNG of what was kept: the shares of high, low, window and pruned tokens of every layer and KV head.
+
+    Few heads get a bar each; for more than `MAX_BARS` of them each level gets a map of layers and heads.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -122,25 +125,50 @@ def plot_levels(cache: DiffKVCache, path: str | Path, title: str | None = None) 
     report = memory_report(cache)
     if not report.layers:
         raise ValueError("the cache holds nothing yet; generate with it first.")
-    names = ("high", "low", "window", "pruned")
-    colors = {"high": "#1b4f72", "low": "#5dade2", "window": "#f5b041", "pruned": "#d5d8dc"}
-    labels = [f"{layer.layer_idx}.{head}" for layer in report.layers for head in range(len(layer.high))]
-    figure, axis = pyplot.subplots(figsize=(8, max(2.0, 0.22 * len(labels) + 1.2)))
-    left = [0.0] * len(labels)
-    totals = [sum(parts) for layer in report.layers for parts in zip(*(getattr(layer, name) for name in names))]
-    for name in names:
-        counts = [count for layer in report.layers for count in getattr(layer, name)]
-        shares = [count / total for count, total in zip(counts, totals)]
-        axis.barh(labels, shares, left=left, color=colors[name], label=name)
-        left = [a + b for a, b in zip(left, shares)]
-    axis.set(xlim=(0, 1), xlabel="share of tokens seen", ylabel="layer.head")
-    axis.invert_yaxis()
-    axis.set_title(title or f"{report.bytes / 1e6:.2f} MB held, {report.ratio:.1%} of a dense cache", pad=26)
-    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=len(names), frameon=False)
-    figure.tight_layout()
+    heads = sum(len(layer.high) for layer in report.layers)
+    figure = _bars(pyplot, report) if heads <= MAX_BARS else _maps(pyplot, report)
+    figure.suptitle(title or f"{report.bytes / 1e6:,.2f} MB held, {report.ratio:.1%} of a dense cache")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
     return Path(path)
+
+
+def _shares(layer: LayerReport) -> dict[str, list[float]]:
+    """Share of each level in the tokens a head has seen, one number per head."""
+    counts = {name: getattr(layer, name) for name in LEVELS}
+    totals = [max(1, sum(parts)) for parts in zip(*counts.values())]
+    return {name: [count / total for count, total in zip(counts[name], totals)] for name in LEVELS}
+
+
+def _bars(pyplot: Any, report: MemoryReport) -> Any:
+    labels = [f"{layer.layer_idx}.{head}" for layer in report.layers for head in range(len(layer.high))]
+    shares = [_shares(layer) for layer in report.layers]
+    figure, axis = pyplot.subplots(figsize=(8, max(2.5, 0.22 * len(labels) + 1.7)), layout="constrained")
+    left = [0.0] * len(labels)
+    for name, color in LEVELS.items():
+        widths = [share for layer in shares for share in layer[name]]
+        axis.barh(labels, widths, left=left, color=color, label=name)
+        left = [a + b for a, b in zip(left, widths)]
+    axis.set(xlim=(0, 1), xlabel="share of tokens seen", ylabel="layer.head")
+    axis.invert_yaxis()
+    figure.legend(loc="outside lower center", ncol=len(LEVELS), frameon=False)
+    return figure
+
+
+def _maps(pyplot: Any, report: MemoryReport) -> Any:
+    width = max(len(layer.high) for layer in report.layers)
+    shares = [_shares(layer) for layer in report.layers]
+    size = (max(8.0, 4 * (0.2 * width + 0.6)), min(40.0, max(3.0, 0.14 * len(shares) + 1.5)))
+    figure, axes = pyplot.subplots(1, len(LEVELS), figsize=size, sharey=True, layout="constrained")
+    for axis, name in zip(axes, LEVELS):
+        rows = [layer[name] + [float("nan")] * (width - len(layer[name])) for layer in shares]
+        image = axis.imshow(rows, vmin=0, vmax=1, cmap="viridis", aspect="auto", interpolation="nearest")
+        axis.set(title=name, xlabel="KV head")
+    step = max(1, len(shares) // 16)
+    ticks = range(0, len(shares), step)
+    axes[0].set(ylabel="layer", yticks=list(ticks), yticklabels=[report.layers[i].layer_idx for i in ticks])
+    figure.colorbar(image, ax=axes, label="share of tokens seen")
+    return figure
 
 
 def _pyplot() -> Any:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
+# read when triton is first imported; on a GPU run the tests with TRITON_INTERPRET=0
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import pytest
 import torch
 

@@ -52,6 +52,7 @@ class DiffKVCache(Cache):
         self.stores = Stores(self.config, len(compressed))
         for index, layer_idx in enumerate(compressed):
             layers[layer_idx] = DiffKVLayer(self.stores, index)
+            self.stores.layers.append(layers[layer_idx])
         super().__init__(layers=layers)
 
     def update(
@@ -67,14 +68,13 @@ class DiffKVCache(Cache):
 
     def check_handover(self) -> None:
         """Raises `HandOverError` if announced keys and values were not picked up by the attention function."""
-        for layer_idx, layer in enumerate(self.layers):
-            if isinstance(layer, DiffKVLayer) and layer.pending is not None:
-                raise HandOverError(
-                    f"layer {layer_idx} gave keys and values to DiffKVCache but its attention function never picked "
-                    'them up. Call model.set_attn_implementation("diffkv") (generate() does it by itself); if that is '
-                    "done, this model changes keys or values after caching them and cannot use DiffKVCache. "
-                    "Call cache.reset() before using this cache again."
-                )
+        if self.stores.pending is not None:
+            raise HandOverError(
+                f"layer {self.compressed_layers()[self.stores.pending]} gave keys and values to DiffKVCache but its "
+                'attention function never picked them up. Call model.set_attn_implementation("diffkv") (generate() '
+                "does it by itself); if that is done, this model changes keys or values after caching them and cannot "
+                "use DiffKVCache. Call cache.reset() before using this cache again."
+            )
 
     def compressed_layers(self) -> list[int]:
         """Indices of the layers this cache compresses."""

@@ -103,9 +103,11 @@ class DiffKVLayer(CacheLayerMixin):
         self._check(key_states, value_states)
         tokens = key_states.shape[2]
         if self.seen == self.store.seen:
+            self.stores.check_complete()
             self.store.begin(tokens)
         self.seen += tokens
         self.pending = (key_states, value_states)
+        self.stores.pending = self.index
         return _tagged(key_states, value_states, self)
 
     def _check(self, key: Tensor, value: Tensor) -> None:
@@ -154,20 +156,35 @@ class DiffKVLayer(CacheLayerMixin):
             [batch, query_heads, tokens, value_dim].
         """
         key, value = self.pending
-        self.pending = None
-        store = self.store
-        tokens = key.shape[2]
-        if store.padding.length < self.seen:
-            store.padding.append(tokens, valid)
-        common = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
+        self.pending = self.stores.pending = None
+        try:
+            return self._attend(query, key, value, valid, mask, {"scaling": scaling, "softcap": softcap, "sinks": sinks})
+        except BaseException:
+            self.stores.abandon(self, key.shape[2])
+            raise
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        valid: Tensor | None,
+        mask: Tensor | None,
+        options: dict[str, Any],
+    ) -> Tensor:
+        store, tokens = self.store, key.shape[2]
+        inputs = (store, self.slot, query, key, value)
         with torch.no_grad():
             if store.recording:
-                return attend_recorded(store, self.slot, Recorded(query, key, value, valid, mask, common))
-            if tokens == 1 and self.seen > 1:
-                return attend_token(
-                    store, self.slot, query, key, value, valid=None if valid is None else valid[:, 0], **common
-                )
-            return attend_tokens(store, self.slot, query, key, value, valid=valid, mask=mask, **common)
+                recorded = Recorded(query, key, value, valid, mask, options)
+                output = attend_recorded(store, self.slot, recorded)
+            elif tokens == 1 and self.seen > 1:
+                output = attend_token(*inputs, valid=None if valid is None else valid[:, 0], **options)
+            else:
+                output = attend_tokens(*inputs, valid=valid, mask=mask, **options)
+        if store.padding.length < self.seen:
+            store.padding.append(tokens, valid)
+        return output
 
     def get_seq_length(self) -> int:
         """Logical tokens seen: padding and pruned ones included."""

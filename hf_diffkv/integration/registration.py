@@ -6,13 +6,14 @@ import functools
 import inspect
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import transformers.generation.configuration_utils as generation_configuration
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.generation.utils import GenerationMixin
 
+from ..config import DiffKVConfig
 from .attention import diffkv_attention, diffkv_mask
 from .cache import DiffKVCache, check_model_config
 from .errors import UnsupportedModelError
@@ -50,7 +51,9 @@ def unregister() -> None:
     global _original
     if _original is None:
         return
-    GenerationMixin._prepare_cache_for_generation = _original
+    # where another library wrapped the method since, our part of the chain merely passes calls on
+    if getattr(GenerationMixin._prepare_cache_for_generation, "_diffkv", False):
+        GenerationMixin._prepare_cache_for_generation = _original
     _original = None
     names = generation_configuration.ALL_CACHE_IMPLEMENTATIONS
     generation_configuration.ALL_CACHE_IMPLEMENTATIONS = type(names)([name for name in names if name != NAME])
@@ -88,9 +91,21 @@ def _can_switch(model: Any) -> bool:
     return bool(getattr(model, "_supports_attention_backend", True)) and (check is None or check())
 
 
+def _cache_fields(cache_config: Any) -> dict[str, Any]:
+    if cache_config is None:
+        return {}
+    if isinstance(cache_config, DiffKVConfig):
+        return {"config": cache_config}
+    if not isinstance(cache_config, Mapping):
+        raise ValueError(f"cache_config={cache_config!r} must be a dict of DiffKVConfig fields, or a DiffKVConfig.")
+    return dict(cache_config)
+
+
 def _wrap(original: Callable) -> Callable:
     @functools.wraps(original)
     def prepare(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if _original is None:
+            return original(self, generation_config, model_kwargs, *args, **kwargs)
         cache = model_kwargs.get("past_key_values")
         wanted = generation_config.cache_implementation == NAME
         if isinstance(cache, DiffKVCache):
@@ -99,8 +114,9 @@ def _wrap(original: Callable) -> Callable:
         elif not wanted or cache is not None or generation_config.use_cache is False:
             return original(self, generation_config, model_kwargs, *args, **kwargs)
         else:
+            made = DiffKVCache(self.config, **_cache_fields(generation_config.cache_config))
             ensure_attention(self)
-            model_kwargs["past_key_values"] = DiffKVCache(self.config, **(generation_config.cache_config or {}))
+            model_kwargs["past_key_values"] = made
         # generate() works on its own copy of the config; the stock code refuses a cache together with a name
         generation_config.cache_implementation = None
         try:
@@ -113,4 +129,5 @@ def _wrap(original: Callable) -> Callable:
                 model_kwargs["past_key_values"].activate_past_recording()
         return result
 
+    prepare._diffkv = True
     return prepare

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from ..config import DiffKVConfig, Threshold
 from ..store import Store
 from ..store.state import LayerThreshold
+from .errors import HandOverError
+
+if TYPE_CHECKING:
+    from .layer import DiffKVLayer
 
 
 class Stores:
@@ -32,7 +38,10 @@ class Stores:
                     f"number or {num_layers} of them."
                 )
         self.stores: list[Store] = []
+        self.layers: list[DiffKVLayer] = []
         self.recording = False
+        self.pending: int | None = None
+        self.broken = False
         self.order = torch.zeros(1)
         self._places: dict[int, tuple[Store, int]] = {}
 
@@ -66,10 +75,32 @@ class Stores:
             store = Store(self.config, self.num_layers - len(self._places), *shape)
             used = 0
             store.recording = self.recording
-            self.stores.append(store)
         store.set_thresholds(used, _of_layer(self.config.alpha_high, index), _of_layer(self.config.alpha_low, index))
+        if store not in self.stores:
+            self.stores.append(store)
         self._places[index] = (store, used)
         return self._places[index]
+
+    def check_complete(self) -> None:
+        """Raises `HandOverError` unless every layer took part in every forward so far."""
+        lengths = {layer.seen for layer in self.layers if layer.seen}
+        if self.broken or len(lengths) > 1:
+            raise HandOverError(
+                "an earlier forward with this cache stopped halfway, so its layers disagree; call cache.reset() and "
+                "start over."
+            )
+
+    def abandon(self, layer: DiffKVLayer, tokens: int) -> None:
+        """Called when a layer failed to store `tokens` tokens: undone if it is the forward's first, else remembered."""
+        others = [other for other in self.layers if other is not layer and other.seen]
+        if any(other.seen >= layer.seen for other in others):
+            self.broken = True
+            return
+        layer.seen -= tokens
+        layer.store.withdraw(tokens)
+        if not others and layer.seen == 0:
+            layer.reset()
+            self.clear()
 
     def assign(self, index: int, store: Store, slot: int) -> None:
         """Says where a layer that was loaded stands."""
@@ -81,6 +112,8 @@ class Stores:
 
     def clear(self) -> None:
         """Drops every store and the memory it holds."""
+        self.pending = None
+        self.broken = False
         self.recording = False
         self.stores.clear()
         self._places.clear()

@@ -78,7 +78,8 @@ def _append(store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor 
     length = store.length[layer]
     batch = torch.arange(store.batch_size, device=store.device)
     slot = length % store.window_slots
-    finite = (key.abs().amax() <= store.value_limit) & (value.abs().amax() <= store.value_limit)
+    finite = (key.abs().amax((1, 2)) <= store.value_limit) & (value.abs().amax((1, 2)) <= store.value_limit)
+    finite = (finite if valid is None else finite | ~valid).all()
     score = torch.zeros((), device=store.device)
     if valid is not None:
         key = torch.where(valid[:, None, None], key, store.window_key[layer][batch, :, slot])

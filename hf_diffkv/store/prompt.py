@@ -199,6 +199,7 @@ def _compress(
     start = (store.length[layer] - store.config.window).clamp(min=0)
     store.window_start[layer] = torch.maximum(store.window_start[layer], start)
     store.forget_bounds()
+    store.steps_since_compaction = 0
 
 
 def _write_scores(store: Store, past: Past, scores: list[Tensor]) -> None:

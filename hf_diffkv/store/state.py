@@ -248,7 +248,12 @@ class Store:
     def forget_bounds(self) -> None:
         """Says that counts changed in a way the host's bounds do not cover."""
         self._steps_left = 0
-        self.steps_since_compaction = 0
+
+    def withdraw(self, tokens: int) -> None:
+        """Undoes `begin` for a forward whose first layer stored nothing."""
+        self.seen -= tokens
+        self.padding.length = min(self.padding.length, self.seen)
+        self.compaction_due = False
 
     def check_values(self) -> None:
         """Raises `ValueError` if a decode step stored keys or values that are not finite. Reads the device."""

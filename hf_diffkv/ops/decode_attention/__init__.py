@@ -63,6 +63,4 @@ def allocate_scratch(
     from .scratch import Scratch
 
     batch, query_heads = query.shape[:2]
-    return Scratch.allocate(
-        batch, kv_heads, query_heads, layout, window_slots, max_tokens, query.dtype, query.device
-    )
+    return Scratch.allocate(batch, kv_heads, query_heads, layout, window_slots, max_tokens, query.dtype, query.device)

@@ -55,6 +55,9 @@ def prefill_attention(
     device = query.device
     past = 0 if past_key is None else past_key.shape[2]
     keys, values = key.to(dtype), value.to(dtype)
+    if valid is not None:
+        # padding may hold anything, and zero times infinity is not zero
+        values = values.masked_fill(~valid[:, None, :, None], 0.0)
     if past:
         keys = torch.cat([past_key.to(dtype), keys], dim=2)
         values = torch.cat([past_value.to(dtype), values], dim=2)
@@ -79,10 +82,9 @@ def prefill_attention(
         if past:
             logits[..., :past].masked_fill_(~past_valid[:, :, None, None], -torch.inf)
         probabilities = _softmax(logits, sinks, kv_heads, group)
-        block_output = torch.matmul(probabilities.flatten(2, 3), values[:, :, : past + end])
         if valid is not None:
-            real = valid[:, None, None, start:stop, None]
-            block_output = block_output.unflatten(2, (group, stop - start)).masked_fill(~real, 0.0).flatten(2, 3)
+            probabilities.masked_fill_(~valid[:, None, None, start:stop, None], 0.0)
+        block_output = torch.matmul(probabilities.flatten(2, 3), values[:, :, : past + end])
         output[:, :, start:stop] = block_output.unflatten(2, (group, stop - start)).flatten(1, 2).to(query.dtype)
         later = position[start:stop, None] > position[None, :end]
         counted = (observed[:, start:stop, None] & later).to(dtype)[:, None, None]

@@ -63,9 +63,9 @@ def write_rows(
     WIDTH: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Quantises a tile `x` (float32 [tokens, planes, WIDTH]) to the rows at `codes` and `metadata` (pointers [tokens]).
+    """Quantises `x` (float32 [tokens, planes, WIDTH]) to the rows at `codes` and `metadata` (pointers [tokens]).
 
-    scale = (max - min) / (2^bits - 1) and zero = min are rounded to fp16 first; codes are computed with the rounded pair.
+    scale = (max - min) / (2^bits - 1) and zero = min are rounded to fp16, and codes are computed with the rounded pair.
     """
     PLANES: tl.constexpr = 8 // BITS if BITS < 8 else 1
     BYTES: tl.constexpr = DIM // PLANES
@@ -141,15 +141,13 @@ def read_rows(
 
 
 @triton.jit
-def write_scalars(
-    base, slot, score, position, active, SCORE_OFFSET: tl.constexpr, POSITION_OFFSET: tl.constexpr
-):
+def write_scalars(base, slot, score, position, active, SCORE_OFFSET: tl.constexpr, POSITION_OFFSET: tl.constexpr):
     """Writes the score (float32) and position (int32) of each token to the page at `base`."""
     tl.store((base + SCORE_OFFSET).to(tl.pointer_type(tl.float32)) + slot, score, mask=active)
     tl.store((base + POSITION_OFFSET).to(tl.pointer_type(tl.int32)) + slot, position.to(tl.int32), mask=active)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def store_tokens_kernel(
     pages,
     page,
@@ -230,7 +228,7 @@ def store_tokens_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def load_tokens_kernel(
     pages,
     page,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import triton
 import triton.language as tl
@@ -46,29 +48,30 @@ def store_tokens(
         return
     key, value = unit_stride(key), unit_stride(value)
     block = tile_tokens(tier)
-    store_tokens_kernel[(triton.cdiv(count, block),)](
-        pages,
-        page.contiguous(),
-        slot.contiguous(),
-        key,
-        value,
-        score.contiguous(),
-        position.contiguous(),
-        count,
-        key.stride(0),
-        value.stride(0),
-        **tier_constants(tier),
-        SCORE_OFFSET=tier.score_offset,
-        POSITION_OFFSET=tier.position_offset,
-        PAGE_BYTES=tier.page_bytes,
-        KEY_DIM=tier.key_dim,
-        VALUE_DIM=tier.value_dim,
-        KEY_WIDTH=padded_width(tier.key_dim, tier.k_bits),
-        VALUE_WIDTH=padded_width(tier.value_dim, tier.v_bits),
-        DTYPE=TRITON_DTYPES[dtype],
-        BLOCK=block,
-        num_warps=NUM_WARPS,
-    )
+    with torch.cuda.device(pages.device) if pages.is_cuda else nullcontext():
+        store_tokens_kernel[(triton.cdiv(count, block),)](
+            pages,
+            page.contiguous(),
+            slot.contiguous(),
+            key,
+            value,
+            score.contiguous(),
+            position.contiguous(),
+            count,
+            key.stride(0),
+            value.stride(0),
+            **tier_constants(tier),
+            SCORE_OFFSET=tier.score_offset,
+            POSITION_OFFSET=tier.position_offset,
+            PAGE_BYTES=tier.page_bytes,
+            KEY_DIM=tier.key_dim,
+            VALUE_DIM=tier.value_dim,
+            KEY_WIDTH=padded_width(tier.key_dim, tier.k_bits),
+            VALUE_WIDTH=padded_width(tier.value_dim, tier.v_bits),
+            DTYPE=TRITON_DTYPES[dtype],
+            BLOCK=block,
+            num_warps=NUM_WARPS,
+        )
 
 
 def load_tokens(
@@ -83,23 +86,24 @@ def load_tokens(
     if count == 0:
         return key, value
     block = tile_tokens(tier)
-    load_tokens_kernel[(triton.cdiv(count, block),)](
-        pages,
-        page.contiguous(),
-        slot.contiguous(),
-        key,
-        value,
-        count,
-        **tier_constants(tier),
-        PAGE_BYTES=tier.page_bytes,
-        KEY_DIM=tier.key_dim,
-        VALUE_DIM=tier.value_dim,
-        KEY_WIDTH=padded_width(tier.key_dim, tier.k_bits),
-        VALUE_WIDTH=padded_width(tier.value_dim, tier.v_bits),
-        DTYPE=TRITON_DTYPES[dtype],
-        BLOCK=block,
-        num_warps=NUM_WARPS,
-    )
+    with torch.cuda.device(pages.device) if pages.is_cuda else nullcontext():
+        load_tokens_kernel[(triton.cdiv(count, block),)](
+            pages,
+            page.contiguous(),
+            slot.contiguous(),
+            key,
+            value,
+            count,
+            **tier_constants(tier),
+            PAGE_BYTES=tier.page_bytes,
+            KEY_DIM=tier.key_dim,
+            VALUE_DIM=tier.value_dim,
+            KEY_WIDTH=padded_width(tier.key_dim, tier.k_bits),
+            VALUE_WIDTH=padded_width(tier.value_dim, tier.v_bits),
+            DTYPE=TRITON_DTYPES[dtype],
+            BLOCK=block,
+            num_warps=NUM_WARPS,
+        )
     return key, value
 
 

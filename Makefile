@@ -1,0 +1,57 @@
+# The everyday commands. Only Python 3.10 or newer and make are needed; `setup` does the rest, once.
+
+PYTHON ?= python3
+# An index or a folder of wheels may offer another build of the same version, for example one for CPUs.
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+WORKERS ?= 2
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+DEMO_PROMPT := examples/prompts/recall.txt
+DEMO_KEYS := sky tin jar hen red fox oak
+ALPHA_HIGH ?= 1
+ALPHA_LOW ?= 0
+
+.PHONY: setup test check format demo compile-kernels bench-cpu train-tiny-lm clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet -e ".[dev]"
+	touch $@
+
+# Kernel tests run in Triton's interpreter, which must be chosen before Triton is imported anywhere in the process. One
+# thread per worker: the tensors of the tests are small.
+test: $(READY)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# One thread: tiny-lm has too little work for more.
+demo: $(READY)
+	@echo "Facts in $(DEMO_PROMPT):" $$(grep -o '^@[a-z]*=[0-9]*' $(DEMO_PROMPT))
+	@OMP_NUM_THREADS=1 $(BIN)/hf-diffkv generate --prompt-file $(DEMO_PROMPT) $(foreach key,$(DEMO_KEYS),--then '?$(key)=') \
+		--max-new-tokens 5 --alpha-high $(ALPHA_HIGH) --alpha-low $(ALPHA_LOW) --output demo_output
+
+compile-kernels: $(READY)
+	$(BIN)/python -m hf_diffkv.kernel_report
+
+bench-cpu: $(READY)
+	$(BIN)/python benchmarks/decode_cpu.py
+
+train-tiny-lm: $(READY)
+	$(BIN)/python examples/train_tiny_lm.py --output build/tiny-lm
+
+clean:
+	rm -rf build dist demo_output *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,326 @@
+"""Triton kernels of one round of Algorithm 1 (DiffKV, sections 4.3 and 5): four launches whatever the load.
+
+    find_victims   least significant token of the tier that each row's candidate enters, in splits of the row
+    plan_rows      what each row does and which pages it lacks, ranks within a block of rows, totals of the block
+    assign_pages   ranks among all rows, page ids from the free list, table and counts
+    move_tokens    a demoted victim is requantised, then the candidate is quantised into its slot (see `move_kernel`)
+
+`plan` is int32 [4, rows]: index of the token written in the high and the low tier (-1: none), then the rank within the
+block of the page needed by each tier (-1: none).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..scan import pair_ranks, sum_totals
+
+FREE_LIST_EXHAUSTED = tl.constexpr(1)
+ROW_FULL = tl.constexpr(2)
+
+
+@triton.jit
+def mean_significance(score, position, length):
+    """score / max(length - 1 - position, 1) in float32, rounded as PyTorch does."""
+    later = tl.maximum(length.to(tl.int32) - 1 - position.to(tl.int32), 1)
+    return tl.div_rn(score, later.to(tl.float32))
+
+
+@triton.jit
+def candidate_level(score, position, leaving, length, high_threshold, low_threshold):
+    """Whether each candidate enters the high tier, and whether it enters the low tier."""
+    mean = mean_significance(score, position, length)
+    leaves = leaving != 0
+    to_high = leaves & (mean >= high_threshold)
+    to_low = leaves & (mean < high_threshold) & (mean >= low_threshold)
+    return to_high, to_low
+
+
+@triton.jit
+def column(entry, width, LOW: tl.constexpr):
+    """Column of a row's `entry`-th page: high pages grow from the left, low pages from the right."""
+    if LOW:
+        entry = width - 1 - entry
+    return entry
+
+
+@triton.jit
+def least_significant(
+    pages,
+    table,
+    width,
+    count,
+    length,
+    first,
+    last,
+    LOW: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    SCORE_OFFSET: tl.constexpr,
+    POSITION_OFFSET: tl.constexpr,
+    PAGE_BYTES: tl.constexpr,
+    TILE_PAGES: tl.constexpr,
+    TILE_SLOTS: tl.constexpr,
+):
+    """Mean, position and index of the least significant token on pages [first, last) of a row; ties to the oldest."""
+    FARTHEST: tl.constexpr = 2147483647
+    slot = tl.arange(0, TILE_SLOTS)[None, :]
+    best = tl.full((TILE_PAGES, TILE_SLOTS), float("inf"), tl.float32)
+    best_position = tl.full((TILE_PAGES, TILE_SLOTS), FARTHEST, tl.int32)
+    best_index = tl.zeros((TILE_PAGES, TILE_SLOTS), tl.int32)
+    start = first
+    while start < last:
+        entry = start + tl.arange(0, TILE_PAGES)
+        page = tl.load(table + column(entry, width, LOW), mask=entry < last, other=0).to(tl.int64)
+        base = (pages + page * PAGE_BYTES)[:, None]
+        index = entry[:, None] * CAPACITY + slot
+        # whole pages are loaded, which keeps the loads wide; what stands in unused slots is dropped afterwards
+        held = (entry < last)[:, None] & (slot < CAPACITY)
+        score = tl.load((base + SCORE_OFFSET).to(tl.pointer_type(tl.float32)) + slot, mask=held, other=0.0)
+        position = tl.load((base + POSITION_OFFSET).to(tl.pointer_type(tl.int32)) + slot, mask=held, other=0)
+        exists = held & (index < count)
+        mean = tl.where(exists, mean_significance(score, position, length), float("inf"))
+        position = tl.where(exists, position, FARTHEST)
+        less = (mean < best) | ((mean == best) & (position < best_position))
+        best = tl.where(less, mean, best)
+        best_position = tl.where(less, position, best_position)
+        best_index = tl.where(less, index, best_index)
+        start += TILE_PAGES
+    least = tl.min(tl.min(best, 1), 0)
+    position = tl.where(best == least, best_position, FARTHEST)
+    oldest = tl.min(tl.min(position, 1), 0)
+    chosen = (best == least) & (best_position == oldest)
+    return least, oldest, tl.max(tl.max(tl.where(chosen, best_index, 0), 1), 0)
+
+
+@triton.jit(do_not_specialize=["rows", "width", "splits", "split_pages"])
+def find_victims_kernel(
+    pages,
+    table,
+    high_count,
+    low_count,
+    score,
+    position,
+    leaving,
+    length,
+    high_threshold,
+    low_threshold,
+    victim_mean,
+    victim_position,
+    victim_index,
+    rows,
+    width,
+    splits,
+    split_pages,
+    PAGE_BYTES: tl.constexpr,
+    HIGH_CAPACITY: tl.constexpr,
+    HIGH_SCORE_OFFSET: tl.constexpr,
+    HIGH_POSITION_OFFSET: tl.constexpr,
+    HIGH_TILE_PAGES: tl.constexpr,
+    HIGH_TILE_SLOTS: tl.constexpr,
+    LOW_CAPACITY: tl.constexpr,
+    LOW_SCORE_OFFSET: tl.constexpr,
+    LOW_POSITION_OFFSET: tl.constexpr,
+    LOW_TILE_PAGES: tl.constexpr,
+    LOW_TILE_SLOTS: tl.constexpr,
+):
+    """Least significant token of one split of the tier that the row's candidate enters.
+
+    victim_mean (float32), victim_position and victim_index (int32): [splits, rows]; mean +inf where there is none.
+    Grid: (rows, splits). The last split takes all pages that are left.
+    """
+    row = tl.program_id(0)
+    split = tl.program_id(1)
+    seen = tl.load(length + row)
+    to_high, to_low = candidate_level(
+        tl.load(score + row),
+        tl.load(position + row),
+        tl.load(leaving + row),
+        seen,
+        tl.load(high_threshold + row),
+        tl.load(low_threshold + row),
+    )
+    entries = table + row.to(tl.int64) * width
+    first = split * split_pages
+    limit = tl.where(split == splits - 1, 2147483647, first + split_pages)
+    mean = float("inf")
+    oldest = 2147483647
+    index = 0
+    if to_high:
+        count = tl.load(high_count + row)
+        mean, oldest, index = least_significant(
+            pages,
+            entries,
+            width,
+            count,
+            seen,
+            first,
+            tl.minimum((count + HIGH_CAPACITY - 1) // HIGH_CAPACITY, limit),
+            LOW=False,
+            CAPACITY=HIGH_CAPACITY,
+            SCORE_OFFSET=HIGH_SCORE_OFFSET,
+            POSITION_OFFSET=HIGH_POSITION_OFFSET,
+            PAGE_BYTES=PAGE_BYTES,
+            TILE_PAGES=HIGH_TILE_PAGES,
+            TILE_SLOTS=HIGH_TILE_SLOTS,
+        )
+    if to_low:
+        count = tl.load(low_count + row)
+        mean, oldest, index = least_significant(
+            pages,
+            entries,
+            width,
+            count,
+            seen,
+            first,
+            tl.minimum((count + LOW_CAPACITY - 1) // LOW_CAPACITY, limit),
+            LOW=True,
+            CAPACITY=LOW_CAPACITY,
+            SCORE_OFFSET=LOW_SCORE_OFFSET,
+            POSITION_OFFSET=LOW_POSITION_OFFSET,
+            PAGE_BYTES=PAGE_BYTES,
+            TILE_PAGES=LOW_TILE_PAGES,
+            TILE_SLOTS=LOW_TILE_SLOTS,
+        )
+    out = split * rows + row
+    tl.store(victim_mean + out, mean)
+    tl.store(victim_position + out, oldest)
+    tl.store(victim_index + out, index)
+
+
+@triton.jit(do_not_specialize=["rows", "width", "splits"])
+def plan_rows_kernel(
+    high_count,
+    low_count,
+    score,
+    position,
+    leaving,
+    length,
+    high_threshold,
+    low_threshold,
+    victim_mean,
+    victim_position,
+    victim_index,
+    plan,
+    totals,
+    rows,
+    width,
+    splits,
+    HIGH_CAPACITY: tl.constexpr,
+    LOW_CAPACITY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Decides for BLOCK rows what is written where and which pages are lacking.
+
+    totals: int32 [3, blocks], pages needed by the high and the low tier, and rows whose two ends would meet.
+    Grid: (blocks,).
+    """
+    block = tl.program_id(0)
+    row = block * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    high_limit = tl.load(high_threshold + row, mask=inside, other=0.0)
+    low_limit = tl.load(low_threshold + row, mask=inside, other=0.0)
+    to_high, to_low = candidate_level(
+        tl.load(score + row, mask=inside, other=0.0),
+        tl.load(position + row, mask=inside, other=0),
+        tl.load(leaving + row, mask=inside, other=0),
+        tl.load(length + row, mask=inside, other=0),
+        high_limit,
+        low_limit,
+    )
+    least = tl.full((BLOCK,), float("inf"), tl.float32)
+    oldest = tl.full((BLOCK,), 2147483647, tl.int32)
+    victim = tl.zeros((BLOCK,), tl.int32)
+    split = 0
+    while split < splits:
+        at = split * rows + row
+        mean = tl.load(victim_mean + at, mask=inside, other=float("inf"))
+        age = tl.load(victim_position + at, mask=inside, other=2147483647)
+        index = tl.load(victim_index + at, mask=inside, other=0)
+        less = (mean < least) | ((mean == least) & (age < oldest))
+        least = tl.where(less, mean, least)
+        oldest = tl.where(less, age, oldest)
+        victim = tl.where(less, index, victim)
+        split += 1
+
+    high_tokens = tl.load(high_count + row, mask=inside, other=0)
+    low_tokens = tl.load(low_count + row, mask=inside, other=0)
+    displaced_high = to_high & (least < high_limit)
+    demoted = displaced_high & (least >= low_limit)
+    displaced_low = to_low & (least < low_limit)
+    high_index = tl.where(displaced_high, victim, high_tokens)
+    low_index = tl.where(displaced_low, victim, low_tokens)
+    to_low = to_low | demoted
+
+    need_high = to_high & (high_index == high_tokens) & (high_tokens % HIGH_CAPACITY == 0)
+    need_low = to_low & (low_index == low_tokens) & (low_tokens % LOW_CAPACITY == 0)
+    held = (high_tokens + HIGH_CAPACITY - 1) // HIGH_CAPACITY + (low_tokens + LOW_CAPACITY - 1) // LOW_CAPACITY
+    full = held + need_high.to(tl.int32) + need_low.to(tl.int32) > width
+    full = full & (need_high | need_low)
+
+    high_rank, low_rank, high_total, low_total = pair_ranks(need_high, need_low)
+    blocks = tl.num_programs(0)
+    tl.store(totals + block, high_total)
+    tl.store(totals + blocks + block, low_total)
+    tl.store(totals + 2 * blocks + block, tl.sum(full.to(tl.int32), 0))
+    tl.store(plan + row, tl.where(to_high, high_index, -1), mask=inside)
+    tl.store(plan + rows + row, tl.where(to_low, low_index, -1), mask=inside)
+    tl.store(plan + 2 * rows + row, tl.where(need_high, high_rank, -1), mask=inside)
+    tl.store(plan + 3 * rows + row, tl.where(need_low, low_rank, -1), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "width"])
+def assign_pages_kernel(
+    ring,
+    state,
+    table,
+    high_count,
+    low_count,
+    plan,
+    totals,
+    taken,
+    flag,
+    rows,
+    width,
+    HIGH_CAPACITY: tl.constexpr,
+    LOW_CAPACITY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Takes the pages of BLOCK rows from the free list: first all high pages in row order, then all low pages.
+
+    If the pages are not there the whole round is called off: nothing changes and `flag` (int32 [1]) says why.
+    `taken` (int32 [1]) is how many pages were taken. Grid: (blocks,).
+    """
+    block = tl.program_id(0)
+    blocks = tl.num_programs(0)
+    high_before, high_total = sum_totals(totals, block, blocks, CHUNK)
+    low_before, low_total = sum_totals(totals + blocks, block, blocks, CHUNK)
+    _, full = sum_totals(totals + 2 * blocks, block, blocks, CHUNK)
+    start = tl.load(state)
+    free = tl.load(state + 1)
+    capacity = tl.maximum(tl.load(state + 2), 1)
+    total = high_total + low_total
+    reason = tl.where(total > free, FREE_LIST_EXHAUSTED, 0) | tl.where(full > 0, ROW_FULL, 0)
+    if block == 0:
+        tl.store(taken, tl.where(reason == 0, total, 0))
+        tl.store(flag, tl.load(flag) | reason)
+
+    row = block * BLOCK + tl.arange(0, BLOCK)
+    inside = row < tl.where(reason == 0, rows, 0)
+    high_tokens = tl.load(high_count + row, mask=inside, other=0)
+    low_tokens = tl.load(low_count + row, mask=inside, other=0)
+    high_index = tl.load(plan + row, mask=inside, other=-1)
+    low_index = tl.load(plan + rows + row, mask=inside, other=-1)
+    high_rank = tl.load(plan + 2 * rows + row, mask=inside, other=-1)
+    low_rank = tl.load(plan + 3 * rows + row, mask=inside, other=-1)
+
+    entries = table + row.to(tl.int64) * width
+    page = tl.load(ring + (start + high_before + high_rank) % capacity, mask=high_rank >= 0, other=0)
+    tl.store(entries + column(high_tokens // HIGH_CAPACITY, width, False), page, mask=high_rank >= 0)
+    page = tl.load(ring + (start + high_total + low_before + low_rank) % capacity, mask=low_rank >= 0, other=0)
+    tl.store(entries + column(low_tokens // LOW_CAPACITY, width, True), page, mask=low_rank >= 0)
+    tl.store(high_count + row, high_tokens + (high_index == high_tokens).to(tl.int32), mask=inside)
+    tl.store(low_count + row, low_tokens + (low_index == low_tokens).to(tl.int32), mask=inside)
+    tl.store(plan + row, high_index, mask=row < rows)
+    tl.store(plan + rows + row, low_index, mask=row < rows)

@@ -1,0 +1,308 @@
+"""Launcher of the compaction kernels: four launches, no read of the device, whatever the load."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ...config import Precision
+from ...memory import FreeList, PageLayout, TierLayout
+from ..quantize.launch import TRITON_DTYPES, check_dtype, check_pages, padded_width, tier_constants, unit_stride
+from ..variant import KernelVariant
+from .kernels import assign_pages_kernel, find_victims_kernel, plan_rows_kernel
+from .move_kernel import move_tokens_kernel
+
+SEARCH_TOKENS = 1024  # tokens a program of the victim search looks at in one go
+SEARCH_PROGRAMS = 4096  # long rows are split until about so many programs run
+PLAN_ROWS = 256
+TOTALS_CHUNK = 256
+MOVE_ELEMENTS = 256  # of a tile of moved tokens, for one warp: no exchange between warps, and no spills
+
+
+def compact_step(
+    pages: Tensor,
+    layout: PageLayout,
+    free_list: FreeList,
+    page_table: Tensor,
+    high_count: Tensor,
+    low_count: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score: Tensor,
+    position: Tensor,
+    leaving: Tensor,
+    length: Tensor,
+    high_threshold: Tensor,
+    low_threshold: Tensor,
+    *,
+    max_tokens: int,
+    flag: Tensor | None = None,
+) -> Tensor:
+    """One round of Algorithm 1 for all rows; arguments and result are those of the reference, except for:
+
+    Args:
+        max_tokens: upper bound, known to the host, of the tokens of any row in one tier. It only balances the work.
+        flag: int32 [1] on the device, errors are added to it and none is cleared; None makes a new one.
+
+    Returns:
+        `flag`. Bit 1: fewer pages were free than needed; bit 2: the two ends of a row of the table would have met. The
+        round was called off then: the candidates are not stored and nothing else has changed.
+    """
+    check_pages(pages, layout.high)
+    check_dtype(key.dtype)
+    _check_rows(page_table, high_count, low_count, key, value, score, position, leaving, length)
+    rows, width = page_table.shape
+    device = pages.device
+    if flag is None:
+        flag = torch.zeros(1, dtype=torch.int32, device=device)
+    if rows == 0:
+        return flag
+    key, value = unit_stride(key), unit_stride(value)
+    score, position, length = score.contiguous(), position.contiguous(), length.contiguous()
+    high_threshold, low_threshold = high_threshold.contiguous(), low_threshold.contiguous()
+    leaving = leaving.contiguous().view(torch.uint8)
+
+    splits, split_pages = _splits(layout, rows, max_tokens)
+    blocks = triton.cdiv(rows, PLAN_ROWS)
+    victim_mean = torch.empty(splits, rows, dtype=torch.float32, device=device)
+    victim_position, victim_index = torch.empty(2, splits, rows, dtype=torch.int32, device=device)
+    plan = torch.empty(4, rows, dtype=torch.int32, device=device)
+    totals = torch.empty(3, blocks, dtype=torch.int32, device=device)
+    taken = torch.empty(1, dtype=torch.int32, device=device)
+
+    constants = _move_constants(layout, key.dtype)
+    candidates = (score, position, leaving, length, high_threshold, low_threshold)
+    victims = (victim_mean, victim_position, victim_index)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        find_victims_kernel[(rows, splits)](
+            pages,
+            page_table,
+            high_count,
+            low_count,
+            *candidates,
+            *victims,
+            rows,
+            width,
+            splits,
+            split_pages,
+            **_search_constants(layout),
+            num_warps=4,
+        )
+        plan_rows_kernel[(blocks,)](
+            high_count,
+            low_count,
+            *candidates,
+            *victims,
+            plan,
+            totals,
+            rows,
+            width,
+            splits,
+            **_plan_constants(layout),
+            num_warps=4,
+        )
+        assign_pages_kernel[(blocks,)](
+            free_list.ring,
+            free_list.state,
+            page_table,
+            high_count,
+            low_count,
+            plan,
+            totals,
+            taken,
+            flag,
+            rows,
+            width,
+            **_plan_constants(layout),
+            CHUNK=TOTALS_CHUNK,
+            num_warps=4,
+        )
+        move_tokens_kernel[(triton.cdiv(rows, constants["BLOCK"]),)](
+            pages,
+            free_list.state,
+            page_table,
+            key,
+            value,
+            score,
+            position,
+            plan,
+            taken,
+            rows,
+            width,
+            key.stride(0),
+            value.stride(0),
+            **constants,
+            num_warps=1,
+        )
+    return flag
+
+
+def _check_rows(
+    page_table: Tensor,
+    high_count: Tensor,
+    low_count: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score: Tensor,
+    position: Tensor,
+    leaving: Tensor,
+    length: Tensor,
+) -> None:
+    rows = page_table.shape[0]
+    for name, tensor in (("page_table", page_table), ("high_count", high_count), ("low_count", low_count)):
+        if tensor.dtype != torch.int32 or not tensor.is_contiguous() or tensor.shape[0] != rows:
+            raise ValueError(f"{name} must be contiguous int32 with {rows} rows, as it is written in place.")
+    for name, tensor, dtype in (
+        ("score", score, torch.float32),
+        ("position", position, torch.int64),
+        ("leaving", leaving, torch.bool),
+        ("length", length, torch.int64),
+    ):
+        if tensor.dtype != dtype or tensor.shape != (rows,):
+            raise ValueError(f"{name} must be {dtype} [{rows}], not {tensor.dtype} {tuple(tensor.shape)}.")
+    if key.shape[0] != rows or value.shape[0] != rows or key.dtype != value.dtype:
+        raise ValueError(f"key and value must have {rows} rows and the same dtype.")
+
+
+def _splits(layout: PageLayout, rows: int, max_tokens: int) -> tuple[int, int]:
+    """Pieces that each row is searched in, and pages per piece."""
+    most = triton.cdiv(max(max_tokens, 1), min(layout.high.capacity, layout.low.capacity))
+    tile = max(_search_tile(layout.high)[0], _search_tile(layout.low)[0])
+    tiles = triton.cdiv(most, tile)
+    splits = max(1, min(tiles, SEARCH_PROGRAMS // rows))
+    split_pages = triton.cdiv(tiles, splits) * tile
+    return triton.cdiv(most, split_pages), split_pages
+
+
+def _search_tile(tier: TierLayout) -> tuple[int, int]:
+    """Pages and padded slots of one tile of the victim search."""
+    slots = triton.next_power_of_2(tier.capacity)
+    return max(1, SEARCH_TOKENS // slots), slots
+
+
+def _search_constants(layout: PageLayout) -> dict[str, int]:
+    constants = {"PAGE_BYTES": layout.page_bytes}
+    for prefix, tier in (("HIGH_", layout.high), ("LOW_", layout.low)):
+        pages, slots = _search_tile(tier)
+        constants[prefix + "CAPACITY"] = tier.capacity
+        constants[prefix + "SCORE_OFFSET"] = tier.score_offset
+        constants[prefix + "POSITION_OFFSET"] = tier.position_offset
+        constants[prefix + "TILE_PAGES"] = pages
+        constants[prefix + "TILE_SLOTS"] = slots
+    return constants
+
+
+def _plan_constants(layout: PageLayout) -> dict[str, int]:
+    return {"HIGH_CAPACITY": layout.high.capacity, "LOW_CAPACITY": layout.low.capacity, "BLOCK": PLAN_ROWS}
+
+
+def _move_constants(layout: PageLayout, dtype: torch.dtype) -> dict[str, Any]:
+    high = layout.high
+    widest = triton.next_power_of_2(max(high.key_dim, high.value_dim))
+    constants: dict[str, Any] = {
+        "PAGE_BYTES": layout.page_bytes,
+        "KEY_DIM": high.key_dim,
+        "VALUE_DIM": high.value_dim,
+        "DTYPE": TRITON_DTYPES[dtype],
+        "BLOCK": max(1, MOVE_ELEMENTS // widest),
+    }
+    for prefix, tier in (("HIGH_", layout.high), ("LOW_", layout.low)):
+        constants.update(tier_constants(tier, prefix))
+        constants[prefix + "CAPACITY"] = tier.capacity
+        constants[prefix + "SCORE_OFFSET"] = tier.score_offset
+        constants[prefix + "POSITION_OFFSET"] = tier.position_offset
+        constants[prefix + "KEY_WIDTH"] = padded_width(tier.key_dim, tier.k_bits)
+        constants[prefix + "VALUE_WIDTH"] = padded_width(tier.value_dim, tier.v_bits)
+    return constants
+
+
+def variants() -> list[KernelVariant]:
+    """What the ahead-of-time report compiles."""
+    layout = PageLayout.build(Precision(8, 4), Precision(4, 2), 128, 128, 2)
+    counts = {"high_count": "*i32", "low_count": "*i32"}
+    candidates = {"score": "*fp32", "position": "*i64", "leaving": "*u8", "length": "*i64"}
+    candidates.update({"high_threshold": "*fp32", "low_threshold": "*fp32"})
+    victims = {"victim_mean": "*fp32", "victim_position": "*i32", "victim_index": "*i32"}
+    sizes = {"rows": "i32", "width": "i32"}
+    found = [
+        KernelVariant(
+            name="find_victims-K8V4-K4V2-d128",
+            kernel=find_victims_kernel,
+            signature={
+                "pages": "*u8",
+                "table": "*i32",
+                **counts,
+                **candidates,
+                **victims,
+                **sizes,
+                "splits": "i32",
+                "split_pages": "i32",
+            },
+            constexprs=_search_constants(layout),
+        ),
+        KernelVariant(
+            name="plan_rows-K8V4-K4V2-d128",
+            kernel=plan_rows_kernel,
+            signature={
+                **counts,
+                **candidates,
+                **victims,
+                "plan": "*i32",
+                "totals": "*i32",
+                **sizes,
+                "splits": "i32",
+            },
+            constexprs=_plan_constants(layout),
+        ),
+        KernelVariant(
+            name="assign_pages-K8V4-K4V2-d128",
+            kernel=assign_pages_kernel,
+            signature={
+                "ring": "*i32",
+                "state": "*i64",
+                "table": "*i32",
+                **counts,
+                "plan": "*i32",
+                "totals": "*i32",
+                "taken": "*i32",
+                "flag": "*i32",
+                **sizes,
+            },
+            constexprs={**_plan_constants(layout), "CHUNK": TOTALS_CHUNK},
+        ),
+    ]
+    for high, low, dim in (
+        (Precision(8, 4), Precision(4, 2), 64),
+        (Precision(8, 4), Precision(4, 2), 128),
+        (Precision(8, 4), Precision(4, 2), 256),
+        (Precision(8, 8), Precision(8, 4), 128),
+        (Precision(16, 16), Precision(16, 16), 128),
+    ):
+        found.append(
+            KernelVariant(
+                name=f"move_tokens-{high.name}-{low.name}-d{dim}",
+                kernel=move_tokens_kernel,
+                signature={
+                    "pages": "*u8",
+                    "state": "*i64",
+                    "table": "*i32",
+                    "key": "*bf16",
+                    "value": "*bf16",
+                    "score": "*fp32",
+                    "position": "*i64",
+                    "plan": "*i32",
+                    "taken": "*i32",
+                    **sizes,
+                    "key_stride": "i32",
+                    "value_stride": "i32",
+                },
+                constexprs=_move_constants(PageLayout.build(high, low, dim, dim, 2), torch.bfloat16),
+                num_warps=1,
+                divisible=("key_stride", "value_stride"),
+            )
+        )
+    return found

@@ -1,0 +1,222 @@
+"""Decode attention over pages and window (Triton): split along the sequence, then merge; scores in `score_kernel.py`.
+
+With key = scale * code + zero (DiffKV, SOSP 2025, section 5),
+    logit = scale * (query . code) + zero * sum(query),   output = sum(p * scale * code) + sum(p * zero).
+
+Work is counted in blocks of BLOCK tokens, high tier, then low tier, then window; every split of a row takes an equal
+share of what the device counts say is there. Logits are in units of log2. For the scores each block leaves its logits
+relative to the running peak (fp16 is exact enough there: the larger the probability, the smaller the number) and that
+peak; the window does so every STEP tokens.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .rows import STEP, columns, join_totals, row_counts, softmax_step
+from .tier_math import (
+    add_raw_values,
+    add_tier_values,
+    add_zeros,
+    convert,
+    load_query,
+    load_rows,
+    no_zeros,
+    padded,
+    quarter,
+    quarter_count,
+    query_parts,
+    query_sums,
+    tier_products,
+)
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def attend_tier(state, query_row, heads, pages, table, logits, peaks, first, last, count, logit_scale, cap,
+                DIRECTION: tl.constexpr, TIER: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+                ELEMENT: tl.constexpr, OPERAND: tl.constexpr, RAW: tl.constexpr, MODE: tl.constexpr):  # fmt: skip
+    """Blocks [first, last) of a tier of `count` tokens.
+
+    `table` points at the tier's first entry, `logits` and `peaks` at what belongs to its first block. Tokens past the
+    end repeat the last one and are left out by their logit, so that no load needs a mask.
+    """
+    old_peak, total, acc = state
+    peak = old_peak
+    query = load_query(query_row, heads, TIER.key_dim, query_parts(TIER), GROUP, RAW if TIER.k_bits == 16 else OPERAND)
+    sums, biases = query_sums(query, TIER, MODE)
+    lane = tl.arange(0, BLOCK)
+    weight_sums = tl.zeros((BLOCK, heads.shape[0]), tl.float32)
+    zeros = no_zeros(TIER, BLOCK, heads.shape[0])
+    COLUMNS: tl.constexpr = columns(GROUP)
+    real = heads < COLUMNS
+    for block in range(first, last):
+        token = block * BLOCK + lane
+        present = token < count
+        stored = tl.minimum(token, count - 1)
+        page = tl.load(table + DIRECTION * (stored // TIER.capacity))
+        slot = stored % TIER.capacity
+        base = pages + page.to(tl.int64) * TIER.page_bytes
+        products = tier_products(base, slot, query, sums, biases, TIER, ELEMENT, OPERAND, RAW, MODE)
+        peak, weight_sums, decay, weights, shifted = softmax_step(
+            peak, weight_sums, products, present, logit_scale, cap
+        )
+        tl.store(logits + token[:, None] * COLUMNS + heads[None, :], shifted, mask=real[None, :] & present[:, None])
+        tl.store(peaks + block * COLUMNS + heads, peak, mask=real)
+        acc, zeros = add_tier_values(acc, zeros, base, slot, weights, decay, TIER, ELEMENT, OPERAND, RAW, MODE)
+    return peak, join_totals(old_peak, total, peak, weight_sums), add_zeros(acc, zeros, TIER)
+
+
+@triton.jit
+def attend_window(state, query_row, heads, keys, values, logits, peaks, first, last, count, first_slot, slots,
+                  logit_scale, cap, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP: tl.constexpr,
+                  RAW: tl.constexpr):  # fmt: skip
+    """Tokens [first, last) of the window, `first` a multiple of STEP; arguments as in `attend_tier`."""
+    old_peak, total, acc = state
+    peak = old_peak
+    query = load_query(query_row, heads, KEY_DIM, 1, GROUP, RAW)
+    lane = tl.arange(0, STEP)
+    weight_sums = tl.zeros((STEP, heads.shape[0]), tl.float32)
+    COLUMNS: tl.constexpr = columns(GROUP)
+    real = heads < COLUMNS
+    for start in range(first, last, STEP):
+        token = start + lane
+        present = token < count
+        slot = first_slot + tl.minimum(token, count - 1)
+        slot = tl.where(slot >= slots, slot - slots, slot)
+        rows = load_rows(keys + slot * KEY_DIM, KEY_DIM, padded(KEY_DIM))
+        products = tl.dot(convert(rows, RAW), query[0], input_precision="ieee")
+        peak, weight_sums, decay, weights, shifted = softmax_step(
+            peak, weight_sums, products, present, logit_scale, cap
+        )
+        tl.store(logits + token[:, None] * COLUMNS + heads[None, :], shifted, mask=real[None, :] & present[:, None])
+        tl.store(peaks + start // STEP * COLUMNS + heads, peak, mask=real)
+        acc = add_raw_values(acc, values + slot * VALUE_DIM, weights, decay, VALUE_DIM, RAW)
+    return peak, join_totals(old_peak, total, peak, weight_sums), acc
+
+
+@triton.jit(do_not_specialize=["table_width", "kv_heads", "slots", "splits", "positions", "blocks"])
+def attend_kernel(
+    query, pages, page_table, high_count, low_count, window_key, window_value, window_start, length, valid,
+    partial_output, partial_peak, partial_total, logits, block_peak, logit_scale, cap,
+    table_width, kv_heads, slots, splits, positions, blocks,
+    HIGH: tl.constexpr, LOW: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr, OPERAND: tl.constexpr, RAW: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """One split of one row (request, KV head); grid (rows, splits).
+
+    Args:
+        query [rows, GROUP, key_dim]; pages uint8; page_table int32 [rows, table_width]; counts int32 [rows];
+        window_key, window_value [rows, slots, dim]; window_start, length int64 [batch]; valid uint8 [batch].
+        partial_output float32 [rows, splits, GROUP, value_dim]; partial_peak, partial_total [rows, splits, GROUP],
+        peak -inf where a split had nothing to do and left its output unwritten.
+        logits fp16 [rows, positions, columns(GROUP)]: high blocks, low blocks, window steps.
+        block_peak float32 [rows, blocks, columns(GROUP)], in the same order.
+    """
+    row = tl.program_id(0)
+    split = tl.program_id(1)
+    KEY_DIM: tl.constexpr = HIGH.key_dim
+    VALUE_DIM: tl.constexpr = HIGH.value_dim
+    QUARTER: tl.constexpr = quarter(VALUE_DIM)
+    COLUMNS: tl.constexpr = columns(GROUP)
+    ELEMENT: tl.constexpr = query.dtype.element_ty
+    high, low, window, first_slot = row_counts(
+        high_count, low_count, window_start, length, valid, row, row // kv_heads, slots
+    )
+    high_blocks = tl.cdiv(high, BLOCK)
+    paged_blocks = high_blocks + tl.cdiv(low, BLOCK)
+    all_blocks = paged_blocks + tl.cdiv(window, BLOCK)
+    share = tl.maximum(tl.cdiv(all_blocks, splits), MIN_BLOCKS)
+    first = split * share
+    last = tl.minimum(first + share, all_blocks)
+
+    wide_row = row.to(tl.int64)
+    heads = tl.arange(0, HEADS)
+    query_row = query + wide_row * (GROUP * KEY_DIM)
+    table = page_table + wide_row * table_width
+    row_logits = logits + wide_row * positions * COLUMNS
+    row_peaks = block_peak + wide_row * blocks * COLUMNS
+    quarters = tl.zeros((padded(QUARTER), HEADS), tl.float32)
+    state = (
+        tl.full((HEADS,), -float("inf"), tl.float32),
+        tl.zeros((HEADS,), tl.float32),
+        (quarters, quarters, quarters, quarters),
+    )
+    state = attend_tier(
+        state, query_row, heads, pages, table, row_logits, row_peaks, tl.minimum(first, high_blocks),
+        tl.minimum(last, high_blocks), high, logit_scale, cap, 1, HIGH, GROUP, BLOCK, ELEMENT, OPERAND, RAW, MODE,
+    )  # fmt: skip
+    state = attend_tier(
+        state, query_row, heads, pages, table + table_width - 1, row_logits + high_blocks * BLOCK * COLUMNS,
+        row_peaks + high_blocks * COLUMNS, tl.maximum(first - high_blocks, 0),
+        tl.minimum(last, paged_blocks) - high_blocks, low, logit_scale, cap, -1, LOW, GROUP, BLOCK, ELEMENT,
+        OPERAND, RAW, MODE,
+    )  # fmt: skip
+    state = attend_window(
+        state, query_row, heads, window_key + wide_row * slots * KEY_DIM, window_value + wide_row * slots * VALUE_DIM,
+        row_logits + paged_blocks * BLOCK * COLUMNS, row_peaks + paged_blocks * COLUMNS,
+        tl.maximum(first - paged_blocks, 0) * BLOCK, tl.minimum((last - paged_blocks) * BLOCK, window), window,
+        first_slot, slots, logit_scale, cap, KEY_DIM, VALUE_DIM, GROUP, RAW,
+    )  # fmt: skip
+    peak, total, acc = state
+    part_row = (wide_row * splits + split) * GROUP + heads
+    tl.store(partial_peak + part_row, peak, mask=heads < GROUP)
+    tl.store(partial_total + part_row, total, mask=heads < GROUP)
+    if first < last:
+        lane = tl.arange(0, padded(QUARTER))
+        for part in tl.static_range(4):
+            pointer = partial_output + part_row[None, :] * VALUE_DIM + part * QUARTER + lane[:, None]
+            mask = (heads < GROUP)[None, :] & (lane < quarter_count(VALUE_DIM, part))[:, None]
+            tl.store(pointer, acc[part], mask=mask)
+
+
+@triton.jit(do_not_specialize=["kv_heads", "splits"])
+def merge_kernel(
+    partial_output, partial_peak, partial_total, sinks, length, valid, output, log_total, kv_heads, splits,
+    GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, LANES: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
+
+):  # fmt: skip
+    """Combines the splits of one query head; grid (rows, GROUP).
+
+    Args:
+        sinks: any float [query_heads]. output: [rows, GROUP, VALUE_DIM] in the model's dtype.
+        log_total: float32 [rows, GROUP], log2 of the softmax denominator.
+    """
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    first_row = row.to(tl.int64) * splits
+    lane = tl.arange(0, SPLIT_BLOCK)
+    column = tl.arange(0, LANES)
+    batch = row // kv_heads
+    active = tl.load(length + batch) > 0
+    if valid is not None:
+        active = tl.load(valid + batch) != 0
+    peak = -float("inf")
+    if sinks is not None:
+        sink = tl.load(sinks + row % kv_heads * GROUP + head).to(tl.float32) * LOG2_E
+        peak = tl.maximum(peak, sink)
+    for start in range(0, splits, SPLIT_BLOCK):
+        split = start + lane
+        peaks = tl.load(partial_peak + (first_row + split) * GROUP + head, mask=split < splits, other=-float("inf"))
+        peak = tl.maximum(peak, tl.max(peaks, 0))
+    peak = tl.where(peak == -float("inf"), 0.0, peak)
+    total = 0.0
+    if sinks is not None:
+        total += tl.math.exp2(sink - peak)
+    acc = tl.zeros((LANES,), tl.float32)
+    for start in range(0, splits, SPLIT_BLOCK):
+        split = start + lane
+        part_row = (first_row + split) * GROUP + head
+        peaks = tl.load(partial_peak + part_row, mask=split < splits, other=-float("inf"))
+        share = tl.math.exp2(peaks - peak)
+        total += tl.sum(share * tl.load(partial_total + part_row, mask=split < splits, other=0.0), 0)
+        worked = (peaks != -float("inf"))[:, None] & (column < VALUE_DIM)[None, :]
+        part = tl.load(partial_output + part_row[:, None] * VALUE_DIM + column[None, :], mask=worked, other=0.0)
+        acc += tl.sum(share[:, None] * part, 0)
+    total = tl.where(total == 0, 1.0, total)
+    result = tl.where(active, acc / total, 0.0).to(output.dtype.element_ty)
+    out_row = row.to(tl.int64) * GROUP + head
+    tl.store(output + out_row * VALUE_DIM + column, result, mask=column < VALUE_DIM)
+    tl.store(log_total + out_row, peak + tl.math.log2(total))

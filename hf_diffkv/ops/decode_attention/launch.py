@@ -1,0 +1,250 @@
+"""Launcher of the decode attention kernels."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from contextlib import nullcontext
+
+import torch
+import triton
+from torch import Tensor
+
+from ...config import Precision
+from ...memory import PageLayout
+from ..variant import KernelVariant
+from .kernels import attend_kernel, merge_kernel
+from .score_kernel import score_kernel
+from .scratch import MIN_BLOCKS, TRITON_DTYPES, KernelConfig, Scratch
+
+LOG2_E = math.log2(math.e)
+SPLIT_BLOCK = 16
+MERGE_WARPS = 4
+SCORE_TOKENS = 128
+SCORE_WARPS = 4
+
+SHIPPED_PRECISIONS = (
+    ("K8V4-K4V2", Precision(8, 4), Precision(4, 2)),
+    ("K8V8", Precision(8, 8), Precision(8, 8)),
+    ("K16V16", Precision(16, 16), Precision(16, 16)),
+)
+SHIPPED_DIMS = (64, 80, 96, 128, 256)
+SHIPPED_GROUPS = (1, 4, 5, 7, 8)
+SHIPPED_TARGETS = {"cuda": ("sm_80", "sm_90"), "hip": ("gfx942",)}
+ARGUMENT_TYPES = {
+    **dict.fromkeys(("query", "window_key", "window_value", "output"), "*bf16"),
+    **dict.fromkeys(("page_table", "high_count", "low_count"), "*i32"),
+    **dict.fromkeys(("window_start", "length"), "*i64"),
+    **dict.fromkeys(("partial_output", "partial_peak", "partial_total", "block_peak"), "*fp32"),
+    **dict.fromkeys(("log_total", "window_score"), "*fp32"),
+    **dict.fromkeys(("table_width", "kv_heads", "slots", "splits", "positions", "blocks"), "i32"),
+    "pages": "*u8",
+    "logits": "*fp16",
+    "logit_scale": "fp32",
+}
+
+
+def decode_attention(
+    query: Tensor,
+    pages: Tensor,
+    layout: PageLayout,
+    page_table: Tensor,
+    high_count: Tensor,
+    low_count: Tensor,
+    window_key: Tensor,
+    window_value: Tensor,
+    window_score: Tensor,
+    window_start: Tensor,
+    length: Tensor,
+    *,
+    scaling: float,
+    max_tokens: int,
+    valid: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scratch: Scratch | None = None,
+) -> Tensor:
+    """Attention of the newest token of every request, see the reference for the other arguments.
+
+    Nothing is read back from the device. Every query head of a KV head is served by the same program, and rows are
+    split along the sequence until the device is full.
+
+    Args:
+        scaling: must be positive.
+        max_tokens: bound on the stored tokens of any row, both tiers and window together; more are not supported.
+        scratch: buffers of an earlier call; None allocates new ones. Fixed buffers are what a CUDA graph needs.
+
+    Returns:
+        [batch, query_heads, value_dim] in the query's dtype.
+    """
+    batch, kv_heads, width = page_table.shape
+    query_heads = query.shape[1]
+    slots = window_key.shape[2]
+    high = layout.high
+    _check_query(query, batch, kv_heads, high.key_dim, scaling)
+    _check_in_place(pages, page_table, high_count, low_count, window_key, window_value, window_score)
+    _check_shapes(layout, pages, page_table, high_count, low_count, window_key, window_value, window_score)
+    group, rows = query_heads // kv_heads, batch * kv_heads
+    max_tokens = max(int(max_tokens), 1)
+    if scratch is None:
+        scratch = Scratch.allocate(batch, kv_heads, query_heads, layout, slots, max_tokens, query.dtype, query.device)
+    scratch.check(rows, group, high.value_dim, max_tokens, slots)
+    config = scratch.config
+    output = torch.empty(batch, query_heads, high.value_dim, dtype=query.dtype, device=query.device)
+    if rows == 0:
+        return output
+    window_start, length = window_start.to(torch.int64), length.to(torch.int64)
+    if valid is not None:
+        valid = valid.to(torch.bool).contiguous().view(torch.uint8)
+    logit_scale, cap = scaling * LOG2_E, None
+    if softcap is not None:
+        logit_scale, cap = 2 * scaling * LOG2_E / softcap, softcap * LOG2_E
+    grid = (rows, scratch.splits)
+    constants = kernel_constants(layout, group, config)
+    sizes = {"kv_heads": kv_heads, "splits": scratch.splits}
+    partials = {"partial_output": scratch.output, "partial_peak": scratch.peak, "partial_total": scratch.total}
+    shared = {
+        "pages": pages,
+        "page_table": page_table,
+        "high_count": high_count,
+        "low_count": low_count,
+        "window_start": window_start,
+        "length": length,
+        "valid": valid,
+        "logits": scratch.logits,
+        "block_peak": scratch.block_peak,
+        "table_width": width,
+        "slots": slots,
+        "positions": scratch.logits.shape[1],
+        "blocks": scratch.block_peak.shape[1],
+        **sizes,
+    }
+    with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
+        attend_kernel[grid](
+            query=query.contiguous(),
+            window_key=window_key,
+            window_value=window_value,
+            logit_scale=logit_scale,
+            cap=cap,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            **shared,
+            **partials,
+            **constants["attend"],
+        )
+        merge_kernel[(rows, group)](
+            sinks=sinks,
+            length=length,
+            valid=valid,
+            output=output,
+            log_total=scratch.log_total,
+            num_warps=MERGE_WARPS,
+            **sizes,
+            **partials,
+            **constants["merge"],
+        )
+        score_kernel[grid](
+            window_score=window_score,
+            log_total=scratch.log_total,
+            num_warps=SCORE_WARPS,
+            **shared,
+            **constants["score"],
+        )
+    return output
+
+
+def kernel_constants(layout: PageLayout, group: int, config: KernelConfig) -> dict[str, dict[str, object]]:
+    """Compile-time arguments of the three kernels, "attend", "merge" and "score"."""
+    shared = {
+        "HIGH": layout.high,
+        "LOW": layout.low,
+        "GROUP": group,
+        "HEADS": config.heads,
+        "BLOCK": config.block,
+    }
+    value_dim = layout.high.value_dim
+    lanes = triton.next_power_of_2(value_dim)
+    return {
+        "attend": {
+            **shared,
+            "MIN_BLOCKS": MIN_BLOCKS,
+            "OPERAND": config.operand,
+            "RAW": config.raw,
+            "MODE": config.mode,
+        },
+        "merge": {"GROUP": group, "VALUE_DIM": value_dim, "LANES": lanes, "SPLIT_BLOCK": SPLIT_BLOCK},
+        "score": {**shared, "TOKENS": SCORE_TOKENS},
+    }
+
+
+def variants() -> list[KernelVariant]:
+    """What the ahead-of-time report compiles: bf16 models without padding, soft-capping or sinks."""
+    found = []
+    for (name, high, low), dim, group, (backend, targets) in itertools.product(
+        SHIPPED_PRECISIONS, SHIPPED_DIMS, SHIPPED_GROUPS, SHIPPED_TARGETS.items()
+    ):
+        layout = PageLayout.build(high, low, dim, dim, 2)
+        config = KernelConfig.choose(layout, group, torch.bfloat16, backend)
+        constants = kernel_constants(layout, group, config)
+        for kernel, function, warps, stages in (
+            ("attend", attend_kernel, config.num_warps, config.num_stages),
+            ("merge", merge_kernel, MERGE_WARPS, 2),
+            ("score", score_kernel, SCORE_WARPS, 2),
+        ):
+            if kernel == "merge" and name != SHIPPED_PRECISIONS[0][0]:
+                continue
+            absent = {argument: None for argument in ("valid", "cap", "sinks") if argument in function.arg_names}
+            constexprs = {**constants[kernel], **absent}
+            found.append(
+                KernelVariant(
+                    name=f"decode_{kernel}-{name}-d{dim}-g{group}-{backend}",
+                    kernel=function,
+                    signature={a: ARGUMENT_TYPES[a] for a in function.arg_names if a not in constexprs},
+                    constexprs=constexprs,
+                    num_warps=warps,
+                    num_stages=stages,
+                    targets=targets,
+                )
+            )
+    return found
+
+
+def _check_query(query: Tensor, batch: int, kv_heads: int, key_dim: int, scaling: float) -> None:
+    if query.dtype not in TRITON_DTYPES:
+        raise ValueError(f"the kernels support {list(TRITON_DTYPES)}, not {query.dtype}; use the reference.")
+    if query.ndim != 3 or query.shape[0] != batch or query.shape[1] % kv_heads or query.shape[2] != key_dim:
+        raise ValueError(f"query {tuple(query.shape)} must be [{batch}, a multiple of {kv_heads} KV heads, {key_dim}].")
+    if not scaling > 0:
+        raise ValueError(f"scaling={scaling} must be positive.")
+
+
+def _check_in_place(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is not contiguous; the kernels use it in place.")
+
+
+def _check_shapes(
+    layout: PageLayout,
+    pages: Tensor,
+    page_table: Tensor,
+    high_count: Tensor,
+    low_count: Tensor,
+    window_key: Tensor,
+    window_value: Tensor,
+    window_score: Tensor,
+) -> None:
+    heads = tuple(page_table.shape[:2])
+    slots = window_key.shape[2]
+    expected = (
+        ("pages", pages, torch.uint8, (pages.shape[0], layout.page_bytes)),
+        ("page_table", page_table, torch.int32, (*heads, page_table.shape[2])),
+        ("high_count", high_count, torch.int32, heads),
+        ("low_count", low_count, torch.int32, heads),
+        ("window_key", window_key, window_key.dtype, (*heads, slots, layout.high.key_dim)),
+        ("window_value", window_value, window_key.dtype, (*heads, slots, layout.high.value_dim)),
+        ("window_score", window_score, torch.float32, (*heads, slots)),
+    )
+    for name, tensor, dtype, shape in expected:
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must be {dtype} {shape}, not {tensor.dtype} {tuple(tensor.shape)}.")

@@ -1,0 +1,56 @@
+"""What the kernels share about a row: its tokens, the online softmax, the format of its logits (Triton helpers)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+STEP = tl.constexpr(16)  # window tokens per step: a larger tile of uncompressed rows spills registers
+
+
+@triton.constexpr_function
+def columns(group):
+    """Heads per token in the logits: padded where that makes stores whole words."""
+    return triton.next_power_of_2(group)
+
+
+@triton.jit
+def softmax_step(peak, sums, products, present, logit_scale, cap):
+    """Takes in products [tokens, HEADS]: new peak [HEADS] and sums, decay of the old ones, weights, shifted logits.
+
+    Logits are logit_scale * products, in units of log2 and with a positive scale; capped, logit_scale is
+    2 * scaling * log2(e) / softcap and cap is softcap * log2(e). `sums` [tokens, HEADS] is added up over tokens only
+    after the loop, which saves shuffles.
+    """
+    if cap is not None:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1)
+        products = cap - 2 * cap / (tl.math.exp2(products * logit_scale) + 1)
+        logit_scale = 1.0
+    products = tl.where(present[:, None], products, -float("inf"))
+    new_peak = tl.maximum(peak, tl.max(products, 0) * logit_scale)
+    decay = tl.math.exp2(peak - new_peak)
+    shifted = products * logit_scale - new_peak[None, :]
+    weights = tl.math.exp2(shifted)
+    return new_peak, sums * decay[None, :] + weights, decay, weights, shifted
+
+
+@triton.jit
+def join_totals(peak, total, new_peak, sums):
+    """The total after a loop that raised the peak and left `sums`; the peak may still be -inf."""
+    finite_peak = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+    return total * tl.math.exp2(peak - finite_peak) + tl.sum(sums, 0)
+
+
+@triton.jit
+def row_counts(high_count, low_count, window_start, length, valid, row, batch, slots):
+    """Tokens of a row at high, at low and in the window (0 where nothing is attended), and the window's first slot."""
+    end = tl.load(length + batch)
+    start = tl.load(window_start + batch)
+    active = end > 0
+    if valid is not None:
+        active = tl.load(valid + batch) != 0
+    high = tl.where(active, tl.load(high_count + row), 0)
+    low = tl.where(active, tl.load(low_count + row), 0)
+    window = tl.where(active, tl.minimum(tl.maximum(end - start, 0).to(tl.int32), slots), 0)
+    first_slot = ((end - window) % slots).to(tl.int32)
+    return high, low, window, first_slot

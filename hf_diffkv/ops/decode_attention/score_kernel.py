@@ -1,0 +1,90 @@
+"""The pass of decode attention that adds what tokens received to their scores (Triton)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .rows import STEP, columns, row_counts
+
+
+@triton.jit
+def received(logits, peaks, log_total, heads, token, present, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Largest probability of each token within the group, 0 for absent ones: float32 [tokens]."""
+    COLUMNS: tl.constexpr = columns(GROUP)
+    mask = present[:, None] & (heads < COLUMNS)[None, :]
+    shifted = tl.load(logits + token[:, None] * COLUMNS + heads[None, :], mask=mask, other=-float("inf"))
+    peak = tl.load(peaks + (token // BLOCK)[:, None] * COLUMNS + heads[None, :], mask=mask, other=0.0)
+    return tl.max(tl.math.exp2(shifted.to(tl.float32) + (peak - log_total[None, :])), 1)
+
+
+@triton.jit
+def score_tier(pages, table, logits, peaks, log_total, heads, first, last, count, DIRECTION: tl.constexpr,
+               TIER: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
+    """Tiles [first, last) of TOKENS tokens; every token has one owner, so nothing is atomic."""
+    for tile in range(first, last):
+        token = tile * TOKENS + tl.arange(0, TOKENS)
+        present = token < count
+        gained = received(logits, peaks, log_total, heads, token, present, GROUP, BLOCK)
+        page = tl.load(table + DIRECTION * (token // TIER.capacity), mask=present, other=0)
+        score = pages + page.to(tl.int64) * TIER.page_bytes + TIER.score_offset + token % TIER.capacity * 4
+        score = score.to(tl.pointer_type(tl.float32))
+        tl.store(score, tl.load(score, mask=present, other=0.0) + gained, mask=present)
+
+
+@triton.jit(do_not_specialize=["table_width", "kv_heads", "slots", "splits", "positions", "blocks"])
+def score_kernel(
+    pages, page_table, high_count, low_count, window_score, window_start, length, valid, logits, block_peak,
+    log_total, table_width, kv_heads, slots, splits, positions, blocks,
+    HIGH: tl.constexpr, LOW: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Adds what each attended token but the newest received; grid (rows, splits), arguments as in `attend_kernel`.
+
+    Args:
+        window_score: float32 [rows, slots].
+        TOKENS: tile of tokens, independent of BLOCK.
+    """
+    row = tl.program_id(0)
+    split = tl.program_id(1)
+    high, low, window, first_slot = row_counts(
+        high_count, low_count, window_start, length, valid, row, row // kv_heads, slots
+    )
+    high_tiles = tl.cdiv(high, TOKENS)
+    paged_tiles = high_tiles + tl.cdiv(low, TOKENS)
+    all_tiles = paged_tiles + tl.cdiv(window, TOKENS)
+    share = tl.cdiv(all_tiles, splits)
+    first = split * share
+    last = tl.minimum(first + share, all_tiles)
+    if first < last:
+        high_blocks = tl.cdiv(high, BLOCK)
+        paged_blocks = high_blocks + tl.cdiv(low, BLOCK)
+        wide_row = row.to(tl.int64)
+        heads = tl.arange(0, HEADS)
+        COLUMNS: tl.constexpr = columns(GROUP)
+        # padding heads receive nothing
+        total = tl.load(log_total + wide_row * GROUP + heads, mask=heads < GROUP, other=float("inf"))
+        table = page_table + wide_row * table_width
+        row_logits = logits + wide_row * positions * COLUMNS
+        row_peaks = block_peak + wide_row * blocks * COLUMNS
+        score_tier(
+            pages, table, row_logits, row_peaks, total, heads, tl.minimum(first, high_tiles),
+            tl.minimum(last, high_tiles), high, 1, HIGH, GROUP, BLOCK, TOKENS,
+        )  # fmt: skip
+        score_tier(
+            pages, table + table_width - 1, row_logits + high_blocks * BLOCK * COLUMNS,
+            row_peaks + high_blocks * COLUMNS, total, heads, tl.maximum(first - high_tiles, 0),
+            tl.minimum(last, paged_tiles) - high_tiles, low, -1, LOW, GROUP, BLOCK, TOKENS,
+        )  # fmt: skip
+        for tile in range(tl.maximum(first - paged_tiles, 0), last - paged_tiles):
+            token = tile * TOKENS + tl.arange(0, TOKENS)
+            # the newest token does not count its own query
+            present = token < window - 1
+            gained = received(
+                row_logits + paged_blocks * BLOCK * COLUMNS, row_peaks + paged_blocks * COLUMNS, total, heads, token,
+                present, GROUP, STEP,
+            )  # fmt: skip
+            slot = first_slot + token
+            slot = tl.where(slot >= slots, slot - slots, slot)
+            score = window_score + wide_row * slots + slot
+            tl.store(score, tl.load(score, mask=present, other=0.0) + gained, mask=present)

@@ -1,0 +1,185 @@
+"""How decode attention is compiled and split, and the buffers between its kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...memory import PageLayout
+from ..dequant import PORTABLE, PTX
+from .rows import STEP, columns
+
+TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+PROGRAMS_PER_PROCESSOR = 20
+MAX_SPLIT_TOKENS = 1024
+MAX_SPLITS = 256
+MIN_BLOCKS = 2
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """How `attend_kernel` is compiled.
+
+    Attributes:
+        heads: the query heads of a group, padded.
+        block: tokens per step of the paged tiers, a multiple of the window's step.
+        mode: how codes are unpacked (`ops/dequant.py`).
+        operand: Triton dtype in which codes are multiplied; `raw` the one of rows in the model's dtype.
+    """
+
+    heads: int
+    block: int
+    num_warps: int
+    num_stages: int
+    mode: int
+    operand: tl.dtype
+    raw: tl.dtype
+
+    @classmethod
+    def choose(cls, layout: PageLayout, group: int, dtype: torch.dtype, backend: str) -> KernelConfig:
+        """The shipped choice.
+
+        Args:
+            group: query heads per KV head.
+            dtype: of the model.
+            backend: "cuda", "hip", or "cpu" for Triton's interpreter.
+        """
+        heads = max(8, triton.next_power_of_2(group))
+        tiers = (layout.high, layout.low)
+        uncompressed = any(16 in (tier.k_bits, tier.v_bits) for tier in tiers)
+        widest = max(layout.high.key_dim, layout.high.value_dim)
+        if backend == "cpu":
+            return cls(heads, 128, 1, 1, PORTABLE, tl.float32, tl.float32)
+        if dtype == torch.float32:
+            return cls(max(16, heads), 16, 4, 1, PORTABLE, tl.float32, tl.float32)
+        raw = TRITON_DTYPES[dtype]
+        if backend == "hip":
+            # 16 columns: with 8 and one wave no matrix instruction is used
+            return cls(max(16, heads), 64, 2 if widest > 128 else 1, 2, PORTABLE, tl.float16, raw)
+        warps = 1
+        if uncompressed:
+            block = 16
+        elif heads >= 16:
+            block, warps = 64, 2
+        else:
+            block = 64 if widest <= 64 else 32
+        if widest > 128:
+            warps = 2
+        return cls(heads, block, warps, 2, PTX, tl.float16, raw)
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Buffers between the three kernels, reusable by any launch of the same shape (every layer, every graph replay).
+
+    Attributes:
+        output: float32 [rows, splits, group, value_dim] partial outputs.
+        peak, total: float32 [rows, splits, group] softmax state of the splits.
+        logits: fp16 [rows, positions, heads of a token] relative to `block_peak`, float32 [rows, blocks, the same].
+        log_total: float32 [rows, group].
+        max_tokens: tokens of any row, window included, that fit.
+        slots: window slots that fit.
+    """
+
+    config: KernelConfig
+    output: Tensor
+    peak: Tensor
+    total: Tensor
+    logits: Tensor
+    block_peak: Tensor
+    log_total: Tensor
+    max_tokens: int
+    slots: int
+
+    @property
+    def splits(self) -> int:
+        return self.output.shape[1]
+
+    @classmethod
+    def allocate(
+        cls,
+        batch: int,
+        kv_heads: int,
+        query_heads: int,
+        layout: PageLayout,
+        slots: int,
+        max_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        splits: int | None = None,
+        config: KernelConfig | None = None,
+    ) -> Scratch:
+        """Buffers for rows of at most `max_tokens` tokens; `splits` and `config` replace the shipped choice."""
+        rows, group = batch * kv_heads, query_heads // kv_heads
+        if config is None:
+            config = KernelConfig.choose(layout, group, dtype, backend_of(device))
+        if splits is None:
+            splits = choose_splits(rows, max_tokens, config.block, processors(device))
+        step = STEP.value
+        steps = -(-min(slots, max_tokens) // step)
+        # either tier may end in a block that is not full
+        positions = max_tokens + 2 * config.block
+        blocks = max_tokens // config.block + 2 + steps
+
+        def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(*shape, dtype=dtype, device=device)
+
+        return cls(
+            config=config,
+            output=buffer(rows, splits, group, layout.high.value_dim),
+            peak=buffer(rows, splits, group),
+            total=buffer(rows, splits, group),
+            logits=buffer(rows, positions, columns(group), dtype=torch.float16),
+            block_peak=buffer(rows, blocks, columns(group)),
+            log_total=buffer(rows, group),
+            max_tokens=max_tokens,
+            slots=slots,
+        )
+
+    def check(self, rows: int, group: int, value_dim: int, max_tokens: int, slots: int) -> None:
+        """Raises `ValueError` unless a launch of this shape fits."""
+        shape = self.output.shape
+        if (shape[0], shape[2], shape[3]) != (rows, group, value_dim):
+            raise ValueError(
+                f"scratch was made for {shape[0]} rows of {shape[2]} heads of {shape[3]}, not for {rows} rows of "
+                f"{group} heads of {value_dim}."
+            )
+        if max_tokens > self.max_tokens or slots > self.slots:
+            raise ValueError(
+                f"scratch holds {self.max_tokens} tokens and {self.slots} window slots per row, not {max_tokens} and "
+                f"{slots}."
+            )
+
+
+def choose_splits(rows: int, max_tokens: int, block: int, processors: int) -> int:
+    """Splits per row: enough to fill the device, none so long that one long row outlasts all others.
+
+    Args:
+        rows: batch * KV heads.
+        max_tokens: of the longest row.
+        block: tokens per step.
+        processors: multiprocessors of the device.
+    """
+    useful = -(-max_tokens // (MIN_BLOCKS * block))
+    wanted = max(-(-processors * PROGRAMS_PER_PROCESSOR // max(rows, 1)), -(-max_tokens // MAX_SPLIT_TOKENS))
+    return max(1, min(useful, wanted, MAX_SPLITS))
+
+
+def backend_of(device: torch.device) -> str:
+    if torch.device(device).type != "cuda":
+        return "cpu"
+    return "hip" if torch.version.hip else "cuda"
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device; 1 for the interpreter, which runs programs one after the other."""
+    if torch.device(device).type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

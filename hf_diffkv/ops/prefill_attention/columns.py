@@ -1,0 +1,137 @@
+"""Triton kernel of the attention that each key of a prompt receives (DiffKV, section 3).
+
+The probabilities are recomputed key block by key block from the log-sum-exp that `flash_forward` kept and summed over
+later queries; nothing of size N x N exists. Conventions are those of kernels.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .kernels import as_operand, load_extent, load_rows, soft_cap
+
+
+@triton.jit
+def receive(
+    k, j, query, lse, query_stride, start, stop, allowed, allowed_stride, scale, cap,
+    KEY_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr, DOT: tl.constexpr, CHECK: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Sum [N] over queries [start, stop) of one head of the probabilities they give keys `k` [N, KEY_WIDTH].
+
+    Args:
+        j: positions of the keys. query, lse: first element of the head's rows. allowed: as in `attend`.
+        CHECK: False: every query is real and, with CAUSAL, later than every key.
+    """
+    sums = tl.zeros_like(j).to(tl.float32)
+    for step in tl.range((stop - start + BLOCK_M - 1) // BLOCK_M, num_stages=1 if CHECK and allowed is None else None):
+        at = start + step * BLOCK_M
+        i = at + tl.arange(0, BLOCK_M)
+        there = i < stop
+        q = as_operand(load_rows(query, query_stride, at, there, KEY_DIM, KEY_WIDTH, BLOCK_M), DOT)
+        denominator = tl.load(lse + i, mask=there, other=float("inf"))
+        # keys on the rows: their sums stay within a thread
+        s = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
+        if cap is not None:
+            s = soft_cap(s, cap)
+        p = tl.math.exp2(s - denominator[None, :])
+        if CHECK:
+            # padding may hold NaN, which an infinite denominator does not silence
+            keep = (denominator < float("inf"))[None, :]
+            if CAUSAL:
+                keep = keep & (i[None, :] > j[:, None])
+            if allowed is not None:
+                spot = allowed + i.to(tl.int64)[None, :] * allowed_stride + j[:, None]
+                keep = keep & (tl.load(spot, mask=keep & (j < stop)[:, None], other=0) != 0)
+            p = tl.where(keep, p, 0.0)
+        sums += tl.sum(p, 1)
+    return sums
+
+
+@triton.jit
+def column_scores(
+    query, key, lse, received, key_valid, key_extents, extents, behind, allowed,
+    length, key_length, received_offset, received_length, group, heads, kv_heads, window, scale, cap,
+    query_batch, query_head, query_token, key_batch, key_head, key_token, allowed_batch, allowed_query,
+    KEY_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    DOT: tl.constexpr, PAST: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """What a block of keys receives from the later queries of `heads` heads of its group.
+
+    Grid (key blocks, kv_heads * group / heads, batch): the maximum over a group that several programs share is taken
+    atomically, which is exact in any order.
+
+    Args:
+        key: [batch, kv_heads, key_length, KEY_DIM], the stored tokens if PAST (every query is later), else the new.
+        lse: from `flash_forward`.
+        received: float32 [batch, kv_heads, received_length], zeros; keys are at received_offset onwards.
+        key_valid, key_extents: uint8 [rows, key_length] and its `row_extents`, or None; the rows are batch * kv_heads
+            if PAST, else batch. extents: of the queries.
+        behind: int32 [batch, length] from `row_extents`; None without padding or window. allowed: None if PAST.
+        window: queries that score, if WINDOW; sums are scaled up to all later queries.
+    """
+    batch = tl.program_id(2)
+    part = tl.program_id(1)
+    parts = group // heads
+    kv_head = part // parts
+    wide = batch.to(tl.int64)
+    first, end, scorer, count, whole = load_extent(extents, batch, length)
+    if WINDOW:
+        if extents is None:
+            scorer = tl.maximum(end - window, 0)
+    if PAST:
+        row = batch * kv_heads + kv_head
+        key_first, key_end, _, _, _ = load_extent(key_extents, row, key_length)
+    else:
+        row = batch
+        key_first = first
+        key_end = end
+    key_start = tl.program_id(0) * BLOCK_N
+    if (key_start >= key_end) | (key_start + BLOCK_N <= key_first):
+        return
+
+    j = key_start + tl.arange(0, BLOCK_N)
+    real = j < key_end
+    key_rows = key + wide * key_batch + kv_head.to(tl.int64) * key_head
+    k = as_operand(load_rows(key_rows, key_token, key_start, real, KEY_DIM, KEY_WIDTH, BLOCK_N), DOT)
+    if key_valid is not None:
+        real = real & (tl.load(key_valid + row.to(tl.int64) * key_length + j, mask=real, other=0) != 0)
+
+    if PAST:
+        start = scorer
+        checked = tl.where(whole, start, end)
+    else:
+        start = tl.maximum(key_start + 1, scorer)
+        overlap = tl.maximum(tl.minimum(key_start + BLOCK_N, end) - start, 0)
+        overlap = (overlap + BLOCK_M - 1) // BLOCK_M * BLOCK_M
+        checked = tl.where(whole, tl.minimum(start + overlap, end), end)
+    if allowed is not None:
+        checked = end
+        allowed += wide * allowed_batch
+    best = tl.zeros((BLOCK_N,), tl.float32)
+    for step in range(heads):
+        head = kv_head * group + (part % parts) * heads + step
+        query_rows = query + wide * query_batch + head.to(tl.int64) * query_head
+        lse_rows = lse + (wide * kv_heads * group + head) * length
+        sums = receive(
+            k, j, query_rows, lse_rows, query_token, start, checked, allowed, allowed_query, scale, cap,
+            KEY_DIM, KEY_WIDTH, BLOCK_M, DOT, True, not PAST,
+        )  # fmt: skip
+        if allowed is None:
+            sums += receive(
+                k, j, query_rows, lse_rows, query_token, checked, end, None, 0, scale, cap,
+                KEY_DIM, KEY_WIDTH, BLOCK_M, DOT, False, not PAST,
+            )  # fmt: skip
+        best = tl.maximum(best, sums)
+    if WINDOW:
+        if PAST:
+            later = tl.zeros_like(j) + count
+        elif behind is not None:
+            later = tl.load(behind + wide * length + j, mask=real, other=0)
+        else:
+            later = length - 1 - j
+        counted = tl.maximum(tl.minimum(later, window), 1)
+        best *= later.to(tl.float32) / counted.to(tl.float32)
+    spot = received + (wide * kv_heads + kv_head) * received_length + received_offset + j
+    tl.atomic_max(spot, best, mask=real)

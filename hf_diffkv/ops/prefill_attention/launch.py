@@ -1,0 +1,228 @@
+"""Launcher of the prompt attention kernels."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from math import e, log2
+
+import torch
+import triton
+from torch import Tensor
+
+from .columns import column_scores
+from .kernels import flash_forward, row_extents
+from .tiles import TRITON_DTYPES, Tile, column_tile, extent_block, forward_tile, padded, target_of
+from .variants import variants
+
+__all__ = ["logit_factors", "prefill_attention", "variants"]
+
+# programs that fill a large device a few times over
+MANY_PROGRAMS = 1024
+
+
+def prefill_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float,
+    valid: Tensor | None = None,
+    past_key: Tensor | None = None,
+    past_value: Tensor | None = None,
+    past_valid: Tensor | None = None,
+    mask: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    observation_window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Exact causal attention of Q new tokens over a past of P stored tokens and themselves; see the reference.
+
+    The output [batch, query_heads, Q, value_dim] lies in memory as [batch, Q, query_heads, value_dim]; received
+    [batch, kv_heads, P + Q] is float32. The last dimension of inputs should be contiguous, or it is copied. Nothing is
+    copied to the host.
+    """
+    past = 0 if past_key is None else past_key.shape[2]
+    _check(query, key, value, scaling, valid, (past_key, past_value, past_valid) if past else None, mask, sinks)
+    if observation_window is not None and observation_window < 1:
+        raise ValueError(f"observation_window must be at least 1, not {observation_window}.")
+    batch, query_heads, length, key_dim = query.shape
+    kv_heads, value_dim = key.shape[1], value.shape[-1]
+    device = query.device
+    output = torch.empty(batch, length, query_heads, value_dim, dtype=query.dtype, device=device).transpose(1, 2)
+    received = torch.zeros(batch, kv_heads, past + length, dtype=torch.float32, device=device)
+    if batch == 0 or length == 0:
+        return output, received
+    query, key, value = _unit_stride(query), _unit_stride(key), _unit_stride(value)
+    lse = torch.empty(batch, query_heads, length, dtype=torch.float32, device=device)
+    scale, cap = logit_factors(scaling, softcap)
+    target = target_of(device)
+    with _on(device):
+        extents = behind = past_extents = None
+        if valid is not None:
+            valid = valid.contiguous().view(torch.uint8)
+            extents, behind = _row_extents(valid, observation_window)
+        if past:
+            past_key, past_value = past_key.contiguous(), past_value.contiguous()
+            past_valid = past_valid.contiguous().view(torch.uint8).view(batch * kv_heads, past)
+            past_extents, _ = _row_extents(past_valid, None)
+        allowed, allowed_strides = None, (0, 0)
+        if mask is not None:
+            allowed = _unit_stride(mask).view(torch.uint8)
+            allowed_strides = (allowed.stride(0) if allowed.shape[0] > 1 else 0, allowed.stride(2))
+        common = dict(lse=lse, extents=extents, length=length, scale=scale, cap=cap, KEY_DIM=key_dim)
+
+        tile = forward_tile(target, query.dtype, key_dim, value_dim, masked=mask is not None)
+        flash_forward[(triton.cdiv(length, tile.block_m), query_heads, batch)](
+            query=query,
+            key=key,
+            value=value,
+            past_key=past_key if past else None,
+            past_value=past_value if past else None,
+            output=output,
+            valid=valid,
+            past_valid=past_valid if past else None,
+            past_extents=past_extents,
+            allowed=allowed,
+            sinks=None if sinks is None else sinks.contiguous(),
+            past_length=past,
+            group=query_heads // kv_heads,
+            **_strides("query", query),
+            **_strides("key", key),
+            **_strides("value", value),
+            **_strides("output", output),
+            allowed_batch=allowed_strides[0],
+            allowed_query=allowed_strides[1],
+            VALUE_DIM=value_dim,
+            KEY_WIDTH=padded(key_dim),
+            VALUE_WIDTH=padded(value_dim),
+            **_options(tile, query.dtype, target),
+            **common,
+        )
+
+        tile = column_tile(target, query.dtype, key_dim)
+        common |= dict(query=query, received=received, behind=behind, **_strides("query", query))
+        common |= dict(received_length=past + length, group=query_heads // kv_heads, kv_heads=kv_heads)
+        common |= dict(window=observation_window, WINDOW=observation_window is not None, KEY_WIDTH=padded(key_dim))
+        common |= _options(tile, query.dtype, target)
+        for keys, stored in ((past_key, True), (key, False)):
+            if stored and not past:
+                continue
+            key_length = keys.shape[2]
+            blocks = triton.cdiv(key_length, tile.block_n)
+            # a program walks its whole group, loading the keys once, where that leaves enough programs
+            heads = query_heads // kv_heads if blocks * kv_heads * batch >= MANY_PROGRAMS else 1
+            column_scores[(blocks, query_heads // heads, batch)](
+                key=keys,
+                key_valid=past_valid if stored else valid,
+                key_extents=past_extents if stored else None,
+                allowed=None if stored else allowed,
+                key_length=key_length,
+                received_offset=0 if stored else past,
+                heads=heads,
+                **_strides("key", keys),
+                allowed_batch=allowed_strides[0],
+                allowed_query=allowed_strides[1],
+                PAST=stored,
+                **common,
+            )
+    return output, received
+
+
+def logit_factors(scaling: float, softcap: float | None) -> tuple[float, float | None]:
+    """(scale, cap) with which the kernels turn q . k into a logit in units of log2.
+
+    Without capping that is scale * (q . k). With it, softcap * tanh(scaling * (q . k) / softcap), where the kernels
+    take tanh(x / 2) as 1 - 2 / (exp(x) + 1): scale yields x * log2(e) and cap is softcap * log2(e).
+    """
+    if softcap is None:
+        return scaling * log2(e), None
+    return 2 * scaling * log2(e) / softcap, softcap * log2(e)
+
+
+def _row_extents(valid: Tensor, window: int | None) -> tuple[Tensor, Tensor | None]:
+    """Launches `row_extents` over uint8 [rows, length]: extents int32 [rows, 4], and `behind` if there is a window."""
+    rows, length = valid.shape
+    extents = torch.empty(rows, 4, dtype=torch.int32, device=valid.device)
+    behind = None if window is None else torch.empty(rows, length, dtype=torch.int32, device=valid.device)
+    row_extents[(rows,)](
+        valid=valid,
+        extents=extents,
+        behind=behind,
+        length=length,
+        window=window,
+        WINDOW=window is not None,
+        BLOCK=extent_block(length),
+        num_warps=4,
+    )
+    return extents, behind
+
+
+def _options(tile: Tile, dtype: torch.dtype, target: str) -> dict[str, object]:
+    """Constants and launch options of a tile; the interpreter's dots are float32, as it has no bf16 arithmetic."""
+    dot = TRITON_DTYPES[torch.float32 if target == "interpreter" else dtype]
+    blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+    return blocks | {"DOT": dot, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
+
+
+def _strides(name: str, x: Tensor) -> dict[str, int]:
+    """Strides of [batch, heads, tokens, dim] under the kernels' names."""
+    return {f"{name}_batch": x.stride(0), f"{name}_head": x.stride(1), f"{name}_token": x.stride(2)}
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    """`x` with elements of the last dimension next to each other."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _on(device: torch.device) -> AbstractContextManager:
+    """Triton launches on the current device, which need not be where a layer lives."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    valid: Tensor | None,
+    past: tuple[Tensor | None, ...] | None,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+) -> None:
+    """Raises `ValueError` for what the kernels cannot take."""
+    if query.dtype not in TRITON_DTYPES:
+        raise ValueError(f"the kernels support {list(TRITON_DTYPES)}, not {query.dtype}; use the reference.")
+    batch, query_heads, length, key_dim = query.shape
+    kv_heads, value_dim = key.shape[1], value.shape[-1]
+    if query_heads % kv_heads:
+        raise ValueError(f"{query_heads} query heads are not a multiple of {kv_heads} KV heads.")
+    if max(key_dim, value_dim) > 256:
+        raise ValueError(f"head dimensions go up to 256, not {key_dim} and {value_dim}.")
+    if scaling <= 0:
+        raise ValueError(f"scaling must be positive, not {scaling}.")
+    expected = {
+        "key": (key, (batch, kv_heads, length, key_dim)),
+        "value": (value, (batch, kv_heads, length, value_dim)),
+        "valid": (valid, (batch, length)),
+        "mask": (mask, (batch, 1, length, length)),
+        "sinks": (sinks, (query_heads,)),
+    }
+    if past is not None:
+        past_key, past_value, past_valid = past
+        if past_value is None or past_valid is None:
+            raise ValueError("past_key needs past_value and past_valid.")
+        rows = (batch, kv_heads, past_key.shape[2])
+        expected |= {
+            "past_key": (past_key, (*rows, key_dim)),
+            "past_value": (past_value, (*rows, value_dim)),
+            "past_valid": (past_valid, rows),
+        }
+    for name, (tensor, shape) in expected.items():
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must be {list(shape)}, not {list(tensor.shape)}.")
+        if tensor.device != query.device:
+            raise ValueError(f"{name} is on {tensor.device}, the query on {query.device}.")
+        if name in ("valid", "mask", "past_valid") and tensor.dtype != torch.bool:
+            raise ValueError(f"{name} must be bool, not {tensor.dtype}.")

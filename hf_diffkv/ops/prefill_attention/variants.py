@@ -1,0 +1,125 @@
+"""What the ahead-of-time report compiles of the prompt attention kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import triton.language as tl
+
+from ..variant import TARGETS, KernelVariant
+from .columns import column_scores
+from .kernels import flash_forward, row_extents
+from .tiles import TRITON_DTYPES, Tile, column_tile, extent_block, forward_tile, padded
+
+NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+# optional arguments by what asks for them; {} stands for the type of the inputs
+FORWARD_FEATURES = {
+    "padding": {"valid": "*u8", "extents": "*i32"},
+    "past": {"past_key": "*{}", "past_value": "*{}", "past_valid": "*u8", "past_extents": "*i32"},
+    "mask": {"allowed": "*u8"},
+    "sinks": {"sinks": "*{}"},
+    "softcap": {"cap": "fp32"},
+}
+COLUMN_FEATURES = {
+    "padding": {"key_valid": "*u8", "extents": "*i32"},
+    "past": {"key_valid": "*u8", "key_extents": "*i32"},
+    "mask": {"allowed": "*u8"},
+    "softcap": {"cap": "fp32"},
+    "window": {"window": "i32"},
+}
+# (dtype, head_dim, features)
+SHIPPED = (
+    (torch.bfloat16, 64, ("padding",)),
+    (torch.bfloat16, 80, ("padding",)),
+    (torch.bfloat16, 128, ()),
+    (torch.bfloat16, 128, ("padding",)),
+    (torch.float16, 128, ("padding",)),
+    (torch.bfloat16, 128, ("padding", "past")),
+    (torch.bfloat16, 128, ("padding", "mask")),
+    (torch.bfloat16, 128, ("padding", "softcap", "sinks")),
+    (torch.bfloat16, 128, ("padding", "window")),
+    (torch.bfloat16, 256, ("padding",)),
+    (torch.bfloat16, 256, ("padding", "past", "mask")),
+    (torch.float32, 128, ("padding",)),
+)
+
+
+def variants() -> list[KernelVariant]:
+    """Every kernel with the tiles of every target, for the common types and features."""
+    found = [
+        KernelVariant(
+            name="row_extents",
+            kernel=row_extents,
+            signature={"valid": "*u8", "extents": "*i32", "behind": "*i32", "length": "i32", "window": "i32"},
+            constexprs={"WINDOW": True, "BLOCK": extent_block(4096)},
+            num_warps=4,
+        )
+    ]
+    for target in TARGETS:
+        for dtype, dim, features in SHIPPED:
+            if "window" not in features:
+                found.append(_forward(target, dtype, dim, features))
+            found.append(_columns(target, dtype, dim, features))
+    return found
+
+
+def _forward(target: str, dtype: torch.dtype, dim: int, features: Iterable[str]) -> KernelVariant:
+    name = NAMES[dtype]
+    signature = dict.fromkeys(("query", "key", "value", "output"), f"*{name}") | {"lse": "*fp32", "scale": "fp32"}
+    signature |= dict.fromkeys(("length", "past_length", "group"), "i32")
+    strides = [f"{x}_{axis}" for x in ("query", "key", "value", "output") for axis in ("batch", "head", "token")]
+    signature |= dict.fromkeys((*strides, "allowed_batch", "allowed_query"), "i32")
+    optional, absent = _options(FORWARD_FEATURES, features, name)
+    tile = forward_tile(target, dtype, dim, dim, masked="mask" in features)
+    return KernelVariant(
+        name="-".join(("flash_forward", name, f"d{dim}", *features, target)),
+        kernel=flash_forward,
+        signature=signature | optional,
+        constexprs=absent | _constants(tile, dtype, dim) | {"VALUE_DIM": dim, "VALUE_WIDTH": padded(dim)},
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        targets=(target,),
+        divisible=tuple(strides),
+    )
+
+
+def _columns(target: str, dtype: torch.dtype, dim: int, features: Iterable[str]) -> KernelVariant:
+    name = NAMES[dtype]
+    signature = dict.fromkeys(("query", "key"), f"*{name}") | {"lse": "*fp32", "received": "*fp32", "scale": "fp32"}
+    lengths = ("length", "key_length", "received_offset", "received_length", "group", "heads", "kv_heads")
+    strides = [f"{x}_{axis}" for x in ("query", "key") for axis in ("batch", "head", "token")]
+    signature |= dict.fromkeys((*lengths, *strides, "allowed_batch", "allowed_query"), "i32")
+    optional, absent = _options(COLUMN_FEATURES, features, name)
+    if "past" in features:
+        # the mask is among the new tokens only
+        optional.pop("allowed", None)
+        absent["allowed"] = None
+    absent["behind"] = None
+    if {"padding", "window"} <= set(features):
+        optional["behind"] = "*i32"
+        del absent["behind"]
+    tile = column_tile(target, dtype, dim)
+    return KernelVariant(
+        name="-".join(("column_scores", name, f"d{dim}", *features, target)),
+        kernel=column_scores,
+        signature=signature | optional,
+        constexprs=absent | _constants(tile, dtype, dim) | {"PAST": "past" in features, "WINDOW": "window" in features},
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        targets=(target,),
+        divisible=tuple(strides),
+    )
+
+
+def _options(
+    table: dict[str, dict[str, str]], features: Iterable[str], name: str
+) -> tuple[dict[str, str], dict[str, None]]:
+    """Types of the optional arguments that are there, and None for the others."""
+    present = {x: type_.format(name) for feature in features for x, type_ in table.get(feature, {}).items()}
+    return present, {x: None for group in table.values() for x in group if x not in present}
+
+
+def _constants(tile: Tile, dtype: torch.dtype, dim: int) -> dict[str, int | tl.dtype]:
+    blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+    return blocks | {"DOT": TRITON_DTYPES[dtype], "KEY_DIM": dim, "KEY_WIDTH": padded(dim)}

@@ -1,0 +1,65 @@
+"""Counts what makes the host wait for a device."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class HostReads(TorchDispatchMode):
+    """Within its context, notes every read of a tensor by the host that the package causes. Works on the CPU too."""
+
+    READS = {
+        torch.ops.aten._local_scalar_dense,
+        torch.ops.aten.nonzero,
+        torch.ops.aten.masked_select,
+        torch.ops.aten.equal,
+        torch.ops.aten._unique2,
+    }
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.active = False
+        for name in ("tolist", "cpu", "numpy"):
+            monkeypatch.setattr(torch.Tensor, name, self._counting(name, getattr(torch.Tensor, name)))
+
+    def _counting(self, name: str, method: Any) -> Any:
+        def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self.record(name)
+            return method(tensor, *args, **kwargs)
+
+        return call
+
+    def __enter__(self) -> HostReads:
+        self.active = True
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.active = False
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        packet = func.overloadpacket
+        if packet in self.READS:
+            self.record(str(func))
+        elif packet in (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_):
+            if any(index is not None and index.dtype == torch.bool for index in args[1]):
+                self.record(f"{func} with a bool mask")
+        elif packet is torch.ops.aten.repeat_interleave and kwargs.get("output_size") is None:
+            self.record(str(func))
+        return func(*args, **kwargs)
+
+    def record(self, what: str) -> None:
+        frame = sys._getframe()
+        while frame is not None and self.active:
+            if frame.f_globals.get("__name__", "").startswith("hf_diffkv"):
+                self.found.append(f"{what} in {frame.f_code.co_qualname}")
+                return
+            frame = frame.f_back

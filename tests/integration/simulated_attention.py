@@ -1,0 +1,121 @@
+"""An attention function for Transformers that computes DiffKV densely, with `LayerSimulation`.
+
+It shares no code with the package: the model runs with a `DynamicCache`, of which only the newest keys and values are
+looked at; what a full-attention layer remembers is in its simulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from dense_simulation import LayerSimulation, SimPrecision
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+from hf_diffkv import DiffKVConfig, Precision
+
+NAME = "simulated_diffkv"
+
+
+class SimulatedAttention:
+    """Attention function of one model and the simulations of its full-attention layers, by layer index."""
+
+    def __init__(self, config: DiffKVConfig) -> None:
+        self.config = config
+        self.layers: dict[int, LayerSimulation] = {}
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor,
+        scaling: float,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        sliding_window: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        if sliding_window is not None:
+            output = dense_attention(query, key, value, attention_mask, scaling, softcap, s_aux)
+        else:
+            new = query.shape[2]
+            output = self._simulation(module.layer_idx, key).forward(
+                query,
+                key[:, :, -new:],
+                value[:, :, -new:],
+                valid=attention_mask[:, 0, -1, -new:],  # the last query sees every real key
+                scaling=scaling,
+                softcap=softcap,
+                sinks=s_aux,
+            )
+        return output.transpose(1, 2).contiguous(), None
+
+    def _simulation(self, layer_idx: int, key: Tensor) -> LayerSimulation:
+        if layer_idx not in self.layers:
+            config = self.config
+            self.layers[layer_idx] = LayerSimulation(
+                key.shape[0],
+                key.shape[1],
+                key.shape[3],
+                high=_sim_precision(config.high),
+                low=_sim_precision(config.low),
+                alpha_high=_of_layer(config.alpha_high, len(self.layers)),
+                alpha_low=_of_layer(config.alpha_low, len(self.layers)),
+                window=config.window,
+                compaction_interval=config.compaction_interval,
+                observation_window=config.observation_window,
+                dtype=key.dtype,
+            )
+        return self.layers[layer_idx]
+
+
+@contextmanager
+def simulated(model: PreTrainedModel, config: DiffKVConfig) -> Iterator[SimulatedAttention]:
+    """Runs the model on a new `SimulatedAttention` inside the block."""
+    attention = SimulatedAttention(config)
+    before = model.config._attn_implementation
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, _whole_mask)
+    try:
+        model.set_attn_implementation(NAME)
+        yield attention
+    finally:
+        model.set_attn_implementation(before)
+        for interface in (AttentionInterface, AttentionMaskInterface):
+            interface._global_mapping.pop(NAME)
+
+
+def _whole_mask(*args: Any, **kwargs: Any) -> Tensor:
+    """bool [batch, 1, queries, keys], never left out."""
+    kwargs["allow_is_causal_skip"] = False
+    return sdpa_mask(*args, **kwargs)
+
+
+def dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """[batch, query_heads, queries, value_dim]; mask: bool [batch, 1, queries, keys]."""
+    group = query.shape[1] // key.shape[1]
+    logits = query @ key.repeat_interleave(group, 1).mT * scaling
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.to(logits.dtype)[:, None, None].expand(*logits.shape[:-1], 1)], -1)
+    # float32 as in Transformers' own attention; a padding query may see no key at all
+    weights = logits.softmax(-1, dtype=torch.float32).nan_to_num(0.0).to(value.dtype)
+    return weights[..., : key.shape[2]] @ value.repeat_interleave(group, 1)
+
+
+def _sim_precision(precision: Precision) -> SimPrecision:
+    return SimPrecision(precision.k_bits, precision.v_bits, precision.k_groups, precision.v_groups)
+
+
+def _of_layer(threshold: Any, index: int) -> Any:
+    return list(threshold[index]) if isinstance(threshold, tuple) else threshold

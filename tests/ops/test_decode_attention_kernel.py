@@ -1,0 +1,473 @@
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from hf_diffkv.config import Precision
+from hf_diffkv.memory import HIGH, LOW, PageLayout
+from hf_diffkv.ops.quantize import reference as quantize
+from hf_diffkv.ops.segments import segments
+from hf_diffkv.ops.tiles import build_tiles
+
+triton = pytest.importorskip("triton")
+if isinstance(triton.language.sum, triton.JITFunction):
+    pytest.skip("triton was imported before TRITON_INTERPRET=1 was set", allow_module_level=True)
+
+import triton.language as tl  # noqa: E402
+
+from hf_diffkv.ops.decode_attention import launch, reference  # noqa: E402
+from hf_diffkv.ops.decode_attention.scratch import KernelConfig, Scratch, choose_splits  # noqa: E402
+
+TOLERANCE = {torch.float32: 2e-4, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+K8V4, K4V2, K16V16 = Precision(8, 4), Precision(4, 2), Precision(16, 16)
+
+
+@dataclass
+class Case:
+    """Everything `decode_attention` takes; rows are batch-major."""
+
+    layout: PageLayout
+    query: torch.Tensor
+    pages: torch.Tensor
+    table: torch.Tensor
+    counts: tuple[torch.Tensor, torch.Tensor]
+    key: torch.Tensor
+    value: torch.Tensor
+    score: torch.Tensor
+    start: torch.Tensor
+    length: torch.Tensor
+
+    @property
+    def scaling(self):
+        return self.layout.high.key_dim**-0.5
+
+    @property
+    def max_tokens(self):
+        window = (self.length - self.start).repeat_interleave(self.table.shape[1]).view_as(self.counts[HIGH])
+        return int((self.counts[HIGH] + self.counts[LOW] + window).max())
+
+    def copy(self):
+        return replace(self, pages=self.pages.clone(), score=self.score.clone())
+
+    def arguments(self):
+        return (
+            self.query, self.pages, self.layout, self.table, *self.counts, self.key, self.value, self.score,
+            self.start, self.length,
+        )  # fmt: skip
+
+
+def make_case(
+    high_tokens,
+    low_tokens,
+    window,
+    *,
+    high=K8V4,
+    low=K4V2,
+    key_dim=32,
+    value_dim=None,
+    group=2,
+    dtype=torch.float16,
+    slots=24,
+    seed=0,
+    first_page=1,
+    pages=None,
+):
+    """A cache with `high_tokens`, `low_tokens` (int [batch][kv_heads]) and `window` (int [batch]) tokens.
+
+    Whatever holds no token is poisoned: pages with 0xFF bytes, the window with NaN.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    value_dim = value_dim or key_dim
+    element_bytes = torch.empty(0, dtype=dtype).element_size()
+    layout = PageLayout.build(high, low, key_dim, value_dim, element_bytes)
+    counts = tuple(torch.tensor(count, dtype=torch.int32) for count in (high_tokens, low_tokens))
+    batch, kv_heads = counts[0].shape
+    tiers = (layout.high, layout.low)
+    used = [-(-count // tier.capacity) for count, tier in zip(counts, tiers)]
+    total = int(sum(used).sum())
+    width = int(sum(used).max()) + 1
+    if pages is None:
+        pages = torch.full((first_page + total, layout.page_bytes), 0xFF, dtype=torch.uint8)
+    ids = iter((first_page + torch.randperm(total, generator=generator)).tolist())
+    table = torch.zeros(batch, kv_heads, width, dtype=torch.int32)
+
+    def randn(*shape, scale=1.0):
+        return (torch.randn(*shape, generator=generator) * scale).to(dtype)
+
+    for tier, tier_layout in enumerate(tiers):
+        for b in range(batch):
+            for h in range(kv_heads):
+                count = int(counts[tier][b, h])
+                row_pages = torch.tensor([next(ids) for _ in range(int(used[tier][b, h]))], dtype=torch.int64)
+                columns = torch.arange(len(row_pages))
+                table[b, h, columns if tier == HIGH else width - 1 - columns] = row_pages.int()
+                token = torch.arange(count)
+                quantize.store_tokens(
+                    pages, tier_layout, row_pages[token // tier_layout.capacity], token % tier_layout.capacity,
+                    randn(count, key_dim, scale=1.5), randn(count, value_dim), torch.rand(count, generator=generator),
+                    token, dtype,
+                )  # fmt: skip
+    window = torch.tensor(window)
+    start = torch.maximum(counts[0].max(1).values + counts[1].max(1).values, torch.tensor(0)).long() + 7
+    start = torch.where(window == 0, 0, start)
+    length = start + window
+    key = torch.full((batch, kv_heads, slots, key_dim), math.nan, dtype=dtype)
+    value = torch.full((batch, kv_heads, slots, value_dim), math.nan, dtype=dtype)
+    score = torch.full((batch, kv_heads, slots), math.nan)
+    for b in range(batch):
+        slot = torch.arange(int(start[b]), int(length[b])) % slots
+        key[b, :, slot] = randn(kv_heads, len(slot), key_dim, scale=1.5)
+        value[b, :, slot] = randn(kv_heads, len(slot), value_dim)
+        score[b, :, slot] = torch.rand(kv_heads, len(slot), generator=generator)
+    query = randn(batch, kv_heads * group, key_dim)
+    return Case(layout, query, pages, table, counts, key, value, score, start, length)
+
+
+def poison(scratch):
+    for buffer in (scratch.output, scratch.peak, scratch.total, scratch.logits, scratch.block_peak, scratch.log_total):
+        buffer.fill_(math.nan)
+    return scratch
+
+
+def make_scratch(case, splits=3, **config):
+    batch, kv_heads = case.table.shape[:2]
+    dtype = case.query.dtype
+    query_heads, slots = case.query.shape[1], case.key.shape[2]
+    chosen = KernelConfig.choose(case.layout, query_heads // kv_heads, dtype, "cpu")
+    return poison(
+        Scratch.allocate(
+            batch, kv_heads, query_heads, case.layout, slots, case.max_tokens, dtype, case.query.device,
+            splits=splits, config=replace(chosen, **config),
+        )
+    )  # fmt: skip
+
+
+def run_kernel(case, splits=3, block=32, scratch=None, operand=None, **options):
+    operand = operand or (tl.float32 if case.query.dtype == torch.float32 else tl.float16)
+    scratch = scratch or make_scratch(case, splits, block=block, operand=operand)
+    return launch.decode_attention(
+        *case.arguments(), scaling=case.scaling, max_tokens=case.max_tokens, scratch=scratch, **options
+    )
+
+
+def run_reference(case, **options):
+    """The oracle needs a window without NaN, as the cache keeps it."""
+    tiles = tuple(
+        build_tiles(case.counts[tier].flatten().numpy(), 0, layout.capacity, torch.device("cpu"))
+        for tier, layout in ((HIGH, case.layout.high), (LOW, case.layout.low))
+    )
+    clean = replace(case, key=case.key.nan_to_num(), value=case.value.nan_to_num(), score=case.score)
+    return reference.decode_attention(*clean.arguments(), scaling=case.scaling, tiles=tiles, **options)
+
+
+def relative_error(got, want):
+    return float((got.float() - want.float()).norm() / want.float().norm().clamp(min=1e-30))
+
+
+def gains(before, after):
+    """What the scores of all attended tokens gained: pages [tiers][tokens] and window."""
+    result = []
+    for tier, layout in ((HIGH, before.layout.high), (LOW, before.layout.low)):
+        old, new = segments(before.pages, layout).score, segments(after.pages, layout).score
+        width = before.table.shape[-1]
+        for row, count in enumerate(before.counts[tier].flatten().tolist()):
+            token = torch.arange(count)
+            entry = token // layout.capacity
+            page = before.table.view(-1, width)[row, entry if tier == HIGH else width - 1 - entry].long()
+            slot = token % layout.capacity
+            result.append(new[page, slot] - old[page, slot])
+    held = ~before.score.isnan()
+    result.append((after.score - before.score)[held])
+    assert after.score[~held].isnan().all()
+    return torch.cat(result)
+
+
+def untouched(before, after):
+    """Whether nothing but the scores of stored tokens changed in the pages."""
+    mask = torch.ones_like(before.pages, dtype=torch.bool)
+    width = before.table.shape[-1]
+    for tier, layout in ((HIGH, before.layout.high), (LOW, before.layout.low)):
+        for row, count in enumerate(before.counts[tier].flatten().tolist()):
+            for entry in range(-(-count // layout.capacity)):
+                page = int(before.table.view(-1, width)[row, entry if tier == HIGH else width - 1 - entry])
+                stored = min(layout.capacity, count - entry * layout.capacity)
+                mask[page, layout.score_offset : layout.score_offset + 4 * stored] = False
+    return torch.equal(before.pages[mask], after.pages[mask])
+
+
+def assert_like_reference(case, *, tolerance=None, **options):
+    kernel_options = {key: options.pop(key) for key in ("splits", "block", "scratch", "operand") if key in options}
+    tolerance = tolerance or TOLERANCE[case.query.dtype]
+    mine, oracle = case.copy(), case.copy()
+    got = run_kernel(mine, **kernel_options, **options)
+    want = run_reference(oracle, **options)
+    assert got.dtype == want.dtype and got.shape == want.shape
+    assert torch.isfinite(got).all()
+    assert relative_error(got, want) < tolerance
+    expected = gains(case, oracle)
+    assert relative_error(gains(case, mine), expected) < 1e-3
+    assert untouched(case, mine)
+    return mine, got
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("precisions", [(K8V4, K4V2), (Precision(8, 8), K8V4), (K16V16, K16V16)])
+def test_common_precisions_match_the_reference(precisions, dtype):
+    high, low = precisions
+    case = make_case([[70, 0]], [[33, 150]], [19], high=high, low=low, key_dim=64, group=4, dtype=dtype)
+    assert_like_reference(case)
+
+
+@pytest.mark.parametrize("v_bits", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("k_bits", [1, 2, 4, 8, 16])
+def test_every_pair_of_bits_matches_the_reference(k_bits, v_bits):
+    precision = Precision(k_bits, v_bits)
+    case = make_case([[37]], [[0]], [5], high=precision, low=precision, key_dim=32, group=1)
+    assert_like_reference(case, splits=1, block=64)
+
+
+@pytest.mark.parametrize(
+    ("high", "low", "key_dim", "value_dim"),
+    [
+        (Precision(8, 4, 1, 2), Precision(4, 2, 2, 4), 64, 64),
+        (Precision(8, 8, 4, 8), Precision(2, 2, 4, 2), 64, 64),
+        (Precision(4, 4, 3, 3), Precision(4, 2, 6, 12), 24, 48),
+        (Precision(8, 2, 5, 1), Precision(1, 1, 2, 4), 40, 80),
+    ],
+)
+def test_quantisation_groups_match_the_reference(high, low, key_dim, value_dim):
+    case = make_case([[40]], [[21]], [6], high=high, low=low, key_dim=key_dim, value_dim=value_dim)
+    assert_like_reference(case, splits=1, block=64)
+
+
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim", "group"),
+    [(8, 8, 2), (16, 32, 1), (80, 80, 7), (96, 64, 5), (64, 128, 8), (256, 256, 4), (32, 24, 16), (128, 128, 3)],
+)
+def test_head_shapes_match_the_reference(key_dim, value_dim, group):
+    case = make_case([[40]], [[41]], [18], key_dim=key_dim, value_dim=value_dim, group=group)
+    assert_like_reference(case, splits=2)
+
+
+def test_value_dim_that_has_no_quarters():
+    precision = Precision(8, 8)
+    case = make_case([[9]], [[3]], [4], high=precision, low=K16V16, key_dim=30, value_dim=18)
+    assert_like_reference(case)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 7, 20])
+def test_any_number_of_splits_gives_the_same(splits):
+    case = make_case([[130]], [[64]], [24], seed=splits)
+    assert_like_reference(case, splits=splits, block=16)
+
+
+def test_full_last_pages_and_tier_boundaries():
+    layout = PageLayout.build(K8V4, K4V2, 64, 64, 2)
+    high, low = layout.high.capacity, layout.low.capacity
+    case = make_case([[high, 2 * high, high + 1]], [[low, low - 1, 2 * low]], [24], key_dim=64)
+    assert case.layout == layout
+    assert_like_reference(case, splits=4)
+
+
+def test_empty_tiers_one_token_and_empty_rows():
+    case = make_case([[0, 0], [1, 0], [0, 0], [0, 17]], [[0, 0], [0, 1], [0, 0], [0, 0]], [1, 1, 0, 24])
+    mine, got = assert_like_reference(case)
+    assert (got[2] == 0).all()
+    # the newest token is all that request 0 sees, and does not score
+    assert torch.equal(mine.score[0].nan_to_num(), case.score[0].nan_to_num())
+
+
+def test_one_long_request_among_short_ones():
+    case = make_case([[600]] + [[3]] * 4, [[500]] + [[0]] * 4, [20, 1, 2, 3, 4], group=4)
+    assert_like_reference(case, splits=6, block=64)
+
+
+def test_rows_that_are_not_valid_return_zeros_and_score_nothing():
+    case = make_case([[20], [20]], [[9], [9]], [12, 12])
+    valid = torch.tensor([False, True])
+    mine, got = assert_like_reference(case, valid=valid)
+    assert (got[0] == 0).all() and (got[1] != 0).any()
+    assert torch.equal(mine.score[0].nan_to_num(), case.score[0].nan_to_num())
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_softcap_and_sinks_match_the_reference(softcap, with_sinks):
+    case = make_case([[25, 0]], [[40, 0]], [1], group=3)
+    sinks = torch.tensor([0.5, -2.0, 30.0, 1.0, -1.0, 0.0], dtype=torch.float16) if with_sinks else None
+    assert_like_reference(case, softcap=softcap, sinks=sinks)
+
+
+def test_more_than_six_thousand_tokens_in_one_head_score():
+    case = make_case([[3100]], [[3333]], [50], key_dim=16, slots=64, group=4)
+    mine, _ = assert_like_reference(case, splits=5, block=256)
+    # every query head's probabilities sum to 1, so with the newest token's share missing the maxima reach about 1
+    assert 0.9 < float(gains(case, mine).sum()) <= 4
+
+
+def test_offsets_beyond_two_gigabytes():
+    page_bytes = PageLayout.build(K8V4, K4V2, 32, 32, 2).page_bytes
+    first_page = 2**31 // page_bytes + 3
+    # reserved, not touched: only the pages in use become resident
+    pages = torch.empty(first_page + 32, page_bytes, dtype=torch.uint8)
+    assert pages.numel() > 2**31
+    pages[first_page:] = 0xFF
+    case = make_case([[90]], [[150]], [9], first_page=first_page, pages=pages)
+    near = make_case([[90]], [[150]], [9])
+    expected = run_reference(near.copy())
+    before = pages[first_page:].clone()
+    got = run_kernel(case)
+    assert relative_error(got, expected) < TOLERANCE[torch.float16]
+    run_kernel(near)
+    used = len(near.pages) - 1
+    assert not torch.equal(before, pages[first_page:])
+    assert torch.equal(near.pages[1:], pages[first_page : first_page + used])
+
+
+def decode_by_hand(data, metadata, bits, groups):
+    """Elements of one packed row (numpy uint8) straight from the page format's definition, float32."""
+    planes = 8 // bits
+    width = len(data)
+    codes = np.array([(int(data[i % width]) >> (bits * (i // width))) & (2**bits - 1) for i in range(width * planes)])
+    scale, zero = metadata.view(np.float16).astype(np.float32).reshape(groups, 2).repeat(len(codes) // groups, 0).T
+    return codes * scale + zero
+
+
+def stored_by_hand(case, row):
+    """Dense keys and values of a row's pages, high tokens then low ones."""
+    keys, values = [], []
+    width = case.table.shape[-1]
+    pages = case.pages.numpy()
+    for tier, layout in ((HIGH, case.layout.high), (LOW, case.layout.low)):
+        for token in range(int(case.counts[tier].view(-1)[row])):
+            entry, slot = divmod(token, layout.capacity)
+            page = pages[int(case.table.view(-1, width)[row, entry if tier == HIGH else width - 1 - entry])]
+
+            def part(offset, size, page=page, slot=slot):
+                return page[offset + slot * size : offset + (slot + 1) * size]
+
+            keys.append(
+                decode_by_hand(
+                    part(layout.key_offset, layout.key_row),
+                    part(layout.key_metadata_offset, 4 * layout.k_groups), layout.k_bits, layout.k_groups,
+                )
+            )  # fmt: skip
+            values.append(
+                decode_by_hand(
+                    part(layout.value_offset, layout.value_row),
+                    part(layout.value_metadata_offset, 4 * layout.v_groups), layout.v_bits, layout.v_groups,
+                )
+            )  # fmt: skip
+    return torch.from_numpy(np.array(keys, np.float32)), torch.from_numpy(np.array(values, np.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_matches_dense_attention_in_float32(dtype):
+    case = make_case([[45, 20]], [[30, 61]], [17], group=3, dtype=dtype)
+    mine = case.copy()
+    got = run_kernel(mine)[0].float().view(2, 3, -1)
+    new, old = segments(mine.pages, case.layout.high).score, segments(case.pages, case.layout.high).score
+    slot = torch.arange(int(case.start[0]), int(case.length[0])) % case.key.shape[2]
+    for row in range(2):
+        keys, values = stored_by_hand(case, row)
+        keys = torch.cat([keys, case.key[0, row, slot].float()])
+        values = torch.cat([values, case.value[0, row, slot].float()])
+        query = case.query[0].float().view(2, 3, -1)[row]
+        probabilities = torch.softmax(query @ keys.T * case.scaling, dim=-1)
+        assert relative_error(got[row], probabilities @ values) < TOLERANCE[dtype]
+        received = probabilities.amax(0)
+        gained = (mine.score - case.score)[0, row, slot]
+        assert gained[-1] == 0
+        torch.testing.assert_close(gained[:-1], received[-17:-1], rtol=1e-2, atol=1e-5)
+        capacity, width = case.layout.high.capacity, case.table.shape[-1]
+        token = torch.arange(int(case.counts[HIGH][0, row]))
+        page = case.table.view(-1, width)[row, token // capacity].long()
+        gained = (new - old)[page, token % capacity]
+        torch.testing.assert_close(gained, received[: len(token)], rtol=1e-2, atol=1e-5)
+
+
+def test_scratch_is_reused_and_checked():
+    long = make_case([[200]], [[100]], [24])
+    short = make_case([[10]], [[3]], [2], seed=1)
+    scratch = make_scratch(long, splits=4, block=32, operand=tl.float16)
+    assert_like_reference(long, scratch=scratch)
+    assert_like_reference(short, scratch=scratch)
+    small = make_scratch(short)
+    with pytest.raises(ValueError, match="scratch holds 15 tokens"):
+        run_kernel(long, scratch=small)
+    other = make_case([[10, 10]], [[3, 3]], [2])
+    with pytest.raises(ValueError, match="made for 1 rows"):
+        run_kernel(other, scratch=small)
+
+
+def test_the_launcher_allocates_its_own_scratch():
+    case = make_case([[30]], [[9]], [4])
+    expected = run_reference(case.copy())
+    got = launch.decode_attention(*case.arguments(), scaling=case.scaling, max_tokens=case.max_tokens)
+    assert relative_error(got, expected) < 1e-3
+
+
+def test_nothing_is_read_back_from_the_device(monkeypatch):
+    class Recorder:
+        def __getitem__(self, grid):
+            return lambda **arguments: launched.append((grid, arguments))
+
+    launched = []
+    for name in ("attend_kernel", "merge_kernel", "score_kernel"):
+        monkeypatch.setattr(launch, name, Recorder())
+    case = make_case([[30]], [[9]], [4])
+    arguments = [a.to("meta") if isinstance(a, torch.Tensor) else a for a in case.arguments()]
+    valid = torch.ones(1, dtype=torch.bool, device="meta")
+    launch.decode_attention(*arguments, scaling=1.0, max_tokens=50, valid=valid)
+    assert len(launched) == 3 and launched[0][0] == (1, 1)
+
+
+def test_splits_follow_the_load():
+    # one request of 8 heads on 132 processors: as many splits as have work
+    assert choose_splits(8, 4096, 32, 132) == 64
+    # a full batch of long rows: only as many as keep a split's length bounded
+    assert choose_splits(1024, 8192, 32, 132) == 8
+    assert choose_splits(4096, 512, 32, 132) == 1
+    assert choose_splits(8, 1, 32, 132) == 1
+    assert choose_splits(1, 10**7, 32, 132) == 256
+
+
+def test_wrong_arguments_are_refused():
+    case = make_case([[3]], [[0]], [2])
+    with pytest.raises(ValueError, match="scaling"):
+        launch.decode_attention(*case.arguments(), scaling=0.0, max_tokens=9)
+    with pytest.raises(ValueError, match="float64"):
+        launch.decode_attention(*replace(case, query=case.query.double()).arguments(), scaling=1.0, max_tokens=9)
+    with pytest.raises(ValueError, match="contiguous"):
+        launch.decode_attention(*replace(case, key=case.key[..., ::2]).arguments(), scaling=1.0, max_tokens=9)
+    with pytest.raises(ValueError, match="page_table must be"):
+        launch.decode_attention(*replace(case, table=case.table.long()).arguments(), scaling=1.0, max_tokens=9)
+
+
+def test_variants_name_every_argument_once():
+    found = launch.variants()
+    assert len({variant.name for variant in found}) == len(found)
+    for variant in found:
+        assert sorted([*variant.signature, *variant.constexprs]) == sorted(variant.kernel.arg_names)
+
+
+@pytest.mark.parametrize("backend", ["cuda", "hip"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_shipped_configurations_are_consistent(backend, dtype):
+    for dim in (64, 80, 128, 256):
+        for precision in (K8V4, K16V16):
+            layout = PageLayout.build(precision, K4V2, dim, dim, 2)
+            for group in (1, 5, 16):
+                config = KernelConfig.choose(layout, group, dtype, backend)
+                assert config.heads >= group and config.block % 16 == 0
+                # inline PTX gives fp16 and only NVIDIA compiles it
+                if config.mode:
+                    assert backend == "cuda" and config.operand == tl.float16
+                if dtype == torch.float32:
+                    assert config.raw == config.operand == tl.float32

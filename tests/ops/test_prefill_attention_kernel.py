@@ -1,0 +1,280 @@
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+if isinstance(triton.language.sum, triton.JITFunction):
+    pytest.skip("triton was imported before TRITON_INTERPRET=1 was set", allow_module_level=True)
+
+from hf_diffkv.ops.prefill_attention import launch, reference, tiles  # noqa: E402
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+SMALL_TILE = tiles.Tile(32, 16, 4, 1)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_buffers(monkeypatch):
+    """What the launcher allocates without initialising holds NaN, or bytes of 0xFF."""
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        out = empty(*args, **kwargs)
+        if out.numel():
+            out.fill_(float("nan")) if out.is_floating_point() else out.fill_(-1)
+        return out
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Many blocks at small lengths."""
+    monkeypatch.setattr(launch, "forward_tile", lambda *_, **__: SMALL_TILE)
+    monkeypatch.setattr(launch, "column_tile", lambda *_: SMALL_TILE)
+
+
+def make_inputs(batch, query_heads, kv_heads, length, key_dim, value_dim=None, *, past=None, dtype=torch.float32):
+    """Random tensors; logits vary by several units, so that significance differs between tokens."""
+    generator = torch.Generator().manual_seed(length)
+    value_dim = value_dim or key_dim
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    inputs = {
+        "query": draw(batch, query_heads, length, key_dim) * 2,
+        "key": draw(batch, kv_heads, length, key_dim),
+        "value": draw(batch, kv_heads, length, value_dim),
+    }
+    if past is not None:
+        inputs["past_key"] = draw(batch, kv_heads, past, key_dim)
+        inputs["past_value"] = draw(batch, kv_heads, past, value_dim)
+    return {name: x.to(dtype) for name, x in inputs.items()} | {"scaling": key_dim**-0.5}
+
+
+def padding(*rows):
+    """bool [rows, longest] from strings in which a dot is padding."""
+    return torch.tensor([[letter != "." for letter in row] for row in rows])
+
+
+def relative_error(got, want):
+    return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))
+
+
+def assert_alike(got, want, dtype):
+    for name, left, right in zip(("output", "received"), got, want):
+        assert left.shape == right.shape, name
+        assert torch.isfinite(left).all(), name
+        assert relative_error(left, right) < TOLERANCE[dtype], name
+
+
+def check(inputs, dtype=torch.float32):
+    got = launch.prefill_attention(**inputs)
+    want = reference.prefill_attention(**inputs)
+    assert got[0].dtype == inputs["query"].dtype and got[1].dtype == torch.float32
+    assert_alike(got, want, dtype)
+    return got
+
+
+def dense(query, key, value, scaling):
+    """Attention and received attention of one prompt with every matrix written out, float32."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.float().repeat_interleave(group, 1) for x in (key, value))
+    length = query.shape[2]
+    logits = query.float() @ key.mT * scaling
+    causal = torch.ones(length, length).tril().bool()
+    probabilities = logits.masked_fill(~causal, -torch.inf).softmax(-1)
+    received = probabilities.tril(-1).sum(2)
+    return probabilities @ value, received.unflatten(1, (-1, group)).amax(2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("length", [1, 2, 65, 130])
+def test_a_prompt_matches_dense_attention_and_the_reference(length, dtype):
+    inputs = make_inputs(1, 4, 2, length, 64, dtype=dtype)
+    got = check(inputs, dtype)
+    assert_alike(got, dense(**inputs), dtype)
+
+
+@pytest.mark.parametrize("group", [1, 2, 5])
+@pytest.mark.parametrize("length", [31, 33])
+def test_many_blocks_and_group_sizes(group, length, small_tiles):
+    inputs = make_inputs(1, 2 * group, 2, length, 16)
+    assert_alike(check(inputs), dense(**inputs), torch.float32)
+
+
+def test_programs_may_share_a_group_or_walk_it(small_tiles, monkeypatch):
+    inputs = make_inputs(1, 4, 1, 50, 16)
+    shared = check(inputs)
+    monkeypatch.setattr(launch, "MANY_PROGRAMS", 0)
+    walked = check(inputs)
+    for left, right in zip(shared, walked):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize(
+    "key_dim, value_dim", [(8, 8), (8, 32), (64, 16), (80, 80), (96, 96), (128, 128), (256, 256), (24, 130)]
+)
+def test_head_dimensions(key_dim, value_dim):
+    inputs = make_inputs(1, 2, 1, 70, key_dim, value_dim, dtype=torch.float16)
+    assert_alike(check(inputs, torch.float16), dense(**inputs), torch.float16)
+
+
+PADDED = {
+    "left": ("..........................xxxxxxxxxxxxxxxxxxxxxxxxx", "x" * 51),
+    "right": ("xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx.................", "x" * 51),
+    "inner": ("...xxxxxxxxxx....xxxxxxxxxxxxxxxxx.x.xxxxxxxxxxx...", "xxxxxx" + "." * 39 + "xxxxxx"),
+    "nothing": ("." * 51, "x" * 51, "." * 50 + "x", "x" + "." * 50),
+}
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 1000])
+@pytest.mark.parametrize("rows", PADDED.values(), ids=PADDED.keys())
+def test_padding_is_not_read_and_yields_zeros(rows, window, small_tiles):
+    valid = padding(*rows)
+    inputs = make_inputs(len(rows), 2, 1, valid.shape[1], 16)
+    inputs |= {"valid": valid, "observation_window": window}
+    want = reference.prefill_attention(**inputs)
+    for name in ("query", "key", "value"):
+        inputs[name] = inputs[name].masked_fill(~valid[:, None, :, None], torch.nan)
+    output, received = launch.prefill_attention(**inputs)
+    assert_alike((output, received), want, torch.float32)
+    assert (output.masked_select(~valid[:, None, :, None]) == 0).all()
+    assert (received.masked_select(~valid[:, None]) == 0).all()
+
+
+def test_one_long_and_many_short_requests(small_tiles):
+    lengths = [90, 1, 3, 2, 17, 0]
+    valid = torch.arange(90)[None] >= 90 - torch.tensor(lengths)[:, None]
+    inputs = make_inputs(6, 2, 1, 90, 16, dtype=torch.float16) | {"valid": valid}
+    output, received = check(inputs, torch.float16)
+    for row, length in enumerate(lengths):
+        if length:
+            alone = {name: inputs[name][row : row + 1, :, -length:] for name in ("query", "key", "value")}
+            want = dense(**alone, scaling=inputs["scaling"])
+            got = output[row : row + 1, :, -length:], received[row : row + 1, :, -length:]
+            assert relative_error(got[0], want[0]) < 1e-3
+            assert relative_error(got[1], want[1]) < 1e-3 or length == 1
+
+
+def test_a_window_reads_its_queries_only(small_tiles, monkeypatch):
+    inputs = make_inputs(2, 2, 1, 100, 16, past=20) | {"observation_window": 9}
+    inputs |= {"past_valid": torch.ones(2, 1, 20, dtype=torch.bool)}
+    want = reference.prefill_attention(**inputs)
+    kernel = launch.column_scores
+
+    class SpoiltDenominators:
+        """Probabilities of queries before the window would be infinite."""
+
+        def __getitem__(self, grid):
+            def run(**arguments):
+                arguments["lse"][..., :-9] = -torch.inf
+                kernel[grid](**arguments)
+
+            return run
+
+    monkeypatch.setattr(launch, "column_scores", SpoiltDenominators())
+    assert_alike(launch.prefill_attention(**inputs), want, torch.float32)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("length, past", [(1, 1), (1, 40), (35, 15), (35, 17)])
+def test_a_past_of_different_lengths_per_head(past, length, window, small_tiles):
+    inputs = make_inputs(2, 2, 2, length, 16, 24, past=past)
+    counts = torch.tensor([[past, past // 2], [0, 1]])
+    exists = torch.arange(past) < counts[..., None]
+    valid = torch.ones(2, length, dtype=torch.bool)
+    valid[1, : length // 3] = False
+    inputs |= {"past_valid": exists, "valid": valid, "observation_window": window}
+    want = reference.prefill_attention(**{**inputs, "past_key": inputs["past_key"].masked_fill(~exists[..., None], 0)})
+    for name in ("past_key", "past_value"):
+        inputs[name] = inputs[name].masked_fill(~exists[..., None], torch.nan)
+    got = launch.prefill_attention(**inputs)
+    assert_alike(got, want, torch.float32)
+    assert (got[1][..., :past].masked_select(~exists) == 0).all()
+
+
+def test_a_past_with_holes_and_another_dtype(small_tiles):
+    inputs = make_inputs(1, 2, 2, 20, 16, past=50, dtype=torch.float16)
+    inputs["past_key"], inputs["past_value"] = inputs["past_key"].float(), inputs["past_value"].float()
+    inputs["past_valid"] = (torch.arange(100).view(1, 2, 50) * 7 % 5) > 1
+    check(inputs, torch.float16)
+
+
+def test_an_empty_past_is_no_past():
+    inputs = make_inputs(1, 2, 1, 9, 16, past=0) | {"past_valid": torch.ones(1, 1, 0, dtype=torch.bool)}
+    check(inputs)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("softcap, sinks", [(5.0, False), (None, True), (2.0, True)])
+def test_soft_cap_and_sinks(softcap, sinks, window, small_tiles):
+    inputs = make_inputs(1, 4, 2, 40, 16, past=20)
+    inputs |= {"past_valid": torch.rand(1, 2, 20) > 0.3, "softcap": softcap, "observation_window": window}
+    if sinks:
+        inputs["sinks"] = torch.tensor([0.5, 3.0, -torch.inf, -2.0])
+    check(inputs)
+
+
+def test_a_large_logit_saturates_the_soft_cap():
+    inputs = make_inputs(1, 2, 1, 20, 16) | {"softcap": 3.0}
+    inputs["query"] *= 1e4
+    check(inputs)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_mask_replaces_the_causal_rule(shared, window, small_tiles):
+    inputs = make_inputs(2, 2, 1, 45, 16, past=10)
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.rand(1 if shared else 2, 1, 45, 45, generator=generator) > 0.5
+    mask[:, :, 7] = False
+    valid = torch.ones(2, 45, dtype=torch.bool)
+    valid[0, :20] = False
+    inputs |= {"mask": mask.expand(2, -1, -1, -1), "valid": valid, "observation_window": window}
+    inputs |= {"past_valid": torch.ones(2, 1, 10, dtype=torch.bool)}
+    check(inputs)
+    without_past = {name: x for name, x in inputs.items() if not name.startswith("past")}
+    output, received = check(without_past)
+    assert (output[:, :, 7] == 0).all()
+
+
+def test_strided_inputs_and_the_layout_of_the_output():
+    inputs = make_inputs(2, 4, 2, 20, 16)
+    expected = check(inputs)
+    for name in ("query", "key", "value"):
+        inputs[name] = inputs[name].transpose(1, 2).contiguous().transpose(1, 2)
+    got = check(inputs)
+    inputs["key"] = inputs["key"].mT.contiguous().mT
+    also = check(inputs)
+    for left, middle, right in zip(expected, got, also):
+        assert torch.equal(left, middle) and torch.equal(left, right)
+    assert got[0].transpose(1, 2).is_contiguous()
+
+
+def test_nothing_to_do():
+    for inputs in (make_inputs(0, 2, 1, 5, 16), make_inputs(1, 2, 1, 0, 16)):
+        output, received = launch.prefill_attention(**inputs)
+        assert output.shape == inputs["query"].shape and received.shape == inputs["key"].shape[:3]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"query": torch.zeros(1, 4, 5, 16, dtype=torch.float64)}, "float64"),
+        ({"key": torch.zeros(1, 2, 4, 16)}, "key must be"),
+        ({"valid": torch.ones(1, 5)}, "valid must be bool"),
+        ({"mask": torch.ones(1, 1, 5, 4, dtype=torch.bool)}, "mask must be"),
+        ({"sinks": torch.zeros(3)}, "sinks must be"),
+        ({"past_key": torch.zeros(1, 2, 3, 16)}, "past_valid"),
+        ({"observation_window": 0}, "observation_window"),
+        ({"scaling": 0.0}, "scaling"),
+        ({"query": torch.zeros(1, 3, 5, 16)}, "multiple"),
+    ],
+)
+def test_what_the_kernels_cannot_take_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        launch.prefill_attention(**{**make_inputs(1, 4, 2, 5, 16), **change})

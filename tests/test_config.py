@@ -1,0 +1,107 @@
+"""`DiffKVConfig`: JSON, folders, and the thresholds known for published models."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from hf_diffkv import DiffKVConfig, Precision
+
+CONFIGS = [
+    DiffKVConfig(),
+    DiffKVConfig.lossless(window=7),
+    DiffKVConfig(
+        Precision(8, 4, 1, 2),
+        Precision(4, 2, 2, 4),
+        alpha_high=((1.0, 2.0), (3.0, 4.0)),
+        alpha_low=(0.5, 0.25),
+        window=3,
+        observation_window=64,
+        compaction_interval=4,
+        page_bytes=4096,
+        max_bytes=10**9,
+    ),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["default", "lossless", "everything"])
+def test_round_trips(config: DiffKVConfig, tmp_path: Path) -> None:
+    assert DiffKVConfig.from_dict(config.to_dict()) == config
+    assert DiffKVConfig.from_json(config.to_json()) == config
+    config.save_pretrained(tmp_path / "new" / "folder")
+    assert DiffKVConfig.from_pretrained(tmp_path / "new" / "folder") == config
+    written = json.loads((tmp_path / "new" / "folder" / "diffkv_config.json").read_text())
+    assert set(written) == {field.name for field in dataclasses.fields(DiffKVConfig)}
+
+
+def test_missing_and_malformed_files(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"diffkv_config\.json.*save_pretrained"):
+        DiffKVConfig.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="JSON object"):
+        DiffKVConfig.from_json("[1, 2]")
+
+
+def test_defaults_are_the_papers() -> None:
+    config = DiffKVConfig()
+    assert (config.high.name, config.low.name, config.window) == ("K8V4", "K4V2", 64)
+    assert config.compaction_interval == 1 and config.observation_window is None and config.max_bytes is None
+
+
+def test_lossless_prunes_and_quantises_nothing() -> None:
+    config = DiffKVConfig.lossless()
+    assert config.high.name == config.low.name == "K16V16"
+    assert config.alpha_high == config.alpha_low == 0
+
+
+def test_plain_values_become_precisions_and_tuples() -> None:
+    config = DiffKVConfig(high=[8, 8], low={"k_bits": 4, "v_bits": 4}, alpha_high=[1], alpha_low=0)
+    assert config.high == Precision(8, 8) and config.low == Precision(4, 4)
+    assert config.alpha_high == (1.0,) and config.alpha_low == 0.0
+    assert hash(config) == hash(DiffKVConfig.from_json(config.to_json()))
+
+
+GROUPED = (Precision(8, 4, 1, 2), Precision(4, 2, 2, 4))
+PLAIN = (Precision(8, 4), Precision(4, 2))
+UNCALIBRATED = (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "name, alphas, precisions",
+    [
+        ("meta-llama/Meta-Llama-3-8B", (0.02, 1.0), PLAIN),
+        ("meta-llama/Meta-Llama-3-8B-Instruct", (0.02, 1.0), PLAIN),
+        ("models/Meta-Llama-3-8B-Instruct/", (0.02, 1.0), PLAIN),
+        ("meta-llama/Meta-Llama-3-70B-Instruct", (0.0, 1.0), PLAIN),
+        ("Qwen/Qwen2.5-7B-Instruct", (0.04, 0.04), PLAIN),
+        ("Qwen/Qwen2.5-32B", (0.0, 3.0), PLAIN),
+        ("Qwen/QwQ-32B", (0.0, 3.0), GROUPED),
+        ("Qwen/Qwen3-8B", UNCALIBRATED, GROUPED),
+        ("meta-llama/Llama-3.1-8B", UNCALIBRATED, PLAIN),
+        ("meta-llama/Llama-3.1-8B-Instruct", UNCALIBRATED, PLAIN),
+        ("meta-llama/Llama-3.2-3B", UNCALIBRATED, PLAIN),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", UNCALIBRATED, PLAIN),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", UNCALIBRATED, PLAIN),
+        ("Qwen/Qwen2.5-Math-7B", UNCALIBRATED, PLAIN),
+        ("Qwen/Qwen2.5-72B", UNCALIBRATED, PLAIN),
+        ("someone/my-finetune", UNCALIBRATED, PLAIN),
+        ("", UNCALIBRATED, PLAIN),
+    ],
+)
+def test_thresholds_of_published_models(
+    name: str, alphas: tuple[float, float], precisions: tuple[Precision, Precision]
+) -> None:
+    model_config = LlamaConfig()
+    model_config._name_or_path = name
+    for config in (DiffKVConfig.for_model(name), DiffKVConfig.for_model(model_config)):
+        assert (config.alpha_low, config.alpha_high) == alphas
+        assert (config.high, config.low) == precisions
+
+
+def test_fields_override_a_preset() -> None:
+    config = DiffKVConfig.for_model("Qwen/Qwen3-8B", alpha_high=2.0, low=Precision(4, 4), window=5)
+    assert (config.high, config.low) == (GROUPED[0], Precision(4, 4))
+    assert (config.alpha_low, config.alpha_high, config.window) == (0.0, 2.0, 5)

@@ -1,0 +1,72 @@
+"""What is installed, and what an import costs."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hf_diffkv
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "hf_diffkv"
+OPTIONAL = ("matplotlib", "datasets", "evaluate", "gradio")
+
+
+@pytest.fixture(scope="module")
+def project() -> dict:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no TOML parser")
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}
+
+
+def test_version(project: dict) -> None:
+    assert project["version"] == hf_diffkv.__version__
+
+
+def test_console_script_exists(project: dict) -> None:
+    module, function = project["scripts"]["hf-diffkv"].split(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_import_is_light() -> None:
+    code = f"import sys, hf_diffkv; print([name for name in {OPTIONAL} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_everything_imported_is_declared(project: dict) -> None:
+    required = names(project["dependencies"])
+    optional = set().union(*(names(extra) for extra in project["optional-dependencies"].values()))
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                modules = [node.module]
+            else:
+                continue
+            third_party = {module.split(".")[0] for module in modules} - set(sys.stdlib_module_names) - {"hf_diffkv"}
+            allowed = required if node in tree.body else required | optional
+            assert third_party <= allowed, f"{path.relative_to(ROOT)} imports {third_party - allowed}"
+
+
+def test_every_folder_of_code_is_a_package() -> None:
+    folders = {path.parent for path in PACKAGE.rglob("*.py")}
+    assert len(folders) > 5
+    assert all((folder / "__init__.py").is_file() for folder in folders)
+
+
+def test_license_is_apache_2(project: dict) -> None:
+    assert project["license"] == "Apache-2.0"
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text and "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text

@@ -1,0 +1,251 @@
+"""Random sequences of operations: no page is lost or owned twice, and a full pool leaves everything as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_diffkv import DiffKVCache
+from hf_diffkv.config import DiffKVConfig, Precision
+from hf_diffkv.store import Store, attend_token, attend_tokens, check_integrity, levels, read_tokens, select_rows
+
+HEADS, GROUP, DIM = 2, 2, 8
+SETTINGS = settings(max_examples=40, stateful_step_count=15, derandomize=True, deadline=None, database=None)
+THRESHOLDS = [(1.0, 0.5), (0.0, 0.0), (1e9, 0.0), (0.9, 0.9), (1.5, 1.0)]
+
+
+def snapshot(store: Store) -> dict[str, object]:
+    """Everything a user, or another request, could notice."""
+    layers = [read_tokens(store, layer) for layer in range(store.num_layers)]
+    return {
+        "tokens": [(t.levels, t.keys, t.values, t.score) for t in layers],
+        "counts": [t.clone() for t in (store.high_count, store.low_count, store.length, store.window_start)],
+        "free": store.pool.free_list.ids(),
+        "capacity": store.pool.capacity,
+    }
+
+
+def assert_same(before: dict[str, object], after: dict[str, object]) -> None:
+    assert before["capacity"] == after["capacity"]
+    assert torch.equal(before["free"], after["free"])
+    for was, now in zip(before["counts"], after["counts"]):
+        assert torch.equal(was, now)
+    for was, now in zip(before["tokens"], after["tokens"]):
+        for a, b in zip(was, now):
+            assert torch.equal(a, b)
+
+
+def check_pages(store: Store) -> None:
+    """Every page but the null page is free or stands in one place of one row; the levels agree with the counts."""
+    owned = []
+    tiers = ((store.high_count, store.layout.high, 2), (store.low_count, store.layout.low, 1))
+    table = store.table.table
+    for tier, (counts, layout, _) in enumerate(tiers):
+        for place in (counts > 0).nonzero().tolist():
+            pages = -(-int(counts[tuple(place)]) // layout.capacity)
+            row = table[tuple(place)].tolist()
+            owned += row[:pages] if tier == 0 else row[-pages:]
+    assert int((table != 0).sum()) == len(owned)
+    free = store.pool.free_list.ids().tolist()
+    assert sorted(owned + free) == list(range(1, store.pool.capacity))
+    for layer in range(store.num_layers):
+        level = levels(store, layer)
+        for counts, _, number in tiers:
+            assert torch.equal((level == number).sum(-1), counts[layer].long())
+        newest = (store.length[layer] - store.config.window).clamp(min=0)
+        assert (store.window_start[layer] <= newest).all()
+        assert torch.equal((level == 3).sum(-1)[:, 0], store.length[layer] - store.window_start[layer])
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """One store under random prompts, turns, steps, selections and reads."""
+
+    layers = 2
+    limits: tuple[int | None, ...] = (None,)
+    refused: dict[str, int] = {}
+
+    @initialize(
+        interval=st.sampled_from([1, 3]),
+        window=st.sampled_from([1, 4]),
+        thresholds=st.sampled_from(THRESHOLDS),
+        batch=st.integers(1, 3),
+        data=st.data(),
+    )
+    def start(self, interval: int, window: int, thresholds: tuple[float, float], batch: int, data) -> None:
+        config = DiffKVConfig(
+            high=Precision(8, 4),
+            low=Precision(4, 2),
+            alpha_high=thresholds[0],
+            alpha_low=thresholds[1],
+            window=window,
+            compaction_interval=interval,
+            page_bytes=192,
+        )
+        self.store = Store(config, self.layers, batch, HEADS, DIM, DIM, torch.float32, torch.device("cpu"))
+        for layer in range(self.layers):
+            self.store.set_thresholds(layer, *thresholds)
+        self.store.pool.max_pages = data.draw(st.sampled_from(self.limits))
+
+    @rule(tokens=st.integers(2, 40), seed=st.integers(0, 1000), share=st.sampled_from([0.0, 0.3, 1.0]))
+    def several(self, tokens: int, seed: int, share: float) -> None:
+        """A prompt or a further turn; `share` of its tokens are padding."""
+        self.forward(tokens, seed, share)
+
+    @precondition(lambda self: self.store.seen > 0)
+    @rule(count=st.integers(1, 12), seed=st.integers(0, 1000), share=st.sampled_from([0.0, 0.0, 0.4]))
+    def steps(self, count: int, seed: int, share: float) -> None:
+        for step in range(count):
+            self.forward(1, seed + step, share)
+
+    def forward(self, tokens: int, seed: int, share: float) -> None:
+        store = self.store
+        generator = torch.Generator().manual_seed(seed)
+        valid = torch.rand(store.batch_size, tokens, generator=generator) >= share if share else None
+        before = snapshot(store) if store.pool.max_pages is not None else None
+        seen = store.seen
+        try:
+            store.begin(tokens)
+            for layer in range(store.num_layers):
+                query = 3 * torch.randn(store.batch_size, HEADS * GROUP, tokens, DIM, generator=generator)
+                key, value = torch.randn(2, store.batch_size, HEADS, tokens, DIM, generator=generator)
+                if tokens == 1 and seen > 0:
+                    one = None if valid is None else valid[:, 0]
+                    output = attend_token(store, layer, query, key, value, scaling=0.4, valid=one)
+                else:
+                    output = attend_tokens(store, layer, query, key, value, scaling=0.4, valid=valid)
+                assert output.isfinite().all()
+        except MemoryError as error:
+            self.check_refused("several tokens" if tokens > 1 else "a step", before, error)
+            return
+        store.padding.append(tokens, valid)
+
+    def check_refused(self, what: str, before: dict[str, object], error: MemoryError) -> None:
+        assert self.store.pool.max_pages is not None
+        assert "limit" in str(error) and "max_bytes" in str(error)
+        assert_same(before, snapshot(self.store))
+        self.refused[what] = self.refused.get(what, 0) + 1
+
+    @precondition(lambda self: self.store.seen > 0)
+    @rule(data=st.data())
+    def select(self, data) -> None:
+        """Rows are repeated, dropped and reordered; every new row is what its source was."""
+        store = self.store
+        index = data.draw(st.lists(st.integers(0, store.batch_size - 1), min_size=1, max_size=5), label="index")
+        before = snapshot(store)
+        try:
+            select_rows(store, torch.tensor(index))
+        except MemoryError as error:
+            self.check_refused("a selection", before, error)
+            return
+        assert store.batch_size == len(index)
+        for was, now in zip(before["tokens"], snapshot(store)["tokens"]):
+            for a, b in zip(was, now):
+                assert torch.equal(a[index], b)
+
+    @precondition(lambda self: self.store.seen > 0)
+    @rule()
+    def read(self) -> None:
+        """Reading changes nothing, and what is not stored reads as zero."""
+        first = snapshot(self.store)
+        assert_same(first, snapshot(self.store))
+        for level, keys, values, score in first["tokens"]:
+            stored = level > 0
+            assert not keys[~stored].any() and not values[~stored].any() and not score[~stored].any()
+            assert keys[stored].isfinite().all() and values[stored].isfinite().all()
+
+    def teardown(self) -> None:
+        if hasattr(self, "store") and self.store.seen:
+            check_integrity(self.store)
+
+    @rule()
+    def check(self) -> None:
+        check_integrity(self.store)
+        check_pages(self.store)
+
+
+class LimitedStoreMachine(StoreMachine):
+    """A pool that is soon full. One layer, so that a refused prompt leaves no layer ahead of another."""
+
+    layers = 1
+    limits = (8, 20, 40, 80, 160)
+    refused = {}
+
+
+def test_no_page_is_lost_or_owned_twice() -> None:
+    run_state_machine_as_test(StoreMachine, settings=SETTINGS)
+
+
+def test_a_full_pool_leaves_everything_as_it_was() -> None:
+    LimitedStoreMachine.refused.clear()
+    run_state_machine_as_test(LimitedStoreMachine, settings=SETTINGS)
+    assert all(LimitedStoreMachine.refused.get(what, 0) > 3 for what in ("several tokens", "a step", "a selection")), (
+        LimitedStoreMachine.refused
+    )
+
+
+@pytest.mark.parametrize("interval", [2, 4, 16])
+def test_selecting_rows_between_two_compactions(interval: int) -> None:
+    """Beam search selects after every step; the window must still be emptied in time."""
+    config = DiffKVConfig(alpha_high=1.0, window=2, compaction_interval=interval)
+    store = Store(config, 1, 2, 1, DIM, DIM, torch.float32, torch.device("cpu"))
+    store.set_thresholds(0, 1.0, 0.0)
+    generator = torch.Generator().manual_seed(0)
+    for step, tokens in enumerate([5] + [1] * 40):
+        query, key, value = torch.randn(3, 2, 1, tokens, DIM, generator=generator)
+        store.begin(tokens)
+        store.padding.append(tokens, None)
+        (attend_token if step else attend_tokens)(store, 0, query, key, value, scaling=0.4)
+        select_rows(store, torch.tensor([1, 0]))
+        check_integrity(store)
+        assert (levels(store, 0) > 0).all(), "alpha_low = 0 keeps every token"
+
+
+def test_a_refused_prompt_leaves_the_whole_cache_as_it_was() -> None:
+    """The second layer finds no room when the first has stored its tokens already."""
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    model.set_attn_implementation("diffkv")
+    cache = DiffKVCache(config, alpha_high=1.0, alpha_low=0.0, window=4, max_bytes=60_000)
+    tokens = torch.randint(50, (1, 800))
+    with torch.no_grad():
+        model(tokens[:, :200], past_key_values=cache)
+        before = [(cache.levels(layer), *cache.dequantize(layer)) for layer in range(2)]
+        with pytest.raises(MemoryError, match="max_bytes"):
+            model(tokens[:, 200:], past_key_values=cache)
+        assert cache.get_seq_length() == 200
+        for layer in range(2):
+            after = (cache.levels(layer), *cache.dequantize(layer))
+            assert all(torch.equal(was, now) for was, now in zip(before[layer], after))
+        model(tokens[:, 200:201], past_key_values=cache)
+    cache.check_integrity()
+    for layer in range(2):
+        assert cache.levels(layer)[0, 0, -4:].tolist() == [3, 3, 3, 3]
+
+
+def test_padding_in_a_step_may_hold_anything() -> None:
+    store = Store(DiffKVConfig(window=2), 1, 2, 1, DIM, DIM, torch.float32, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    for step, tokens in enumerate((5, 1, 1)):
+        query, key, value = torch.randn(3, 2, 1, tokens, DIM, generator=generator)
+        valid = torch.ones(2, tokens, dtype=torch.bool)
+        if step == 1:
+            valid[1] = False
+            query[1], key[1], value[1] = torch.nan, torch.nan, torch.nan
+        store.begin(tokens)
+        store.padding.append(tokens, valid)
+        options = {"valid": valid[:, 0]} if step else {"valid": valid}
+        output = (attend_token if step else attend_tokens)(store, 0, query, key, value, scaling=0.4, **options)
+        assert output.isfinite().all()
+    check_integrity(store)
