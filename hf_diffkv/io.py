@@ -16,6 +16,7 @@ from torch import Tensor
 from .config import DiffKVConfig
 from .memory import NULL_PAGE
 from .store import Store
+from .store.state import ROW_STATE
 
 if TYPE_CHECKING:
     from .integration.cache import DiffKVCache
@@ -25,17 +26,7 @@ JSON_NAME = "diffkv_cache.json"
 TENSORS_NAME = "diffkv_cache.safetensors"
 # what does not change the keys and values a model computes
 VOLATILE = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
-STORE_TENSORS = (
-    "window_key",
-    "window_value",
-    "window_score",
-    "high_count",
-    "low_count",
-    "length",
-    "window_start",
-    "alpha_high",
-    "alpha_low",
-)
+STORE_TENSORS = (*ROW_STATE, "alpha_high", "alpha_low")
 WEIGHT_SAMPLES = 64
 
 

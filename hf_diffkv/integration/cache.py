@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from ..config import DiffKVConfig
 from ..io import load_cache, model_fingerprint, save_cache
 from ..report import MemoryReport, memory_report
-from ..store import check_integrity, commit, levels, read_tokens, select_rows
+from ..store import check_integrity, commit, fork_store, levels, read_tokens, select_rows
 from .errors import HandOverError, UnsupportedModelError
 from .layer import DiffKVLayer
 from .stores import Stores
@@ -137,6 +138,28 @@ class DiffKVCache(Cache):
             CacheFileError: the files are damaged, newer than this version, or belong to another model.
         """
         return load_cache(cls, save_directory, model)
+
+    def fork(self, n: int) -> list[DiffKVCache]:
+        """`n` caches that continue from the same tokens and share this one's memory until they change.
+
+        The first forward of a fork copies what it shares: every forward adds to the significance of all tokens, which
+        stands beside them. Forks share one page pool: use them from one thread. Layers of Transformers' own are copied.
+
+        Raises:
+            ValueError: n below 1, or tokens that may still be taken back (call `crop(0)`).
+        """
+        if n < 1:
+            raise ValueError(f"n={n} must be at least 1.")
+        self.check_handover()
+        self.stores.check_complete()
+        return [self._twin() for _ in range(n)]
+
+    def _twin(self) -> DiffKVCache:
+        twin = object.__new__(type(self))
+        stores = [fork_store(store) for store in self.stores.stores]
+        memo = {id(store): fork for store, fork in zip(self.stores.stores, stores)}
+        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return twin
 
     def reset(self) -> None:
         """Empties the cache and gives its memory back."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from ..store import Recorded, Store, attend_recorded, attend_token, attend_tokens, read_tokens
+from ..store import Recorded, Store, attend_recorded, attend_token, attend_tokens, begin_forward, read_tokens
 from .compiled import new_handle
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class DiffKVLayer(CacheLayerMixin):
         tokens = key_states.shape[2]
         if self.seen == self.store.seen:
             self.stores.check_complete()
-            self.store.begin(tokens)
+            begin_forward(self.store, tokens)
         self.seen += tokens
         self.pending = (key_states, value_states)
         self.stores.pending = self.index

@@ -24,6 +24,12 @@ class PageTable:
     def width(self) -> int:
         return self.table.shape[-1]
 
+    def copy(self) -> PageTable:
+        """The same entries, to be changed independently."""
+        twin = object.__new__(PageTable)
+        twin.table = self.table.clone()
+        return twin
+
     def ensure_width(self, tokens: int, capacity: int, high_pages: Tensor) -> None:
         """Makes rows wide enough for `tokens` tokens, at least `capacity` of which fit into a page.
 

@@ -25,6 +25,8 @@ class PagePool:
         self.max_pages = max_pages
         self.free_list = FreeList(device)
         self.capacity = 0
+        # owners beyond the first, by page; None until something is shared
+        self.sharers: Tensor | None = None
         self._reservation = reserve(device)
         self._add_pages(1)
 
@@ -39,7 +41,8 @@ class PagePool:
     def bytes(self) -> int:
         """Bytes held: every page that exists, and the free list."""
         ring = self.free_list.ring
-        return self.capacity * self.page_bytes + ring.numel() * ring.element_size() + 8 * self.free_list.state.numel()
+        sharers = 0 if self.sharers is None else 2 * self.sharers.numel()
+        return self.capacity * self.page_bytes + 4 * ring.numel() + 8 * self.free_list.state.numel() + sharers
 
     def ensure_free(self, count: int) -> None:
         """Makes sure that `count` pages can be taken; grows by what is missing.
@@ -58,6 +61,35 @@ class PagePool:
                 "smaller batch."
             )
         self._add_pages(missing)
+
+    def share(self, pages: Tensor) -> None:
+        """Adds an owner to each of `pages` (int [n], no two alike)."""
+        if self.sharers is None:
+            self.sharers = torch.zeros(self.capacity, dtype=torch.int16, device=self.device)
+        self._grow_sharers()
+        self.sharers[pages.long()] += 1
+
+    def release(self, pages: Tensor) -> None:
+        """Takes an owner off each of `pages` (int [n], no two alike); those left without one become free."""
+        if self.sharers is not None:
+            self._grow_sharers()
+            shared = self.sharers[pages.long()] > 0
+            self.sharers[pages[shared].long()] -= 1
+            pages = pages[~shared]
+        self.free_list.give(pages)
+
+    def owners(self, pages: Tensor) -> Tensor:
+        """How many stores own each of `pages`, int64 [n]."""
+        if self.sharers is None:
+            return torch.ones(pages.numel(), dtype=torch.int64, device=self.device)
+        self._grow_sharers()
+        return self.sharers[pages.long()].long() + 1
+
+    def _grow_sharers(self) -> None:
+        if self.sharers.numel() < self.capacity:
+            grown = torch.zeros(self.capacity, dtype=torch.int16, device=self.device)
+            grown[: self.sharers.numel()] = self.sharers
+            self.sharers = grown
 
     def _add_pages(self, count: int) -> None:
         self._reservation.commit((self.capacity + count) * self.page_bytes)

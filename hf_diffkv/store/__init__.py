@@ -1,6 +1,7 @@
 """The state of one device and everything that changes it. Knows nothing of Transformers."""
 
 from .decode import attend_token
+from .fork import begin_forward, fork_store
 from .prompt import attend_tokens
 from .read import Payload, check_integrity, levels, payload, read_tokens
 from .record import Recorded, attend_recorded, commit
@@ -14,8 +15,10 @@ __all__ = [
     "attend_recorded",
     "attend_token",
     "attend_tokens",
+    "begin_forward",
     "check_integrity",
     "commit",
+    "fork_store",
     "levels",
     "payload",
     "read_tokens",

@@ -125,9 +125,16 @@ def check_integrity(store: Store) -> None:
         expected |= mine
     _require(bool(((table != NULL_PAGE) == expected).all()), "a page table row disagrees with its counts")
     free = store.pool.free_list.ids()
-    owned = torch.cat([table[expected], free]).sort().values
-    everything = torch.arange(1, store.pool.capacity, dtype=owned.dtype, device=store.device)
+    _require(table[expected].unique().numel() == int(expected.sum()), "a page stands twice in a table")
+    owners = torch.zeros(store.pool.capacity, dtype=torch.int64, device=store.device)
+    for member in [store] if store.family is None else list(store.family):
+        owners[member.owned_pages().long()] += 1
+    _require(bool((owners[free.long()] == 0).all()), "a free page is owned")
+    owned = torch.cat([owners.nonzero()[:, 0], free.long()]).sort().values
+    everything = torch.arange(1, store.pool.capacity, device=store.device)
     _require(owned.shape == everything.shape and bool((owned == everything).all()), "a page is lost or owned twice")
+    used = owners.nonzero()[:, 0]
+    _require(bool((store.pool.owners(used) == owners[used]).all()), "the owners of a page are counted wrongly")
     _require(free.numel() == store.pool.free_list.free, "the free count disagrees with the free list")
     for layer in range(store.num_layers):
         _check_tokens(store, layer)

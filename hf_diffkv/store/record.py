@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..ops.prefill_attention import prefill_attention
 from .decode import attend_token
+from .fork import make_private
 from .prompt import Past, attend_tokens, check_finite
 from .state import Store
 
@@ -155,6 +156,7 @@ def commit(store: Store, rejected: int) -> None:
             "activate_past_recording() before the forward whose tokens may be rejected (generate() does), or keep a "
             "copy.deepcopy of the cache."
         )
+    make_private(store)
     store.seen -= rejected
     store.padding.length -= rejected
     kept = max(held, default=0) - rejected

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from ..memory import NULL_PAGE
-from .state import Store
-
-COPY_PAGES = 4096
+from .fork import copy_pages, make_private
+from .state import ROW_STATE, Store
 
 
 def select_rows(store: Store, index: Tensor) -> None:
@@ -22,6 +21,7 @@ def select_rows(store: Store, index: Tensor) -> None:
     Raises:
         MemoryError: the copies do not fit; nothing has changed then.
     """
+    make_private(store)
     store.settle()
     index = index.to(store.device)
     table = store.table.table
@@ -39,13 +39,10 @@ def select_rows(store: Store, index: Tensor) -> None:
 
     store.pool.free_list.give(given)
     _, fresh = store.pool.free_list.take(torch.tensor([source.numel()], device=store.device))
-    pages = store.pool.pages
-    for start in range(0, source.numel(), COPY_PAGES):
-        part = slice(start, start + COPY_PAGES)
-        pages[fresh[part]] = pages[source[part]]
+    copy_pages(store, source, fresh)
     chosen[duplicate] = fresh.to(chosen.dtype)
     store.table.table = chosen
-    for name in ("window_key", "window_value", "window_score", "high_count", "low_count", "length", "window_start"):
+    for name in ROW_STATE:
         setattr(store, name, getattr(store, name)[:, index].clone())
     store.recorded = [None if recorded is None else recorded.select(index) for recorded in store.recorded]
     store.padding.select(index)

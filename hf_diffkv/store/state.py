@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import weakref
 from typing import TYPE_CHECKING, Union
 
 import numpy as np
@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from ..config import DiffKVConfig
-from ..memory import HIGH, LOW, PageLayout, PagePool, PageTable
+from ..memory import HIGH, LOW, NULL_PAGE, PageLayout, PagePool, PageTable
 from ..ops.backend import use_kernels
 from ..ops.compact import compact_step
 from ..ops.tiles import Bounds, build_tiles
 from ..policy import get_policy
+from .padding import Padding
 
 if TYPE_CHECKING:
     from ..ops.decode_attention.scratch import Scratch
@@ -26,6 +27,10 @@ REFRESH_STEPS = 8
 FP16_RANGE = 32752.0
 
 LayerThreshold = Union[float, tuple[float, ...]]
+
+
+# tensors with a row for each (layer, request); everything a request is, beside its pages
+ROW_STATE = ("window_key", "window_value", "window_score", "high_count", "low_count", "length", "window_start")
 
 
 class Store:
@@ -90,15 +95,45 @@ class Store:
         self._bounds: list[Bounds] = []
         self._all_bounds: Bounds | None = None
         self.scratch: Scratch | None = None
+        # stores that share this one's pool, and those among them that share all its memory (see fork.py)
+        self.family: weakref.WeakSet[Store] | None = None
+        self.twins: weakref.WeakSet[Store] | None = None
+        self.holder: list[PageTable] | None = None
 
     @property
     def bytes(self) -> int:
-        """Bytes the device holds for this store."""
-        return self.pool.bytes + sum(
+        """Bytes the device holds for this store; what it shares with forks counts in equal parts."""
+        own = sum(
             [t.numel() * t.element_size() for t in self._tensors()]
             + [recorded.bytes for recorded in self.recorded if recorded is not None]
             + [self.padding.bytes]
         )
+        if self.family is None:
+            return self.pool.bytes + own
+        pages = float((1 / self.pool.owners(self.owned_pages())).sum())
+        everyones = self.pool.bytes - self.pool.page_bytes * (self.pool.capacity - 1 - self.pool.free_list.free)
+        twins = 1 if self.twins is None else len(self.twins)
+        return round(pages * self.pool.page_bytes + everyones / len(self.family) + own / twins)
+
+    def owned_pages(self) -> Tensor:
+        """int32 [n], the pages in the table."""
+        table = self.table.table
+        return table[table != NULL_PAGE]
+
+    def __getstate__(self) -> dict:
+        """For copies and pickles: a fork takes along its own pages only."""
+        state = dict(self.__dict__)
+        if self.family is None:
+            return state
+        self.settle()
+        pages = self.owned_pages().long()
+        pool = PagePool(self.pool.page_bytes, self.device, self.pool.max_pages)
+        pool.ensure_free(pages.numel())
+        _, fresh = pool.free_list.take(torch.tensor([pages.numel()], device=self.device))
+        pool.pages[fresh] = self.pool.pages[pages]
+        table = self.table.copy()
+        table.table[table.table != NULL_PAGE] = fresh.to(torch.int32)
+        return {**state, "pool": pool, "table": table, "family": None, "twins": None, "holder": None}
 
     @property
     def rows_per_layer(self) -> int:
@@ -267,46 +302,6 @@ class Store:
             f"keys or values are NaN, infinite or beyond {self.value_limit:g}, which the cache cannot store; check the "
             "model's dtype (float16 overflows: load it with dtype=torch.bfloat16) or use DiffKVConfig.lossless()."
         )
-
-
-class Padding:
-    """Which logical positions of each request are real; costs nothing while there is no padding."""
-
-    def __init__(self, batch_size: int, device: torch.device) -> None:
-        self.batch_size, self.device = batch_size, device
-        self.length = 0
-        self._valid: Tensor | None = None
-
-    @property
-    def bytes(self) -> int:
-        return 0 if self._valid is None else self._valid.numel()
-
-    def append(self, tokens: int, valid: Tensor | None) -> None:
-        """Records `tokens` positions; valid: bool [batch, tokens], None where all are real."""
-        if valid is not None or self._valid is not None:
-            self._grow(self.length + tokens)
-            self._valid[:, self.length : self.length + tokens] = True if valid is None else valid
-        self.length += tokens
-
-    def _grow(self, length: int) -> None:
-        have = 0 if self._valid is None else self._valid.shape[1]
-        if length <= have:
-            return
-        grown = torch.ones(self.batch_size, math.ceil(length * 1.125), dtype=torch.bool, device=self.device)
-        if self._valid is not None:
-            grown[:, :have] = self._valid
-        self._valid = grown
-
-    def mask(self) -> Tensor:
-        """bool [batch, length]: real positions."""
-        if self._valid is None:
-            return torch.ones(self.batch_size, self.length, dtype=torch.bool, device=self.device)
-        return self._valid[:, : self.length]
-
-    def select(self, index: Tensor) -> None:
-        self.batch_size = index.numel()
-        if self._valid is not None:
-            self._valid = self._valid[index]
 
 
 def _ceil(count: np.ndarray, capacity: int) -> np.ndarray:

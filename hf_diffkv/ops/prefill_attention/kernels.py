@@ -1,7 +1,8 @@
 """Triton kernels of the prompt phase: where the real tokens are, and exact attention (DiffKV, sections 3 and 4).
 
-`flash_forward` keeps a log-sum-exp per query, from which `column_scores` (columns.py) recomputes the probabilities. Logits are in units of log2 throughout.
-Optional arguments may be None, which compiles their code away. Dots run in `DOT`; all else is float32.
+`flash_forward` keeps a log-sum-exp per query, from which `column_scores` (columns.py) recomputes the probabilities.
+Logits are in units of log2 throughout. Optional arguments may be None, which compiles their code away. Dots run in
+`DOT`; all else is float32.
 """
 
 from __future__ import annotations

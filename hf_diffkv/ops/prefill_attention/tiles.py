@@ -30,7 +30,7 @@ class Tile:
 INTERPRETER_TILE = Tile(64, 64, 4, 1)
 # by the widest padded head dimension they serve
 FORWARD_TILES = {
-    "sm_80": {64: Tile(128, 64, 8, 3), 128: Tile(128, 32, 8, 2), 256: Tile(64, 32, 8, 2)},
+    "sm_80": {64: Tile(128, 64, 8, 3), 128: Tile(128, 32, 8, 2), 256: Tile(64, 16, 8, 2)},
     "sm_90": {64: Tile(128, 128, 8, 2), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2)},
     "gfx942": {64: Tile(128, 64, 4, 1), 128: Tile(128, 32, 4, 1), 256: Tile(64, 64, 4, 1)},
 }
