@@ -11,6 +11,7 @@ from ..ops.prefill_attention import prefill_attention
 from ..ops.quantize import load_tokens
 from ..ops.segments import segments
 from ..policy import mean_significance
+from .budget import fit_layer
 from .state import Store
 
 
@@ -147,37 +148,39 @@ def _compress(
     received = received.flatten(0, 1)
     past_width = received.shape[1] - new_count
     old_length = store.length[layer].clone()
+    longest = int((store.high_count[layer] + store.low_count[layer]).max()) + new_count + store.window_slots
+    store.ensure_width(longest)
+    store.update_limit()
+    old_alphas = store.alpha_high[layer].clone(), store.alpha_low[layer].clone()
     store.length[layer] += new_count if valid is None else valid.sum(-1)
     length = store.length[layer].repeat_interleave(heads)
-    high_threshold, low_threshold = (t.reshape(rows) for t in store.row_thresholds(layer))
     pages = store.pool.pages
 
-    def level(score: Tensor, position: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
-        mean = mean_significance(score, position, length[row])
-        high = mean >= high_threshold[row]
-        return high, ~high & (mean >= low_threshold[row])
-
-    scores, stays = [], []
+    previous, scores, means = [], [], []
     for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
         tokens = past.tokens[tier]
         view = segments(pages, layout)
-        score = view.score[tokens.page, tokens.slot] + past.gather(received, tier)
-        scores.append(score)
-        stays.append(level(score, view.position[tokens.page, tokens.slot], tokens.row))
-    keep = (stays[HIGH][0], stays[LOW][0] | stays[LOW][1])
-
+        previous.append(view.score[tokens.page, tokens.slot])
+        scores.append(previous[tier] + past.gather(received, tier))
+        means.append(mean_significance(scores[tier], view.position[tokens.page, tokens.slot], length[tokens.row]))
     candidates = _candidates(store, layer, past, key, value, valid, old_length, received, past_width)
     in_window = candidates.position >= (length - store.config.window)[candidates.row]
-    high, low = level(candidates.score, candidates.position, candidates.row)
-    new = (candidates.select(high & ~in_window), candidates.select(low & ~in_window))
+    leaving, window = candidates.select(~in_window), candidates.select(in_window)
+    means.append(mean_significance(leaving.score, leaving.position, length[leaving.row]))
+    if store.config.max_bytes is not None:
+        fit_layer(store, layer, [past.tokens[HIGH].row, past.tokens[LOW].row, leaving.row], means, length)
+    high_threshold, low_threshold = (t.reshape(rows) for t in store.row_thresholds(layer))
 
-    longest = int((store.high_count[layer] + store.low_count[layer]).max()) + new_count + store.window_slots
+    def level(mean: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        high = mean >= high_threshold[row]
+        return high, ~high & (mean >= low_threshold[row])
+
+    stays = [level(means[tier], past.tokens[tier].row) for tier in (HIGH, LOW)]
+    keep = (stays[HIGH][0], stays[LOW][0] | stays[LOW][1])
+    high, low = level(means[2], leaving.row)
+    new = (leaving.select(high), leaving.select(low))
+
     try:
-        store.ensure_width(longest)
-        previous = [
-            segments(pages, layout).score[tokens.page, tokens.slot]
-            for tokens, layout in zip(past.tokens, (store.layout.high, store.layout.low))
-        ]
         _write_scores(store, past, scores)
         rewrite_rows(
             store.pool,
@@ -194,8 +197,9 @@ def _compress(
     except MemoryError:
         _write_scores(store, past, previous)
         store.length[layer] = old_length
+        store.alpha_high[layer], store.alpha_low[layer] = old_alphas
         raise
-    _fill_window(store, layer, candidates.select(in_window))
+    _fill_window(store, layer, window)
     start = (store.length[layer] - store.config.window).clamp(min=0)
     store.window_start[layer] = torch.maximum(store.window_start[layer], start)
     store.forget_bounds()

@@ -82,7 +82,7 @@ class Store:
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
         self.invalid = torch.zeros((), dtype=torch.bool, device=device)
         self.table = PageTable(num_layers, batch_size, num_heads, device)
-        self.pool = PagePool(self.layout.page_bytes, device, self._max_pages(config.max_bytes))
+        self.pool = PagePool(self.layout.page_bytes, device)
         self.padding = Padding(batch_size, device)
         self.seen = 0
         self.recording = False
@@ -99,6 +99,7 @@ class Store:
         self.family: weakref.WeakSet[Store] | None = None
         self.twins: weakref.WeakSet[Store] | None = None
         self.holder: list[PageTable] | None = None
+        self.update_limit()
 
     @property
     def bytes(self) -> int:
@@ -148,20 +149,21 @@ class Store:
             tensors += [t for t in vars(self.scratch).values() if isinstance(t, Tensor)]
         return tensors + [self.flag, *(t for bound in bounds for t in bound.tensors())]
 
-    def _max_pages(self, max_bytes: int | None) -> int | None:
+    def update_limit(self) -> None:
+        """Says how many pages fit beside everything else that is held. Raises `MemoryError` if none does."""
+        max_bytes = self.config.max_bytes
         if max_bytes is None:
-            return None
-        left = max_bytes - sum(t.numel() * t.element_size() for t in self._tensors_before_pool())
-        pages = left // (self.layout.page_bytes + 4)
+            return
+        # what may still be added until the limit is looked at again
+        growth = self.padding.bytes // 8 + self.batch_size * (REFRESH_STEPS + 1) + max_bytes // 64
+        other = self.bytes - self.pool.bytes + growth
+        pages = (max_bytes - other) // (self.layout.page_bytes + 8)
         if pages < 1:
             raise MemoryError(
-                f"max_bytes={max_bytes} cannot even hold the windows of {self.config.window} tokens; raise max_bytes "
-                "or lower window."
+                f"max_bytes={max_bytes} cannot even hold the windows and tables of this cache ({other} bytes); raise "
+                "max_bytes, or lower window or the batch size."
             )
-        return int(pages)
-
-    def _tensors_before_pool(self) -> list[Tensor]:
-        return [self.window_key, self.window_value, self.window_score, self.high_count, self.low_count, self.table.table]
+        self.pool.max_pages = int(pages)
 
     def set_thresholds(self, layer: int, alpha_high: LayerThreshold, alpha_low: LayerThreshold) -> None:
         """Sets one layer's thresholds: one number, or one per head (else `ValueError`)."""
@@ -254,8 +256,6 @@ class Store:
         # a head whose thresholds are equal never has low tokens
         low_growth = np.where((self.alpha_low < self.alpha_high).cpu().numpy(), lookahead, 0)[:, None]
         pages_then = _ceil(self._high_bound + lookahead, high), _ceil(self._low_bound + low_growth, low)
-        self.pool.ensure_free(int((pages_then[HIGH] + pages_then[LOW] - pages_now).sum()))
-        self.ensure_width(int((self._high_bound + self._low_bound).max()) + lookahead)
         longest = int((self._high_bound + self._low_bound).max()) + lookahead + self.window_slots
         if use_kernels(self.device, self.dtype):
             self._all_bounds = Bounds(longest)
@@ -263,7 +263,22 @@ class Store:
         else:
             self._all_bounds = self._tile(slice(None), longest, lookahead)
             self._bounds = [self._tile(layer, longest, lookahead) for layer in range(self.num_layers)]
+        self.ensure_width(int((self._high_bound + self._low_bound).max()) + lookahead)
+        self.update_limit()
+        self._ensure_free(int((pages_then[HIGH] + pages_then[LOW] - pages_now).sum()))
         self._steps_left = REFRESH_STEPS
+
+    def _ensure_free(self, pages: int) -> None:
+        try:
+            self.pool.ensure_free(pages)
+        except MemoryError:
+            if self.config.max_bytes is None:
+                raise
+            # the budget works on stores, so it can only be loaded here
+            from .budget import make_room
+
+            make_room(self, pages)
+            self.refresh()
 
     def _tile(self, layers: slice | int, longest: int, lookahead: int) -> Bounds:
         tiers = ((self._high_bound, self.layout.high.capacity), (self._low_bound, self.layout.low.capacity))

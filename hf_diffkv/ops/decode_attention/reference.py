@@ -73,6 +73,9 @@ def decode_attention(
     tables = page_table.view(rows, -1)
     if valid is None:
         valid = length > 0
+    scoring = valid.repeat_interleave(kv_heads)
+    # padding may hold anything, and zero times infinity is not zero
+    scaled = torch.where(scoring[:, None, None], scaled, 0.0)
     window = _window_logits(scaled, window_key, window_start, length, softcap)
     merged = _window_partials(window, window_value, sinks, group)
     pieces = []
@@ -82,7 +85,6 @@ def decode_attention(
             piece.attend(scaled, merged, softcap)
             pieces.append(piece)
     total = torch.where(merged.total == 0, 1.0, merged.total)
-    scoring = valid.repeat_interleave(kv_heads)
     output = torch.where(scoring[:, None, None], merged.output / total[..., None], 0.0)
     log_total = merged.peak + torch.log(total)
     for piece in pieces:
