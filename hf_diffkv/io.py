@@ -147,7 +147,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _slow_digest(file)
+        return (
+            hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _slow_digest(file)
+        )
 
 
 def _slow_digest(file: Any) -> str:

@@ -217,17 +217,20 @@ def test_a_refused_prompt_leaves_the_whole_cache_as_it_was() -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).eval()
     model.set_attn_implementation("diffkv")
-    cache = DiffKVCache(config, alpha_high=1.0, alpha_low=0.0, window=4, max_bytes=60_000)
+    cache = DiffKVCache(config, alpha_high=1.0, alpha_low=0.0, window=4)
     tokens = torch.randint(50, (1, 800))
     with torch.no_grad():
         model(tokens[:, :200], past_key_values=cache)
         before = [(cache.levels(layer), *cache.dequantize(layer)) for layer in range(2)]
-        with pytest.raises(MemoryError, match="max_bytes"):
+        pool = cache.stores.stores[0].pool
+        pool.max_pages = pool.capacity + 1
+        with pytest.raises(MemoryError, match="limit"):
             model(tokens[:, 200:], past_key_values=cache)
         assert cache.get_seq_length() == 200
         for layer in range(2):
             after = (cache.levels(layer), *cache.dequantize(layer))
             assert all(torch.equal(was, now) for was, now in zip(before[layer], after))
+        pool.max_pages = None
         model(tokens[:, 200:201], past_key_values=cache)
     cache.check_integrity()
     for layer in range(2):

@@ -110,7 +110,9 @@ def _compiled(
     """The same inside a compiled graph, for one new token per request (a prompt runs uncompiled)."""
     tokens = key.shape[2]
     if tokens != 1:
-        raise HandOverError("only decode steps of one token can be compiled with DiffKVCache; run the prompt uncompiled.")
+        raise HandOverError(
+            "only decode steps of one token can be compiled with DiffKVCache; run the prompt uncompiled."
+        )
     valid = None
     if mask is not None:
         valid = (mask[:, -tokens:] if mask.ndim == 2 else mask[:, 0, -1, -tokens:]).bool()

@@ -158,7 +158,9 @@ class DiffKVLayer(CacheLayerMixin):
         key, value = self.pending
         self.pending = self.stores.pending = None
         try:
-            return self._attend(query, key, value, valid, mask, {"scaling": scaling, "softcap": softcap, "sinks": sinks})
+            return self._attend(
+                query, key, value, valid, mask, {"scaling": scaling, "softcap": softcap, "sinks": sinks}
+            )
         except BaseException:
             self.stores.abandon(self, key.shape[2])
             raise

@@ -101,7 +101,9 @@ class Past:
         stored = (counts[HIGH] + counts[LOW]).long()
         third = past.window_token - start[past.window_row] + stored[past.window_row]
         past.ranks = [first, second, third]
-        parts = [load_tokens(pages, tiers[t], past.tokens[t].page, past.tokens[t].slot, store.dtype) for t in (HIGH, LOW)]
+        parts = [
+            load_tokens(pages, tiers[t], past.tokens[t].page, past.tokens[t].slot, store.dtype) for t in (HIGH, LOW)
+        ]
         parts.append(past.window(store, layer))
         dtype = parts[HIGH][0].dtype
         past.key = torch.zeros(rows, longest, store.key_dim, dtype=dtype, device=store.device)

@@ -144,14 +144,18 @@ def _check_tokens(store: Store, layer: int) -> None:
     start, length = store.window_start[layer], store.length[layer]
     held = length - start
     _require(bool(((held >= 0) & (held <= store.window_slots)).all()), "a window holds more tokens than it has slots")
-    seen = torch.zeros(store.batch_size * store.num_heads, int(length.max()) + 1, dtype=torch.int32, device=store.device)
+    seen = torch.zeros(
+        store.batch_size * store.num_heads, int(length.max()) + 1, dtype=torch.int32, device=store.device
+    )
     starts = start.repeat_interleave(store.num_heads)
     for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
         tokens = _tier(store, layer, tier)
         view = segments(store.pool.pages, layout)
         position = view.position[tokens.page, tokens.slot].long()
         score = view.score[tokens.page, tokens.slot]
-        _require(bool(((position >= 0) & (position < starts[tokens.row])).all()), "a stored token has no valid position")
+        _require(
+            bool(((position >= 0) & (position < starts[tokens.row])).all()), "a stored token has no valid position"
+        )
         _require(bool((score.isfinite() & (score >= 0)).all()), "a stored token has no valid significance")
         seen.index_put_((tokens.row, position), torch.ones_like(position, dtype=torch.int32), accumulate=True)
     _require(int(seen.max()) <= 1, "a token is stored twice")

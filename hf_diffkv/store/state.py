@@ -167,7 +167,10 @@ class Store:
 
     def set_thresholds(self, layer: int, alpha_high: LayerThreshold, alpha_low: LayerThreshold) -> None:
         """Sets one layer's thresholds: one number, or one per head (else `ValueError`)."""
-        for name, target, value in (("alpha_high", self.alpha_high, alpha_high), ("alpha_low", self.alpha_low, alpha_low)):
+        for name, target, value in (
+            ("alpha_high", self.alpha_high, alpha_high),
+            ("alpha_low", self.alpha_low, alpha_low),
+        ):
             if isinstance(value, tuple) and len(value) != self.num_heads:
                 raise ValueError(
                     f"{name} has {len(value)} entries per layer but layers have {self.num_heads} KV heads; give "
@@ -310,7 +313,9 @@ class Store:
         if bool(self.invalid):
             raise ValueError(self.value_message())
         if bool(self.flag):
-            raise RuntimeError("a compaction found too few pages, which the host should have provided; please report it.")
+            raise RuntimeError(
+                "a compaction found too few pages, which the host should have provided; please report it."
+            )
 
     def value_message(self) -> str:
         return (

@@ -126,12 +126,15 @@ def _least_significant(
 
 
 def _add_pages(
-    free_list: FreeList, layout: PageLayout, table: Tensor, appends: tuple[Tensor, Tensor], counts: tuple[Tensor, Tensor]
+    free_list: FreeList,
+    layout: PageLayout,
+    table: Tensor,
+    appends: tuple[Tensor, Tensor],
+    counts: tuple[Tensor, Tensor],
 ) -> None:
     """Gives a page to every row whose next slot starts one; both tiers share one prefix sum."""
     needs = [
-        append & (count % tier.capacity == 0)
-        for append, count, tier in zip(appends, counts, (layout.high, layout.low))
+        append & (count % tier.capacity == 0) for append, count, tier in zip(appends, counts, (layout.high, layout.low))
     ]
     fresh = free_list.take_at_most_one(torch.cat(needs)).chunk(2)
     for tier, (need, new, count, tier_layout) in enumerate(zip(needs, fresh, counts, (layout.high, layout.low))):

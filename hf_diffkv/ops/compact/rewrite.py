@@ -126,9 +126,7 @@ def _close_holes(pages: Tensor, layout: TierLayout, stored: StoredTokens, keep: 
     inside = stored.index < kept[stored.row]
     # per row there are as many holes inside as tokens outside, and both lists are in row order
     holes, movers = ~keep & inside, keep & ~inside
-    move_tokens(
-        pages, layout, stored.page[movers], stored.slot[movers], stored.page[holes], stored.slot[holes]
-    )
+    move_tokens(pages, layout, stored.page[movers], stored.slot[movers], stored.page[holes], stored.slot[holes])
 
 
 def _entries(count: Tensor, first: Tensor, tier: int, width: int) -> tuple[Tensor, Tensor]:
@@ -158,6 +156,4 @@ def _append(
     rank = torch.arange(new.row.numel(), device=new.row.device) - (added.cumsum(0) - added)[new.row]
     index = kept[new.row] + rank
     page = table[new.row, column(tier, index // layout.capacity, table.shape[1])].long()
-    store_tokens(
-        pages, layout, page, index % layout.capacity, new.key, new.value, new.score, new.position, dtype
-    )
+    store_tokens(pages, layout, page, index % layout.capacity, new.key, new.value, new.score, new.position, dtype)

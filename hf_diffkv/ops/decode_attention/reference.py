@@ -17,6 +17,8 @@ from ..segments import Segments, segments
 from ..tiles import Tiles
 
 CHUNK_ELEMENTS = 1 << 19
+# exp(-40) of the largest weight is below rounding; products of smaller ones would be subnormal numbers, which are slow
+LOWEST_EXPONENT = -40.0
 
 
 @dataclass
@@ -144,12 +146,16 @@ class _Tier:
         dtype: torch.dtype,
     ) -> None:
         self.layout, self.tiles, self.dtype, self.pages = layout, tiles, dtype, pages
+        # few tiles are done in one go, masked throughout: fewer operations count for more than work saved
+        tokens = tiles.pages * layout.capacity
+        self.step = max(1, CHUNK_ELEMENTS // (tokens * layout.key_dim))
+        self.full = tiles.full if tiles.row.numel() > self.step else 0
         width = tables.shape[-1]
         page = tiles.first[:, None] + torch.arange(tiles.pages, device=tables.device)
         entry = tables[tiles.row[:, None], column(tier, page.clamp(max=width - 1), width)]
         self.ids = torch.where(page * layout.capacity < counts[tiles.row, None], entry, NULL_PAGE).long()
-        token = page[tiles.full :, :, None] * layout.capacity + torch.arange(layout.capacity, device=tables.device)
-        self.absent = (token >= counts[tiles.row[tiles.full :], None, None]).flatten(1)
+        token = page[self.full :, :, None] * layout.capacity + torch.arange(layout.capacity, device=tables.device)
+        self.absent = (token >= counts[tiles.row[self.full :], None, None]).flatten(1)
         self.keys = _parts(layout.key_dim, layout.k_bits, layout.k_groups)
         self.values = _parts(layout.value_dim, layout.v_bits, layout.v_groups)
 
@@ -163,19 +169,21 @@ class _Tier:
         self.weights = query.new_empty(*shape, tokens)
         peak, total = query.new_empty(shape), query.new_empty(shape)
         output = query.new_empty(*shape, layout.value_dim)
-        for start, stop in _chunks(tiles.full, count, max(1, CHUNK_ELEMENTS // (tokens * layout.key_dim))):
+        for start, stop in _chunks(self.full, count, self.step):
             chunk = slice(start, stop)
             view = segments(self.pages.index_select(0, self.ids[chunk].flatten()), layout)
             weights = self.weights[chunk]
             self._logits(view, query[chunk], weights)
             if softcap is not None:
                 weights.div_(softcap).tanh_().mul_(softcap)
-            absent = self.absent[start - tiles.full : stop - tiles.full] if start >= tiles.full else None
+            absent = self.absent[start - self.full : stop - self.full] if start >= self.full else None
             if absent is not None:
                 weights.masked_fill_(absent[:, None], -torch.inf)
             highest = weights.amax(-1)
             peak[chunk] = highest if absent is None else torch.where(highest == -torch.inf, 0.0, highest)
-            weights.sub_(peak[chunk, :, None]).exp_()
+            weights.sub_(peak[chunk, :, None]).clamp_(min=LOWEST_EXPONENT).exp_()
+            if absent is not None:
+                weights.masked_fill_(absent[:, None], 0.0)
             total[chunk] = weights.sum(-1)
             self._output(view, weights, absent, output[chunk])
         self._merge(merged, peak, total, output)
@@ -234,7 +242,8 @@ class _Tier:
     def add_scores(self, log_total: Tensor, scoring: Tensor) -> None:
         """Adds each token's largest probability within the group to its sum."""
         row = self.tiles.row
-        share = torch.where(scoring[row, None], torch.exp(self.peak - log_total[row]), 0.0)
+        share = self.peak - log_total[row]
+        share = torch.where(scoring[row, None] & (share > LOWEST_EXPONENT), torch.exp(share), 0.0)
         received = self.weights.mul_(share[..., None]).amax(1).float()
         score = segments(self.pages, self.layout).score
         score[self.ids] = score[self.ids] + received.view(*self.ids.shape, -1)

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from ..quantize import compute_dtype
 
-BLOCK_ELEMENTS = 1 << 23
+BLOCK_ELEMENTS = 1 << 20
+# exp(-80) is far below rounding; smaller results are subnormal numbers, which CPUs multiply a hundred times slower
+LOWEST_EXPONENT = -80.0
 
 
 def prefill_attention(
@@ -78,12 +80,13 @@ def prefill_attention(
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         allowed = _allowed(position, start, stop, end, valid, mask)
-        logits[..., past:].masked_fill_(~allowed[:, :, None], -torch.inf)
-        if past:
-            logits[..., :past].masked_fill_(~past_valid[:, :, None, None], -torch.inf)
-        probabilities = _softmax(logits, sinks, kv_heads, group)
+        hidden = ~allowed[:, :, None]
+        hidden_past = ~past_valid[:, :, None, None] if past else None
         if valid is not None:
-            probabilities.masked_fill_(~valid[:, None, None, start:stop, None], 0.0)
+            padding = ~valid[:, None, None, start:stop, None]
+            hidden = hidden | padding
+            hidden_past = hidden_past | padding if past else None
+        probabilities = _softmax(logits, hidden_past, hidden, past, sinks)
         block_output = torch.matmul(probabilities.flatten(2, 3), values[:, :, : past + end])
         output[:, :, start:stop] = block_output.unflatten(2, (group, stop - start)).flatten(1, 2).to(query.dtype)
         later = position[start:stop, None] > position[None, :end]
@@ -108,14 +111,25 @@ def _allowed(position: Tensor, start: int, stop: int, end: int, valid: Tensor | 
     return allowed if valid is None else allowed & valid[:, None, None, :end]
 
 
-def _softmax(logits: Tensor, sinks: Tensor | None, kv_heads: int, group: int) -> Tensor:
-    """Softmax over keys, with the sinks' share left out; a query that sees no key gets zeros."""
+def _softmax(logits: Tensor, hidden_past: Tensor | None, hidden: Tensor, past: int, sinks: Tensor | None) -> Tensor:
+    """Softmax over the keys that are not hidden, with the sinks' share left out; zeros where all are hidden.
+
+    logits: [batch, kv_heads, group, queries, past + keys], overwritten.
+    """
+
+    def hide(x: Tensor, value: float) -> None:
+        x[..., past:].masked_fill_(hidden, value)
+        if hidden_past is not None:
+            x[..., :past].masked_fill_(hidden_past, value)
+
+    hide(logits, -torch.inf)
     peak = logits.amax(-1, keepdim=True)
     if sinks is not None:
-        sink = sinks.to(logits.dtype).view(1, kv_heads, group, 1, 1)
+        sink = sinks.to(logits.dtype).view(1, *logits.shape[1:3], 1, 1)
         peak = torch.maximum(peak, sink)
     peak = torch.where(peak == -torch.inf, 0.0, peak)
-    weights = logits.sub_(peak).exp_()
+    weights = logits.sub_(peak).clamp_(min=LOWEST_EXPONENT).exp_()
+    hide(weights, 0.0)
     total = weights.sum(-1, keepdim=True)
     if sinks is not None:
         total = total + torch.exp(sink - peak)
