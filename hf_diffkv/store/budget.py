@@ -1,7 +1,8 @@
 """Keeping a store under `max_bytes` by tightening its thresholds.
 
-Tightening by `strength` raises alpha_high to at least `strength` and alpha_low to at least a tenth of it (where a head has
-no low tier: to the same), so that the least significant tokens sink first and are pruned first. Thresholds never go back.
+Tightening by `strength` raises alpha_high to at least `strength` and alpha_low to at least a tenth of it (where a
+head has no low tier: to the same), so that the least significant tokens sink first and are pruned first. Thresholds
+never go back.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Stores that share memory until one of them changes.
 
 Forks read the same pages, windows and tables. The first change of one gives it its own copy; every forward adds to the
-significance of all its tokens, which stands in the pages, so a change copies them all. Pages count their owners, and the
-last owner keeps them without a copy.
+significance of all its tokens, which stands in the pages, so a change copies them all. Pages count their owners, and
+the last owner keeps them without a copy.
 """
 
 from __future__ import annotations

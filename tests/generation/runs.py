@@ -1,0 +1,194 @@
+"""A model and a cache fed by hand, forward by forward, and everything its attention saw."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from dense_simulation import LayerSimulation, SimPrecision
+from tiny_models import VOCABULARY, ragged_prompts, tiny_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.integration.layer import DiffKVLayer
+
+CONFIG = DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16)
+
+
+def model_of(name: str = "llama", attention: str = "diffkv", **options: Any) -> PreTrainedModel:
+    """float64, so that neither the batch size nor how tokens are cut into forwards shows in the results."""
+    return tiny_model(name, attention, dtype=torch.float64, **options)
+
+
+def tokens(batch: int, count: int, seed: int = 1) -> Tensor:
+    """Random ids, int64 [batch, count]."""
+    return torch.randint(3, VOCABULARY, (batch, count), generator=torch.Generator().manual_seed(seed))
+
+
+class Run:
+    """A cache and the ids and padding mask, int64 [batch, seen], of what it was fed."""
+
+    def __init__(self, model: PreTrainedModel, cache: Any, batch: int = 1) -> None:
+        self.model, self.cache = model, cache
+        self.ids = self.mask = torch.zeros(batch, 0, dtype=torch.int64)
+
+    @torch.no_grad()
+    def feed(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        """One forward of ids [batch, n]; logits [batch, n, vocabulary]."""
+        mask = torch.ones_like(ids) if mask is None else mask
+        ids, mask = torch.cat([self.ids, ids], 1), torch.cat([self.mask, mask], 1)
+        new = ids.shape[1] - self.ids.shape[1]
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -new:]
+        logits = self.model(
+            ids[:, -new:], attention_mask=mask, position_ids=positions, past_key_values=self.cache, use_cache=True
+        ).logits
+        self.ids, self.mask = ids, mask
+        return logits
+
+    def steps(self, ids: Tensor) -> Tensor:
+        """One forward per column; logits [batch, n, vocabulary]."""
+        return torch.cat([self.feed(step) for step in ids.split(1, dim=1)], 1)
+
+    def crop(self, count: int) -> None:
+        """Takes the last `count` columns back."""
+        self.cache.crop(-count)
+        kept = self.ids.shape[1] - count
+        self.ids, self.mask = self.ids[:, :kept], self.mask[:, :kept]
+
+    def select(self, index: list[int]) -> None:
+        """The rows `index` of the batch."""
+        self.cache.batch_select_indices(torch.tensor(index))
+        self.ids, self.mask = self.ids[index], self.mask[index]
+
+    def on(self, cache: Any) -> Run:
+        """The same history, continued by another cache."""
+        other = copy.copy(self)
+        other.cache = cache
+        return other
+
+
+def started(
+    model: PreTrainedModel, lengths: tuple[int, ...], config: DiffKVConfig = CONFIG, seed: int = 0, cache: Any = None
+) -> Run:
+    """A run after a left-padded prompt per length."""
+    run = Run(model, DiffKVCache(model.config, config) if cache is None else cache, len(lengths))
+    run.feed(*ragged_prompts(lengths, seed))
+    return run
+
+
+def contents(cache: DiffKVCache) -> list[Tensor]:
+    """Levels, keys, values and sums of every compressed layer, copied."""
+    found = []
+    for layer_idx in cache.compressed_layers():
+        keys, values, _ = cache.dequantize(layer_idx)
+        found += [cache.levels(layer_idx).clone(), keys, values, cache.significance(layer_idx)]
+    return found
+
+
+def assert_equal_contents(actual: DiffKVCache, expected: DiffKVCache) -> None:
+    """The very same tokens, levels, values and sums."""
+    actual.check_integrity()
+    assert actual.get_seq_length() == expected.get_seq_length()
+    for mine, theirs in zip(contents(actual), contents(expected), strict=True):
+        assert torch.equal(mine, theirs)
+    assert actual.memory().tokens == expected.memory().tokens
+
+
+def assert_close_contents(actual: DiffKVCache, expected: DiffKVCache) -> None:
+    """The same levels; values and sums up to rounding, where forwards were cut or batched otherwise."""
+    actual.check_integrity()
+    assert actual.get_seq_length() == expected.get_seq_length()
+    for mine, theirs in zip(contents(actual), contents(expected), strict=True):
+        if mine.dtype == torch.int8:
+            assert torch.equal(mine, theirs)
+        else:
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+class Captured:
+    """What one layer's attention was given and returned, all forwards joined along the tokens."""
+
+    def __init__(self) -> None:
+        self.query = self.key = self.value = self.valid = self.output = None
+        self.options: dict[str, Any] = {}
+
+    def add(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None, output: Tensor) -> None:
+        if valid is None:
+            valid = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool)
+        new = {"query": query, "key": key, "value": value, "valid": valid, "output": output}
+        for name, tensor in new.items():
+            held = getattr(self, name)
+            dim = 1 if name == "valid" else 2
+            setattr(self, name, tensor.clone() if held is None else torch.cat([held, tensor], dim))
+
+    def crop(self, count: int) -> None:
+        for name in ("query", "key", "value", "valid", "output"):
+            held = getattr(self, name)
+            kept = held.shape[1 if name == "valid" else 2] - count
+            setattr(self, name, held[:, :kept] if name == "valid" else held[:, :, :kept])
+
+    def part(self, start: int, stop: int) -> tuple[Tensor, ...]:
+        """query, key, value, valid and output of the tokens [start, stop)."""
+        cut = slice(start, stop)
+        return (*(t[:, :, cut] for t in (self.query, self.key, self.value)), self.valid[:, cut], self.output[:, :, cut])
+
+    def select(self, index: list[int]) -> None:
+        for name in ("query", "key", "value", "valid", "output"):
+            setattr(self, name, getattr(self, name)[index])
+
+
+@contextmanager
+def captured() -> Iterator[dict[int, Captured]]:
+    """Records every `DiffKVLayer.attend` inside the block, by index of the compressed layer."""
+    seen: dict[int, Captured] = {}
+    attend = DiffKVLayer.attend
+
+    def spy(self: DiffKVLayer, query: Tensor, valid: Tensor | None, mask: Any, scaling: float, softcap: Any, sinks: Any):
+        key, value = self.pending
+        output = attend(self, query, valid, mask, scaling, softcap, sinks)
+        layer = seen.setdefault(self.index, Captured())
+        layer.add(query, key, value, valid, output)
+        layer.options = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
+        return output
+
+    DiffKVLayer.attend = spy
+    try:
+        yield seen
+    finally:
+        DiffKVLayer.attend = attend
+
+
+def simulation_of(config: DiffKVConfig, layer: Captured) -> LayerSimulation:
+    """An empty simulation that fits a captured layer; thresholds are plain numbers."""
+    high, low = (SimPrecision(p.k_bits, p.v_bits, p.k_groups, p.v_groups) for p in (config.high, config.low))
+    return LayerSimulation(
+        layer.key.shape[0],
+        layer.key.shape[1],
+        layer.key.shape[3],
+        high=high,
+        low=low,
+        alpha_high=config.alpha_high,
+        alpha_low=config.alpha_low,
+        window=config.window,
+        compaction_interval=config.compaction_interval,
+        observation_window=config.observation_window,
+        dtype=layer.key.dtype,
+    )
+
+
+def assert_equals_simulation(cache: DiffKVCache, simulations: dict[int, LayerSimulation]) -> None:
+    """Levels and stored values of every compressed layer exactly; sums up to their float32 rounding."""
+    cache.check_integrity()
+    for index, layer_idx in enumerate(cache.compressed_layers()):
+        simulation = simulations[index]
+        assert torch.equal(cache.levels(layer_idx), simulation.levels())
+        keys, values, stored = cache.dequantize(layer_idx)
+        expected_keys, expected_values, expected_stored = simulation.stored()
+        assert torch.equal(stored, expected_stored)
+        assert torch.equal(keys, expected_keys)
+        assert torch.equal(values, expected_values)
+        torch.testing.assert_close(cache.significance(layer_idx), simulation.sums(), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,231 @@
+"""Taking tokens back: what remains is what the accepted tokens alone would have left."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from dense_simulation import LayerSimulation
+from runs import (
+    CONFIG,
+    Captured,
+    Run,
+    assert_close_contents,
+    assert_equal_contents,
+    assert_equals_simulation,
+    captured,
+    contents,
+    model_of,
+    simulation_of,
+    started,
+    tokens,
+)
+from tiny_models import ragged_prompts
+
+from hf_diffkv import DiffKVCache, DiffKVConfig
+
+LENGTHS = (90, 33, 1, 64)
+# under which these models keep many tokens at every level
+THRESHOLDS = {"llama": (1.0, 0.5), "gemma2": (1.2, 0.8), "gpt_oss": (0.8, 0.2)}
+
+
+class Checked:
+    """A recording run whose every layer is followed by a simulation fed one forward per crop."""
+
+    def __init__(self, run: Run, layers: dict[int, Captured], config: DiffKVConfig) -> None:
+        self.run, self.layers, self.config = run, layers, config
+        self.simulations: dict[int, LayerSimulation] = {}
+        self.fed = 0
+        self.follow()
+
+    def follow(self) -> None:
+        """Feeds the simulations what was accepted since the last time."""
+        for index, layer in self.layers.items():
+            if index not in self.simulations:
+                self.simulations[index] = simulation_of(self.config, layer)
+            if layer.key.shape[2] == self.fed:
+                continue
+            query, key, value, valid, output = layer.part(self.fed, layer.key.shape[2])
+            expected = self.simulations[index].forward(query, key, value, valid=valid, **layer.options)
+            real = valid[:, None, :, None].expand_as(output)
+            torch.testing.assert_close(output[real], expected[real], rtol=1e-6, atol=1e-6)
+        self.fed = self.run.ids.shape[1]
+        assert_equals_simulation(self.run.cache, self.simulations)
+
+    def crop(self, count: int) -> None:
+        self.run.crop(count)
+        for layer in self.layers.values():
+            layer.crop(count)
+        self.follow()
+
+
+@pytest.mark.parametrize("name", THRESHOLDS)
+@pytest.mark.parametrize("interval", [1, 3])
+def test_crop_equals_the_simulation_of_accepted_tokens(name: str, interval: int) -> None:
+    alpha_high, alpha_low = THRESHOLDS[name]
+    config = DiffKVConfig(alpha_high=alpha_high, alpha_low=alpha_low, window=16, compaction_interval=interval)
+    with captured() as layers:
+        run = started(model_of(name), LENGTHS, config)
+        run.cache.activate_past_recording()
+        checked = Checked(run, layers, config)
+        # tokens of a forward and how many of them are rejected; one accepted token is a generation step
+        for seed, (count, rejected) in enumerate([(5, 2), (4, 3), (1, 0), (6, 0), (3, 3), (2, 1), (30, 4), (8, 7)]):
+            run.feed(tokens(4, count, seed))
+            checked.crop(rejected)
+        for seed in range(12):
+            run.feed(tokens(4, 3, seed))
+            checked.crop(2)
+    counts = [int((run.cache.levels(1) == level).sum()) for level in (0, 1, 2, 3)]
+    assert min(counts) > 30, f"a level is nearly missing, so little is compared: {counts}"
+
+
+def test_several_forwards_between_two_crops_are_one_step() -> None:
+    """Drafting feeds single tokens; padding in the middle and the end, and rejection reaching across forwards."""
+    with captured() as layers:
+        run = started(model_of(), LENGTHS)
+        run.cache.activate_past_recording()
+        checked = Checked(run, layers, CONFIG)
+        for seed, rejected in enumerate((1, 3, 5, 0, 2)):
+            run.steps(tokens(4, 4, seed))
+            more, mask = ragged_prompts((3, 1, 0, 2), seed=seed)
+            run.feed(more, mask)
+            checked.crop(rejected)
+
+
+def test_a_crop_after_every_step_is_generation() -> None:
+    model = model_of("gemma2")
+    plain, recording = started(model, LENGTHS), started(model, LENGTHS)
+    recording.cache.activate_past_recording()
+    for seed in range(40):
+        expected = plain.feed(tokens(4, 1, seed))
+        torch.testing.assert_close(recording.feed(tokens(4, 1, seed)), expected, rtol=1e-6, atol=1e-6)
+        recording.crop(0)
+    assert_close_contents(recording.cache, plain.cache)
+
+
+def test_rejected_tokens_leave_no_trace() -> None:
+    """Also where rejection empties the interval: not even the pages that are held differ."""
+    run = started(model_of("gpt_oss"), LENGTHS)
+    run.steps(tokens(4, 10))
+    run.cache.activate_past_recording()
+    before, memory = contents(run.cache), run.cache.memory()
+    twin = run.on(copy.deepcopy(run.cache))
+    for seed in range(3):
+        run.feed(tokens(4, 7, seed))
+        run.crop(7)
+    assert all(torch.equal(*pair) for pair in zip(before, contents(run.cache)))
+    assert run.cache.memory() == memory
+    run.cache.check_integrity()
+    assert torch.equal(run.feed(tokens(4, 1, 9)), twin.feed(tokens(4, 1, 9)))
+
+
+def test_crop_zero_keeps_everything() -> None:
+    run = started(model_of(), LENGTHS)
+    run.cache.crop(0)  # nothing is recorded, nothing happens
+    assert_equal_contents(run.cache, started(model_of(), LENGTHS).cache)
+    run.cache.activate_past_recording()
+    run.feed(tokens(4, 20))
+    assert run.cache.memory().tokens["window"] > 0
+    run.cache.crop(0)
+    other = started(model_of(), LENGTHS)
+    other.feed(tokens(4, 20))
+    assert_close_contents(run.cache, other.cache)
+    run.cache.crop(0)
+    assert_close_contents(run.cache, other.cache)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_what_cannot_be_taken_back_raises_and_changes_nothing(name: str) -> None:
+    model = model_of(name)
+    run = started(model, LENGTHS)
+    run.steps(tokens(4, 3))
+    twin = run.on(copy.deepcopy(run.cache))
+    with pytest.raises(ValueError, match="activate_past_recording"):
+        run.cache.crop(-1)
+    with pytest.raises(ValueError, match="0 or negative"):
+        run.cache.crop(1)
+    assert_equal_contents(run.cache, twin.cache)
+
+    for each in (run, twin):
+        each.cache.activate_past_recording()
+        each.feed(tokens(4, 5, 2))
+    with pytest.raises(ValueError, match="only the last 5"):
+        run.cache.crop(-6)
+    assert_equal_contents(run.cache, twin.cache)
+    for each in (run, twin):
+        each.crop(2)
+    assert_equal_contents(run.cache, twin.cache)
+    with pytest.raises(ValueError, match="only the last 0"):
+        run.cache.crop(-1)
+    assert torch.equal(run.feed(tokens(4, 3, 3)), twin.feed(tokens(4, 3, 3)))
+
+
+def test_recorded_tokens_count_and_show_as_window() -> None:
+    run = started(model_of(), LENGTHS)
+    run.cache.activate_past_recording()
+    before = run.cache.memory()
+    run.feed(tokens(4, 6))
+    during = run.cache.memory()
+    rows = 2 * 4 * 2  # layers, requests, KV heads
+    assert during.tokens == {**before.tokens, "window": before.tokens["window"] + 6 * rows}
+    # keys, values and the queries of two heads per KV head, in float64
+    assert during.bytes - before.bytes >= 6 * rows * (16 + 16 + 2 * 16) * 8
+    assert during.dense_bytes - before.dense_bytes == 6 * rows * (16 + 16) * 8
+    for layer_idx in (0, 1):
+        assert (run.cache.levels(layer_idx)[:, :, -6:] == 3).all()
+        assert (run.cache.significance(layer_idx)[:, :, -6:] == 0).all()
+    run.crop(6)
+    assert run.cache.memory() == before
+
+
+@pytest.mark.parametrize("length", [513, 700])
+def test_long_prompts_while_recording(length: int) -> None:
+    """Only the newest 256 tokens can be taken back; what stands before them is stored as one forward."""
+    with captured() as layers:
+        model = model_of()
+        run = Run(model, DiffKVCache(model.config, CONFIG), 2)
+        run.cache.activate_past_recording()
+        run.feed(*ragged_prompts((length, 400)))
+        surplus = length - 256
+        for index, layer_idx in enumerate(run.cache.compressed_layers()):
+            levels = run.cache.levels(layer_idx)
+            assert (levels[:, :, surplus:] == 3).all()
+            query, key, value, valid, _ = layers[index].part(0, surplus)
+            simulation = simulation_of(CONFIG, layers[index])
+            simulation.forward(query, key, value, valid=valid, **layers[index].options)
+            assert torch.equal(levels[:, :, :surplus], simulation.levels())
+        with pytest.raises(ValueError, match="only the last 256"):
+            run.cache.crop(-257)
+        run.crop(250)
+        for index, layer_idx in enumerate(run.cache.compressed_layers()):
+            layer = layers[index]
+            layer.crop(250)
+            simulation = simulation_of(CONFIG, layer)
+            for start, stop in ((0, surplus), (surplus, surplus + 6)):
+                query, key, value, valid, _ = layer.part(start, stop)
+                simulation.forward(query, key, value, valid=valid, **layer.options)
+            assert torch.equal(run.cache.levels(layer_idx), simulation.levels())
+            torch.testing.assert_close(run.cache.significance(layer_idx), simulation.sums(), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(run.cache.dequantize(layer_idx)[0], simulation.stored()[0], rtol=0, atol=0)
+
+
+def test_rows_chosen_while_recording() -> None:
+    """Rows are dropped, doubled and swapped while some of their tokens may still be rejected."""
+    model, index = model_of("gemma2"), [3, 0, 0]
+    run = started(model, LENGTHS)
+    run.cache.activate_past_recording()
+    run.feed(*ragged_prompts((5, 2, 4, 1), seed=3))
+    run.select(index)
+    run.crop(2)
+    ids, mask = run.ids, run.mask
+
+    expected = Run(model, DiffKVCache(model.config, CONFIG), 3)
+    expected.feed(ids[:, :90], mask[:, :90])
+    expected.feed(ids[:, 90:], mask[:, 90:])
+    assert_close_contents(run.cache, expected.cache)
+    run.crop(0)
+    logits = run.feed(tokens(3, 1, 4))
+    run.crop(0)
+    torch.testing.assert_close(logits, expected.feed(tokens(3, 1, 4)))
+    assert_close_contents(run.cache, expected.cache)
