@@ -7,6 +7,7 @@ from .config import DiffKVConfig, Precision
 from .integration.cache import DiffKVCache
 from .integration.errors import HandOverError, UnsupportedModelError
 from .integration.registration import register, unregister
+from .integration.usage import CacheInUseError
 from .io import CacheFileError
 from .report import MemoryReport, plot_levels
 from .store.read import IntegrityError
@@ -14,6 +15,7 @@ from .store.read import IntegrityError
 __version__ = "0.1.0"
 __all__ = [
     "CacheFileError",
+    "CacheInUseError",
     "DiffKVCache",
     "DiffKVConfig",
     "HandOverError",

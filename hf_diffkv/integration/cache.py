@@ -19,6 +19,7 @@ from ..store import check_integrity, commit, fork_store, levels, read_tokens, se
 from .errors import HandOverError, UnsupportedModelError
 from .layer import DiffKVLayer
 from .stores import Stores
+from .usage import Usage
 
 
 class DiffKVCache(Cache):
@@ -51,6 +52,7 @@ class DiffKVCache(Cache):
                 "this model has no plain full-attention layer, so DiffKVCache compresses nothing.", stacklevel=2
             )
         self.stores = Stores(self.config, len(compressed))
+        self.usage = Usage()
         for index, layer_idx in enumerate(compressed):
             layers[layer_idx] = DiffKVLayer(self.stores, index)
             self.stores.layers.append(layers[layer_idx])
@@ -165,6 +167,7 @@ class DiffKVCache(Cache):
         """Empties the cache and gives its memory back."""
         super().reset()
         self.stores.clear()
+        self.usage.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Makes sequence i what sequence beam_idx[i] was; beam_idx: int64 [batch]."""

@@ -147,7 +147,9 @@ def captured() -> Iterator[dict[int, Captured]]:
     seen: dict[int, Captured] = {}
     attend = DiffKVLayer.attend
 
-    def spy(self: DiffKVLayer, query: Tensor, valid: Tensor | None, mask: Any, scaling: float, softcap: Any, sinks: Any):
+    def spy(
+        self: DiffKVLayer, query: Tensor, valid: Tensor | None, mask: Any, scaling: float, softcap: Any, sinks: Any
+    ):
         key, value = self.pending
         output = attend(self, query, valid, mask, scaling, softcap, sinks)
         layer = seen.setdefault(self.index, Captured())

@@ -1,0 +1,59 @@
+"""Who uses a cache: one model, and one `generate()` call at a time."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+
+class CacheInUseError(RuntimeError):
+    """A cache given to a second model, or to a second `generate()` call while the first still runs."""
+
+
+class Usage:
+    """The model whose keys and values a cache holds, and the running `generate()` call."""
+
+    def __init__(self) -> None:
+        self._model: weakref.ref | None = None
+        self._run: weakref.ref | None = None
+        self._thread: int | None = None
+        self._lock = threading.Lock()
+
+    def claim(self, model: Any, run: Any) -> None:
+        """Notes that `model` generates with the cache.
+
+        Args:
+            run: an object that lives exactly as long as the call.
+
+        Raises:
+            CacheInUseError: the cache holds another model's tokens, or another thread generates with it right now.
+        """
+        with self._lock:
+            held = None if self._model is None else self._model()
+            if held is not None and held is not model:
+                raise CacheInUseError(
+                    f"this cache holds keys and values of another {type(held).__name__}; use a DiffKVCache per "
+                    "model, or call cache.reset() first."
+                )
+            running = None if self._run is None else self._run()
+            if running is not None and running is not run and self._thread != threading.get_ident():
+                raise CacheInUseError(
+                    "another generate() call is using this cache right now; use one cache per call (cache.fork(n) or "
+                    "copy.deepcopy for a common prefix)."
+                )
+            self._model, self._run = weakref.ref(model), weakref.ref(run)
+            self._thread = threading.get_ident()
+
+    def clear(self) -> None:
+        """Forgets the model; the cache is empty."""
+        with self._lock:
+            self._model = self._run = self._thread = None
+
+    def __deepcopy__(self, memo: dict) -> Usage:
+        twin = Usage()
+        twin._model = self._model
+        return twin
+
+    def __reduce__(self) -> tuple:
+        return Usage, ()

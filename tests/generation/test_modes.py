@@ -1,0 +1,242 @@
+"""Every way to generate says with a lossless `DiffKVCache` what it says with a `DynamicCache`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import PAD, ragged_prompts, tiny_model
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from hf_diffkv import DiffKVCache, DiffKVConfig
+
+FAMILIES = ("llama", "qwen3", "gemma2", "gpt_oss")
+LENGTHS = (90, 33, 64)
+NEW_TOKENS = 24
+LOSSLESS = {"cache_implementation": "diffkv", "cache_config": DiffKVConfig.lossless(window=8).to_dict()}
+
+
+def said(model: PreTrainedModel, ids: Tensor | None = None, mask: Tensor | None = None, **options: Any) -> Tensor:
+    """Generated sequences; the same seed every time."""
+    torch.manual_seed(7)
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **options}
+    return model.generate(ids, attention_mask=mask, **options)
+
+
+def assert_same_tokens(model: PreTrainedModel, *prompt: Tensor, **options: Any) -> Tensor:
+    """With a cache that was made for it, and with one that `generate` makes; returns the sequences."""
+    model.set_attn_implementation("eager")
+    expected = said(model, *prompt, past_key_values=DynamicCache(config=model.config), **options)
+    # low and high are both exact here, so tokens move between tiers but lose nothing
+    cache = DiffKVCache(model.config, DiffKVConfig.lossless(window=8, alpha_high=1.0, compaction_interval=2))
+    assert torch.equal(said(model, *prompt, past_key_values=cache, **options), expected)
+    cache.check_integrity()
+    assert {"high", "low"} <= {name for name, count in cache.memory().tokens.items() if count}
+    model.set_attn_implementation("eager")
+    assert torch.equal(said(model, *prompt, **LOSSLESS, **options), expected)
+    return expected
+
+
+MODES = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_k": 20, "temperature": 0.8},
+    "beam search": {"num_beams": 3},
+    "beam sampling": {"num_beams": 3, "do_sample": True},
+    "several sequences": {"do_sample": True, "num_return_sequences": 3},
+    "several beams returned": {"num_beams": 4, "num_return_sequences": 3, "length_penalty": 0.5},
+    "chunked prompt": {"prefill_chunk_size": 25},
+    "guidance": {"guidance_scale": 1.5},
+    "repetition penalty": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+}
+CHEAP = ("greedy", "sampling", "beam search")
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[pytest.mark.oldest] if mode in CHEAP else []) for mode in MODES]
+)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_modes(name: str, mode: str) -> None:
+    sequences = assert_same_tokens(tiny_model(name), *ragged_prompts(LENGTHS), **MODES[mode])
+    assert sequences.shape[1] == max(LENGTHS) + NEW_TOKENS
+
+
+@pytest.mark.parametrize("mode", ["greedy", "beam search", "sampling"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_requests_that_finish_early(name: str, mode: str) -> None:
+    """Left-padded requests stop at different steps; the others go on beside their padding."""
+    options = {**MODES[mode], "eos_token_id": list(range(3, 14))}
+    sequences = assert_same_tokens(tiny_model(name), *ragged_prompts(LENGTHS), **options)
+    new = sequences[:, max(LENGTHS) :]
+    assert len({int((row != PAD).sum()) for row in new}) > 1, "all requests stopped together"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_inputs_embeds(name: str) -> None:
+    model = tiny_model(name)
+    ids, mask = ragged_prompts(LENGTHS)
+    embeds = model.get_input_embeddings()(ids).detach()
+    new = assert_same_tokens(model, None, mask, inputs_embeds=embeds)
+    assert torch.equal(new, said(model, ids, mask, **LOSSLESS)[:, max(LENGTHS) :])
+
+
+class Collected(BaseStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.parts: list[Tensor] = []
+        self.ended = False
+
+    def put(self, value: Tensor) -> None:
+        self.parts.append(value.flatten())
+
+    def end(self) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize("options", [{}, {"prompt_lookup_num_tokens": 4}], ids=["greedy", "lookup"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_streaming(name: str, options: dict[str, Any]) -> None:
+    model = tiny_model(name)
+    ids, mask = repeated_prompt()
+    streamer = Collected()
+    cache = DiffKVCache(model.config, DiffKVConfig.lossless())
+    sequences = said(model, ids, mask, past_key_values=cache, streamer=streamer, **options)
+    model.set_attn_implementation("eager")
+    expected = said(model, ids, mask, past_key_values=DynamicCache(config=model.config))
+    assert torch.equal(sequences, expected)
+    assert streamer.ended and len(streamer.parts) > 2
+    assert torch.equal(torch.cat(streamer.parts), expected[0])
+
+
+class StopsAt(StoppingCriteria):
+    """Ends a request once its newest token is one of `stops`."""
+
+    def __init__(self, stops: Tensor) -> None:
+        self.stops = stops
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.isin(input_ids[:, -1], self.stops)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_custom_stopping_criteria(name: str) -> None:
+    model = tiny_model(name)
+    free = said(model, *ragged_prompts(LENGTHS), **LOSSLESS)[:, max(LENGTHS) :]
+    criteria = StoppingCriteriaList([StopsAt(free[:, [2, 6]].flatten())])
+    sequences = assert_same_tokens(model, *ragged_prompts(LENGTHS), stopping_criteria=criteria)
+    assert sequences.shape[1] < max(LENGTHS) + NEW_TOKENS
+
+
+def repeated_prompt() -> tuple[Tensor, Tensor]:
+    """A text that repeats itself, so that looking up its past suggests tokens."""
+    ids = ragged_prompts((12,), seed=2)[0].repeat(1, 6)
+    return ids, torch.ones_like(ids)
+
+
+@pytest.fixture
+def crops(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
+    """(accepted, rejected) tokens of every crop of a cache that held recorded tokens."""
+    seen: list[tuple[int, int]] = []
+    crop = DiffKVCache.crop
+
+    def spy(self: DiffKVCache, tokens_to_remove: int) -> None:
+        held = [store.recorded[0].tokens for store in self.stores.stores if store.recorded[0] is not None]
+        crop(self, tokens_to_remove)
+        if held:
+            seen.append((held[0] + tokens_to_remove, -tokens_to_remove))
+
+    monkeypatch.setattr(DiffKVCache, "crop", spy)
+    yield seen
+
+
+def assert_both_happened(crops: list[tuple[int, int]], limit: int = 40) -> None:
+    """Some drafts were rejected, others accepted (the first token of a forward is never a draft)."""
+    assert any(rejected > 0 for _, rejected in crops), crops
+    assert any(1 < accepted < limit for accepted, _ in crops), crops
+
+
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prompt_lookup(name: str, sample: bool, crops: list[tuple[int, int]]) -> None:
+    options = {"prompt_lookup_num_tokens": 4, "max_new_tokens": 40, "do_sample": sample, "temperature": 0.3}
+    options = options if sample else {**options, "temperature": None}
+    assert_same_tokens(tiny_model(name), *repeated_prompt(), **options)
+    assert_both_happened(crops)
+
+
+def noisy(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with its weights disturbed a little: mostly of the same opinion."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.add_(0.05 * noise * parameter.abs().mean())
+    return model
+
+
+@pytest.mark.parametrize("where", ["main", "assistant", "both"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_assisted_decoding(name: str, where: str, crops: list[tuple[int, int]]) -> None:
+    model, assistant = tiny_model(name), noisy(tiny_model(name))
+    ids, mask = ragged_prompts((60,))
+    for each in (model, assistant):
+        each.set_attn_implementation("eager")
+    options = {"max_new_tokens": 40}
+    plain = said(model, ids, mask, past_key_values=DynamicCache(config=model.config), **options)
+    options["assistant_model"] = assistant
+    expected = said(model, ids, mask, past_key_values=DynamicCache(config=model.config), **options)
+    assert torch.equal(expected, plain)
+    assert not crops
+
+    if where in ("assistant", "both"):
+        assistant.generation_config.update(**LOSSLESS)
+    caches = {"past_key_values": DynamicCache(config=model.config)} if where == "assistant" else LOSSLESS
+    assert torch.equal(said(model, ids, mask, **caches, **options), expected)
+    assert_both_happened(crops)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_assisted_sampling(name: str, crops: list[tuple[int, int]]) -> None:
+    model, assistant = tiny_model(name), noisy(tiny_model(name))
+    ids, mask = ragged_prompts((60,))
+    options = {"assistant_model": assistant, "do_sample": True, "max_new_tokens": 40}
+    for each in (model, assistant):
+        each.set_attn_implementation("eager")
+    expected = said(model, ids, mask, past_key_values=DynamicCache(config=model.config), **options)
+    assistant.generation_config.update(**LOSSLESS)
+    assert torch.equal(said(model, ids, mask, **LOSSLESS, **options), expected)
+    assert_both_happened(crops)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_early_exit(name: str, crops: list[tuple[int, int]]) -> None:
+    """The model's own first layers draft."""
+    model = tiny_model(name)
+    ids, mask = repeated_prompt()
+    model.set_attn_implementation("eager")
+    expected = said(model, ids, mask, past_key_values=DynamicCache(config=model.config))
+    for caches in ({"past_key_values": DiffKVCache(model.config, DiffKVConfig.lossless(window=8))}, LOSSLESS):
+        crops.clear()
+        assert torch.equal(said(model, ids, mask, assistant_early_exit=1, **caches), expected)
+        assert any(rejected > 0 for _, rejected in crops), crops
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_turns(name: str) -> None:
+    """The second call of `generate` goes on with the cache of the first."""
+    model = tiny_model(name)
+    ids, mask = ragged_prompts(LENGTHS)
+    more, more_mask = ragged_prompts((5, 9, 1), seed=4)
+
+    def talk(cache: Any) -> Tensor:
+        first = said(model, ids, mask, past_key_values=cache)
+        seen = torch.cat([mask, torch.ones(3, NEW_TOKENS, dtype=mask.dtype), more_mask], 1)
+        return said(model, torch.cat([first, more], 1), seen, past_key_values=cache)
+
+    model.set_attn_implementation("eager")
+    expected = talk(DynamicCache(config=model.config))
+    assert torch.equal(talk(DiffKVCache(model.config, DiffKVConfig.lossless(window=8))), expected)

@@ -1,0 +1,79 @@
+"""A cache belongs to one model and one `generate()` call at a time."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria
+
+from hf_diffkv import CacheInUseError, DiffKVCache
+
+
+def small_model(seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def test_a_second_model_is_refused_until_reset() -> None:
+    first, second = small_model(0), small_model(1)
+    cache = DiffKVCache(first.config)
+    tokens = torch.randint(1, 64, (1, 20))
+    output = first.generate(tokens, past_key_values=cache, max_new_tokens=3, do_sample=False)
+    for used in (cache, copy.deepcopy(cache), cache.fork(1)[0]):
+        before = used.memory().tokens
+        with pytest.raises(CacheInUseError, match="reset"):
+            second.generate(output, past_key_values=used, max_new_tokens=3)
+        assert used.memory().tokens == before
+    first.generate(output, past_key_values=cache, max_new_tokens=3)
+    cache.reset()
+    second.generate(tokens, past_key_values=cache, max_new_tokens=3)
+
+
+class Wait(StoppingCriteria):
+    """Holds a generate() call after its first token until told to go on."""
+
+    def __init__(self) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs) -> torch.Tensor:
+        self.reached.set()
+        assert self.go_on.wait(60)
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+def test_two_calls_at_once_are_refused() -> None:
+    model = small_model(0)
+    tokens = torch.randint(1, 64, (1, 20))
+    expected = model.generate(tokens, max_new_tokens=4, do_sample=False, past_key_values=DiffKVCache(model.config))
+    cache, wait, results = DiffKVCache(model.config), Wait(), []
+
+    def run() -> None:
+        results.append(
+            model.generate(tokens, past_key_values=cache, max_new_tokens=4, do_sample=False, stopping_criteria=[wait])
+        )
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert wait.reached.wait(60)
+    try:
+        with pytest.raises(CacheInUseError, match="another generate"):
+            model.generate(tokens, past_key_values=cache, max_new_tokens=4)
+    finally:
+        wait.go_on.set()
+        thread.join(60)
+    assert torch.equal(results[0], expected)
+    model.generate(expected, past_key_values=cache, max_new_tokens=2)
