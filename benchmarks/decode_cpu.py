@@ -35,7 +35,6 @@ DIFFKV = {
     "DiffKV K8V4": {"alpha_high": 0.0, "alpha_low": 0.0},
     "DiffKV K4V2": {"alpha_high": 1e9, "alpha_low": 0.0},
     "DiffKV 1/0": {"alpha_high": 1.0, "alpha_low": 0.0},
-    "DiffKV 1/0.5": {"alpha_high": 1.0, "alpha_low": 0.5},
 }
 
 
@@ -82,6 +81,10 @@ def caches(model: transformers.PreTrainedModel, context: int, steps: int) -> dic
     return made
 
 
+def wanted(name: str, args: argparse.Namespace) -> bool:
+    return args.caches is None or any(part in name for part in args.caches)
+
+
 def attention_of(name: str) -> str:
     return "diffkv" if name.startswith("DiffKV") else "sdpa"
 
@@ -126,6 +129,8 @@ def time_context(model: transformers.PreTrainedModel, context: int, args: argpar
     check_lossless(model, tokens)
     held, prompt_seconds = {}, {}
     for name, make in caches(model, context, args.steps + 4).items():
+        if not wanted(name, args):
+            continue
         print(f"  filling {name} with {context} tokens", file=sys.stderr, flush=True)
         cache = make()
         started = time.perf_counter()
@@ -231,7 +236,7 @@ def print_table(rows: list[dict]) -> None:
     print("|---|---|---|---|---|---|---|")
     for row in rows:
         same = {other["cache"]: other["ms_per_token"] for other in rows if other["context"] == row["context"]}
-        ratios = [row["ms_per_token"] / same[name] for name in ("DynamicCache", "StaticCache")]
+        ratios = [row["ms_per_token"] / same.get(name, float("nan")) for name in ("DynamicCache", "StaticCache")]
         peaks = [
             f"{row[key] / 1e6:.0f} MB" if key in row else "-" for key in ("peak_prompt_bytes", "peak_decode_bytes")
         ]
@@ -249,6 +254,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--hidden-size", type=int, default=4096)
     parser.add_argument("--intermediate-size", type=int, default=14336)
+    parser.add_argument("--caches", nargs="+", help="only caches whose name contains one of these")
     parser.add_argument("--no-memory", action="store_true", help="leave out the peak memory runs")
     parser.add_argument("--output", type=Path, default=RESULTS, help="JSON lines are appended here")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)

@@ -6,12 +6,15 @@ block right away; no N x N matrix exists.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
 from ..quantize import compute_dtype
 
-BLOCK_ELEMENTS = 1 << 20
+BLOCK_ELEMENTS = 1 << 21
+MAX_QUERIES = 256
 # exp(-80) is far below rounding; smaller results are subnormal numbers, which CPUs multiply a hundred times slower
 LOWEST_EXPONENT = -80.0
 
@@ -68,33 +71,33 @@ def prefill_attention(
     received = torch.zeros(batch, kv_heads, group, past + length, dtype=dtype, device=device)
     grouped = query.unflatten(1, (kv_heads, group))
     observed, weight = _observation(valid, batch, length, observation_window, device)
-    block = max(1, min(length, BLOCK_ELEMENTS // (batch * query_heads * (past + length))))
+    per_query = batch * group * (past + length)
+    block = max(1, min(length, MAX_QUERIES, BLOCK_ELEMENTS // per_query))
+    heads = max(1, BLOCK_ELEMENTS // (per_query * block))
     position = torch.arange(length, device=device)
-    for start in range(0, length, block):
-        stop = min(start + block, length)
+    for first, start in itertools.product(range(0, kv_heads, heads), range(0, length, block)):
+        chunk, stop = slice(first, first + heads), min(start + block, length)
         # causal: keys after the block's last query take no part
         end = length if mask is not None else stop
         logits = torch.matmul(
-            grouped[:, :, :, start:stop].to(dtype).flatten(2, 3) * scaling, keys[:, :, : past + end].mT
+            grouped[:, chunk, :, start:stop].to(dtype).flatten(2, 3) * scaling, keys[:, chunk, : past + end].mT
         ).unflatten(2, (group, stop - start))
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        allowed = _allowed(position, start, stop, end, valid, mask)
-        hidden = ~allowed[:, :, None]
-        hidden_past = ~past_valid[:, :, None, None] if past else None
-        if valid is not None:
-            padding = ~valid[:, None, None, start:stop, None]
-            hidden = hidden | padding
-            hidden_past = hidden_past | padding if past else None
-        probabilities = _softmax(logits, hidden_past, hidden, past, sinks)
-        block_output = torch.matmul(probabilities.flatten(2, 3), values[:, :, : past + end])
-        output[:, :, start:stop] = block_output.unflatten(2, (group, stop - start)).flatten(1, 2).to(query.dtype)
-        later = position[start:stop, None] > position[None, :end]
-        counted = (observed[:, start:stop, None] & later).to(dtype)[:, None, None]
-        received[..., past : past + end] += (probabilities[..., past:] * counted).sum(3)
-        if past:
-            seen = observed[:, start:stop].to(dtype)[:, None, None, :, None]
-            received[..., :past] += (probabilities[..., :past] * seen).sum(3)
+        hidden = _hidden(position, start, stop, end, past, valid, None if past == 0 else past_valid[:, chunk], mask)
+        sink = None if sinks is None else sinks.to(dtype).view(1, kv_heads, group, 1, 1)[:, chunk]
+        probabilities = _softmax(logits, hidden, sink)
+        block_output = torch.matmul(probabilities.flatten(2, 3), values[:, chunk, : past + end])
+        output.view(batch, kv_heads, group, length, -1)[:, chunk, :, start:stop] = block_output.unflatten(
+            2, (group, stop - start)
+        ).to(query.dtype)
+        # all queries of the block follow the keys before it; among its own only some do
+        counted = observed[:, start:stop].to(dtype)[:, None, None, None]
+        earlier = slice(0, past + start)
+        received[:, chunk, :, earlier] += torch.matmul(counted, probabilities[..., earlier])[..., 0, :]
+        later = (position[start:stop, None] > position[None, start:end]).to(dtype)
+        own = slice(past + start, past + end)
+        received[:, chunk, :, own] += (probabilities[..., own] * (counted.mT * later)).sum(3)
     received = received.amax(2)
     if weight is not None:
         received[..., past:] *= weight[:, None]
@@ -102,36 +105,50 @@ def prefill_attention(
     return output, received
 
 
-def _allowed(position: Tensor, start: int, stop: int, end: int, valid: Tensor | None, mask: Tensor | None) -> Tensor:
-    """bool [batch or 1, 1, queries, keys]: which new keys each query of the block attends."""
-    if mask is not None:
-        allowed = mask[:, :, start:stop, :end]
+def _hidden(
+    position: Tensor,
+    start: int,
+    stop: int,
+    end: int,
+    past: int,
+    valid: Tensor | None,
+    past_valid: Tensor | None,
+    mask: Tensor | None,
+) -> list[tuple[slice, Tensor]]:
+    """What the queries [start, stop) must not see: ranges of keys with masks that broadcast to
+    [batch, kv_heads, group, queries, keys of the range]."""
+    causal = position[start:stop, None] < position[None, start:end]
+    if mask is None:
+        hidden = [(slice(past + start, past + end), causal)]
     else:
-        allowed = (position[start:stop, None] >= position[None, :end])[None, None]
-    return allowed if valid is None else allowed & valid[:, None, None, :end]
+        hidden = [(slice(past, past + end), ~mask[:, :, None, start:stop, :end])]
+    if past_valid is not None:
+        hidden.append((slice(0, past), ~past_valid[:, :, None, None]))
+    if valid is not None:
+        hidden.append((slice(past, past + end), ~valid[:, None, None, None, :end]))
+        hidden.append((slice(0, past + end), ~valid[:, None, None, start:stop, None]))
+    return hidden
 
 
-def _softmax(logits: Tensor, hidden_past: Tensor | None, hidden: Tensor, past: int, sinks: Tensor | None) -> Tensor:
-    """Softmax over the keys that are not hidden, with the sinks' share left out; zeros where all are hidden.
+def _softmax(logits: Tensor, hidden: list[tuple[slice, Tensor]], sink: Tensor | None) -> Tensor:
+    """Softmax over the keys that are not hidden, with the sink's share left out; zeros where all are hidden.
 
-    logits: [batch, kv_heads, group, queries, past + keys], overwritten.
+    Args:
+        logits: [batch, kv_heads, group, queries, keys], overwritten.
+        hidden: from `_hidden`.
+        sink: [1, kv_heads, group, 1, 1].
     """
-
-    def hide(x: Tensor, value: float) -> None:
-        x[..., past:].masked_fill_(hidden, value)
-        if hidden_past is not None:
-            x[..., :past].masked_fill_(hidden_past, value)
-
-    hide(logits, -torch.inf)
+    for keys, mask in hidden:
+        logits[..., keys].masked_fill_(mask, -torch.inf)
     peak = logits.amax(-1, keepdim=True)
-    if sinks is not None:
-        sink = sinks.to(logits.dtype).view(1, *logits.shape[1:3], 1, 1)
+    if sink is not None:
         peak = torch.maximum(peak, sink)
     peak = torch.where(peak == -torch.inf, 0.0, peak)
     weights = logits.sub_(peak).clamp_(min=LOWEST_EXPONENT).exp_()
-    hide(weights, 0.0)
+    for keys, mask in hidden:
+        weights[..., keys].masked_fill_(mask, 0.0)
     total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
+    if sink is not None:
         total = total + torch.exp(sink - peak)
     return weights.div_(torch.where(total == 0, 1.0, total))
 

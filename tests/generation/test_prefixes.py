@@ -1,0 +1,200 @@
+"""Copies and forks of a prefix, long conversations."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from runs import (
+    CONFIG,
+    Run,
+    assert_close_contents,
+    assert_equal_contents,
+    assert_equals_simulation,
+    captured,
+    contents,
+    model_of,
+    simulation_of,
+    started,
+    tokens,
+)
+from tiny_models import ragged_prompts, tiny_model
+
+from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.store import Store
+
+LENGTHS = (90, 33, 1, 64)
+
+
+def deep_copies(cache: DiffKVCache, n: int) -> list[DiffKVCache]:
+    return [copy.deepcopy(cache) for _ in range(n)]
+
+
+def store_of(cache: DiffKVCache) -> Store:
+    return cache.stores.stores[0]
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.parametrize("duplicate", [deep_copies, DiffKVCache.fork], ids=["deepcopy", "fork"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_reused_prefix_equals_independent_runs(name: str, duplicate: Callable, interval: int) -> None:
+    config = DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16, compaction_interval=interval)
+    model = model_of(name)
+
+    def prefix() -> Run:
+        run = started(model, LENGTHS, config)
+        run.steps(tokens(4, 11))
+        return run
+
+    shared = prefix()
+    before = contents(shared.cache)
+    runs = [shared.on(cache) for cache in duplicate(shared.cache, 3)]
+    independent = [prefix() for _ in runs]
+    for turn in range(3):  # in turns, so that the copies diverge side by side
+        for number, (run, alone) in enumerate(zip(runs, independent)):
+            more, mask = ragged_prompts((3, 7, 0, 12), seed=10 * number + turn)
+            assert torch.equal(run.feed(more, mask), alone.feed(more, mask))
+            ids = tokens(4, 10, seed=10 * number + turn)
+            for step in ids.split(1, dim=1):
+                assert torch.equal(run.feed(step), alone.feed(step))
+                for each in (*runs, shared):
+                    each.cache.check_integrity()
+    for run, alone in zip(runs, independent):
+        assert_equal_contents(run.cache, alone.cache)
+    assert all(torch.equal(*pair) for pair in zip(before, contents(shared.cache))), "the prefix changed"
+    original = prefix()
+    assert torch.equal(shared.steps(tokens(4, 5, 99)), original.steps(tokens(4, 5, 99)))
+    assert_equal_contents(shared.cache, original.cache)
+
+
+def test_forks_may_be_cropped_selected_and_forked_again() -> None:
+    model = model_of()
+    shared = started(model, LENGTHS)
+    first, second, third = (shared.on(cache) for cache in shared.cache.fork(3))
+    second.select([2, 0])
+    third.cache.activate_past_recording()
+    third.feed(tokens(4, 5))
+    third.crop(3)
+    nested = [first.on(cache) for cache in first.cache.fork(2)]
+    for seed, run in enumerate(nested):
+        run.steps(tokens(4, 9, seed))
+        for each in (shared, first, second, third, *nested):
+            each.cache.check_integrity()
+
+    assert_equal_contents(shared.cache, started(model, LENGTHS).cache)
+    assert_equal_contents(first.cache, shared.cache)
+    chosen = started(model, LENGTHS)
+    chosen.select([2, 0])
+    assert_equal_contents(second.cache, chosen.cache)
+    cropped = started(model, LENGTHS)
+    cropped.feed(tokens(4, 2 + 3)[:, :2])
+    assert_close_contents(third.cache, cropped.cache)
+    for seed, run in enumerate(nested):
+        alone = started(model, LENGTHS)
+        alone.steps(tokens(4, 9, seed))
+        assert_equal_contents(run.cache, alone.cache)
+
+
+def test_a_cache_with_tokens_to_take_back_is_not_forked() -> None:
+    run = started(model_of(), LENGTHS)
+    run.cache.activate_past_recording()
+    run.feed(tokens(4, 2))
+    with pytest.raises(ValueError, match=r"crop\(0\)"):
+        run.cache.fork(2)
+    with pytest.raises(ValueError, match="at least 1"):
+        run.cache.fork(0)
+    run.crop(0)
+    assert_equal_contents(run.cache.fork(1)[0], run.cache)
+
+
+def test_eight_forks_of_a_long_prefix_share_its_memory() -> None:
+    model = tiny_model("llama", "diffkv", max_position_embeddings=8192)
+    run = started(model, (4096,), DiffKVConfig(alpha_high=1.0, alpha_low=0.5))
+    alone = run.cache.memory().bytes
+    assert alone > 4096 * 50  # most of it is tokens
+    forks = run.cache.fork(8)
+    held = sum(cache.memory().bytes for cache in (run.cache, *forks))
+    assert held - alone < 0.1 * alone, (held, alone)
+    pool = store_of(run.cache).pool
+    assert all(store_of(fork).pool is pool for fork in forks)
+    assert pool.bytes < alone, "the pool of all nine is no larger than the prefix"
+
+    # the first forward of a fork copies what it shares
+    run.on(forks[0]).feed(tokens(1, 1))
+    diverged = sum(cache.memory().bytes for cache in (run.cache, *forks))
+    assert diverged - alone > 0.8 * alone
+
+
+def test_dropped_forks_give_their_pages_back() -> None:
+    run = started(model_of(), LENGTHS)
+    pool = store_of(run.cache).pool
+    used = pool.capacity - 1 - pool.free_list.free
+    forks = run.cache.fork(3)
+    runs = [run.on(fork) for fork in forks]
+    for seed, each in enumerate(runs):
+        each.steps(tokens(4, 3, seed))
+    assert pool.capacity - 1 - pool.free_list.free > 3 * used
+    run.cache.check_integrity()
+    del each, forks
+    while runs:
+        runs.pop()
+        gc.collect()  # a cache and its layers refer to each other
+        run.cache.check_integrity()
+    assert pool.capacity - 1 - pool.free_list.free == used
+
+    capacity = pool.capacity
+    for seed in range(4):  # what comes later takes them
+        again = run.on(run.cache.fork(1)[0])
+        again.steps(tokens(4, 3, seed))
+        del again
+        gc.collect()
+    assert pool.capacity == capacity
+
+
+def test_the_original_may_go_first() -> None:
+    run = started(model_of(), LENGTHS)
+    pool = store_of(run.cache).pool
+    used = pool.capacity - 1 - pool.free_list.free
+    forks = [run.on(cache) for cache in run.cache.fork(2)]
+    run.cache.reset()
+    run.cache = None
+    forks[0].steps(tokens(4, 20))
+    forks[0].cache.reset()
+    forks[1].cache.check_integrity()
+    assert pool.capacity - 1 - pool.free_list.free == used
+    alone = started(model_of(), LENGTHS)
+    assert torch.equal(forks[1].steps(tokens(4, 20)), alone.steps(tokens(4, 20)))
+    assert_equal_contents(forks[1].cache, alone.cache)
+    # the last owner takes the pages as they are
+    assert store_of(forks[1].cache).pool is pool
+
+
+TURNS = [(5, 1, 30, 17), (0, 9, 2, 40), (3, 3, 3, 3), (25, 0, 0, 1), (1, 60, 8, 0), (7, 2, 1, 19)]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_many_uneven_turns_equal_the_simulation(name: str) -> None:
+    """Some requests say nothing in a turn, others a lot; answers of several tokens between the turns."""
+    with captured() as layers:
+        run = started(model_of(name), LENGTHS)
+        for turn, lengths in enumerate(TURNS):
+            more, mask = ragged_prompts(lengths, seed=turn)
+            run.feed(more, mask)
+            run.cache.check_integrity()
+            run.steps(tokens(4, 6, turn))
+            run.cache.check_integrity()
+    sizes = [max(LENGTHS)] + [size for lengths in TURNS for size in (max(lengths), *[1] * 6)]
+    simulations = {}
+    for index, layer in layers.items():
+        simulations[index], start = simulation_of(CONFIG, layer), 0
+        for size in sizes:
+            query, key, value, valid, output = layer.part(start, start + size)
+            expected = simulations[index].forward(query, key, value, valid=valid, **layer.options)
+            real = valid[:, None, :, None].expand_as(output)
+            torch.testing.assert_close(output[real], expected[real], rtol=1e-6, atol=1e-6)
+            start += size
+        assert start == run.ids.shape[1]
+    assert_equals_simulation(run.cache, simulations)
