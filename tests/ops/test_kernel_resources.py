@@ -15,7 +15,8 @@ from hf_diffkv import kernel_report  # noqa: E402
 
 # instructions per dequantised element of the decode loops at head_dim 128 on sm_90, as Triton 3.9 compiles them
 CEILINGS = {"K8V4": 2.8, "K4V2": 2.6}
-SHARED_LIMIT = 99 * 1024  # smallest limit among the supported NVIDIA devices
+# what a program may use: sm_80 binaries also run on sm_86 and sm_89, which have the least
+SHARED_LIMIT = {"sm_80": 99 * 1024, "sm_90": 227 * 1024}
 
 
 def is_main_decode(variant):
@@ -61,7 +62,7 @@ def results(decode_names, tmp_path_factory):
 
 
 def test_kernels_compile_without_spills(results):
-    wrong = [r for r in results if r["error"] or r["spills"] or r["stack"] or r["shared"] > SHARED_LIMIT]
+    wrong = [r for r in results if r["error"] or r["spills"] or r["stack"] or r["shared"] > SHARED_LIMIT[r["target"]]]
     assert not wrong, wrong
 
 
