@@ -1,7 +1,7 @@
 """Training text for tiny-lm: copying, recall, chained sums and Python source, with a loss weight for every character.
 
-A document is a list of pieces `(text, weight)`. Only what a reader of the context can predict has weight 1; the random characters
-that set a task up have almost none, so the model is not paid for guessing them.
+A document is a list of pieces `(text, weight)`. Only what a reader of the context can predict has weight 1; the random
+characters that set a task up have almost none, so the model is not paid for guessing them.
 """
 
 import functools

@@ -1,10 +1,11 @@
 """Train tiny-lm from scratch on a CPU, and watch it recall facts through a dense and through a compressed KV cache.
 
-    python examples/train_tiny_lm.py --output /tmp/tiny-lm --minutes 40 --max-length 320
+    python examples/train_tiny_lm.py --output tiny-lm --minutes 40 --max-length 320
     python examples/train_tiny_lm.py --eval-only examples/models/tiny-lm --characters 256
 
-A model that cannot look back has nothing to lose from a compressed cache, so the curriculum is about looking back: copying alone
-until it is exact, then recall and chained sums on short rows, then longer rows, and library source last (see tiny_lm_data.py).
+A model that cannot look back has nothing to lose from a compressed cache, so the curriculum is about looking back:
+copying alone until it is exact, then recall and chained sums on short rows, then longer rows, and library source last
+(see tiny_lm_data.py).
 """
 
 import argparse
@@ -232,8 +233,8 @@ class Teacher(TrainerCallback):
             self.reported = int(progress * self.reports)
             recall = self.recall(model)
             self.bar.write(
-                f"{progress * self.curriculum.seconds:.0f} s, step {state.global_step}, {stage.name} at {stage.length}: "
-                f"predicted {accuracy:.3f}; recall at {self.characters} characters: {recall}"
+                f"{progress * self.curriculum.seconds:.0f} s, step {state.global_step}, {stage.name} at "
+                f"{stage.length}: predicted {accuracy:.3f}; recall at {self.characters} characters: {recall}"
             )
         control.should_training_stop = control.should_training_stop or progress >= 1.0
 

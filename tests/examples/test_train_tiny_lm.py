@@ -1,4 +1,4 @@
-"""The training example: its data against independent parsers, a short run end to end, and the bundled model's recall."""
+"""The training example: its data against independent parsers, a short run end to end, the bundled model's recall."""
 
 import itertools
 import random

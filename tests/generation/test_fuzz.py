@@ -27,7 +27,9 @@ LONGEST = 160
 FULL = Precision(16, 16)
 # nothing is lost at these; with alpha_high above 0 tokens move between two tiers that are both exact
 CONFIGS = [
-    DiffKVConfig(FULL, FULL, alpha_high=alpha_high, alpha_low=0.0, window=window, compaction_interval=c, page_bytes=size)
+    DiffKVConfig(
+        FULL, FULL, alpha_high=alpha_high, alpha_low=0.0, window=window, compaction_interval=c, page_bytes=size
+    )
     for alpha_high, window, c, size in [(0.0, 64, 1, None), (1.0, 4, 1, 512), (1.0, 1, 3, 1024), (0.7, 9, 2, 700)]
 ]
 

@@ -23,7 +23,7 @@ from runs import (
 )
 from tiny_models import ragged_prompts, tiny_model
 
-from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
 from hf_diffkv.store import Store
 
 LENGTHS = (90, 33, 1, 64)
@@ -198,3 +198,37 @@ def test_many_uneven_turns_equal_the_simulation(name: str) -> None:
             start += size
         assert start == run.ids.shape[1]
     assert_equals_simulation(run.cache, simulations)
+
+
+FULL = Precision(16, 16)
+# all tokens leave the window at once and fill small pages, so a step often needs new ones
+HUNGRY = DiffKVConfig(FULL, FULL, alpha_high=1.0, alpha_low=0.0, window=1, page_bytes=512)
+
+
+def assert_lossless_steps(runs: list[Run], steps: int) -> None:
+    """Steps of all runs in turns; each says what a model without a cache says."""
+    dense = model_of(attention="sdpa")
+    for step in range(steps):
+        for number, run in enumerate(runs):
+            logits = run.feed(tokens(1, 1, 100 * step + number))[:, -1]
+            with torch.no_grad():
+                expected = dense(run.ids, attention_mask=run.mask, use_cache=False).logits[:, -1]
+            torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
+            for each in runs:
+                each.cache.check_integrity()
+
+
+@pytest.mark.parametrize("before", [0, 3])
+def test_forks_that_decode_in_turns_leave_each_other_pages(before: int) -> None:
+    """Pages that one fork made ready for its next steps are not taken by another."""
+    run = started(model_of(), (20,), HUNGRY)
+    run.steps(tokens(1, before + 1))
+    assert_lossless_steps([run, *(run.on(cache) for cache in run.cache.fork(4))], 20)
+
+
+@pytest.mark.parametrize("before", [0, 3, 7])
+def test_a_copy_of_a_fork_has_pages_for_its_next_steps(before: int) -> None:
+    run = started(model_of(), (20,), HUNGRY)
+    fork = run.on(run.cache.fork(1)[0])
+    fork.steps(tokens(1, before + 1))
+    assert_lossless_steps([fork.on(copy.deepcopy(fork.cache))], 20)

@@ -158,14 +158,15 @@ def test_compiled_steps_equal_eager_ones(name: str, padding: bool) -> None:
     torch._dynamo.reset()
     model = model_of(name)
     lengths = LENGTHS if padding else (64, 64)
-    eager, compiled = started(model, lengths), started(model, lengths)
+    config = DiffKVConfig(alpha_high=1.2, alpha_low=0.8, window=16)
+    eager, compiled = started(model, lengths, config), started(model, lengths, config)
     compiled.model = torch.compile(model, fullgraph=True, backend="aot_eager")
     for seed in range(24):
         step = tokens(len(lengths), 1, seed)
         torch.testing.assert_close(compiled.feed(step), eager.feed(step), rtol=1e-9, atol=1e-9)
     assert_close_contents(compiled.cache, eager.cache)
     counts = compiled.cache.memory().tokens
-    assert min(counts.values()) > 20, counts
+    assert min(counts.values()) > 10, counts
 
 
 def test_long_beam_search_loses_no_page() -> None:

@@ -53,7 +53,11 @@ def test_a_loaded_cache_continues_identically(name: str, interval: int, tmp_path
         more = ragged_prompts((3, 0, 8, 5), seed)
         assert torch.equal(loaded.feed(*more), run.feed(*more))
         assert_equal_contents(loaded.cache, run.cache)
-    options = {"max_new_tokens": 20, "do_sample": False, "attention_mask": torch.cat([run.mask, torch.ones(4, 1).long()], 1)}
+    options = {
+        "max_new_tokens": 20,
+        "do_sample": False,
+        "attention_mask": torch.cat([run.mask, torch.ones(4, 1).long()], 1),
+    }
     ids = torch.cat([run.ids, tokens(4, 1, 6)], 1)
     assert torch.equal(
         model.generate(ids, past_key_values=loaded.cache, **options),
@@ -87,7 +91,10 @@ def test_nothing_is_pickled(model: PreTrainedModel, tmp_path: Path, monkeypatch:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("pickled")
 
-    for module, names in ((pickle, ("dump", "dumps", "load", "loads", "Pickler", "Unpickler")), (torch, ("save", "load"))):
+    for module, names in (
+        (pickle, ("dump", "dumps", "load", "loads", "Pickler", "Unpickler")),
+        (torch, ("save", "load")),
+    ):
         for name in names:
             monkeypatch.setattr(module, name, refuse)
     run = started(model_of("gemma2"), LENGTHS)
