@@ -110,9 +110,17 @@ def chain(rng: random.Random, length: int) -> list[Piece]:
 
 
 def copying(rng: random.Random, length: int) -> list[Piece]:
-    """A line of 6 to 20 random characters, then the same line again and again; predictable from its second time on."""
-    line = "".join(rng.choices(SYMBOLS, k=rng.randint(6, 20))) + "\n"
-    return [(line, RANDOM)] + [(line, PREDICTABLE)] * max(1, length // len(line) - 1)
+    """One to four random lines, then the same lines again in random order; a line's first character tells the others."""
+    # Repeating them in the same order would teach distances rather than looking up.
+    starts = rng.sample(SYMBOLS, rng.randint(1, 4))
+    lines = [(start, "".join(rng.choices(SYMBOLS, k=rng.randint(3, 8))) + "\n") for start in starts]
+    pieces: list[Piece] = [(start + rest, RANDOM) for start, rest in lines]
+    written = sum(len(text) for text, _ in pieces)
+    while written < length:
+        start, rest = rng.choice(lines)
+        pieces += [(start, RANDOM), (rest, PREDICTABLE)]
+        written += len(start) + len(rest)
+    return pieces
 
 
 def library(rng: random.Random, length: int) -> list[Piece]:

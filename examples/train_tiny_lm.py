@@ -1,6 +1,6 @@
 """Train tiny-lm from scratch on a CPU, and watch it recall facts through a dense and through a compressed KV cache.
 
-    python examples/train_tiny_lm.py --output tiny-lm --minutes 40 --max-length 320
+    python examples/train_tiny_lm.py --output tiny-lm --minutes 20 --max-length 320
     python examples/train_tiny_lm.py --eval-only examples/models/tiny-lm --characters 256
 
 A model that cannot look back has nothing to lose from a compressed cache, so the curriculum is about looking back:
@@ -43,8 +43,9 @@ CACHES: dict[str, dict[str, Any]] = {
     "DynamicCache": {},
     "DiffKV": {"cache_implementation": "diffkv", "cache_config": {"alpha_high": 1.0, "alpha_low": 0.0}},
 }
-MUON_LR = 0.02
-ADAMW_LR = 2e-3
+# Higher rates saturate attention before it has learnt to look up.
+MUON_LR = 5e-3
+ADAMW_LR = 5e-4
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,9 @@ def make_stages(max_length: int) -> list[Stage]:
     """Copying, then recall and chains at growing lengths, then the same with text."""
     tasks = {data.recall: 0.5, data.chain: 0.4, data.copying: 0.1}
     lengths = [*(n for n in (96, 160, 320, 640) if n < max_length), max_length]
-    stages = [Stage("copying", {data.copying: 1.0}, min(64, max_length), deadline=0.3)]
+    stages = [Stage("copying", {data.copying: 1.0}, min(64, max_length), deadline=0.4)]
     for i, length in enumerate(lengths, start=1):
-        stages.append(Stage("tasks", tasks, length, deadline=0.3 + 0.5 * i / len(lengths)))
+        stages.append(Stage("tasks", tasks, length, deadline=0.4 + 0.4 * i / len(lengths)))
     text = {data.recall: 0.4, data.chain: 0.25, data.copying: 0.05, data.library: 0.3}
     return [*stages, Stage("tasks and text", text, max_length, deadline=1.0)]
 
@@ -94,7 +95,7 @@ class Curriculum:
 
     def advance(self) -> bool:
         """Go to the next stage when this one is learnt or out of time."""
-        learnt = len(self.accuracies) == self.accuracies.maxlen and self.accuracy > 0.96
+        learnt = len(self.accuracies) == self.accuracies.maxlen and self.accuracy > 0.95
         if self.index + 1 == len(self.stages) or not (learnt or self.progress > self.stage.deadline):
             return False
         self.index += 1
@@ -304,7 +305,7 @@ def main() -> None:
     mode = parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--output", type=Path, help="folder to save the trained model in")
     mode.add_argument("--eval-only", type=Path, metavar="MODEL", help="folder of a saved model to evaluate")
-    parser.add_argument("--minutes", type=float, default=40, help="time to train for; the schedule follows it")
+    parser.add_argument("--minutes", type=float, default=20, help="time to train for; the schedule follows it")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads (default: torch's choice)")
     parser.add_argument("--max-length", type=int, default=320, help="longest training row in characters")
     parser.add_argument("--prompts", type=int, default=100, help="prompts of an evaluation")

@@ -69,6 +69,7 @@ def save_cache(cache: DiffKVCache, save_directory: str | os.PathLike, model: Any
         "stock_layers": stock,
         "sha256": _digest(path),
     }
+    content["checksum"] = _checksum(content)
     (folder / JSON_NAME).write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -84,13 +85,13 @@ def load_cache(cache_class: type[DiffKVCache], save_directory: str | os.PathLike
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name} does not exist; write it with cache.save_pretrained first.")
     content = _read_json(folder / JSON_NAME)
-    cache = cache_class(model.config, DiffKVConfig.from_dict(content["config"]))
-    if content["model"] != cache.model_fingerprint:
+    if content["model"] != model_fingerprint(model.config):
         raise CacheFileError(f"{folder} was saved with another model configuration; load it with the model it is of.")
     if content["weights"] is not None and content["weights"] != weights_fingerprint(model):
         raise CacheFileError(f"{folder} was saved with other model weights; load it with the model it is of.")
     if _digest(folder / TENSORS_NAME) != content["sha256"]:
         raise CacheFileError(f"{folder / TENSORS_NAME} is damaged (its checksum differs); save the cache again.")
+    cache = cache_class(model.config, DiffKVConfig.from_dict(content["config"]))
     try:
         tensors = load_file(folder / TENSORS_NAME, device=str(model.device))
     except (SafetensorError, OSError) as error:
@@ -134,15 +135,20 @@ def _read_json(path: Path) -> dict[str, Any]:
         version = content["format_version"]
     except (ValueError, KeyError, TypeError) as error:
         raise CacheFileError(f"{path} is not a saved DiffKV cache: {error}") from error
+    if not isinstance(version, int):
+        raise CacheFileError(f"{path} is not a saved DiffKV cache: its format version is {version!r}.")
     if version != FORMAT_VERSION:
         raise CacheFileError(
             f"{path} has format version {version}, this hf_diffkv reads version {FORMAT_VERSION}; "
             + ("upgrade hf_diffkv." if version > FORMAT_VERSION else "save the cache again.")
         )
-    missing = {"model", "weights", "config", "stores", "places", "stock_layers", "sha256"} - set(content)
-    if missing:
-        raise CacheFileError(f"{path} lacks {sorted(missing)}; save the cache again.")
+    if content.pop("checksum", None) != _checksum(content):
+        raise CacheFileError(f"{path} is damaged (its checksum differs); save the cache again.")
     return content
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _digest(path: Path) -> str:

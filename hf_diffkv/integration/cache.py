@@ -145,7 +145,7 @@ class DiffKVCache(Cache):
         """`n` caches that continue from the same tokens and share this one's memory until they change.
 
         The first forward of a fork copies what it shares: every forward adds to the significance of all tokens, which
-        stands beside them. Forks share one page pool: use them from one thread. Layers of Transformers' own are copied.
+        stands beside them. Layers of Transformers' own are copied.
 
         Raises:
             ValueError: n below 1, or tokens that may still be taken back (call `crop(0)`).

@@ -127,8 +127,7 @@ def check_integrity(store: Store) -> None:
     free = store.pool.free_list.ids()
     _require(table[expected].unique().numel() == int(expected.sum()), "a page stands twice in a table")
     owners = torch.zeros(store.pool.capacity, dtype=torch.int64, device=store.device)
-    for member in [store] if store.family is None else list(store.family):
-        owners[member.owned_pages().long()] += 1
+    owners[store.owned_pages().long()] = 1 if store.twins is None else len(store.twins)
     _require(bool((owners[free.long()] == 0).all()), "a free page is owned")
     owned = torch.cat([owners.nonzero()[:, 0], free.long()]).sort().values
     everything = torch.arange(1, store.pool.capacity, device=store.device)

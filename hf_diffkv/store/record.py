@@ -120,6 +120,8 @@ def attend_recorded(store: Store, layer: int, new: Recorded) -> Tensor:
         ValueError: keys or values that are not finite; nothing has changed then.
     """
     check_finite(store, new.key, new.value, new.valid)
+    if layer == 0:
+        store.check_budget(new.bytes * store.num_layers)
     past = Past.read(store, layer)
     before = store.recorded[layer]
     together = new if before is None else before.followed_by(new)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..memory import NULL_PAGE
+from .budget import make_room
 from .fork import copy_pages, make_private
 from .state import ROW_STATE, Store
 
@@ -35,7 +36,17 @@ def select_rows(store: Store, index: Tensor) -> None:
     chosen = table[:, index].clone()
     duplicate = (chosen != NULL_PAGE) & copied[:, None, None]
     source = chosen[duplicate].long()
-    store.pool.ensure_free(max(0, source.numel() - given.numel()))
+    rows_more = max(0, index.numel() - store.batch_size)
+    store.check_budget((store.bytes - store.pool.bytes) * rows_more // store.batch_size)
+    missing = max(0, source.numel() - given.numel())
+    try:
+        store.pool.ensure_free(missing)
+    except MemoryError:
+        if store.config.max_bytes is None:
+            raise
+        make_room(store, missing)
+        select_rows(store, index)
+        return
 
     store.pool.free_list.give(given)
     _, fresh = store.pool.free_list.take(torch.tensor([source.numel()], device=store.device))

@@ -95,10 +95,9 @@ class Store:
         self._bounds: list[Bounds] = []
         self._all_bounds: Bounds | None = None
         self.scratch: Scratch | None = None
-        # stores that share this one's pool, and those among them that share all its memory (see fork.py)
-        self.family: weakref.WeakSet[Store] | None = None
+        # the stores that share all memory with this one, itself included (see fork.py)
         self.twins: weakref.WeakSet[Store] | None = None
-        self.holder: list[PageTable] | None = None
+        self.finalizer: weakref.finalize | None = None
         self.update_limit()
 
     @property
@@ -109,24 +108,15 @@ class Store:
             + [recorded.bytes for recorded in self.recorded if recorded is not None]
             + [self.padding.bytes]
         )
-        if self.family is None:
-            return self.pool.bytes + own
-        pages = float((1 / self.pool.owners(self.owned_pages())).sum())
-        everyones = self.pool.bytes - self.pool.page_bytes * (self.pool.capacity - 1 - self.pool.free_list.free)
-        twins = 1 if self.twins is None else len(self.twins)
-        return round(pages * self.pool.page_bytes + everyones / len(self.family) + own / twins)
+        return (self.pool.bytes + own) // (1 if self.twins is None else len(self.twins))
 
     def owned_pages(self) -> Tensor:
         """int32 [n], the pages in the table."""
         table = self.table.table
         return table[table != NULL_PAGE]
 
-    def __getstate__(self) -> dict:
-        """For copies and pickles: a fork takes along its own pages only."""
-        state = dict(self.__dict__)
-        if self.family is None:
-            return state
-        self.settle()
+    def private_pages(self) -> tuple[PagePool, PageTable]:
+        """A pool with copies of the pages in the table and nothing else, and the table for it."""
         pages = self.owned_pages().long()
         pool = PagePool(self.pool.page_bytes, self.device, self.pool.max_pages)
         pool.ensure_free(pages.numel())
@@ -134,7 +124,15 @@ class Store:
         pool.pages[fresh] = self.pool.pages[pages]
         table = self.table.copy()
         table.table[table.table != NULL_PAGE] = fresh.to(torch.int32)
-        return {**state, "pool": pool, "table": table, "family": None, "twins": None, "holder": None}
+        return pool, table
+
+    def __getstate__(self) -> dict:
+        """For copies and pickles: a fork takes along pages of its own."""
+        state = dict(self.__dict__)
+        if self.twins is not None:
+            pool, table = self.private_pages()
+            state |= {"pool": pool, "table": table, "twins": None, "finalizer": None, "_steps_left": 0}
+        return state
 
     @property
     def rows_per_layer(self) -> int:
@@ -149,14 +147,28 @@ class Store:
             tensors += [t for t in vars(self.scratch).values() if isinstance(t, Tensor)]
         return tensors + [self.flag, *(t for bound in bounds for t in bound.tensors())]
 
-    def update_limit(self) -> None:
-        """Says how many pages fit beside everything else that is held. Raises `MemoryError` if none does."""
+    def check_budget(self, more: int) -> None:
+        """Raises `MemoryError` unless `more` bytes outside the pool fit into the budget; sets the pool's limit."""
+        self.update_limit(more)
+        if self.config.max_bytes is not None and more > 0 and self.bytes + more > self.config.max_bytes:
+            raise MemoryError(
+                f"{more} more bytes do not fit into max_bytes={self.config.max_bytes}; raise max_bytes, or use fewer "
+                "sequences."
+            )
+
+    def update_limit(self, more: int = 0) -> None:
+        """Says how many pages fit beside everything else that is held, and `more` bytes to come.
+
+        Raises:
+            MemoryError: none does.
+        """
         max_bytes = self.config.max_bytes
         if max_bytes is None:
             return
         # what may still be added until the limit is looked at again
-        growth = self.padding.bytes // 8 + self.batch_size * (REFRESH_STEPS + 1) + max_bytes // 64
-        other = self.bytes - self.pool.bytes + growth
+        growth = self.padding.bytes // 8 + self.batch_size * (REFRESH_STEPS + 1) + max_bytes // 32
+        other = sum(t.numel() * t.element_size() for t in self._tensors()) + self.padding.bytes + growth + more
+        other += sum(recorded.bytes for recorded in self.recorded if recorded is not None)
         pages = (max_bytes - other) // (self.layout.page_bytes + 8)
         if pages < 1:
             raise MemoryError(

@@ -128,30 +128,32 @@ def test_eight_forks_of_a_long_prefix_share_its_memory() -> None:
     assert diverged - alone > 0.8 * alone
 
 
-def test_dropped_forks_give_their_pages_back() -> None:
+def test_pages_count_their_owners() -> None:
+    """Every fork owns the pages until it changes or goes; what diverges leaves them to the others."""
     run = started(model_of(), LENGTHS)
-    pool = store_of(run.cache).pool
-    used = pool.capacity - 1 - pool.free_list.free
-    forks = run.cache.fork(3)
-    runs = [run.on(fork) for fork in forks]
-    for seed, each in enumerate(runs):
-        each.steps(tokens(4, 3, seed))
-    assert pool.capacity - 1 - pool.free_list.free > 3 * used
-    run.cache.check_integrity()
-    del each, forks
-    while runs:
-        runs.pop()
-        gc.collect()  # a cache and its layers refer to each other
-        run.cache.check_integrity()
-    assert pool.capacity - 1 - pool.free_list.free == used
+    store = store_of(run.cache)
+    pool, pages = store.pool, store.owned_pages()
+    capacity, free = pool.capacity, pool.free_list.free
 
-    capacity = pool.capacity
-    for seed in range(4):  # what comes later takes them
-        again = run.on(run.cache.fork(1)[0])
-        again.steps(tokens(4, 3, seed))
-        del again
-        gc.collect()
-    assert pool.capacity == capacity
+    def owners() -> set[int]:
+        return set(pool.owners(pages).tolist())
+
+    forks = run.cache.fork(3)
+    assert owners() == {4}
+    run.on(forks.pop()).steps(tokens(4, 3, 0))
+    gc.collect()  # a cache and its layers refer to each other
+    assert owners() == {3}
+    forks.pop().reset()
+    gc.collect()
+    assert owners() == {2}
+    forks.pop()
+    gc.collect()
+    assert owners() == {1}
+    assert (pool.capacity, pool.free_list.free) == (capacity, free)
+    run.cache.check_integrity()
+    run.steps(tokens(4, 3, 1))
+    assert store_of(run.cache).pool is pool
+    run.cache.check_integrity()
 
 
 def test_the_original_may_go_first() -> None:
