@@ -110,7 +110,7 @@ def chain(rng: random.Random, length: int) -> list[Piece]:
 
 
 def copying(rng: random.Random, length: int) -> list[Piece]:
-    """One to four random lines, then the same lines again in random order; a line's first character tells the others."""
+    """One to four random lines, then the same lines again in random order; its first character tells a line."""
     # Repeating them in the same order would teach distances rather than looking up.
     starts = rng.sample(SYMBOLS, rng.randint(1, 4))
     lines = [(start, "".join(rng.choices(SYMBOLS, k=rng.randint(3, 8))) + "\n") for start in starts]
