@@ -9,7 +9,6 @@ copying alone until it is exact, then recall and chained sums on short rows, the
 """
 
 import argparse
-import importlib.util
 import random
 import time
 from collections import deque
@@ -37,6 +36,8 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+
+import hf_diffkv  # noqa: F401  registers cache_implementation="diffkv"
 
 BUNDLED = Path(__file__).parent / "models" / "tiny-lm"
 CACHES: dict[str, dict[str, Any]] = {
@@ -177,17 +178,10 @@ class TinyTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def available_caches() -> list[str]:
-    """DynamicCache, and DiffKV where the package is installed."""
-    return [name for name in CACHES if name != "DiffKV" or importlib.util.find_spec("hf_diffkv")]
-
-
 def exact_recall(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: str, prompts: int, characters: int, seed: int
 ) -> float:
     """Share of fresh prompts whose four-digit answer `model.generate` gives exactly."""
-    if cache == "DiffKV":
-        import hf_diffkv  # noqa: F401  registers cache_implementation="diffkv"
     rng = random.Random(seed)
     questions, answers = zip(*(data.recall_prompt(rng, characters) for _ in range(prompts)), strict=True)
     right = 0
@@ -217,7 +211,6 @@ class Teacher(TrainerCallback):
         self.characters = characters
         self.reports = reports
         self.reported = 0
-        self.caches = available_caches()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.curriculum.started = time.monotonic()
@@ -241,7 +234,7 @@ class Teacher(TrainerCallback):
 
     def recall(self, model: PreTrainedModel) -> str:
         copy = inference_copy(model)
-        scores = {name: exact_recall(copy, self.tokenizer, name, 32, self.characters, seed=0) for name in self.caches}
+        scores = {name: exact_recall(copy, self.tokenizer, name, 32, self.characters, seed=0) for name in CACHES}
         return ", ".join(f"{name} {score:.2f}" for name, score in scores.items())
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -292,10 +285,9 @@ def train(output: Path, minutes: float, max_length: int = 320, seed: int = 0, ma
 
 def evaluate(folder: Path, prompts: int, characters: int, seed: int) -> None:
     """Print the exact-match recall of a saved model through each cache."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     print(f"{'cache':<14}{'characters':>12}{'prompts':>9}{'exact match':>13}")
-    for cache in available_caches():
-        model = AutoModelForCausalLM.from_pretrained(folder)
+    for cache in CACHES:
         recall = exact_recall(model, tokenizer, cache, prompts, characters, seed)
         print(f"{cache:<14}{characters:>12}{prompts:>9}{recall:>13.3f}")
 
