@@ -9,6 +9,7 @@ copying alone until it is exact, then recall and chained sums on short rows, the
 """
 
 import argparse
+import copy
 import random
 import time
 from collections import deque
@@ -195,9 +196,12 @@ def exact_recall(
 
 def inference_copy(model: torch.nn.Module) -> PreTrainedModel:
     """The model as it is saved: bfloat16, and without the wrappers of training."""
-    copy = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
-    copy.load_state_dict(model.state_dict())
-    return copy.eval()
+    # A config of its own: generating through DiffKV changes the attention that the config names.
+    twin = AutoModelForCausalLM.from_config(
+        copy.deepcopy(model.config), dtype=torch.bfloat16, attn_implementation="sdpa"
+    )
+    twin.load_state_dict(model.state_dict())
+    return twin.eval()
 
 
 class Teacher(TrainerCallback):
@@ -233,8 +237,8 @@ class Teacher(TrainerCallback):
         control.should_training_stop = control.should_training_stop or progress >= 1.0
 
     def recall(self, model: PreTrainedModel) -> str:
-        copy = inference_copy(model)
-        scores = {name: exact_recall(copy, self.tokenizer, name, 32, self.characters, seed=0) for name in CACHES}
+        twin = inference_copy(model)
+        scores = {name: exact_recall(twin, self.tokenizer, name, 32, self.characters, seed=0) for name in CACHES}
         return ", ".join(f"{name} {score:.2f}" for name, score in scores.items())
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

@@ -110,9 +110,10 @@ def _least_significant(
     ids = torch.where(exists, entry, NULL_PAGE).long()
     view = segments(pages, layout)
     slot = page[..., None] * layout.capacity + torch.arange(layout.capacity, device=table.device)
-    mean = _mean(view.score[ids], view.position[ids], length[row, None, None])
+    position = view.position[ids]
+    mean = _mean(view.score[ids], position, length[row, None, None])
     mean = torch.where(slot < count[row, None, None], mean, torch.inf).flatten(1)
-    position = view.position[ids].flatten(1)
+    position = position.flatten(1)
 
     means.scatter_reduce_(0, row, mean.amin(1), "amin")
     least = mean == means[row, None]
