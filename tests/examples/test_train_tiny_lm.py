@@ -190,6 +190,15 @@ def test_short_run_lowers_the_loss_and_reloads(data, example, tmp_path):
     assert loss < 4.5  # log(128) = 4.85 for a model that knows nothing
 
 
+def test_report_leaves_the_trained_model_alone(example):
+    model = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32, attn_implementation="eager")
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
+    curriculum = example.Curriculum(example.make_stages(64), seconds=60)
+    report = example.Teacher(curriculum, tokenizer, characters=64, reports=1).recall(model)
+    assert report == "DynamicCache 1.00, DiffKV 1.00"
+    assert model.config._attn_implementation == "eager" and model.dtype == torch.float32
+
+
 @pytest.mark.parametrize("cache", ["DynamicCache", "DiffKV"])
 def test_bundled_model_recalls(example, cache):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(BUNDLED), AutoTokenizer.from_pretrained(BUNDLED)
