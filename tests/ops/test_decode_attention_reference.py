@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_diffkv.config import Precision
 from hf_diffkv.memory import LOW, PageLayout
-from hf_diffkv.ops.decode_attention import reference
+from hf_diffkv.ops.decode_attention import reference_tier
 from hf_diffkv.ops.decode_attention.reference import decode_attention
 from hf_diffkv.ops.tiles import build_tiles
 
@@ -227,7 +227,7 @@ def test_more_than_six_thousand_tokens_in_a_head() -> None:
 
 @pytest.mark.parametrize("chunk_elements", [1, 2000])
 def test_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch, chunk_elements: int) -> None:
-    monkeypatch.setattr(reference, "CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(reference_tier, "CHUNK_ELEMENTS", chunk_elements)
     Case([300, 0, 17], [9, 250, 0], [1, 4, 5]).check()
 
 

@@ -103,26 +103,24 @@ def _least_significant(
     means = torch.full((rows,), torch.inf, device=table.device)
     if not tiles.row.numel():
         return slots, means
-    row = tiles.row
+    row, full, capacity = tiles.row, tiles.full, layout.capacity
     page = tiles.first[:, None] + torch.arange(tiles.pages, device=table.device)
-    exists = page * layout.capacity < count[row, None]
     entry = table[row[:, None], column(tier, page.clamp(max=width - 1), width)]
-    ids = torch.where(exists, entry, NULL_PAGE).long()
+    ids = torch.where(page * capacity < count[row, None], entry, NULL_PAGE).flatten().long()
     view = segments(pages, layout)
-    slot = page[..., None] * layout.capacity + torch.arange(layout.capacity, device=table.device)
-    position = view.position[ids]
-    mean = _mean(view.score[ids], position, length[row, None, None])
-    mean = torch.where(slot < count[row, None, None], mean, torch.inf).flatten(1)
-    position = position.flatten(1)
+    position = view.position.index_select(0, ids).view(row.numel(), -1)
+    score = view.score.index_select(0, ids).view(row.numel(), -1)
+    mean = score.div_((length[row, None].int() - 1 - position).clamp_(min=1))
+    slot = tiles.first[full:, None] * capacity + torch.arange(tiles.pages * capacity, device=table.device)
+    mean[full:].masked_fill_(slot >= count[row[full:], None], torch.inf)
 
     means.scatter_reduce_(0, row, mean.amin(1), "amin")
-    least = mean == means[row, None]
     farthest = torch.iinfo(torch.int32).max
-    position = torch.where(least, position, farthest)
-    oldest = torch.full((rows,), farthest, dtype=torch.int32, device=table.device)
-    oldest.scatter_reduce_(0, row, position.amin(1), "amin")
-    chosen = least & (position == oldest[row, None])
-    slots.scatter_reduce_(0, row, torch.where(chosen, slot.flatten(1), 0).amax(1), "amax")
+    oldest, index = position.masked_fill_(mean != means[row, None], farthest).min(1)
+    of_row = torch.full((rows,), farthest, dtype=torch.int32, device=table.device)
+    of_row.scatter_reduce_(0, row, oldest, "amin")
+    chosen = torch.where(oldest == of_row[row], tiles.first * capacity + index, 0)
+    slots.scatter_reduce_(0, row, chosen, "amax")
     return slots, means
 
 

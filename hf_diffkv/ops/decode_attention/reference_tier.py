@@ -1,0 +1,228 @@
+"""One tier's share of decode attention in plain PyTorch.
+
+Two passes over the pages, keys then values, a few tiles at a time through buffers that stay in the processor's cache;
+everything between them works on the logits of all tiles at once. Codes become floats but are never scaled one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...memory import NULL_PAGE, PageLayout, column
+from ..tiles import Tiles
+
+CHUNK_ELEMENTS = 1 << 18
+# exp(-40) of the largest weight is below rounding; products of smaller ones would be subnormal numbers, which are slow
+LOWEST_EXPONENT = -40.0
+
+
+@dataclass
+class Partials:
+    """Split softmax state of each row: peak and total [rows, group], weighted values [rows, group, value_dim]."""
+
+    peak: Tensor
+    total: Tensor
+    output: Tensor
+
+
+class TierAttention:
+    """Attention to the tokens of one tier.
+
+    Args:
+        tier: `HIGH` or `LOW`.
+        layout: of the pages.
+        tiles: pieces that cover all the tier's pages.
+        counts: int32 [rows], the tier's tokens.
+        tables: int32 [rows, width].
+        pages: uint8 [pages, page_bytes].
+        dtype: of 16-bit keys and values.
+    """
+
+    def __init__(
+        self,
+        tier: int,
+        layout: PageLayout,
+        tiles: Tiles,
+        counts: Tensor,
+        tables: Tensor,
+        pages: Tensor,
+        dtype: torch.dtype,
+    ) -> None:
+        self.layout, self.tiles, self.pages, self.dtype = (layout.high, layout.low)[tier], tiles, pages, dtype
+        capacity, width = self.layout.capacity, tables.shape[-1]
+        page = tiles.first[:, None] + torch.arange(tiles.pages, device=tables.device)
+        entry = tables[tiles.row[:, None], column(tier, page.clamp(max=width - 1), width)]
+        self.ids = torch.where(page * capacity < counts[tiles.row, None], entry, NULL_PAGE).flatten().long()
+        token = page[tiles.full :, :, None] * capacity + torch.arange(capacity, device=tables.device)
+        self.absent = (token >= counts[tiles.row[tiles.full :], None, None]).flatten(1)
+
+    def attend(self, query: Tensor, merged: Partials, softcap: float | None) -> None:
+        """Adds this tier's tokens to `merged`; keeps the softmax weights for `add_scores`.
+
+        Args:
+            query: [rows, group, key_dim], scaled.
+        """
+        row, absent = self.tiles.row, self.absent[:, None]
+        weights = self._logits(query[row])
+        if softcap is not None:
+            weights.div_(softcap).tanh_().mul_(softcap)
+        partial = weights[self.tiles.full :]
+        partial.masked_fill_(absent, -torch.inf)
+        peak = weights.amax(-1)
+        peak = torch.where(peak == -torch.inf, 0.0, peak)
+        weights.sub_(peak[..., None]).clamp_(min=LOWEST_EXPONENT).exp_()
+        partial.masked_fill_(absent, 0.0)
+        total, output = weights.sum(-1), self._output(weights)
+
+        self.peak, self.weights = peak, weights
+        highest = merged.peak.scatter_reduce(0, row[:, None].expand_as(peak), peak, "amax")
+        before = torch.exp(merged.peak - highest)
+        share = torch.exp(peak - highest[row])
+        merged.total = (merged.total * before).index_add_(0, row, total * share)
+        merged.output = (merged.output * before[..., None]).index_add_(0, row, output * share[..., None])
+        merged.peak = highest
+
+    def add_scores(self, log_total: Tensor, scoring: Tensor) -> None:
+        """Adds each token's largest probability within the group to its sum. Called once, after `attend`.
+
+        Args:
+            log_total: [rows, group], logarithm of the softmax's denominator.
+            scoring: bool [rows].
+        """
+        row = self.tiles.row
+        share = self.peak - log_total[row]
+        share = torch.where(scoring[row, None] & (share > LOWEST_EXPONENT), torch.exp(share), 0.0)
+        received = self.weights.mul_(share[..., None]).amax(1).float()
+        score = self._segment(self.layout.score_offset, 4, torch.float32)
+        score.index_copy_(0, self.ids, score.index_select(0, self.ids).add_(received.view(self.ids.numel(), -1)))
+
+    def _logits(self, query: Tensor) -> Tensor:
+        """[tiles, group, tokens] for queries [tiles, group, key_dim]."""
+        layout = self.layout
+        chunks = self._chunks(
+            layout.key_offset, layout.key_row, layout.k_bits, layout.k_groups, layout.key_dim, query.dtype
+        )
+        metadata = self._metadata(layout.key_metadata_offset, layout.k_bits, layout.k_groups, query.dtype)
+        logits = query.new_empty(*query.shape[:2], self.tiles.pages * layout.capacity)
+        for chunk, groups in chunks:
+            out, queries = logits[chunk], query[chunk]
+            for group, parts in enumerate(groups):
+                term = out if group == 0 else torch.empty_like(out)
+                for index, (dims, keys) in enumerate(parts):
+                    if index == 0:
+                        torch.bmm(queries[..., dims], keys.mT, out=term)
+                    else:
+                        term.baddbmm_(queries[..., dims], keys.mT)
+                if metadata is not None:
+                    term.mul_(metadata[0][chunk, group, None])
+                if group:
+                    out.add_(term)
+        if metadata is not None:
+            logits.baddbmm_(query.unflatten(-1, (layout.k_groups, -1)).sum(-1), metadata[1])
+        return logits
+
+    def _output(self, weights: Tensor) -> Tensor:
+        """Weighted values [tiles, group, value_dim] for weights [tiles, group, tokens]."""
+        layout, full = self.layout, self.tiles.full
+        chunks = self._chunks(
+            layout.value_offset, layout.value_row, layout.v_bits, layout.v_groups, layout.value_dim, weights.dtype
+        )
+        metadata = self._metadata(layout.value_metadata_offset, layout.v_bits, layout.v_groups, weights.dtype)
+        output = weights.new_empty(*weights.shape[:2], layout.value_dim)
+        for chunk, groups in chunks:
+            out, scaled = output[chunk], weights[chunk]
+            if metadata is None and chunk.stop > full:
+                # zero times what nobody wrote need not be zero
+                absent = self.absent[max(chunk.start - full, 0) : chunk.stop - full, :, None]
+                groups[0][0][1][max(full - chunk.start, 0) :].masked_fill_(absent, 0.0)
+            for group, parts in enumerate(groups):
+                if metadata is not None:
+                    scaled = weights[chunk] * metadata[0][chunk, group, None]
+                for dims, values in parts:
+                    out[..., dims] = torch.bmm(scaled, values)
+        if metadata is not None:
+            output.unflatten(-1, (layout.v_groups, -1)).add_(torch.bmm(weights, metadata[1].mT)[..., None])
+        return output
+
+    def _segment(self, offset: int, token_bytes: int, dtype: torch.dtype) -> Tensor:
+        """One segment of all pages, a view [pages, elements]."""
+        return self.pages[:, offset : offset + self.layout.capacity * token_bytes].view(dtype)
+
+    def _metadata(self, offset: int, bits: int, groups: int, dtype: torch.dtype) -> Tensor | None:
+        """(scale, zero) as [2, tiles, groups, tokens], zero for absent tokens; None at 16 bits."""
+        if bits == 16:
+            return None
+        held = self._segment(offset, 4 * groups, torch.float16).index_select(0, self.ids)
+        held = held.view(self.tiles.row.numel(), -1, groups, 2).permute(3, 0, 2, 1)
+        metadata = held.to(dtype, memory_format=torch.contiguous_format)
+        metadata[:, self.tiles.full :].masked_fill_(self.absent[:, None], 0.0)
+        return metadata
+
+    def _chunks(
+        self, offset: int, row_bytes: int, bits: int, groups: int, dim: int, dtype: torch.dtype
+    ) -> Iterator[tuple[slice, list[list[tuple[slice, Tensor]]]]]:
+        """Some tiles at a time: which, and for each group its parts, as (elements of the head, codes as numbers).
+
+        The numbers are [tiles, tokens, elements], in buffers that the next chunk overwrites.
+        """
+        count, pages, tokens = self.tiles.row.numel(), self.tiles.pages, self.tiles.pages * self.layout.capacity
+        segment = self._segment(offset, row_bytes, torch.uint8)
+        step = min(count, max(1, CHUNK_ELEMENTS // (tokens * dim)))
+        planes = max(1, 8 // bits)
+        packed = segment.new_empty(step * pages, segment.shape[1])
+        codes = packed.new_empty(planes, *packed.shape) if planes > 1 else packed[None]
+        numbers = torch.empty((planes, step, tokens, dim // planes), dtype=dtype, device=segment.device)
+        rest = count % step
+        for size, starts in ((step, range(0, count - rest, step)), (rest, [count - rest] if rest else [])):
+            rows, split, filled = packed[: size * pages], codes[:, : size * pages], numbers[:, :size]
+            source = (split.view(self.dtype) if bits == 16 else split).view(filled.shape)
+            parts = [
+                [(part.dims, filled[part.plane][..., part.columns]) for part in group]
+                for group in _parts(dim, bits, groups)
+            ]
+            for start in starts:
+                torch.index_select(segment, 0, self.ids[start * pages : (start + size) * pages], out=rows)
+                if planes > 1:
+                    _split(rows, bits, split)
+                filled.copy_(source)
+                yield slice(start, start + size), parts
+
+
+def _split(packed: Tensor, bits: int, out: Tensor) -> None:
+    """Bytes into their bit planes, [planes, ...]."""
+    last = 8 // bits - 1
+    for plane in range(last):
+        shifted = torch.bitwise_right_shift(packed, bits * plane, out=out[plane]) if plane else packed
+        torch.bitwise_and(shifted, 2**bits - 1, out=out[plane])
+    torch.bitwise_right_shift(packed, bits * last, out=out[last])
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Consecutive elements of a head that stand in one bit plane and one quantisation group."""
+
+    plane: int
+    columns: slice
+    dims: slice
+
+
+def _parts(dim: int, bits: int, groups: int) -> list[list[_Part]]:
+    """The parts of every group; at 16 bits there are no groups."""
+    if bits == 16:
+        return [[_Part(0, slice(0, dim), slice(0, dim))]]
+    width = dim * bits // 8
+    size = dim // groups
+    result = []
+    for group in range(groups):
+        parts, start = [], group * size
+        while start < (group + 1) * size:
+            plane = start // width
+            stop = min((plane + 1) * width, (group + 1) * size)
+            parts.append(_Part(plane, slice(start - plane * width, stop - plane * width), slice(start, stop)))
+            start = stop
+        result.append(parts)
+    return result
