@@ -55,7 +55,6 @@ class DiffKVCache(Cache):
         self.usage = Usage()
         for index, layer_idx in enumerate(compressed):
             layers[layer_idx] = DiffKVLayer(self.stores, index)
-            self.stores.layers.append(layers[layer_idx])
         super().__init__(layers=layers)
 
     def update(
@@ -166,6 +165,9 @@ class DiffKVCache(Cache):
     def reset(self) -> None:
         """Empties the cache and gives its memory back."""
         super().reset()
+        for layer in self.layers:
+            if hasattr(layer, "record_past"):
+                layer.record_past = False
         self.stores.clear()
         self.usage.clear()
 
@@ -218,16 +220,19 @@ class DiffKVCache(Cache):
         Raises:
             ValueError: a positive number, or more tokens than can be taken back; nothing has changed then.
         """
+        tokens_to_remove = int(tokens_to_remove)  # generate() passes a tensor in some versions
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove={tokens_to_remove} must be 0 or negative: minus the tokens to remove.")
         self.check_handover()
+        for layer in self.layers:
+            _check_croppable(layer, tokens_to_remove)
         for store in self.stores.stores:
             commit(store, -tokens_to_remove)
         for layer in self.layers:
-            if not isinstance(layer, DiffKVLayer):
+            if isinstance(layer, DiffKVLayer):
+                layer.seen += tokens_to_remove if layer.is_initialized else 0
+            elif tokens_to_remove < 0 or getattr(layer, "record_past", True):
                 layer.crop(tokens_to_remove)
-            elif layer.is_initialized:
-                layer.seen += tokens_to_remove
 
     def early_initialization(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("DiffKVCache allocates with the first keys and values; there is nothing to prepare.")
@@ -244,6 +249,18 @@ class DiffKVCache(Cache):
 
     def __repr__(self) -> str:
         return f"DiffKVCache(config={self.config}, compressed_layers={self.compressed_layers()})"
+
+
+def _check_croppable(layer: Any, tokens_to_remove: int) -> None:
+    """Raises `ValueError` if a layer of Transformers' own has dropped what `crop` would have to bring back."""
+    if tokens_to_remove == 0 or getattr(layer, "record_past", True):
+        return
+    if not hasattr(layer, "sliding_window") or layer.get_seq_length() >= layer.sliding_window:
+        raise ValueError(
+            f"cannot remove {-tokens_to_remove} tokens: a {type(layer).__name__} keeps only what the next token needs. "
+            "Call activate_past_recording() before the forward whose tokens may be rejected (generate() does), or keep "
+            "a copy.deepcopy of the cache."
+        )
 
 
 def check_model_config(model_config: Any) -> None:

@@ -42,11 +42,19 @@ class DiffKVLayer(CacheLayerMixin):
         super().__init__()
         self.stores = stores
         self.index = index
-        self.seen = 0
         self.pending: tuple[Tensor, Tensor] | None = None
         self.store: Store | None = None
         self.slot = -1
         self.handle = new_handle(self)
+
+    @property
+    def seen(self) -> int:
+        """Logical tokens seen: padding and pruned ones included."""
+        return self.stores.seen[self.index]
+
+    @seen.setter
+    def seen(self, tokens: int) -> None:
+        self.stores.seen[self.index] = tokens
 
     @property
     def keys(self) -> Tensor | None:
@@ -189,7 +197,7 @@ class DiffKVLayer(CacheLayerMixin):
         return output
 
     def get_seq_length(self) -> int:
-        """Logical tokens seen: padding and pruned ones included."""
+        """See `seen`."""
         return self.seen
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:

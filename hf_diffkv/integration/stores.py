@@ -38,7 +38,9 @@ class Stores:
                     f"number or {num_layers} of them."
                 )
         self.stores: list[Store] = []
-        self.layers: list[DiffKVLayer] = []
+        # logical tokens each layer has seen; the layers refer to this object, which must not refer back to them, or
+        # a cache that is dropped would keep its memory until Python's garbage collector comes by
+        self.seen = [0] * num_layers
         self.recording = False
         self.pending: int | None = None
         self.broken = False
@@ -83,7 +85,7 @@ class Stores:
 
     def check_complete(self) -> None:
         """Raises `HandOverError` unless every layer took part in every forward so far."""
-        lengths = {layer.seen for layer in self.layers if layer.seen}
+        lengths = {seen for seen in self.seen if seen}
         if self.broken or len(lengths) > 1:
             raise HandOverError(
                 "an earlier forward with this cache stopped halfway, so its layers disagree; call cache.reset() and "
@@ -92,8 +94,8 @@ class Stores:
 
     def abandon(self, layer: DiffKVLayer, tokens: int) -> None:
         """Called when a layer failed to store `tokens` tokens: undone if it is the forward's first, else remembered."""
-        others = [other for other in self.layers if other is not layer and other.seen]
-        if any(other.seen >= layer.seen for other in others):
+        others = [seen for index, seen in enumerate(self.seen) if index != layer.index and seen]
+        if any(seen >= layer.seen for seen in others):
             self.broken = True
             return
         layer.seen -= tokens

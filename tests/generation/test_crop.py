@@ -23,6 +23,7 @@ from runs import (
     tokens,
 )
 from tiny_models import ragged_prompts
+from transformers import DynamicCache
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 
@@ -136,6 +137,43 @@ def test_crop_zero_keeps_everything() -> None:
     assert_close_contents(run.cache, other.cache)
     run.cache.crop(0)
     assert_close_contents(run.cache, other.cache)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_crop_zero_without_recording_changes_nothing(name: str) -> None:
+    """Also where Transformers' sliding-window layers are full, which refuse it by themselves."""
+    run, other = started(model_of(name), LENGTHS), started(model_of(name), LENGTHS)
+    run.crop(0)
+    assert_equal_contents(run.cache, other.cache)
+    assert torch.equal(run.steps(tokens(4, 3)), other.steps(tokens(4, 3)))
+    run.crop(0)
+    assert torch.equal(run.feed(tokens(4, 7)), other.feed(tokens(4, 7)))
+
+
+def test_a_full_sliding_window_cannot_be_taken_back() -> None:
+    """A model without any compressed layer; Transformers' own error is a RuntimeError that names no remedy."""
+    model = model_of("gemma2", layer_types=["sliding_attention"] * 2)
+    with pytest.warns(UserWarning, match="compresses nothing"):
+        run = started(model, LENGTHS)
+    with pytest.raises(ValueError, match="activate_past_recording"):
+        run.crop(1)
+    run.crop(0)
+    run.cache.activate_past_recording()
+    run.feed(tokens(4, 5))
+    run.crop(2)
+    expected = started(model, LENGTHS, cache=DynamicCache(config=model.config))
+    expected.feed(tokens(4, 5)[:, :3])
+    assert torch.equal(run.feed(tokens(4, 1)), expected.feed(tokens(4, 1)))
+
+
+def test_reset_ends_recording_in_every_layer() -> None:
+    run = started(model_of("gemma2"), LENGTHS)
+    run.cache.activate_past_recording()
+    run.cache.reset()
+    again = started(run.model, LENGTHS, cache=run.cache)
+    again.feed(tokens(4, 30))
+    assert [again.cache.is_recording_past(layer_idx) for layer_idx in (0, 1)] == [False, False]
+    assert again.cache.memory().other_bytes == started(run.model, LENGTHS).cache.memory().other_bytes
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import os
 import random
 from pathlib import Path
@@ -107,9 +106,7 @@ class Fuzz:
     def crop(self, run: Run) -> None:
         held = self.recording[id(run)]
         if held is None:
-            # Transformers' sliding layers refuse even this
-            if len(run.cache.compressed_layers()) == len(run.cache.layers):
-                run.crop(0)
+            run.crop(0)
             return
         run.crop(self.random.randint(0, held) if held < run.ids.shape[1] else self.random.randint(0, held - 1))
         self.recording[id(run)] = 0
@@ -144,7 +141,6 @@ class Fuzz:
     def drop(self, run: Run) -> None:
         if len(self.runs) > 1:
             self.runs = [other for other in self.runs if other is not run]
-            gc.collect()
 
     def one(self) -> None:
         run = self.random.choice(self.runs)

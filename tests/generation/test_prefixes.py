@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -128,6 +129,26 @@ def test_eight_forks_of_a_long_prefix_share_its_memory() -> None:
     assert diverged - alone > 0.8 * alone
 
 
+@pytest.fixture
+def no_garbage_collector() -> Iterator[None]:
+    """What is dropped must go by itself."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_garbage_collector")
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_dropped_cache_frees_its_memory_at_once(name: str) -> None:
+    run = started(model_of(name), LENGTHS)
+    run.steps(tokens(4, 3))
+    gone = [weakref.ref(run.cache), weakref.ref(store_of(run.cache)), weakref.ref(store_of(run.cache).pool)]
+    del run
+    assert [ref() for ref in gone] == [None] * 3
+
+
+@pytest.mark.usefixtures("no_garbage_collector")
 def test_pages_count_their_owners() -> None:
     """Every fork owns the pages until it changes or goes; what diverges leaves them to the others."""
     run = started(model_of(), LENGTHS)
@@ -141,13 +162,10 @@ def test_pages_count_their_owners() -> None:
     forks = run.cache.fork(3)
     assert owners() == {4}
     run.on(forks.pop()).steps(tokens(4, 3, 0))
-    gc.collect()  # a cache and its layers refer to each other
     assert owners() == {3}
     forks.pop().reset()
-    gc.collect()
     assert owners() == {2}
     forks.pop()
-    gc.collect()
     assert owners() == {1}
     assert (pool.capacity, pool.free_list.free) == (capacity, free)
     run.cache.check_integrity()

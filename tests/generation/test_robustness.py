@@ -169,9 +169,11 @@ def test_compiled_steps_equal_eager_ones(name: str, padding: bool) -> None:
     assert min(counts.values()) > 10, counts
 
 
-def test_long_beam_search_loses_no_page() -> None:
-    model = tiny_model("llama", "diffkv")
-    ids, mask = ragged_prompts((300,))
+@pytest.mark.parametrize("sample", [False, True], ids=["search", "sampling"])
+def test_long_beam_search_loses_no_page(sample: bool) -> None:
+    """Four beams of 2,048 tokens, 500 of them generated: the memory of four independent rows."""
+    model = tiny_model("llama", "diffkv", max_position_embeddings=2048)
+    ids, mask = ragged_prompts((1548,))
     cache = DiffKVCache(model.config, DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16))
     orders: list[Tensor] = []
     reorder = cache.reorder_cache
@@ -179,16 +181,19 @@ def test_long_beam_search_loses_no_page() -> None:
     def checked(beam_idx: Tensor) -> None:
         reorder(beam_idx)
         orders.append(beam_idx.clone())
-        cache.check_integrity()  # every page is free or in one place
+        pool = cache.stores.stores[0].pool
+        held = cache.stores.stores[0].owned_pages()
+        assert held.unique().numel() == held.numel() == pool.capacity - 1 - pool.free_list.free
 
     cache.reorder_cache = checked
-    options = {"attention_mask": mask, "max_new_tokens": 101}
+    options = {"attention_mask": mask, "max_new_tokens": 501}
     torch.manual_seed(0)
-    model.generate(ids, past_key_values=cache, num_beams=4, do_sample=True, **options)
-    assert len(orders) >= 99
-    assert any(not torch.equal(order, torch.arange(4)) for order in orders)
+    model.generate(ids, past_key_values=cache, num_beams=4, do_sample=sample, **options)
+    cache.check_integrity()
+    assert len(orders) >= 499
+    assert sum(not torch.equal(order, torch.arange(4)) for order in orders) > 100
 
     rows = DiffKVCache(model.config, cache.config)
     model.generate(ids, past_key_values=rows, num_return_sequences=4, do_sample=True, **options)
-    assert rows.get_seq_length() == cache.get_seq_length() == 400
+    assert rows.get_seq_length() == cache.get_seq_length() == 2048
     assert cache.memory().bytes <= 1.3 * rows.memory().bytes
