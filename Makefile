@@ -14,7 +14,7 @@ DEMO_KEYS := sky tin jar hen red fox oak
 ALPHA_HIGH ?= 1
 ALPHA_LOW ?= 0
 
-.PHONY: setup test check format demo compile-kernels bench-cpu train-tiny-lm clean
+.PHONY: setup test check format demo compile-kernels bench-cpu test-gpu bench-gpu train-tiny-lm clean
 
 setup: $(READY)
 
@@ -48,6 +48,17 @@ compile-kernels: $(READY)
 
 bench-cpu: $(READY)
 	$(BIN)/python benchmarks/decode_cpu.py
+
+# With a GPU: the compiled kernels against their references, then all figures. SECONDS bounds each benchmark.
+test-gpu: $(READY)
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest -q tests/gpu
+
+SECONDS ?= 600
+bench-gpu: $(READY)
+	for part in attention memory_manager prompt decode; do \
+		$(BIN)/python benchmarks/$${part}_gpu.py --seconds $(SECONDS) || exit 1; \
+	done
+	$(BIN)/python benchmarks/tables.py --plots
 
 train-tiny-lm: $(READY)
 	$(BIN)/python examples/train_tiny_lm.py --output build/tiny-lm

@@ -1,0 +1,223 @@
+"""Decode attention over compressed pages against dense attention in bf16, one layer, on a GPU.
+
+Device time with a cold L2 cache; bytes are those of the stored tokens with all metadata, read once. Every output is
+checked against float32 attention over what is stored before it is timed, the dense ones against float32 as well.
+
+    python benchmarks/attention_gpu.py [--quick] [--models llama-3-8b] [--batches 1 32] [--contexts 8192]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable
+
+import torch
+from measure import Session, free_memory, parser, peak_bandwidth, relative_error
+from rows import Rows, needed_bytes, random_rows
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hf_diffkv.config import Precision
+from hf_diffkv.ops.decode_attention import allocate_scratch, decode_attention
+
+# query heads, KV heads, elements of a head
+MODELS = {"llama-3-8b": (32, 8, 128), "qwen2.5-7b": (28, 4, 128)}
+K8V4, K4V2 = Precision(8, 4), Precision(4, 2)
+# precisions, and the shares of tokens at the high and the low level
+CONFIGS = {
+    "FP16": ((Precision(16, 16), Precision(16, 16)), (1.0, 0.0)),
+    "K8V8": ((Precision(8, 8), Precision(8, 8)), (1.0, 0.0)),
+    "K8V4": ((K8V4, K4V2), (1.0, 0.0)),
+    "K4V2": ((K8V4, K4V2), (0.0, 1.0)),
+    "30/40/30": ((K8V4, K4V2), (0.3, 0.4)),
+}
+BATCHES = (1, 8, 32, 64)
+CONTEXTS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+# what the goals are stated for comes first, so that a time limit cuts the rest
+FIRST = [(32, 8192), (32, 32768), (1, 131072), (64, 8192), (64, 32768), (8, 32768), (1, 8192), (1, 32768), (32, 1024)]
+LIMITS = {torch.float32: 1e-3, torch.bfloat16: 1e-2, torch.float16: 1e-3}
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def dense_calls(query: Tensor, key: Tensor, value: Tensor, backends: list[str]) -> dict[str, Callable[[], Tensor]]:
+    """Ways to attend densely; query [batch, query_heads, dim], key and value [batch, heads, tokens, dim].
+
+    The group of a KV head is given either as query heads or as query tokens: which is faster depends on the backend.
+    """
+    batch, heads, _, dim = key.shape
+
+    def run(backend: str, as_tokens: bool) -> Tensor:
+        with sdpa_kernel(BACKENDS[backend]):
+            attend = torch.nn.functional.scaled_dot_product_attention
+            if as_tokens:
+                return attend(query.view(batch, heads, -1, dim), key, value).reshape(query.shape)
+            return attend(query[:, :, None], key, value, enable_gqa=True).reshape(query.shape)
+
+    ways = itertools.product(backends, (False, True))
+    return {
+        f"{backend}, group as {'tokens' if tokens else 'heads'}": lambda b=backend, t=tokens: run(b, t)
+        for backend, tokens in ways
+    }
+
+
+def exact(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """float32 attention of one row: query [group, dim], key and value [tokens, dim]."""
+    weights = torch.softmax(scaling * query.double() @ key.double().T, dim=-1)
+    return (weights @ value.double()).float()
+
+
+def check(output: Tensor, query: Tensor, dense: Callable[[int, int], tuple[Tensor, Tensor]], heads: int) -> float:
+    """Worst relative error over the first and the last row; `dense` gives keys and values of a row."""
+    batch, query_heads, dim = query.shape
+    group = query_heads // heads
+    worst = 0.0
+    for request, head in {(0, 0), (batch - 1, heads - 1)}:
+        part = slice(head * group, (head + 1) * group)
+        expected = exact(query[request, part], *dense(request, head), dim**-0.5)
+        worst = max(worst, relative_error(output[request, part], expected))
+    return worst
+
+
+def compressed_call(rows: Rows, query: Tensor) -> Callable[[], Tensor]:
+    """Attention over `rows` with buffers that stay, as in a captured step."""
+    slots = rows.window_key.shape[2]
+    scratch = allocate_scratch(query, rows.table.shape[1], rows.layout, slots, rows.bounds.max_tokens)
+    return lambda: decode_attention(
+        query,
+        rows.pages,
+        rows.layout,
+        rows.table,
+        rows.high_count,
+        rows.low_count,
+        rows.window_key,
+        rows.window_value,
+        rows.window_score,
+        rows.window_start,
+        rows.length,
+        scaling=query.shape[2] ** -0.5,
+        bounds=rows.bounds,
+        scratch=scratch,
+    )
+
+
+def measure_dense(session: Session, case: dict, query: Tensor, heads: int, backends: list[str]) -> float | None:
+    """Times every dense way; seconds of the fastest."""
+    batch, _, dim = query.shape
+    context = case["context"]
+    elements = batch * heads * context * dim
+    what = f"dense attention, batch {batch}, context {context}"
+    if not session.has_memory(2.2 * elements * query.element_size(), what):
+        return None
+    key = torch.empty(batch, heads, context, dim, dtype=query.dtype, device=query.device).normal_()
+    value = torch.empty_like(key).normal_()
+    best = None
+    for name, call in dense_calls(query, key, value, backends).items():
+        try:
+            error = check(call(), query, lambda r, h: (key[r, h].float(), value[r, h].float()), heads)
+            if error > LIMITS[query.dtype]:
+                raise RuntimeError(f"relative error {error:.2g}")
+            timing = session.time(call)
+        except RuntimeError as failure:
+            session.failed(f"{what}, {name}", failure)
+            continue
+        num_bytes = 2 * elements * query.element_size()
+        session.add(
+            {
+                **case,
+                "kind": "dense",
+                "name": name,
+                "error": error,
+                **timing.row(),
+                **speed(session, num_bytes, timing.median),
+            }
+        )
+        best = timing.median if best is None else min(best, timing.median)
+    return best
+
+
+def speed(session: Session, num_bytes: int, seconds: float) -> dict:
+    peak = peak_bandwidth(session.device)
+    row = {"bytes": num_bytes, "gb_per_s": round(num_bytes / seconds / 1e9, 1)}
+    return row if peak is None else row | {"share_of_peak": round(num_bytes / seconds / peak, 4)}
+
+
+def measure_config(session: Session, case: dict, name: str, query: Tensor, heads: int, best: float | None) -> None:
+    """Times one precision; its speed-up is over the fastest dense way."""
+    batch, _, dim = query.shape
+    (high, low), shares = CONFIGS[name]
+    stored = case["context"] - case["window"]
+    tokens = (int(shares[0] * stored), int(shares[1] * stored))
+    what = f"{name}, {case['model']}, batch {batch}, context {case['context']}"
+    if not session.has_time(what) or not session.has_memory(needed_bytes(high, low, batch, heads, dim, tokens), what):
+        return
+    try:
+        rows = random_rows(
+            high, low, batch, heads, dim, tokens, case["context"], case["window"], query.dtype, query.device
+        )
+        call = compressed_call(rows, query)
+        error = check(call(), query, rows.dense, heads)
+        if error > LIMITS[query.dtype]:
+            raise RuntimeError(f"relative error {error:.2g} against float32, nothing timed")
+        timing = session.time(call)
+        kernels = session.kernel_times(call)
+    except (RuntimeError, ValueError) as failure:
+        session.failed(what, failure)
+        return
+    row = {**case, "kind": "compressed", "name": name, "error": error, **timing.row()}
+    row |= speed(session, rows.bytes_read, timing.median)
+    for part in ("attend", "merge", "score"):
+        found = [us for kernel, us in kernels.items() if kernel.startswith(f"{part}_kernel")]
+        row |= {f"{part}_us": round(sum(found), 3)} if found else {}
+    if best is not None:
+        row["speed_up"] = round(best / timing.median, 3)
+    session.add(row)
+    print(
+        f"{what}: {row['us']:.1f} us, {row['gb_per_s']} GB/s, speed-up {row.get('speed_up', float('nan')):.2f}, "
+        f"error {error:.1g}",
+        flush=True,
+    )
+
+
+def grid(args: argparse.Namespace) -> list[tuple[int, int]]:
+    """Batch and context of every case, the most telling first."""
+    wanted = list(itertools.product(args.batches, args.contexts))
+    first = [case for case in FIRST if case in wanted]
+    return first if args.quick else first + [case for case in wanted if case not in first]
+
+
+def main(arguments: list[str] | None = None) -> Session:
+    options = parser(__doc__, "attention_gpu")
+    options.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    options.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
+    options.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
+    options.add_argument("--configs", nargs="+", default=list(CONFIGS), choices=list(CONFIGS))
+    options.add_argument("--window", type=int, default=64)
+    options.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
+    args = options.parse_args(arguments)
+    session = Session(args)
+    dtype, cases, backends = getattr(torch, args.dtype), grid(args), ["flash", "cudnn", "efficient"]
+    if args.tiny:
+        dtype, cases, backends, args.window = torch.float32, [(2, 96)], ["math"], 8
+    for (batch, context), model in itertools.product(cases, args.models):
+        query_heads, heads, dim = MODELS[model] if not args.tiny else (4, 2, 32)
+        if not session.has_time(f"{model}, batch {batch}, context {context}"):
+            break
+        torch.manual_seed(0)
+        query = torch.randn(batch, query_heads, dim, device=session.device).to(dtype)
+        case = {"model": model, "batch": batch, "context": context, "window": args.window, "dtype": str(dtype)[6:]}
+        best = measure_dense(session, case, query, heads, backends)
+        free_memory()
+        for name in args.configs:
+            measure_config(session, case, name, query, heads, best)
+            free_memory()
+    return session
+
+
+if __name__ == "__main__":
+    main()

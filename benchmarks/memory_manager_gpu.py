@@ -1,0 +1,232 @@
+"""The memory manager of one decode step: compaction of all layers on a GPU, against the CPU, and beside attention.
+
+The CPU side is the same round by vectorised PyTorch on all threads, on a copy of the same rows; moving counts and
+tokens between host and device, which a manager on the host would also need, is timed apart. Before anything is timed
+both sides must give the same counts, tables and free lists (DiffKV, SOSP 2025, figures 13 and 14).
+
+    python benchmarks/memory_manager_gpu.py [--quick] [--batches 1 8 32] [--context 4096]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from attention_gpu import CONFIGS, MODELS, compressed_call
+from measure import Session, free_memory, parser
+from rows import Rows, needed_bytes, random_rows
+from torch import Tensor
+
+from hf_diffkv.memory import FreeList
+from hf_diffkv.ops.backend import use_backend
+from hf_diffkv.ops.compact import compact_step
+
+LAYERS = 32
+MIX = "30/40/30"
+
+
+@dataclass
+class Round:
+    """One round of Algorithm 1 over all rows of all layers, and how to take it back."""
+
+    rows: Rows
+    free_list: FreeList
+    candidates: dict[str, Tensor]
+    thresholds: tuple[Tensor, Tensor]
+    flag: Tensor
+
+    def state(self) -> list[Tensor]:
+        """What a round changes besides page contents."""
+        rows = self.rows
+        return [rows.table, rows.high_count, rows.low_count, self.free_list.ring, self.free_list.state]
+
+    def run(self) -> None:
+        rows = self.rows
+        count = rows.table.shape[0] * rows.table.shape[1]
+        compact_step(
+            rows.pages,
+            rows.layout,
+            self.free_list,
+            rows.table.view(count, -1),
+            rows.high_count.view(count),
+            rows.low_count.view(count),
+            **self.candidates,
+            high_threshold=self.thresholds[0],
+            low_threshold=self.thresholds[1],
+            bounds=rows.bounds,
+            flag=self.flag,
+        )
+
+    def to(self, device: torch.device) -> Round:
+        """A copy of everything on another device."""
+
+        def moved(part: object) -> object:
+            if isinstance(part, Tensor):
+                return part.to(device, copy=True)
+            if isinstance(part, dict):
+                return {name: moved(value) for name, value in part.items()}
+            return tuple(moved(value) for value in part)
+
+        rows = self.rows
+        tensors = {name: moved(value) for name, value in vars(rows).items() if isinstance(value, Tensor)}
+        tiles = tuple(type(t)(t.row.to(device), t.first.to(device), t.pages, t.full) for t in rows.bounds.tiles)
+        bounds = type(rows.bounds)(rows.bounds.max_tokens, tiles)
+        twin = Rows(**{**vars(rows), **tensors, "bounds": bounds})
+        free_list = FreeList(device)
+        free_list.ring, free_list.state = moved(self.free_list.ring), moved(self.free_list.state)
+        return Round(twin, free_list, moved(self.candidates), moved(self.thresholds), moved(self.flag))
+
+
+def make_round(batch: int, heads: int, dim: int, context: int, window: int, layers: int, session: Session) -> Round:
+    """All layers as one batch of rows; a candidate leaves every window, as in each step of the paper."""
+    (high, low), shares = CONFIGS[MIX]
+    stored = context - window
+    tokens = (int(shares[0] * stored), int(shares[1] * stored))
+    dtype = torch.bfloat16 if session.device.type == "cuda" else torch.float32
+    count = layers * batch * heads
+    rows = random_rows(
+        high, low, layers * batch, heads, dim, tokens, context, window, dtype, session.device, spare_pages=2 * count
+    )
+    device = session.device
+    free_list = FreeList(device)
+    free_list.extend(rows.pages.shape[0] - 2 * count, 2 * count)
+    candidates = {
+        "key": torch.randn(count, dim, device=device).to(dtype),
+        "value": torch.randn(count, dim, device=device).to(dtype),
+        "score": torch.rand(count, device=device) * window,
+        "position": torch.full((count,), context - window, dtype=torch.int64, device=device),
+        "leaving": torch.ones(count, dtype=torch.bool, device=device),
+        "length": torch.full((count,), context, dtype=torch.int64, device=device),
+    }
+    # about a third of the candidates at each level, and victims that move
+    high_threshold = torch.full((count,), 0.66, device=device)
+    low_threshold = torch.full((count,), 0.33, device=device)
+    flag = torch.zeros(1, dtype=torch.int32, device=device)
+    return Round(rows, free_list, candidates, (high_threshold, low_threshold), flag)
+
+
+def check(step: Round, twin: Round) -> None:
+    """Both devices must do the same: raises `RuntimeError` otherwise."""
+    step.run()
+    with use_backend("reference"):
+        twin.run()
+    for name, got, expected in zip(("table", "high", "low", "ring", "state"), step.state(), twin.state()):
+        # the ring's dead part may differ
+        if name == "ring":
+            got, expected = step.free_list.ids(), twin.free_list.ids()
+            got, expected = got.sort().values, expected.sort().values
+        if name == "table":
+            got, expected = got != 0, expected != 0
+        if not torch.equal(got.cpu(), expected.cpu()):
+            raise RuntimeError(f"{name} differs between the device and the CPU")
+    if int(step.flag) or int(twin.flag):
+        raise RuntimeError("the round was called off")
+
+
+def repeatable(step: Round) -> tuple[Callable[[], None], Callable[[], None]]:
+    """A round that starts from the same tables every time, and the copies alone."""
+    saved = [tensor.clone() for tensor in step.state()]
+
+    def restore() -> None:
+        for tensor, before in zip(step.state(), saved):
+            tensor.copy_(before)
+
+    def call() -> None:
+        restore()
+        step.run()
+
+    return call, restore
+
+
+def measure(session: Session, batch: int, args: argparse.Namespace) -> None:
+    query_heads, heads, dim = MODELS["llama-3-8b"] if not args.tiny else (4, 2, 32)
+    (high, low), shares = CONFIGS[MIX]
+    stored = args.context - args.window
+    tokens = (int(shares[0] * stored), int(shares[1] * stored))
+    what = f"memory manager, batch {batch}, context {args.context}"
+    if not session.has_memory(1.2 * needed_bytes(high, low, args.layers * batch, heads, dim, tokens), what):
+        return
+    try:
+        step = make_round(batch, heads, dim, args.context, args.window, args.layers, session)
+        case = {"batch": batch, "context": args.context, "window": args.window, "layers": args.layers}
+        case["rows"] = args.layers * batch * heads
+        page_bytes = step.rows.pages.numel()
+        with_cpu = page_bytes <= args.cpu_bytes
+        before = [tensor.clone() for tensor in step.state()]
+        if with_cpu:
+            twin = step.to(torch.device("cpu"))
+            check(step, twin)
+            for one in (step, twin):
+                for tensor, saved in zip(one.state(), before):
+                    tensor.copy_(saved)
+        call, restore = repeatable(step)
+        whole, copies = session.time(call), session.time(restore)
+        compaction = max(whole.median - copies.median, 0.0)
+        row = {**case, "kind": "device", **whole.row(), "compaction_us": round(1e6 * compaction, 3)}
+        row["kernels"] = {
+            name: round(us, 3)
+            for name, us in session.kernel_times(step.run, repeats=1).items()
+            if name.endswith("_kernel")
+        }
+        query = torch.randn(args.layers * batch, query_heads, dim, device=session.device).to(step.rows.window_key.dtype)
+        restore()
+        attention = session.time(compressed_call(step.rows, query))
+        row["attention_us"] = round(1e6 * attention.median, 3)
+        row["share_of_attention"] = round(compaction / attention.median, 4)
+        session.add(row)
+        line = f"{what}: {1e6 * compaction:.1f} us, {100 * row['share_of_attention']:.2f} % of attention"
+        if with_cpu:
+            with use_backend("reference"):
+                host = time_host(twin, min(session.repeats, 5))
+            session.add({**case, "kind": "cpu", "threads": torch.get_num_threads(), **host})
+            line += f", on the CPU {host['us']:.1f} us"
+        print(line, flush=True)
+    except (RuntimeError, ValueError) as failure:
+        session.failed(what, failure)
+
+
+def time_host(twin: Round, repeats: int) -> dict:
+    """Wall time of a round on the CPU."""
+    import statistics
+    import time
+
+    saved = [tensor.clone() for tensor in twin.state()]
+    seconds = []
+    for _ in range(repeats + 1):
+        for tensor, before in zip(twin.state(), saved):
+            tensor.copy_(before)
+        started = time.perf_counter()
+        twin.run()
+        seconds.append(time.perf_counter() - started)
+    lower, median, upper = statistics.quantiles(seconds[1:], n=4) if repeats > 1 else seconds[1:] * 3
+    return {"us": round(1e6 * median, 3), "us_quartiles": [round(1e6 * lower, 3), round(1e6 * upper, 3)]}
+
+
+def main(arguments: list[str] | None = None) -> Session:
+    options = parser(__doc__, "memory_manager_gpu")
+    options.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    options.add_argument("--context", type=int, default=4096)
+    options.add_argument("--window", type=int, default=64)
+    options.add_argument("--layers", type=int, default=LAYERS)
+    options.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    options.add_argument("--cpu-bytes", type=float, default=8e9, help="largest pool that the CPU side is run on")
+    args = options.parse_args(arguments)
+    if args.tiny:
+        args.batches, args.context, args.window, args.layers, args.threads = [1, 2], 96, 8, 2, 1
+    if args.quick:
+        args.batches = [1, 8, 32]
+    torch.set_num_threads(args.threads)
+    session = Session(args)
+    torch.manual_seed(0)
+    for batch in args.batches:
+        if session.has_time(f"memory manager, batch {batch}"):
+            measure(session, batch, args)
+        free_memory()
+    return session
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""One layer of a compressed cache made directly, without a model: random tokens in real pages, in shuffled order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_diffkv.config import Precision
+from hf_diffkv.memory import HIGH, LOW, PageLayout, TierLayout
+from hf_diffkv.ops.quantize import load_tokens, store_tokens
+from hf_diffkv.ops.tiles import Bounds, build_tiles
+
+CHUNK_TOKENS = 1 << 18
+
+
+@dataclass
+class Rows:
+    """Tensors as the ops take them, for `batch` requests of equal length.
+
+    Attributes:
+        tokens: stored tokens of every row at the high and at the low level; the window comes on top.
+    """
+
+    layout: PageLayout
+    pages: Tensor
+    table: Tensor
+    high_count: Tensor
+    low_count: Tensor
+    window_key: Tensor
+    window_value: Tensor
+    window_score: Tensor
+    window_start: Tensor
+    length: Tensor
+    bounds: Bounds
+    tokens: tuple[int, int]
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the stored tokens, scales, zero points, scores and positions included, and of the window."""
+        high, low = self.layout.high, self.layout.low
+        rows = self.table.shape[0] * self.table.shape[1]
+        window = int(self.length[0] - self.window_start[0])
+        raw = (high.key_dim + high.value_dim) * self.window_key.element_size() + 4
+        return rows * (self.tokens[HIGH] * high.token_bytes + self.tokens[LOW] * low.token_bytes + window * raw)
+
+    def dense(self, request: int, head: int) -> tuple[Tensor, Tensor]:
+        """float32 keys and values [tokens, dim] of one row, as they are stored."""
+        parts = []
+        for tier, layout in ((HIGH, self.layout.high), (LOW, self.layout.low)):
+            index = torch.arange(self.tokens[tier], device=self.pages.device)
+            number = index // layout.capacity
+            column = number if tier == HIGH else self.table.shape[2] - 1 - number
+            page = self.table[request, head][column].long()
+            parts.append(load_tokens(self.pages, layout, page, index % layout.capacity, self.window_key.dtype))
+        window = int(self.length[request] - self.window_start[request])
+        slot = (self.window_start[request] + torch.arange(window, device=self.pages.device)) % self.window_key.shape[2]
+        parts.append((self.window_key[request, head, slot].float(), self.window_value[request, head, slot].float()))
+        return torch.cat([key.float() for key, _ in parts]), torch.cat([value.float() for _, value in parts])
+
+
+def needed_bytes(high: Precision, low: Precision, batch: int, heads: int, dim: int, tokens: tuple[int, int]) -> int:
+    """About what `random_rows` allocates."""
+    layout = PageLayout.build(high, low, dim, dim, 2)
+    pages = sum(_pages(count, tier) for count, tier in zip(tokens, (layout.high, layout.low)))
+    return batch * heads * pages * layout.page_bytes + CHUNK_TOKENS * dim * 16
+
+
+def random_rows(
+    high: Precision,
+    low: Precision,
+    batch: int,
+    heads: int,
+    dim: int,
+    tokens: tuple[int, int],
+    context: int,
+    window: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    spare_pages: int = 0,
+) -> Rows:
+    """Rows with `tokens` at the high and the low level and a full window.
+
+    Args:
+        context: tokens seen; those beyond `tokens` and the window count as pruned.
+        spare_pages: pages without an owner, behind all others.
+    """
+    layout = PageLayout.build(high, low, dim, dim, dtype.itemsize)
+    tiers = (layout.high, layout.low)
+    page_counts = [_pages(count, tier) for count, tier in zip(tokens, tiers)]
+    width = sum(page_counts) + 4
+    owned = batch * heads * sum(page_counts)
+    pages = torch.empty(1 + owned + spare_pages, layout.page_bytes, dtype=torch.uint8, device=device)
+    pages.fill_(0xFF)
+    order = (1 + torch.randperm(owned, device=device)).to(torch.int32).view(batch, heads, -1)
+    table = torch.zeros(batch, heads, width, dtype=torch.int32, device=device)
+    table[..., : page_counts[HIGH]] = order[..., : page_counts[HIGH]]
+    if page_counts[LOW]:
+        table[..., width - page_counts[LOW] :] = order[..., page_counts[HIGH] :]
+    count = torch.ones(batch, heads, dtype=torch.int32, device=device)
+    slots = window + 1
+    shape = (batch, heads, slots, dim)
+    rows = Rows(
+        layout=layout,
+        pages=pages,
+        table=table,
+        high_count=count * tokens[HIGH],
+        low_count=count * tokens[LOW],
+        window_key=torch.randn(shape, device=device).to(dtype),
+        window_value=torch.randn(shape, device=device).to(dtype),
+        window_score=torch.rand(shape[:3], device=device),
+        window_start=torch.full((batch,), context - window, dtype=torch.int64, device=device),
+        length=torch.full((batch,), context, dtype=torch.int64, device=device),
+        bounds=_bounds(batch * heads, tokens, tiers, slots, device),
+        tokens=tokens,
+    )
+    for tier, tier_layout in enumerate(tiers):
+        _fill(rows, tier, tier_layout, dtype)
+    return rows
+
+
+def _pages(count: int, tier: TierLayout) -> int:
+    return -(-count // tier.capacity)
+
+
+def _bounds(
+    rows: int, tokens: tuple[int, int], tiers: tuple[TierLayout, TierLayout], slots: int, device: torch.device
+) -> Bounds:
+    import numpy as np
+
+    tiles = tuple(build_tiles(np.full(rows, count), 0, tier.capacity, device) for count, tier in zip(tokens, tiers))
+    return Bounds(sum(tokens) + slots, tiles)
+
+
+def _fill(rows: Rows, tier: int, layout: TierLayout, dtype: torch.dtype) -> None:
+    """Quantises random tokens into every slot of one tier, the same few over and over."""
+    count, device = rows.tokens[tier], rows.pages.device
+    heads = rows.table.shape[0] * rows.table.shape[1]
+    total = heads * count
+    chunk = min(CHUNK_TOKENS, total)
+    key = torch.randn(chunk, layout.key_dim, device=device).to(dtype)
+    value = torch.randn(chunk, layout.value_dim, device=device).to(dtype)
+    score = torch.rand(chunk, device=device)
+    table = rows.table.view(heads, -1)
+    for start in range(0, total, max(chunk, 1)):
+        index = torch.arange(start, min(start + chunk, total), device=device)
+        token = index % count
+        number = token // layout.capacity
+        column = number if tier == HIGH else table.shape[1] - 1 - number
+        page = table[index // count, column].long()
+        part = slice(0, index.numel())
+        # a low tier holds the older half of the tokens
+        store_tokens(
+            rows.pages, layout, page, token % layout.capacity, key[part], value[part], score[part], token, dtype
+        )

@@ -1,0 +1,29 @@
+"""Tests of the compiled kernels on a real GPU: `TRITON_INTERPRET=0 python -m pytest tests/gpu`; skipped elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = None
+    if not torch.cuda.is_available():
+        reason = "no GPU"
+    elif os.environ.get("TRITON_INTERPRET") == "1":
+        reason = "set TRITON_INTERPRET=0 to test the compiled kernels"
+    for item in items:
+        if reason is not None and Path(__file__).parent in Path(item.path).parents:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def device() -> torch.device:
+    torch.manual_seed(0)
+    return torch.device("cuda")

@@ -1,0 +1,211 @@
+"""Compiled kernels against the PyTorch reference on the same device, at real sizes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from rows import Rows, random_rows
+
+from hf_diffkv.config import Precision
+from hf_diffkv.memory import HIGH, LOW, FreeList, PageLayout
+from hf_diffkv.ops.backend import use_backend
+from hf_diffkv.ops.compact import compact_step
+from hf_diffkv.ops.decode_attention import decode_attention
+from hf_diffkv.ops.prefill_attention import prefill_attention
+from hf_diffkv.ops.quantize import load_tokens, store_tokens
+from hf_diffkv.ops.segments import segments
+
+K8V4, K4V2, K8V8, FULL = Precision(8, 4), Precision(4, 2), Precision(8, 8), Precision(16, 16)
+GROUPED = Precision(4, 2, 2, 4)
+LIMITS = {torch.float16: 1e-3, torch.bfloat16: 1e-2, torch.float32: 1e-4}
+
+
+def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
+    assert bool(got.isfinite().all())
+    return float((got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
+
+
+def attend(rows: Rows, query: torch.Tensor, backend: str, **options: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Output and all scores afterwards, on a copy of the rows."""
+    rows = copy.deepcopy(rows)
+    with use_backend(backend):
+        output = decode_attention(
+            query,
+            rows.pages,
+            rows.layout,
+            rows.table,
+            rows.high_count,
+            rows.low_count,
+            rows.window_key,
+            rows.window_value,
+            rows.window_score,
+            rows.window_start,
+            rows.length,
+            scaling=query.shape[2] ** -0.5,
+            bounds=rows.bounds,
+            **options,
+        )
+    scores = [rows.window_score]
+    for tier, layout in ((HIGH, rows.layout.high), (LOW, rows.layout.low)):
+        for request, head in ((0, 0), (-1, -1)):
+            token = torch.arange(rows.tokens[tier], device=query.device)
+            number = token // layout.capacity
+            column = number if tier == HIGH else rows.table.shape[2] - 1 - number
+            page = rows.table[request, head][column].long()
+            scores.append(segments(rows.pages, layout).score[page, token % layout.capacity])
+    return output, scores
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "high, low, dim, group, batch, tokens",
+    [
+        (K8V4, K4V2, 128, 4, 4, (3000, 9001)),
+        (K8V4, K4V2, 128, 7, 3, (0, 777)),
+        (K8V4, K4V2, 64, 1, 2, (513, 0)),
+        (K8V4, K4V2, 256, 8, 2, (65, 130)),
+        (K8V4, K4V2, 80, 5, 2, (1, 1)),
+        (K8V4, K4V2, 96, 4, 2, (500, 700)),
+        (K8V8, K8V4, 128, 4, 2, (2048, 2048)),
+        (FULL, FULL, 128, 4, 2, (2048, 100)),
+        (K8V4, GROUPED, 128, 4, 2, (300, 900)),
+        (K8V4, K4V2, 128, 4, 1, (20000, 60000)),
+    ],
+)
+def test_decode_attention(device, high, low, dim, group, batch, tokens, dtype) -> None:
+    rows = random_rows(high, low, batch, 2, dim, tokens, sum(tokens) + 64, 64, dtype, device)
+    query = torch.randn(batch, 2 * group, dim, device=device).to(dtype)
+    output, scores = attend(rows, query, "kernels")
+    expected, expected_scores = attend(rows, query.float(), "reference")
+    assert relative(output, expected) < LIMITS[dtype]
+    before = [rows.window_score]
+    for got, want in zip(scores, expected_scores):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=LIMITS[dtype])
+    # the step must have added something
+    assert not torch.equal(scores[0], before[0])
+
+
+def test_decode_options(device) -> None:
+    rows = random_rows(K8V4, K4V2, 3, 2, 128, (900, 300), 1264, 64, torch.bfloat16, device)
+    query = torch.randn(3, 8, 128, device=device).bfloat16()
+    options = {"softcap": 20.0, "sinks": torch.randn(8, device=device), "valid": torch.tensor([1, 0, 1]).bool().cuda()}
+    output, scores = attend(rows, query, "kernels", **options)
+    expected, expected_scores = attend(rows, query.float(), "reference", **options)
+    assert relative(output, expected) < 1e-2
+    torch.testing.assert_close(scores[0], expected_scores[0], rtol=1e-3, atol=1e-2)
+
+
+def test_pages_beyond_two_gigabytes(device) -> None:
+    """The same rows at the end of a pool of more than 2^31 bytes."""
+    rows = random_rows(K8V4, K4V2, 2, 2, 128, (500, 900), 1464, 64, torch.bfloat16, device)
+    query = torch.randn(2, 8, 128, device=device).bfloat16()
+    expected, expected_scores = attend(rows, query, "kernels")
+    shift = 2**31 // rows.layout.page_bytes + 100
+    pages = torch.full((shift + rows.pages.shape[0], rows.layout.page_bytes), 0xFF, dtype=torch.uint8, device=device)
+    pages[shift:] = rows.pages
+    rows.pages = pages
+    rows.table = torch.where(rows.table != 0, rows.table + shift, 0).to(torch.int32)
+    output, scores = attend(rows, query, "kernels")
+    assert torch.equal(output, expected)
+    for got, want in zip(scores, expected_scores):
+        torch.testing.assert_close(got, want)
+    layout = rows.layout.high
+    page = torch.tensor([pages.shape[0] - 1, shift], device=device)
+    slot = torch.tensor([layout.capacity - 1, 0], device=device)
+    key, value = torch.randn(2, 2, 128, device=device).bfloat16()
+    score, position = torch.rand(2, device=device), torch.arange(2, device=device)
+    with use_backend("kernels"):
+        store_tokens(pages, layout, page, slot, key, value, score, position, torch.bfloat16)
+        got = load_tokens(pages, layout, page, slot, torch.bfloat16)
+    with use_backend("reference"):
+        want = load_tokens(pages, layout, page, slot, torch.bfloat16)
+    for a, b, original in zip(got, want, (key, value)):
+        torch.testing.assert_close(a, b.float(), rtol=1e-6, atol=1e-6)
+        assert relative(a, original) < 0.1
+
+
+@pytest.mark.parametrize("precision, dim", [(K8V4, 128), (K4V2, 64), (K8V8, 80), (FULL, 128), (GROUPED, 128)])
+def test_quantisation(device, precision, dim) -> None:
+    layout = PageLayout.build(precision, precision, dim, dim, 2).high
+    count = 5 * layout.capacity
+    token = torch.randperm(count, device=device)
+    page, slot = 1 + token // layout.capacity, token % layout.capacity
+    key, value = torch.randn(2, count, dim, device=device).bfloat16()
+    score, position = torch.rand(count, device=device), token
+    found = {}
+    for backend in ("kernels", "reference"):
+        pages = torch.full((6, layout.page_bytes), 0xFF, dtype=torch.uint8, device=device)
+        with use_backend(backend):
+            store_tokens(pages, layout, page, slot, key, value, score, position, torch.bfloat16)
+            found[backend] = (pages, *load_tokens(pages, layout, page, slot, torch.bfloat16))
+    # a code may differ by one where a quotient is rounded differently
+    different = (found["kernels"][0] != found["reference"][0]).float().mean()
+    assert different < 1e-3
+    for a, b in zip(found["kernels"][1:], found["reference"][1:]):
+        assert relative(a, b) < 1e-2
+
+
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("length, past, dim", [(4097, 0, 128), (700, 1300, 128), (513, 0, 256), (1025, 77, 80)])
+def test_prompt_attention(device, length, past, dim, window) -> None:
+    query = torch.randn(2, 8, length, dim, device=device).bfloat16()
+    key, value = torch.randn(2, 2, 2, length, dim, device=device).bfloat16()
+    valid = torch.ones(2, length, dtype=torch.bool, device=device)
+    valid[1, : length // 3] = False
+    options: dict[str, Any] = {"scaling": dim**-0.5, "valid": valid, "observation_window": window}
+    if past:
+        past_key, past_value = torch.randn(2, 2, 2, past, dim, device=device).bfloat16()
+        past_valid = torch.rand(2, 2, past, device=device) < 0.8
+        options |= {"past_key": past_key, "past_value": past_value, "past_valid": past_valid}
+    with use_backend("kernels"):
+        output, received = prefill_attention(query, key, value, **options)
+    exact = {name: x.float() if torch.is_tensor(x) and x.is_floating_point() else x for name, x in options.items()}
+    with use_backend("reference"):
+        expected, expected_received = prefill_attention(query.float(), key.float(), value.float(), **exact)
+    real = valid[:, None, :, None]
+    assert relative(output * real, expected * real) < 1e-2
+    assert relative(received, expected_received) < 1e-2
+
+
+def test_compaction(device) -> None:
+    """Three rounds: the same counts, the same owners, no page lost."""
+    heads, batch = 8, 64
+    count = heads * batch
+    rows = random_rows(K8V4, K4V2, batch, heads, 128, (400, 500), 1000, 64, torch.bfloat16, device, 4 * count)
+    twins = {"kernels": rows, "reference": copy.deepcopy(rows)}
+    states = {}
+    for backend, mine in twins.items():
+        generator = torch.Generator(device).manual_seed(1)
+        free_list = FreeList(device)
+        free_list.extend(mine.pages.shape[0] - 4 * count, 4 * count)
+        flag = torch.zeros(1, dtype=torch.int32, device=device)
+        for step in range(3):
+            with use_backend(backend):
+                compact_step(
+                    mine.pages,
+                    mine.layout,
+                    free_list,
+                    mine.table.view(count, -1),
+                    mine.high_count.view(count),
+                    mine.low_count.view(count),
+                    torch.randn(count, 128, device=device, generator=generator).bfloat16(),
+                    torch.randn(count, 128, device=device, generator=generator).bfloat16(),
+                    torch.rand(count, device=device, generator=generator) * 64,
+                    torch.full((count,), 936 + step, device=device),
+                    torch.rand(count, device=device, generator=generator) < 0.9,
+                    torch.full((count,), 1000 + step, device=device),
+                    torch.full((count,), 0.6, device=device),
+                    torch.full((count,), 0.0005, device=device),
+                    bounds=mine.bounds,
+                    flag=flag,
+                )
+        assert int(flag) == 0
+        used = mine.table[mine.table != 0]
+        everything = torch.cat([used, free_list.ids().to(used.dtype)]).sort().values
+        assert torch.equal(everything.cpu(), torch.arange(1, mine.pages.shape[0], dtype=used.dtype))
+        states[backend] = (mine.high_count, mine.low_count)
+    for got, expected in zip(states["kernels"], states["reference"]):
+        assert torch.equal(got, expected)

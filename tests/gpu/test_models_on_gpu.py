@@ -1,0 +1,115 @@
+"""Whole models on a GPU: the same text as on a CPU, and no wait for the device between two refreshes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
+
+from hf_diffkv import DiffKVCache, DiffKVConfig
+
+
+def build(dtype: torch.dtype) -> PreTrainedModel:
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=8192,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight.data.mul_(6.0)
+        layer.self_attn.k_proj.weight.data.mul_(6.0)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, cache: DiffKVCache, tokens: torch.Tensor, steps: int) -> torch.Tensor:
+    model.set_attn_implementation("diffkv")
+    found = [model(tokens[:, :-steps], past_key_values=cache).logits[:, -1:]]
+    found += [model(token, past_key_values=cache).logits for token in tokens[:, -steps:].split(1, dim=1)]
+    return torch.cat(found, dim=1).cpu()
+
+
+def test_logits_agree_with_the_cpu(device) -> None:
+    """float32, forty steps: levels change on the way, the GPU by kernels, the CPU by the reference."""
+    model = build(torch.float32)
+    tokens = torch.randint(0, 256, (2, 600))
+    config = DiffKVConfig(alpha_high=1.0, alpha_low=0.2, window=16)
+    expected = logits(model, cache := DiffKVCache(model.config, config), tokens, 40)
+    levels = cache.levels(1)
+    model = model.to(device)
+    got = logits(model, cache := DiffKVCache(model.config, config), tokens.to(device), 40)
+    cache.check_integrity()
+    assert (cache.levels(1).cpu() != levels).float().mean() < 0.01
+    assert float((got - expected).norm() / expected.norm()) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_lossless_generation_agrees_with_a_dense_cache(device, dtype) -> None:
+    model = build(dtype).to(device)
+    tokens = torch.randint(0, 256, (3, 333), device=device)
+    mask = torch.ones_like(tokens)
+    mask[1, :100] = 0
+    found = {}
+    for name, cache in (
+        ("dense", DynamicCache(config=model.config)),
+        ("diffkv", DiffKVCache(model.config, DiffKVConfig.lossless())),
+    ):
+        model.set_attn_implementation("diffkv" if name == "diffkv" else "sdpa")
+        with torch.no_grad():
+            first = model(tokens, attention_mask=mask, past_key_values=cache).logits[:, -1]
+            mask_more = torch.cat([mask, mask.new_ones(3, 1)], dim=1)
+            second = model(tokens[:, :1], attention_mask=mask_more, past_key_values=cache).logits[:, -1]
+        found[name] = torch.stack([first, second]).float()
+    error = (found["dense"] - found["diffkv"]).norm() / found["dense"].norm()
+    assert float(error) < (2e-2 if dtype == torch.bfloat16 else 2e-3)
+
+
+def test_no_step_waits_between_refreshes(device) -> None:
+    model = build(torch.bfloat16).to(device)
+    model.set_attn_implementation("diffkv")
+    cache = DiffKVCache(model.config, DiffKVConfig(alpha_high=1.0, alpha_low=0.2, window=16))
+    tokens = torch.randint(0, 256, (2, 700), device=device)
+    checked = 0
+    with torch.no_grad():
+        model(tokens, past_key_values=cache)
+        for step in range(40):
+            token = tokens[:, step : step + 1]
+            positions = torch.full((2, 1), 700 + step, device=device)
+            quiet = cache.stores.stores[0]._steps_left > 0 and step > 1
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error" if quiet else "default")
+            try:
+                model(token, past_key_values=cache, position_ids=positions)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            checked += quiet
+    assert checked > 20
+    cache.check_integrity()
+
+
+def test_copies_and_forks_on_a_gpu(device) -> None:
+    model = build(torch.bfloat16).to(device)
+    model.set_attn_implementation("diffkv")
+    cache = DiffKVCache(model.config, DiffKVConfig(window=16))
+    tokens = torch.randint(0, 256, (1, 500), device=device)
+    with torch.no_grad():
+        model(tokens, past_key_values=cache)
+        others = [copy.deepcopy(cache), *cache.fork(1)]
+        expected = model(tokens[:, :1], past_key_values=cache).logits
+        for other in others:
+            torch.testing.assert_close(model(tokens[:, :1], past_key_values=other).logits, expected)
+            other.check_integrity()
+    cache.check_integrity()
