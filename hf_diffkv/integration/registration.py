@@ -101,6 +101,20 @@ def _cache_fields(cache_config: Any) -> dict[str, Any]:
     return dict(cache_config)
 
 
+def _check_prompt(cache: DiffKVCache, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+    """Raises `ValueError` for a prompt no longer than what the cache holds, which `generate()` would cut wrongly."""
+    mask = model_kwargs.get("attention_mask")
+    # newer releases drop a mask without padding before they come here, and note its length
+    length = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
+    seen = cache.get_seq_length()
+    if seen and length is not None and length <= seen:
+        raise ValueError(
+            f"past_key_values holds {seen} tokens of each sequence but the prompt has {length}: to continue, pass the "
+            "whole text, earlier tokens included (or the new tokens and an attention_mask for all); for another "
+            "prompt use a new DiffKVCache, or call reset()."
+        )
+
+
 def _wrap(original: Callable) -> Callable:
     @functools.wraps(original)
     def prepare(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -112,6 +126,7 @@ def _wrap(original: Callable) -> Callable:
             ensure_attention(self)
             cache.check_handover()
             cache.usage.claim(self, generation_config)
+            _check_prompt(cache, generation_config, model_kwargs)
         elif not wanted or cache is not None or generation_config.use_cache is False:
             return original(self, generation_config, model_kwargs, *args, **kwargs)
         else:

@@ -13,10 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers.generation.configuration_utils as generation_configuration
-from tiny_models import PAD, VOCABULARY, ragged_prompts, tiny_model
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
+from tiny_models import PAD, ragged_prompts, tiny_model
 from torch import Tensor
 from transformers import (
     AttentionInterface,
@@ -25,9 +22,7 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
     StaticCache,
-    pipeline,
 )
 from transformers.generation.utils import GenerationMixin
 
@@ -182,28 +177,6 @@ def test_a_model_saved_with_its_generation_config(tmp_path: Path) -> None:
     result = generate(loaded)
     assert result.past_key_values.config == DiffKVConfig(**FIELDS)
     assert torch.equal(torch.stack(result.logits), torch.stack(expected.logits))
-
-
-def word_tokenizer() -> PreTrainedTokenizerFast:
-    words = {f"w{i}": i for i in range(VOCABULARY)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="w2"))
-    tokenizer.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", padding_side="left")
-
-
-@pytest.mark.parametrize("route", ["call", "generation_config"])
-def test_pipeline(route: str) -> None:
-    model = tiny_model("llama")
-    texts = [" ".join(f"w{i % 97 + 3}" for i in range(length)) for length in LENGTHS]
-    options = {"max_new_tokens": 12, "do_sample": False, "batch_size": 2}
-    expected = pipeline("text-generation", model=model, tokenizer=word_tokenizer())(texts, **options)
-    assert model.config._attn_implementation == "sdpa"
-    generator = pipeline("text-generation", model=model, tokenizer=word_tokenizer())
-    chosen = {"cache_implementation": "diffkv", "cache_config": DiffKVConfig.lossless().to_dict()}
-    if route == "generation_config":
-        chosen = {"generation_config": GenerationConfig(**chosen, pad_token_id=PAD)}
-    assert generator(texts, **options, **chosen) == expected
-    assert model.config._attn_implementation == "diffkv"
 
 
 # a model left on "diffkv"
