@@ -20,6 +20,7 @@ from .store.state import ROW_STATE
 
 if TYPE_CHECKING:
     from .integration.cache import DiffKVCache
+    from .integration.devices import TensorParallel
 
 FORMAT_VERSION = 1
 JSON_NAME = "diffkv_cache.json"
@@ -44,6 +45,7 @@ def save_cache(cache: DiffKVCache, save_directory: str | os.PathLike, model: Any
         ValueError: tokens that may still be taken back, or a layer of Transformers' own that cannot be saved.
     """
     folder = Path(save_directory)
+    json_path, path = _paths(folder, cache.stores.tensor_parallel)
     tensors: dict[str, Tensor] = {}
     stores = [_describe_store(store, index, tensors) for index, store in enumerate(cache.stores.stores)]
     places = {
@@ -57,7 +59,6 @@ def save_cache(cache: DiffKVCache, save_directory: str | os.PathLike, model: Any
         if layer_idx not in cache.compressed_layers()
     }
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / TENSORS_NAME
     save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path)
     content = {
         "format_version": FORMAT_VERSION,
@@ -70,42 +71,62 @@ def save_cache(cache: DiffKVCache, save_directory: str | os.PathLike, model: Any
         "sha256": _digest(path),
     }
     content["checksum"] = _checksum(content)
-    (folder / JSON_NAME).write_text(json.dumps(content, indent=2) + "\n")
+    json_path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def load_cache(cache_class: type[DiffKVCache], save_directory: str | os.PathLike, model: Any) -> DiffKVCache:
-    """Reads what `save_cache` wrote, onto the model's device.
+def load_cache(
+    cache_class: type[DiffKVCache],
+    save_directory: str | os.PathLike,
+    model: Any,
+    parallel: TensorParallel,
+    devices: dict[int, torch.device],
+) -> DiffKVCache:
+    """Reads what `save_cache` wrote.
+
+    Args:
+        parallel: the model's ranks.
+        devices: of its layers; `model.device` for those that are not named.
 
     Raises:
         FileNotFoundError: there is no saved cache.
         CacheFileError: the files are damaged, newer than this version, or belong to another model.
     """
     folder = Path(save_directory)
-    for name in (JSON_NAME, TENSORS_NAME):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder / name} does not exist; write it with cache.save_pretrained first.")
-    content = _read_json(folder / JSON_NAME)
+    json_path, path = _paths(folder, parallel)
+    for needed in (json_path, path):
+        if not needed.is_file():
+            raise FileNotFoundError(
+                f"{needed} does not exist; write it with cache.save_pretrained first, in as many tensor-parallel "
+                "processes as load it."
+            )
+    content = _read_json(json_path)
     if content["model"] != model_fingerprint(model.config):
         raise CacheFileError(f"{folder} was saved with another model configuration; load it with the model it is of.")
     if content["weights"] is not None and content["weights"] != weights_fingerprint(model):
         raise CacheFileError(f"{folder} was saved with other model weights; load it with the model it is of.")
-    if _digest(folder / TENSORS_NAME) != content["sha256"]:
-        raise CacheFileError(f"{folder / TENSORS_NAME} is damaged (its checksum differs); save the cache again.")
+    if _digest(path) != content["sha256"]:
+        raise CacheFileError(f"{path} is damaged (its checksum differs); save the cache again.")
     cache = cache_class(model.config, DiffKVConfig.from_dict(content["config"]))
+    cache.attach(model)
     try:
-        tensors = load_file(folder / TENSORS_NAME, device=str(model.device))
+        tensors = load_file(path, device="cpu" if devices else str(model.device))
     except (SafetensorError, OSError) as error:
-        raise CacheFileError(f"{folder / TENSORS_NAME} cannot be read: {error}") from error
-    stores = [
-        _restore_store(cache.config, described, index, tensors) for index, described in enumerate(content["stores"])
-    ]
-    cache.stores.stores.extend(stores)
+        raise CacheFileError(f"{path} cannot be read: {error}") from error
+    # layers that were together may run on several devices now
+    groups: dict[tuple[int, torch.device], list[tuple[int, int, int]]] = {}
+    layers = cache.compressed_layers()
     for index, (store, slot, seen) in content["places"].items():
-        cache.stores.assign(int(index), stores[store], slot)
-        layer = cache.layers[cache.compressed_layers()[int(index)]]
-        layer.restore(seen)
+        device = devices.get(layers[int(index)], model.device)
+        groups.setdefault((store, device), []).append((int(index), slot, seen))
+    for (number, device), places in groups.items():
+        slots = [slot for _, slot, _ in places]
+        store = _restore_store(cache.config, content["stores"][number], number, tensors, slots, device)
+        for position, (index, _, seen) in enumerate(places):
+            cache.stores.assign(index, store, position)
+            cache.layers[layers[index]].restore(seen)
     for layer_idx, described in content["stock_layers"].items():
-        _restore_stock(cache.layers[int(layer_idx)], described, f"layer{layer_idx}", tensors)
+        device = devices.get(int(layer_idx), model.device)
+        _restore_stock(cache.layers[int(layer_idx)], described, f"layer{layer_idx}", tensors, device)
     cache.check_integrity()
     return cache
 
@@ -122,11 +143,19 @@ def weights_fingerprint(model: Any) -> str:
     """Digest of a few elements of every parameter."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
+        # under tensor parallelism, what this rank holds
+        parameter = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         flat = parameter.detach().flatten()
         sample = flat[:: max(1, flat.numel() // WEIGHT_SAMPLES)][:WEIGHT_SAMPLES]
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         digest.update(sample.float().cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _paths(folder: Path, parallel: TensorParallel) -> tuple[Path, Path]:
+    """Description and tensors; every tensor-parallel rank has files of its own."""
+    part = f".rank{parallel.rank}of{parallel.size}" if parallel.size > 1 else ""
+    return tuple((folder / name).with_suffix(part + Path(name).suffix) for name in (JSON_NAME, TENSORS_NAME))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -192,21 +221,31 @@ def _describe_store(store: Store, index: int, tensors: dict[str, Tensor]) -> dic
     }
 
 
-def _restore_store(config: DiffKVConfig, described: dict[str, Any], index: int, tensors: dict[str, Tensor]) -> Store:
-    shape = [described[name] for name in ("num_layers", "batch_size", "num_heads", "key_dim", "value_dim")]
-    pages = tensors[f"store{index}.pages"]
-    store = Store(config, *shape, getattr(torch, described["dtype"]), pages.device)
+def _restore_store(
+    config: DiffKVConfig,
+    described: dict[str, Any],
+    index: int,
+    tensors: dict[str, Tensor],
+    slots: list[int],
+    device: torch.device,
+) -> Store:
+    """A store on `device` of the layers that had the places `slots` in the saved one."""
+    shape = [described[name] for name in ("batch_size", "num_heads", "key_dim", "value_dim")]
+    store = Store(config, len(slots), *shape, getattr(torch, described["dtype"]), device)
     if described["page_bytes"] != store.layout.page_bytes:
         raise CacheFileError("the page format of the saved cache differs from this version's; save the cache again.")
     for name in STORE_TENSORS:
-        getattr(store, name).copy_(tensors[f"store{index}.{name}"])
+        getattr(store, name).copy_(tensors[f"store{index}.{name}"][slots])
+    table = tensors[f"store{index}.table"][slots].to(device)
+    used = table != NULL_PAGE
+    pages = tensors[f"store{index}.pages"]
+    pages = pages[(table[used] - 1).long().to(pages.device)].to(device)
     store.pool.ensure_free(pages.shape[0])
-    _, fresh = store.pool.free_list.take(torch.tensor([pages.shape[0]], device=pages.device))
+    _, fresh = store.pool.free_list.take(torch.tensor([pages.shape[0]], device=device))
     store.pool.pages[fresh] = pages
-    renumbered = tensors[f"store{index}.table"]
-    ids = torch.cat([torch.zeros(1, dtype=torch.int64, device=pages.device), fresh])
-    store.table.table = ids[renumbered.long()].to(torch.int32)
-    padding = tensors[f"store{index}.padding"]
+    table[used] = fresh.to(table.dtype)
+    store.table.table = table
+    padding = tensors[f"store{index}.padding"].to(device)
     store.padding.append(padding.shape[1], None if bool(padding.all()) else padding)
     store.seen = described["seen"]
     store.steps_since_compaction = described["steps_since_compaction"]
@@ -232,12 +271,13 @@ def _describe_stock(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> dict
     return described
 
 
-def _restore_stock(layer: Any, described: dict[str, Any], prefix: str, tensors: dict[str, Tensor]) -> None:
+def _restore_stock(
+    layer: Any, described: dict[str, Any], prefix: str, tensors: dict[str, Tensor], device: torch.device
+) -> None:
     if described["type"] != type(layer).__name__:
         raise CacheFileError(f"{prefix} was a {described['type']} and now is a {type(layer).__name__}.")
     for name in described["tensors"]:
-        setattr(layer, name, tensors[f"{prefix}.{name}"])
-    device = next((tensors[f"{prefix}.{name}"].device for name in described["tensors"]), None)
+        setattr(layer, name, tensors[f"{prefix}.{name}"].to(device))
     for name, value in described["plain"].items():
         if isinstance(value, dict) and "dtype" in value:
             value = getattr(torch, value["dtype"].removeprefix("torch."))

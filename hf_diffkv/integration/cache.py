@@ -15,7 +15,8 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from ..config import DiffKVConfig
 from ..io import load_cache, model_fingerprint, save_cache
 from ..report import MemoryReport, memory_report
-from ..store import check_integrity, commit, fork_store, levels, read_tokens, select_rows
+from ..store import check_integrity, commit, fork_store, levels, move_rows, prepare_rows, read_tokens
+from .devices import TensorParallel, layer_devices
 from .errors import HandOverError, UnsupportedModelError
 from .layer import DiffKVLayer
 from .stores import Stores
@@ -78,16 +79,27 @@ class DiffKVCache(Cache):
                 "use DiffKVCache. Call cache.reset() before using this cache again."
             )
 
+    def attach(self, model: Any) -> None:
+        """Tells the cache over which devices and processes `model` is spread.
+
+        `generate()` does it. Call it before `model(...)` with a model under tensor parallelism, so that ranks stop
+        together where one cannot go on, or with a `device_map` over several devices and `max_bytes`.
+        """
+        self.stores.attach(model, self.compressed_layers())
+
     def compressed_layers(self) -> list[int]:
         """Indices of the layers this cache compresses."""
         return [i for i, layer in enumerate(self.layers) if isinstance(layer, DiffKVLayer)]
 
     def memory(self) -> MemoryReport:
-        """What the cache holds, in bytes and tokens."""
+        """What the cache holds, in bytes and tokens; under tensor parallelism, of this rank's heads."""
         return memory_report(self)
 
     def levels(self, layer_idx: int) -> Tensor:
-        """int8 [batch, kv_heads, seen]: -1 padding, 0 pruned, 1 low, 2 high, 3 window."""
+        """int8 [batch, kv_heads, seen]: -1 padding, 0 pruned, 1 low, 2 high, 3 window.
+
+        Under tensor parallelism, here and below, kv_heads are those of this rank.
+        """
         layer = self._compressed(layer_idx)
         return levels(layer.store, layer.slot)
 
@@ -132,13 +144,13 @@ class DiffKVCache(Cache):
 
     @classmethod
     def from_pretrained(cls, save_directory: str | os.PathLike, model: Any) -> DiffKVCache:
-        """Reads what `save_pretrained` wrote, onto the model's device.
+        """Reads what `save_pretrained` wrote, onto the devices of the model's layers.
 
         Raises:
             FileNotFoundError: there is no saved cache.
             CacheFileError: the files are damaged, newer than this version, or belong to another model.
         """
-        return load_cache(cls, save_directory, model)
+        return load_cache(cls, save_directory, model, TensorParallel.of(model), layer_devices(model))
 
     def fork(self, n: int) -> list[DiffKVCache]:
         """`n` caches that continue from the same tokens and share this one's memory until they change.
@@ -194,8 +206,12 @@ class DiffKVCache(Cache):
             batch = self.stores.stores[0].batch_size
             if index.numel() == 0 or int(index.min()) < 0 or int(index.max()) >= batch:
                 raise ValueError(f"indices {index.tolist()} must be in [0, {batch}) and not empty.")
+        with self.stores.in_step():
+            for store in self.stores.stores:
+                self.stores.share_budget(store, max(0, index.numel() - store.batch_size))
+                prepare_rows(store, index)
         for store in self.stores.stores:
-            select_rows(store, index)
+            move_rows(store, index)
         for layer in self.layers:
             if not isinstance(layer, DiffKVLayer):
                 stock(layer)
@@ -226,8 +242,14 @@ class DiffKVCache(Cache):
         self.check_handover()
         for layer in self.layers:
             _check_croppable(layer, tokens_to_remove)
-        for store in self.stores.stores:
-            commit(store, -tokens_to_remove)
+        try:
+            with self.stores.in_step():
+                for store in self.stores.stores:
+                    self.stores.share_budget(store)
+                    commit(store, -tokens_to_remove)
+        except MemoryError:
+            self.stores.broken = True
+            raise
         for layer in self.layers:
             if isinstance(layer, DiffKVLayer):
                 layer.seen += tokens_to_remove if layer.is_initialized else 0

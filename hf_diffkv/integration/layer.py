@@ -106,17 +106,40 @@ class DiffKVLayer(CacheLayerMixin):
         if torch.compiler.is_compiling():
             # the operator in the graph does all of this when it runs
             return _tagged(key_states, value_states, self)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self._check(key_states, value_states)
+        self.stores.check_usable()
         tokens = key_states.shape[2]
-        if self.seen == self.store.seen:
-            self.stores.check_complete()
-            begin_forward(self.store, tokens)
+        parallel = self.stores.tensor_parallel
+        try:
+            with parallel.in_step(key_states.device, self._may_fail_alone(tokens)):
+                self._begin(key_states, value_states)
+        except MemoryError:
+            # what other layers or ranks have done for this forward cannot be undone from here
+            self.stores.broken |= parallel.size > 1 or not self.stores.starts_forward(self)
+            raise
         self.seen += tokens
         self.pending = (key_states, value_states)
         self.stores.pending = self.index
         return _tagged(key_states, value_states, self)
+
+    def _may_fail_alone(self, tokens: int) -> bool:
+        """Whether `update` can fail on one rank and not on another."""
+        if not self.is_initialized:
+            return True
+        begins = self.store.seen == self.seen and self.stores.starts_forward(self)
+        return begins and (tokens > 1 or any(store.look_due for store in self.stores.stores))
+
+    def _begin(self, key: Tensor, value: Tensor) -> None:
+        tokens = key.shape[2]
+        if not self.is_initialized:
+            self.stores.check_place(tokens)
+            self.lazy_initialization(key, value)
+        self._check(key, value)
+        if self.store.seen == self.seen:
+            if self.stores.starts_forward(self):
+                self.stores.begin(tokens)
+            else:
+                begin_forward(self.store, tokens)
+        self.stores.share_budget(self.store)
 
     def _check(self, key: Tensor, value: Tensor) -> None:
         store = self.store
@@ -165,10 +188,11 @@ class DiffKVLayer(CacheLayerMixin):
         """
         key, value = self.pending
         self.pending = self.stores.pending = None
+        options = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
         try:
-            return self._attend(
-                query, key, value, valid, mask, {"scaling": scaling, "softcap": softcap, "sinks": sinks}
-            )
+            alone = self.stores.recording or key.shape[2] > 1
+            with self.stores.tensor_parallel.in_step(key.device, alone):
+                return self._attend(query, key, value, valid, mask, options)
         except BaseException:
             self.stores.abandon(self, key.shape[2])
             raise

@@ -127,12 +127,14 @@ def _wrap(original: Callable) -> Callable:
             cache.check_handover()
             cache.usage.claim(self, generation_config)
             _check_prompt(cache, generation_config, model_kwargs)
+            cache.attach(self)
         elif not wanted or cache is not None or generation_config.use_cache is False:
             return original(self, generation_config, model_kwargs, *args, **kwargs)
         else:
             made = DiffKVCache(self.config, **_cache_fields(generation_config.cache_config))
             ensure_attention(self)
             made.usage.claim(self, generation_config)
+            made.attach(self)
             model_kwargs["past_key_values"] = made
         # generate() works on its own copy of the config; the stock code refuses a cache together with a name
         generation_config.cache_implementation = None

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..config import DiffKVConfig, Threshold
-from ..store import Store
+from ..store import Store, begin_forward, drop_unused_layers
 from ..store.state import LayerThreshold
+from .devices import TensorParallel, layer_devices
 from .errors import HandOverError
 
 if TYPE_CHECKING:
@@ -45,48 +47,118 @@ class Stores:
         self.pending: int | None = None
         self.broken = False
         self.order = torch.zeros(1)
+        self.tensor_parallel = TensorParallel()
+        # where each compressed layer will run; None: on one device, or not known
+        self.devices: list[torch.device] | None = None
         self._places: dict[int, tuple[Store, int]] = {}
+
+    def attach(self, model: Any, compressed_layers: list[int]) -> None:
+        """Notes over which devices and ranks `model` is spread."""
+        self.tensor_parallel = TensorParallel.of(model)
+        devices = layer_devices(model)
+        known = all(layer_idx in devices for layer_idx in compressed_layers)
+        self.devices = [devices[layer_idx] for layer_idx in compressed_layers] if known else None
 
     def place(self, index: int, key: Tensor, value: Tensor) -> tuple[Store, int]:
         """The store for a layer's keys and values, and the layer's index in it.
 
         Raises:
             ValueError: keys and values no store can be made for.
+            MemoryError: `max_bytes` cannot hold the windows.
         """
         if key.ndim != 4 or value.shape[:3] != key.shape[:3]:
             raise ValueError(
                 f"keys {tuple(key.shape)} and values {tuple(value.shape)} must be [batch, heads, tokens, head_dim]."
             )
         shape = (key.shape[0], key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
-        for store in self.stores:
-            used = sum(place[0] is store for place in self._places.values())
-            fits = shape == (
-                store.batch_size,
-                store.num_heads,
-                store.key_dim,
-                store.value_dim,
-                store.dtype,
-                store.device,
-            )
-            if fits and used < store.num_layers:
-                break
-        else:
+        store = next((store for store in self.stores if self._fits(store, shape)), None)
+        used = 0 if store is None else self._used(store)
+        if store is None:
             batch = self.stores[0].batch_size if self.stores else key.shape[0]
             if batch != key.shape[0]:
                 raise ValueError(f"this cache holds {batch} sequences but the model was called with {key.shape[0]}.")
-            store = Store(self.config, self.num_layers - len(self._places), *shape)
-            used = 0
+            store = Store(self.config, self._layers_to_come(key.device), *shape)
             store.recording = self.recording
-        store.set_thresholds(used, _of_layer(self.config.alpha_high, index), _of_layer(self.config.alpha_low, index))
-        if store not in self.stores:
-            self.stores.append(store)
-        self._places[index] = (store, used)
+            self._make_room_beside(store)
+        alphas = (self._of_layer(alpha, index, store) for alpha in (self.config.alpha_high, self.config.alpha_low))
+        store.set_thresholds(used, *alphas)
+        self.assign(index, store, used)
         return self._places[index]
+
+    def _make_room_beside(self, store: Store) -> None:
+        self.share_budget(store)
+        try:
+            store.update_limit()
+        except MemoryError:
+            # others hold room for layers that turn out to be of another shape, or on another device
+            for other in self._on(store.device):
+                drop_unused_layers(other, self._used(other))
+            self.share_budget(store)
+            store.update_limit()
+
+    def _fits(self, store: Store, shape: tuple) -> bool:
+        mine = (store.batch_size, store.num_heads, store.key_dim, store.value_dim, store.dtype, store.device)
+        return mine == shape and self._used(store) < store.num_layers
+
+    def _used(self, store: Store) -> int:
+        return sum(place[0] is store for place in self._places.values())
+
+    def _layers_to_come(self, device: torch.device) -> int:
+        """How many layers without a place may still ask for one on `device`."""
+        open_layers = [index for index in range(self.num_layers) if index not in self._places]
+        if self.devices is None:
+            return len(open_layers)
+        return max(1, sum(self.devices[index] == device for index in open_layers))
+
+    def _of_layer(self, value: Threshold, index: int, store: Store) -> LayerThreshold:
+        value = value[index] if isinstance(value, tuple) else value
+        return self.tensor_parallel.share(value, store.num_heads) if isinstance(value, tuple) else value
+
+    def starts_forward(self, layer: DiffKVLayer) -> bool:
+        """Whether `layer` is the first one of a forward: no other one is ahead of it."""
+        return max(self.seen) <= layer.seen
+
+    def begin(self, tokens: int) -> None:
+        """Starts a forward of `tokens` tokens in every store.
+
+        Raises:
+            HandOverError: an earlier forward stopped halfway.
+            ValueError, MemoryError: as `Store.begin`; every store is as it was.
+        """
+        self.check_complete()
+        begun = []
+        try:
+            for store in self.stores:
+                if store.seen:  # the first forward has shown all layers
+                    drop_unused_layers(store, self._used(store))
+                self.share_budget(store)
+                begin_forward(store, tokens)
+                begun.append(store)
+        except BaseException:
+            for store in begun:
+                store.withdraw(tokens)
+            raise
+
+    def in_step(self) -> AbstractContextManager:
+        """`TensorParallel.in_step` for work on all stores."""
+        if not self.stores:
+            return nullcontext()
+        return self.tensor_parallel.in_step(self.stores[0].device)
+
+    def check_place(self, tokens: int) -> None:
+        """Raises `HandOverError` if a layer whose first tokens these are missed earlier ones."""
+        if max(self.seen) > tokens:
+            self.broken = True
+            self.check_usable()
 
     def check_complete(self) -> None:
         """Raises `HandOverError` unless every layer took part in every forward so far."""
-        lengths = {seen for seen in self.seen if seen}
-        if self.broken or len(lengths) > 1:
+        self.broken |= len({seen for seen in self.seen if seen}) > 1
+        self.check_usable()
+
+    def check_usable(self) -> None:
+        """Raises `HandOverError` after a forward that is known to have stopped halfway."""
+        if self.broken:
             raise HandOverError(
                 "an earlier forward with this cache stopped halfway, so its layers disagree; call cache.reset() and "
                 "start over."
@@ -95,18 +167,39 @@ class Stores:
     def abandon(self, layer: DiffKVLayer, tokens: int) -> None:
         """Called when a layer failed to store `tokens` tokens: undone if it is the forward's first, else remembered."""
         others = [seen for index, seen in enumerate(self.seen) if index != layer.index and seen]
-        if any(seen >= layer.seen for seen in others):
+        # the other ranks may have stored theirs already
+        if self.tensor_parallel.size > 1 or any(seen >= layer.seen for seen in others):
             self.broken = True
             return
         layer.seen -= tokens
-        layer.store.withdraw(tokens)
+        for store in self.stores:
+            store.withdraw(tokens)
         if not others and layer.seen == 0:
             layer.reset()
             self.clear()
 
     def assign(self, index: int, store: Store, slot: int) -> None:
-        """Says where a layer that was loaded stands."""
+        """Says where a layer stands, in a store of this cache or one that is new."""
+        if not any(store is other for other in self.stores):
+            self.stores.append(store)
         self._places[index] = (store, slot)
+
+    def share_budget(self, store: Store, more_requests: int = 0) -> None:
+        """Tells `store`, before it may grow, what the others on its device hold of `max_bytes` or will need.
+
+        Args:
+            more_requests: by how many the batch of the others is going to grow.
+        """
+        if self.config.max_bytes is None:
+            return
+        others = [other for other in self._on(store.device) if other is not store]
+        store.taken = sum(
+            other.bytes + (other.bytes - other.pool.bytes) * more_requests // other.batch_size for other in others
+        )
+        store.layers_later = sum(other.num_layers for other in others if other.padding.length < store.seen)
+
+    def _on(self, device: torch.device) -> list[Store]:
+        return [store for store in self.stores if store.device == device]
 
     def place_of(self, index: int) -> tuple[Store, int]:
         """Store and index within it of a layer that has a place."""
@@ -119,7 +212,3 @@ class Stores:
         self.recording = False
         self.stores.clear()
         self._places.clear()
-
-
-def _of_layer(value: Threshold, index: int) -> LayerThreshold:
-    return value[index] if isinstance(value, tuple) else value

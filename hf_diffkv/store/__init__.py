@@ -5,7 +5,7 @@ from .fork import begin_forward, fork_store
 from .prompt import attend_tokens
 from .read import Payload, check_integrity, levels, payload, read_tokens
 from .record import Recorded, attend_recorded, commit
-from .rows import select_rows
+from .rows import drop_unused_layers, move_rows, prepare_rows, select_rows
 from .state import Store
 
 __all__ = [
@@ -18,9 +18,12 @@ __all__ = [
     "begin_forward",
     "check_integrity",
     "commit",
+    "drop_unused_layers",
     "fork_store",
     "levels",
+    "move_rows",
     "payload",
+    "prepare_rows",
     "read_tokens",
     "select_rows",
 ]

@@ -81,7 +81,7 @@ def fit_layer(store: Store, layer: int, rows: list[Tensor], means: list[Tensor],
     capacities = (store.layout.high.capacity, store.layout.low.capacity)
     counts = (store.high_count[layer], store.low_count[layer])
     held = sum(int(((count + size - 1) // size).sum()) for count, size in zip(counts, capacities))
-    allowed = held + max(0, int(TARGET * free)) // (store.num_layers - layer)
+    allowed = held + max(0, int(TARGET * free)) // (store.num_layers - layer + store.layers_later)
     tokens = Tokens(
         torch.cat(rows),
         torch.cat([mean * length[row] for mean, row in zip(means, rows)]),

@@ -66,7 +66,8 @@ class Store:
         self.policy = get_policy(config.policy)
         self.num_layers, self.batch_size, self.num_heads = num_layers, batch_size, num_heads
         self.key_dim, self.value_dim = key_dim, value_dim
-        self.dtype, self.device = dtype, device
+        # as tensors name it: "cuda" is cuda:0
+        self.dtype, self.device = dtype, torch.empty(0, device=device).device
         self.layout = PageLayout.build(config.high, config.low, key_dim, value_dim, dtype.itemsize, config.page_bytes)
         self.alpha_high = torch.zeros(num_layers, num_heads, device=device)
         self.alpha_low = torch.zeros(num_layers, num_heads, device=device)
@@ -87,6 +88,9 @@ class Store:
         self.seen = 0
         self.recording = False
         self.recorded: list[Recorded | None] = [None] * num_layers
+        # bytes other stores of the cache hold on this device, and their layers still to come in this forward
+        self.taken = 0
+        self.layers_later = 0
         self.steps_since_compaction = 0
         self.compaction_due = False
         self._high_bound = np.zeros(shape, dtype=np.int64)
@@ -109,6 +113,12 @@ class Store:
             + [self.padding.bytes]
         )
         return (self.pool.bytes + own) // (1 if self.twins is None else len(self.twins))
+
+    @property
+    def max_bytes(self) -> int | None:
+        """What the other stores of the device leave of the budget; None is unlimited."""
+        limit = self.config.max_bytes
+        return None if limit is None else limit - self.taken
 
     def owned_pages(self) -> Tensor:
         """int32 [n], the pages in the table."""
@@ -150,7 +160,7 @@ class Store:
     def check_budget(self, more: int) -> None:
         """Raises `MemoryError` unless `more` bytes outside the pool fit into the budget; sets the pool's limit."""
         self.update_limit(more)
-        if self.config.max_bytes is not None and more > 0 and self.bytes + more > self.config.max_bytes:
+        if self.config.max_bytes is not None and more > 0 and self.bytes + more > self.max_bytes:
             raise MemoryError(
                 f"{more} more bytes do not fit into max_bytes={self.config.max_bytes}; raise max_bytes, or use fewer "
                 "sequences."
@@ -162,18 +172,18 @@ class Store:
         Raises:
             MemoryError: none does.
         """
-        max_bytes = self.config.max_bytes
+        max_bytes = self.max_bytes
         if max_bytes is None:
             return
         # what may still be added until the limit is looked at again
-        growth = self.padding.bytes // 8 + self.batch_size * (REFRESH_STEPS + 1) + max_bytes // 32
+        growth = self.padding.bytes // 8 + self.batch_size * (REFRESH_STEPS + 1) + self.config.max_bytes // 32
         other = sum(t.numel() * t.element_size() for t in self._tensors()) + self.padding.bytes + growth + more
         other += sum(recorded.bytes for recorded in self.recorded if recorded is not None)
         pages = (max_bytes - other) // (self.layout.page_bytes + 8)
         if pages < 1:
             raise MemoryError(
-                f"max_bytes={max_bytes} cannot even hold the windows and tables of this cache ({other} bytes); raise "
-                "max_bytes, or lower window or the batch size."
+                f"max_bytes={self.config.max_bytes} cannot even hold the windows and tables of this cache ({other} "
+                "bytes); raise max_bytes, or lower window or the batch size."
             )
         self.pool.max_pages = int(pages)
 
@@ -185,8 +195,8 @@ class Store:
         ):
             if isinstance(value, tuple) and len(value) != self.num_heads:
                 raise ValueError(
-                    f"{name} has {len(value)} entries per layer but layers have {self.num_heads} KV heads; give "
-                    f"{self.num_heads}."
+                    f"{name} has {len(value)} entries per layer but layers have {self.num_heads} KV heads here; give "
+                    f"{self.num_heads}, or under tensor parallelism call cache.attach(model) first."
                 )
             target[layer] = torch.tensor(value, dtype=torch.float32)
 
@@ -216,9 +226,14 @@ class Store:
             self.prepare_step()
         self.seen += tokens
 
+    @property
+    def look_due(self) -> bool:
+        """Whether the next generated token makes the host look at the device, and so may raise."""
+        return self._steps_left == 0
+
     def prepare_step(self) -> None:
         """Makes room for one generated token per request. Raises as `begin` does."""
-        if self._steps_left == 0:
+        if self.look_due:
             self.refresh()
         self._steps_left -= 1
         self.steps_since_compaction += 1
@@ -319,6 +334,8 @@ class Store:
         self.seen -= tokens
         self.padding.length = min(self.padding.length, self.seen)
         self.compaction_due = False
+        if tokens == 1 and self.seen > 0 and not self.recording:
+            self.steps_since_compaction -= 1
 
     def check_values(self) -> None:
         """Raises `ValueError` if a decode step stored keys or values that are not finite. Reads the device."""

@@ -1,0 +1,116 @@
+"""Which device holds which layer of a model, and which share of every layer's heads this process holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# what a rank that did well raises for another one's error
+KINDS = {"MemoryError": MemoryError, "ValueError": ValueError, "RuntimeError": RuntimeError}
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """This process among those that hold the same layers and share out their heads.
+
+    Attributes:
+        rank, size: place in the group, and how many share.
+        group: their `torch.distributed` process group; None where every process works for itself.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: Any = None
+
+    @classmethod
+    def of(cls, model: Any) -> TensorParallel:
+        """What Transformers' `tp_plan` made of `model`."""
+        if not dist.is_available() or not dist.is_initialized():
+            return cls()
+        from torch.distributed.tensor import DTensor
+
+        for parameter in model.parameters():
+            if isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ()):
+                mesh = parameter.device_mesh["tp"]
+                return cls(mesh.get_local_rank(), mesh.size(), mesh.get_group())
+        return cls()
+
+    def share(self, heads: tuple[float, ...], count: int) -> tuple[float, ...]:
+        """This rank's `count` values of one per head of the model; unchanged where it is given `count` already."""
+        if self.size > 1 and len(heads) == self.size * count:
+            return heads[self.rank * count : (self.rank + 1) * count]
+        return heads
+
+    @contextmanager
+    def in_step(self, device: torch.device, wanted: bool = True) -> Iterator[None]:
+        """Work that may fail on one rank alone: then it fails on all of them, as no rank may go on without the others.
+
+        Every rank must come here with the same `wanted`. Reads the device.
+
+        Raises:
+            What the block raised; on the other ranks an error of its kind that names the rank.
+        """
+        if self.group is None or not wanted:
+            yield
+            return
+        error = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        failed = torch.tensor(int(error is not None), device=device)
+        dist.all_reduce(failed, group=self.group)
+        if not int(failed):
+            return
+        reports: list[Any] = [None] * self.size
+        dist.all_gather_object(reports, None if error is None else (_kind(error), str(error)), group=self.group)
+        if error is not None:
+            raise error
+        rank, (kind, message) = next((i, report) for i, report in enumerate(reports) if report is not None)
+        raise KINDS[kind](f"tensor-parallel rank {rank} of {self.size} failed, so this one stops too: {message}")
+
+    def __deepcopy__(self, memo: dict) -> TensorParallel:
+        return self
+
+    def __reduce__(self) -> tuple:
+        # a process group stays in its process; the next generate() finds it again
+        return TensorParallel, (self.rank, self.size)
+
+
+def _kind(error: Exception) -> str:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return "MemoryError"
+    return "ValueError" if isinstance(error, ValueError) else "RuntimeError"
+
+
+def layer_devices(model: Any) -> dict[int, torch.device]:
+    """Where each layer of the decoder runs; empty unless a `device_map` put the model on several devices."""
+    device_map = getattr(model, "hf_device_map", None) or {}
+    # layers offloaded to the host or to disk run on the first other device
+    running = [device for device in device_map.values() if device not in ("cpu", "disk")]
+    if len(set(running)) < 2:
+        return {}
+    decoder = {id(module) for module in model.get_decoder().modules()}
+    found: dict[int, torch.device] = {}
+    for name, module in model.named_modules():
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int) and index not in found and id(module) in decoder:
+            device = _entry(device_map, name)
+            found[index] = _actual(running[0] if device in ("cpu", "disk") else device)
+    return found
+
+
+def _entry(device_map: dict[str, Any], name: str) -> Any:
+    while name not in device_map and name:
+        name = name.rpartition(".")[0]
+    return device_map[name]
+
+
+def _actual(device: Any) -> torch.device:
+    """As tensors name it: "cuda" and 0 are cuda:0."""
+    return torch.empty(0, device=device).device

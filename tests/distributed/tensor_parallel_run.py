@@ -1,0 +1,201 @@
+"""What each tensor-parallel rank does in `test_tensor_parallel.py`; started by torchrun, or called for one process.
+
+Arguments: the folder of the model, and a folder for what the ranks found.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_diffkv import DiffKVCache, DiffKVConfig, HandOverError
+
+LAYERS, KV_HEADS, HEAD_DIM = 2, 4, 16
+COMPRESSED = {"alpha_high": 1.0, "alpha_low": 0.5, "window": 16}
+# thresholds so far apart that a head given another one's cannot have the same levels
+PER_HEAD = {
+    "alpha_high": ((0.5, 1.0, 2.0, 3.0), (3.0, 0.6, 1.5, 1.0)),
+    "alpha_low": ((0.0, 0.8, 0.3, 1.0), (0.4, 0.2, 1.0, 0.0)),
+    "window": 16,
+}
+CONFIGS: dict[str, DiffKVConfig] = {
+    "lossless": DiffKVConfig.lossless(window=16),
+    "compressed": DiffKVConfig(**COMPRESSED),
+    "per head": DiffKVConfig(**PER_HEAD),
+}
+GREEDY = {"max_new_tokens": 40, "do_sample": False}
+
+
+def prompts() -> tuple[torch.Tensor, torch.Tensor]:
+    """Left-padded ids and mask, int64 [2, 120]."""
+    ids = torch.randint(3, 128, (2, 120), generator=torch.Generator().manual_seed(5))
+    mask = (torch.arange(120) >= torch.tensor([0, 50])[:, None]).long()
+    return ids * mask, mask
+
+
+def contents(cache: DiffKVCache) -> dict[str, Any]:
+    """Levels, sums, keys and values of all layers, and what is reported."""
+    cache.check_integrity()
+    layers = cache.compressed_layers()
+    return {
+        "levels": torch.stack([cache.levels(i) for i in layers]),
+        "keys": torch.stack([cache.dequantize(i)[0] for i in layers]),
+        "values": torch.stack([cache.dequantize(i)[1] for i in layers]),
+        "sums": torch.stack([cache.significance(i) for i in layers]),
+        "tokens": cache.memory().tokens,
+        "dense_bytes": cache.memory().dense_bytes,
+    }
+
+
+def generated(model: PreTrainedModel, **options: Any) -> dict[str, dict[str, Any]]:
+    """Text and contents for every configuration."""
+    ids, mask = prompts()
+    found = {}
+    for name, config in CONFIGS.items():
+        cache = DiffKVCache(model.config, config)
+        text = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY, **options)
+        found[name] = {"text": text, **contents(cache)}
+    return found
+
+
+def saved_and_loaded(model: PreTrainedModel, folder: Path) -> torch.Tensor:
+    """Every rank writes into the same folder and goes on from its own part."""
+    ids, mask = prompts()
+    cache = DiffKVCache(model.config, **COMPRESSED)
+    text = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+    cache.save_pretrained(folder, model)
+    loaded = DiffKVCache.from_pretrained(folder, model)
+    before, after = contents(cache), contents(loaded)
+    assert all(torch.equal(before[name], after[name]) for name in ("levels", "keys", "values", "sums"))
+    mask = torch.cat([mask, torch.ones(2, text.shape[1] - mask.shape[1], dtype=mask.dtype)], 1)
+    return model.generate(text, attention_mask=mask, past_key_values=loaded, **GREEDY)
+
+
+def called(model: PreTrainedModel, **thresholds: Any) -> dict[str, Any]:
+    """The model called by hand, with per-head thresholds, which need `attach`."""
+    ids, _ = prompts()
+    model.set_attn_implementation("diffkv")
+    cache = DiffKVCache(model.config, **PER_HEAD)
+    if dist.is_initialized():
+        try:
+            model(ids, past_key_values=cache)
+        except ValueError as error:
+            assert "attach" in str(error), error
+        else:
+            raise AssertionError("a cache that knows nothing of ranks took thresholds of another number of heads")
+        cache.reset()
+        cache.attach(model)
+    with torch.no_grad():
+        for part in ids.split([100, *[1] * 20], dim=1):
+            model(part, past_key_values=cache)
+    return contents(cache)
+
+
+def stopped_together(model: PreTrainedModel) -> list[str]:
+    """One rank cannot go on, in the prompt, in a step, in a choice of rows, in taking back, with broken keys."""
+    ids, mask = prompts()
+    mine = dist.get_rank() == 1
+    tiny = DiffKVConfig(**COMPRESSED, max_bytes=1000)
+    messages = []
+
+    def stops(kind: type[Exception], cache: DiffKVCache, broken: bool, work: Any) -> None:
+        try:
+            work(cache)
+        except kind as error:
+            messages.append(str(error))
+        else:
+            raise AssertionError("both ranks must stop")
+        # both ranks agree on whether the cache can go on; if not, only reset() helps
+        try:
+            generate(cache)
+        except HandOverError as error:
+            assert broken and "reset()" in str(error), error
+        else:
+            assert not broken
+        cache.reset()
+        assert torch.equal(generate(cache), expected)
+
+    def generate(cache: DiffKVCache, **options: Any) -> torch.Tensor:
+        for store in cache.stores.stores:
+            store.config = cache.config
+        given = (ids, mask)
+        if cache.get_seq_length():
+            given = [torch.cat([t, torch.ones(2, cache.get_seq_length() + 1 - 120, dtype=t.dtype)], 1) for t in given]
+        return model.generate(given[0], attention_mask=given[1], past_key_values=cache, **GREEDY, **options)
+
+    def fresh() -> DiffKVCache:
+        return DiffKVCache(model.config, **COMPRESSED)
+
+    def starve(cache: DiffKVCache) -> None:
+        for store in cache.stores.stores if mine else ():
+            store.config = tiny
+
+    def prompt(cache: DiffKVCache) -> None:
+        cache.stores.config = tiny if mine else cache.config
+        try:
+            generate(cache)
+        finally:
+            cache.stores.config = cache.config
+
+    def step(cache: DiffKVCache) -> None:
+        generate(cache)
+        starve(cache)
+        with torch.no_grad():
+            for _ in range(20):
+                model(ids[:, :1], past_key_values=cache)
+
+    def rows(cache: DiffKVCache) -> None:
+        generate(cache)
+        starve(cache)
+        cache.reorder_cache(torch.tensor([0, 0]))
+
+    def taking_back(cache: DiffKVCache) -> None:
+        generate(cache)
+        cache.activate_past_recording()
+        with torch.no_grad():
+            model(ids[:, :8], past_key_values=cache)
+        starve(cache)
+        cache.crop(0)
+
+    def keys(cache: DiffKVCache) -> None:
+        projection = model.model.layers[1].self_attn.k_proj.weight.to_local()
+        before = projection.clone()
+        try:
+            if mine:
+                projection.fill_(torch.nan)
+            generate(cache)
+        finally:
+            projection.copy_(before)
+
+    expected = generate(fresh())
+    stops(MemoryError, fresh(), True, prompt)
+    stops(MemoryError, fresh(), True, step)
+    stops(MemoryError, fresh(), False, rows)
+    stops(MemoryError, fresh(), True, taking_back)
+    with torch.no_grad():
+        stops(ValueError, fresh(), True, keys)
+    return messages
+
+
+def main() -> None:
+    model_folder, folder = map(Path, sys.argv[1:])
+    model = AutoModelForCausalLM.from_pretrained(model_folder, tp_plan="auto")
+    assert model.dtype == torch.float64
+    found = {
+        "generated": generated(model),
+        "loaded": saved_and_loaded(model, folder / "cache"),
+        "called": called(model),
+        "messages": stopped_together(model),
+    }
+    torch.save(found, folder / f"rank{dist.get_rank()}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

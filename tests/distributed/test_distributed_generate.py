@@ -1,0 +1,80 @@
+"""The data-parallel example writes on several processes what it writes on one."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import ROOT, launch, torchrun
+
+SCRIPT = ROOT / "examples" / "distributed_generate.py"
+TEXT = (ROOT / "examples" / "prompts" / "recall.txt").read_text().strip()
+# pieces of different lengths, so that the order of the answers shows
+PROMPTS = [TEXT[: 90 * number] for number in (4, 1, 3, 2, 5)]
+ACCELERATE = ["-m", "accelerate.commands.launch", "--cpu", "--num_machines", "1", "--mixed_precision", "no"]
+ACCELERATE += ["--dynamo_backend", "no", "--num_cpu_threads_per_process", "1", "--main_process_port", "0"]
+
+pytestmark = pytest.mark.oldest
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    path.write_text("\n".join(prompt.replace("\n", " ") for prompt in PROMPTS) + "\n\n")
+    return path
+
+
+def arguments(prompts: Path, output: Path) -> list[Any]:
+    options = ["--max-new-tokens", "12", "--batch-size", "1", "--alpha-high", "2", "--alpha-low", "0.1", "--cpu"]
+    return ["--prompts", prompts, "--output", output, *options]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def alone(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    output = tmp_path_factory.mktemp("alone") / "answers.jsonl"
+    printed = launch(SCRIPT, *arguments(prompts, output))
+    answers = read(output)
+    assert [answer["prompt"] for answer in answers] == prompts.read_text().split("\n")[:5]
+    assert {answer["process"] for answer in answers} == {0} and "process 1 of 1" in printed
+    assert all(answer["tokens"] == 12 and answer["cache_bytes"] < answer["dense_bytes"] for answer in answers[::2])
+    return answers
+
+
+def without_process(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in answer.items() if name != "process"} for answer in answers]
+
+
+def test_accelerate_launch(prompts: Path, alone: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Five prompts on two processes."""
+    output = tmp_path / "answers.jsonl"
+    printed = launch(*ACCELERATE, "--num_processes", "2", SCRIPT, *arguments(prompts, output))
+    answers = read(output)
+    assert without_process(answers) == without_process(alone)
+    assert [answer["process"] for answer in answers] == [0, 0, 0, 1, 1]
+    rows = re.findall(r"^ +(0|1|all) +(\d+) +(\d+) ", printed, re.MULTILINE)
+    assert rows == [("0", "3", "36"), ("1", "2", "24"), ("all", "5", "60")]
+    assert len(re.findall("process 1 of 2: 100%", printed)) == 1, "one progress bar"
+
+
+def test_more_processes_than_prompts(prompts: Path, alone: list[dict[str, Any]], tmp_path: Path) -> None:
+    single, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    single.write_text(json.dumps({"prompt": alone[0]["prompt"]}) + "\n")
+    printed = torchrun(2, SCRIPT, *arguments(single, output))
+    assert read(output) == alone[:1]
+    assert re.search(r"^ +1 +0 +0 ", printed, re.MULTILINE)
+
+
+@pytest.mark.parametrize("content, words", [("", "no prompts"), ('{"text": "a"}', "JSON object")])
+def test_files_without_prompts(content: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(content)
+    with pytest.raises(SystemExit, match=words):
+        runpy.run_path(str(SCRIPT))["main"](list(map(str, arguments(path, tmp_path / "answers.jsonl"))))

@@ -1,0 +1,89 @@
+"""Two tensor-parallel processes find what one process finds, each for its own half of the heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import torchrun
+from tensor_parallel_run import CONFIGS, HEAD_DIM, KV_HEADS, LAYERS, called, generated, saved_and_loaded
+from tiny_models import tiny_model
+from transformers import PreTrainedModel
+
+from hf_diffkv import DiffKVCache
+
+SCRIPT = Path(__file__).with_name("tensor_parallel_run.py")
+RANKS = 2
+
+pytestmark = pytest.mark.oldest
+
+
+class Found:
+    """A model, and what each rank reported of it."""
+
+    def __init__(self, model: PreTrainedModel, folder: Path) -> None:
+        self.model, self.folder = model, folder
+        model.save_pretrained(folder / "model")
+        torchrun(RANKS, SCRIPT, folder / "model", folder)
+        self.ranks = [torch.load(folder / f"rank{rank}.pt") for rank in range(RANKS)]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    options = {"num_attention_heads": 8, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
+    model = tiny_model(request.param, dtype=torch.float64, num_hidden_layers=LAYERS, **options)
+    return Found(model, tmp_path_factory.mktemp(request.param))
+
+
+def assert_same(ranks: list[dict[str, Any]], one: dict[str, Any]) -> None:
+    """The heads of all ranks in order are those of one process; values up to the order of sums between ranks."""
+    assert all(rank["levels"].shape[2] == KV_HEADS // RANKS for rank in ranks)
+    assert torch.equal(torch.cat([rank["levels"] for rank in ranks], 2), one["levels"])
+    for name in ("keys", "values", "sums"):
+        torch.testing.assert_close(torch.cat([rank[name] for rank in ranks], 2), one[name], rtol=1e-6, atol=1e-6)
+    assert {name: sum(rank["tokens"][name] for rank in ranks) for name in one["tokens"]} == one["tokens"]
+    assert sum(rank["dense_bytes"] for rank in ranks) == one["dense_bytes"]
+
+
+def test_generate(found: Found) -> None:
+    alone = generated(found.model)
+    for name in CONFIGS:
+        for rank in found.ranks:
+            assert torch.equal(rank["generated"][name]["text"], alone[name]["text"]), name
+        assert_same([rank["generated"][name] for rank in found.ranks], alone[name])
+    assert min(alone["compressed"]["tokens"].values()) > 50
+    ids = alone["lossless"]["text"][:, :120]
+    mask = (alone["lossless"]["levels"][0, :, 0, :120] >= 0).long()
+    options = {"max_new_tokens": 40, "do_sample": False}
+    assert torch.equal(found.model.generate(ids, attention_mask=mask, **options), alone["lossless"]["text"])
+
+
+def test_thresholds_of_each_head(found: Found) -> None:
+    """They differ enough that a rank with another rank's thresholds would show."""
+    levels = found.ranks[0]["generated"]["per head"]["levels"]
+    shares = (levels == 2).float().mean((1, 3))
+    assert (shares[0, 0] - shares[0, 1]).abs() > 0.02
+    assert_same([rank["called"] for rank in found.ranks], called(found.model))
+
+
+def test_saved_and_loaded(found: Found, tmp_path: Path) -> None:
+    alone = saved_and_loaded(found.model, tmp_path)
+    assert all(torch.equal(rank["loaded"], alone) for rank in found.ranks)
+    names = {path.name for path in (found.folder / "cache").iterdir()}
+    assert {name for name in names if "rank1of2" in name} == {
+        "diffkv_cache.rank1of2.json",
+        "diffkv_cache.rank1of2.safetensors",
+    }
+    with pytest.raises(FileNotFoundError, match="tensor-parallel"):
+        DiffKVCache.from_pretrained(found.folder / "cache", found.model)
+
+
+def test_one_rank_that_cannot_go_on_stops_all(found: Found) -> None:
+    healthy, starved = (rank["messages"] for rank in found.ranks)
+    assert len(healthy) == len(starved) == 5
+    for mine, theirs in zip(healthy, starved):
+        assert mine == f"tensor-parallel rank 1 of 2 failed, so this one stops too: {theirs}"
+    assert all("max_bytes=1000" in message for message in starved[:4])
+    assert "NaN" in starved[4]
