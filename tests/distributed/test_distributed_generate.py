@@ -15,7 +15,8 @@ SCRIPT = ROOT / "examples" / "distributed_generate.py"
 TEXT = (ROOT / "examples" / "prompts" / "recall.txt").read_text().strip()
 # pieces of different lengths, so that the order of the answers shows
 PROMPTS = [TEXT[: 90 * number] for number in (4, 1, 3, 2, 5)]
-ACCELERATE = ["-m", "accelerate.commands.launch", "--cpu", "--num_machines", "1", "--mixed_precision", "no"]
+# without --multi_gpu accelerate starts several processes on CPUs by MPI only
+ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--mixed_precision", "no"]
 ACCELERATE += ["--dynamo_backend", "no", "--num_cpu_threads_per_process", "1", "--main_process_port", "0"]
 
 pytestmark = pytest.mark.oldest
