@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # a process beyond the last prompt is given that one again
         mine = mine if state.process_index < len(prompts) else []
         batches = [mine[i : i + options.batch_size] for i in range(0, len(mine), options.batch_size)]
-        title = f"process 1 of {state.num_processes}"
+        title = f"process {state.process_index + 1} of {state.num_processes}"
         for batch in tqdm(batches, title, unit="batch", disable=not state.is_main_process):
             texts = [prompts[index] for index in batch]
             for index, answer in zip(batch, generate(model, tokenizer, texts, options)):
