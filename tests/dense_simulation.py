@@ -158,6 +158,18 @@ class LayerSimulation:
                 self._steps = 0
         return output.to(dtype=query.dtype, device=query.device)
 
+    def hide(self, shown: Tensor) -> None:
+        """Makes padding of the real tokens that are not shown (bool [B, S]); the means of the others stay."""
+        shown = shown & (self._index >= 0)
+        index = torch.where(shown, shown.cumsum(-1) - 1, -1)
+        count = shown.sum(-1)
+        before, after = self._count[:, None] - 1 - self._index, count[:, None] - 1 - index
+        share = after.clamp(min=0).float() / before.clamp(min=1).float()
+        self._sums = torch.where(shown[:, None], self._sums * share[:, None], 0)
+        self._keys, self._values = (torch.where(shown[:, None, :, None], x, 0) for x in (self._keys, self._values))
+        self._levels = torch.where(shown[:, None], self._levels, PADDING)
+        self._index, self._count = index, count
+
     def levels(self) -> Tensor:
         """int8 [B, H, S]: -1 padding, 0 pruned, 1 low, 2 high, 3 window."""
         return self._levels.clone()
@@ -241,7 +253,9 @@ class LayerSimulation:
         rows, heads = self._levels.shape[:2]
         for row in range(rows):
             mean, low, high = self._means_and_thresholds(row)
+            # a token that left the window stays outside, even if tokens after it are hidden
             in_window = self._index[row] >= (self._count[row] - self.window).clamp(min=0)
+            in_window = in_window & (self._levels[row] == WINDOW)
             earned = level_of(mean, low[:, None], high[:, None])
             # The minimum with the present level rules out upgrades and leaves padding and pruned tokens as they are.
             target = torch.where(in_window, self._levels[row], torch.minimum(self._levels[row], earned))

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_diffkv import DiffKVCache
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.memory import PagePool
-from hf_diffkv.store import Store, attend_token, attend_tokens, check_integrity, payload, read_tokens, select_rows
+from hf_diffkv.store import Store, attend_token, attend_tokens, check_integrity, hide, payload, read_tokens, select_rows
 from hf_diffkv.store.state import REFRESH_STEPS
 
 CPU = torch.device("cpu")
@@ -252,6 +252,7 @@ def test_fault_9_no_host_reads_between_two_refreshes(
     monkeypatch: pytest.MonkeyPatch, interval: int, padding: bool
 ) -> None:
     """Whatever the number of layers, the host looks at the device once in `REFRESH_STEPS` generated tokens."""
+    monkeypatch.setattr(hide, "reads_are_free", lambda device: False)
     config = LlamaConfig(
         vocab_size=50,
         hidden_size=32,

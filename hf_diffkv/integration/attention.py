@@ -92,8 +92,8 @@ def diffkv_attention(
                 f"{type(module).__name__} reads keys and values of a layer that were stored already; models that "
                 "share them between layers cannot use DiffKVCache here."
             )
-        valid, mask = _split_mask(attention_mask, layer, key.shape[2])
-        output = layer.attend(query, valid, mask, scaling, softcap, s_aux)
+        shown, valid, mask = _split_mask(attention_mask, layer, key.shape[2])
+        output = layer.attend(query, valid, mask, scaling, softcap, s_aux, shown)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -113,10 +113,10 @@ def _compiled(
         raise HandOverError(
             "only decode steps of one token can be compiled with DiffKVCache; run the prompt uncompiled."
         )
-    valid = None
+    visible = None
     if mask is not None:
-        valid = (mask[:, -tokens:] if mask.ndim == 2 else mask[:, 0, -1, -tokens:]).bool()
-    output = attend(query, key, value, valid, sinks, layer.stores.order, layer.handle, scaling, softcap)
+        visible = (mask if mask.ndim == 2 else mask[:, 0, -1]).bool()
+    output = attend(query, key, value, visible, sinks, layer.stores.order, layer.handle, scaling, softcap)
     return output.transpose(1, 2).contiguous()
 
 
@@ -152,32 +152,39 @@ def _no_padding(padding: Tensor | None, queries: int) -> bool:
     return queries > 1 and not torch.compiler.is_compiling() and bool(padding.all())
 
 
-def _split_mask(mask: Tensor | None, layer: DiffKVLayer, tokens: int) -> tuple[Tensor | None, Tensor | None]:
-    """Validity of the new tokens, bool [batch, tokens], and their mask where it is not plainly causal."""
+def _split_mask(
+    mask: Tensor | None, layer: DiffKVLayer, tokens: int
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """What a mask says, each part None where it says nothing.
+
+    Returns:
+        Visibility of the tokens seen before, bool [batch, past]; of the new ones, bool [batch, tokens]; and the mask
+        among the new ones where it is not plainly causal, bool [batch, 1, tokens, tokens].
+    """
     if mask is None:
-        return None, None
-    padding = getattr(mask, PADDING, None)
-    if padding is None and mask.ndim == 2:
-        padding = mask.bool()
-    if padding is not None:
-        return padding[:, -tokens:], None
-    mask = _as_bool(mask)
-    if mask.shape[1] != 1:
-        raise HandOverError("'diffkv' attention cannot use a mask that differs between heads.")
-    last = mask[:, 0, -1]
-    past = layer.seen - tokens
+        return None, None, None
     if mask.shape[-1] != layer.seen:
         raise HandOverError(
             f"the attention mask covers {mask.shape[-1]} keys but the cache has seen {layer.seen}; pass a mask for "
             "all tokens, past ones included."
         )
-    if past:
-        real = layer.store.padding.mask()[:, None, None, :past]
-        if not bool((mask[..., :past] == real).all() if tokens > 1 else (mask[:, 0, 0, :past] == real[:, 0, 0]).all()):
-            raise HandOverError(
-                "this attention mask hides some past tokens; once compressed, the past can only be attended whole."
-            )
-    return last[:, past:], mask[..., past:]
+    past = layer.seen - tokens
+    padding = getattr(mask, PADDING, None)
+    if padding is None and mask.ndim == 2:
+        padding = mask.bool()
+    if padding is not None:
+        return padding[:, :past], padding[:, past:], None
+    mask = _as_bool(mask)
+    if mask.shape[1] != 1:
+        raise HandOverError("'diffkv' attention cannot use a mask that differs between heads.")
+    mask = mask.expand(layer.store.batch_size, -1, -1, -1)
+    last = mask[:, 0, -1]
+    if tokens > 1 and not bool((mask[..., :past] == last[:, None, None, :past]).all()):
+        raise HandOverError(
+            "this attention mask hides some past tokens from some of the new ones only; once compressed, a past token "
+            "can only be attended by all that follow or, from some forward on, by none."
+        )
+    return last[:, :past], last[:, past:], mask[..., past:]
 
 
 def _as_bool(mask: Tensor) -> Tensor:

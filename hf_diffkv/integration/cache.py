@@ -17,7 +17,7 @@ from ..io import load_cache, model_fingerprint, save_cache
 from ..report import MemoryReport, memory_report
 from ..store import check_integrity, commit, fork_store, levels, move_rows, prepare_rows, read_tokens
 from .devices import TensorParallel, layer_devices
-from .errors import HandOverError, UnsupportedModelError
+from .errors import HandOverError, UnsupportedModelError, stopped_halfway
 from .layer import DiffKVLayer
 from .stores import Stores
 from .usage import Usage
@@ -64,10 +64,21 @@ class DiffKVCache(Cache):
         """Takes a layer's new keys and values, [batch, heads, tokens, head_dim] each.
 
         Raises:
-            HandOverError: what an earlier `update` announced never reached the `diffkv` attention function.
+            HandOverError: what an earlier `update` announced never reached the `diffkv` attention function, or an
+                earlier forward stopped halfway.
         """
         self.check_handover()
+        layer = self.layers[layer_idx]
+        if isinstance(layer, DiffKVLayer) and layer.index == 0 and not torch.compiler.is_compiling():
+            self._check_stock_layers(layer_idx, layer.seen, key_states.shape[2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _check_stock_layers(self, layer_idx: int, seen: int, tokens: int) -> None:
+        """Raises unless Transformers' own layers stand where the first compressed one is, before its `tokens` come."""
+        for index, layer in enumerate(self.layers):
+            expected = seen + tokens if index < layer_idx else seen
+            if hasattr(layer, "sliding_window") and layer.get_seq_length() != expected:
+                raise stopped_halfway()
 
     def check_handover(self) -> None:
         """Raises `HandOverError` if announced keys and values were not picked up by the attention function."""

@@ -32,22 +32,25 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    valid: Tensor | None,
+    visible: Tensor | None,
     sinks: Tensor | None,
     order: Tensor,
     handle: int,
     scaling: float,
     softcap: float | None,
 ) -> Tensor:
-    """`DiffKVLayer.update` and `attend` in one. Shapes as there; valid: bool [batch, tokens].
+    """`DiffKVLayer.update` and `attend` in one. Shapes as there.
 
     Args:
+        visible: bool [batch, past + tokens], what is not padding or hidden; None where nothing is.
         order: shared by the layers of a cache, never read.
         handle: from `new_handle`.
     """
     layer = _layers[handle]
     layer.update(key, value)
-    return layer.attend(query, valid, None, scaling, softcap, sinks).contiguous()
+    past = layer.seen - key.shape[2]
+    shown, valid = (None, None) if visible is None else (visible[:, :past], visible[:, past:])
+    return layer.attend(query, valid, None, scaling, softcap, sinks, shown).contiguous()
 
 
 @attend.register_fake
@@ -55,7 +58,7 @@ def _(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    valid: Tensor | None,
+    visible: Tensor | None,
     sinks: Tensor | None,
     order: Tensor,
     handle: int,

@@ -7,3 +7,10 @@ class HandOverError(RuntimeError):
 
 class UnsupportedModelError(ValueError):
     """The model's attention cannot work with this cache."""
+
+
+def stopped_halfway() -> HandOverError:
+    """The error for layers that disagree about how many tokens they have seen."""
+    return HandOverError(
+        "an earlier forward with this cache stopped halfway, so its layers disagree; call cache.reset() and start over."
+    )

@@ -9,7 +9,18 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from ..store import Recorded, Store, attend_recorded, attend_token, attend_tokens, begin_forward, read_tokens
+from ..store import (
+    Recorded,
+    Store,
+    attend_recorded,
+    attend_token,
+    attend_tokens,
+    begin_forward,
+    check_finite,
+    check_shown,
+    hide_tokens,
+    read_tokens,
+)
 from .compiled import new_handle
 
 if TYPE_CHECKING:
@@ -175,6 +186,7 @@ class DiffKVLayer(CacheLayerMixin):
         scaling: float,
         softcap: float | None,
         sinks: Tensor | None,
+        shown: Tensor | None = None,
     ) -> Tensor:
         """Attention of the announced tokens; stores them, updates significance, compresses.
 
@@ -182,9 +194,15 @@ class DiffKVLayer(CacheLayerMixin):
             query: [batch, query_heads, tokens, key_dim].
             valid: bool [batch, tokens], None where no token is padding.
             mask: bool [batch, 1, tokens, tokens] where attention among the new tokens is not plainly causal.
+            shown: bool [batch, past], tokens seen before that are attended, None where all are. Those hidden are
+                dropped for good, even if the forward fails later.
 
         Returns:
             [batch, query_heads, tokens, value_dim].
+
+        Raises:
+            ValueError: keys or values that are not finite, or a token is shown that was padding or hidden before.
+            MemoryError: the tokens do not fit.
         """
         key, value = self.pending
         self.pending = self.stores.pending = None
@@ -192,10 +210,19 @@ class DiffKVLayer(CacheLayerMixin):
         try:
             alone = self.stores.recording or key.shape[2] > 1
             with self.stores.tensor_parallel.in_step(key.device, alone):
+                if self.store.padding.length < self.seen:
+                    self._hide(key, value, valid, shown)
                 return self._attend(query, key, value, valid, mask, options)
         except BaseException:
             self.stores.abandon(self, key.shape[2])
             raise
+
+    def _hide(self, key: Tensor, value: Tensor, valid: Tensor | None, shown: Tensor | None) -> None:
+        """Before the store's first layer attends: drops what the mask hides from now on."""
+        shown = check_shown(self.store, shown, key.shape[2])
+        if shown is not None:
+            check_finite(self.store, key, value, valid)
+            hide_tokens(self.store, shown)
 
     def _attend(
         self,

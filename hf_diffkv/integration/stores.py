@@ -12,7 +12,7 @@ from ..config import DiffKVConfig, Threshold
 from ..store import Store, begin_forward, drop_unused_layers
 from ..store.state import LayerThreshold
 from .devices import TensorParallel, layer_devices
-from .errors import HandOverError
+from .errors import stopped_halfway
 
 if TYPE_CHECKING:
     from .layer import DiffKVLayer
@@ -159,10 +159,7 @@ class Stores:
     def check_usable(self) -> None:
         """Raises `HandOverError` after a forward that is known to have stopped halfway."""
         if self.broken:
-            raise HandOverError(
-                "an earlier forward with this cache stopped halfway, so its layers disagree; call cache.reset() and "
-                "start over."
-            )
+            raise stopped_halfway()
 
     def abandon(self, layer: DiffKVLayer, tokens: int) -> None:
         """Called when a layer failed to store `tokens` tokens: undone if it is the forward's first, else remembered."""

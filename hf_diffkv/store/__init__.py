@@ -2,7 +2,8 @@
 
 from .decode import attend_token
 from .fork import begin_forward, fork_store
-from .prompt import attend_tokens
+from .hide import check_shown, hide_tokens
+from .prompt import attend_tokens, check_finite
 from .read import Payload, check_integrity, levels, payload, read_tokens
 from .record import Recorded, attend_recorded, commit
 from .rows import drop_unused_layers, move_rows, prepare_rows, select_rows
@@ -16,10 +17,13 @@ __all__ = [
     "attend_token",
     "attend_tokens",
     "begin_forward",
+    "check_finite",
     "check_integrity",
+    "check_shown",
     "commit",
     "drop_unused_layers",
     "fork_store",
+    "hide_tokens",
     "levels",
     "move_rows",
     "payload",

@@ -126,17 +126,22 @@ def make_room(store: Store, pages: int) -> None:
     stays = relative[HIGH] >= alpha_high[stored[HIGH].row]
     demoted = ~stays & (relative[HIGH] >= alpha_low[stored[HIGH].row])
     keep = (stays, relative[LOW] >= alpha_low[stored[LOW].row])
-    nothing = NewTokens(
+    nothing = no_tokens(store)
+    rewrite_rows(store.pool, store.layout, table, *counts, stored, keep, demoted, (nothing, nothing), store.dtype)
+    store.alpha_high = alpha_high.view(shape)[:, 0].clone()
+    store.alpha_low = alpha_low.view(shape)[:, 0].clone()
+    store.forget_bounds()
+
+
+def no_tokens(store: Store) -> NewTokens:
+    """Nothing to add to a row."""
+    return NewTokens(
         torch.zeros(0, dtype=torch.int64, device=store.device),
         torch.zeros(0, store.key_dim, dtype=store.dtype, device=store.device),
         torch.zeros(0, store.value_dim, dtype=store.dtype, device=store.device),
         torch.zeros(0, device=store.device),
         torch.zeros(0, dtype=torch.int64, device=store.device),
     )
-    rewrite_rows(store.pool, store.layout, table, *counts, stored, keep, demoted, (nothing, nothing), store.dtype)
-    store.alpha_high = alpha_high.view(shape)[:, 0].clone()
-    store.alpha_low = alpha_low.view(shape)[:, 0].clone()
-    store.forget_bounds()
 
 
 def _relative(store: Store, tokens: StoredTokens, tier: int, length: Tensor) -> Tensor:

@@ -58,7 +58,8 @@ def make_private(store: Store) -> None:
         for name in ROW_STATE:
             setattr(store, name, getattr(store, name).clone())
         store.alpha_high, store.alpha_low = store.alpha_high.clone(), store.alpha_low.clone()
-        store.flag, store.invalid = store.flag.clone(), store.invalid.clone()
+        for name in ("flag", "invalid", "changed_past"):
+            setattr(store, name, getattr(store, name).clone())
         store.padding = store.padding.copy()
         store.recorded = list(store.recorded)
         store.scratch = None

@@ -36,6 +36,18 @@ class Padding:
             grown[:, :have] = self._valid
         self._valid = grown
 
+    def equals(self, mask: Tensor | None) -> Tensor | None:
+        """bool [] on the device: whether `mask` (bool [batch, length], None: all real) is this; None: it surely is."""
+        if self._valid is None:
+            return None if mask is None else mask.all()
+        known = self._valid[:, : self.length]
+        return known.all() if mask is None else (mask == known).all()
+
+    def replace(self, mask: Tensor) -> None:
+        """Makes `mask`, bool [batch, length], the real positions."""
+        self._grow(self.length)
+        self._valid[:, : self.length] = mask
+
     def mask(self) -> Tensor:
         """bool [batch, length]: real positions."""
         if self._valid is None:

@@ -82,6 +82,7 @@ class Store:
         self.window_start = torch.zeros(num_layers, batch_size, dtype=torch.int64, device=device)
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
         self.invalid = torch.zeros((), dtype=torch.bool, device=device)
+        self.changed_past = torch.zeros((), dtype=torch.bool, device=device)
         self.table = PageTable(num_layers, batch_size, num_heads, device)
         self.pool = PagePool(self.layout.page_bytes, device)
         self.padding = Padding(batch_size, device)
@@ -151,7 +152,8 @@ class Store:
 
     def _tensors(self) -> list[Tensor]:
         tensors = [self.window_key, self.window_value, self.window_score, self.high_count, self.low_count]
-        tensors += [self.length, self.window_start, self.invalid, self.table.table, self.alpha_high, self.alpha_low]
+        tensors += [self.length, self.window_start, self.table.table, self.alpha_high, self.alpha_low]
+        tensors += [self.invalid, self.changed_past]
         bounds = [*self._bounds, self._all_bounds] if self._all_bounds is not None else []
         if self.scratch is not None:
             tensors += [t for t in vars(self.scratch).values() if isinstance(t, Tensor)]
@@ -218,10 +220,12 @@ class Store:
         """Starts a forward of `tokens` new tokens: runs the compaction that is due and makes room.
 
         Raises:
-            ValueError: a step since the last look stored keys or values that are not finite.
+            ValueError: see `check_values`.
             MemoryError: there is no room; the cache is as it was.
         """
         self.settle()
+        if tokens > 1:
+            self.check_values()
         if tokens == 1 and self.seen > 0 and not self.recording:
             self.prepare_step()
         self.seen += tokens
@@ -338,9 +342,20 @@ class Store:
             self.steps_since_compaction -= 1
 
     def check_values(self) -> None:
-        """Raises `ValueError` if a decode step stored keys or values that are not finite. Reads the device."""
+        """Reads the device.
+
+        Raises:
+            ValueError: since the last look a step of one token stored keys or values that are not finite, or had a
+                mask for the tokens before it that differs from what is stored.
+        """
         if bool(self.invalid):
             raise ValueError(self.value_message())
+        if bool(self.changed_past):
+            raise ValueError(
+                "the attention mask of a step of one token hides tokens that are stored, or shows some that are not. "
+                "On this device tokens can be hidden only together with a forward of several tokens; what was "
+                "generated since then is wrong. Call cache.reset() and start over."
+            )
         if bool(self.flag):
             raise RuntimeError(
                 "a compaction found too few pages, which the host should have provided; please report it."

@@ -148,10 +148,17 @@ def captured() -> Iterator[dict[int, Captured]]:
     attend = DiffKVLayer.attend
 
     def spy(
-        self: DiffKVLayer, query: Tensor, valid: Tensor | None, mask: Any, scaling: float, softcap: Any, sinks: Any
+        self: DiffKVLayer,
+        query: Tensor,
+        valid: Tensor | None,
+        mask: Any,
+        scaling: float,
+        softcap: Any,
+        sinks: Any,
+        shown: Any = None,
     ):
         key, value = self.pending
-        output = attend(self, query, valid, mask, scaling, softcap, sinks)
+        output = attend(self, query, valid, mask, scaling, softcap, sinks, shown)
         layer = seen.setdefault(self.index, Captured())
         layer.add(query, key, value, valid, output)
         layer.options = {"scaling": scaling, "softcap": softcap, "sinks": sinks}

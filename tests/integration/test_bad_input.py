@@ -201,17 +201,25 @@ def spoiled(module: nn.Module, value: float) -> Any:
         handle.remove()
 
 
+def visible(cache: DiffKVCache, new: int) -> Tensor:
+    """The mask of a forward of `new` tokens after the padded prompt of `filled`, or of a first one."""
+    seen = cache.get_seq_length()
+    prompt = ragged_prompts(LENGTHS)[1] if seen else torch.ones(2, 0, dtype=torch.int64)
+    return torch.cat([prompt, torch.ones(2, seen + new - prompt.shape[1], dtype=torch.int64)], 1)
+
+
 def filled(model: PreTrainedModel) -> DiffKVCache:
     """A cache after a prompt and a decode step."""
     cache = DiffKVCache(model.config, alpha_high=1.0, alpha_low=0.5, window=4)
     ids, mask = ragged_prompts(LENGTHS)
     model(ids, attention_mask=mask, past_key_values=cache)
-    model(ids[:, -1:], past_key_values=cache)
+    model(ids[:, -1:], attention_mask=visible(cache, 1), past_key_values=cache)
     return cache
 
 
 def follow_up(model: PreTrainedModel, cache: DiffKVCache) -> Tensor:
-    return model(ragged_prompts((5, 5), seed=2)[0], past_key_values=cache).logits
+    ids = ragged_prompts((5, 5), seed=2)[0]
+    return model(ids, attention_mask=visible(cache, 5), past_key_values=cache).logits
 
 
 def assert_unharmed_or_refusing(model: PreTrainedModel, cache: DiffKVCache) -> None:
@@ -267,14 +275,14 @@ def test_keys_of_a_decode_step_that_cannot_be_stored(layer_idx: int, value: floa
     token = torch.full((2, 1), 5)
     cache = filled(model)
     with spoiled(model.model.layers[layer_idx].self_attn.k_proj, value):
-        model(token, past_key_values=cache)
+        model(token, attention_mask=visible(cache, 1), past_key_values=cache)
     with raises(ValueError, "keys or values", "NaN", "bfloat16"):
         cache.check_integrity()
     with raises(ValueError, "keys or values", "NaN", "bfloat16"):
         for _ in range(STEPS_TO_A_LOOK):
-            model(token, past_key_values=cache)
+            model(token, attention_mask=visible(cache, 1), past_key_values=cache)
     with raises(ValueError, "keys or values"):
-        model(token, past_key_values=cache)
+        model(token, attention_mask=visible(cache, 1), past_key_values=cache)
     cache.reset()
     assert torch.equal(follow_up(model, cache), follow_up(model, DiffKVCache(model.config, cache.config)))
 
@@ -351,7 +359,8 @@ def test_attention_arguments_that_cannot_be_honoured(argument: str) -> None:
     cache = filled(model)
     for used in (cache, DynamicCache(config=model.config)):
         with raises(HandOverError, argument, "LlamaAttention", "another cache", "eager"):
-            model(ids, past_key_values=used, **{argument: torch.zeros(2, 1)})
+            mask = visible(used, 9)
+            model(ids, attention_mask=mask, past_key_values=used, **{argument: torch.zeros(2, 1)})
     assert_unharmed_or_refusing(model, cache)
 
 
@@ -359,7 +368,8 @@ def test_bidirectional_attention() -> None:
     model = tiny_model("llama", "diffkv")
     cache = filled(model)
     with raises(HandOverError, "both directions", "cannot use DiffKVCache"):
-        model(ragged_prompts((9, 9))[0], past_key_values=cache, is_causal=False)
+        ids = ragged_prompts((9, 9))[0]
+        model(ids, attention_mask=visible(cache, 9), past_key_values=cache, is_causal=False)
     assert_unharmed_or_refusing(model, cache)
 
 
@@ -374,10 +384,10 @@ def test_masks_that_cannot_be_honoured() -> None:
     assert expected.isfinite().all()
 
     hidden = allowed.clone()
-    hidden[0, 0, :, 3] = False
+    hidden[0, 0, 2, 3] = False
     bias = torch.where(allowed, 0.5, torch.finfo(torch.float32).min)
     for mask, words in (
-        (hidden, ("hides some past tokens",)),
+        (hidden, ("hides some past tokens", "by none")),
         (causal, ("mask covers 5 keys", "seen 26", "past ones included")),
         (bias, ("bias", "allow or forbid")),
     ):

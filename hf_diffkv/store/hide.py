@@ -1,0 +1,143 @@
+"""Tokens that a mask hides after they were stored: from then on they are padding, as if they had never been fed.
+
+Pages and windows hold the tokens that remain under new indices. A token's sum is scaled so that its mean stays: what
+hidden queries gave to it cannot be told apart, so the mean over all later queries stands for those that remain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..memory import HIGH, LOW
+from ..ops.compact import rewrite_rows, stored_tokens
+from ..ops.segments import segments
+from .budget import no_tokens
+from .fork import make_private
+from .state import Store
+
+
+def check_shown(store: Store, shown: Tensor | None, tokens: int) -> Tensor | None:
+    """Compares a mask with what is stored, before a forward of `tokens` new tokens.
+
+    A step of one token is compared without waiting for the device, except on a CPU: `Store.check_values` then raises
+    within a few steps.
+
+    Args:
+        shown: bool [batch, past], the tokens the mask shows; None where it shows all.
+
+    Returns:
+        `shown` if `hide_tokens` is to be called, None if nothing changes.
+
+    Raises:
+        ValueError: it shows a token that was padding or hidden before.
+    """
+    same = store.padding.equals(shown)
+    if same is None:
+        return None
+    if tokens == 1 and not store.recording and not reads_are_free(store.device):
+        store.changed_past |= ~same
+        return None
+    if bool(same):
+        return None
+    real = store.padding.mask()
+    if shown is None or bool((shown & ~real).any()):
+        raise ValueError(
+            "the attention mask shows tokens that were padding or hidden before, whose keys and values this cache does "
+            "not hold; pass an attention_mask with 0 wherever earlier ones had it, or use a new cache."
+        )
+    return shown
+
+
+def reads_are_free(device: torch.device) -> bool:
+    """Whether the host may look at `device` at every step."""
+    return device.type == "cpu"
+
+
+def hide_tokens(store: Store, shown: Tensor) -> None:
+    """Drops every token that is real but not shown, in all layers, and gives back the pages that become empty.
+
+    Args:
+        shown: bool [batch, past], a subset of the real tokens; what may still be taken back included.
+    """
+    make_private(store)
+    real = store.padding.mask()
+    recorded = max((r.tokens for r in store.recorded if r is not None), default=0)
+    stored = real.shape[1] - recorded
+    _hide_recorded(store, real[:, stored:] & shown[:, stored:])
+    moved = _new_indices(real[:, :stored], shown[:, :stored])
+    _hide_paged(store, moved)
+    _hide_in_windows(store, moved)
+    store.padding.replace(shown)
+    store.forget_bounds()
+
+
+def _new_indices(real: Tensor, shown: Tensor) -> Tensor:
+    """int64 [batch, columns + 1]: by index among the real tokens the index among the shown ones, -1 where hidden."""
+    columns = real.shape[1]
+    # padding goes to the column that no token has
+    old = torch.where(real, real.cumsum(1) - 1, columns)
+    new = torch.where(shown, shown.cumsum(1) - 1, -1)
+    moved = torch.full((real.shape[0], columns + 1), -1, device=real.device)
+    moved.scatter_(1, old, new)
+    moved[:, columns] = -1
+    return moved
+
+
+def _hide_recorded(store: Store, shown: Tensor) -> None:
+    for layer, recorded in enumerate(store.recorded):
+        if recorded is not None:
+            store.recorded[layer] = replace(recorded, valid=shown)
+
+
+def _share(before: Tensor, after: Tensor) -> Tensor:
+    """Factor float32 on a sum over `before` later queries of which `after` remain."""
+    return after.clamp(min=0).float() / before.clamp(min=1).float()
+
+
+def _hide_paged(store: Store, moved: Tensor) -> None:
+    rows = store.num_layers * store.rows_per_layer
+    table = store.table.table.view(rows, -1)
+    counts = (store.high_count.view(rows), store.low_count.view(rows))
+    length = store.length[..., None].expand(store.high_count.shape).reshape(rows)
+    remaining = (moved >= 0).sum(1)
+    stored, keep = [], []
+    for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
+        tokens = stored_tokens(table, counts[tier], tier, layout)
+        request = tokens.row // store.num_heads % store.batch_size
+        view = segments(store.pool.pages, layout)
+        old = view.position[tokens.page, tokens.slot].long()
+        new = moved[request, old]
+        share = _share(length[tokens.row] - 1 - old, remaining[request] - 1 - new)
+        view.score[tokens.page, tokens.slot] *= share
+        view.position[tokens.page, tokens.slot] = new.clamp(min=0).to(view.position.dtype)
+        stored.append(tokens)
+        keep.append(new >= 0)
+    nothing = no_tokens(store)
+    demoted = torch.zeros_like(keep[HIGH])
+    rewrite_rows(
+        store.pool, store.layout, table, *counts, tuple(stored), tuple(keep), demoted, (nothing, nothing), store.dtype
+    )
+
+
+def _hide_in_windows(store: Store, moved: Tensor) -> None:
+    slots = store.window_slots
+    old = store.window_start[..., None] + torch.arange(slots, device=store.device)
+    held = old < store.length[..., None]
+    by_layer = moved.expand(store.num_layers, -1, -1)
+    new = by_layer.gather(2, old.clamp(max=moved.shape[1] - 1))
+    layer, request, place = (held & (new >= 0)).nonzero(as_tuple=True)
+    old, new = old[layer, request, place], new[layer, request, place]
+    # tokens of each request with a smaller index that remain
+    remaining = torch.cat([moved.new_zeros(moved.shape[0], 1), (moved >= 0).cumsum(1)], dim=1)
+    remaining = remaining.expand(store.num_layers, -1, -1)
+    start = remaining.gather(2, store.window_start[..., None])[..., 0]
+    length = remaining.gather(2, store.length[..., None])[..., 0]
+    share = _share(store.length[layer, request] - 1 - old, length[layer, request] - 1 - new)
+    for state in (store.window_key, store.window_value, store.window_score):
+        tokens = state[layer, request, :, old % slots]
+        state[layer, request, :, new % slots] = tokens * share[:, None] if state is store.window_score else tokens
+    store.window_start.copy_(start)
+    store.length.copy_(length)
