@@ -69,6 +69,7 @@ class DiffKVConfig:
         compaction_interval: generated tokens between two compactions; 1 is the paper.
         page_bytes: largest size of a unified page in bytes; None chooses the best filled size near 6 KiB.
         max_bytes: byte budget per device; None is unlimited.
+        cuda_graphs: whether `generate()` on a CUDA device captures a decode step once and replays it.
 
     Raises:
         ValueError: a value outside its range, or thresholds out of order. The message names the argument.
@@ -84,6 +85,7 @@ class DiffKVConfig:
     compaction_interval: int = 1
     page_bytes: int | None = None
     max_bytes: int | None = None
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         for name in ("high", "low"):
@@ -96,6 +98,8 @@ class DiffKVConfig:
         for name in ("observation_window", "page_bytes", "max_bytes"):
             if getattr(self, name) is not None:
                 _check_integer(name, getattr(self, name), 1)
+        if not isinstance(self.cuda_graphs, bool):
+            raise ValueError(f"cuda_graphs={self.cuda_graphs!r} must be True or False.")
         if not isinstance(self.policy, str):
             raise ValueError(f"policy={self.policy!r} must be the name of a policy.")
         if _payload_bits(self.low) > _payload_bits(self.high):

@@ -87,6 +87,10 @@ def diffkv_attention(
             raise HandOverError(f"{type(module).__name__} attends in both directions; it cannot use DiffKVCache.")
         if torch.compiler.is_compiling():
             return _compiled(layer, query, key, value, attention_mask, scaling, softcap, s_aux), None
+        if layer.stores.capturing:
+            valid = None if attention_mask is None else attention_mask[:, 0, -1, -1:].bool()
+            output = layer.attend_captured(query, key, value, valid, scaling, softcap, s_aux)
+            return output.transpose(1, 2).contiguous(), None
         if layer.pending is None:
             raise HandOverError(
                 f"{type(module).__name__} reads keys and values of a layer that were stored already; models that "

@@ -1,6 +1,10 @@
 """Errors users see when a model and the cache do not fit together."""
 
 
+class NotCapturableError(RuntimeError):
+    """A decode step that depends on something the host knows, which a captured step would keep as it was."""
+
+
 class HandOverError(RuntimeError):
     """Keys and values given to the cache did not reach the `diffkv` attention function unchanged."""
 

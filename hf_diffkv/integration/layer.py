@@ -22,6 +22,7 @@ from ..store import (
     read_tokens,
 )
 from .compiled import new_handle
+from .errors import NotCapturableError
 
 if TYPE_CHECKING:
     from .stores import Stores
@@ -116,6 +117,9 @@ class DiffKVLayer(CacheLayerMixin):
         """
         if torch.compiler.is_compiling():
             # the operator in the graph does all of this when it runs
+            return _tagged(key_states, value_states, self)
+        if self.stores.capturing:
+            # a captured step repeats the device's work alone
             return _tagged(key_states, value_states, self)
         self.stores.check_usable()
         tokens = key_states.shape[2]
@@ -224,6 +228,21 @@ class DiffKVLayer(CacheLayerMixin):
             check_finite(self.store, key, value, valid)
             hide_tokens(self.store, shown)
 
+    def attend_captured(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        valid: Tensor | None,
+        scaling: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """What of `attend` happens on the device for one new token per request. valid: bool [batch, 1]."""
+        valid = None if valid is None else valid[:, 0]
+        options = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
+        return attend_token(self.store, self.slot, query, key, value, valid=valid, **options)
+
     def _attend(
         self,
         query: Tensor,
@@ -249,10 +268,16 @@ class DiffKVLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """See `seen`."""
+        self._check_not_capturing()
         return self.seen
+
+    def _check_not_capturing(self) -> None:
+        if not torch.compiler.is_compiling() and self.stores.capturing:
+            raise NotCapturableError("this model's forward asks for the length of the cache, which every step changes")
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Length and offset of the keys a mask must cover."""
+        self._check_not_capturing()
         tokens = query_length if isinstance(query_length, int) else query_length.shape[0]
         return self.seen + tokens, 0
 

@@ -10,17 +10,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import transformers.generation.configuration_utils as generation_configuration
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 
 from ..config import DiffKVConfig
 from .attention import diffkv_attention, diffkv_mask
 from .cache import DiffKVCache, check_model_config
 from .errors import UnsupportedModelError
+from .graphs import DecodeStep, GraphRequest, wants_graphs
 
 NAME = "diffkv"
 _logger = logging.getLogger("hf_diffkv")
 _original: Callable | None = None
+# methods that hand captured steps to generate(), as they were
+_forward_methods: dict[tuple[type, str], Callable] = {}
 
 
 def register() -> None:
@@ -44,6 +47,14 @@ def register() -> None:
     if NAME not in names:
         generation_configuration.ALL_CACHE_IMPLEMENTATIONS = type(names)([*names, NAME])
     GenerationMixin._prepare_cache_for_generation = _wrap(original)
+    for owner, name, wrap in (
+        (GenerationMixin, "_valid_auto_compile_criteria", _wrap_criteria),
+        (PreTrainedModel, "get_compiled_call", _wrap_compiled_call),
+    ):
+        method = getattr(owner, name, None)
+        if method is not None:
+            _forward_methods[owner, name] = method
+            setattr(owner, name, wrap(method))
 
 
 def unregister() -> None:
@@ -54,6 +65,10 @@ def unregister() -> None:
     # where another library wrapped the method since, our part of the chain merely passes calls on
     if getattr(GenerationMixin._prepare_cache_for_generation, "_diffkv", False):
         GenerationMixin._prepare_cache_for_generation = _original
+    for (owner, name), method in _forward_methods.items():
+        if getattr(getattr(owner, name), "_diffkv", False):
+            setattr(owner, name, method)
+    _forward_methods.clear()
     _original = None
     names = generation_configuration.ALL_CACHE_IMPLEMENTATIONS
     generation_configuration.ALL_CACHE_IMPLEMENTATIONS = type(names)([name for name in names if name != NAME])
@@ -150,3 +165,32 @@ def _wrap(original: Callable) -> Callable:
 
     prepare._diffkv = True
     return prepare
+
+
+def _wrap_criteria(original: Callable) -> Callable:
+    """Has `generate()` ask for a compiled forward where steps are to be captured."""
+
+    @functools.wraps(original)
+    def valid(self: Any, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+        cache = model_kwargs.get("past_key_values")
+        if isinstance(generation_config.compile_config, GraphRequest):
+            return True
+        if isinstance(cache, DiffKVCache) and _original is not None and wants_graphs(self, cache, generation_config):
+            # generate() works on its own copy of the config
+            generation_config.compile_config = GraphRequest(DecodeStep(self, cache, generation_config.max_length))
+            return True
+        return original(self, model_kwargs, generation_config)
+
+    valid._diffkv = True
+    return valid
+
+
+def _wrap_compiled_call(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def compiled_call(self: Any, compile_config: Any) -> Callable:
+        if isinstance(compile_config, GraphRequest):
+            return compile_config.step
+        return original(self, compile_config)
+
+    compiled_call._diffkv = True
+    return compiled_call

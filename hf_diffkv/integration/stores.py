@@ -44,6 +44,8 @@ class Stores:
         # a cache that is dropped would keep its memory until Python's garbage collector comes by
         self.seen = [0] * num_layers
         self.recording = False
+        # set while a decode step is being captured (graphs.py)
+        self.capturing = False
         self.pending: int | None = None
         self.broken = False
         self.order = torch.zeros(1)

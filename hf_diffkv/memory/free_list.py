@@ -25,6 +25,13 @@ class FreeList:
         self.ring = torch.empty(0, dtype=torch.int32, device=device)
         self.state = torch.zeros(3, dtype=torch.int64, device=device)
 
+    def reserve(self, entries: int) -> None:
+        """Makes the ring long enough for `entries` page ids, so that adding pages up to there leaves it in place."""
+        if entries > self.ring.numel():
+            grown = torch.empty(entries, dtype=torch.int32, device=self.ring.device)
+            grown[: self.ring.numel()] = self.ring
+            self.ring = grown
+
     @property
     def free(self) -> int:
         """Number of free pages. Reads the device."""
@@ -41,7 +48,8 @@ class FreeList:
         fresh = torch.arange(first, first + count, dtype=torch.int32, device=self.ring.device)
         ids = torch.cat([self.ids(), fresh])
         capacity = int(self.state[CAPACITY]) + count
-        self.ring = torch.empty(capacity, dtype=torch.int32, device=self.ring.device)
+        if capacity > self.ring.numel():
+            self.ring = torch.empty(capacity, dtype=torch.int32, device=self.ring.device)
         self.ring[: ids.numel()] = ids
         self.state.copy_(torch.tensor([0, ids.numel(), capacity]))
 

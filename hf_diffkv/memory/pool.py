@@ -31,6 +31,11 @@ class PagePool:
         self._add_pages(1)
 
     @property
+    def grows_in_place(self) -> bool:
+        """Whether pages stay where they are when the pool grows."""
+        return self._reservation.grows_in_place
+
+    @property
     def pages(self) -> Tensor:
         """uint8 [at least capacity, page_bytes]; only the first `capacity` pages may be used."""
         flat = self._reservation.tensor

@@ -69,7 +69,7 @@ def _scratch(store: Store, query: Tensor, max_tokens: int) -> Scratch | None:
     held = store.scratch
     fits = held is not None and held.max_tokens >= max_tokens and held.output.shape[0] == store.rows_per_layer
     if not fits:
-        room = -(-max_tokens // SCRATCH_TOKENS) * SCRATCH_TOKENS
+        room = -(-max(max_tokens, store.room + store.window_slots) // SCRATCH_TOKENS) * SCRATCH_TOKENS
         store.scratch = allocate_scratch(query, store.num_heads, store.layout, store.window_slots, room)
     return store.scratch
 

@@ -100,6 +100,8 @@ class Store:
         self._bounds: list[Bounds] = []
         self._all_bounds: Bounds | None = None
         self.scratch: Scratch | None = None
+        # tokens per row that tables and buffers are made for beforehand, so that they stay in place until then
+        self.room = 0
         # the stores that share all memory with this one, itself included (see fork.py)
         self.twins: weakref.WeakSet[Store] | None = None
         self.finalizer: weakref.finalize | None = None
@@ -237,20 +239,53 @@ class Store:
 
     def prepare_step(self) -> None:
         """Makes room for one generated token per request. Raises as `begin` does."""
+        self.refresh_if_due()
+        self.count_step()
+
+    def refresh_if_due(self) -> None:
+        """Looks at the device where the host's bounds do not cover another step. Raises as `begin` does."""
         if self.look_due:
             self.refresh()
+
+    def count_step(self) -> None:
+        """Notes that a step runs for which there is room."""
         self._steps_left -= 1
         self.steps_since_compaction += 1
-        self.compaction_due = self.steps_since_compaction >= self.config.compaction_interval
+        self.compaction_due = self.compacts_after_step(0)
+
+    def compacts_after_step(self, steps: int = 1) -> bool:
+        """Whether a compaction is due once `steps` more steps have run."""
+        return self.steps_since_compaction + steps >= self.config.compaction_interval
+
+    def addresses(self) -> tuple:
+        """Where everything is that a decode step reads or writes: a captured step is valid while this is the same."""
+        held = [self.pool.pages, self.pool.free_list.ring, self.pool.free_list.state, self.table.table]
+        held += [getattr(self, name) for name in ROW_STATE]
+        held += [self.alpha_high, self.alpha_low, self.flag, self.invalid]
+        held += [] if self.scratch is None else [t for t in vars(self.scratch).values() if isinstance(t, Tensor)]
+        return tuple((tensor.data_ptr(), *tensor.shape) for tensor in held)
+
+    def scratch_fits(self) -> bool:
+        """Whether the buffers between the kernels serve the next step."""
+        return self.scratch is not None and self.scratch.max_tokens >= self.bounds(0).max_tokens
 
     def settle(self) -> None:
         """Runs the compaction of the last step, if it is still to be done."""
         if not self.compaction_due:
             return
+        self.compact()
+        self.compaction_done()
+
+    def compact(self) -> None:
+        """The device's part of a compaction: as many rounds as tokens left the windows."""
         for _ in range(self.config.compaction_interval):
             self._compact()
-        self.compaction_due = False
-        self.steps_since_compaction = 0
+
+    def compaction_done(self, done: bool = True) -> None:
+        """Notes that the compaction that was due has run, if `done`."""
+        if done:
+            self.compaction_due = False
+            self.steps_since_compaction = 0
 
     def _compact(self) -> None:
         start = self.window_start
@@ -297,7 +332,9 @@ class Store:
         else:
             self._all_bounds = self._tile(slice(None), longest, lookahead)
             self._bounds = [self._tile(layer, longest, lookahead) for layer in range(self.num_layers)]
-        self.ensure_width(int((self._high_bound + self._low_bound).max()) + lookahead)
+        self.ensure_width(max(int((self._high_bound + self._low_bound).max()) + lookahead, self.room))
+        if self.room > 0:
+            self.pool.free_list.reserve(self.table.table.numel())
         self.update_limit()
         self._ensure_free(int((pages_then[HIGH] + pages_then[LOW] - pages_now).sum()))
         self._steps_left = REFRESH_STEPS

@@ -1,0 +1,203 @@
+"""Captured decode steps: what `generate()` runs for every token is recorded once and replayed (docs/graphs.md).
+
+Only the device's work is captured: the model's forward and the compaction behind it. What the host has to do, looking
+at the counts every few steps and making room, happens between two replays. A step is replayed only while every tensor
+it touches is where it was at capture; otherwise one step runs uncaptured and the next is captured anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.generation.configuration_utils import CompileConfig
+
+from ..ops.backend import use_kernels
+from .layer import DiffKVLayer
+
+if TYPE_CHECKING:
+    from ..store import Store
+    from .cache import DiffKVCache
+
+_logger = logging.getLogger("hf_diffkv")
+# tables and buffers are made for the tokens to come, but not for more than so many at once
+MOST_TOKENS_AHEAD = 4096
+
+
+class CudaGraph:
+    """One recorded piece of work on a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._graph = torch.cuda.CUDAGraph()
+
+    def capture(self, work: Callable[[], Any]) -> Any:
+        """Records `work` without running it; its tensors are filled by `replay`."""
+        with torch.cuda.device(self._device), torch.cuda.graph(self._graph):
+            return work()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+# how work is recorded, by type of device; other devices run every step from Python
+GRAPH_TYPES: dict[str, Callable[[torch.device], Any]] = {"cuda": CudaGraph}
+
+
+class GraphRequest(CompileConfig):
+    """Carries the captured step to where `generate()` asks the model for its compiled forward."""
+
+    def __init__(self, step: DecodeStep) -> None:
+        super().__init__()
+        self.step = step
+
+
+def wants_graphs(model: Any, cache: DiffKVCache, generation_config: Any) -> bool:
+    """Whether `generate()` shall replay captured steps: not where the user compiles the model or forbids it."""
+    return (
+        cache.config.cuda_graphs
+        and not generation_config.disable_compile
+        and generation_config.compile_config is None
+        and model.device.type in GRAPH_TYPES
+        and cache.stores.tensor_parallel.size == 1
+        and len(set(getattr(model, "hf_device_map", {}).values())) <= 1
+        and all(isinstance(layer, DiffKVLayer) for layer in cache.layers)
+    )
+
+
+class DecodeStep:
+    """Stands in for `model.__call__` during one `generate()` call.
+
+    Args:
+        model: called as it is for whatever is not a plain decode step.
+        cache: the cache of the call.
+        max_tokens: length at which generation stops, for which room is made ahead.
+
+    Attributes:
+        captures, replays: how often each happened.
+    """
+
+    def __init__(self, model: Any, cache: DiffKVCache, max_tokens: int) -> None:
+        self.model, self.cache, self.max_tokens = model, cache, max_tokens
+        self.captures = self.replays = 0
+        self._failed = self._compacted = False
+        # where everything was after the last uncaptured step; capturing must not be the first use of a kernel
+        self._warm: tuple | None = None
+        self._graphs: dict[tuple, tuple[Any, dict[str, Tensor], Any]] = {}
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        store = self._store(args, inputs)
+        if store is None:
+            self._warm = None
+            return self.model(*args, **inputs)
+        self._compacted |= store.compaction_due
+        store.settle()
+        self._reserve(store)
+        self.cache.stores.share_budget(store)
+        store.refresh_if_due()
+        fixed = tuple(sorted((name, _described(name, value)) for name, value in inputs.items()))
+        place = (fixed, store.addresses())
+        if not (store.scratch_fits() and place == self._warm):
+            output = self.model(**inputs)
+            self._warm = (fixed, store.addresses())
+            self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] == self._warm}
+            return output
+        # a kernel's first run, for which it is compiled, must not be a capture
+        compacts = self._compacted and store.compacts_after_step()
+        key = (place, compacts)
+        if key not in self._graphs:
+            if not self._capture(key, store, inputs, compacts):
+                return self.model(**inputs)
+        graph, buffers, output = self._graphs[key]
+        for name, buffer in buffers.items():
+            buffer.copy_(_static(name, inputs[name]))
+        self._count(store, inputs.get("attention_mask"))
+        graph.replay()
+        store.compaction_done(compacts)
+        self.replays += 1
+        return _copied(output)
+
+    def _store(self, args: tuple, inputs: dict[str, Any]) -> Store | None:
+        """The store of a step that can be captured; None where it must run from Python."""
+        stores, ids, mask = self.cache.stores, inputs.get("input_ids"), inputs.get("attention_mask")
+        if self._failed or args or len(stores.stores) != 1 or stores.recording or stores.broken:
+            return None
+        store = stores.stores[0]
+        plain = (
+            inputs.get("past_key_values") is self.cache
+            and isinstance(ids, Tensor)
+            and ids.shape == (store.batch_size, 1)
+            # without them models count from the length of the cache, which a graph would keep as it was
+            and isinstance(inputs.get("position_ids"), Tensor)
+            and (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2))
+            and all(_is_plain(name, value) for name, value in inputs.items())
+        )
+        ready = (
+            store.twins is None
+            and store.pool.grows_in_place
+            and use_kernels(store.device, store.dtype)
+            and {*stores.seen, store.seen} == {store.seen}
+            and store.seen > 0
+        )
+        return store if plain and ready and not torch.is_grad_enabled() else None
+
+    def _reserve(self, store: Store) -> None:
+        if store.room < store.seen + 1 and store.config.max_bytes is None:
+            store.room = min(self.max_tokens, store.seen + max(store.seen, MOST_TOKENS_AHEAD))
+
+    def _capture(self, key: tuple, store: Store, inputs: dict[str, Any], compacts: bool) -> bool:
+        buffers = {name: _static(name, value).clone() for name, value in inputs.items() if isinstance(value, Tensor)}
+        # a prepared mask, or models would make one from the length of the cache
+        real = torch.ones(store.batch_size, 1, 1, 1, dtype=torch.bool, device=store.device)
+
+        def work() -> Any:
+            output = self.model(**{**inputs, "attention_mask": real, **buffers})
+            if compacts:
+                store.compact()
+            return output
+
+        graph = GRAPH_TYPES[store.device.type](store.device)
+        self.cache.stores.capturing = True
+        try:
+            output = graph.capture(work)
+        except Exception as error:  # models fail in many ways; nothing has run on the device, so the step can go on
+            self._failed = True
+            _logger.warning("decode steps are not captured, which is slower: %s: %s", type(error).__name__, error)
+            return False
+        finally:
+            self.cache.stores.capturing = False
+        self._graphs[key] = (graph, buffers, output)
+        self.captures += 1
+        return True
+
+    def _count(self, store: Store, mask: Tensor | None) -> None:
+        """What the layers note on the host in a step that runs from Python."""
+        store.count_step()
+        store.seen += 1
+        stores = self.cache.stores
+        stores.seen = [seen + 1 for seen in stores.seen]
+        store.padding.append(1, None if mask is None else mask[:, -1:].bool())
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    return name == "past_key_values" or value is None or isinstance(value, (Tensor, bool, int, float, str))
+
+
+def _described(name: str, value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"tensor {tuple(_static(name, value).shape)} {value.dtype}"
+    return repr(value) if name != "past_key_values" else "cache"
+
+
+def _static(name: str, value: Tensor) -> Tensor:
+    """What is copied into a graph's buffer: the tensor, or of a mask, which grows, whether the new tokens are real."""
+    return value if name != "attention_mask" else value[:, -1:].bool()[:, None, :, None]
+
+
+def _copied(output: Any) -> Any:
+    """`output` with tensors that the next replay leaves alone."""
+    fields = {name: value.clone() if isinstance(value, Tensor) else value for name, value in output.items()}
+    return type(output)(**fields)

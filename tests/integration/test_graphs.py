@@ -1,0 +1,232 @@
+"""Captured decode steps give the text that steps from Python give, on the CPU with a recorded graph."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+from recorded_graph import RecordedGraph, record_launches
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.integration import graphs
+from hf_diffkv.ops.backend import use_backend
+from hf_diffkv.store import Store
+from hf_diffkv.store.read import IntegrityError
+
+triton = pytest.importorskip("triton")
+if not triton.knobs.runtime.interpret:
+    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
+
+FIELDS = {"alpha_high": 1.1, "alpha_low": 0.5, "window": 4, "page_bytes": 512}
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(graphs.GRAPH_TYPES, "cpu", RecordedGraph)
+    monkeypatch.setattr(RecordedGraph, "made", [])
+    record_launches(monkeypatch)
+    # the interpreter is slow: little to split, and the host looks often
+    monkeypatch.setattr("hf_diffkv.store.decode.SCRATCH_TOKENS", 64)
+    monkeypatch.setattr("hf_diffkv.store.state.REFRESH_STEPS", 4)
+    with use_backend("kernels"):
+        yield
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[graphs.DecodeStep]:
+    """The `DecodeStep` of every `generate()` call."""
+    found: list[graphs.DecodeStep] = []
+    init = graphs.DecodeStep.__init__
+
+    def note(self: graphs.DecodeStep, *args: object) -> None:
+        init(self, *args)
+        found.append(self)
+
+    monkeypatch.setattr(graphs.DecodeStep, "__init__", note)
+    return found
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build(1)
+
+
+def build(layers: int) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    made = AutoModelForCausalLM.from_config(config).eval()
+    for layer in made.model.layers:
+        layer.self_attn.q_proj.weight.data.mul_(8.0)
+        layer.self_attn.k_proj.weight.data.mul_(8.0)
+    return made
+
+
+def generate(model, tokens: torch.Tensor, cache: DiffKVCache, new: int, **options: object) -> torch.Tensor:
+    options = {"attention_mask": torch.ones_like(tokens), **options}
+    return model.generate(
+        tokens,
+        past_key_values=cache,
+        max_new_tokens=new,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **options,
+    )
+
+
+def run(model, captured: bool, tokens: torch.Tensor, new: int, fields: dict | None = None, **options: object):
+    cache = DiffKVCache(model.config, DiffKVConfig(**FIELDS, cuda_graphs=captured, **(fields or {})))
+    output = generate(model, tokens, cache, new, **options)
+    cache.check_integrity()
+    return torch.stack(output.logits, 1), cache
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_the_same_text_across_refreshes_and_growth(steps, interval: int) -> None:
+    model = build(2)
+    tokens = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    mask[1, :5] = 0
+    fields = {"compaction_interval": interval}
+    expected, eager = run(model, False, tokens, 12, fields, attention_mask=mask)
+    assert not steps
+    got, cache = run(model, True, tokens, 12, fields, attention_mask=mask)
+    assert torch.equal(got, expected)
+    (step,) = steps
+    # one step runs from Python and none is captured again: with and without a compaction at most
+    assert step.replays == 10 and step.captures <= 2
+    assert len(RecordedGraph.made) == step.captures
+    # the pool has grown on the way, and the cache is as it would have been
+    store, other = cache.stores.stores[0], eager.stores.stores[0]
+    assert cache.get_seq_length() == eager.get_seq_length() == 23
+    for name in ("high_count", "low_count", "length", "window_start", "window_key", "window_score"):
+        assert torch.equal(getattr(store, name), getattr(other, name)), name
+    for index in cache.compressed_layers():
+        assert torch.equal(cache.levels(index), eager.levels(index))
+        assert torch.equal(cache.significance(index), eager.significance(index))
+
+
+def test_a_replay_repeats_what_was_captured(model, steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the compaction in the graph, the text would differ: the test above can fail."""
+    monkeypatch.setattr(Store, "compaction_done", lambda self, done=True: setattr(self, "compaction_due", False))
+    monkeypatch.setattr(Store, "compact", lambda self: None)
+    tokens = torch.randint(0, 96, (1, 12), generator=torch.Generator().manual_seed(1))
+    with pytest.raises(IntegrityError, match="a window holds more tokens than it has slots"):
+        run(model, True, tokens, 6)
+    assert steps[0].replays == 4
+
+
+def test_room_that_runs_out_is_made_and_captured_again(model, steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MOST_TOKENS_AHEAD", 1)
+    monkeypatch.setattr("hf_diffkv.store.decode.SCRATCH_TOKENS", 8)
+    tokens = torch.randint(0, 96, (1, 6), generator=torch.Generator().manual_seed(2))
+    expected, _ = run(model, False, tokens, 16)
+    got, _ = run(model, True, tokens, 16)
+    assert torch.equal(got, expected)
+    assert steps[0].captures > 1 and steps[0].replays + steps[0].captures <= 15
+
+
+def test_a_second_turn_and_a_fork(model, steps) -> None:
+    tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(3))
+    turn = torch.randint(0, 96, (1, 5), generator=torch.Generator().manual_seed(4))
+    found = []
+    for captured in (False, True):
+        _, cache = run(model, captured, tokens, 6)
+        (fork,) = cache.fork(1)
+        for each in (cache, fork):
+            ids = torch.cat([torch.zeros(1, each.get_seq_length(), dtype=torch.int64), turn], dim=1)
+            found.append(torch.stack(generate(model, ids, each, 6).logits, 1))
+            each.check_integrity()
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+    assert [step.replays for step in steps] == [4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 2},
+        {"disable_compile": True},
+        {"prompt_lookup_num_tokens": 2},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_is_not_captured_runs_from_python(model, steps, options: dict) -> None:
+    tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(5))
+    cache = DiffKVCache(model.config, DiffKVConfig(**FIELDS))
+    expected = DiffKVCache(model.config, DiffKVConfig(**FIELDS, cuda_graphs=False))
+    sequences = [
+        model.generate(tokens, past_key_values=each, max_new_tokens=4, do_sample=False, **options)
+        for each in (cache, expected)
+    ]
+    assert torch.equal(*sequences)
+    assert not RecordedGraph.made
+    cache.check_integrity()
+
+
+def test_a_model_that_asks_for_the_length_is_not_captured(model, steps, monkeypatch, caplog) -> None:
+    tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(6))
+    expected, _ = run(model, False, tokens, 5)
+    forward = model.model.layers[0].forward
+
+    def asks(*args: object, **kwargs: object) -> object:
+        kwargs["past_key_values"].get_seq_length()
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model.model.layers[0], "forward", asks)
+    with caplog.at_level(logging.WARNING, "hf_diffkv"):
+        got, _ = run(model, True, tokens, 5)
+    assert torch.equal(got, expected)
+    assert steps[0].replays == 0
+    assert caplog.text.count("not captured") == 1 and "length of the cache" in caplog.text
+
+
+def test_a_host_read_in_the_model_is_not_captured(model, steps, monkeypatch, caplog) -> None:
+    tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(6))
+    forward = model.model.layers[0].forward
+
+    def reads(hidden: torch.Tensor, *args: object, **kwargs: object) -> object:
+        assert bool(hidden.isfinite().all())
+        return forward(hidden, *args, **kwargs)
+
+    monkeypatch.setattr(model.model.layers[0], "forward", reads)
+    with caplog.at_level(logging.WARNING, "hf_diffkv"):
+        run(model, True, tokens, 4)
+    assert steps[0].replays == 0 and "not permitted during a capture" in caplog.text
+
+
+def test_values_that_are_not_finite_are_reported(model, steps, monkeypatch) -> None:
+    """The error a step from Python raises, at the next look at the device."""
+    tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(7))
+    cache = DiffKVCache(model.config, DiffKVConfig(**FIELDS))
+    step = graphs.DecodeStep.__call__
+
+    def poison(self: graphs.DecodeStep, *args: object, **inputs: object) -> object:
+        if self.replays == 3:
+            cache.stores.stores[0].invalid.fill_(True)
+        return step(self, *args, **inputs)
+
+    monkeypatch.setattr(graphs.DecodeStep, "__call__", poison)
+    with pytest.raises(ValueError, match="NaN, infinite"):
+        generate(model, tokens, cache, 20)
+
+
+def test_the_switch_must_be_a_bool() -> None:
+    with pytest.raises(ValueError, match="cuda_graphs='no' must be True or False"):
+        DiffKVConfig(cuda_graphs="no")
