@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from .memory.cuda_reserve import mapped_bytes, peak_mapped_bytes, reset_peak_mapped
+
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 
@@ -15,8 +17,8 @@ _CLEAR = Path("/proc/self/clear_refs")
 class PeakMemory:
     """The highest memory use from the moment this object is made until `read`.
 
-    On CUDA it is what PyTorch allocated on the device; elsewhere it is the resident memory of the whole process, for
-    which a process of its own is needed.
+    On CUDA it is what PyTorch allocated on the device and the most that caches mapped beside it; elsewhere it is the
+    resident memory of the whole process, for which a process of its own is needed.
 
     Attributes:
         source: how the figures come about, in words.
@@ -28,8 +30,9 @@ class PeakMemory:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
-            self.base = torch.cuda.memory_allocated(device)
-            self.source = "torch.cuda.max_memory_allocated"
+            reset_peak_mapped(device)
+            self.base = torch.cuda.memory_allocated(device) + mapped_bytes(device)
+            self.source = "torch.cuda.max_memory_allocated, and the most that pages took"
         elif _reset_resident_peak():
             self.base = _resident("VmRSS")
             self.source = "peak resident memory of the process after loading (VmHWM)"
@@ -40,7 +43,7 @@ class PeakMemory:
         """Bytes at the peak, and how far that is above the start; None where the platform cannot tell."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            peak = torch.cuda.max_memory_allocated(self.device)
+            peak = torch.cuda.max_memory_allocated(self.device) + peak_mapped_bytes(self.device)
         else:
             peak = _lifetime_peak() if self.base is None else _resident("VmHWM")
         return peak, None if self.base is None or peak is None else peak - self.base

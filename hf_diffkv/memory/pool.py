@@ -36,6 +36,11 @@ class PagePool:
         return self._reservation.grows_in_place
 
     @property
+    def granularity(self) -> int:
+        """Memory for pages is taken in multiples of so many bytes; 0 where it does not matter."""
+        return self._reservation.granularity
+
+    @property
     def pages(self) -> Tensor:
         """uint8 [at least capacity, page_bytes]; only the first `capacity` pages may be used."""
         flat = self._reservation.tensor
@@ -44,10 +49,11 @@ class PagePool:
 
     @property
     def bytes(self) -> int:
-        """Bytes held: every page that exists, and the free list."""
+        """Bytes held: every page that exists, what is mapped for the next ones, and the free list."""
         ring = self.free_list.ring
         sharers = 0 if self.sharers is None else 2 * self.sharers.numel()
-        return self.capacity * self.page_bytes + 4 * ring.numel() + 8 * self.free_list.state.numel() + sharers
+        pages = self.capacity * self.page_bytes + self._reservation.slack
+        return pages + 4 * ring.numel() + 8 * self.free_list.state.numel() + sharers
 
     def ensure_free(self, count: int) -> None:
         """Makes sure that `count` pages can be taken; grows by what is missing.

@@ -1,17 +1,19 @@
 """A byte array that grows in place: address space is reserved once, memory is taken as it is needed.
 
 Growth therefore copies nothing and moves nothing, so the peak is what is held. Where the operating system cannot
-reserve address space the array grows by copying, and `grows_in_place` says so.
+reserve address space the array grows by copying, and `grows_in_place` says so. CUDA devices: `cuda_reserve.py`.
 """
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import sys
 
 import torch
 
+_logger = logging.getLogger("hf_diffkv")
 # MAP_NORESERVE: the reservation is not counted as memory in use (Python names the flag only from 3.13 on)
 _NO_RESERVE = {"linux": 0x4000, "darwin": 0x0040}
 _FALLBACK_RESERVATION = 1 << 36
@@ -23,9 +25,13 @@ class Reservation:
     Attributes:
         device: where the bytes live.
         committed: bytes that may be used, and that count as held.
+        granularity: memory is taken in multiples of so many bytes; 0 where it does not matter.
+        slack: bytes taken beyond `committed`.
     """
 
     grows_in_place = False
+    granularity = 0
+    slack = 0
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -73,6 +79,13 @@ def reserve(device: torch.device) -> Reservation:
             return MappedReservation(device)
         except (OSError, ValueError):
             pass  # a limit on address space: grow by copying instead
+    if device.type == "cuda" and torch.version.hip is None:
+        from .cuda_reserve import CudaReservation
+
+        try:
+            return CudaReservation(device)
+        except (OSError, AttributeError, RuntimeError) as error:
+            _logger.warning("the cache on %s grows by copying, and decode steps are not captured: %s", device, error)
     return Reservation(device)
 
 

@@ -181,6 +181,7 @@ class Store:
             return
         # what may still be added until the limit is looked at again
         growth = self.padding.bytes // 8 + self.batch_size * (REFRESH_STEPS + 1) + self.config.max_bytes // 32
+        growth += self.pool.granularity
         other = sum(t.numel() * t.element_size() for t in self._tensors()) + self.padding.bytes + growth + more
         other += sum(recorded.bytes for recorded in self.recorded if recorded is not None)
         pages = (max_bytes - other) // (self.layout.page_bytes + 8)

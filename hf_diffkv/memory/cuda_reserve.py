@@ -1,0 +1,228 @@
+"""Memory of a CUDA device that grows in place, by the driver's virtual memory management.
+
+Addresses are reserved once for as much as the device has; memory is mapped behind them as it is needed. What stands in
+it never moves, so a captured graph stays valid while the cache grows. PyTorch's allocator knows nothing of this memory:
+`mapped_bytes` and `peak_mapped_bytes` account for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import Any
+
+import torch
+
+from .reserve import Reservation
+
+_OUT_OF_MEMORY = 2
+_PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
+_now: dict[int, int] = {}
+_peak: dict[int, int] = {}
+
+
+class CudaDriverError(RuntimeError):
+    """A call of the CUDA driver failed.
+
+    Attributes:
+        code: the driver's `CUresult`.
+    """
+
+    def __init__(self, name: str, code: int) -> None:
+        super().__init__(f"{name} failed with CUDA error {code}")
+        self.code = code
+
+
+class _Location(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+
+
+class _AllocationFlags(ctypes.Structure):
+    _fields_ = [
+        ("compression", ctypes.c_ubyte),
+        ("rdma", ctypes.c_ubyte),
+        ("usage", ctypes.c_ushort),
+        ("reserved", ctypes.c_ubyte * 4),
+    ]
+
+
+class _Properties(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("win32", ctypes.c_void_p),
+        ("flags", _AllocationFlags),
+    ]
+
+
+class _Access(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
+
+
+class DeviceMemory:
+    """Reserved addresses with memory mapped behind the first `mapped` bytes; given back when nobody holds the object.
+
+    Args:
+        library: the CUDA driver, `ctypes.CDLL`.
+        index: of the device.
+        size: bytes of addresses.
+
+    Raises:
+        CudaDriverError: the driver refuses.
+    """
+
+    def __init__(self, library: Any, index: int, size: int) -> None:
+        self._library = library
+        self.index = index
+        self._properties = _Properties(type=_PINNED, location=_Location(_ON_DEVICE, index))
+        granularity = ctypes.c_size_t()
+        self._call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self._properties), 0)
+        self.granularity = granularity.value
+        self.size = -(-size // self.granularity) * self.granularity
+        address = ctypes.c_uint64()
+        self._call("cuMemAddressReserve", ctypes.byref(address), *map(_wide, (self.size, 0, 0, 0)))
+        self.address = address.value
+        self.mapped = 0
+        self._parts: list[tuple[int, int, int]] = []
+        self._finalizer = weakref.finalize(self, _give_back, library, index, self.address, self.size, self._parts)
+        # at exit the driver may be gone, and takes everything back by itself
+        self._finalizer.atexit = False
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (self.size,), "typestr": "|u1", "data": (self.address, False), "strides": None, "version": 2}
+
+    def extend(self, num_bytes: int) -> None:
+        """Maps memory behind the first `num_bytes`. Raises `CudaDriverError`; nothing has changed then."""
+        more = -(-num_bytes // self.granularity) * self.granularity - self.mapped
+        if more <= 0:
+            return
+        handle = ctypes.c_uint64()
+        self._call("cuMemCreate", ctypes.byref(handle), _wide(more), ctypes.byref(self._properties), _wide(0))
+        start = self.address + self.mapped
+        try:
+            self._call("cuMemMap", *map(_wide, (start, more, 0, handle.value, 0)))
+        except CudaDriverError:
+            self._library.cuMemRelease(handle)
+            raise
+        access = _Access(_Location(_ON_DEVICE, self.index), _READ_WRITE)
+        try:
+            self._call("cuMemSetAccess", _wide(start), _wide(more), ctypes.byref(access), _wide(1))
+        except CudaDriverError:
+            self._library.cuMemUnmap(_wide(start), _wide(more))
+            self._library.cuMemRelease(handle)
+            raise
+        self._parts.append((start, more, handle.value))
+        self.mapped += more
+        _count(self.index, more)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code != 0:
+            raise CudaDriverError(name, code)
+
+
+def _wide(value: int) -> ctypes.c_uint64:
+    return ctypes.c_uint64(value)
+
+
+def _give_back(library: Any, index: int, address: int, size: int, parts: list[tuple[int, int, int]]) -> None:
+    # kernels that were launched may still use it; if that cannot be waited for, it stays mapped
+    if library.cuCtxSynchronize() != 0:
+        return
+    for start, length, handle in parts:
+        library.cuMemUnmap(_wide(start), _wide(length))
+        library.cuMemRelease(_wide(handle))
+        _count(index, -length)
+    library.cuMemAddressFree(_wide(address), _wide(size))
+
+
+def _count(index: int, more: int) -> None:
+    _now[index] = _now.get(index, 0) + more
+    _peak[index] = max(_peak.get(index, 0), _now[index])
+
+
+def mapped_bytes(device: torch.device) -> int:
+    """Bytes mapped on `device` now, beside what PyTorch's allocator holds."""
+    return _now.get(_index(device), 0)
+
+
+def peak_mapped_bytes(device: torch.device) -> int:
+    """The most bytes that were mapped since `reset_peak_mapped`."""
+    return _peak.get(_index(device), 0)
+
+
+def reset_peak_mapped(device: torch.device) -> None:
+    _peak[_index(device)] = mapped_bytes(device)
+
+
+class CudaReservation(Reservation):
+    """Device memory behind addresses reserved for as much as the device has."""
+
+    grows_in_place = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.committed = device, 0
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()  # makes the device's context current
+            self._memory = DeviceMemory(driver(), _index(device), total_bytes(device))
+            # PyTorch asks the driver where the first byte lives
+            self._memory.extend(1)
+        self.tensor = as_tensor(self._memory, device)
+
+    @property
+    def granularity(self) -> int:
+        return self._memory.granularity
+
+    @property
+    def slack(self) -> int:
+        return self._memory.mapped - self.committed
+
+    def commit(self, num_bytes: int) -> None:
+        if num_bytes > self._memory.size:
+            raise MemoryError(
+                f"the cache needs {num_bytes} bytes, more than the device's memory of {self._memory.size} bytes."
+            )
+        with torch.cuda.device(self.device):
+            try:
+                self._memory.extend(num_bytes)
+            except CudaDriverError as error:
+                if error.code != _OUT_OF_MEMORY:
+                    raise
+                torch.cuda.empty_cache()
+                self._extend_or_say(num_bytes)
+        self.committed = max(self.committed, num_bytes)
+
+    def _extend_or_say(self, num_bytes: int) -> None:
+        try:
+            self._memory.extend(num_bytes)
+        except CudaDriverError as error:
+            if error.code != _OUT_OF_MEMORY:
+                raise
+            raise MemoryError(
+                f"{self.device} has no memory left for {num_bytes} bytes of cache; use a smaller batch, larger "
+                "alpha_low, or set max_bytes."
+            ) from error
+
+
+def driver() -> Any:
+    """The CUDA driver's library; `OSError` where there is none."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def total_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory
+
+
+def as_tensor(memory: DeviceMemory, device: torch.device) -> torch.Tensor:
+    """uint8 [size] over all reserved addresses; the tensor keeps `memory` alive."""
+    return torch.as_tensor(memory, device=device)
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
