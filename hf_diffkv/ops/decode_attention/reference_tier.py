@@ -108,8 +108,9 @@ class TierAttention:
         )
         metadata = self._metadata(layout.key_metadata_offset, layout.k_bits, layout.k_groups, query.dtype)
         logits = query.new_empty(*query.shape[:2], self.tiles.pages * layout.capacity)
+        scaled = query * _plane_factors(layout.key_dim, layout.k_bits, query)
         for chunk, groups in chunks:
-            out, queries = logits[chunk], query[chunk]
+            out, queries = logits[chunk], scaled[chunk]
             for group, parts in enumerate(groups):
                 term = out if group == 0 else torch.empty_like(out)
                 for index, (dims, keys) in enumerate(parts):
@@ -132,9 +133,12 @@ class TierAttention:
             layout.value_offset, layout.value_row, layout.v_bits, layout.v_groups, layout.value_dim, weights.dtype
         )
         metadata = self._metadata(layout.value_metadata_offset, layout.v_bits, layout.v_groups, weights.dtype)
-        output = weights.new_empty(*weights.shape[:2], layout.value_dim)
+        outputs = [
+            [weights.new_empty(*weights.shape[:2], part.dims.stop - part.dims.start) for part in parts]
+            for parts in _parts(layout.value_dim, layout.v_bits, layout.v_groups)
+        ]
         for chunk, groups in chunks:
-            out, scaled = output[chunk], weights[chunk]
+            scaled = weights[chunk]
             if metadata is None and chunk.stop > full:
                 # zero times what nobody wrote need not be zero
                 absent = self.absent[max(chunk.start - full, 0) : chunk.stop - full, :, None]
@@ -142,8 +146,10 @@ class TierAttention:
             for group, parts in enumerate(groups):
                 if metadata is not None:
                     scaled = weights[chunk] * metadata[0][chunk, group, None]
-                for dims, values in parts:
-                    out[..., dims] = torch.bmm(scaled, values)
+                for index, (_, values) in enumerate(parts):
+                    torch.bmm(scaled, values, out=outputs[group][index][chunk])
+        output = torch.cat([part for parts in outputs for part in parts], -1)
+        output.mul_(_plane_factors(layout.value_dim, layout.v_bits, weights))
         if metadata is not None:
             output.unflatten(-1, (layout.v_groups, -1)).add_(torch.bmm(weights, metadata[1].mT)[..., None])
         return output
@@ -165,9 +171,10 @@ class TierAttention:
     def _chunks(
         self, offset: int, row_bytes: int, bits: int, groups: int, dim: int, dtype: torch.dtype
     ) -> Iterator[tuple[slice, list[list[tuple[slice, Tensor]]]]]:
-        """Some tiles at a time: which, and for each group its parts, as (elements of the head, codes as numbers).
+        """Some tiles at a time: which, and for each group its parts, as (elements of the head, numbers).
 
-        The numbers are [tiles, tokens, elements], in buffers that the next chunk overwrites.
+        The numbers are [tiles, tokens, elements], codes divided by `_plane_factors`, in buffers that the next chunk
+        overwrites.
         """
         count, pages, tokens = self.tiles.row.numel(), self.tiles.pages, self.tiles.pages * self.layout.capacity
         segment = self._segment(offset, row_bytes, torch.uint8)
@@ -186,19 +193,17 @@ class TierAttention:
             ]
             for start in starts:
                 torch.index_select(segment, 0, self.ids[start * pages : (start + size) * pages], out=rows)
-                if planes > 1:
-                    _split(rows, bits, split)
+                for plane in range(planes if planes > 1 else 0):
+                    torch.bitwise_and(rows, (2**bits - 1) << bits * plane, out=split[plane])
                 filled.copy_(source)
                 yield slice(start, start + size), parts
 
 
-def _split(packed: Tensor, bits: int, out: Tensor) -> None:
-    """Bytes into their bit planes, [planes, ...]."""
-    last = 8 // bits - 1
-    for plane in range(last):
-        shifted = torch.bitwise_right_shift(packed, bits * plane, out=out[plane]) if plane else packed
-        torch.bitwise_and(shifted, 2**bits - 1, out=out[plane])
-    torch.bitwise_right_shift(packed, bits * last, out=out[last])
+def _plane_factors(dim: int, bits: int, like: Tensor) -> Tensor:
+    """What the numbers of `_chunks` must be multiplied with, [dim]: codes stay where they stand in their byte."""
+    planes = max(1, 8 // bits)
+    factors = [2.0 ** (-bits * plane) for plane in range(planes)]
+    return like.new_tensor(factors).repeat_interleave(dim // planes)
 
 
 @dataclass(frozen=True)
