@@ -103,25 +103,19 @@ class TierAttention:
     def _logits(self, query: Tensor) -> Tensor:
         """[tiles, group, tokens] for queries [tiles, group, key_dim]."""
         layout = self.layout
-        chunks = self._chunks(
-            layout.key_offset, layout.key_row, layout.k_bits, layout.k_groups, layout.key_dim, query.dtype
-        )
+        numbers = self._numbers(layout.key_offset, layout.key_row, layout.k_bits, layout.key_dim, query.dtype)
         metadata = self._metadata(layout.key_metadata_offset, layout.k_bits, layout.k_groups, query.dtype)
         logits = query.new_empty(*query.shape[:2], self.tiles.pages * layout.capacity)
-        scaled = query * _plane_factors(layout.key_dim, layout.k_bits, query)
-        for chunk, groups in chunks:
-            out, queries = logits[chunk], scaled[chunk]
-            for group, parts in enumerate(groups):
-                term = out if group == 0 else torch.empty_like(out)
-                for index, (dims, keys) in enumerate(parts):
-                    if index == 0:
-                        torch.bmm(queries[..., dims], keys.mT, out=term)
-                    else:
-                        term.baddbmm_(queries[..., dims], keys.mT)
-                if metadata is not None:
-                    term.mul_(metadata[0][chunk, group, None])
+        scaled = query * _factors(layout.key_dim, layout.k_bits, query)
+        for chunk, keys in numbers:
+            if metadata is None:
+                torch.bmm(scaled[chunk], keys.mT, out=logits[chunk])
+                continue
+            for group, dims in enumerate(_groups(layout.key_dim, layout.k_groups)):
+                out = logits[chunk] if group == 0 else torch.empty_like(logits[chunk])
+                torch.bmm(scaled[chunk, :, dims], keys[..., dims].mT, out=out).mul_(metadata[0][chunk, group, None])
                 if group:
-                    out.add_(term)
+                    logits[chunk].add_(out)
         if metadata is not None:
             logits.baddbmm_(query.unflatten(-1, (layout.k_groups, -1)).sum(-1), metadata[1])
         return logits
@@ -129,27 +123,20 @@ class TierAttention:
     def _output(self, weights: Tensor) -> Tensor:
         """Weighted values [tiles, group, value_dim] for weights [tiles, group, tokens]."""
         layout, full = self.layout, self.tiles.full
-        chunks = self._chunks(
-            layout.value_offset, layout.value_row, layout.v_bits, layout.v_groups, layout.value_dim, weights.dtype
-        )
+        numbers = self._numbers(layout.value_offset, layout.value_row, layout.v_bits, layout.value_dim, weights.dtype)
         metadata = self._metadata(layout.value_metadata_offset, layout.v_bits, layout.v_groups, weights.dtype)
-        outputs = [
-            [weights.new_empty(*weights.shape[:2], part.dims.stop - part.dims.start) for part in parts]
-            for parts in _parts(layout.value_dim, layout.v_bits, layout.v_groups)
-        ]
-        for chunk, groups in chunks:
-            scaled = weights[chunk]
-            if metadata is None and chunk.stop > full:
+        output = weights.new_empty(*weights.shape[:2], layout.value_dim)
+        for chunk, values in numbers:
+            if metadata is None:
                 # zero times what nobody wrote need not be zero
-                absent = self.absent[max(chunk.start - full, 0) : chunk.stop - full, :, None]
-                groups[0][0][1][max(full - chunk.start, 0) :].masked_fill_(absent, 0.0)
-            for group, parts in enumerate(groups):
-                if metadata is not None:
-                    scaled = weights[chunk] * metadata[0][chunk, group, None]
-                for index, (_, values) in enumerate(parts):
-                    torch.bmm(scaled, values, out=outputs[group][index][chunk])
-        output = torch.cat([part for parts in outputs for part in parts], -1)
-        output.mul_(_plane_factors(layout.value_dim, layout.v_bits, weights))
+                absent = self.absent[max(chunk.start - full, 0) : max(chunk.stop - full, 0), :, None]
+                values[values.shape[0] - absent.shape[0] :].masked_fill_(absent, 0.0)
+                torch.bmm(weights[chunk], values, out=output[chunk])
+                continue
+            for group, dims in enumerate(_groups(layout.value_dim, layout.v_groups)):
+                scaled = weights[chunk] * metadata[0][chunk, group, None]
+                torch.bmm(scaled, values[..., dims], out=output[chunk, :, dims])
+        output.mul_(_factors(layout.value_dim, layout.v_bits, weights))
         if metadata is not None:
             output.unflatten(-1, (layout.v_groups, -1)).add_(torch.bmm(weights, metadata[1].mT)[..., None])
         return output
@@ -168,66 +155,50 @@ class TierAttention:
         metadata[:, self.tiles.full :].masked_fill_(self.absent[:, None], 0.0)
         return metadata
 
-    def _chunks(
-        self, offset: int, row_bytes: int, bits: int, groups: int, dim: int, dtype: torch.dtype
-    ) -> Iterator[tuple[slice, list[list[tuple[slice, Tensor]]]]]:
-        """Some tiles at a time: which, and for each group its parts, as (elements of the head, numbers).
+    def _numbers(
+        self, offset: int, row_bytes: int, bits: int, dim: int, dtype: torch.dtype
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Some tiles at a time: which, and their keys or values as [tiles, tokens, dim], to be overwritten by the next.
 
-        The numbers are [tiles, tokens, elements], codes divided by `_plane_factors`, in buffers that the next chunk
-        overwrites.
+        They are codes divided by `_factors`; at 16 bits they are the keys or values themselves.
         """
         count, pages, tokens = self.tiles.row.numel(), self.tiles.pages, self.tiles.pages * self.layout.capacity
         segment = self._segment(offset, row_bytes, torch.uint8)
         step = min(count, max(1, CHUNK_ELEMENTS // (tokens * dim)))
-        planes = max(1, 8 // bits)
         packed = segment.new_empty(step * pages, segment.shape[1])
-        codes = packed.new_empty(planes, *packed.shape) if planes > 1 else packed[None]
-        numbers = torch.empty((planes, step, tokens, dim // planes), dtype=dtype, device=segment.device)
-        rest = count % step
-        for size, starts in ((step, range(0, count - rest, step)), (rest, [count - rest] if rest else [])):
-            rows, split, filled = packed[: size * pages], codes[:, : size * pages], numbers[:, :size]
-            source = (split.view(self.dtype) if bits == 16 else split).view(filled.shape)
-            parts = [
-                [(part.dims, filled[part.plane][..., part.columns]) for part in group]
-                for group in _parts(dim, bits, groups)
-            ]
-            for start in starts:
-                torch.index_select(segment, 0, self.ids[start * pages : (start + size) * pages], out=rows)
-                for plane in range(planes if planes > 1 else 0):
-                    torch.bitwise_and(rows, (2**bits - 1) << bits * plane, out=split[plane])
-                filled.copy_(source)
-                yield slice(start, start + size), parts
+        numbers = torch.empty(step, tokens, dim, dtype=dtype, device=segment.device)
+        # bit planes side by side are the elements in their order
+        codes = packed.new_empty(step, tokens, dim) if bits < 8 else packed.view(step, tokens, row_bytes)
+        word = next(
+            word for word in (torch.int64, torch.int32, torch.int16, torch.uint8) if row_bytes % word.itemsize == 0
+        )
+        words = packed.view(word).view(step, tokens, -1)
+        planes = [] if bits >= 8 else codes.view(word).chunk(8 // bits, -1)
+        masks = [_mask(bits, plane, word) for plane in range(len(planes))]
+        source = codes.view(self.dtype) if bits == 16 else codes
+        for start in range(0, count, step):
+            size = min(step, count - start)
+            rows = packed[: size * pages]
+            torch.index_select(segment, 0, self.ids[start * pages : (start + size) * pages], out=rows)
+            for plane, mask in zip(planes, masks):
+                torch.bitwise_and(words, mask, out=plane)
+            numbers.copy_(source)
+            yield slice(start, start + size), numbers[:size]
 
 
-def _plane_factors(dim: int, bits: int, like: Tensor) -> Tensor:
-    """What the numbers of `_chunks` must be multiplied with, [dim]: codes stay where they stand in their byte."""
+def _mask(bits: int, plane: int, word: torch.dtype) -> int:
+    """Selects a bit plane of all bytes of a word."""
+    mask = bytes([(2**bits - 1) << bits * plane]) * word.itemsize
+    return int.from_bytes(mask, "little", signed=word.is_signed)
+
+
+def _factors(dim: int, bits: int, like: Tensor) -> Tensor:
+    """What turns the numbers of `_numbers` into codes, [dim]."""
     planes = max(1, 8 // bits)
-    factors = [2.0 ** (-bits * plane) for plane in range(planes)]
-    return like.new_tensor(factors).repeat_interleave(dim // planes)
+    return like.new_tensor([2.0 ** (-bits * plane) for plane in range(planes)]).repeat_interleave(dim // planes)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Consecutive elements of a head that stand in one bit plane and one quantisation group."""
-
-    plane: int
-    columns: slice
-    dims: slice
-
-
-def _parts(dim: int, bits: int, groups: int) -> list[list[_Part]]:
-    """The parts of every group; at 16 bits there are no groups."""
-    if bits == 16:
-        return [[_Part(0, slice(0, dim), slice(0, dim))]]
-    width = dim * bits // 8
+def _groups(dim: int, groups: int) -> list[slice]:
+    """The elements of every quantisation group."""
     size = dim // groups
-    result = []
-    for group in range(groups):
-        parts, start = [], group * size
-        while start < (group + 1) * size:
-            plane = start // width
-            stop = min((plane + 1) * width, (group + 1) * size)
-            parts.append(_Part(plane, slice(start - plane * width, stop - plane * width), slice(start, stop)))
-            start = stop
-        result.append(parts)
-    return result
+    return [slice(start, start + size) for start in range(0, dim, size)]
