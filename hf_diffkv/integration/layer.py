@@ -38,6 +38,15 @@ def _tagged(key: Tensor, value: Tensor, layer: DiffKVLayer) -> tuple[Tensor, Ten
     return key, value
 
 
+def _as_attended(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Under autocast the tensors in the dtype that attention would give them, which need not be that of the model."""
+    device = key.device.type
+    if not torch.is_autocast_enabled(device) or key.dtype == torch.float64:
+        return key, value
+    dtype = torch.get_autocast_dtype(device)
+    return key.to(dtype), value.to(dtype)
+
+
 class DiffKVLayer(CacheLayerMixin):
     """Replaces a `DynamicLayer`. `update` only announces tokens; the attention function stores and compresses them.
 
@@ -122,17 +131,18 @@ class DiffKVLayer(CacheLayerMixin):
             # a captured step repeats the device's work alone
             return _tagged(key_states, value_states, self)
         self.stores.check_usable()
+        key, value = _as_attended(key_states, value_states)
         tokens = key_states.shape[2]
         parallel = self.stores.tensor_parallel
         try:
             with parallel.in_step(key_states.device, self._may_fail_alone(tokens)):
-                self._begin(key_states, value_states)
+                self._begin(key, value)
         except MemoryError:
             # what other layers or ranks have done for this forward cannot be undone from here
             self.stores.broken |= parallel.size > 1 or not self.stores.starts_forward(self)
             raise
         self.seen += tokens
-        self.pending = (key_states, value_states)
+        self.pending = (key, value)
         self.stores.pending = self.index
         return _tagged(key_states, value_states, self)
 
@@ -253,6 +263,7 @@ class DiffKVLayer(CacheLayerMixin):
         options: dict[str, Any],
     ) -> Tensor:
         store, tokens = self.store, key.shape[2]
+        given, query = query.dtype, query.to(key.dtype)
         inputs = (store, self.slot, query, key, value)
         with torch.no_grad():
             if store.recording:
@@ -264,7 +275,7 @@ class DiffKVLayer(CacheLayerMixin):
                 output = attend_tokens(*inputs, valid=valid, mask=mask, **options)
         if store.padding.length < self.seen:
             store.padding.append(tokens, valid)
-        return output
+        return output.to(given)
 
     def get_seq_length(self) -> int:
         """See `seen`."""

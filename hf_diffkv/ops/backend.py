@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
+from typing import Any
 
 import torch
+from torch import Tensor
 
 BACKENDS = ("reference", "kernels")
 _forced: str | None = None
@@ -35,6 +37,20 @@ def use_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     if _forced is not None:
         return _forced == "kernels"
     return device.type == "cuda" and dtype != torch.float64 and _has_triton()
+
+
+def without_autocast(op: Callable) -> Callable:
+    """For ops whose first argument is a tensor: they choose the dtypes they compute in, so autocast is off inside."""
+
+    @wraps(op)
+    def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        device = tensor.device.type
+        if not torch.is_autocast_enabled(device):
+            return op(tensor, *args, **kwargs)
+        with torch.autocast(device, enabled=False):
+            return op(tensor, *args, **kwargs)
+
+    return run
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...memory import FreeList, PageLayout
-from ..backend import use_kernels
+from ..backend import use_kernels, without_autocast
 from ..tiles import Bounds
 from . import reference
 from .rewrite import NewTokens, StoredTokens, rewrite_rows, stored_tokens
@@ -13,6 +13,7 @@ from .rewrite import NewTokens, StoredTokens, rewrite_rows, stored_tokens
 __all__ = ["NewTokens", "StoredTokens", "compact_step", "rewrite_rows", "stored_tokens"]
 
 
+@without_autocast
 def compact_step(
     pages: Tensor,
     layout: PageLayout,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ...memory import PageLayout
-from ..backend import use_kernels
+from ..backend import use_kernels, without_autocast
 from ..tiles import Bounds
 from . import reference
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["allocate_scratch", "decode_attention"]
 
 
+@without_autocast
 def decode_attention(
     query: Tensor,
     pages: Tensor,

@@ -6,12 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ..backend import use_kernels
+from ..backend import use_kernels, without_autocast
 from . import reference
 
 __all__ = ["prefill_attention"]
 
 
+@without_autocast
 def prefill_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """Arguments and results as in `reference.prefill_attention`."""
     if use_kernels(query.device, query.dtype):

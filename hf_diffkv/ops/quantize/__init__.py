@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from ...memory import TierLayout
-from ..backend import use_kernels
+from ..backend import use_kernels, without_autocast
 from . import reference
 from .reference import compute_dtype, dequantize, move_tokens, quantize
 
 __all__ = ["compute_dtype", "dequantize", "load_tokens", "move_tokens", "quantize", "store_tokens"]
 
 
+@without_autocast
 def store_tokens(
     pages: Tensor,
     tier: TierLayout,
@@ -31,6 +32,7 @@ def store_tokens(
     implementation.store_tokens(pages, tier, page, slot, key, value, score, position, dtype)
 
 
+@without_autocast
 def load_tokens(
     pages: Tensor, tier: TierLayout, page: Tensor, slot: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
