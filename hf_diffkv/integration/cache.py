@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 from ..config import DiffKVConfig
 from ..io import load_cache, model_fingerprint, save_cache
 from ..report import MemoryReport, memory_report
 from ..store import check_integrity, commit, fork_store, levels, move_rows, prepare_rows, read_tokens
 from .devices import TensorParallel, layer_devices
-from .errors import HandOverError, UnsupportedModelError, stopped_halfway
+from .errors import HandOverError, stopped_halfway
 from .layer import DiffKVLayer
+from .models import cache_layers, check_model_config, shared_layers
 from .stores import Stores
 from .usage import Usage
 
@@ -37,7 +38,8 @@ class DiffKVCache(Cache):
 
     Raises:
         ValueError: unknown or invalid fields (`DiffKVConfig`).
-        UnsupportedModelError: encoder-decoder models and models that cache latents instead of keys and values.
+        UnsupportedModelError: models this cache cannot work with: encoder-decoder models, models that cache latents or
+            attend to a selection of tokens, models without attention.
     """
 
     def __init__(self, model_config: Any, config: DiffKVConfig | None = None, **kwargs: Any) -> None:
@@ -45,8 +47,8 @@ class DiffKVCache(Cache):
         text_config = model_config.get_text_config(decoder=True)
         self.model_fingerprint = model_fingerprint(model_config)
         self.config = _resolve_config(model_config, config, kwargs)
-        layers = list(DynamicCache(config=text_config).layers)
-        shared = _shared_layers(text_config, len(layers))
+        layers = cache_layers(text_config)
+        shared = shared_layers(text_config)
         compressed = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and i not in shared]
         if not compressed:
             warnings.warn(
@@ -296,30 +298,8 @@ def _check_croppable(layer: Any, tokens_to_remove: int) -> None:
         )
 
 
-def check_model_config(model_config: Any) -> None:
-    """Raises `UnsupportedModelError` for models that cannot work with this cache, before anything runs."""
-    if getattr(model_config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            "DiffKVCache works with decoder-only models; for an encoder-decoder model use Transformers' own caches."
-        )
-    text_config = model_config.get_text_config(decoder=True)
-    if getattr(text_config, "kv_lora_rank", None) is not None:
-        raise UnsupportedModelError(
-            f"{text_config.model_type} caches latents (multi-head latent attention), which DiffKVCache cannot "
-            "compress; use DynamicCache."
-        )
-
-
 def _resolve_config(model_config: Any, config: DiffKVConfig | None, fields: dict[str, Any]) -> DiffKVConfig:
     if config is not None and not isinstance(config, DiffKVConfig):
         raise ValueError(f"config={config!r} must be a DiffKVConfig.")
     base = DiffKVConfig.for_model(model_config) if config is None else config
     return DiffKVConfig.from_dict({**base.to_dict(), **fields}) if fields else base
-
-
-def _shared_layers(text_config: Any, count: int) -> set[int]:
-    """Layers whose keys and values other layers read as well; they stay uncompressed."""
-    modes = getattr(text_config, "kv_sharing_modes", None)
-    if modes is not None:
-        return {i for i, mode in enumerate(modes) if mode is not None}
-    return set(range(count)) if getattr(text_config, "num_kv_shared_layers", 0) else set()

@@ -15,9 +15,10 @@ from transformers.generation.utils import GenerationMixin
 
 from ..config import DiffKVConfig
 from .attention import diffkv_attention, diffkv_mask
-from .cache import DiffKVCache, check_model_config
+from .cache import DiffKVCache
 from .errors import UnsupportedModelError
 from .graphs import DecodeStep, GraphRequest, wants_graphs
+from .models import check_model_config
 
 NAME = "diffkv"
 _logger = logging.getLogger("hf_diffkv")
@@ -103,7 +104,7 @@ def ensure_attention(model: Any) -> None:
 
 def _can_switch(model: Any) -> bool:
     check = getattr(model, "_can_set_attn_implementation", None)
-    return bool(getattr(model, "_supports_attention_backend", True)) and (check is None or check())
+    return check is None or check()
 
 
 def _cache_fields(cache_config: Any) -> dict[str, Any]:

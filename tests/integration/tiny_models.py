@@ -68,12 +68,12 @@ def tiny_model(
     """A random model whose attention is far from uniform.
 
     Args:
-        name: the `model_type`, a key of `SPECIAL`.
+        name: the `model_type`; `SPECIAL` holds what some need.
         attention: its attention implementation.
         sharpness: factor on query and key weights; the larger, the more attention concentrates on few tokens.
         **options: further config arguments.
     """
-    arguments = {**COMMON, **SPECIAL[name], **options}
+    arguments = {**COMMON, **SPECIAL.get(name, {}), **options}
     arguments = {key: value for key, value in arguments.items() if value is not None or key in MAY_BE_NONE}
     config = CONFIG_MAPPING[name](**arguments)
     torch.manual_seed(0)

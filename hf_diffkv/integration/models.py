@@ -1,0 +1,83 @@
+"""Which models a `DiffKVCache` can work with, as far as their configuration tells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from .errors import UnsupportedModelError
+
+# How these models attend cannot be read off their configuration.
+REFUSED_TYPES = {
+    "diffllama": "splits values after caching them",
+    "doge": "adds a learned bias to its attention logits",
+    "inkling_text": "adds a learned position bias to its attention logits",
+    "inkling2_text": "adds a learned position bias to its attention logits",
+    "jetmoe": "repeats keys and values after caching them",
+    "minimax": "brings a cache class of its own",
+}
+
+
+def check_model_config(model_config: Any) -> None:
+    """Raises `UnsupportedModelError` for models that cannot work with this cache, before anything runs."""
+    if getattr(model_config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            "DiffKVCache works with decoder-only models; for an encoder-decoder model use Transformers' own caches."
+        )
+    text_config = model_config.get_text_config(decoder=True)
+    name = text_config.model_type
+    if getattr(text_config, "kv_lora_rank", None) is not None:
+        raise UnsupportedModelError(
+            f"{name} caches latents (multi-head latent attention), which DiffKVCache cannot compress; use DynamicCache."
+        )
+    if name in REFUSED_TYPES:
+        raise UnsupportedModelError(f"{name} {REFUSED_TYPES[name]}, so DiffKVCache cannot be used; use DynamicCache.")
+
+
+def cache_layers(text_config: Any) -> list[Any]:
+    """The layers a `DynamicCache` would have.
+
+    Raises:
+        UnsupportedModelError: layers that attend to a selection of tokens, or a model without attention layers.
+    """
+    layers = list(DynamicCache(config=text_config).layers)
+    foreign = {type(layer).__name__ for layer in layers if isinstance(layer, DynamicLayer) and not _is_known(layer)}
+    if foreign:
+        raise UnsupportedModelError(
+            f"{text_config.model_type} keeps {', '.join(sorted(foreign))} in its cache: its layers choose the tokens "
+            "they attend to, and DiffKVCache cannot serve them; use DynamicCache."
+        )
+    if layers and all(type(layer) is LinearAttentionLayer for layer in layers):
+        raise UnsupportedModelError(
+            f"{text_config.model_type} has no attention layers, so there are no keys and values to compress."
+        )
+    return layers
+
+
+def _is_known(layer: DynamicLayer) -> bool:
+    kinds = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer)
+    return type(layer) in kinds or type(layer).__name__ == "LinearAttentionAndSlidingWindowAttentionLayer"
+
+
+def shared_layers(text_config: Any) -> dict[int, int]:
+    """Layers whose keys and values later layers read as well, and by how many."""
+    sharing = getattr(text_config, "num_kv_shared_layers", None) or 0
+    modes = getattr(text_config, "kv_sharing_modes", None)
+    if modes is None and not sharing:
+        return {}
+    kinds = list(text_config.layer_types)
+    reads = [mode == "reuse" for mode in modes] if modes else [i >= len(kinds) - sharing for i in range(len(kinds))]
+    # a reader takes what the last layer of its kind before all readers stored
+    stored = {kind: index for index, kind in enumerate(kinds) if not reads[index]}
+    readers: dict[int, int] = {}
+    for kind, reader in zip(kinds, reads):
+        if reader:
+            readers[stored[kind]] = readers.get(stored[kind], 0) + 1
+    return readers

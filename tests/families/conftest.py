@@ -1,0 +1,11 @@
+"""Shared by the family tests: quiet logs, and the tiny models of the integration tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import transformers
+
+transformers.logging.set_verbosity_error()
+sys.path.append(str(Path(__file__).parents[1] / "integration"))

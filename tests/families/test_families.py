@@ -1,0 +1,105 @@
+"""Every family generates as with `DynamicCache` when lossless and compresses where it is said to, or is refused."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, KEPT_CLASSES, Family
+from tiny_models import ragged_prompts, tiny_model
+from torch import Tensor
+from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedModel
+
+from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.integration.errors import UnsupportedModelError
+from hf_diffkv.integration.layer import DiffKVLayer
+
+LENGTHS = (90, 41, 7)
+NEW_TOKENS = 16
+WINDOW = 16
+LOSSLESS = DiffKVConfig.lossless(window=WINDOW)
+COMPRESSED = DiffKVConfig(alpha_high=1.2, alpha_low=0.5, window=WINDOW)
+
+pytestmark = pytest.mark.oldest
+RUNS = [name for name, family in FAMILIES.items() if not family.refused]
+REFUSED = [name for name, family in FAMILIES.items() if family.refused]
+
+
+def build(name: str) -> PreTrainedModel:
+    """The tiny model of a family, with eager attention; skips where this release does not have it."""
+    if name not in CONFIG_MAPPING:
+        pytest.skip("this release of Transformers does not have it")
+    return tiny_model(name, "eager", **FAMILIES[name].options)
+
+
+def greedy(model: PreTrainedModel, **options: Any) -> tuple[Tensor, Tensor, Any]:
+    """Sequences [batch, tokens], logits [NEW_TOKENS, batch, vocabulary], and the cache that was used."""
+    ids, mask = ragged_prompts(LENGTHS)
+    result = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **options,
+    )
+    return result.sequences, torch.stack(result.logits), result.past_key_values
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.filterwarnings("ignore:this model has no plain full-attention layer")
+def test_family(name: str) -> None:
+    model, family = build(name), FAMILIES[name]
+    expected = greedy(model, past_key_values=DynamicCache(config=model.config))
+
+    lossless = DiffKVCache(model.config, LOSSLESS)
+    actual = greedy(model, past_key_values=lossless)
+    assert torch.equal(actual[0], expected[0])
+    torch.testing.assert_close(actual[1], expected[1], rtol=0, atol=1e-4)
+    assert_layers(lossless, family)
+    for layer_idx in family.compressed:
+        assert torch.equal(lossless.levels(layer_idx), complete_levels(lossless, layer_idx))
+
+    lossy = greedy(model, cache_implementation="diffkv", cache_config=COMPRESSED.to_dict())
+    assert_layers(lossy[2], family)
+    for layer_idx in family.compressed:
+        levels = lossy[2].levels(layer_idx)
+        below, high = (levels == 0) | (levels == 1), levels == 2
+        assert below.any() and high.any()
+    torch.testing.assert_close(lossy[1][0], expected[1][0], rtol=0, atol=1e-4)  # the prompt is read uncompressed
+    changed = (lossy[1][1:] - expected[1][1:]).abs().max()
+    assert changed > 1e-3 if family.compressed else changed < 1e-4, "compression must show, and only there"
+
+
+def assert_layers(cache: DiffKVCache, family: Family) -> None:
+    """The cache compresses the layers it is said to, and keeps Transformers' own elsewhere."""
+    cache.check_integrity()
+    assert cache.compressed_layers() == list(family.compressed)
+    kept = [type(layer).__name__ for layer in cache.layers if not isinstance(layer, DiffKVLayer)]
+    allowed = {"DynamicLayer", *(KEPT_CLASSES[kind] for kind in family.kept)}
+    assert set(kept) <= allowed
+    assert cache.get_seq_length() == max(LENGTHS) + NEW_TOKENS - 1  # the last token was never fed back
+
+
+def complete_levels(cache: DiffKVCache, layer_idx: int) -> Tensor:
+    """Levels where every token is stored: at the high level or in the window; int8 [batch, kv_heads, seen]."""
+    seen = cache.get_seq_length()
+    positions = torch.arange(seen)
+    padding = positions < max(LENGTHS) - torch.tensor(LENGTHS)[:, None]
+    levels = torch.where(positions >= seen - WINDOW, 3, 2).expand(len(LENGTHS), seen)
+    levels = torch.where(padding, -1, levels).to(torch.int8)
+    return levels[:, None].expand_as(cache.levels(layer_idx))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    """Refused before the model runs."""
+    model = build(name)
+    model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
+    ids, mask = ragged_prompts(LENGTHS)
+    with pytest.raises(UnsupportedModelError, match=FAMILIES[name].refused), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.generate(ids, attention_mask=mask, max_new_tokens=1, cache_implementation="diffkv")

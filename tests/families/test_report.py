@@ -1,0 +1,39 @@
+"""`docs/models.md` is current, and no text family is missing from it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from families import FAMILIES, OTHER, WRAPPERS
+from report import DOCUMENT, document
+from transformers import AutoModelForSeq2SeqLM, BartConfig, T5Config
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hf_diffkv import DiffKVCache
+from hf_diffkv.integration.errors import UnsupportedModelError
+
+
+def test_the_document_is_current() -> None:
+    assert DOCUMENT.read_text() == document(), "run `python tests/families/report.py`"
+
+
+def test_no_family_is_missing() -> None:
+    names = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    if transformers.__version__ > "5.24":
+        pytest.skip("this release is newer than the list")
+    assert names - set(FAMILIES) - OTHER - WRAPPERS == set()
+    assert not set(FAMILIES) & (OTHER | WRAPPERS)
+
+
+@pytest.mark.parametrize("config", [T5Config(), BartConfig()])
+def test_encoder_decoder_models_are_refused(config: transformers.PretrainedConfig) -> None:
+    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
+        DiffKVCache(config)
+
+
+def test_encoder_decoder_generation_is_refused_before_it_runs() -> None:
+    config = T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=64, decoder_start_token_id=0)
+    model = AutoModelForSeq2SeqLM.from_config(config)
+    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
+        model.generate(torch.tensor([[5, 6]]), max_new_tokens=2, cache_implementation="diffkv")
