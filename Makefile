@@ -44,7 +44,7 @@ demo: $(READY)
 		--max-new-tokens 5 --alpha-high $(ALPHA_HIGH) --alpha-low $(ALPHA_LOW) --output demo_output
 
 compile-kernels: $(READY)
-	$(BIN)/python -m hf_diffkv.kernel_report
+	$(BIN)/python -m hf_diffkv.kernel_report -j $(WORKERS) $(if $(QUICK),--quick)
 
 bench-cpu: $(READY)
 	$(BIN)/python benchmarks/decode_cpu.py

@@ -36,6 +36,7 @@ DIFFKV = {
     "DiffKV K8V4": {"alpha_high": 0.0, "alpha_low": 0.0},
     "DiffKV K4V2": {"alpha_high": 1e9, "alpha_low": 0.0},
     "DiffKV 1/0": {"alpha_high": 1.0, "alpha_low": 0.0},
+    "DiffKV 1/0, not captured": {"alpha_high": 1.0, "alpha_low": 0.0, "cuda_graphs": False},
     "DiffKV 1/0.3": {"alpha_high": 1.0, "alpha_low": 0.3},
 }
 PARTS = {

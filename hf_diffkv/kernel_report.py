@@ -9,19 +9,27 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from .ops.variant import TARGETS, KernelVariant
 
-OPS = ("decode_attention", "prefill_attention", "quantize", "compact")
+# one variant of every kernel at the shipped block sizes: head_dim 128, four query heads per KV head
+QUICK = (
+    r"^(decode_\w+-\w+(-K4V2)?-d128-g4-|(flash_forward|column_scores)-bf16-d128-padding-(sm_|gfx)"
+    r"|(store|load)_tokens-K(8V4|4V2)-g11-d128|(find_victims|plan_rows|assign_pages|move_tokens)-K8V4-K4V2-d128|append-d128)"
+)
+OPS = ("decode_attention", "prefill_attention", "quantize", "compact", "append")
 # triton compiles with fused multiply-add by default; said aloud, as newer versions warn where it is left open
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
@@ -175,6 +183,52 @@ def _per_element(code: Sequence[tuple[int, str, int | None]], variant: KernelVar
     return tuple(found)
 
 
+def measure_all(jobs: Sequence[tuple[str, str]], processes: int) -> Iterator[KernelResources]:
+    """Resources of (variant name, target) pairs, in order; variants that compile to the same are compiled once."""
+    variants = {variant.name: variant for variant in collect_variants()}
+    first: dict[str, tuple[str, str]] = {}
+    for job in jobs:
+        first.setdefault(_identity(variants[job[0]], job[1]), job)
+    needed = list(first.values())
+    if processes > 1:
+        # fresh processes: a compiler that was forked halfway may hang
+        with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+            found = dict(zip(needed, pool.map(_measure_named, needed)))
+    else:
+        found = {job: measure(variants[job[0]], job[1]) for job in needed}
+    for name, target in jobs:
+        yield replace(found[first[_identity(variants[name], target)]], name=name)
+
+
+def _measure_named(job: tuple[str, str]) -> KernelResources:
+    return measure(_variants_by_name()[job[0]], job[1])
+
+
+@cache
+def _variants_by_name() -> dict[str, KernelVariant]:
+    return {variant.name: variant for variant in collect_variants()}
+
+
+def _identity(variant: KernelVariant, target: str) -> str:
+    """The same for variants that the compiler would not tell apart."""
+    parts = (
+        variant.kernel.fn.__qualname__,
+        sorted(variant.signature.items()),
+        sorted(variant.constexprs.items(), key=str),
+    )
+    return repr((*parts, variant.num_warps, variant.num_stages, variant.options, variant.divisible, target))
+
+
+def format_markdown(results: Sequence[KernelResources]) -> str:
+    """The report as a Markdown table."""
+    lines = ["| kernel | target | registers | spills | shared bytes | instructions | per element, high / low |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for r in results:
+        cells = (r.registers, r.spills, r.shared, r.instructions or "", " / ".join(f"{x:.2f}" for x in r.per_element))
+        lines.append(f"| {r.name} | {r.target} | " + " | ".join(map(str, cells)) + " |" + (r.error and f" {r.error}"))
+    return "\n".join(lines)
+
+
 def format_table(results: Sequence[KernelResources]) -> str:
     """The report as text, one line per kernel and target."""
     header = ("kernel", "target", "registers", "spills", "stack", "shared", "instr/element")
@@ -194,18 +248,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), help="for example sm_80 sm_90 gfx942")
     parser.add_argument("--ops", nargs="+", default=list(OPS), choices=OPS)
     parser.add_argument("--match", default="", help="only variants whose name contains this regular expression")
+    parser.add_argument("--quick", action="store_true", help="one variant of every kernel")
+    parser.add_argument("-j", "--processes", type=int, default=1, help="compile in so many processes")
+    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
     parser.add_argument("--json", action="store_true", help="print one JSON object per kernel instead of a table")
     options = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET=1 replaces the compiler by an interpreter; unset it.")
-    results = []
-    for variant in collect_variants(options.ops):
-        if not re.search(options.match, variant.name):
-            continue
-        results += [measure(variant, target) for target in options.targets if target in variant.targets]
-    if not results:
+    jobs = [
+        (variant.name, target)
+        for variant in collect_variants(options.ops)
+        if re.search(options.match, variant.name) and (not options.quick or re.search(QUICK, variant.name))
+        for target in options.targets
+        if target in variant.targets
+    ]
+    if not jobs:
         parser.error("no kernel variant fits --match and --targets.")
-    if options.json:
+    results = list(measure_all(jobs, options.processes))
+    if options.markdown:
+        print(format_markdown(results))
+    elif options.json:
         for result in results:
             print(json.dumps(asdict(result)))
     else:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
+from ..ops.append import append_token
 from ..ops.decode_attention import allocate_scratch, decode_attention
 from .state import Store
 
@@ -40,7 +40,17 @@ def attend_token(
     Returns:
         [batch, query_heads, 1, value_dim] in the query's dtype.
     """
-    _append(store, layer, key[:, :, 0], value[:, :, 0], valid)
+    append_token(
+        store.window_key[layer],
+        store.window_value[layer],
+        store.window_score[layer],
+        store.length[layer],
+        store.invalid,
+        key[:, :, 0],
+        value[:, :, 0],
+        limit=store.value_limit,
+        valid=valid,
+    )
     bounds = store.bounds(layer)
     output = decode_attention(
         query[:, :, 0],
@@ -72,21 +82,3 @@ def _scratch(store: Store, query: Tensor, max_tokens: int) -> Scratch | None:
         room = -(-max(max_tokens, store.room + store.window_slots) // SCRATCH_TOKENS) * SCRATCH_TOKENS
         store.scratch = allocate_scratch(query, store.num_heads, store.layout, store.window_slots, room)
     return store.scratch
-
-
-def _append(store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
-    length = store.length[layer]
-    batch = torch.arange(store.batch_size, device=store.device)
-    slot = length % store.window_slots
-    finite = (key.abs().amax((1, 2)) <= store.value_limit) & (value.abs().amax((1, 2)) <= store.value_limit)
-    finite = (finite if valid is None else finite | ~valid).all()
-    score = torch.zeros((), device=store.device)
-    if valid is not None:
-        key = torch.where(valid[:, None, None], key, store.window_key[layer][batch, :, slot])
-        value = torch.where(valid[:, None, None], value, store.window_value[layer][batch, :, slot])
-        score = torch.where(valid[:, None], score, store.window_score[layer][batch, :, slot])
-    store.window_key[layer][batch, :, slot] = key
-    store.window_value[layer][batch, :, slot] = value
-    store.window_score[layer][batch, :, slot] = score
-    store.invalid |= ~finite
-    length += 1 if valid is None else valid

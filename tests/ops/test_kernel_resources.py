@@ -2,6 +2,7 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -120,3 +121,51 @@ def test_failures_are_shown_in_the_table():
     text = kernel_report.format_table([good, bad, spilled])
     assert "2.50 2.25" in text and "no such thing" in text
     assert [r.failed for r in (good, bad, spilled)] == [False, True, True]
+
+
+def test_variants_that_compile_to_the_same_are_compiled_once(monkeypatch):
+    variants = kernel_report.collect_variants(["append"])
+    twin = dataclasses.replace(variants[0], name="twin")
+    monkeypatch.setattr(kernel_report, "collect_variants", lambda: [*variants, twin])
+    compiled = []
+
+    def measure(variant, target):
+        compiled.append((variant.name, target))
+        return kernel_report.KernelResources(variant.name, target, registers=len(compiled))
+
+    monkeypatch.setattr(kernel_report, "measure", measure)
+    jobs = [(variants[0].name, "sm_80"), (variants[1].name, "sm_80"), ("twin", "sm_80"), ("twin", "sm_90")]
+    results = list(kernel_report.measure_all(jobs, 1))
+    assert [(r.name, r.target) for r in results] == jobs
+    assert [r.registers for r in results] == [1, 2, 1, 3]
+    assert compiled == [jobs[0], jobs[1], jobs[3]]
+
+
+def test_no_two_shipped_variants_of_different_code_count_as_the_same():
+    variants = kernel_report.collect_variants(["decode_attention", "quantize"])
+    seen = {}
+    for variant in variants:
+        identity = kernel_report._identity(variant, "sm_90")
+        other = seen.setdefault(identity, variant)
+        assert (other.kernel, other.signature, other.constexprs) == (
+            variant.kernel,
+            variant.signature,
+            variant.constexprs,
+        )
+
+
+def test_the_quick_selection_has_every_kernel_for_every_target():
+    variants = kernel_report.collect_variants()
+    quick = [variant for variant in variants if re.search(kernel_report.QUICK, variant.name)]
+    for target in kernel_report.TARGETS:
+        # row_extents has no head dimension
+        every = {variant.kernel.fn.__name__ for variant in variants if target in variant.targets}
+        assert every - {v.kernel.fn.__name__ for v in quick if target in v.targets} <= {"row_extents"}
+
+
+def test_the_report_as_markdown():
+    good = kernel_report.KernelResources("a", "sm_90", registers=40, instructions=7, per_element=(2.5, 2.25))
+    bad = kernel_report.KernelResources("b", "gfx942", error="CompilationError: no such thing")
+    lines = kernel_report.format_markdown([good, bad]).splitlines()
+    assert lines[2] == "| a | sm_90 | 40 | 0 | 0 | 7 | 2.50 / 2.25 |"
+    assert lines[3].endswith("CompilationError: no such thing")

@@ -1,0 +1,31 @@
+"""The newest token of every request enters the window."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..backend import use_kernels
+from . import reference
+
+__all__ = ["append_token"]
+
+
+def append_token(
+    window_key: Tensor,
+    window_value: Tensor,
+    window_score: Tensor,
+    length: Tensor,
+    invalid: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    limit: float,
+    valid: Tensor | None = None,
+) -> None:
+    """Arguments as in `reference.append_token`."""
+    implementation = reference
+    if use_kernels(key.device, key.dtype):
+        from . import launch as implementation
+    implementation.append_token(
+        window_key, window_value, window_score, length, invalid, key, value, limit=limit, valid=valid
+    )

@@ -1,0 +1,99 @@
+"""Launcher of the append kernel."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+import triton
+from torch import Tensor
+
+from ..quantize.launch import check_dtype, unit_stride
+from ..variant import KernelVariant
+from .kernels import append_kernel
+
+NUM_WARPS = 1
+
+
+def append_token(
+    window_key: Tensor,
+    window_value: Tensor,
+    window_score: Tensor,
+    length: Tensor,
+    invalid: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    limit: float,
+    valid: Tensor | None = None,
+) -> None:
+    """Arguments as in the reference; windows must be contiguous, as they are written in place."""
+    check_dtype(key.dtype)
+    batch, heads, slots, key_dim = window_key.shape
+    value_dim = window_value.shape[3]
+    for name, tensor, shape in (
+        ("key", key, (batch, heads, key_dim)),
+        ("value", value, (batch, heads, value_dim)),
+        ("window_value", window_value, (batch, heads, slots, value_dim)),
+        ("window_score", window_score, (batch, heads, slots)),
+        ("length", length, (batch,)),
+    ):
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must be {list(shape)}, not {list(tensor.shape)}.")
+    if not (window_key.is_contiguous() and window_value.is_contiguous() and window_score.is_contiguous()):
+        raise ValueError("windows must be contiguous, as they are written in place.")
+    if key.dtype != window_key.dtype or value.dtype != window_value.dtype:
+        raise ValueError(f"keys and values must be {window_key.dtype}, not {key.dtype} and {value.dtype}.")
+    key, value = unit_stride(key), unit_stride(value)
+    flags = None if valid is None else valid.to(torch.bool).contiguous().view(torch.uint8)
+    with torch.cuda.device(key.device) if key.is_cuda else nullcontext():
+        append_kernel[(batch * heads,)](
+            window_key,
+            window_value,
+            window_score,
+            length,
+            invalid.view(torch.uint8),
+            key,
+            value,
+            flags,
+            limit,
+            slots,
+            heads,
+            key.stride(0),
+            key.stride(1),
+            value.stride(0),
+            value.stride(1),
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            KEY_WIDTH=triton.next_power_of_2(key_dim),
+            VALUE_WIDTH=triton.next_power_of_2(value_dim),
+            num_warps=NUM_WARPS,
+        )
+    length += 1 if valid is None else valid
+
+
+def variants() -> list[KernelVariant]:
+    """What the ahead-of-time report compiles."""
+    signature = {
+        **dict.fromkeys(("window_key", "window_value", "key", "value"), "*bf16"),
+        "window_score": "*fp32",
+        "length": "*i64",
+        **dict.fromkeys(("invalid", "valid"), "*u8"),
+        "limit": "fp32",
+        **dict.fromkeys(("slots", "heads", "key_batch", "key_head", "value_batch", "value_head"), "i32"),
+    }
+    return [
+        KernelVariant(
+            name=f"append-d{dim}",
+            kernel=append_kernel,
+            signature=signature,
+            constexprs={
+                "KEY_DIM": dim,
+                "VALUE_DIM": dim,
+                "KEY_WIDTH": triton.next_power_of_2(dim),
+                "VALUE_WIDTH": triton.next_power_of_2(dim),
+            },
+            num_warps=NUM_WARPS,
+        )
+        for dim in (80, 128)
+    ]
