@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from .compare import DIFFKV, DYNAMIC, Agreement, Job, Run, RunError, run_in_fresh_process
+from .agreement import Agreement
+from .compare import DIFFKV, DYNAMIC, Job, Run, RunError, run_in_fresh_process
 from .config import DiffKVConfig, Precision
 
 BUNDLED_MODEL = Path(__file__).resolve().parents[1] / "examples" / "models" / "tiny-lm"
@@ -83,7 +84,7 @@ def _generate(options: argparse.Namespace) -> int:
         print(flush=True)
     _progress(f"[2/2] {DYNAMIC}, for comparison")
     dense = run_in_fresh_process(dynamic)
-    agreement = Agreement.of(compressed, dense)
+    agreement = Agreement.of(compressed.generated, dense.generated)
     print(comparison_table(compressed, dense, agreement))
     figures.write_text(json.dumps(_figures(diffkv, compressed, dense, agreement), indent=2) + "\n")
     if compressed.note:

@@ -93,24 +93,6 @@ class Run:
     note: str | None = None
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """How far two runs wrote the same tokens: up to the first difference, and position by position."""
-
-    tokens: int
-    until_difference: int
-    equal: int
-
-    @classmethod
-    def of(cls, first: Run, second: Run) -> Agreement:
-        pairs: list[tuple[int | None, int | None]] = []
-        for a, b in zip(first.generated, second.generated):
-            length = max(len(a), len(b))
-            pairs += zip(a + [None] * (length - len(a)), b + [None] * (length - len(b)))
-        same = [a == b for a, b in pairs]
-        return cls(len(same), same.index(False) if False in same else len(same), sum(same))
-
-
 def run_in_fresh_process(job: Job) -> Run:
     """Runs `job` in a new Python process, which writes to this one's stdout and stderr.
 

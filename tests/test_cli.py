@@ -13,8 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, __version__, compare, report
+from hf_diffkv.agreement import Agreement
 from hf_diffkv.cli import BUNDLED_MODEL, comparison_table, main
-from hf_diffkv.compare import DIFFKV, DYNAMIC, Agreement, Job, Run
+from hf_diffkv.compare import DIFFKV, DYNAMIC, Job, Run
 from hf_diffkv.peak import PeakMemory
 
 PROMPT_FILE = BUNDLED_MODEL.parents[1] / "prompts" / "recall.txt"
@@ -175,14 +176,14 @@ def run_of(generated: list[list[int]], **changes) -> Run:
     ],
 )
 def test_agreement(first, second, expected) -> None:
-    assert dataclasses.astuple(Agreement.of(run_of(first), run_of(second))) == expected
-    assert dataclasses.astuple(Agreement.of(run_of(second), run_of(first))) == expected
+    assert dataclasses.astuple(Agreement.of(first, second)) == expected
+    assert dataclasses.astuple(Agreement.of(second, first)) == expected
 
 
 def test_table_tells_what_is_unknown_and_what_differs() -> None:
     dense = run_of([[1, 2]], cache=DYNAMIC, cache_bytes=800_000, text="dense words", tokens_per_second=12.34)
     compressed = run_of([[1, 3]])
-    table = comparison_table(compressed, dense, Agreement.of(compressed, dense))
+    table = comparison_table(compressed, dense, Agreement.of(compressed.generated, dense.generated))
     lines = {line[:20].strip(): line.split() for line in table.splitlines()}
     assert lines["cache, real bytes"][-5:] == ["0.80", "MB", "0.40", "MB", "50.0%"]
     assert lines["cache, payload only"][-5:] == ["0.80", "MB", "0.30", "MB", "37.5%"]

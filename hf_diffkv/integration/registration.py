@@ -92,14 +92,20 @@ def ensure_attention(model: Any) -> None:
         )
     if text_config._attn_implementation == NAME:
         return
-    if text_config is model.config:
-        model.set_attn_implementation(NAME)
-    else:
-        part = next(key for key in model.config.sub_configs if getattr(model.config, key, None) is text_config)
-        model.set_attn_implementation({part: NAME})
+    set_attention(model, NAME)
     if text_config._attn_implementation != NAME:
         raise UnsupportedModelError(f"{type(model).__name__} refused the attention implementation 'diffkv'.")
     _logger.info("switched %s to attn_implementation='diffkv'", type(model).__name__)
+
+
+def set_attention(model: Any, name: str) -> None:
+    """Sets the attention implementation of the decoder of `model`; other parts, an image encoder say, keep theirs."""
+    text_config = model.config.get_text_config(decoder=True)
+    if text_config is model.config:
+        model.set_attn_implementation(name)
+    else:
+        part = next(key for key in model.config.sub_configs if getattr(model.config, key, None) is text_config)
+        model.set_attn_implementation({part: name})
 
 
 def _can_switch(model: Any) -> bool:

@@ -1,0 +1,156 @@
+"""Watching, while a model is trained, what a DiffKV cache would make of it. Import it by name: it needs the Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from .agreement import Agreement
+from .config import DiffKVConfig
+from .integration.cache import DiffKVCache
+from .integration.registration import set_attention
+
+
+class DiffKVEvaluationCallback(TrainerCallback):
+    """Generates from the same prompts with a dense cache and with DiffKV, and logs how far the texts agree.
+
+    Greedy, with `trainer.log`, so that the figures stand in `log_history` and reach every tracker:
+
+    - `eval_diffkv_agreement`: share of tokens that are equal, position by position.
+    - `eval_diffkv_until_difference`: tokens before the first that differs, mean over the prompts.
+    - `eval_diffkv_bytes`, `eval_diffkv_payload_bytes`, `eval_diffkv_dense_bytes`: as in `MemoryReport`, when
+      generation ends, summed over batches.
+    - `eval_diffkv_ratio`, `eval_diffkv_payload_ratio`: the former two over the latter.
+
+    Training goes on as if nothing had happened: modes of all modules, attention implementation, gradients and random
+    numbers are what they were. Every process generates; models whose weights are sharded (FSDP, ZeRO-3) are untested.
+
+    Args:
+        trainer: the trainer it is added to, by `trainer.add_callback(DiffKVEvaluationCallback(trainer, prompts))`.
+        prompts: texts to continue.
+        config: of the cache; None takes `DiffKVConfig.for_model`.
+        max_new_tokens: tokens per prompt, fewer where a text ends.
+        every_steps: evaluate whenever so many optimizer steps are done; None: at every evaluation of the trainer.
+
+    Raises:
+        ValueError: no prompts, an empty one, numbers below 1, or a trainer without a tokenizer that can pad.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        prompts: Sequence[str],
+        config: DiffKVConfig | None = None,
+        *,
+        max_new_tokens: int = 32,
+        every_steps: int | None = None,
+    ) -> None:
+        if isinstance(prompts, str) or not prompts or not all(prompts):
+            raise ValueError("prompts must be a list of texts, at least one and none of them empty.")
+        for name, number in (("max_new_tokens", max_new_tokens), ("every_steps", every_steps)):
+            if number is not None and number < 1:
+                raise ValueError(f"{name}={number} must be at least 1.")
+        tokenizer = trainer.processing_class
+        if getattr(tokenizer, "pad_token_id", None) is None:
+            raise ValueError(
+                "the prompts need a tokenizer with a pad token: pass processing_class=tokenizer to the Trainer, and "
+                "set tokenizer.pad_token where it is missing."
+            )
+        self.trainer = trainer
+        self.prompts = list(prompts)
+        self.config = config
+        self.max_new_tokens = max_new_tokens
+        self.every_steps = every_steps
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: PreTrainedModel, **_: Any
+    ) -> None:
+        if self.every_steps is not None and state.global_step % self.every_steps == 0:
+            self._log(control, self.evaluate(model))
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: PreTrainedModel, **_: Any
+    ) -> None:
+        if self.every_steps is None:
+            self._log(control, self.evaluate(model))
+
+    def _log(self, control: TrainerControl, figures: dict[str, float]) -> None:
+        due = control.should_log
+        self.trainer.log(figures)
+        # the trainer takes any log for its own and would leave out the loss of this step
+        control.should_log = due
+
+    def evaluate(self, model: PreTrainedModel) -> dict[str, float]:
+        """The figures, by the names under which they are logged."""
+        dense, compressed = [], []
+        counted = {"bytes": 0, "payload_bytes": 0, "dense_bytes": 0}
+        size = self.trainer.args.per_device_eval_batch_size
+        with undisturbed(model):
+            for start in range(0, len(self.prompts), size):
+                batch = self.prompts[start : start + size]
+                dense += self._generate(model, batch, {"cache_implementation": "dynamic"})
+                cache = DiffKVCache(model.config, self.config)
+                compressed += self._generate(model, batch, {"past_key_values": cache})
+                report = cache.memory()
+                for name in counted:
+                    counted[name] += getattr(report, name)
+        total = Agreement.of(dense, compressed)
+        alone = [Agreement.of([a], [b]).until_difference for a, b in zip(dense, compressed)]
+        dense_bytes = max(1, counted["dense_bytes"])
+        figures = {
+            "agreement": total.equal / max(1, total.tokens),
+            "until_difference": sum(alone) / len(alone),
+            **counted,
+            "ratio": counted["bytes"] / dense_bytes,
+            "payload_ratio": counted["payload_bytes"] / dense_bytes,
+        }
+        return {f"eval_diffkv_{name}": value for name, value in figures.items()}
+
+    def _generate(self, model: PreTrainedModel, prompts: list[str], cache: dict[str, Any]) -> list[list[int]]:
+        """New token ids of each prompt, up to the one that ends the text."""
+        tokenizer = self.trainer.processing_class
+        inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(model.device)
+        output = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            max_new_tokens=self.max_new_tokens,
+            pad_token_id=tokenizer.pad_token_id,
+            do_sample=False,
+            num_beams=1,
+            num_return_sequences=1,
+            use_cache=True,
+            return_dict_in_generate=False,
+            **cache,
+        )
+        ends = model.generation_config.eos_token_id
+        ends = set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
+        return [_until(row, ends) for row in output[:, inputs["input_ids"].shape[1] :].tolist()]
+
+
+@contextmanager
+def undisturbed(model: PreTrainedModel) -> Iterator[None]:
+    """Within the block `model` is in evaluation mode; afterwards modes, attention and random numbers are as before."""
+    text_config = model.config.get_text_config(decoder=True)
+    attention = text_config._attn_implementation
+    training = {module: module.training for module in model.modules()}
+    devices = [model.device] if model.device.type == "cuda" else []
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+        if text_config._attn_implementation != attention:
+            set_attention(model, attention)
+
+
+def _until(row: list[int], ends: set[int]) -> list[int]:
+    for position, token in enumerate(row):
+        if token in ends:
+            return row[: position + 1]
+    return row
