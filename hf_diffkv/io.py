@@ -115,6 +115,11 @@ def load_cache(
     # layers that were together may run on several devices now
     groups: dict[tuple[int, torch.device], list[tuple[int, int, int]]] = {}
     layers = cache.compressed_layers()
+    if any(int(index) in cache.stores.absent for index in content["places"]):
+        raise CacheFileError(
+            f"{folder} holds layers that are not in this process; under pipeline parallelism save and load with a "
+            "folder for each rank."
+        )
     for index, (store, slot, seen) in content["places"].items():
         device = devices.get(layers[int(index)], model.device)
         groups.setdefault((store, device), []).append((int(index), slot, seen))

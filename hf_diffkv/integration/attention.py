@@ -67,6 +67,8 @@ def diffkv_attention(
     Raises:
         HandOverError: keys and values carry different layers, or an argument this function cannot honour.
     """
+    # pipeline parallelism wraps further arguments once more
+    kwargs |= kwargs.pop("kwargs", None) or {}
     unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in HARMLESS)
     if unknown:
         raise HandOverError(

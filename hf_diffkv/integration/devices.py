@@ -98,14 +98,25 @@ def layer_devices(model: Any) -> dict[int, torch.device]:
     running = [device for device in device_map.values() if device not in ("cpu", "disk")]
     if len(set(running)) < 2:
         return {}
+    found = {index: _entry(device_map, name) for index, name in _layer_names(model).items()}
+    return {index: _actual(running[0] if device in ("cpu", "disk") else device) for index, device in found.items()}
+
+
+def absent_layers(model: Any, layers: list[int]) -> set[int]:
+    """Those of `layers` that pipeline parallelism put into another process."""
+    here = _layer_names(model)
+    return set(layers) - set(here) if here else set()
+
+
+def _layer_names(model: Any) -> dict[int, str]:
+    """The name of a module in each of the decoder's layers that are in this process."""
     decoder = {id(module) for module in model.get_decoder().modules()}
-    found: dict[int, torch.device] = {}
+    names: dict[int, str] = {}
     for name, module in model.named_modules():
         index = getattr(module, "layer_idx", None)
-        if isinstance(index, int) and index not in found and id(module) in decoder:
-            device = _entry(device_map, name)
-            found[index] = _actual(running[0] if device in ("cpu", "disk") else device)
-    return found
+        if isinstance(index, int) and id(module) in decoder:
+            names.setdefault(index, name)
+    return names
 
 
 def _entry(device_map: dict[str, Any], name: str) -> Any:

@@ -278,9 +278,9 @@ class DiffKVLayer(CacheLayerMixin):
         return output.to(given)
 
     def get_seq_length(self) -> int:
-        """See `seen`."""
+        """See `seen`; what the layers here have seen for a layer that runs in another process."""
         self._check_not_capturing()
-        return self.seen
+        return max(self.stores.seen) if self.index in self.stores.absent else self.seen
 
     def _check_not_capturing(self) -> None:
         if not torch.compiler.is_compiling() and self.stores.capturing:
@@ -288,9 +288,8 @@ class DiffKVLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Length and offset of the keys a mask must cover."""
-        self._check_not_capturing()
         tokens = query_length if isinstance(query_length, int) else query_length.shape[0]
-        return self.seen + tokens, 0
+        return self.get_seq_length() + tokens, 0
 
     def get_max_length(self) -> int:
         """-1: no maximum."""

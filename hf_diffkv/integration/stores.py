@@ -11,7 +11,7 @@ from torch import Tensor
 from ..config import DiffKVConfig, Threshold
 from ..store import Store, begin_forward, drop_unused_layers
 from ..store.state import LayerThreshold
-from .devices import TensorParallel, layer_devices
+from .devices import TensorParallel, absent_layers, layer_devices
 from .errors import stopped_halfway
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ class Stores:
         self.tensor_parallel = TensorParallel()
         # where each compressed layer will run; None: on one device, or not known
         self.devices: list[torch.device] | None = None
+        # compressed layers of the model that run in other processes
+        self.absent: set[int] = set()
         self._places: dict[int, tuple[Store, int]] = {}
 
     def attach(self, model: Any, compressed_layers: list[int]) -> None:
@@ -60,6 +62,8 @@ class Stores:
         devices = layer_devices(model)
         known = all(layer_idx in devices for layer_idx in compressed_layers)
         self.devices = [devices[layer_idx] for layer_idx in compressed_layers] if known else None
+        absent = absent_layers(model, compressed_layers)
+        self.absent = {index for index, layer_idx in enumerate(compressed_layers) if layer_idx in absent}
 
     def place(self, index: int, key: Tensor, value: Tensor) -> tuple[Store, int]:
         """The store for a layer's keys and values, and the layer's index in it.
@@ -107,10 +111,10 @@ class Stores:
 
     def _layers_to_come(self, device: torch.device) -> int:
         """How many layers without a place may still ask for one on `device`."""
-        open_layers = [index for index in range(self.num_layers) if index not in self._places]
-        if self.devices is None:
-            return len(open_layers)
-        return max(1, sum(self.devices[index] == device for index in open_layers))
+        open_layers = set(range(self.num_layers)) - set(self._places) - self.absent
+        if self.devices is not None:
+            open_layers = {index for index in open_layers if self.devices[index] == device}
+        return max(1, len(open_layers))
 
     def _of_layer(self, value: Threshold, index: int, store: Store) -> LayerThreshold:
         value = value[index] if isinstance(value, tuple) else value

@@ -1,6 +1,6 @@
-"""What each tensor-parallel rank does in `test_tensor_parallel.py`; started by torchrun, or called for one process.
+"""What each process does in `test_tensor_parallel.py`; started by torchrun, or called for one process.
 
-Arguments: the folder of the model, and a folder for what the ranks found.
+Argument: a folder with the folder `model`, which also takes what the ranks find.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed import DistributedConfig
 
-from hf_diffkv import DiffKVCache, DiffKVConfig, HandOverError
+from hf_diffkv import CacheFileError, DiffKVCache, DiffKVConfig, HandOverError
 
 LAYERS, KV_HEADS, HEAD_DIM = 2, 4, 16
 COMPRESSED = {"alpha_high": 1.0, "alpha_low": 0.5, "window": 16}
@@ -182,15 +183,40 @@ def stopped_together(model: PreTrainedModel) -> list[str]:
     return messages
 
 
+def staged(folder: Path, saved: Path) -> dict[str, dict[str, Any]]:
+    """Half of the layers in each process: text, and the contents of the layers that are here."""
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(pp_size=2))
+    ids, mask = prompts()
+    found = {}
+    for name in ("lossless", "compressed"):
+        cache = DiffKVCache(model.config, CONFIGS[name], max_bytes=10**7)
+        text = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+        rank = dist.get_rank()
+        assert [store.num_layers for store in cache.stores.stores] == [1]
+        found[name] = {"text": text, "levels": cache.levels(rank), "keys": cache.dequantize(rank)[0]}
+        cache.save_pretrained(saved / f"{name}{rank}")
+        dist.barrier()
+        try:
+            DiffKVCache.from_pretrained(saved / f"{name}{1 - rank}", model)
+        except CacheFileError as error:
+            assert "folder for each rank" in str(error), error
+        else:
+            raise AssertionError("layers of another process were loaded")
+        loaded = DiffKVCache.from_pretrained(saved / f"{name}{rank}", model)
+        assert torch.equal(loaded.levels(rank), cache.levels(rank))
+    return found
+
+
 def main() -> None:
-    model_folder, folder = map(Path, sys.argv[1:])
-    model = AutoModelForCausalLM.from_pretrained(model_folder, tp_plan="auto")
+    folder = Path(sys.argv[1])
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", tp_plan="auto")
     assert model.dtype == torch.float64
     found = {
         "generated": generated(model),
         "loaded": saved_and_loaded(model, folder / "cache"),
         "called": called(model),
         "messages": stopped_together(model),
+        "staged": staged(folder / "model", folder / "stages"),
     }
     torch.save(found, folder / f"rank{dist.get_rank()}.pt")
     dist.barrier()

@@ -1,4 +1,4 @@
-"""Two tensor-parallel processes find what one process finds, each for its own half of the heads."""
+"""Two processes find what one process finds: each for its half of the heads, or for its half of the layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Found:
     def __init__(self, model: PreTrainedModel, folder: Path) -> None:
         self.model, self.folder = model, folder
         model.save_pretrained(folder / "model")
-        torchrun(RANKS, SCRIPT, folder / "model", folder)
+        torchrun(RANKS, SCRIPT, folder)
         self.ranks = [torch.load(folder / f"rank{rank}.pt") for rank in range(RANKS)]
 
 
@@ -87,3 +87,13 @@ def test_one_rank_that_cannot_go_on_stops_all(found: Found) -> None:
         assert mine == f"tensor-parallel rank 1 of 2 failed, so this one stops too: {theirs}"
     assert all("max_bytes=1000" in message for message in starved[:4])
     assert "NaN" in starved[4]
+
+
+def test_pipeline_stages(found: Found) -> None:
+    alone = generated(found.model)
+    for name in ("lossless", "compressed"):
+        for rank, ranks in enumerate(found.ranks):
+            staged = ranks["staged"][name]
+            assert torch.equal(staged["text"], alone[name]["text"])
+            assert torch.equal(staged["levels"], alone[name]["levels"][rank])
+            torch.testing.assert_close(staged["keys"], alone[name]["keys"][rank], rtol=1e-6, atol=1e-6)
