@@ -132,6 +132,11 @@ def stopped_together(model: PreTrainedModel) -> list[str]:
     def fresh() -> DiffKVCache:
         return DiffKVCache(model.config, **COMPRESSED)
 
+    @torch.no_grad()
+    def feed(cache: DiffKVCache, count: int) -> None:
+        ones = torch.ones(2, cache.get_seq_length() + count - 120, dtype=mask.dtype)
+        model(ids[:, :count], attention_mask=torch.cat([mask, ones], 1), past_key_values=cache)
+
     def starve(cache: DiffKVCache) -> None:
         for store in cache.stores.stores if mine else ():
             store.config = tiny
@@ -146,9 +151,8 @@ def stopped_together(model: PreTrainedModel) -> list[str]:
     def step(cache: DiffKVCache) -> None:
         generate(cache)
         starve(cache)
-        with torch.no_grad():
-            for _ in range(20):
-                model(ids[:, :1], past_key_values=cache)
+        for _ in range(20):
+            feed(cache, 1)
 
     def rows(cache: DiffKVCache) -> None:
         generate(cache)
@@ -158,8 +162,7 @@ def stopped_together(model: PreTrainedModel) -> list[str]:
     def taking_back(cache: DiffKVCache) -> None:
         generate(cache)
         cache.activate_past_recording()
-        with torch.no_grad():
-            model(ids[:, :8], past_key_values=cache)
+        feed(cache, 8)
         starve(cache)
         cache.crop(0)
 
