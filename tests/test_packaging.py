@@ -15,7 +15,7 @@ import hf_diffkv
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hf_diffkv"
-OPTIONAL = ("matplotlib", "datasets", "evaluate", "gradio")
+OPTIONAL = ("matplotlib", "datasets", "evaluate", "gradio", "optimum", "playwright")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,150 @@
+"""Processes that fork: the child works on memory of its own, and the parent's cache stays as it was."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from transformers import PreTrainedModel
+
+from hf_diffkv import DiffKVCache
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+PREFIX = torch.randint(1, 128, (1, 150), generator=torch.Generator().manual_seed(3))
+QUESTIONS = [
+    torch.randint(1, 128, (1, length), generator=torch.Generator().manual_seed(length)) for length in (7, 20, 31)
+]
+
+
+def continue_text(model: PreTrainedModel, cache: DiffKVCache, question: Tensor) -> list[int]:
+    ids = torch.cat([PREFIX, question], dim=1)
+    output = model.generate(ids, past_key_values=cache, max_new_tokens=40, do_sample=False)
+    return output[0, ids.shape[1] :].tolist()
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return tiny_model("llama", "diffkv")
+
+
+@pytest.fixture
+def cache(model: PreTrainedModel) -> DiffKVCache:
+    """Holds the prefix, high, low and pruned tokens among it."""
+    cache = DiffKVCache(model.config, alpha_high=1.5, alpha_low=0.5, window=32)
+    with torch.no_grad():
+        model(PREFIX, past_key_values=cache)
+    assert all(cache.memory().tokens.values())
+    return cache
+
+
+def contents(cache: DiffKVCache) -> list[Tensor]:
+    """Every byte of the pages, levels, scores and what they decode to."""
+    layers = cache.compressed_layers()
+    found = [store.pool.pages[: store.pool.capacity].clone() for store in cache.stores.stores]
+    return found + [part for i in layers for part in (cache.levels(i), cache.significance(i), *cache.dequantize(i))]
+
+
+def in_child(work: Callable[[], list[int]]) -> list[int]:
+    """What `work` returns in a forked process."""
+    receive, send = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.write(send, bytes(work()))
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    os.close(send)
+    with os.fdopen(receive, "rb") as pipe:
+        tokens = list(pipe.read())
+    assert os.waitpid(child, 0)[1] == 0
+    return tokens
+
+
+def test_child_continues_and_the_parents_cache_stays(model: PreTrainedModel, cache: DiffKVCache) -> None:
+    expected = continue_text(model, copy.deepcopy(cache), QUESTIONS[0])
+    before = contents(cache)
+    assert in_child(lambda: continue_text(model, cache, QUESTIONS[0])) == expected
+    after = contents(cache)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    cache.check_integrity()
+    assert cache.get_seq_length() == PREFIX.shape[1]
+    assert continue_text(model, cache, QUESTIONS[0]) == expected
+
+
+def test_child_makes_a_cache_of_its_own(model: PreTrainedModel, cache: DiffKVCache) -> None:
+    fields = {"cache_implementation": "diffkv", "cache_config": {"alpha_high": 1.5, "window": 32}}
+
+    def generate() -> list[int]:
+        return model.generate(PREFIX, max_new_tokens=20, do_sample=False, **fields)[0, PREFIX.shape[1] :].tolist()
+
+    assert in_child(generate) == generate()
+
+
+class Answers(Dataset):
+    """Answers questions about one prefix, in whatever process asks for an item."""
+
+    def __init__(self, model: PreTrainedModel, cache: DiffKVCache) -> None:
+        self.model, self.cache = model, cache
+
+    def __len__(self) -> int:
+        return len(QUESTIONS)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        (fork,) = self.cache.fork(1)
+        return {"process": os.getpid(), "tokens": continue_text(self.model, fork, QUESTIONS[index])}
+
+
+def test_data_loader_workers_share_a_prefix(model: PreTrainedModel, cache: DiffKVCache) -> None:
+    answers = Answers(model, cache)
+    expected = [answers[index]["tokens"] for index in range(len(answers))]
+    before = contents(cache)
+    loader = DataLoader(answers, batch_size=None, num_workers=2, multiprocessing_context="fork")
+    items = list(loader)
+    assert [item["tokens"] for item in items] == expected
+    assert len({item["process"] for item in items} | {os.getpid()}) == 3
+    assert all(torch.equal(a, b) for a, b in zip(before, contents(cache), strict=True))
+    cache.check_integrity()
+
+
+IMPORT_IN_CHILD = """
+import os
+from transformers import AttentionInterface, GenerationMixin
+
+method = GenerationMixin._prepare_cache_for_generation
+child = os.fork()
+if child == 0:
+    import hf_diffkv
+    os._exit(0 if "diffkv" in AttentionInterface().valid_keys() else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert "diffkv" not in AttentionInterface().valid_keys()
+assert GenerationMixin._prepare_cache_for_generation is method
+import hf_diffkv
+assert "diffkv" in AttentionInterface().valid_keys()
+if os.fork() == 0:
+    hf_diffkv.unregister()
+    os._exit(0)
+os.wait()
+assert GenerationMixin._prepare_cache_for_generation is not method
+"""
+
+
+def test_importing_in_a_child_leaves_the_parent_alone() -> None:
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    result = subprocess.run(
+        [sys.executable, "-c", IMPORT_IN_CHILD], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
