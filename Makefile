@@ -14,7 +14,7 @@ DEMO_KEYS := sky tin jar hen red fox oak
 ALPHA_HIGH ?= 1
 ALPHA_LOW ?= 0
 
-.PHONY: setup test check format demo compile-kernels bench-cpu test-gpu bench-gpu train-tiny-lm clean
+.PHONY: setup test check format demo space compile-kernels bench-cpu test-gpu bench-gpu train-tiny-lm clean
 
 setup: $(READY)
 
@@ -42,6 +42,9 @@ demo: $(READY)
 	@echo "Facts in $(DEMO_PROMPT):" $$(grep -o '^@[a-z]*=[0-9]*' $(DEMO_PROMPT))
 	@OMP_NUM_THREADS=1 $(BIN)/hf-diffkv generate --prompt-file $(DEMO_PROMPT) $(foreach key,$(DEMO_KEYS),--then '?$(key)=') \
 		--max-new-tokens 5 --alpha-high $(ALPHA_HIGH) --alpha-low $(ALPHA_LOW) --output demo_output
+
+space: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python examples/space/app.py
 
 compile-kernels: $(READY)
 	$(BIN)/python -m hf_diffkv.kernel_report -j $(WORKERS) $(if $(QUICK),--quick)

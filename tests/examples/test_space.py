@@ -1,0 +1,207 @@
+"""The demo in a real browser, started by its one command, against generations made here."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from hf_diffkv import DiffKVCache, DiffKVConfig
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "space"
+TINY_LM = ROOT / "examples" / "models" / "tiny-lm"
+PROMPT = (ROOT / "examples" / "prompts" / "recall.txt").read_text().removesuffix("\n")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+NEW_TOKENS = 32
+WAIT_MS = 120_000
+NAMES = {0: "pruned", 1: "low", 2: "high", 3: "window"}
+
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (apt-get install chromium)")
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    command = [sys.executable, str(FOLDER / "app.py"), "--port", str(port)]
+    server = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        while True:
+            try:
+                urlopen(f"http://127.0.0.1:{port}", timeout=5).close()
+                break
+            except (URLError, TimeoutError):
+                assert server.poll() is None, server.stdout.read()
+                time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any, address: str) -> Iterator[Any]:
+    """The demo's page; whatever the console complains of fails the test."""
+    page = browser.new_page()
+    page.set_default_timeout(WAIT_MS)
+    complaints: list[str] = []
+    page.on("console", lambda line: complaints.append(line.text) if line.type == "error" else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto(address)
+    page.get_by_role("button", name="Generate").wait_for()
+    yield page
+    page.close()
+    assert not complaints
+
+
+def generate(page: Any, outcome: str) -> None:
+    page.get_by_role("button", name="Generate").click()
+    page.locator("#status").get_by_text(outcome).wait_for()
+
+
+def choose(page: Any, label: str, value: int) -> None:
+    page.get_by_label(label, exact=True).click()
+    page.get_by_role("option", name=str(value), exact=True).click()
+
+
+def coloured(page: Any) -> list[tuple[str, str]]:
+    """Level and text of every coloured part, from the page."""
+    parts = page.locator("#picture pre .level").evaluate_all("all => all.map(e => [e.classList[1], e.textContent])")
+    return [(level, text.replace("↵\n", "\n")) for level, text in parts]
+
+
+def expected_levels(cache: DiffKVCache, layer: int, head: int) -> list[str]:
+    return [NAMES[code] for code in cache.levels(layer)[0, head].tolist()]
+
+
+def per_character(parts: list[tuple[str, str]]) -> list[str]:
+    return [level for level, text in parts for _ in text]
+
+
+@pytest.fixture(scope="module")
+def runs() -> tuple[str, int, str, DiffKVCache]:
+    """Text and bytes of a DynamicCache, text and cache of DiffKV; alpha_low prunes some tokens."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(TINY_LM), AutoTokenizer.from_pretrained(TINY_LM)
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    texts = []
+    dense, compressed = DynamicCache(config=model.config), DiffKVCache(model.config, alpha_high=2.0, alpha_low=0.05)
+    for cache in (dense, compressed):
+        ids = model.generate(**inputs, past_key_values=cache, max_new_tokens=NEW_TOKENS, do_sample=False)
+        texts.append(tokenizer.decode(ids[0, inputs.input_ids.shape[1] :], skip_special_tokens=True))
+    dense_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in dense.layers)
+    return texts[0], dense_bytes, texts[1], compressed
+
+
+@needs_browser
+def test_page_shows_both_runs_and_every_level(page: Any, runs: tuple[str, int, str, DiffKVCache]) -> None:
+    dense_text, dense_bytes, text, cache = runs
+    assert page.locator("#prompt textarea").input_value() == PROMPT
+    page.get_by_label("number input for alpha_high").fill("2")
+    page.get_by_label("number input for alpha_low").fill("0.05")
+    page.get_by_label("number input for alpha_low").press("Tab")
+    generate(page, "Done:")
+    assert page.locator("#dense textarea").input_value() == dense_text
+    assert page.locator("#diffkv textarea").input_value() == text
+    memory = cache.memory()
+    shown = page.locator("#figures").inner_text()
+    for held in (dense_bytes, memory.bytes, memory.payload_bytes):
+        assert f"{held / 1e6:,.2f} MB ({held / dense_bytes:.1%})" in shown
+    assert len(re.findall(r"\d+\.\d tokens/s", shown)) == 2
+    assert "tokens are equal" in shown
+    page.locator("#picture pre").wait_for()
+    first = coloured(page)
+    assert "".join(text for _, text in first) == PROMPT + text[:-1]
+    assert per_character(first) == expected_levels(cache, 0, 0)
+    assert {level for level, _ in first} == set(NAMES.values())
+    for label, value, layer, head in (("layer", 3, 3, 0), ("KV head", 1, 3, 1)):
+        choose(page, label, value)
+        page.get_by_label(f"layer {layer}, KV head {head}", exact=True).wait_for()
+        assert per_character(coloured(page)) == expected_levels(cache, layer, head) != per_character(first)
+    assert "Done:" in page.locator("#status").inner_text()
+
+
+@needs_browser
+def test_bad_input_gives_a_message(page: Any) -> None:
+    prompt = page.locator("#prompt textarea")
+    prompt.fill(" \n")
+    generate(page, "The prompt is empty")
+    prompt.fill("a" * 4090)
+    generate(page, "The prompt has 4,090 tokens and 32 are to be generated, but the model takes 4,096 together")
+    prompt.fill("abc")
+    page.get_by_label("number input for alpha_low").fill("3")
+    page.get_by_label("number input for alpha_low").press("Tab")
+    generate(page, "alpha_low=3.0 is above alpha_high=1.0")
+    assert page.locator("#status [role=alert]").is_visible()
+    assert page.locator("#diffkv textarea").input_value() == ""
+    page.get_by_label("number input for alpha_low").fill("0")
+    page.get_by_label("number input for alpha_low").press("Tab")
+    generate(page, "Done: a prompt of 3 tokens")
+    assert page.locator("#diffkv textarea").input_value() == page.locator("#dense textarea").input_value() != ""
+
+
+@pytest.fixture(scope="module")
+def generation() -> Iterator[Any]:
+    sys.path.insert(0, str(FOLDER))
+    import generation
+
+    yield generation
+    sys.path.remove(str(FOLDER))
+
+
+def test_closing_a_run_stops_the_model(generation: Any) -> None:
+    generator = generation.Generator(str(TINY_LM))
+    task = generator.prepare("x" * 200, 3000)
+    cache = DiffKVCache(generator.model.config, DiffKVConfig())
+    stream = generation.stream_tokens(generator.model, task, cache)
+    next(stream)
+    stream.close()
+    assert cache.get_seq_length() < 3000
+
+
+@pytest.mark.parametrize("name", ["no/such folder", str(FOLDER)])
+def test_model_that_cannot_be_used_is_named(generation: Any, name: str) -> None:
+    with pytest.raises(generation.InputError, match=f"cannot use the model {re.escape(name)}"):
+        generation.Generator(name)
+
+
+def test_characters_of_several_tokens_appear_once(generation: Any) -> None:
+    generator = object.__new__(generation.Generator)
+
+    class Bytes:
+        def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+            return bytes(tokens).decode(errors="replace")
+
+    generator.tokenizer = Bytes()
+    assert generator._pieces(list("aé€b".encode())) == ["a", "", "é", "", "", "€", "b"]
+
+
+def test_readme_carries_the_space_metadata() -> None:
+    yaml = pytest.importorskip("yaml")
+    metadata = yaml.safe_load((FOLDER / "README.md").read_text().split("---\n")[1])
+    assert metadata["sdk"] == "gradio" and (FOLDER / metadata["app_file"]).is_file()
+    assert {"title", "emoji", "colorFrom", "colorTo", "license"} <= metadata.keys()
