@@ -122,6 +122,10 @@ def attention_of(name: str) -> str:
 
 def generate(model: PreTrainedModel, name: str, cache: Cache, tokens: Tensor, steps: int) -> Clock:
     model.set_attn_implementation(attention_of(name))
+    if name.startswith("StaticCache"):
+        # a length of its own is compiled for each length, instead of one form for all
+        torch.compiler.reset()
+        vars(model).pop("_compiled_call", None)
     clock = Clock(model.device)
     model.generate(
         tokens,

@@ -90,7 +90,7 @@ def diffkv_attention(
         if torch.compiler.is_compiling():
             return _compiled(layer, query, key, value, attention_mask, scaling, softcap, s_aux), None
         if layer.stores.capturing:
-            valid = None if attention_mask is None else attention_mask[:, 0, -1, -1:].bool()
+            valid = attention_mask[:, 0, -1, -1:].bool() if layer.stores.capturing_mask else None
             output = layer.attend_captured(query, key, value, valid, scaling, softcap, s_aux)
             return output.transpose(1, 2).contiguous(), None
         if layer.pending is None:

@@ -161,6 +161,7 @@ class DecodeStep:
 
         graph = GRAPH_TYPES[store.device.type](store.device)
         self.cache.stores.capturing = True
+        self.cache.stores.capturing_mask = "attention_mask" in buffers
         try:
             output = graph.capture(work)
         except Exception as error:  # models fail in many ways; nothing has run on the device, so the step can go on

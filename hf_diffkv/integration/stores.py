@@ -46,6 +46,8 @@ class Stores:
         self.recording = False
         # set while a decode step is being captured (graphs.py)
         self.capturing = False
+        # whether that step has a mask: kernels are compiled for either case, and a capture must not compile
+        self.capturing_mask = False
         self.pending: int | None = None
         self.broken = False
         self.order = torch.zeros(1)

@@ -21,6 +21,7 @@ from hf_diffkv.store.read import IntegrityError
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
+from triton.runtime.interpreter import GridExecutor  # noqa: E402
 
 FIELDS = {"alpha_high": 1.1, "alpha_low": 0.5, "window": 4, "page_bytes": 512}
 
@@ -225,6 +226,28 @@ def test_values_that_are_not_finite_are_reported(model, steps, monkeypatch) -> N
     monkeypatch.setattr(graphs.DecodeStep, "__call__", poison)
     with pytest.raises(ValueError, match="NaN, infinite"):
         generate(model, tokens, cache, 20)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_capture_compiles_nothing(model, steps, monkeypatch: pytest.MonkeyPatch, masked: bool) -> None:
+    """It launches kernels with the same arguments present and absent as the step from Python before it."""
+    forms: dict[bool, set] = {False: set(), True: set()}
+    launch = GridExecutor.__call__
+
+    def note(self: GridExecutor, *args: object, **kwargs: object) -> object:
+        absent = tuple(i for i, x in enumerate(args) if x is None) + tuple(k for k, x in kwargs.items() if x is None)
+        forms[RecordedGraph.current is not None].add((self.fn.__name__, absent))
+        return launch(self, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", note)
+    tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(8))
+    mask = torch.ones_like(tokens)
+    if masked:
+        mask[0, :3] = 0
+    run(model, True, tokens, 3, attention_mask=mask)
+    assert steps[0].captures == 1
+    assert {name for name, _ in forms[True]} > {"append_kernel", "attend_kernel", "move_tokens_kernel"}
+    assert forms[True] <= forms[False]
 
 
 def test_the_switch_must_be_a_bool() -> None:
