@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from families import FAMILIES, Family
+sys.path.append(str(Path(__file__).parents[1] / "integration"))  # for the tiny models
+
+from families import FAMILIES, SLIDING, Family  # noqa: E402
+from vision_families import VISION_FAMILIES  # noqa: E402
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 HEAD = """# Models
@@ -51,6 +56,11 @@ def document() -> str:
         "they run uncompressed, with a warning.\n",
         "## Full-attention layers compressed\n\nThe other layers keep Transformers' own cache.\n\n"
         + _table("kept as they are", partly, _kept),
+        "Where later layers read the keys and values of an earlier one (Gemma 3n, Gemma 4), that one layer stays "
+        "uncompressed: its readers attend to it in full.\n",
+        "## Vision-language models\n\nTheir text side is compressed, as far as the table says; the vision side keeps "
+        "its own attention. Checked with an image in every prompt (`tests/families/test_vision.py`).\n\n"
+        + _vision_table(),
         "## Nothing to compress\n\nThey generate as with `DynamicCache`, and a warning says so.\n\n"
         + _table("layers", nothing, _kept),
         "## Refused\n\n" + _table("why", refused, lambda family: REASONS[family.refused]),
@@ -63,7 +73,14 @@ def _kept(family: Family) -> str:
     return "; ".join(family.kept)
 
 
-def _table(column: str, rows: dict[str, Family], cell) -> str:
+def _vision_table() -> str:
+    lines = ["| family | text layers kept as they are |", "|---|---|"]
+    for name, family in sorted(VISION_FAMILIES.items()):
+        lines.append(f"| `{name}` | {'none' if family.compressed == (0, 1) else SLIDING} |")
+    return "\n".join(lines) + "\n"
+
+
+def _table(column: str, rows: dict[str, Family], cell: Callable[[Family], str]) -> str:
     lines = [f"| family | {column} |", "|---|---|"]
     return "\n".join([*lines, *(f"| `{name}` | {cell(family)} |" for name, family in rows.items())]) + "\n"
 
