@@ -53,7 +53,12 @@ def run(checkout: Path, model: str, baseline: bool, timeout: int, select: str) -
         if done.returncode > 1 or not results.exists():
             raise RuntimeError(f"pytest could not run {path} (status {done.returncode}):\n{done.stdout[-3000:]}")
         rows = [json.loads(line) for line in results.read_text().splitlines()]
-    return {row["test"].rpartition("::")[2]: row for row in rows}
+    found: dict[str, dict] = {}
+    for row in rows:  # one per subtest as well
+        name = row["test"].rpartition("::")[2]
+        if name not in found or found[name]["outcome"] != "failed":
+            found[name] = row
+    return found
 
 
 def compare(before: dict[str, dict], after: dict[str, dict]) -> dict[str, list[str]]:
