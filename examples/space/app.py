@@ -51,7 +51,7 @@ def build(generator: Generator, prompt: str) -> gr.Blocks:
                     low = gr.Dropdown(list(PRECISIONS), value="K4V2", label="low", info="bits of keys, values")
                 with gr.Row():
                     window = gr.Slider(1, 512, 64, step=1, label="window", info="newest, uncompressed")
-                    new_tokens = gr.Slider(1, 256, 32, step=1, label="tokens", info="generated after the prompt")
+                    new_tokens = gr.Slider(1, 256, 32, step=1, label="tokens")
                 with gr.Row():
                     start = gr.Button("Generate", variant="primary")
                     stop = gr.Button("Stop")

@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Dynami
 from transformers.generation.streamers import BaseStreamer
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, MemoryReport
-from hf_diffkv.compare import EXPECTED, Agreement
+from hf_diffkv.agreement import Agreement
+from hf_diffkv.compare import EXPECTED
 
 REFRESH_SECONDS = 0.1
 
@@ -38,10 +39,6 @@ class Side:
     tokens: list[int] = field(default_factory=list)
     arrivals: list[float] = field(default_factory=list)
     cache_bytes: int = 0
-
-    @property
-    def generated(self) -> list[list[int]]:
-        return [self.tokens]
 
     @property
     def prompt_seconds(self) -> float:
@@ -158,7 +155,7 @@ class Generator:
         compressed.cache_bytes = memory.bytes + memory.other_bytes
         pieces = task.pieces + self._pieces(compressed.tokens[:-1])
         levels = {layer_idx: cache.levels(layer_idx)[0].cpu() for layer_idx in cache.compressed_layers()}
-        agreement = Agreement.of(compressed, dense)
+        agreement = Agreement.of([compressed.tokens], [dense.tokens])
         yield dense, compressed, Result(dense, compressed, agreement, memory, pieces, len(task.pieces), levels)
 
     def _follow(self, side: Side, task: Task, cache: Any) -> Iterator[None]:
