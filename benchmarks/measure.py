@@ -42,6 +42,7 @@ def parser(description: str, name: str) -> argparse.ArgumentParser:
     made.add_argument("--quick", action="store_true", help="the most telling part of the grid")
     made.add_argument("--tiny", action="store_true", help="sizes for a CPU: whether it runs, not how fast")
     made.add_argument("--repeats", type=int, default=30, help="timed runs of each case")
+    made.add_argument("--commit", help="of this code, where it is run outside its repository")
     made.add_argument("--output", type=Path, default=FOLDER / f"{name}.jsonl", help="JSON lines are appended here")
     return made
 
@@ -54,6 +55,7 @@ class Session:
         self.repeats = args.repeats
         self.output = args.output
         self.about = environment(self.device)
+        self.about["commit"] = args.commit or self.about["commit"]
         self.rows: list[dict] = []
         self._end = time.perf_counter() + args.seconds
         self._flush: torch.Tensor | None = None

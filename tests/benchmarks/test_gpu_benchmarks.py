@@ -38,7 +38,8 @@ def run(module: ModuleType, output: Path, *more: str) -> list[dict]:
 
 def test_attention(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     module = script("attention_gpu")
-    rows = run(module, tmp_path / "attention_gpu.jsonl", "--models", "llama-3-8b")
+    rows = run(module, tmp_path / "attention_gpu.jsonl", "--models", "llama-3-8b", "--commit", "abc123")
+    assert {row["commit"] for row in rows} == {"abc123"}
     assert [row["name"] for row in rows if row["kind"] == "compressed"] == list(module.CONFIGS)
     assert all(row["error"] < 1e-4 and row["us"] > 0 and row["speed_up"] > 0 for row in rows if "speed_up" in row)
     # the same tokens take fewer bytes at fewer bits
