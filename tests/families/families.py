@@ -193,9 +193,14 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         name: (LATENT, "caches latents")
         for name in (
             "axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 dots3_note_text glm4_moe_lite glm_moe_dsa "
-            "hy_v4 kimi_linear longcat_flash minicpm3 youtu"
+            "hy_v4 kimi_linear minicpm3 youtu"
         ).split()
     },
+    # older releases count its layers, two attentions each, under a name of their own
+    "longcat_flash": (
+        {**LATENT, "num_layers": 1, "expert_ffn_hidden_size": 32, "zero_expert_num": 2},
+        "caches latents",
+    ),
     "deepseek_v4": (
         {
             **MOE,
