@@ -142,7 +142,9 @@ class DecodeStep:
             and {*stores.seen, store.seen} == {store.seen}
             and store.seen > 0
         )
-        return store if plain and ready and not torch.is_grad_enabled() else None
+        # autocast decides on dtypes where a step runs, and a graph would not see it change
+        mode = torch.is_grad_enabled() or torch.is_autocast_enabled(store.device.type)
+        return store if plain and ready and not mode else None
 
     def _reserve(self, store: Store) -> None:
         if store.room < store.seen + 1 and store.config.max_bytes is None:

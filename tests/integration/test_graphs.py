@@ -181,6 +181,15 @@ def test_what_is_not_captured_runs_from_python(model, steps, options: dict) -> N
     cache.check_integrity()
 
 
+def test_autocast_is_not_captured(model, steps) -> None:
+    tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(5))
+    cache = DiffKVCache(model.config, DiffKVConfig(**FIELDS))
+    with torch.autocast("cpu", torch.bfloat16):
+        generate(model, tokens, cache, 4)
+    assert steps and not RecordedGraph.made
+    cache.check_integrity()
+
+
 def test_a_model_that_asks_for_the_length_is_not_captured(model, steps, monkeypatch, caplog) -> None:
     tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(6))
     expected, _ = run(model, False, tokens, 5)
