@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer
 from transformers.utils import logging
 
 from .config import DiffKVConfig
@@ -128,7 +128,7 @@ def execute(job: Job) -> Run:
     peak = PeakMemory(torch.device(job.device))
     cache = _new_cache(model, job)
     streamer = _TimedStreamer(tokenizer, job)
-    set_seed(job.seed)
+    torch.manual_seed(job.seed)
     ids, generated = prompt, []
     for number, turn in enumerate(job.turns):
         if number:
