@@ -110,12 +110,11 @@ class Store:
     @property
     def bytes(self) -> int:
         """Bytes the device holds for this store; what it shares with forks counts in equal parts."""
-        own = sum(
-            [t.numel() * t.element_size() for t in self._tensors()]
-            + [recorded.bytes for recorded in self.recorded if recorded is not None]
-            + [self.padding.bytes]
-        )
-        return (self.pool.bytes + own) // (1 if self.twins is None else len(self.twins))
+        return (self.pool.bytes + self._bytes_beside_pool()) // (1 if self.twins is None else len(self.twins))
+
+    def _bytes_beside_pool(self) -> int:
+        tensors = sum(t.numel() * t.element_size() for t in self._tensors())
+        return tensors + self.padding.bytes + sum(r.bytes for r in self.recorded if r is not None)
 
     @property
     def max_bytes(self) -> int | None:
@@ -182,8 +181,7 @@ class Store:
         # what may still be added until the limit is looked at again
         growth = self.padding.bytes // 8 + self.batch_size * (REFRESH_STEPS + 1) + self.config.max_bytes // 32
         growth += self.pool.granularity
-        other = sum(t.numel() * t.element_size() for t in self._tensors()) + self.padding.bytes + growth + more
-        other += sum(recorded.bytes for recorded in self.recorded if recorded is not None)
+        other = self._bytes_beside_pool() + growth + more
         pages = (max_bytes - other) // (self.layout.page_bytes + 8)
         if pages < 1:
             raise MemoryError(
