@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_diffkv.config import Precision
-from hf_diffkv.ops.decode_attention import allocate_scratch, decode_attention
+from hf_diffkv.ops.decode_attention import allocate_scratch
 
 # query heads, KV heads, elements of a head
 MODELS = {"llama-3-8b": (32, 8, 128), "qwen2.5-7b": (28, 4, 128)}
@@ -88,22 +88,7 @@ def compressed_call(rows: Rows, query: Tensor) -> Callable[[], Tensor]:
     """Attention over `rows` with buffers that stay, as in a captured step."""
     slots = rows.window_key.shape[2]
     scratch = allocate_scratch(query, rows.table.shape[1], rows.layout, slots, rows.bounds.max_tokens)
-    return lambda: decode_attention(
-        query,
-        rows.pages,
-        rows.layout,
-        rows.table,
-        rows.high_count,
-        rows.low_count,
-        rows.window_key,
-        rows.window_value,
-        rows.window_score,
-        rows.window_start,
-        rows.length,
-        scaling=query.shape[2] ** -0.5,
-        bounds=rows.bounds,
-        scratch=scratch,
-    )
+    return lambda: rows.attend(query, scratch=scratch)
 
 
 def measure_dense(session: Session, case: dict, query: Tensor, heads: int, backends: list[str]) -> float | None:

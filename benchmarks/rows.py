@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_diffkv.config import Precision
 from hf_diffkv.memory import HIGH, LOW, PageLayout, TierLayout
+from hf_diffkv.ops.decode_attention import decode_attention
 from hf_diffkv.ops.quantize import load_tokens, store_tokens
 from hf_diffkv.ops.tiles import Bounds, build_tiles
 
@@ -44,6 +46,25 @@ class Rows:
         window = int(self.length[0] - self.window_start[0])
         raw = (high.key_dim + high.value_dim) * self.window_key.element_size() + 4
         return rows * (self.tokens[HIGH] * high.token_bytes + self.tokens[LOW] * low.token_bytes + window * raw)
+
+    def attend(self, query: Tensor, **options: Any) -> Tensor:
+        """`decode_attention` of query [batch, query_heads, dim] with its usual scaling; it adds to the scores."""
+        return decode_attention(
+            query,
+            self.pages,
+            self.layout,
+            self.table,
+            self.high_count,
+            self.low_count,
+            self.window_key,
+            self.window_value,
+            self.window_score,
+            self.window_start,
+            self.length,
+            scaling=query.shape[2] ** -0.5,
+            bounds=self.bounds,
+            **options,
+        )
 
     def dense(self, request: int, head: int) -> tuple[Tensor, Tensor]:
         """float32 keys and values [tokens, dim] of one row, as they are stored."""

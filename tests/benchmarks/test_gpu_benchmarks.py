@@ -52,7 +52,7 @@ def test_attention(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
 
 def test_a_wrong_output_is_not_timed(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = script("attention_gpu")
-    monkeypatch.setattr(module, "decode_attention", lambda query, *args, **kwargs: torch.zeros_like(query))
+    monkeypatch.setattr(module.Rows, "attend", lambda rows, query, **kwargs: torch.zeros_like(query))
     output = tmp_path / "wrong.jsonl"
     arguments = ["--device", "cpu", "--tiny", "--models", "llama-3-8b", "--configs", "K8V4", "--output", str(output)]
     session = module.main(arguments)

@@ -13,7 +13,6 @@ from hf_diffkv.config import Precision
 from hf_diffkv.memory import HIGH, LOW, FreeList, PageLayout
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.compact import compact_step
-from hf_diffkv.ops.decode_attention import decode_attention
 from hf_diffkv.ops.prefill_attention import prefill_attention
 from hf_diffkv.ops.quantize import load_tokens, store_tokens
 from hf_diffkv.ops.segments import segments
@@ -32,22 +31,7 @@ def attend(rows: Rows, query: torch.Tensor, backend: str, **options: Any) -> tup
     """Output and all scores afterwards, on a copy of the rows."""
     rows = copy.deepcopy(rows)
     with use_backend(backend):
-        output = decode_attention(
-            query,
-            rows.pages,
-            rows.layout,
-            rows.table,
-            rows.high_count,
-            rows.low_count,
-            rows.window_key,
-            rows.window_value,
-            rows.window_score,
-            rows.window_start,
-            rows.length,
-            scaling=query.shape[2] ** -0.5,
-            bounds=rows.bounds,
-            **options,
-        )
+        output = rows.attend(query, **options)
     scores = [rows.window_score]
     for tier, layout in ((HIGH, rows.layout.high), (LOW, rows.layout.low)):
         for request, head in ((0, 0), (-1, -1)):
