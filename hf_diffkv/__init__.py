@@ -1,16 +1,22 @@
 """DiffKV for Transformers: a KV cache that keeps important tokens precise, others coarse, and prunes the rest.
 
-Importing registers the attention implementation "diffkv" and `cache_implementation="diffkv"`.
+Importing registers the attention implementation "diffkv" and `cache_implementation="diffkv"`: at once where
+Transformers' models have been loaded, else as soon as they are.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .config import DiffKVConfig, Precision
-from .integration.cache import DiffKVCache
-from .integration.errors import HandOverError, UnsupportedModelError
-from .integration.registration import register, unregister
-from .integration.usage import CacheInUseError
-from .io import CacheFileError
-from .report import MemoryReport, plot_levels
-from .store.read import IntegrityError
+from .import_hook import register, unregister
+
+if TYPE_CHECKING:
+    from .integration.cache import DiffKVCache
+    from .integration.errors import HandOverError, UnsupportedModelError
+    from .integration.usage import CacheInUseError
+    from .io import CacheFileError
+    from .report import MemoryReport, plot_levels
+    from .store.read import IntegrityError
 
 __version__ = "0.1.0"
 __all__ = [
@@ -27,5 +33,30 @@ __all__ = [
     "register",
     "unregister",
 ]
+
+# loaded on first use, since they need PyTorch and Transformers
+_LAZY = {
+    "CacheFileError": "io",
+    "CacheInUseError": "integration.usage",
+    "DiffKVCache": "integration.cache",
+    "HandOverError": "integration.errors",
+    "IntegrityError": "store.read",
+    "MemoryReport": "report",
+    "UnsupportedModelError": "integration.errors",
+    "plot_levels": "report",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 register()

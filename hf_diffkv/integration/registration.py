@@ -9,18 +9,17 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import transformers.generation.configuration_utils as generation_configuration
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 
 from ..config import DiffKVConfig
+from ..import_hook import NAME, add_name, remove_name
 from .attention import diffkv_attention, diffkv_mask
 from .cache import DiffKVCache
 from .errors import UnsupportedModelError
 from .graphs import DecodeStep, GraphRequest, wants_graphs
 from .models import check_model_config
 
-NAME = "diffkv"
 _logger = logging.getLogger("hf_diffkv")
 _original: Callable | None = None
 # methods that hand captured steps to generate(), as they were
@@ -43,10 +42,9 @@ def register() -> None:
             "past_key_values=DiffKVCache(model.config) and call model.set_attn_implementation('diffkv').",
             stacklevel=3,
         )
+        remove_name()
         return
-    names = generation_configuration.ALL_CACHE_IMPLEMENTATIONS
-    if NAME not in names:
-        generation_configuration.ALL_CACHE_IMPLEMENTATIONS = type(names)([*names, NAME])
+    add_name()
     GenerationMixin._prepare_cache_for_generation = _wrap(original)
     for owner, name, wrap in (
         (GenerationMixin, "_valid_auto_compile_criteria", _wrap_criteria),
@@ -59,7 +57,7 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Leaves Transformers as it was before `import hf_diffkv`. Models left on "diffkv" must be switched back."""
+    """Undoes `register`."""
     global _original
     if _original is None:
         return
@@ -71,8 +69,7 @@ def unregister() -> None:
             setattr(owner, name, method)
     _forward_methods.clear()
     _original = None
-    names = generation_configuration.ALL_CACHE_IMPLEMENTATIONS
-    generation_configuration.ALL_CACHE_IMPLEMENTATIONS = type(names)([name for name in names if name != NAME])
+    remove_name()
     for interface in (AttentionInterface, AttentionMaskInterface):
         interface._global_mapping.pop(NAME, None)
 

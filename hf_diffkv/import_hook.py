@@ -1,0 +1,114 @@
+"""Registers "diffkv" once Transformers has loaded the modules it is registered with.
+
+`import transformers` loads neither those nor PyTorch; importing them here would make `import hf_diffkv` take seconds.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+NAME = "diffkv"
+CONFIGURATION = "transformers.generation.configuration_utils"
+GENERATION = "transformers.generation.utils"
+MODELS = "transformers.modeling_utils"
+REGISTRATION = "hf_diffkv.integration.registration"
+
+
+class _Finder(MetaPathFinder):
+    """Has `after` called with the name of each module in `awaited` when that has been loaded."""
+
+    def __init__(self, awaited: Sequence[str], after: Callable[[str], None]) -> None:
+        self.awaited = awaited
+        self.after = after
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in self.awaited:
+            return None
+        others = (finder for finder in list(sys.meta_path) if finder is not self)
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = self._then(spec.loader.exec_module)
+        return spec
+
+    def _then(self, exec_module: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+        @functools.wraps(exec_module)
+        def load(module: ModuleType) -> None:
+            exec_module(module)
+            if module.__name__ in self.awaited:
+                self.after(module.__name__)
+
+        return load
+
+
+def register() -> None:
+    """Makes "diffkv" known to Transformers, as soon as its models or `generate` are loaded; twice does nothing."""
+    if MODELS in sys.modules and GENERATION in sys.modules:
+        _register_now()
+        return
+    add_name()
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+
+
+def unregister() -> None:
+    """Leaves Transformers as it was before `import hf_diffkv`. Models left on "diffkv" must be switched back."""
+    if _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+    if REGISTRATION in sys.modules:
+        sys.modules[REGISTRATION].unregister()
+    remove_name()
+
+
+def add_name() -> None:
+    """Allows `GenerationConfig(cache_implementation="diffkv")`, where its module has been loaded."""
+    _set_name(present=True)
+
+
+def remove_name() -> None:
+    """Undoes `add_name`."""
+    _set_name(present=False)
+
+
+def _set_name(present: bool) -> None:
+    configuration = sys.modules.get(CONFIGURATION)
+    names = getattr(configuration, "ALL_CACHE_IMPLEMENTATIONS", None)
+    if names is not None and (NAME in names) != present:
+        kept = [name for name in names if name != NAME]
+        configuration.ALL_CACHE_IMPLEMENTATIONS = type(names)(kept + [NAME] * present)
+
+
+def _register_now() -> None:
+    if _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+    importlib.import_module(REGISTRATION).register()
+
+
+def _loaded(name: str) -> None:
+    if _finder not in sys.meta_path:
+        return
+    _complete.add(name)
+    if name == CONFIGURATION:
+        add_name()
+    elif name == MODELS and GENERATION not in sys.modules:
+        # comes back here
+        importlib.import_module(GENERATION)
+    elif all(_is_complete(needed) for needed in (MODELS, GENERATION)):
+        _register_now()
+
+
+def _is_complete(name: str) -> bool:
+    """False while the module is still being imported, perhaps by way of the one that has just been loaded."""
+    module = sys.modules.get(name)
+    return module is not None and (name in _complete or not getattr(module.__spec__, "_initializing", False))
+
+
+_complete: set[str] = set()
+_finder = _Finder((CONFIGURATION, GENERATION, MODELS), _loaded)
