@@ -266,6 +266,8 @@ def versions() -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = "not installed"
+    # the wheel's metadata may leave out the build, such as +cu130
+    found["torch"] = str(torch.__version__)
     if found["hf-diffkv"] == "not installed":
         from . import __version__
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import os
 
 # read when triton is first imported; on a GPU run the tests with TRITON_INTERPRET=0
@@ -13,6 +15,25 @@ import torch
 from hf_diffkv.memory import PagePool
 
 torch.set_num_threads(1)
+
+
+def _loop_bounds_of_one_element() -> None:
+    """Lets Triton 3.6 interpret `range` over loaded numbers: it holds them as arrays of shape [1], which NumPy 2.4 no
+    longer turns into an int. Later releases do the same themselves."""
+    import triton.runtime.interpreter as interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor: type, scope: interpreter._LangPatchScope) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch
+
+
+if os.environ["TRITON_INTERPRET"] == "1" and importlib.util.find_spec("triton"):
+    if importlib.metadata.version("triton").startswith("3.6."):
+        _loop_bounds_of_one_element()
 
 
 @pytest.fixture(autouse=True)
