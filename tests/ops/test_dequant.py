@@ -59,29 +59,33 @@ def emulate(assembly, outputs, word):
     return np.concatenate([halves(registers[f"${i}"]) for i in range(outputs)]).astype(np.float64)
 
 
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("bits", BITS)
-def test_assembly_unpacks_every_byte(bits, exact):
-    planes = 8 // bits
-    constraints = dequant.constraints(bits).split(",")
+def plane_choices(bits):
+    """What `unpack` asks for: every plane alone for keys, all at once for values."""
+    return [(False, (plane,)) for plane in range(8 // bits)] + [(True, tuple(range(8 // bits)))]
+
+
+@pytest.mark.parametrize(
+    ("bits", "exact", "planes"), [(bits, *choice) for bits in BITS for choice in plane_choices(bits)]
+)
+def test_assembly_unpacks_every_byte(bits, exact, planes):
+    constraints = dequant.constraints(len(planes)).split(",")
     outputs = sum("=" in c for c in constraints)
-    assert outputs == 2 * planes and len(constraints) == outputs + 1
-    assembly = dequant.assembly(bits, exact)
-    bias = np.array([0.0 if exact else 1024.0 / 2 ** (bits * plane) for plane in range(planes)])
+    assert outputs == 2 * len(planes) and len(constraints) == outputs + 1
+    assembly = dequant.assembly(bits, exact, planes)
+    bias = np.array([0.0 if exact else 1024.0 / 2 ** (bits * plane) for plane in planes])
     rng = np.random.default_rng(0)
     for packed in np.stack([rng.permutation(256) for _ in range(4)], 1).astype(np.uint8):
         word = int.from_bytes(packed.tobytes(), "little")
-        codes = np.stack([packed >> (bits * plane) & (2**bits - 1) for plane in range(planes)]).astype(np.float64)
-        np.testing.assert_array_equal(emulate(assembly, outputs, word).reshape(planes, 4), codes + bias[:, None])
+        codes = np.stack([packed >> (bits * plane) & (2**bits - 1) for plane in planes]).astype(np.float64)
+        np.testing.assert_array_equal(emulate(assembly, outputs, word).reshape(-1, 4), codes + bias[:, None])
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_the_assembly_never_reads_its_input_after_an_output_that_may_share_its_register(bits):
-    outputs = 2 * (8 // bits)
-    shared = [i for i, c in enumerate(dequant.constraints(bits).split(",")[:-1]) if c == "=r"]
-    for exact in (False, True):
-        statements = [s.strip() for s in dequant.assembly(bits, exact).strip("{}").split(";")]
-        last_read = max(i for i, s in enumerate(statements) if f"${outputs}," in s)
+    for exact, planes in plane_choices(bits):
+        shared = [i for i, c in enumerate(dequant.constraints(len(planes)).split(",")[:-1]) if c == "=r"]
+        statements = [s.strip() for s in dequant.assembly(bits, exact, planes).strip("{}").split(";")]
+        last_read = max(i for i, s in enumerate(statements) if f"${2 * len(planes)}," in s)
         for output in shared:
             first_write = min(i for i, s in enumerate(statements) if f" ${output}," in s)
             assert first_write >= last_read
@@ -89,9 +93,9 @@ def test_the_assembly_never_reads_its_input_after_an_output_that_may_share_its_r
 
 @pytest.mark.parametrize("bits", BITS)
 def test_code_bias_is_what_the_inexact_assembly_adds(bits):
-    zero = emulate(dequant.assembly(bits, False), 2 * (8 // bits), 0).reshape(-1, 4)
     for plane in range(8 // bits):
-        assert (zero[plane] == dequant.code_bias(bits, plane, dequant.PTX)).all()
+        zero = emulate(dequant.assembly(bits, False, (plane,)), 2, 0)
+        assert (zero == dequant.code_bias(bits, plane, dequant.PTX)).all()
         assert dequant.code_bias(bits, plane, dequant.PORTABLE) == 0.0
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .rows import STEP, columns, join_totals, row_counts, softmax_step
+from .rows import STEP, columns, join_totals, row_counts, softmax_step, store_logits
 from .tier_math import (
     add_raw_values,
     add_tier_values,
@@ -24,6 +24,7 @@ from .tier_math import (
     load_rows,
     no_zeros,
     padded,
+    page_offset,
     quarter,
     quarter_count,
     query_parts,
@@ -58,12 +59,12 @@ def attend_tier(state, query_row, heads, pages, table, logits, peaks, first, las
         stored = tl.minimum(token, count - 1)
         page = tl.load(table + DIRECTION * (stored // TIER.capacity))
         slot = stored % TIER.capacity
-        base = pages + page.to(tl.int64) * TIER.page_bytes
+        base = pages + page_offset(page, TIER.page_bytes, MODE)
         products = tier_products(base, slot, query, sums, biases, TIER, ELEMENT, OPERAND, RAW, MODE)
         peak, weight_sums, decay, weights, shifted = softmax_step(
             peak, weight_sums, products, present, logit_scale, cap
         )
-        tl.store(logits + token[:, None] * COLUMNS + heads[None, :], shifted, mask=real[None, :] & present[:, None])
+        store_logits(logits, token, heads, shifted, present, GROUP)
         tl.store(peaks + block * COLUMNS + heads, peak, mask=real)
         acc, zeros = add_tier_values(acc, zeros, base, slot, weights, decay, TIER, ELEMENT, OPERAND, RAW, MODE)
     return peak, join_totals(old_peak, total, peak, weight_sums), add_zeros(acc, zeros, TIER)
@@ -91,7 +92,7 @@ def attend_window(state, query_row, heads, keys, values, logits, peaks, first, l
         peak, weight_sums, decay, weights, shifted = softmax_step(
             peak, weight_sums, products, present, logit_scale, cap
         )
-        tl.store(logits + token[:, None] * COLUMNS + heads[None, :], shifted, mask=real[None, :] & present[:, None])
+        store_logits(logits, token, heads, shifted, present, GROUP)
         tl.store(peaks + start // STEP * COLUMNS + heads, peak, mask=real)
         acc = add_raw_values(acc, values + slot * VALUE_DIM, weights, decay, VALUE_DIM, RAW)
     return peak, join_totals(old_peak, total, peak, weight_sums), acc

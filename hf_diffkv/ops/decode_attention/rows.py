@@ -54,3 +54,12 @@ def row_counts(high_count, low_count, window_start, length, valid, row, batch, s
     window = tl.where(active, tl.minimum(tl.maximum(end - start, 0).to(tl.int32), slots), 0)
     first_slot = ((end - window) % slots).to(tl.int32)
     return high, low, window, first_slot
+
+
+@triton.jit
+def store_logits(logits, token, heads, shifted, present, GROUP: tl.constexpr):
+    """Stores logits [tokens, HEADS] of the tokens [tokens] that are present."""
+    COLUMNS: tl.constexpr = columns(GROUP)
+    # Pairs of heads are what a thread holds after a matrix product: wider stores would cost a change of layout.
+    pointer = tl.max_contiguous(logits + token[:, None] * COLUMNS + heads[None, :], (1, 2))
+    tl.store(pointer, shifted, mask=(heads < COLUMNS)[None, :] & present[:, None])
