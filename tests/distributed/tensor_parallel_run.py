@@ -1,6 +1,7 @@
 """What each process does in `test_tensor_parallel.py`; started by torchrun, or called for one process.
 
-Argument: a folder with the folder `model`, which also takes what the ranks find.
+Arguments: folders with a folder `model` each, which also take what the ranks find. The same processes run all models in
+turn, so that what one of them leaves behind shows in the next.
 """
 
 from __future__ import annotations
@@ -53,13 +54,19 @@ def contents(cache: DiffKVCache) -> dict[str, Any]:
     }
 
 
-def generated(model: PreTrainedModel, **options: Any) -> dict[str, dict[str, Any]]:
+def dense(model: PreTrainedModel) -> torch.Tensor:
+    """The text that an uncompressed cache gives."""
+    ids, mask = prompts()
+    return model.generate(ids, attention_mask=mask, **GREEDY)
+
+
+def generated(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
     """Text and contents for every configuration."""
     ids, mask = prompts()
     found = {}
     for name, config in CONFIGS.items():
         cache = DiffKVCache(model.config, config)
-        text = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY, **options)
+        text = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
         found[name] = {"text": text, **contents(cache)}
     return found
 
@@ -77,7 +84,7 @@ def saved_and_loaded(model: PreTrainedModel, folder: Path) -> torch.Tensor:
     return model.generate(text, attention_mask=mask, past_key_values=loaded, **GREEDY)
 
 
-def called(model: PreTrainedModel, **thresholds: Any) -> dict[str, Any]:
+def called(model: PreTrainedModel) -> dict[str, Any]:
     """The model called by hand, with per-head thresholds, which need `attach`."""
     ids, _ = prompts()
     model.set_attn_implementation("diffkv")
@@ -211,17 +218,18 @@ def staged(folder: Path, saved: Path) -> dict[str, dict[str, Any]]:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", tp_plan="auto")
-    assert model.dtype == torch.float64
-    found = {
-        "generated": generated(model),
-        "loaded": saved_and_loaded(model, folder / "cache"),
-        "called": called(model),
-        "messages": stopped_together(model),
-        "staged": staged(folder / "model", folder / "stages"),
-    }
-    torch.save(found, folder / f"rank{dist.get_rank()}.pt")
+    for folder in map(Path, sys.argv[1:]):
+        model = AutoModelForCausalLM.from_pretrained(folder / "model", tp_plan="auto")
+        assert model.dtype == torch.float64
+        found = {
+            "dense": dense(model),
+            "generated": generated(model),
+            "loaded": saved_and_loaded(model, folder / "cache"),
+            "called": called(model),
+            "messages": stopped_together(model),
+            "staged": staged(folder / "model", folder / "stages"),
+        }
+        torch.save(found, folder / f"rank{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
