@@ -1,6 +1,7 @@
 """A demo in the browser: DiffKV beside an uncompressed cache, and the level of every token.
 
-Run it with `python examples/space/app.py`; `--help` lists the options.
+Run it with `python examples/space/app.py`; `--help` lists the options. Gradio's variables choose where it listens, as
+`GRADIO_SERVER_PORT` does.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +71,18 @@ def build(generator: Generator, prompt: str) -> gr.Blocks:
         picture = gr.HTML(coloured_text(None, 0, 0), elem_id="picture")
         result = gr.State(None)
 
-        def generate(layer_idx: int, head_idx: int, text: str, new_tokens: int, *values: Any) -> Iterator[dict]:
+        # by browser session, while it waits or generates; Gradio's own way to cancel shows an error now and then
+        stops: dict[str, threading.Event] = {}
+
+        def wait(request: gr.Request) -> str:
+            stops.setdefault(request.session_hash, threading.Event())
+            return message("Waiting for the model ...")
+
+        def generate(
+            request: gr.Request, layer_idx: int, head_idx: int, text: str, new_tokens: int, *values: Any
+        ) -> Iterator[dict]:
             alpha_high, alpha_low, high, low, window = values
+            stopped = stops.setdefault(request.session_hash, threading.Event())
             try:
                 task = generator.prepare(
                     text,
@@ -88,13 +101,18 @@ def build(generator: Generator, prompt: str) -> gr.Blocks:
                     table: "",
                 }
                 found: Result | None = None
-                for dense, compressed, found in generator.run(task):  # noqa: B007
-                    running = "DiffKV" if compressed.arrivals else "DynamicCache"
-                    yield {
-                        status: message(f"{running} is generating ..."),
-                        dense_text: dense.text,
-                        diffkv_text: compressed.text,
-                    }
+                with closing(generator.run(task)) as steps:
+                    while found is None and not stopped.is_set():
+                        dense, compressed, found = next(steps)
+                        running = "DiffKV" if compressed.arrivals else "DynamicCache"
+                        yield {
+                            status: message(f"{running} is generating ..."),
+                            dense_text: dense.text,
+                            diffkv_text: compressed.text,
+                        }
+                if found is None:
+                    yield {status: message("Stopped.")}
+                    return
                 yield {
                     status: message(f"Done: a prompt of {tokens}, {len(found.compressed.tokens)} generated."),
                     table: figures(found),
@@ -103,15 +121,21 @@ def build(generator: Generator, prompt: str) -> gr.Blocks:
                 }
             except InputError as error:
                 yield {status: message(str(error), error=True)}
+            finally:
+                stops.pop(request.session_hash, None)
+
+        def stop_generating(request: gr.Request) -> None:
+            if request.session_hash in stops:
+                stops[request.session_hash].set()
 
         settings = [alpha_high, alpha_low, high, low, window]
-        run = start.click(
+        start.click(wait, None, status, queue=False, show_progress="hidden").then(
             generate,
             [layer, head, text, new_tokens, *settings],
             [status, dense_text, diffkv_text, table, result, picture],
             show_progress="hidden",
         )
-        stop.click(lambda: message("Stopped."), None, status, cancels=[run])
+        stop.click(stop_generating, None, None, queue=False)
         for choice in (layer, head):
             choice.change(coloured_text, [result, layer, head], picture, show_progress="hidden")
     return page
@@ -122,7 +146,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     model = os.environ.get("MODEL", str(BUNDLED_MODEL))
     parser.add_argument("--model", default=model, help="Hub id or folder (default: $MODEL, or the bundled tiny-lm)")
-    parser.add_argument("--port", type=int, help="of the web server (default: the first free one from 7860)")
     options = parser.parse_args()
     try:
         generator = Generator(options.model)
@@ -131,7 +154,7 @@ def main() -> int:
         return 2
     prompt = PROMPT.read_text(encoding="utf-8").removesuffix("\n") if PROMPT.is_file() else ""
     theme = gr.themes.Soft(**FONTS)
-    build(generator, prompt).launch(server_port=options.port, theme=theme, css=CSS, footer_links=[])
+    build(generator, prompt).launch(theme=theme, css=CSS, footer_links=[])
     return 0
 
 

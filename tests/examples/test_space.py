@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -34,12 +38,22 @@ needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not ins
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
+    """Served by `make space`, with the Python that runs the tests in place of a virtual environment to set up."""
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
-    command = [sys.executable, str(FOLDER / "app.py"), "--port", str(port)]
-    server = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    server = subprocess.Popen(
+        ["make", "space", "READY=", f"BIN={Path(sys.executable).parent}"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path, "GRADIO_SERVER_PORT": str(port)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     try:
         while True:
             try:
@@ -50,8 +64,9 @@ def address() -> Iterator[str]:
                 time.sleep(0.2)
         yield f"http://127.0.0.1:{port}"
     finally:
-        server.terminate()
-        server.wait()
+        if server.poll() is None:
+            os.killpg(server.pid, signal.SIGTERM)
+            server.wait()
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +79,8 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
-@pytest.fixture
-def page(browser: Any, address: str) -> Iterator[Any]:
+@contextmanager
+def opened(browser: Any, address: str) -> Iterator[Any]:
     """The demo's page; whatever the console complains of fails the test."""
     page = browser.new_page()
     page.set_default_timeout(WAIT_MS)
@@ -79,9 +94,26 @@ def page(browser: Any, address: str) -> Iterator[Any]:
     assert not complaints
 
 
+@pytest.fixture
+def page(browser: Any, address: str) -> Iterator[Any]:
+    with opened(browser, address) as page:
+        yield page
+
+
 def generate(page: Any, outcome: str) -> None:
     page.get_by_role("button", name="Generate").click()
     page.locator("#status").get_by_text(outcome).wait_for()
+
+
+def prune(page: Any) -> None:
+    """The thresholds of `runs`."""
+    page.get_by_label("number input for alpha_high").fill("2")
+    page.get_by_label("number input for alpha_low").fill("0.05")
+    page.get_by_label("number input for alpha_low").press("Tab")
+
+
+def written(page: Any) -> dict[str, str]:
+    return {name: page.locator(f"#{name} textarea").input_value() for name in ("dense", "diffkv")}
 
 
 def choose(page: Any, label: str, value: int) -> None:
@@ -117,16 +149,20 @@ def runs() -> tuple[str, int, str, DiffKVCache]:
     return texts[0], dense_bytes, texts[1], compressed
 
 
+def test_make_space_serves_the_page(address: str) -> None:
+    with urlopen(f"{address}/config", timeout=60) as answer:
+        config = json.load(answer)
+    labels = {component["props"].get("label") for component in config["components"]}
+    assert config["title"] == "DiffKV" and {"DynamicCache wrote", "DiffKV wrote"} <= labels
+
+
 @needs_browser
 def test_page_shows_both_runs_and_every_level(page: Any, runs: tuple[str, int, str, DiffKVCache]) -> None:
     dense_text, dense_bytes, text, cache = runs
     assert page.locator("#prompt textarea").input_value() == PROMPT
-    page.get_by_label("number input for alpha_high").fill("2")
-    page.get_by_label("number input for alpha_low").fill("0.05")
-    page.get_by_label("number input for alpha_low").press("Tab")
+    prune(page)
     generate(page, "Done:")
-    assert page.locator("#dense textarea").input_value() == dense_text
-    assert page.locator("#diffkv textarea").input_value() == text
+    assert written(page) == {"dense": dense_text, "diffkv": text}
     memory = cache.memory()
     shown = page.locator("#figures").inner_text()
     for held in (dense_bytes, memory.bytes, memory.payload_bytes):
@@ -143,6 +179,91 @@ def test_page_shows_both_runs_and_every_level(page: Any, runs: tuple[str, int, s
         page.get_by_label(f"layer {layer}, KV head {head}", exact=True).wait_for()
         assert per_character(coloured(page)) == expected_levels(cache, layer, head) != per_character(first)
     assert "Done:" in page.locator("#status").inner_text()
+
+
+@pytest.fixture(scope="module")
+def generation() -> Iterator[Any]:
+    sys.path.insert(0, str(FOLDER))
+    import generation
+
+    yield generation
+    sys.path.remove(str(FOLDER))
+
+
+class Gate:
+    """Lets the forwards of a model pass one by one, or all.
+
+    Attributes:
+        passed: how many have passed.
+        thread: that of the newest.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.passed, self.thread = 0, threading.current_thread()
+        self._permits = threading.Semaphore(0)
+        self._is_open = threading.Event()
+        model.register_forward_pre_hook(self._wait)
+
+    def _wait(self, *args: Any) -> None:
+        self.thread = threading.current_thread()
+        if not self._is_open.is_set():
+            self._permits.acquire()
+        self.passed += 1
+
+    def let_pass(self, count: int) -> None:
+        self._permits.release(count)
+
+    def open(self) -> None:
+        self._is_open.set()
+        self._permits.release(10_000)
+
+
+@pytest.fixture
+def gated(generation: Any) -> Iterator[tuple[str, Gate]]:
+    """The address of a demo in this process, and the gate before its model."""
+    from app import build
+
+    generator = generation.Generator(str(TINY_LM))
+    gate = Gate(generator.model)
+    page = build(generator, PROMPT)
+    try:
+        yield page.launch(prevent_thread_lock=True, quiet=True)[1], gate
+    finally:
+        gate.open()
+        page.close()
+
+
+@needs_browser
+@pytest.mark.parametrize("stopped", ["dense", "diffkv"])
+def test_stop(browser: Any, gated: tuple[str, Gate], stopped: str, runs: tuple[str, int, str, DiffKVCache]) -> None:
+    """Partial texts stay, nothing is computed any more, and the next run is right."""
+    address, gate = gated
+    expected = {"dense": runs[0], "diffkv": runs[2]}
+    with opened(browser, address) as page:
+        prune(page)
+        gate.let_pass(10 if stopped == "dense" else NEW_TOKENS + 10)
+        page.get_by_role("button", name="Generate").click()
+        running = "DynamicCache" if stopped == "dense" else "DiffKV"
+        page.locator("#status").get_by_text(f"{running} is generating").wait_for()
+        page.get_by_role("button", name="Stop").click()
+        # steps in which Stop is noticed, far fewer than the text has left
+        while gate.thread.is_alive():
+            page.wait_for_timeout(300)
+            gate.let_pass(1)
+        stopped_at = gate.passed
+        assert stopped_at < (NEW_TOKENS if stopped == "dense" else 2 * NEW_TOKENS)
+        page.locator("#status").get_by_text("Stopped.").wait_for()
+        partial = written(page)
+        assert partial[stopped] and expected[stopped].startswith(partial[stopped])
+        assert partial[stopped] != expected[stopped]
+        assert partial["dense"] == expected["dense"] if stopped == "diffkv" else partial["diffkv"] == ""
+        gate.open()
+        choose(page, "KV head", 1)
+        assert gate.passed == stopped_at and written(page) == partial
+        assert page.locator("#status").inner_text() == "Stopped."
+        generate(page, "Done:")
+        assert written(page) == expected
+        assert gate.passed == stopped_at + 2 * NEW_TOKENS
 
 
 @needs_browser
@@ -162,15 +283,6 @@ def test_bad_input_gives_a_message(page: Any) -> None:
     page.get_by_label("number input for alpha_low").press("Tab")
     generate(page, "Done: a prompt of 3 tokens")
     assert page.locator("#diffkv textarea").input_value() == page.locator("#dense textarea").input_value() != ""
-
-
-@pytest.fixture(scope="module")
-def generation() -> Iterator[Any]:
-    sys.path.insert(0, str(FOLDER))
-    import generation
-
-    yield generation
-    sys.path.remove(str(FOLDER))
 
 
 def test_closing_a_run_stops_the_model(generation: Any) -> None:
