@@ -193,6 +193,10 @@ class DiffKVCache(Cache):
         for layer in self.layers:
             if hasattr(layer, "record_past"):
                 layer.record_past = False
+            if isinstance(layer, DynamicLayer):
+                # up to Transformers 5.17 these keep their old keys, as zeros in front of the new ones
+                layer.keys = layer.values = None
+                layer.is_initialized = False
         self.stores.clear()
         self.usage.clear()
 

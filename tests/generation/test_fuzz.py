@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import Run
+from runs import SLIDING_LAYERS_RECORD, Run
 from tiny_models import PAD, VOCABULARY, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -114,6 +114,8 @@ class Fuzz:
         run.select([self.random.randrange(batch) for _ in range(self.random.randint(1, 4))])
 
     def record(self, run: Run) -> None:
+        if self.model.config.model_type == "gemma2" and not SLIDING_LAYERS_RECORD:
+            return
         run.cache.activate_past_recording()
         if self.recording[id(run)] is None:
             self.recording[id(run)] = 0

@@ -82,7 +82,8 @@ def test_an_exception_in_a_stopping_criterion(error: type[BaseException], option
             **options,
         )
     cache.check_integrity()
-    assert cache.get_seq_length() >= 56
+    # Transformers 5.17 also asks the criterion about every draft
+    assert cache.get_seq_length() >= (52 if "prompt_lookup_num_tokens" in options else 56)
     if not options:  # no forward was under way, so the cache goes on
         run = Run(model, cache, batch)
         run.ids, run.mask = calls[-1][:, :-1], torch.cat([mask, torch.ones(batch, 6, dtype=mask.dtype)], 1)

@@ -101,6 +101,7 @@ def test_sizes() -> None:
     assert memory.other_bytes > 0 and memory.bytes > memory.payload_bytes > 0
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_reset_and_reuse(name: str) -> None:
     model = model_of(name)

@@ -50,6 +50,7 @@ def decode_names():
 @pytest.fixture(scope="module")
 def results(decode_names, tmp_path_factory):
     names = decode_names + names_of("prefill_attention", lambda variant: "d128" in variant.name)
+    names += [f"flash_forward-bf16-d128-padding-mask-{target}" for target in ("sm_80", "sm_90")]
     names += ["store_tokens-K8V4-g11-d128", "store_tokens-K4V2-g11-d128", "move_tokens-K8V4-K4V2-d128"]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))

@@ -40,7 +40,7 @@ COLUMN_TILES = {
     "gfx942": {64: Tile(64, 128, 4, 1), 128: Tile(64, 128, 4, 1), 256: Tile(64, 64, 4, 1)},
 }
 # reading a mask takes many registers
-MASKED_TILES = {64: Tile(64, 64, 8, 2), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 8, 2)}
+MASKED_TILES = {64: Tile(64, 64, 8, 2), 128: Tile(64, 32, 8, 2), 256: Tile(32, 32, 8, 2)}
 # float32 dots have no matrix instructions and keep their operands in registers
 FLOAT32_TILES = {64: Tile(32, 16, 4, 1), 128: Tile(32, 16, 8, 1), 256: Tile(16, 16, 4, 1)}
 
