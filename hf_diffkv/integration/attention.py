@@ -15,9 +15,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from .compiled import attend
 from .dense import dense_attention
 from .errors import HandOverError
-from .layer import TAG, DiffKVLayer
+from .layer import DEFERRED, TAG, DiffKVLayer
+from .masks import PADDING, split_mask
 
-PADDING = "_diffkv_padding"
 # arguments models pass along that do not change attention
 HARMLESS = {
     "cache",
@@ -88,42 +88,26 @@ def diffkv_attention(
         if is_causal is False:
             raise HandOverError(f"{type(module).__name__} attends in both directions; it cannot use DiffKVCache.")
         if torch.compiler.is_compiling():
-            return _compiled(layer, query, key, value, attention_mask, scaling, softcap, s_aux), None
-        if layer.stores.capturing:
-            valid = attention_mask[:, 0, -1, -1:].bool() if layer.stores.capturing_mask else None
-            output = layer.attend_captured(query, key, value, valid, scaling, softcap, s_aux)
+            # the operator takes the tokens up when it runs
+            layer.stores.pending = None
+            place = (layer.stores.order, layer.handle)
+            output = attend(query, key, value, attention_mask, s_aux, *place, scaling, softcap)
             return output.transpose(1, 2).contiguous(), None
+        if layer.stores.capturing:
+            output = layer.attend_captured(query, key, value, attention_mask, scaling, softcap, s_aux)
+            return output.transpose(1, 2).contiguous(), None
+        if getattr(key, DEFERRED, False):
+            # a graph broke between `update` and here
+            layer.stores.pending = None
+            layer.update(key, value)
         if layer.pending is None:
             raise HandOverError(
                 f"{type(module).__name__} reads keys and values of a layer that were stored already; models that "
                 "share them between layers cannot use DiffKVCache here."
             )
-        shown, valid, mask = _split_mask(attention_mask, layer, key.shape[2])
+        shown, valid, mask = split_mask(attention_mask, layer, key.shape[2])
         output = layer.attend(query, valid, mask, scaling, softcap, s_aux, shown)
     return output.transpose(1, 2).contiguous(), None
-
-
-def _compiled(
-    layer: DiffKVLayer,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """The same inside a compiled graph, for one new token per request (a prompt runs uncompiled)."""
-    tokens = key.shape[2]
-    if tokens != 1:
-        raise HandOverError(
-            "only decode steps of one token can be compiled with DiffKVCache; run the prompt uncompiled."
-        )
-    visible = None
-    if mask is not None:
-        visible = (mask if mask.ndim == 2 else mask[:, 0, -1]).bool()
-    output = attend(query, key, value, visible, sinks, layer.stores.order, layer.handle, scaling, softcap)
-    return output.transpose(1, 2).contiguous()
 
 
 def diffkv_mask(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -156,47 +140,3 @@ def _no_padding(padding: Tensor | None, queries: int) -> bool:
         return True
     # a look at the device, worth it only where it saves a mask of queries x keys
     return queries > 1 and not torch.compiler.is_compiling() and bool(padding.all())
-
-
-def _split_mask(
-    mask: Tensor | None, layer: DiffKVLayer, tokens: int
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """What a mask says, each part None where it says nothing.
-
-    Returns:
-        Visibility of the tokens seen before, bool [batch, past]; of the new ones, bool [batch, tokens]; and the mask
-        among the new ones where it is not plainly causal, bool [batch, 1, tokens, tokens].
-    """
-    if mask is None:
-        return None, None, None
-    if mask.shape[-1] != layer.seen:
-        raise HandOverError(
-            f"the attention mask covers {mask.shape[-1]} keys but the cache has seen {layer.seen}; pass a mask for "
-            "all tokens, past ones included."
-        )
-    past = layer.seen - tokens
-    padding = getattr(mask, PADDING, None)
-    if padding is None and mask.ndim == 2:
-        padding = mask.bool()
-    if padding is not None:
-        return padding[:, :past], padding[:, past:], None
-    mask = _as_bool(mask)
-    if mask.shape[1] != 1:
-        raise HandOverError("'diffkv' attention cannot use a mask that differs between heads.")
-    mask = mask.expand(layer.store.batch_size, -1, -1, -1)
-    last = mask[:, 0, -1]
-    if tokens > 1 and not bool((mask[..., :past] == last[:, None, None, :past]).all()):
-        raise HandOverError(
-            "this attention mask hides some past tokens from some of the new ones only; once compressed, a past token "
-            "can only be attended by all that follow or, from some forward on, by none."
-        )
-    return last[:, :past], last[:, past:], mask[..., past:]
-
-
-def _as_bool(mask: Tensor) -> Tensor:
-    if mask.dtype == torch.bool:
-        return mask
-    lowest = torch.finfo(mask.dtype).min / 2
-    if not bool(((mask == 0) | (mask < lowest)).all()):
-        raise HandOverError("'diffkv' attention cannot add a bias to the logits; the mask may only allow or forbid.")
-    return mask == 0

@@ -1,7 +1,8 @@
-"""The whole of a layer's attention as one opaque operator, so that a decode forward compiles into one graph.
+"""The whole of a layer's attention as one opaque operator, so that a forward compiles into one graph.
 
-Inside a compiled graph a layer is named by an integer. The operator declares that it mutates a tensor all layers share,
-which keeps it from being reordered or dropped; the compiler may pass a copy of that tensor, so it holds no data.
+Inside a compiled graph a layer is named by a number. It comes as a tensor, so that a graph serves every cache whose
+layers have the same shapes. The operator declares that it mutates a tensor all layers share, which keeps it from being
+reordered or dropped; the compiler may pass copies of both tensors.
 """
 
 from __future__ import annotations
@@ -13,44 +14,49 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .masks import split_mask
+
 if TYPE_CHECKING:
     from .layer import DiffKVLayer
 
-_handles = itertools.count(1)
+_numbers = itertools.count(1)
 _layers: weakref.WeakValueDictionary[int, DiffKVLayer] = weakref.WeakValueDictionary()
+# what the operator does on the host must not be lost in a graph that the compiler captures (older releases: no tag)
+_TAGS = [tag for tag in [getattr(torch.Tag, "cudagraph_unsafe", None)] if tag is not None]
 
 
-def new_handle(layer: DiffKVLayer) -> int:
-    """A number under which compiled graphs find `layer` while it lives."""
-    handle = next(_handles)
-    _layers[handle] = layer
-    return handle
+def new_handle(layer: DiffKVLayer) -> Tensor:
+    """int64 [1] on the CPU: a number under which compiled graphs find `layer` while it lives."""
+    number = next(_numbers)
+    _layers[number] = layer
+    return torch.tensor([number])
 
 
-@torch.library.custom_op("hf_diffkv::attend", mutates_args=("order",))
+@torch.library.custom_op("hf_diffkv::attend", mutates_args=("order",), tags=_TAGS)
 def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    visible: Tensor | None,
+    mask: Tensor | None,
     sinks: Tensor | None,
     order: Tensor,
-    handle: int,
+    handle: Tensor,
     scaling: float,
     softcap: float | None,
 ) -> Tensor:
-    """`DiffKVLayer.update` and `attend` in one. Shapes as there.
+    """`DiffKVLayer.update` and `attend` in one; within a captured step `attend_captured`. Shapes as there.
 
     Args:
-        visible: bool [batch, past + tokens], what is not padding or hidden; None where nothing is.
+        mask: as the attention function gets it.
         order: shared by the layers of a cache, never read.
         handle: from `new_handle`.
     """
-    layer = _layers[handle]
+    layer = _layers[int(handle)]
+    if layer.stores.capturing:
+        return layer.attend_captured(query, key, value, mask, scaling, softcap, sinks).contiguous()
     layer.update(key, value)
-    past = layer.seen - key.shape[2]
-    shown, valid = (None, None) if visible is None else (visible[:, :past], visible[:, past:])
-    return layer.attend(query, valid, None, scaling, softcap, sinks, shown).contiguous()
+    shown, valid, among = split_mask(mask, layer, key.shape[2])
+    return layer.attend(query, valid, among, scaling, softcap, sinks, shown).contiguous()
 
 
 @attend.register_fake
@@ -58,10 +64,10 @@ def _(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    visible: Tensor | None,
+    mask: Tensor | None,
     sinks: Tensor | None,
     order: Tensor,
-    handle: int,
+    handle: Tensor,
     scaling: float,
     softcap: float | None,
 ) -> Tensor:

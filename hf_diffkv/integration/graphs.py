@@ -16,6 +16,8 @@ from torch import Tensor
 from transformers.generation.configuration_utils import CompileConfig
 
 from ..ops.backend import use_kernels
+from .errors import NotCapturableError
+from .forward import compiled_forward, not_compiled
 from .layer import DiffKVLayer
 
 if TYPE_CHECKING:
@@ -55,12 +57,10 @@ class GraphRequest(CompileConfig):
         self.step = step
 
 
-def wants_graphs(model: Any, cache: DiffKVCache, generation_config: Any) -> bool:
-    """Whether `generate()` shall replay captured steps: not where the user compiles the model or forbids it."""
+def wants_graphs(model: Any, cache: DiffKVCache) -> bool:
+    """Whether `generate()` shall replay captured steps."""
     return (
         cache.config.cuda_graphs
-        and not generation_config.disable_compile
-        and generation_config.compile_config is None
         and model.device.type in GRAPH_TYPES
         and cache.stores.tensor_parallel.size == 1
         and len(set(getattr(model, "hf_device_map", {}).values())) <= 1
@@ -75,13 +75,30 @@ class DecodeStep:
         model: called as it is for whatever is not a plain decode step.
         cache: the cache of the call.
         max_tokens: length at which generation stops, for which room is made ahead.
+        compile_config: with which the forward that is captured is compiled; None leaves it as it is.
+        get_compiled_call: Transformers' method of that name.
 
     Attributes:
         captures, replays: how often each happened.
+        compiled: whether the forward that is captured is compiled.
+
+    Raises:
+        ValueError: a `compile_config` that cannot be used here.
     """
 
-    def __init__(self, model: Any, cache: DiffKVCache, max_tokens: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        cache: DiffKVCache,
+        max_tokens: int,
+        compile_config: CompileConfig | None = None,
+        get_compiled_call: Callable | None = None,
+    ) -> None:
         self.model, self.cache, self.max_tokens = model, cache, max_tokens
+        self._compile_config = compile_config
+        forward = None if compile_config is None else compiled_forward(model, compile_config, get_compiled_call)
+        self.compiled = forward is not None
+        self._forward = model if forward is None else forward
         self.captures = self.replays = 0
         self._failed = self._compacted = False
         # where everything was after the last uncaptured step; capturing must not be the first use of a kernel
@@ -154,9 +171,10 @@ class DecodeStep:
         buffers = {name: _static(name, value).clone() for name, value in inputs.items() if isinstance(value, Tensor)}
         # a prepared mask, or models would make one from the length of the cache
         real = torch.ones(store.batch_size, 1, 1, 1, dtype=torch.bool, device=store.device)
+        captured = {**inputs, "attention_mask": real, **buffers}
 
         def work() -> Any:
-            output = self.model(**{**inputs, "attention_mask": real, **buffers})
+            output = self._forward(**captured)
             if compacts:
                 store.compact()
             return output
@@ -165,6 +183,7 @@ class DecodeStep:
         self.cache.stores.capturing = True
         self.cache.stores.capturing_mask = "attention_mask" in buffers
         try:
+            self._warm_up(captured)
             output = graph.capture(work)
         except Exception as error:  # models fail in many ways; nothing has run on the device, so the step can go on
             self._failed = True
@@ -175,6 +194,22 @@ class DecodeStep:
         self._graphs[key] = (graph, buffers, output)
         self.captures += 1
         return True
+
+    def _warm_up(self, inputs: dict[str, Any]) -> None:
+        """Runs the forward with an attention that touches nothing: compiling must not happen within a capture."""
+        self.cache.stores.rehearsing = True
+        try:
+            self._forward(**inputs)
+        except NotCapturableError:
+            raise
+        except Exception as error:  # compilers fail in many ways too
+            if not self.compiled:
+                raise
+            not_compiled(self.model, self._compile_config, error)
+            self._forward, self.compiled = self.model, False
+            self._forward(**inputs)
+        finally:
+            self.cache.stores.rehearsing = False
 
     def _count(self, store: Store, mask: Tensor | None) -> None:
         """What the layers note on the host in a step that runs from Python."""

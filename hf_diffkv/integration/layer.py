@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from .stores import Stores
 
 TAG = "_diffkv_layer"
+# marks keys whose layer has not been told of them yet
+DEFERRED = "_diffkv_deferred"
 
 
 def _tagged(key: Tensor, value: Tensor, layer: DiffKVLayer) -> tuple[Tensor, Tensor]:
@@ -125,8 +127,11 @@ class DiffKVLayer(CacheLayerMixin):
             ValueError: a batch size, head count, head_dim, dtype or device other than before.
         """
         if torch.compiler.is_compiling():
-            # the operator in the graph does all of this when it runs
-            return _tagged(key_states, value_states, self)
+            # the operator in the graph does all of this when it runs; an attention function without it is found out
+            self.stores.pending = self.index
+            key, value = _tagged(key_states, value_states, self)
+            setattr(key, DEFERRED, True)
+            return key, value
         if self.stores.capturing:
             # a captured step repeats the device's work alone
             return _tagged(key_states, value_states, self)
@@ -243,13 +248,19 @@ class DiffKVLayer(CacheLayerMixin):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        valid: Tensor | None,
+        mask: Tensor | None,
         scaling: float,
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """What of `attend` happens on the device for one new token per request. valid: bool [batch, 1]."""
-        valid = None if valid is None else valid[:, 0]
+        """What of `attend` happens on the device for one new token per request.
+
+        Args:
+            mask: bool [batch, 1, 1, 1], whether the new token is real; used where the step was given a mask.
+        """
+        if self.stores.rehearsing:
+            return query.new_zeros(*query.shape[:3], value.shape[3])
+        valid = mask[:, 0, -1, -1] if self.stores.capturing_mask else None
         options = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
         return attend_token(self.store, self.slot, query, key, value, valid=valid, **options)
 
@@ -283,7 +294,7 @@ class DiffKVLayer(CacheLayerMixin):
         return max(self.stores.seen) if self.index in self.stores.absent else self.seen
 
     def _check_not_capturing(self) -> None:
-        if not torch.compiler.is_compiling() and self.stores.capturing:
+        if self.stores.capturing:
             raise NotCapturableError("this model's forward asks for the length of the cache, which every step changes")
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:

@@ -179,9 +179,12 @@ def _wrap_criteria(original: Callable) -> Callable:
         cache = model_kwargs.get("past_key_values")
         if isinstance(generation_config.compile_config, GraphRequest):
             return True
-        if isinstance(cache, DiffKVCache) and _original is not None and wants_graphs(self, cache, generation_config):
+        if isinstance(cache, DiffKVCache) and _original is not None and wants_graphs(self, cache):
+            asked = None if generation_config.disable_compile else generation_config.compile_config
+            compiled_call = _forward_methods.get((PreTrainedModel, "get_compiled_call"))
+            step = DecodeStep(self, cache, generation_config.max_length, asked, compiled_call)
             # generate() works on its own copy of the config
-            generation_config.compile_config = GraphRequest(DecodeStep(self, cache, generation_config.max_length))
+            generation_config.compile_config = GraphRequest(step)
             return True
         return original(self, model_kwargs, generation_config)
 

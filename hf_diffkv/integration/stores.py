@@ -48,6 +48,8 @@ class Stores:
         self.capturing = False
         # whether that step has a mask: kernels are compiled for either case, and a capture must not compile
         self.capturing_mask = False
+        # set beside `capturing` while the forward only warms up: nothing that is stored may change
+        self.rehearsing = False
         self.pending: int | None = None
         self.broken = False
         self.order = torch.zeros(1)

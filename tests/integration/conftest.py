@@ -1,7 +1,50 @@
-"""Shared by the integration tests: quiet logs."""
+"""Shared by the integration tests: quiet logs, and decode steps that are captured without a GPU."""
 
 from __future__ import annotations
 
+import pytest
 import transformers
+from recorded_graph import RecordedGraph, record_launches
+
+from hf_diffkv.integration import graphs
+from hf_diffkv.ops.backend import use_backend
 
 transformers.logging.set_verbosity_error()
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch):
+    """Captures are recorded, and the kernels run in Triton's interpreter."""
+    monkeypatch.setitem(graphs.GRAPH_TYPES, "cpu", RecordedGraph)
+    monkeypatch.setattr(RecordedGraph, "made", [])
+    record_launches(monkeypatch)
+    # the interpreter is slow: little to split, and the host looks often
+    monkeypatch.setattr("hf_diffkv.store.decode.SCRATCH_TOKENS", 64)
+    monkeypatch.setattr("hf_diffkv.store.state.REFRESH_STEPS", 4)
+    with use_backend("kernels"):
+        yield
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[graphs.DecodeStep]:
+    """The `DecodeStep` of every `generate()` call."""
+    found: list[graphs.DecodeStep] = []
+    init = graphs.DecodeStep.__init__
+
+    def note(self: graphs.DecodeStep, *args: object, **kwargs: object) -> None:
+        init(self, *args, **kwargs)
+        found.append(self)
+
+    monkeypatch.setattr(graphs.DecodeStep, "__init__", note)
+    return found
+
+
+@pytest.fixture(scope="session")
+def compiler() -> None:
+    """Skips where the machine has no C++ compiler, which inductor needs for a CPU."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except Exception as error:
+        pytest.skip(f"inductor finds no C++ compiler: {error}")

@@ -15,6 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from hf_diffkv.integration.compiled import attend
+from hf_diffkv.integration.stores import Stores
+
 READS = (
     torch.ops.aten._local_scalar_dense,
     torch.ops.aten.nonzero,
@@ -53,6 +56,11 @@ class RecordedGraph:
 
 
 class _Recorder(TorchDispatchMode):
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A forward compiled with backend "eager" stays so, and what it runs is recorded."""
+        return True
+
     def __init__(self, graph: RecordedGraph) -> None:
         super().__init__()
         self.graph = graph
@@ -61,6 +69,10 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if RecordedGraph.current is not self.graph:
             return func(*args, **kwargs)  # within a kernel launch, which is recorded as a whole
+        if func is torch.ops.hf_diffkv.attend.default:
+            # its parts are recorded, not the whole, which does more where nothing is captured
+            with self:
+                return attend._init_fn(*args, **kwargs)
         if func.overloadpacket in READS:
             raise RuntimeError(f"{func} is not permitted during a capture")
         output = func(*args, **kwargs)
@@ -79,6 +91,32 @@ class _Recorder(TorchDispatchMode):
 
         self.graph.steps.append(again)
         return output
+
+
+class RepeatedWork:
+    """Another stand-in, for a forward whose kernels cannot be recorded: a replay does the captured work again.
+
+    It says nothing of what the host held at capture; `RecordedGraph` does.
+    """
+
+    def __init__(self, stores: Stores) -> None:
+        self.stores = stores
+
+    def capture(self, work: Callable[[], Any]) -> Any:
+        self.work = work
+        # a capture runs nothing
+        self.stores.rehearsing = True
+        self.output = work()
+        self.stores.rehearsing = False
+        return self.output
+
+    def replay(self) -> None:
+        self.stores.capturing = True
+        output = self.work()
+        self.stores.capturing = False
+        for name, value in output.items():
+            if isinstance(value, Tensor):
+                self.output[name].copy_(value)
 
 
 def record_launches(monkeypatch: pytest.MonkeyPatch) -> None:

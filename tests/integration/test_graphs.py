@@ -9,12 +9,11 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
-from recorded_graph import RecordedGraph, record_launches
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from captured_steps import FIELDS, build, generate, run
+from recorded_graph import RecordedGraph
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.integration import graphs
-from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.store import Store
 from hf_diffkv.store.read import IntegrityError
 
@@ -23,79 +22,12 @@ if not triton.knobs.runtime.interpret:
     pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 from triton.runtime.interpreter import GridExecutor  # noqa: E402
 
-FIELDS = {"alpha_high": 1.1, "alpha_low": 0.5, "window": 4, "page_bytes": 512}
-
-
-@pytest.fixture(autouse=True)
-def recorded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(graphs.GRAPH_TYPES, "cpu", RecordedGraph)
-    monkeypatch.setattr(RecordedGraph, "made", [])
-    record_launches(monkeypatch)
-    # the interpreter is slow: little to split, and the host looks often
-    monkeypatch.setattr("hf_diffkv.store.decode.SCRATCH_TOKENS", 64)
-    monkeypatch.setattr("hf_diffkv.store.state.REFRESH_STEPS", 4)
-    with use_backend("kernels"):
-        yield
-
-
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[graphs.DecodeStep]:
-    """The `DecodeStep` of every `generate()` call."""
-    found: list[graphs.DecodeStep] = []
-    init = graphs.DecodeStep.__init__
-
-    def note(self: graphs.DecodeStep, *args: object) -> None:
-        init(self, *args)
-        found.append(self)
-
-    monkeypatch.setattr(graphs.DecodeStep, "__init__", note)
-    return found
+pytestmark = pytest.mark.usefixtures("recorded")
 
 
 @pytest.fixture(scope="module")
 def model():
     return build(1)
-
-
-def build(layers: int) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    made = AutoModelForCausalLM.from_config(config).eval()
-    for layer in made.model.layers:
-        layer.self_attn.q_proj.weight.data.mul_(8.0)
-        layer.self_attn.k_proj.weight.data.mul_(8.0)
-    return made
-
-
-def generate(model, tokens: torch.Tensor, cache: DiffKVCache, new: int, **options: object) -> torch.Tensor:
-    options = {"attention_mask": torch.ones_like(tokens), **options}
-    return model.generate(
-        tokens,
-        past_key_values=cache,
-        max_new_tokens=new,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **options,
-    )
-
-
-def run(model, captured: bool, tokens: torch.Tensor, new: int, fields: dict | None = None, **options: object):
-    cache = DiffKVCache(model.config, DiffKVConfig(**FIELDS, cuda_graphs=captured, **(fields or {})))
-    output = generate(model, tokens, cache, new, **options)
-    cache.check_integrity()
-    return torch.stack(output.logits, 1), cache
 
 
 @pytest.mark.parametrize("interval", [1, 3])
@@ -163,7 +95,6 @@ def test_a_second_turn_and_a_fork(model, steps) -> None:
     "options",
     [
         {"num_beams": 2},
-        {"disable_compile": True},
         {"prompt_lookup_num_tokens": 2},
     ],
     ids=lambda options: next(iter(options)),

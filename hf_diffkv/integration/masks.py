@@ -1,0 +1,60 @@
+"""What the mask that a model hands to its attention says about stored tokens and new ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .errors import HandOverError
+
+if TYPE_CHECKING:
+    from .layer import DiffKVLayer
+
+# attribute of a mask that is causal with padding: the padding, [batch, keys]
+PADDING = "_diffkv_padding"
+
+
+def split_mask(
+    mask: Tensor | None, layer: DiffKVLayer, tokens: int
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """What a mask says, each part None where it says nothing.
+
+    Returns:
+        Visibility of the tokens seen before, bool [batch, past]; of the new ones, bool [batch, tokens]; and the mask
+        among the new ones where it is not plainly causal, bool [batch, 1, tokens, tokens].
+    """
+    if mask is None:
+        return None, None, None
+    if mask.shape[-1] != layer.seen:
+        raise HandOverError(
+            f"the attention mask covers {mask.shape[-1]} keys but the cache has seen {layer.seen}; pass a mask for "
+            "all tokens, past ones included."
+        )
+    past = layer.seen - tokens
+    padding = getattr(mask, PADDING, None)
+    if padding is None and mask.ndim == 2:
+        padding = mask.bool()
+    if padding is not None:
+        return padding[:, :past], padding[:, past:], None
+    mask = _as_bool(mask)
+    if mask.shape[1] != 1:
+        raise HandOverError("'diffkv' attention cannot use a mask that differs between heads.")
+    mask = mask.expand(layer.store.batch_size, -1, -1, -1)
+    last = mask[:, 0, -1]
+    if tokens > 1 and not bool((mask[..., :past] == last[:, None, None, :past]).all()):
+        raise HandOverError(
+            "this attention mask hides some past tokens from some of the new ones only; once compressed, a past token "
+            "can only be attended by all that follow or, from some forward on, by none."
+        )
+    return last[:, :past], last[:, past:], mask[..., past:]
+
+
+def _as_bool(mask: Tensor) -> Tensor:
+    if mask.dtype == torch.bool:
+        return mask
+    lowest = torch.finfo(mask.dtype).min / 2
+    if not bool(((mask == 0) | (mask < lowest)).all()):
+        raise HandOverError("'diffkv' attention cannot add a bias to the logits; the mask may only allow or forbid.")
+    return mask == 0

@@ -1,0 +1,51 @@
+"""A tiny model whose decode steps are captured, and runs of it through `generate()`."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from hf_diffkv import DiffKVCache, DiffKVConfig
+
+FIELDS = {"alpha_high": 1.1, "alpha_low": 0.5, "window": 4, "page_bytes": 512}
+
+
+def build(layers: int) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    made = AutoModelForCausalLM.from_config(config).eval()
+    for layer in made.model.layers:
+        layer.self_attn.q_proj.weight.data.mul_(8.0)
+        layer.self_attn.k_proj.weight.data.mul_(8.0)
+    return made
+
+
+def generate(model, tokens: torch.Tensor, cache: DiffKVCache, new: int, **options: object) -> torch.Tensor:
+    options = {"attention_mask": torch.ones_like(tokens), **options}
+    return model.generate(
+        tokens,
+        past_key_values=cache,
+        max_new_tokens=new,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **options,
+    )
+
+
+def run(model, captured: bool, tokens: torch.Tensor, new: int, fields: dict | None = None, **options: object):
+    cache = DiffKVCache(model.config, DiffKVConfig(**FIELDS, cuda_graphs=captured, **(fields or {})))
+    output = generate(model, tokens, cache, new, **options)
+    cache.check_integrity()
+    return torch.stack(output.logits, 1), cache
