@@ -55,13 +55,16 @@ class PagePool:
         pages = self.capacity * self.page_bytes + self._reservation.slack
         return pages + 4 * ring.numel() + 8 * self.free_list.state.numel() + sharers
 
-    def ensure_free(self, count: int) -> None:
+    def ensure_free(self, count: int, free: int | None = None) -> None:
         """Makes sure that `count` pages can be taken; grows by what is missing.
+
+        Args:
+            free: how many pages are free; None reads the device.
 
         Raises:
             MemoryError: `max_pages` would be exceeded, or the device has no memory; nothing has changed then.
         """
-        missing = count - self.free_list.free
+        missing = count - (self.free_list.free if free is None else free)
         if missing <= 0:
             return
         allowed = missing if self.max_pages is None else self.max_pages - self.capacity

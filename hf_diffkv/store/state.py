@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..config import DiffKVConfig
 from ..memory import HIGH, LOW, NULL_PAGE, PageLayout, PagePool, PageTable
+from ..memory.free_list import FREE
 from ..ops.backend import use_kernels
 from ..ops.compact import compact_step
 from ..ops.tiles import Bounds, build_tiles
@@ -314,15 +315,12 @@ class Store:
         start += leaving
 
     def refresh(self) -> None:
-        """Reads the counts, cuts the work into pieces and makes room for the next `REFRESH_STEPS` steps."""
-        self.check_values()
+        """Makes room for the next `REFRESH_STEPS` steps. Reads the device once, and the free list where the pool grows."""
         lookahead = REFRESH_STEPS + self.config.compaction_interval
-        self._high_bound = self.high_count.cpu().numpy().astype(np.int64)
-        self._low_bound = self.low_count.cpu().numpy().astype(np.int64)
+        self._high_bound, self._low_bound, has_low, free = self._look()
         high, low = self.layout.high.capacity, self.layout.low.capacity
         pages_now = _ceil(self._high_bound, high) + _ceil(self._low_bound, low)
-        # a head whose thresholds are equal never has low tokens
-        low_growth = np.where((self.alpha_low < self.alpha_high).cpu().numpy(), lookahead, 0)[:, None]
+        low_growth = np.where(has_low, lookahead, 0)[:, None]
         pages_then = _ceil(self._high_bound + lookahead, high), _ceil(self._low_bound + low_growth, low)
         longest = int((self._high_bound + self._low_bound).max()) + lookahead + self.window_slots
         if use_kernels(self.device, self.dtype):
@@ -335,12 +333,25 @@ class Store:
         if self.room > 0:
             self.pool.free_list.reserve(self.table.table.numel())
         self.update_limit()
-        self._ensure_free(int((pages_then[HIGH] + pages_then[LOW] - pages_now).sum()))
+        self._ensure_free(int((pages_then[HIGH] + pages_then[LOW] - pages_now).sum()), free)
         self._steps_left = REFRESH_STEPS
 
-    def _ensure_free(self, pages: int) -> None:
+    def _look(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+        """All the host wants to know, in one copy: high and low counts, bool [layers, heads], free pages.
+
+        A head whose thresholds are equal (False) never has low tokens. Raises as `check_values` does.
+        """
+        has_low = self.alpha_low < self.alpha_high
+        parts = [self.high_count, self.low_count, has_low, self.pool.free_list.state[FREE], *self._flags()]
+        seen = torch.cat([part.reshape(-1).long() for part in parts]).cpu().numpy()
+        pieces = np.split(seen, np.cumsum([part.numel() for part in parts])[:-1])
+        high, low, has_low, free = (piece.reshape(part.shape) for piece, part in zip(pieces, parts[:4]))
+        self._raise_for(*(bool(flag) for flag in pieces[4:]))
+        return high, low, has_low.astype(bool), int(free)
+
+    def _ensure_free(self, pages: int, free: int) -> None:
         try:
-            self.pool.ensure_free(pages)
+            self.pool.ensure_free(pages, free)
         except MemoryError:
             if self.config.max_bytes is None:
                 raise
@@ -384,15 +395,21 @@ class Store:
             ValueError: since the last look a step of one token stored keys or values that are not finite, or had a
                 mask for the tokens before it that differs from what is stored.
         """
-        if bool(self.invalid):
+        self._raise_for(*torch.stack([flag.reshape(()) != 0 for flag in self._flags()]).tolist())
+
+    def _flags(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.invalid, self.changed_past, self.flag
+
+    def _raise_for(self, invalid: bool, changed_past: bool, flag: bool) -> None:
+        if invalid:
             raise ValueError(self.value_message())
-        if bool(self.changed_past):
+        if changed_past:
             raise ValueError(
                 "the attention mask of a step of one token hides tokens that are stored, or shows some that are not. "
                 "On this device tokens can be hidden only together with a forward of several tokens; what was "
                 "generated since then is wrong. Call cache.reset() and start over."
             )
-        if bool(self.flag):
+        if flag:
             raise RuntimeError(
                 "a compaction found too few pages, which the host should have provided; please report it."
             )
