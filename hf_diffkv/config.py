@@ -69,7 +69,8 @@ class DiffKVConfig:
         compaction_interval: generated tokens between two compactions; 1 is the paper.
         page_bytes: largest size of a unified page in bytes; None chooses the best filled size near 6 KiB.
         max_bytes: byte budget per device; None is unlimited.
-        cuda_graphs: whether `generate()` on a CUDA device captures a decode step once and replays it.
+        cuda_graphs: whether `generate()` on a CUDA device captures a decode step once and replays it; its
+            `compile_config` has the forward compiled beforehand.
 
     Raises:
         ValueError: a value outside its range, or thresholds out of order. The message names the argument.

@@ -15,7 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from .compiled import attend
 from .dense import dense_attention
 from .errors import HandOverError
-from .layer import DEFERRED, TAG, DiffKVLayer
+from .layer import DEFERRED, TAG
 from .masks import PADDING, split_mask
 
 # arguments models pass along that do not change attention

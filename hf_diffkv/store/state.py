@@ -315,7 +315,7 @@ class Store:
         start += leaving
 
     def refresh(self) -> None:
-        """Makes room for the next `REFRESH_STEPS` steps. Reads the device once, and the free list where the pool grows."""
+        """Makes room for the next `REFRESH_STEPS` steps. Reads the device once, and once more where the pool grows."""
         lookahead = REFRESH_STEPS + self.config.compaction_interval
         self._high_bound, self._low_bound, has_low, free = self._look()
         high, low = self.layout.high.capacity, self.layout.low.capacity

@@ -97,6 +97,9 @@ def test_decode(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert rows[0]["lossless_error"] < 1e-4
     kinds = [row["kind"] for row in rows[1:]]
     assert kinds.count("length") == 2 * kinds.count("line") == 2 * kinds.count("budget") > 0
+    found = {row["cache"] for row in rows if row["kind"] == "length"}
+    assert {"DiffKV 1/0", "DiffKV 1/0, compiled", "DiffKV 1/0, not captured"} < found
+    assert all(row["warm_up_seconds"] > 0 for row in rows if row["kind"] == "length")
     # a longer cache of the same bytes has room for more requests where it is compressed
     batches = {row["cache"]: row["batch"] for row in rows if row["kind"] == "budget"}
     assert batches["DiffKV 1/0"] >= batches["DynamicCache"] > 1
