@@ -71,9 +71,13 @@ class DiffKVCache(Cache):
         """
         self.check_handover()
         layer = self.layers[layer_idx]
-        if isinstance(layer, DiffKVLayer) and layer.index == 0 and not torch.compiler.is_compiling():
+        if isinstance(layer, DiffKVLayer) and layer.index == 0 and not self._in_graph():
             self._check_stock_layers(layer_idx, layer.seen, key_states.shape[2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _in_graph(self) -> bool:
+        """Whether the host learns nothing of this forward."""
+        return torch.compiler.is_compiling() or self.stores.capturing
 
     def _check_stock_layers(self, layer_idx: int, seen: int, tokens: int) -> None:
         """Raises unless Transformers' own layers stand where the first compressed one is, before its `tokens` come."""

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation.configuration_utils import CompileConfig
 
 from ..ops.backend import use_kernels
 from .errors import NotCapturableError
 from .forward import compiled_forward, not_compiled
 from .layer import DiffKVLayer
+from .windows import Windows
 
 if TYPE_CHECKING:
     from ..store import Store
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("hf_diffkv")
 # tables and buffers are made for the tokens to come, but not for more than so many at once
 MOST_TOKENS_AHEAD = 4096
+# name of the buffer for what the newest token sees of the sliding windows
+WINDOW_MASK = "window_mask"
 
 
 class CudaGraph:
@@ -64,7 +68,7 @@ def wants_graphs(model: Any, cache: DiffKVCache) -> bool:
         and model.device.type in GRAPH_TYPES
         and cache.stores.tensor_parallel.size == 1
         and len(set(getattr(model, "hf_device_map", {}).values())) <= 1
-        and all(isinstance(layer, DiffKVLayer) for layer in cache.layers)
+        and all(isinstance(layer, DiffKVLayer) or type(layer) is DynamicSlidingWindowLayer for layer in cache.layers)
     )
 
 
@@ -99,6 +103,7 @@ class DecodeStep:
         forward = None if compile_config is None else compiled_forward(model, compile_config, get_compiled_call)
         self.compiled = forward is not None
         self._forward = model if forward is None else forward
+        self.windows = Windows(cache.layers, model.config.get_text_config(decoder=True))
         self.captures = self.replays = 0
         self._failed = self._compacted = False
         # where everything was after the last uncaptured step; capturing must not be the first use of a kernel
@@ -116,10 +121,10 @@ class DecodeStep:
         self.cache.stores.share_budget(store)
         store.refresh_if_due()
         fixed = tuple(sorted((name, _described(name, value)) for name, value in inputs.items()))
-        place = (fixed, store.addresses())
+        place = (fixed, self._addresses(store))
         if not (store.scratch_fits() and place == self._warm):
             output = self.model(**inputs)
-            self._warm = (fixed, store.addresses())
+            self._warm = (fixed, self._addresses(store))
             self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] == self._warm}
             return output
         # a kernel's first run, for which it is compiled, must not be a capture
@@ -129,8 +134,8 @@ class DecodeStep:
             if not self._capture(key, store, inputs, compacts):
                 return self.model(**inputs)
         graph, buffers, output = self._graphs[key]
-        for name, buffer in buffers.items():
-            buffer.copy_(_static(name, inputs[name]))
+        for name, value in self._static_inputs(store, inputs).items():
+            buffers[name].copy_(value)
         self._count(store, inputs.get("attention_mask"))
         graph.replay()
         store.compaction_done(compacts)
@@ -158,23 +163,42 @@ class DecodeStep:
             and use_kernels(store.device, store.dtype)
             and {*stores.seen, store.seen} == {store.seen}
             and store.seen > 0
+            and self.windows.full
         )
         # autocast decides on dtypes where a step runs, and a graph would not see it change
         mode = torch.is_grad_enabled() or torch.is_autocast_enabled(store.device.type)
         return store if plain and ready and not mode else None
 
+    def _addresses(self, store: Store) -> tuple:
+        return store.addresses() + self.windows.addresses()
+
     def _reserve(self, store: Store) -> None:
         if store.room < store.seen + 1 and store.config.max_bytes is None:
             store.room = min(self.max_tokens, store.seen + max(store.seen, MOST_TOKENS_AHEAD))
+            # made at once, or a graph captured before it is made would not stay valid
+            store.forget_bounds()
+
+    def _static_inputs(self, store: Store, inputs: dict[str, Any]) -> dict[str, Tensor]:
+        """What goes into a graph's buffers; of a mask, which grows, what the newest token sees of itself and windows."""
+        found = {name: _static(name, value) for name, value in inputs.items() if isinstance(value, Tensor)}
+        if self.windows.layers:
+            found[WINDOW_MASK] = self.windows.shown(inputs.get("attention_mask"), store.batch_size, store.device)
+        return found
 
     def _capture(self, key: tuple, store: Store, inputs: dict[str, Any], compacts: bool) -> bool:
-        buffers = {name: _static(name, value).clone() for name, value in inputs.items() if isinstance(value, Tensor)}
-        # a prepared mask, or models would make one from the length of the cache
-        real = torch.ones(store.batch_size, 1, 1, 1, dtype=torch.bool, device=store.device)
-        captured = {**inputs, "attention_mask": real, **buffers}
+        buffers = {name: value.clone() for name, value in self._static_inputs(store, inputs).items()}
+        captured = {**inputs, **buffers}
+        # prepared masks, or models would make them from the length of the cache
+        mask = buffers.get("attention_mask")
+        if mask is None:
+            mask = torch.ones(store.batch_size, 1, 1, 1, dtype=torch.bool, device=store.device)
+        if self.windows.layers:
+            mask = {"full_attention": mask, "sliding_attention": captured.pop(WINDOW_MASK)}
+        captured["attention_mask"] = mask
 
         def work() -> Any:
-            output = self._forward(**captured)
+            with self.windows.in_place():
+                output = self._forward(**captured)
             if compacts:
                 store.compact()
             return output
@@ -199,6 +223,13 @@ class DecodeStep:
         """Runs the forward with an attention that touches nothing: compiling must not happen within a capture."""
         self.cache.stores.rehearsing = True
         try:
+            with self.windows.kept(), self.windows.in_place():
+                self._try(inputs)
+        finally:
+            self.cache.stores.rehearsing = False
+
+    def _try(self, inputs: dict[str, Any]) -> None:
+        try:
             self._forward(**inputs)
         except NotCapturableError:
             raise
@@ -208,12 +239,11 @@ class DecodeStep:
             not_compiled(self.model, self._compile_config, error)
             self._forward, self.compiled = self.model, False
             self._forward(**inputs)
-        finally:
-            self.cache.stores.rehearsing = False
 
     def _count(self, store: Store, mask: Tensor | None) -> None:
         """What the layers note on the host in a step that runs from Python."""
         store.count_step()
+        self.windows.count()
         store.seen += 1
         stores = self.cache.stores
         stores.seen = [seen + 1 for seen in stores.seen]

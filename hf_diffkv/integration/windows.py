@@ -1,0 +1,97 @@
+"""Transformers' sliding-window layers within captured steps: once a window is full, its tensors can stay in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from .errors import NotCapturableError
+
+KINDS = {"full_attention", "sliding_attention"}
+
+
+class Windows:
+    """The sliding-window layers of one cache, if it has any.
+
+    Args:
+        layers: of the cache.
+        text_config: of the model; its `layer_types` say which masks the model takes.
+    """
+
+    def __init__(self, layers: list[Any], text_config: Any) -> None:
+        self.layers = [layer for layer in layers if type(layer) is DynamicSlidingWindowLayer]
+        self.sizes = {layer.sliding_window for layer in self.layers}
+        self.known = not self.layers or set(getattr(text_config, "layer_types", None) or ()) == KINDS
+
+    @property
+    def full(self) -> bool:
+        """Whether the next token leaves every window as large as it is."""
+        return not self.layers or (
+            self.known
+            and len(self.sizes) == 1
+            and min(self.sizes) > 1
+            and all(layer.is_initialized and not layer.record_past for layer in self.layers)
+            and all(layer.keys.shape[2] == layer.sliding_window - 1 for layer in self.layers)
+        )
+
+    def addresses(self) -> tuple:
+        """Where the windows are, as `Store.addresses`."""
+        return tuple((tensor.data_ptr(), *tensor.shape) for tensor in self._tensors())
+
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
+
+    def shown(self, mask: Tensor | None, batch_size: int, device: torch.device) -> Tensor:
+        """bool [batch, 1, 1, window]: what the newest token sees of the window; mask: [batch, length] or None."""
+        (size,) = self.sizes
+        if mask is None:
+            return torch.ones(batch_size, 1, 1, size, dtype=torch.bool, device=device)
+        return mask[:, -size:].bool()[:, None, None]
+
+    def count(self) -> None:
+        """Notes one more token."""
+        for layer in self.layers:
+            layer.cumulative_length += 1
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within, layers move their tokens on where they stand, and their length cannot be asked for."""
+        replaced = {"update": _update, "get_seq_length": _length, "get_mask_sizes": _length}
+        for layer in self.layers:
+            vars(layer).update({name: MethodType(method, layer) for name, method in replaced.items()})
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                for name in replaced:
+                    del vars(layer)[name]
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Afterwards the windows hold what they held before."""
+        held = [(tensor, tensor.clone()) for tensor in self._tensors()]
+        try:
+            yield
+        finally:
+            for tensor, before in held:
+                tensor.copy_(before)
+
+
+def _update(
+    layer: DynamicSlidingWindowLayer, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    keys = torch.cat([layer.keys, key_states], dim=2)
+    values = torch.cat([layer.values, value_states], dim=2)
+    layer.keys.copy_(keys[:, :, 1:])
+    layer.values.copy_(values[:, :, 1:])
+    return keys, values
+
+
+def _length(layer: DynamicSlidingWindowLayer, *args: Any) -> NoReturn:
+    raise NotCapturableError("this model's forward asks for the length of the cache, which every step changes")
