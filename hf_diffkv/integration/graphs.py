@@ -179,7 +179,7 @@ class DecodeStep:
             store.forget_bounds()
 
     def _static_inputs(self, store: Store, inputs: dict[str, Any]) -> dict[str, Tensor]:
-        """What goes into a graph's buffers; of a mask, which grows, what the newest token sees of itself and windows."""
+        """What goes into a graph's buffers; of a mask, which grows, what concerns the newest token and the windows."""
         found = {name: _static(name, value) for name, value in inputs.items() if isinstance(value, Tensor)}
         if self.windows.layers:
             found[WINDOW_MASK] = self.windows.shown(inputs.get("attention_mask"), store.batch_size, store.device)
