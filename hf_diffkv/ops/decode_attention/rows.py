@@ -60,6 +60,8 @@ def row_counts(high_count, low_count, window_start, length, valid, row, batch, s
 def store_logits(logits, token, heads, shifted, present, GROUP: tl.constexpr):
     """Stores logits [tokens, HEADS] of the tokens [tokens] that are present."""
     COLUMNS: tl.constexpr = columns(GROUP)
-    # Pairs of heads are what a thread holds after a matrix product: wider stores would cost a change of layout.
-    pointer = tl.max_contiguous(logits + token[:, None] * COLUMNS + heads[None, :], (1, 2))
+    pointer = logits + token[:, None] * COLUMNS + heads[None, :]
+    if COLUMNS > 2 and shifted.shape[0] > STEP:
+        # a thread holds pairs of heads after a matrix product; wider stores would cost large tiles a change of layout
+        pointer = tl.max_contiguous(pointer, (1, 2))
     tl.store(pointer, shifted, mask=(heads < COLUMNS)[None, :] & present[:, None])
