@@ -1,20 +1,26 @@
-"""Shared by all tests: poisoned memory, so that reading what nobody wrote shows."""
+"""Shared by all tests: quiet logs, the tiny models, and poisoned memory, so that reading what nobody wrote shows."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
 import os
+import sys
+from pathlib import Path
 
 # read when triton is first imported; on a GPU run the tests with TRITON_INTERPRET=0
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
+import transformers
 
 from hf_diffkv.memory import PagePool
 
 torch.set_num_threads(1)
+transformers.logging.set_verbosity_error()
+# test folders are no packages; this is where the tiny models are
+sys.path.append(str(Path(__file__).parent / "integration"))
 
 
 def _loop_bounds_of_one_element() -> None:

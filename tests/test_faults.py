@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from host_reads import HostReads
+from tiny_models import tiny_model
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_diffkv import DiffKVCache
 from hf_diffkv.config import DiffKVConfig, Precision
@@ -253,18 +253,8 @@ def test_fault_9_no_host_reads_between_two_refreshes(
 ) -> None:
     """Whatever the number of layers, the host looks at the device once in `REFRESH_STEPS` generated tokens."""
     monkeypatch.setattr(hide, "reads_are_free", lambda device: False)
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).eval()
-    model.set_attn_implementation("diffkv")
-    cache = DiffKVCache(config, alpha_high=1.0, alpha_low=0.5, window=4, compaction_interval=interval)
+    model = tiny_model("llama", "diffkv", num_hidden_layers=3)
+    cache = DiffKVCache(model.config, alpha_high=1.0, alpha_low=0.5, window=4, compaction_interval=interval)
     mask = torch.ones(2, 40, dtype=torch.long)
     if padding:
         mask[1, :15] = 0

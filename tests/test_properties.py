@@ -7,7 +7,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_models import tiny_model
 
 from hf_diffkv import DiffKVCache
 from hf_diffkv.config import DiffKVConfig, Precision
@@ -206,18 +206,8 @@ def test_selecting_rows_between_two_compactions(interval: int) -> None:
 
 def test_a_refused_prompt_leaves_the_whole_cache_as_it_was() -> None:
     """The second layer finds no room when the first has stored its tokens already."""
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).eval()
-    model.set_attn_implementation("diffkv")
-    cache = DiffKVCache(config, alpha_high=1.0, alpha_low=0.0, window=4)
+    model = tiny_model("llama", "diffkv")
+    cache = DiffKVCache(model.config, alpha_high=1.0, alpha_low=0.0, window=4)
     tokens = torch.randint(50, (1, 800))
     with torch.no_grad():
         model(tokens[:, :200], past_key_values=cache)

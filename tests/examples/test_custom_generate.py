@@ -11,14 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    LlamaConfig,
-    PreTrainedModel,
-    dynamic_module_utils,
-    set_seed,
-)
+from tiny_models import tiny_model
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, dynamic_module_utils, set_seed
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 
@@ -48,20 +42,7 @@ def loading_stays_local(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 @pytest.fixture
 def model() -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        pad_token_id=0,
-        eos_token_id=None,
-        initializer_range=0.2,
-    )
-    return AutoModelForCausalLM.from_config(config).eval()
+    return tiny_model("llama")
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from tiny_models import LATENT
+
 SLIDING, CHUNKED, LINEAR, BOTH = "sliding window", "chunked", "linear or convolution", "linear and attention in one"
 MLP, READER = "no attention", "reads the keys and values of an earlier layer"
 # class of the layer in the cache, by what is said of it in the table
@@ -92,16 +94,6 @@ MAMBA: dict[str, Any] = {
     "mamba_expand": 2,
 }
 CONV = {"layer_types": ["conv", "full_attention"]}
-LATENT: dict[str, Any] = {
-    **MOE,
-    "num_key_value_heads": 4,
-    "head_dim": None,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 16,
-}
 SHARING: dict[str, Any] = {
     "num_hidden_layers": 6,
     "layer_types": ["sliding_attention", "full_attention"] * 3,

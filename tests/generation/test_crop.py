@@ -10,6 +10,7 @@ import torch
 from dense_simulation import LayerSimulation
 from runs import (
     CONFIG,
+    THRESHOLDS,
     Captured,
     Run,
     assert_close_contents,
@@ -29,8 +30,6 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from hf_diffkv import DiffKVCache, DiffKVConfig
 
 LENGTHS = (90, 33, 1, 64)
-# under which these models keep many tokens at every level
-THRESHOLDS = {"llama": (1.0, 0.5), "gemma2": (1.2, 0.8), "gpt_oss": (0.8, 0.2)}
 
 
 class Checked:

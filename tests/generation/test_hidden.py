@@ -11,6 +11,7 @@ from dense_simulation import LayerSimulation
 from runs import (
     CONFIG,
     SLIDING_LAYERS_RECORD,
+    THRESHOLDS,
     Captured,
     Run,
     assert_close_contents,
@@ -33,7 +34,6 @@ from hf_diffkv.store import hide
 
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt_oss")
 LENGTHS = (90, 33, 5, 64)
-THRESHOLDS = {"llama": (1.0, 0.5), "gemma2": (1.2, 0.8), "gpt_oss": (0.8, 0.2)}
 
 
 def lossless(model: Any, **options: Any) -> DiffKVCache:

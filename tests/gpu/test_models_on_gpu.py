@@ -6,33 +6,17 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
+from tiny_models import tiny_model
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 
 
 def build(dtype: torch.dtype) -> PreTrainedModel:
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=256,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=8192,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    for layer in model.model.layers:
-        layer.self_attn.q_proj.weight.data.mul_(6.0)
-        layer.self_attn.k_proj.weight.data.mul_(6.0)
-    model.generation_config.eos_token_id = None
-    return model
+    sizes = {"vocab_size": 256, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
+    return tiny_model("llama", dtype=dtype, **sizes, **heads)
 
 
 @torch.no_grad()

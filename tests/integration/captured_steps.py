@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from tiny_models import tiny_model
+from transformers import PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 
@@ -11,24 +12,8 @@ FIELDS = {"alpha_high": 1.1, "alpha_low": 0.5, "window": 4, "page_bytes": 512}
 
 
 def build(layers: int) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    made = AutoModelForCausalLM.from_config(config).eval()
-    for layer in made.model.layers:
-        layer.self_attn.q_proj.weight.data.mul_(8.0)
-        layer.self_attn.k_proj.weight.data.mul_(8.0)
-    return made
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": layers}
+    return tiny_model("llama", num_attention_heads=2, num_key_value_heads=1, **sizes)
 
 
 def generate(model, tokens: torch.Tensor, cache: DiffKVCache, new: int, **options: object) -> torch.Tensor:

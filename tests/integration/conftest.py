@@ -1,15 +1,12 @@
-"""Shared by the integration tests: quiet logs, and decode steps that are captured without a GPU."""
+"""Shared by the integration tests: decode steps that are captured without a GPU."""
 
 from __future__ import annotations
 
 import pytest
-import transformers
 from recorded_graph import RecordedGraph, record_launches
 
 from hf_diffkv.integration import graphs
 from hf_diffkv.ops.backend import use_backend
-
-transformers.logging.set_verbosity_error()
 
 
 @pytest.fixture

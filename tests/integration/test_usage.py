@@ -7,29 +7,14 @@ import threading
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria
+from tiny_models import tiny_model
+from transformers import StoppingCriteria
 
 from hf_diffkv import CacheInUseError, DiffKVCache
 
 
-def small_model(seed: int) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
 def test_a_second_model_is_refused_until_reset() -> None:
-    first, second = small_model(0), small_model(1)
+    first, second = tiny_model("llama"), tiny_model("llama", seed=2)
     cache = DiffKVCache(first.config)
     tokens = torch.randint(1, 64, (1, 20))
     output = first.generate(tokens, past_key_values=cache, max_new_tokens=3, do_sample=False)
@@ -56,7 +41,7 @@ class Wait(StoppingCriteria):
 
 
 def test_two_calls_at_once_are_refused() -> None:
-    model = small_model(0)
+    model = tiny_model("llama")
     tokens = torch.randint(1, 64, (1, 20))
     expected = model.generate(tokens, max_new_tokens=4, do_sample=False, past_key_values=DiffKVCache(model.config))
     cache, wait, results = DiffKVCache(model.config), Wait(), []

@@ -27,6 +27,16 @@ COMMON: dict[str, Any] = {
 }
 MOE: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SLIDING: dict[str, Any] = {"sliding_window": 24, "layer_types": LAYER_KINDS}
+LATENT: dict[str, Any] = {
+    **MOE,
+    "num_key_value_heads": 4,
+    "head_dim": None,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
 # what an architecture needs beyond COMMON; None removes an argument
 SPECIAL: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -41,20 +51,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "gpt_oss": {**MOE, **SLIDING},
     "granite": {"attention_multiplier": 0.25, "logits_scaling": 2.0, "residual_multiplier": 0.5},
-    "deepseek_v3": {
-        **MOE,
-        "num_key_value_heads": 4,
-        "head_dim": None,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 16,
-        "n_routed_experts": 4,
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-    },
+    "deepseek_v3": {**LATENT, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
     "diffllama": {},
     "jetmoe": {**MOE, "kv_channels": 16, "head_dim": None, "num_attention_heads": None},
     "bloom": {"n_layer": 2, "n_head": 4},
@@ -63,7 +60,13 @@ MAY_BE_NONE = ("eos_token_id", "sliding_window")
 
 
 def tiny_model(
-    name: str, attention: str = "sdpa", *, dtype: torch.dtype = torch.float32, sharpness: float = 2.0, **options: Any
+    name: str,
+    attention: str = "sdpa",
+    *,
+    dtype: torch.dtype = torch.float32,
+    sharpness: float = 2.0,
+    seed: int = 1,
+    **options: Any,
 ) -> PreTrainedModel:
     """A random model whose attention is far from uniform.
 
@@ -71,6 +74,7 @@ def tiny_model(
         name: the `model_type`; `SPECIAL` holds what some need.
         attention: its attention implementation.
         sharpness: factor on query and key weights; the larger, the more attention concentrates on few tokens.
+        seed: of the weights.
         **options: further config arguments.
     """
     arguments = {**COMMON, **SPECIAL.get(name, {}), **options}
@@ -80,7 +84,7 @@ def tiny_model(
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype).eval()
     if dtype == torch.float64 and name == "gpt_oss":
         model.set_experts_implementation("eager")  # the grouped matmul knows no float64
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
