@@ -117,8 +117,8 @@ def load_cache(
     layers = cache.compressed_layers()
     if any(int(index) in cache.stores.absent for index in content["places"]):
         raise CacheFileError(
-            f"{folder} holds layers that are not in this process; under pipeline parallelism save and load with a "
-            "folder for each rank."
+            f"{folder} holds layers that are not in this process, or that layers on another device read; under "
+            "pipeline parallelism save and load with a folder for each rank."
         )
     for index, (store, slot, seen) in content["places"].items():
         device = devices.get(layers[int(index)], model.device)

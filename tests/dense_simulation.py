@@ -138,17 +138,38 @@ class LayerSimulation:
         query [B, Hq, Q, D], key [B, H, Q, D], value [B, H, Q, Dv], valid [B, Q] bool (False is padding), sinks [Hq].
         Returns the output [B, Hq, Q, Dv] in the query's dtype; rows of padding queries are zero.
         """
-        rows, _, columns, _ = query.shape
-        valid = torch.ones(rows, columns, dtype=torch.bool) if valid is None else valid.detach().cpu().bool()
-        is_prompt = columns > 1 or self._levels.shape[-1] == 0
-        self._append(key.detach().cpu(), value.detach().cpu(), valid)
+        self.begin(key, value, valid)
+        output = self.read(query, scaling, softcap, sinks)
+        self.finish()
+        return output
+
+    def begin(self, key: Tensor, value: Tensor, valid: Tensor | None = None) -> None:
+        """Appends new tokens; `read` and `finish` follow. Arguments as in `forward`."""
+        rows, _, columns, _ = key.shape
+        self._valid = torch.ones(rows, columns, dtype=torch.bool) if valid is None else valid.detach().cpu().bool()
+        self._is_prompt = columns > 1 or self._levels.shape[-1] == 0
+        self._append(key.detach().cpu(), value.detach().cpu(), self._valid)
+        self._received = torch.zeros(self._sums.shape, dtype=self.compute_dtype)
+
+    def read(
+        self, query: Tensor, scaling: float | None = None, softcap: float | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Attends with one layer's queries of the newest n <= Q tokens, output likewise.
+
+        All layers that read the same tokens are one group: a token gets the maximum over the heads of all of them.
+        """
         sinks = None if sinks is None else sinks.detach().cpu().to(self.compute_dtype)
+        valid = self._valid[:, self._valid.shape[1] - query.shape[2] :]
         probabilities = self._attend(query.detach().cpu().to(self.compute_dtype), valid, scaling, softcap, sinks)
-        self._sums += self._significance(probabilities, valid).to(torch.float32)
+        self._received = torch.maximum(self._received, self._significance(probabilities))
         # Taken before compression: a step reads what was stored when it began.
         output = (probabilities @ self._values.unsqueeze(2)).flatten(1, 2)
+        return output.to(dtype=query.dtype, device=query.device)
 
-        if is_prompt:
+    def finish(self) -> None:
+        """Updates the sums and compresses."""
+        self._sums += self._received.to(torch.float32)
+        if self._is_prompt:
             self._compress_prompt()
             self._steps = 0
         else:
@@ -156,7 +177,6 @@ class LayerSimulation:
             if self._steps == self.compaction_interval:
                 self._compress_generation()
                 self._steps = 0
-        return output.to(dtype=query.dtype, device=query.device)
 
     def hide(self, shown: Tensor) -> None:
         """Makes padding of the real tokens that are not shown (bool [B, S]); the means of the others stay."""
@@ -219,14 +239,17 @@ class LayerSimulation:
             probabilities = scores.softmax(-1)
         return torch.where(valid[:, None, None, :, None], probabilities, 0)
 
-    def _significance(self, probabilities: Tensor, valid: Tensor) -> Tensor:
-        """What this forward adds to the sums, [B, H, S]."""
+    def _significance(self, probabilities: Tensor) -> Tensor:
+        """What this forward's queries, or the newest of them, add to the sums, [B, H, S]."""
+        valid, there = self._valid, probabilities.shape[-2]
+        missing = valid.shape[1] - there
+        probabilities = torch.nn.functional.pad(probabilities, (0, 0, missing, 0))
         key_column, query_column = self._columns(valid.shape[1])
         is_later = query_column > key_column  # [Q, S]; a token's own query never counts
-        observed = valid
+        observed = valid & (torch.arange(valid.shape[1]) >= missing)
         if self.observation_window is not None:
             queries_from_here = valid.flip(-1).cumsum(-1).flip(-1)
-            observed = valid & (queries_from_here <= self.observation_window)
+            observed = observed & (queries_from_here <= self.observation_window)
         counted = is_later & observed[:, :, None]  # [B, Q, S]
         total = torch.where(counted[:, None, None], probabilities, 0).sum(-2)  # [B, H, G, S]
         later = (is_later & valid[:, :, None]).sum(1).to(total.dtype)

@@ -6,13 +6,14 @@ ordinary dense attention, so a model may stay on `"diffkv"`.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
-from .compiled import attend
+from .compiled import attend, awaiting_layers
 from .dense import dense_attention
 from .errors import HandOverError
 from .layer import DEFERRED, TAG
@@ -81,7 +82,11 @@ def diffkv_attention(
             f"{type(module).__name__} changed keys or values after caching them; it cannot use DiffKVCache."
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    # whether the keys and values are those of an earlier layer
+    reads = getattr(module, "is_kv_shared_layer", False)
     if layer is None:
+        if reads and not torch.compiler.is_compiling():
+            _check_not_moved(key)
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         output = dense_attention(query, key, value, attention_mask, scaling, dropout, softcap, s_aux, causal)
     else:
@@ -90,24 +95,35 @@ def diffkv_attention(
         if torch.compiler.is_compiling():
             # the operator takes the tokens up when it runs
             layer.stores.pending = None
-            place = (layer.stores.order, layer.handle)
+            place = (layer.stores.order, layer.handle, reads)
             output = attend(query, key, value, attention_mask, s_aux, *place, scaling, softcap)
             return output.transpose(1, 2).contiguous(), None
         if layer.stores.capturing:
             output = layer.attend_captured(query, key, value, attention_mask, scaling, softcap, s_aux)
             return output.transpose(1, 2).contiguous(), None
-        if getattr(key, DEFERRED, False):
+        if getattr(key, DEFERRED, False) and not reads:
             # a graph broke between `update` and here
             layer.stores.pending = None
             layer.update(key, value)
         if layer.pending is None:
-            raise HandOverError(
-                f"{type(module).__name__} reads keys and values of a layer that were stored already; models that "
-                "share them between layers cannot use DiffKVCache here."
-            )
-        shown, valid, mask = split_mask(attention_mask, layer, key.shape[2])
-        output = layer.attend(query, valid, mask, scaling, softcap, s_aux, shown)
+            output = layer.read(query, key, attention_mask, scaling, softcap, s_aux)
+        else:
+            shown, valid, mask = split_mask(attention_mask, layer, key.shape[2])
+            output = layer.attend(query, valid, mask, scaling, softcap, s_aux, shown)
+            layer.expect(attention_mask)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _check_not_moved(key: Tensor) -> None:
+    """Raises `HandOverError` if a reader's keys, which carry no layer, are a copy of those that one awaits it with."""
+    for layer in awaiting_layers():
+        turn = layer.turn
+        if turn.shape == key.shape and layer.store.device != key.device and turn.thread == threading.get_ident():
+            layer.give_up()
+            raise HandOverError(
+                "layers that share keys and values are on several devices; call cache.attach(model) before the first "
+                "forward (generate() does it)."
+            )
 
 
 def diffkv_mask(*args: Any, **kwargs: Any) -> Tensor | None:

@@ -16,7 +16,7 @@ from ..config import DiffKVConfig
 from ..io import load_cache, model_fingerprint, save_cache
 from ..report import MemoryReport, memory_report
 from ..store import check_integrity, commit, fork_store, levels, move_rows, prepare_rows, read_tokens
-from .devices import TensorParallel, layer_devices
+from .devices import TensorParallel, are_apart, layer_devices
 from .errors import HandOverError, stopped_halfway
 from .layer import DiffKVLayer
 from .models import cache_layers, check_model_config, shared_layers
@@ -48,8 +48,8 @@ class DiffKVCache(Cache):
         self.model_fingerprint = model_fingerprint(model_config)
         self.config = _resolve_config(model_config, config, kwargs)
         layers = cache_layers(text_config)
-        shared = shared_layers(text_config)
-        compressed = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and i not in shared]
+        self._readers = shared_layers(text_config)
+        compressed = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
         if not compressed:
             warnings.warn(
                 "this model has no plain full-attention layer, so DiffKVCache compresses nothing.", stacklevel=2
@@ -57,7 +57,7 @@ class DiffKVCache(Cache):
         self.stores = Stores(self.config, len(compressed))
         self.usage = Usage()
         for index, layer_idx in enumerate(compressed):
-            layers[layer_idx] = DiffKVLayer(self.stores, index)
+            layers[layer_idx] = DiffKVLayer(self.stores, index, len(self._readers.get(layer_idx, ())))
         super().__init__(layers=layers)
 
     def update(
@@ -69,8 +69,10 @@ class DiffKVCache(Cache):
             HandOverError: what an earlier `update` announced never reached the `diffkv` attention function, or an
                 earlier forward stopped halfway.
         """
-        self.check_handover()
+        self._check_picked_up()
         layer = self.layers[layer_idx]
+        if self.stores.awaited is not None and layer_idx <= self.compressed_layers()[self.stores.awaited]:
+            self.stores.check_read()
         if isinstance(layer, DiffKVLayer) and layer.index == 0 and not self._in_graph():
             self._check_stock_layers(layer_idx, layer.seen, key_states.shape[2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -87,7 +89,11 @@ class DiffKVCache(Cache):
                 raise stopped_halfway()
 
     def check_handover(self) -> None:
-        """Raises `HandOverError` if announced keys and values were not picked up by the attention function."""
+        """Raises `HandOverError` if announced keys and values were not picked up by all attention functions."""
+        self._check_picked_up()
+        self.stores.check_read()
+
+    def _check_picked_up(self) -> None:
         if self.stores.pending is not None:
             raise HandOverError(
                 f"layer {self.compressed_layers()[self.stores.pending]} gave keys and values to DiffKVCache but its "
@@ -100,8 +106,14 @@ class DiffKVCache(Cache):
         """Tells the cache over which devices and processes `model` is spread.
 
         `generate()` does it. Call it before `model(...)` with a model under tensor parallelism, so that ranks stop
-        together where one cannot go on, or with a `device_map` over several devices and `max_bytes`.
+        together where one cannot go on, or with a `device_map` over several devices and `max_bytes`, or one that parts
+        layers that share keys and values: the layer that the others read is then not compressed.
         """
+        for layer_idx, readers in self._readers.items():
+            layer = self.layers[layer_idx]
+            if isinstance(layer, DiffKVLayer) and layer.store is None and are_apart(model, (layer_idx, *readers)):
+                self.stores.kept_dense.add(layer.index)
+                self.layers[layer_idx] = DynamicLayer()
         self.stores.attach(model, self.compressed_layers())
 
     def compressed_layers(self) -> list[int]:
@@ -110,6 +122,7 @@ class DiffKVCache(Cache):
 
     def memory(self) -> MemoryReport:
         """What the cache holds, in bytes and tokens; under tensor parallelism, of this rank's heads."""
+        self._check_idle()
         return memory_report(self)
 
     def levels(self, layer_idx: int) -> Tensor:
@@ -139,7 +152,12 @@ class DiffKVCache(Cache):
         for store in self.stores.stores:
             check_integrity(store)
 
+    def _check_idle(self) -> None:
+        if self.stores.awaited is not None:
+            raise HandOverError("a forward is under way; look at the cache when it has returned.")
+
     def _compressed(self, layer_idx: int) -> DiffKVLayer:
+        self._check_idle()
         layer = self.layers[layer_idx]
         if not isinstance(layer, DiffKVLayer):
             raise ValueError(

@@ -32,6 +32,11 @@ def new_handle(layer: DiffKVLayer) -> Tensor:
     return torch.tensor([number])
 
 
+def awaiting_layers() -> list[DiffKVLayer]:
+    """Layers of any cache whose keys and values are still to be read by later layers of the model."""
+    return [layer for layer in list(_layers.values()) if layer.turn is not None]
+
+
 @torch.library.custom_op("hf_diffkv::attend", mutates_args=("order",), tags=_TAGS)
 def attend(
     query: Tensor,
@@ -41,22 +46,29 @@ def attend(
     sinks: Tensor | None,
     order: Tensor,
     handle: Tensor,
+    reads: bool,
     scaling: float,
     softcap: float | None,
 ) -> Tensor:
-    """`DiffKVLayer.update` and `attend` in one; within a captured step `attend_captured`. Shapes as there.
+    """`DiffKVLayer.update` and `attend` in one, or `read`; within a captured step `attend_captured`. Shapes as there.
 
     Args:
         mask: as the attention function gets it.
         order: shared by the layers of a cache, never read.
         handle: from `new_handle`.
+        reads: the keys and values are those of an earlier layer of the model, whose mask holds for this one too.
     """
     layer = _layers[int(handle)]
     if layer.stores.capturing:
         return layer.attend_captured(query, key, value, mask, scaling, softcap, sinks).contiguous()
-    layer.update(key, value)
+    if reads:
+        return layer.read(query, key, mask, scaling, softcap, sinks).contiguous()
+    if layer.pending is None:  # else it was announced outside of the graph
+        layer.update(key, value)
     shown, valid, among = split_mask(mask, layer, key.shape[2])
-    return layer.attend(query, valid, among, scaling, softcap, sinks, shown).contiguous()
+    output = layer.attend(query, valid, among, scaling, softcap, sinks, shown).contiguous()
+    layer.expect(mask)
+    return output
 
 
 @attend.register_fake
@@ -68,6 +80,7 @@ def _(
     sinks: Tensor | None,
     order: Tensor,
     handle: Tensor,
+    reads: bool,
     scaling: float,
     softcap: float | None,
 ) -> Tensor:

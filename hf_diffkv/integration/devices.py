@@ -108,6 +108,13 @@ def absent_layers(model: Any, layers: list[int]) -> set[int]:
     return set(layers) - set(here) if here else set()
 
 
+def are_apart(model: Any, layers: tuple[int, ...]) -> bool:
+    """Whether `layers` are on several devices, or some of them only are in this process."""
+    devices = layer_devices(model)
+    absent = absent_layers(model, list(layers))
+    return len({devices.get(layer) for layer in layers}) > 1 or 0 < len(absent) < len(layers)
+
+
 def _layer_names(model: Any) -> dict[int, str]:
     """The name of a module in each of the decoder's layers that are in this process."""
     decoder = {id(module) for module in model.get_decoder().modules()}

@@ -69,6 +69,7 @@ def wants_graphs(model: Any, cache: DiffKVCache) -> bool:
         and cache.stores.tensor_parallel.size == 1
         and len(set(getattr(model, "hf_device_map", {}).values())) <= 1
         and all(isinstance(layer, DiffKVLayer) or type(layer) is DynamicSlidingWindowLayer for layer in cache.layers)
+        and not any(getattr(layer, "readers", 0) for layer in cache.layers)
     )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin
 
 from ..store import (
@@ -22,7 +23,8 @@ from ..store import (
     read_tokens,
 )
 from .compiled import new_handle
-from .errors import NotCapturableError
+from .errors import HandOverError, NotCapturableError
+from .turn import Turn, start_turn
 
 if TYPE_CHECKING:
     from .stores import Stores
@@ -55,16 +57,20 @@ class DiffKVLayer(CacheLayerMixin):
     Args:
         stores: shared by all layers of the cache.
         index: which of the compressed layers this is.
+        readers: how many later layers of the model read its keys and values as well.
     """
 
     is_sliding = False
     is_compileable = False
     supports_early_init = False
 
-    def __init__(self, stores: Stores, index: int) -> None:
+    def __init__(self, stores: Stores, index: int, readers: int = 0) -> None:
         super().__init__()
         self.stores = stores
         self.index = index
+        self.readers = readers
+        # the forward's tokens while readers are still to attend to them
+        self.turn: Turn | None = None
         self.pending: tuple[Tensor, Tensor] | None = None
         self.store: Store | None = None
         self.slot = -1
@@ -127,6 +133,12 @@ class DiffKVLayer(CacheLayerMixin):
             ValueError: a batch size, head count, head_dim, dtype or device other than before.
         """
         if torch.compiler.is_compiling():
+            if self.readers and not hasattr(cache_utils, "KVSharingDict"):
+                raise HandOverError(
+                    "in this release of transformers later layers copy the keys and values they share with an earlier "
+                    "one, which a compiled graph cannot follow; upgrade transformers, or compile without "
+                    "fullgraph=True."
+                )
             # the operator in the graph does all of this when it runs; an attention function without it is found out
             self.stores.pending = self.index
             key, value = _tagged(key_states, value_states, self)
@@ -135,6 +147,7 @@ class DiffKVLayer(CacheLayerMixin):
         if self.stores.capturing:
             # a captured step repeats the device's work alone
             return _tagged(key_states, value_states, self)
+        self.stores.check_read()
         self.stores.check_usable()
         key, value = _as_attended(key_states, value_states)
         tokens = key_states.shape[2]
@@ -233,6 +246,7 @@ class DiffKVLayer(CacheLayerMixin):
                     self._hide(key, value, valid, shown)
                 return self._attend(query, key, value, valid, mask, options)
         except BaseException:
+            self.turn = self.stores.awaited = None
             self.stores.abandon(self, key.shape[2])
             raise
 
@@ -258,6 +272,8 @@ class DiffKVLayer(CacheLayerMixin):
         Args:
             mask: bool [batch, 1, 1, 1], whether the new token is real; used where the step was given a mask.
         """
+        if self.readers:
+            raise NotCapturableError("later layers of this model read the keys and values of an earlier one")
         if self.stores.rehearsing:
             return query.new_zeros(*query.shape[:3], value.shape[3])
         valid = mask[:, 0, -1, -1] if self.stores.capturing_mask else None
@@ -277,7 +293,11 @@ class DiffKVLayer(CacheLayerMixin):
         given, query = query.dtype, query.to(key.dtype)
         inputs = (store, self.slot, query, key, value)
         with torch.no_grad():
-            if store.recording:
+            if self.readers:
+                turn = start_turn(store, self.slot, key, value, valid, mask, self.seen - tokens, self.readers)
+                output = turn.shared.attend(query, last=False, **options)
+                self.turn, self.stores.awaited = turn, self.index
+            elif store.recording:
                 recorded = Recorded(query, key, value, valid, mask, options)
                 output = attend_recorded(store, self.slot, recorded)
             elif tokens == 1 and self.seen > 1:
@@ -287,6 +307,59 @@ class DiffKVLayer(CacheLayerMixin):
         if store.padding.length < self.seen:
             store.padding.append(tokens, valid)
         return output.to(given)
+
+    def expect(self, mask: Tensor | None) -> None:
+        """Notes the attention mask of the tokens just attended, which readers still to come must have too."""
+        if self.turn is not None:
+            self.turn.mask = mask
+
+    def read(
+        self,
+        query: Tensor,
+        key: Tensor,
+        mask: Tensor | None,
+        scaling: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Attention of a later layer that reads the keys and values of this one.
+
+        The last of them has the forward's tokens stored and compressed.
+
+        Args:
+            query: [batch, query_heads, n, key_dim] of the newest n tokens.
+            key: all new ones, [batch, heads, tokens, key_dim]; mask: as the attention function gets it.
+
+        Returns:
+            [batch, query_heads, n, value_dim].
+
+        Raises:
+            HandOverError: no further layer should read them, or this one is not to see what the storing layer saw.
+            MemoryError: the tokens do not fit.
+        """
+        turn = self.turn
+        if turn is None:
+            raise HandOverError(
+                "a layer reads keys and values that are stored already: more layers share them than the model's "
+                "configuration says, so it cannot use DiffKVCache."
+            )
+        options = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
+        alone = self.store.recording or key.shape[2] > 1
+        try:
+            turn.check(query, key, mask)
+            turn.left -= 1
+            if turn.left == 0:
+                self.turn = self.stores.awaited = None
+            with self.stores.tensor_parallel.in_step(self.store.device, alone), torch.no_grad():
+                return turn.shared.attend(query.to(self.store.dtype), turn.left == 0, **options).to(query.dtype)
+        except BaseException:
+            self.give_up()
+            raise
+
+    def give_up(self) -> None:
+        """Called when a reader failed: the layers before it have stored the forward's tokens already."""
+        self.turn = self.stores.awaited = None
+        self.stores.broken = True
 
     def get_seq_length(self) -> int:
         """See `seen`; what the layers here have seen for a layer that runs in another process."""
@@ -313,7 +386,7 @@ class DiffKVLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forgets everything. The store itself is dropped by the cache."""
         self.seen = 0
-        self.pending = None
+        self.pending = self.turn = None
         self.store = None
         self.slot = -1
         self.is_initialized = False

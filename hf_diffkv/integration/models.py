@@ -66,8 +66,8 @@ def _is_known(layer: DynamicLayer) -> bool:
     return type(layer) in kinds or type(layer).__name__ == "LinearAttentionAndSlidingWindowAttentionLayer"
 
 
-def shared_layers(text_config: Any) -> dict[int, int]:
-    """Layers whose keys and values later layers read as well, and by how many."""
+def shared_layers(text_config: Any) -> dict[int, tuple[int, ...]]:
+    """Layers whose keys and values later layers read as well, and which these are."""
     sharing = getattr(text_config, "num_kv_shared_layers", None) or 0
     modes = getattr(text_config, "kv_sharing_modes", None)
     if modes is None and not sharing:
@@ -76,8 +76,8 @@ def shared_layers(text_config: Any) -> dict[int, int]:
     reads = [mode == "reuse" for mode in modes] if modes else [i >= len(kinds) - sharing for i in range(len(kinds))]
     # a reader takes what the last layer of its kind before all readers stored
     stored = {kind: index for index, kind in enumerate(kinds) if not reads[index]}
-    readers: dict[int, int] = {}
-    for kind, reader in zip(kinds, reads):
-        if reader:
-            readers[stored[kind]] = readers.get(stored[kind], 0) + 1
+    readers: dict[int, tuple[int, ...]] = {}
+    for index, kind in enumerate(kinds):
+        if reads[index]:
+            readers[stored[kind]] = (*readers.get(stored[kind], ()), index)
     return readers

@@ -12,7 +12,7 @@ from ..config import DiffKVConfig, Threshold
 from ..store import Store, begin_forward, drop_unused_layers
 from ..store.state import LayerThreshold
 from .devices import TensorParallel, absent_layers, layer_devices
-from .errors import stopped_halfway
+from .errors import HandOverError, stopped_halfway
 
 if TYPE_CHECKING:
     from .layer import DiffKVLayer
@@ -51,6 +51,8 @@ class Stores:
         # set beside `capturing` while the forward only warms up: nothing that is stored may change
         self.rehearsing = False
         self.pending: int | None = None
+        # the layer whose keys and values later layers are still to read
+        self.awaited: int | None = None
         self.broken = False
         self.order = torch.zeros(1)
         self.tensor_parallel = TensorParallel()
@@ -58,6 +60,8 @@ class Stores:
         self.devices: list[torch.device] | None = None
         # compressed layers of the model that run in other processes
         self.absent: set[int] = set()
+        # those that are a layer of Transformers' own after all
+        self.kept_dense: set[int] = set()
         self._places: dict[int, tuple[Store, int]] = {}
 
     def attach(self, model: Any, compressed_layers: list[int]) -> None:
@@ -68,6 +72,7 @@ class Stores:
         self.devices = [devices[layer_idx] for layer_idx in compressed_layers] if known else None
         absent = absent_layers(model, compressed_layers)
         self.absent = {index for index, layer_idx in enumerate(compressed_layers) if layer_idx in absent}
+        self.absent |= self.kept_dense
 
     def place(self, index: int, key: Tensor, value: Tensor) -> tuple[Store, int]:
         """The store for a layer's keys and values, and the layer's index in it.
@@ -166,6 +171,16 @@ class Stores:
         self.broken |= len({seen for seen in self.seen if seen}) > 1
         self.check_usable()
 
+    def check_read(self) -> None:
+        """Raises `HandOverError` if layers that share keys and values have not all attended to them."""
+        if self.awaited is not None:
+            self.broken = True
+            raise HandOverError(
+                "not all layers that share the keys and values of an earlier layer attended to them: the forward "
+                "stopped halfway, or the model has fewer such layers than its configuration says. Call cache.reset() "
+                "before using this cache again."
+            )
+
     def check_usable(self) -> None:
         """Raises `HandOverError` after a forward that is known to have stopped halfway."""
         if self.broken:
@@ -214,7 +229,7 @@ class Stores:
 
     def clear(self) -> None:
         """Drops every store and the memory it holds."""
-        self.pending = None
+        self.pending = self.awaited = None
         self.broken = False
         self.recording = False
         self.stores.clear()

@@ -5,13 +5,17 @@ from .fork import begin_forward, fork_store
 from .hide import check_shown, hide_tokens
 from .prompt import attend_tokens, check_finite
 from .read import Payload, check_integrity, levels, payload, read_tokens
-from .record import Recorded, attend_recorded, commit
+from .record import Recorded, SharedRecording, attend_recorded, commit
 from .rows import drop_unused_layers, move_rows, prepare_rows, select_rows
+from .shared import SharedStep, SharedTokens
 from .state import Store
 
 __all__ = [
     "Payload",
     "Recorded",
+    "SharedRecording",
+    "SharedStep",
+    "SharedTokens",
     "Store",
     "attend_recorded",
     "attend_token",

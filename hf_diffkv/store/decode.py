@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..ops.append import append_token
-from ..ops.decode_attention import allocate_scratch, decode_attention
+from ..ops.decode_attention import Held, allocate_scratch, decode_attention
 from .state import Store
 
 if TYPE_CHECKING:
@@ -40,6 +40,12 @@ def attend_token(
     Returns:
         [batch, query_heads, 1, value_dim] in the query's dtype.
     """
+    append(store, layer, key, value, valid)
+    return attend_newest(store, layer, query, scaling=scaling, valid=valid, softcap=softcap, sinks=sinks)
+
+
+def append(store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
+    """Stores the newest token of every request; arguments as in `attend_token`."""
     append_token(
         store.window_key[layer],
         store.window_value[layer],
@@ -51,6 +57,27 @@ def attend_token(
         limit=store.value_limit,
         valid=valid,
     )
+
+
+def attend_newest(
+    store: Store,
+    layer: int,
+    query: Tensor,
+    *,
+    scaling: float,
+    valid: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    held: Held | None = None,
+) -> Tensor:
+    """Attends from the newest token of every request, which `append` has stored; updates sums.
+
+    Args:
+        held: joins the sums of several layers that attend to the same tokens; other arguments as in `attend_token`.
+
+    Returns:
+        [batch, query_heads, 1, value_dim] in the query's dtype.
+    """
     bounds = store.bounds(layer)
     output = decode_attention(
         query[:, :, 0],
@@ -70,6 +97,7 @@ def attend_token(
         valid=valid,
         softcap=softcap,
         sinks=sinks,
+        held=held,
     )
     return output[:, :, None]
 

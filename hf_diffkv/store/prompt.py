@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -46,22 +48,40 @@ def attend_tokens(
     """
     check_finite(store, key, value, valid)
     past = Past.read(store, layer)
+    options = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
+    output, received = attend_new(store, past, query, key, value, valid, mask, **options)
+    compress(store, layer, past, key, value, valid, received)
+    return output
+
+
+def attend_new(
+    store: Store,
+    past: Past,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    valid: Tensor | None,
+    mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attends from Q new tokens over a layer's past and themselves; changes nothing.
+
+    Returns:
+        [batch, query_heads, Q, value_dim], and what each key received, float32 [batch, heads, P + Q].
+    """
     output, received = prefill_attention(
         query,
         key,
         value,
-        scaling=scaling,
         valid=valid,
         past_key=past.key,
         past_value=past.value,
         past_valid=past.valid,
         mask=mask,
-        softcap=softcap,
-        sinks=sinks,
         observation_window=store.config.observation_window,
+        **options,
     )
-    _compress(store, layer, past, key, value, valid, received.float())
-    return output
+    return output, received.float()
 
 
 def check_finite(store: Store, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
@@ -141,9 +161,14 @@ def _window_tokens(store: Store, layer: int) -> tuple[Tensor, Tensor]:
     return row, rank + start.repeat_interleave(store.num_heads)[row]
 
 
-def _compress(
+def compress(
     store: Store, layer: int, past: Past, key: Tensor, value: Tensor, valid: Tensor | None, received: Tensor
 ) -> None:
+    """Adds what was received, float32 [batch, heads, P + Q], levels the new tokens and levels the past anew.
+
+    Raises:
+        MemoryError: they do not fit; the layer is as it was.
+    """
     heads = store.num_heads
     rows = store.batch_size * heads
     new_count = key.shape[2]

@@ -8,18 +8,43 @@ between two crops counts as one step of the algorithm.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..ops.prefill_attention import prefill_attention
-from .decode import attend_token
 from .fork import make_private
-from .prompt import Past, attend_tokens, check_finite
+from .prompt import Past, check_finite
+from .shared import SharedStep, SharedTokens, attend_from_newest
 from .state import Store
 
 # Tokens that can be taken back; what a longer forward holds before them is stored at once.
 ROLLBACK_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Read:
+    """Queries of a later layer of the model that reads a layer's tokens as well, of the newest n of them.
+
+    Attributes:
+        query: [batch, query_heads, n, key_dim].
+        options: as in `Recorded`.
+    """
+
+    query: Tensor
+    options: dict
+
+    def part(self, tokens: int, start: int, stop: int) -> Read:
+        """Those of the tokens [start, stop) of `tokens`."""
+        first = tokens - self.query.shape[2]
+        return replace(self, query=self.query[:, :, max(start - first, 0) : max(stop - first, 0)])
+
+    def followed_by(self, other: Read, tokens: int) -> Read:
+        """Both together, where `other` comes with `tokens` more; only queries without a gap up to the newest count."""
+        if other.query.shape[2] < tokens:
+            return other
+        return replace(other, query=torch.cat([self.query, other.query], dim=2))
 
 
 @dataclass(frozen=True)
@@ -30,6 +55,7 @@ class Recorded:
         query: [batch, query_heads, tokens, key_dim]; key, value: [batch, heads, tokens, dim].
         valid: bool [batch, tokens] or None. mask: bool [batch, 1, tokens, tokens] or None.
         options: scaling, softcap and sinks of the attention.
+        reads: of the later layers that read these keys and values.
     """
 
     query: Tensor
@@ -38,6 +64,7 @@ class Recorded:
     valid: Tensor | None
     mask: Tensor | None
     options: dict = field(default_factory=dict)
+    reads: tuple[Read, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -52,6 +79,7 @@ class Recorded:
             value=self.value[:, :, start:stop],
             valid=None if self.valid is None else self.valid[:, start:stop],
             mask=None if self.mask is None else self.mask[:, :, start:stop, start:stop],
+            reads=tuple(read.part(self.tokens, start, stop) for read in self.reads),
         )
 
     def followed_by(self, other: Recorded) -> Recorded:
@@ -63,6 +91,7 @@ class Recorded:
             self._joined_valid(other),
             self._joined_mask(other),
             other.options,
+            tuple(mine.followed_by(theirs, other.tokens) for mine, theirs in zip(self.reads, other.reads)),
         )
 
     def _joined_valid(self, other: Recorded) -> Tensor | None:
@@ -84,7 +113,8 @@ class Recorded:
 
     def detached(self) -> Recorded:
         """A copy that keeps no larger tensor alive."""
-        return replace(self, query=self.query.clone(), key=self.key.clone(), value=self.value.clone())
+        reads = tuple(replace(read, query=read.query.clone()) for read in self.reads)
+        return replace(self, query=self.query.clone(), key=self.key.clone(), value=self.value.clone(), reads=reads)
 
     def select(self, index: Tensor) -> Recorded:
         """The requests `index`, int64 [n]."""
@@ -95,6 +125,7 @@ class Recorded:
             value=self.value[index],
             valid=None if self.valid is None else self.valid[index],
             mask=None if self.mask is None else self.mask.expand(self.key.shape[0], -1, -1, -1)[index],
+            reads=tuple(replace(read, query=read.query[index]) for read in self.reads),
         )
 
     def count(self) -> Tensor:
@@ -107,7 +138,7 @@ class Recorded:
     def bytes(self) -> int:
         """Bytes held until the next `commit`."""
         tensors = [t for t in (self.query, self.key, self.value, self.valid, self.mask) if t is not None]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return sum(t.numel() * t.element_size() for t in [*tensors, *(read.query for read in self.reads)])
 
 
 def attend_recorded(store: Store, layer: int, new: Recorded) -> Tensor:
@@ -136,12 +167,58 @@ def attend_recorded(store: Store, layer: int, new: Recorded) -> Tensor:
         mask=together.mask,
         **new.options,
     )
+    _keep(store, layer, together)
+    return output[:, :, output.shape[2] - new.tokens :]
+
+
+class SharedRecording:
+    """Tokens that may be taken back, attended by several layers. Arguments and errors as in `attend_recorded`.
+
+    Args:
+        readers: layers beside the first one.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        layer: int,
+        key: Tensor,
+        value: Tensor,
+        valid: Tensor | None,
+        mask: Tensor | None,
+        readers: int,
+    ) -> None:
+        check_finite(store, key, value, valid)
+        self._store, self._layer, self._readers = store, layer, readers
+        self._new: Recorded | None = None
+        self._tokens = (key, value, valid, mask)
+
+    def attend(self, query: Tensor, last: bool, **options: Any) -> Tensor:
+        """One layer's attention, from the newest tokens or all; the last one records them."""
+        store, layer = self._store, self._layer
+        if self._new is None:
+            self._new = Recorded(query, *self._tokens, options)
+            later = self._readers * query.numel() * query.element_size()
+            store.check_budget(later + self._new.bytes * (store.num_layers if layer == 0 else 0))
+        else:
+            self._new = replace(self._new, reads=(*self._new.reads, Read(query, options)))
+        before = store.recorded[layer]
+        together = self._new if before is None else before.followed_by(self._new)
+        past = Past.read(store, layer)
+        tokens = (together.key, together.value, together.valid, together.mask)
+        output, _ = attend_from_newest(store, past, query, *tokens, **options)
+        if last:
+            _keep(store, layer, together)
+        return output
+
+
+def _keep(store: Store, layer: int, together: Recorded) -> None:
+    """Records `together` in place of what was recorded; stores at once what is too much of it."""
     if together.tokens > 2 * ROLLBACK_TOKENS:
         surplus = together.tokens - ROLLBACK_TOKENS
         _store(store, layer, together.part(0, surplus), generation_step=False)
         together = together.part(surplus, together.tokens)
     store.recorded[layer] = together.detached()
-    return output[:, :, output.shape[2] - new.tokens :]
 
 
 def commit(store: Store, rejected: int) -> None:
@@ -173,8 +250,13 @@ def commit(store: Store, rejected: int) -> None:
 
 
 def _store(store: Store, layer: int, recorded: Recorded, generation_step: bool) -> None:
-    inputs = (store, layer, recorded.query, recorded.key, recorded.value)
     if generation_step:
-        attend_token(*inputs, valid=None if recorded.valid is None else recorded.valid[:, 0], **recorded.options)
+        valid = None if recorded.valid is None else recorded.valid[:, 0]
+        shared = SharedStep(store, layer, recorded.key, recorded.value, valid)
     else:
-        attend_tokens(*inputs, valid=recorded.valid, mask=recorded.mask, **recorded.options)
+        shared = SharedTokens(store, layer, recorded.key, recorded.value, recorded.valid, recorded.mask)
+    # a reader may have had queries of rejected tokens only
+    reads = [read for read in recorded.reads if read.query.shape[2]]
+    shared.attend(recorded.query, last=not reads, **recorded.options)
+    for read in reads:
+        shared.attend(read.query, last=read is reads[-1], **read.options)

@@ -282,14 +282,14 @@ FAMILIES: dict[str, Family] = {
     "gemma3n_text": Family(
         {**SHARING, **PER_LAYER_INPUT, "laurel_rank": 8, "activation_sparsity_pattern": None},
         layers=6,
-        compressed=(1,),
+        compressed=(1, 3),
         kept=(SLIDING, READER),
     ),
     "gemma4_text": Family(
-        {**SHARING, **PER_LAYER_INPUT, "global_head_dim": 16}, layers=6, compressed=(1,), kept=(SLIDING, READER)
+        {**SHARING, **PER_LAYER_INPUT, "global_head_dim": 16}, layers=6, compressed=(1, 3), kept=(SLIDING, READER)
     ),
     "gemma4_unified_text": Family(
-        {**SHARING, "global_head_dim": 16}, layers=6, compressed=(1,), kept=(SLIDING, READER)
+        {**SHARING, "global_head_dim": 16}, layers=6, compressed=(1, 3), kept=(SLIDING, READER)
     ),
     "hrm_text": Family({}, layers=16, compressed=tuple(range(16))),
     "llama4_text": Family(

@@ -56,8 +56,11 @@ def document() -> str:
         "they run uncompressed, with a warning.\n",
         "## Full-attention layers compressed\n\nThe other layers keep Transformers' own cache.\n\n"
         + _table("kept as they are", partly, _kept),
-        "Where later layers read the keys and values of an earlier one (Gemma 3n, Gemma 4), that one layer stays "
-        "uncompressed: its readers attend to it in full.\n",
+        "Where later layers read the keys and values of an earlier one (Gemma 3n, Gemma 4), that one is compressed for "
+        "all of them: their queries count as further heads of its KV heads when significance is decided "
+        "([architecture.md](architecture.md); checked in `tests/test_shared.py` and "
+        "`tests/generation/test_shared_layers.py`). Steps of these models are not captured as CUDA graphs. Where a "
+        "`device_map` or pipeline parallelism parts such layers, `generate()` leaves the one they read uncompressed.\n",
         "## Vision-language models\n\nTheir text side is compressed, as far as the table says; the vision side keeps "
         "its own attention. Checked with an image in every prompt (`tests/families/test_vision.py`).\n\n"
         + _vision_table(),

@@ -22,11 +22,21 @@ NAME = "simulated_diffkv"
 
 
 class SimulatedAttention:
-    """Attention function of one model and the simulations of its full-attention layers, by layer index."""
+    """Attention function of one model and the simulations of its full-attention layers, by layer index.
 
-    def __init__(self, config: DiffKVConfig) -> None:
+    Layers that read the keys and values of an earlier one attend to the simulation of that one, the last before them.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: DiffKVConfig) -> None:
         self.config = config
         self.layers: dict[int, LayerSimulation] = {}
+        self._reading = [
+            module.layer_idx
+            for module in model.modules()
+            if getattr(module, "is_kv_shared_layer", False) and not module.is_sliding
+        ]
+        full = [i for i, kind in enumerate(getattr(model.config, "layer_types", None) or []) if kind[:4] == "full"]
+        self._read = max((i for i in full if i < min(self._reading)), default=None) if self._reading else None
 
     def __call__(
         self,
@@ -44,16 +54,15 @@ class SimulatedAttention:
         if sliding_window is not None:
             output = dense_attention(query, key, value, attention_mask, scaling, softcap, s_aux)
         else:
-            new = query.shape[2]
-            output = self._simulation(module.layer_idx, key).forward(
-                query,
-                key[:, :, -new:],
-                value[:, :, -new:],
-                valid=attention_mask[:, 0, -1, -new:],  # the last query sees every real key
-                scaling=scaling,
-                softcap=softcap,
-                sinks=s_aux,
-            )
+            reads = module.layer_idx in self._reading
+            simulation = self._simulation(self._read if reads else module.layer_idx, key)
+            if not reads:
+                new = query.shape[2]
+                valid = attention_mask[:, 0, -1, -new:]  # the last query sees every real key
+                simulation.begin(key[:, :, -new:], value[:, :, -new:], valid)
+            output = simulation.read(query, scaling, softcap, s_aux)
+            if module.layer_idx != self._read and (not reads or module.layer_idx == self._reading[-1]):
+                simulation.finish()
         return output.transpose(1, 2).contiguous(), None
 
     def _simulation(self, layer_idx: int, key: Tensor) -> LayerSimulation:
@@ -78,7 +87,7 @@ class SimulatedAttention:
 @contextmanager
 def simulated(model: PreTrainedModel, config: DiffKVConfig) -> Iterator[SimulatedAttention]:
     """Runs the model on a new `SimulatedAttention` inside the block."""
-    attention = SimulatedAttention(config)
+    attention = SimulatedAttention(model, config)
     before = model.config._attn_implementation
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, _whole_mask)
@@ -108,8 +117,9 @@ def dense_attention(
     logits = logits.masked_fill(~mask, -torch.inf)
     if sinks is not None:
         logits = torch.cat([logits, sinks.to(logits.dtype)[:, None, None].expand(*logits.shape[:-1], 1)], -1)
-    # float32 as in Transformers' own attention; a padding query may see no key at all
-    weights = logits.softmax(-1, dtype=torch.float32).nan_to_num(0.0).to(value.dtype)
+    # float32 where Transformers' own attention has no other; a padding query may see no key at all
+    exact = softcap is None and sinks is None
+    weights = logits.softmax(-1, dtype=None if exact else torch.float32).nan_to_num(0.0).to(value.dtype)
     return weights[..., : key.shape[2]] @ value.repeat_interleave(group, 1)
 
 

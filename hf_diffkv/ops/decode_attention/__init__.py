@@ -10,11 +10,12 @@ from ...memory import PageLayout
 from ..backend import use_kernels, without_autocast
 from ..tiles import Bounds
 from . import reference
+from .held import Held
 
 if TYPE_CHECKING:
     from .scratch import Scratch
 
-__all__ = ["allocate_scratch", "decode_attention"]
+__all__ = ["Held", "allocate_scratch", "decode_attention"]
 
 
 @without_autocast
@@ -37,6 +38,7 @@ def decode_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     scratch: Scratch | None = None,
+    held: Held | None = None,
 ) -> Tensor:
     """Arguments and result as in `reference.decode_attention`, except for:
 
@@ -45,7 +47,7 @@ def decode_attention(
         scratch: from `allocate_scratch`; None allocates anew.
     """
     state = (pages, layout, page_table, high_count, low_count, window_key, window_value, window_score)
-    options = {"scaling": scaling, "valid": valid, "softcap": softcap, "sinks": sinks}
+    options = {"scaling": scaling, "valid": valid, "softcap": softcap, "sinks": sinks, "held": held}
     if use_kernels(query.device, query.dtype):
         from . import launch
 

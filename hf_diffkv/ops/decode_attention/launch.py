@@ -13,6 +13,7 @@ from torch import Tensor
 from ...config import Precision
 from ...memory import PageLayout
 from ..variant import KernelVariant
+from .held import Held
 from .kernels import attend_kernel, merge_kernel
 from .score_kernel import score_kernel
 from .scratch import MIN_BLOCKS, TRITON_DTYPES, KernelConfig, Scratch
@@ -63,6 +64,7 @@ def decode_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     scratch: Scratch | None = None,
+    held: Held | None = None,
 ) -> Tensor:
     """Attention of the newest token of every request, see the reference for the other arguments.
 
@@ -99,6 +101,7 @@ def decode_attention(
     logit_scale, cap = scaling * LOG2_E, None
     if softcap is not None:
         logit_scale, cap = 2 * scaling * LOG2_E / softcap, softcap * LOG2_E
+    joining = _joining(held, scratch.logits)
     grid = (rows, scratch.splits)
     constants = kernel_constants(layout, group, config)
     sizes = {"kv_heads": kv_heads, "splits": scratch.splits}
@@ -146,11 +149,24 @@ def decode_attention(
         score_kernel[grid](
             window_score=window_score,
             log_total=scratch.log_total,
+            held=None if held is None else held.received,
             num_warps=SCORE_WARPS,
             **shared,
-            **constants["score"],
+            **{**constants["score"], **joining},
         )
     return output
+
+
+def _joining(held: Held | None, logits: Tensor) -> dict[str, bool]:
+    """How the scores are joined with those of other layers; makes the buffer at the first of them."""
+    if held is None:
+        return {}
+    fold = held.received is not None
+    if not fold:
+        held.received = torch.empty(logits.shape[:2], dtype=torch.float32, device=logits.device)
+    if held.received.shape != logits.shape[:2]:
+        raise ValueError(f"held {tuple(held.received.shape)} is of another step; it must be {tuple(logits.shape[:2])}.")
+    return {"FOLD": fold, "HOLD": not held.last}
 
 
 def kernel_constants(layout: PageLayout, group: int, config: KernelConfig) -> dict[str, dict[str, object]]:
@@ -173,7 +189,7 @@ def kernel_constants(layout: PageLayout, group: int, config: KernelConfig) -> di
             "MODE": config.mode,
         },
         "merge": {"GROUP": group, "VALUE_DIM": value_dim, "LANES": lanes, "SPLIT_BLOCK": SPLIT_BLOCK},
-        "score": {**shared, "TOKENS": SCORE_TOKENS},
+        "score": {**shared, "TOKENS": SCORE_TOKENS, "FOLD": False, "HOLD": False},
     }
 
 
@@ -193,7 +209,9 @@ def variants() -> list[KernelVariant]:
         ):
             if kernel == "merge" and name != SHIPPED_PRECISIONS[0][0]:
                 continue
-            absent = {argument: None for argument in ("valid", "cap", "sinks") if argument in function.arg_names}
+            absent = {
+                argument: None for argument in ("valid", "cap", "sinks", "held") if argument in function.arg_names
+            }
             constexprs = {**constants[kernel], **absent}
             found.append(
                 KernelVariant(

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...memory import HIGH, LOW, PageLayout
 from ..quantize import compute_dtype
 from ..tiles import Tiles
+from .held import Held
 from .reference_tier import Partials, TierAttention
 
 
@@ -33,6 +34,7 @@ def decode_attention(
     valid: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    held: Held | None = None,
 ) -> Tensor:
     """Attention of the newest token of every request, which already stands in the window.
 
@@ -47,10 +49,11 @@ def decode_attention(
         tiles: pieces that cover all high and all low pages of the batch * kv_heads rows.
         valid: bool [batch]; where False the newest token is padding: zeros are returned and nothing scores.
         scaling, softcap, sinks: as in `prefill_attention`.
+        held: joins the attentions of several layers to the same tokens; None where this is the only one.
 
     Returns:
         [batch, query_heads, value_dim] in the query's dtype. To each attended token but the newest its sum gains the
-        maximum over the group of the probabilities.
+        maximum over the group of the probabilities; with `held`, the last attention adds the maximum over all of them.
     """
     batch, kv_heads = page_table.shape[:2]
     dtype = compute_dtype(query.dtype)
@@ -74,9 +77,15 @@ def decode_attention(
     total = torch.where(merged.total == 0, 1.0, merged.total)
     output = torch.where(scoring[:, None, None], merged.output / total[..., None], 0.0)
     log_total = merged.peak + torch.log(total)
-    for piece in pieces:
-        piece.add_scores(log_total, scoring)
-    _add_window_scores(window, log_total, window_score, length, scoring)
+    received = [piece.received(log_total, scoring) for piece in pieces]
+    received.append(_window_received(window, log_total, length, scoring, kv_heads))
+    if held is not None:
+        before = received if held.received is None else held.received
+        received = held.received = [torch.maximum(*pair) for pair in zip(received, before)]
+    if held is None or held.last:
+        for piece, gained in zip(pieces, received):
+            piece.add_scores(gained)
+        window_score += received[-1].view_as(window_score)
     return output.view(batch, kv_heads * group, -1).to(query.dtype)
 
 
@@ -109,9 +118,9 @@ def _window_partials(logits: Tensor, value: Tensor, sinks: Tensor | None, group:
     return Partials(safe, total, torch.bmm(weights, value.masked_fill(empty, 0.0)))
 
 
-def _add_window_scores(logits: Tensor, log_total: Tensor, score: Tensor, length: Tensor, scoring: Tensor) -> None:
-    batch, kv_heads, slots = score.shape
+def _window_received(logits: Tensor, log_total: Tensor, length: Tensor, scoring: Tensor, kv_heads: int) -> Tensor:
+    """Each slot's largest probability within the group, float32 [rows, slots]; 0 for the newest token."""
     received = torch.exp(logits - log_total[..., None]).amax(1)
-    newest = ((length - 1) % slots).repeat_interleave(kv_heads)[:, None]
+    newest = ((length - 1) % logits.shape[-1]).repeat_interleave(kv_heads)[:, None]
     received.scatter_(1, newest, 0.0)
-    score += torch.where(scoring[:, None], received, 0.0).view(batch, kv_heads, slots).float()
+    return torch.where(scoring[:, None], received, 0.0).float()

@@ -61,7 +61,7 @@ class TierAttention:
         self.absent = (token >= counts[tiles.row[tiles.full :], None, None]).flatten(1)
 
     def attend(self, query: Tensor, merged: Partials, softcap: float | None) -> None:
-        """Adds this tier's tokens to `merged`; keeps the softmax weights for `add_scores`.
+        """Adds this tier's tokens to `merged`; keeps the softmax weights for `received`.
 
         Args:
             query: [rows, group, key_dim], scaled.
@@ -86,8 +86,8 @@ class TierAttention:
         merged.output = (merged.output * before[..., None]).index_add_(0, row, output * share[..., None])
         merged.peak = highest
 
-    def add_scores(self, log_total: Tensor, scoring: Tensor) -> None:
-        """Adds each token's largest probability within the group to its sum. Called once, after `attend`.
+    def received(self, log_total: Tensor, scoring: Tensor) -> Tensor:
+        """Each token's largest probability within the group, float32 [tiles, tokens]. Called once, after `attend`.
 
         Args:
             log_total: [rows, group], logarithm of the softmax's denominator.
@@ -96,7 +96,10 @@ class TierAttention:
         row = self.tiles.row
         share = self.peak - log_total[row]
         share = torch.where(scoring[row, None] & (share > LOWEST_EXPONENT), torch.exp(share), 0.0)
-        received = self.weights.mul_(share[..., None]).amax(1).float()
+        return self.weights.mul_(share[..., None]).amax(1).float()
+
+    def add_scores(self, received: Tensor) -> None:
+        """Adds what tokens received, float32 [tiles, tokens], to their sums."""
         score = self._segment(self.layout.score_offset, 4, torch.float32)
         score.index_copy_(0, self.ids, score.index_select(0, self.ids).add_(received.view(self.ids.numel(), -1)))
 

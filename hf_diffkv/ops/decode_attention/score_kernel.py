@@ -19,31 +19,49 @@ def received(logits, peaks, log_total, heads, token, present, GROUP: tl.constexp
 
 
 @triton.jit
-def score_tier(pages, table, logits, peaks, log_total, heads, first, last, count, DIRECTION: tl.constexpr,
-               TIER: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
-    """Tiles [first, last) of TOKENS tokens; every token has one owner, so nothing is atomic."""
+def joined(gained, held, place, present, FOLD: tl.constexpr, HOLD: tl.constexpr):
+    """The maximum with what attentions of other layers left at `place`, kept there if further ones are to come."""
+    if FOLD:
+        gained = tl.maximum(gained, tl.load(held + place, mask=present, other=0.0))
+    if HOLD:
+        tl.store(held + place, gained, mask=present)
+    return gained
+
+
+@triton.jit
+def score_tier(pages, table, logits, peaks, held, place, log_total, heads, first, last, count,
+               DIRECTION: tl.constexpr, TIER: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+               TOKENS: tl.constexpr, FOLD: tl.constexpr, HOLD: tl.constexpr):  # fmt: skip
+    """Tiles [first, last) of TOKENS tokens; every token has one owner, so nothing is atomic.
+
+    place: of the tier's first token in `held`.
+    """
     for tile in range(first, last):
         token = tile * TOKENS + tl.arange(0, TOKENS)
         present = token < count
         gained = received(logits, peaks, log_total, heads, token, present, GROUP, BLOCK)
-        page = tl.load(table + DIRECTION * (token // TIER.capacity), mask=present, other=0)
-        score = pages + page.to(tl.int64) * TIER.page_bytes + TIER.score_offset + token % TIER.capacity * 4
-        score = score.to(tl.pointer_type(tl.float32))
-        tl.store(score, tl.load(score, mask=present, other=0.0) + gained, mask=present)
+        gained = joined(gained, held, place + token, present, FOLD, HOLD)
+        if not HOLD:
+            page = tl.load(table + DIRECTION * (token // TIER.capacity), mask=present, other=0)
+            score = pages + page.to(tl.int64) * TIER.page_bytes + TIER.score_offset + token % TIER.capacity * 4
+            score = score.to(tl.pointer_type(tl.float32))
+            tl.store(score, tl.load(score, mask=present, other=0.0) + gained, mask=present)
 
 
 @triton.jit(do_not_specialize=["table_width", "kv_heads", "slots", "splits", "positions", "blocks"])
 def score_kernel(
     pages, page_table, high_count, low_count, window_score, window_start, length, valid, logits, block_peak,
-    log_total, table_width, kv_heads, slots, splits, positions, blocks,
+    held, log_total, table_width, kv_heads, slots, splits, positions, blocks,
     HIGH: tl.constexpr, LOW: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr,
+    TOKENS: tl.constexpr, FOLD: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
     """Adds what each attended token but the newest received; grid (rows, splits), arguments as in `attend_kernel`.
 
     Args:
         window_score: float32 [rows, slots].
+        held: float32 [rows, positions], what tokens received from other layers; None unless FOLD or HOLD.
         TOKENS: tile of tokens, independent of BLOCK.
+        FOLD, HOLD: take `held` into account; leave the result there instead of adding it.
     """
     row = tl.program_id(0)
     split = tl.program_id(1)
@@ -67,14 +85,16 @@ def score_kernel(
         table = page_table + wide_row * table_width
         row_logits = logits + wide_row * positions * COLUMNS
         row_peaks = block_peak + wide_row * blocks * COLUMNS
+        row_place = wide_row * positions
         score_tier(
-            pages, table, row_logits, row_peaks, total, heads, tl.minimum(first, high_tiles),
-            tl.minimum(last, high_tiles), high, 1, HIGH, GROUP, BLOCK, TOKENS,
+            pages, table, row_logits, row_peaks, held, row_place, total, heads, tl.minimum(first, high_tiles),
+            tl.minimum(last, high_tiles), high, 1, HIGH, GROUP, BLOCK, TOKENS, FOLD, HOLD,
         )  # fmt: skip
         score_tier(
             pages, table + table_width - 1, row_logits + high_blocks * BLOCK * COLUMNS,
-            row_peaks + high_blocks * COLUMNS, total, heads, tl.maximum(first - high_tiles, 0),
-            tl.minimum(last, paged_tiles) - high_tiles, low, -1, LOW, GROUP, BLOCK, TOKENS,
+            row_peaks + high_blocks * COLUMNS, held, row_place + high_blocks * BLOCK, total, heads,
+            tl.maximum(first - high_tiles, 0), tl.minimum(last, paged_tiles) - high_tiles, low, -1, LOW, GROUP, BLOCK,
+            TOKENS, FOLD, HOLD,
         )  # fmt: skip
         for tile in range(tl.maximum(first - paged_tiles, 0), last - paged_tiles):
             token = tile * TOKENS + tl.arange(0, TOKENS)
@@ -84,7 +104,9 @@ def score_kernel(
                 row_logits + paged_blocks * BLOCK * COLUMNS, row_peaks + paged_blocks * COLUMNS, total, heads, token,
                 present, GROUP, STEP,
             )  # fmt: skip
-            slot = first_slot + token
-            slot = tl.where(slot >= slots, slot - slots, slot)
-            score = window_score + wide_row * slots + slot
-            tl.store(score, tl.load(score, mask=present, other=0.0) + gained, mask=present)
+            gained = joined(gained, held, row_place + paged_blocks * BLOCK + token, present, FOLD, HOLD)
+            if not HOLD:
+                slot = first_slot + token
+                slot = tl.where(slot >= slots, slot - slots, slot)
+                score = window_score + wide_row * slots + slot
+                tl.store(score, tl.load(score, mask=present, other=0.0) + gained, mask=present)

@@ -1,0 +1,86 @@
+"""The tokens of one forward while later layers of the model are still to read them."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..store import SharedRecording, SharedStep, SharedTokens, Store
+from .errors import HandOverError
+
+
+@dataclass
+class Turn:
+    """New tokens that further layers are to read.
+
+    Attributes:
+        shared: attends from them, and stores them with the last reader.
+        shape: of the keys, [batch, heads, tokens, key_dim].
+        left: readers still to come.
+        mask: the attention mask that the storing layer was given.
+        thread: in which it attended.
+    """
+
+    shared: SharedStep | SharedTokens | SharedRecording
+    shape: torch.Size
+    left: int
+    mask: Tensor | None = None
+    thread: int = field(default_factory=threading.get_ident)
+
+    def check(self, query: Tensor, key: Tensor, mask: Tensor | None) -> None:
+        """Raises `HandOverError` unless a reader sees what the storing layer saw.
+
+        Args:
+            query: [batch, query_heads, n, key_dim] of the newest n tokens; the mask may be cut likewise.
+        """
+        count, earlier = query.shape[2], self.shape[2] - query.shape[2]
+        fits = earlier >= 0 and self.shape == key.shape and query.device == key.device
+        if not (fits and self._is_same(mask, count)):
+            raise HandOverError(
+                "a layer that reads the keys and values of an earlier layer has another attention mask, or runs on "
+                "another device; such a model cannot use DiffKVCache."
+            )
+        if count > 1 and earlier and mask is not None and mask.ndim == 4:
+            part = mask[..., -self.shape[2] :][..., :earlier]
+            if not bool((part == part[:, :, -1:]).all()):
+                raise HandOverError(
+                    "this attention mask hides some new tokens from some of the last ones only, where layers that "
+                    "read the keys and values of an earlier layer attend from those alone; pass logits_to_keep=0."
+                )
+
+    def _is_same(self, mask: Tensor | None, count: int) -> bool:
+        if mask is None or self.mask is None:
+            return mask is self.mask
+        whole = self.mask if mask.ndim == 2 or mask.shape[-2] != count else self.mask[..., -count:, :]
+        if mask.shape != whole.shape or mask.device != whole.device:
+            return False
+        # a look at the device, which steps of one token get by without
+        return (mask.data_ptr(), mask.stride()) == (whole.data_ptr(), whole.stride()) or bool((mask == whole).all())
+
+
+def start_turn(
+    store: Store,
+    slot: int,
+    key: Tensor,
+    value: Tensor,
+    valid: Tensor | None,
+    mask: Tensor | None,
+    past: int,
+    readers: int,
+) -> Turn:
+    """The turn of new tokens that `readers` later layers attend to. The other arguments as in `DiffKVLayer.attend`.
+
+    Raises:
+        ValueError: keys or values that are not finite.
+    """
+    shared: SharedStep | SharedTokens | SharedRecording
+    if store.recording:
+        shared = SharedRecording(store, slot, key, value, valid, mask, readers)
+    elif key.shape[2] == 1 and past > 0:
+        shared = SharedStep(store, slot, key, value, None if valid is None else valid[:, 0])
+    else:
+        shared = SharedTokens(store, slot, key, value, valid, mask)
+    return Turn(shared, key.shape, readers)

@@ -1,0 +1,117 @@
+"""A layer whose keys and values later layers of the model read as well.
+
+Their queries count as further heads of the layer's groups: a token's sum gains the maximum over all of them. So the
+tokens of a forward are compressed, and those of a step get their sums, when the last of these layers has attended.
+
+A reader may come with the queries of the newest tokens only, as models drop what no logits are wanted of. What keys
+received from them is scaled up to all later queries, as with `observation_window`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.decode_attention import Held
+from ..ops.prefill_attention import prefill_attention
+from .decode import append, attend_newest
+from .prompt import Past, attend_new, check_finite, compress
+from .state import Store
+
+
+class SharedStep:
+    """One generated token per request, attended by several layers. Arguments as in `attend_token`."""
+
+    def __init__(self, store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
+        self._store, self._layer, self._valid = store, layer, valid
+        self._held = Held()
+        append(store, layer, key, value, valid)
+
+    def attend(self, query: Tensor, last: bool, **options: Any) -> Tensor:
+        """One layer's attention, as `attend_token` returns it; `last`: no further layer reads these tokens."""
+        self._held.last = last
+        return attend_newest(self._store, self._layer, query, valid=self._valid, held=self._held, **options)
+
+
+class SharedTokens:
+    """Several new tokens, attended by several layers. Arguments and errors as in `attend_tokens`."""
+
+    def __init__(
+        self, store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None, mask: Tensor | None
+    ) -> None:
+        check_finite(store, key, value, valid)
+        self._store, self._layer = store, layer
+        self._key, self._value, self._valid, self._mask = key, value, valid, mask
+        self._received: Tensor | None = None
+
+    def attend(self, query: Tensor, last: bool, **options: Any) -> Tensor:
+        """One layer's attention, from the newest tokens or all; the last one stores and compresses them."""
+        store, layer, key, value, valid = self._store, self._layer, self._key, self._value, self._valid
+        past = Past.read(store, layer)
+        output, received = attend_from_newest(store, past, query, key, value, valid, self._mask, **options)
+        self._received = received if self._received is None else torch.maximum(self._received, received)
+        if last:
+            compress(store, layer, past, key, value, valid, self._received)
+        return output
+
+
+def attend_from_newest(
+    store: Store,
+    past: Past,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    valid: Tensor | None,
+    mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """`attend_new` from the newest n of the Q tokens.
+
+    Args:
+        query: [batch, query_heads, n, key_dim]; with n < Q, all n must see the same of the tokens before them.
+    """
+    earlier = key.shape[2] - query.shape[2]
+    if earlier == 0:
+        return attend_new(store, past, query, key, value, valid, mask, **options)
+    shown = torch.ones(key.shape[0], earlier, dtype=torch.bool, device=key.device)
+    shown = shown if valid is None else shown & valid[:, :earlier]
+    shown = shown if mask is None else shown & mask[:, 0, -1, :earlier]
+    parts = [(key[:, :, :earlier], value[:, :, :earlier], shown[:, None].expand(key.shape[0], key.shape[1], -1))]
+    if past.key is not None:
+        parts.insert(0, (past.key, past.value, past.valid))
+    # what is stored decodes to at least the precision of new tokens
+    past_key, past_value, past_valid = (
+        torch.cat([tensor.to(tensors[0].dtype) for tensor in tensors], dim=2) for tensors in zip(*parts)
+    )
+    output, received = prefill_attention(
+        query,
+        key[:, :, earlier:],
+        value[:, :, earlier:],
+        valid=None if valid is None else valid[:, earlier:],
+        past_key=past_key,
+        past_value=past_value,
+        past_valid=past_valid,
+        mask=None if mask is None else mask[..., earlier:, earlier:],
+        observation_window=store.config.observation_window,
+        **options,
+    )
+    return output, received.float() * _later_share(valid, key, earlier, received.shape[-1])[:, None]
+
+
+def _later_share(valid: Tensor | None, key: Tensor, earlier: int, columns: int) -> Tensor:
+    """How many times more queries follow each of the P + Q keys than those after the first `earlier` new tokens.
+
+    Returns:
+        float32 [batch, P + Q].
+    """
+    if valid is None:
+        valid = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
+    later = valid.flip(-1).cumsum(-1).flip(-1) - valid.long()
+    there = valid[:, earlier:].sum(-1, keepdim=True)
+    follow = torch.cat([valid.sum(-1, keepdim=True).expand(-1, columns - key.shape[2]), later], dim=-1)
+    share = follow.float() / there.clamp(min=1).float()
+    # the queries after these keys were all there
+    share[:, columns - key.shape[2] + earlier :] = 1.0
+    return share

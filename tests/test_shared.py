@@ -1,0 +1,175 @@
+"""A layer that later layers read too, against the dense simulation: their query heads count as one group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from test_compressed import Pair, left_padding
+from torch import Tensor
+
+from hf_diffkv.config import DiffKVConfig
+from hf_diffkv.ops.backend import use_backend
+from hf_diffkv.store import SharedRecording, SharedStep, SharedTokens, commit, read_tokens
+
+LENGTHS = (90, 33, 1, 64)
+CONFIG = DiffKVConfig(alpha_high=1.6, alpha_low=0.9, window=8)
+OPTIONS = {"scaling": 0.25}
+
+
+@dataclass
+class Drawn:
+    """New tokens, and a query for each of the layers that attend to them."""
+
+    queries: list[Tensor]
+    key: Tensor
+    value: Tensor
+    valid: Tensor | None
+
+    def part(self, start: int, stop: int) -> Drawn:
+        """The tokens [start, stop)."""
+        parts = [tensor[:, :, start:stop] for tensor in (*self.queries, self.key, self.value)]
+        return Drawn(parts[:-2], *parts[-2:], None if self.valid is None else self.valid[:, start:stop])
+
+    def newest(self, count: int, tokens: int) -> list[Tensor]:
+        """The first layer's whole query, and of the others that of the newest `count` of the last `tokens`."""
+        first, *others = self.queries
+        return [first, *(query[:, :, query.shape[2] - min(count, tokens) :] for query in others)]
+
+
+class SharedPair(Pair):
+    """A store of one layer, which `readers` further layers read, and its simulation."""
+
+    readers = 2
+
+    def __init__(
+        self, config: DiffKVConfig, batch: int = len(LENGTHS), dtype: torch.dtype = torch.float64, dim: int = 16
+    ) -> None:
+        super().__init__(config, batch, heads=2, group=2, dim=dim, dtype=dtype)
+
+    def draw(self, tokens: int, valid: Tensor | None = None) -> Drawn:
+        def randn(heads: int) -> Tensor:
+            shape = (self.batch, heads, tokens, self.dim)
+            return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
+
+        queries = [3 * randn(self.heads * self.group) for _ in range(1 + self.readers)]
+        return Drawn(queries, randn(self.heads), randn(self.heads), valid)
+
+    def forward(self, tokens: int, valid: Tensor | None = None, newest: int = 1000, mask: Tensor | None = None) -> None:
+        """Readers come with the queries of the `newest` tokens."""
+        new = self.draw(tokens, valid)
+        self.attend(new, new.newest(newest, tokens), mask)
+        self.simulate(new, new.newest(newest, tokens))
+
+    def attend(self, new: Drawn, queries: list[Tensor], mask: Tensor | None = None) -> None:
+        store, tokens = self.store, new.key.shape[2]
+        first = store.seen == 0
+        store.begin(tokens)
+        store.padding.append(tokens, new.valid)
+        inputs = (store, 0, new.key, new.value)
+        if store.recording:
+            shared = SharedRecording(*inputs, new.valid, mask, self.readers)
+        elif tokens == 1 and not first:
+            shared = SharedStep(*inputs, None if new.valid is None else new.valid[:, 0])
+        else:
+            shared = SharedTokens(*inputs, new.valid, mask)
+        self.outputs = [shared.attend(query, query is queries[-1], **OPTIONS) for query in queries]
+
+    def simulate(self, new: Drawn, queries: list[Tensor], outputs: bool = True) -> None:
+        self.simulation.begin(new.key, new.value, new.valid)
+        expected = [self.simulation.read(query, **OPTIONS) for query in queries]
+        self.simulation.finish()
+        for output, wanted in zip(self.outputs if outputs else [], expected):
+            torch.testing.assert_close(output, wanted, rtol=self.tolerance, atol=self.tolerance)
+
+
+@pytest.mark.parametrize("newest", [1, 5, 1000])
+@pytest.mark.parametrize("observed", [None, 3, 24])
+def test_prompt_steps_and_turns(newest: int, observed: int | None) -> None:
+    pair = SharedPair(DiffKVConfig(alpha_high=1.6, alpha_low=0.9, window=8, observation_window=observed))
+    pair.forward(90, left_padding(LENGTHS), newest)
+    pair.compare()
+    for _ in range(20):
+        pair.forward(1)
+        pair.compare()
+    pair.forward(1, torch.tensor([[True], [False], [True], [False]]))
+    pair.compare()
+    turn = torch.tensor([[True] * 12, [False] * 12, [True] * 3 + [False] * 9, [False] * 5 + [True] * 7])
+    pair.forward(12, turn, newest)
+    pair.compare()
+    pair.forward(7, None, newest)
+    for _ in range(9):
+        pair.forward(1)
+    pair.compare()
+    counts = pair.level_counts()
+    assert all(counts[level] > 30 for level in (0, 1, 2, 3)), counts
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.parametrize("newest", [4, 1000])
+def test_tokens_taken_back(newest: int, interval: int) -> None:
+    """Between two crops lies one forward of the tokens that remain, of which readers had the newest queries."""
+    pair = SharedPair(DiffKVConfig(alpha_high=1.6, alpha_low=0.9, window=8, compaction_interval=interval))
+    pair.forward(90, left_padding(LENGTHS))
+    pair.store.settle()
+    pair.store.recording = True
+    # the last: more rejected than readers had queries of
+    for forwards, rejected in (((6,), 2), ((4,), 3), ((1,), 0), ((5, 3), 1), ((1, 1, 1), 2), ((9,), 5)):
+        drawn = pair.draw(sum(forwards))
+        start = 0
+        for tokens in forwards:
+            part = drawn.part(start, start + tokens)
+            pair.attend(part, part.newest(newest, tokens))
+            start += tokens
+        commit(pair.store, rejected)
+        kept = drawn.part(0, start - rejected)
+        # what is left of the queries without a gap before them
+        there = start if all(tokens <= newest for tokens in forwards[1:]) else 0
+        there = min(there, newest + sum(forwards[1:])) - rejected
+        queries = kept.newest(max(there, 0), start - rejected)
+        pair.simulate(kept, [query for query in queries if query.shape[2]], outputs=False)
+        pair.compare()
+
+
+def test_many_recorded_tokens_are_stored_before_the_crop() -> None:
+    pair = SharedPair(CONFIG)
+    pair.forward(90, left_padding(LENGTHS))
+    pair.store.recording = True
+    new = pair.draw(530)
+    pair.attend(new, new.queries)
+    surplus, rest = new.part(0, 274), new.part(274, 523)
+    pair.simulate(surplus, surplus.queries, outputs=False)
+    commit(pair.store, 7)
+    pair.simulate(rest, rest.queries, outputs=False)
+    pair.compare()
+
+
+def test_the_newest_queries_under_a_mask() -> None:
+    """Tokens that the newest one does not see receive nothing from it."""
+    pair = SharedPair(DiffKVConfig(alpha_high=0.0, alpha_low=0.0, window=8))
+    mask = torch.ones(1, 1, 20, 20, dtype=torch.bool).tril()
+    mask[..., 10:, :10] = False
+    new = pair.draw(20)
+    pair.attend(new, new.newest(3, 20), mask.expand(pair.batch, -1, -1, -1))
+    alone = SharedPair(DiffKVConfig(alpha_high=0.0, alpha_low=0.0, window=8))
+    second = new.part(10, 20)
+    alone.attend(second, second.newest(3, 10))
+    torch.testing.assert_close(pair.outputs[0][:, :, 10:], alone.outputs[0])
+    for mine, theirs in zip(pair.outputs[1:], alone.outputs[1:]):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_kernels() -> None:
+    """The Triton kernels of a generated token, in their interpreter."""
+    pytest.importorskip("triton")
+    pair = SharedPair(CONFIG, batch=2, dtype=torch.float32, dim=32)
+    pair.tolerance = 2e-3
+    pair.forward(60, left_padding((60, 20)))
+    with use_backend("kernels"):
+        for valid in (None, torch.tensor([[True], [False]]), None):
+            pair.forward(1, valid)
+        pair.compare_levels()
+    torch.testing.assert_close(read_tokens(pair.store, 0).score, pair.simulation.sums(), rtol=2e-3, atol=1e-4)
+    counts = pair.level_counts()
+    assert all(counts[level] > 5 for level in (0, 1, 2, 3)), counts
