@@ -14,8 +14,11 @@ if isinstance(triton.language.sum, triton.JITFunction):
     pytest.skip("triton was imported before TRITON_INTERPRET=1 was set", allow_module_level=True)
 
 import triton.language as tl  # noqa: E402
+from test_compact_reference import Rewrite  # noqa: E402
 
+from hf_diffkv.ops.backend import use_backend  # noqa: E402
 from hf_diffkv.ops.compact import launch, reference  # noqa: E402
+from hf_diffkv.ops.quantize import launch as quantize_launch  # noqa: E402
 from hf_diffkv.ops.quantize.reference import load_tokens, store_tokens  # noqa: E402
 from hf_diffkv.ops.scan import pair_ranks, sum_totals  # noqa: E402
 from hf_diffkv.ops.segments import segments  # noqa: E402
@@ -373,3 +376,25 @@ def test_many_blocks_of_rows(monkeypatch):
 def test_variants_name_every_parameter():
     for variant in launch.variants():
         assert set(variant.kernel.arg_names) == set(variant.signature) | set(variant.constexprs), variant.name
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rewriting_rows_leaves_the_same_bytes_as_the_reference(seed):
+    twins = {}
+    for backend in ("kernels", "reference"):
+        with use_backend(backend):
+            twins[backend] = Rewrite(seed)
+            twins[backend].run()
+    rows, expected = twins["kernels"].rows, twins["reference"].rows
+    rows.check(twins["kernels"].expected)
+    used = rows.pool.capacity
+    assert torch.equal(rows.pool.pages[:used], expected.pool.pages[:used])
+    assert torch.equal(rows.table, expected.table)
+
+
+def test_rewriting_moves_tokens_by_the_kernel(monkeypatch):
+    moved = []
+    monkeypatch.setattr(quantize_launch, "move_tokens", lambda *args: moved.append(args[2].numel()))
+    with use_backend("kernels"):
+        Rewrite(0).run()
+    assert sum(moved) > 50

@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton")
 if isinstance(triton.language.sum, triton.JITFunction):
     pytest.skip("triton was imported before TRITON_INTERPRET=1 was set", allow_module_level=True)
 
-from hf_diffkv.ops.quantize import kernels, launch, reference  # noqa: E402
+from hf_diffkv.ops.quantize import launch, reference  # noqa: E402
 from hf_diffkv.ops.segments import segments  # noqa: E402
 
 PAGES = 7
@@ -163,7 +163,37 @@ def test_bad_inputs_are_named():
         launch.store_tokens(poisoned(tier), tier, page, slot, key[:1], value, score, position, torch.float16)
 
 
+@pytest.mark.parametrize("element_bytes", [2, 4])
+@pytest.mark.parametrize(
+    "precision, key_dim, value_dim",
+    [
+        (Precision(8, 4), 128, 128),
+        (Precision(4, 2, 2, 4), 80, 80),
+        (Precision(16, 1), 24, 8),
+        (Precision(1, 16), 48, 256),
+        (Precision(2, 8), 24, 13),
+    ],
+)
+def test_moved_tokens_keep_every_byte(precision, key_dim, value_dim, element_bytes):
+    tier = tier_of(precision, key_dim, value_dim, element_bytes)
+    generator = torch.Generator().manual_seed(0)
+    pages = torch.randint(0, 256, (PAGES, tier.page_bytes), generator=generator, dtype=torch.uint8)
+    places = torch.randperm(PAGES * tier.capacity, generator=generator)
+    count = min(places.numel() // 2, 2 * launch.copy_block(tier) + 1)
+    source, target = places[:count], places[count : 2 * count]
+    moves = [
+        f(place) for place in (source, target) for f in (lambda p: p // tier.capacity, lambda p: p % tier.capacity)
+    ]
+    expected, before = pages.clone(), pages.clone()
+    reference.move_tokens(expected, tier, *moves)
+    launch.move_tokens(pages, tier, *moves)
+    assert torch.equal(pages, expected)
+    assert not torch.equal(pages, before)
+    launch.move_tokens(pages, tier, *(place[:0] for place in moves))
+    assert torch.equal(pages, expected)
+
+
 def test_variants_name_every_parameter():
     for variant in launch.variants():
-        names = set(kernels.__dict__[variant.kernel.__name__].arg_names)
+        names = set(variant.kernel.arg_names)
         assert names == set(variant.signature) | set(variant.constexprs), variant.name

@@ -98,7 +98,7 @@ def rewrite_rows(
     pages = pool.pages
 
     for tier, tier_layout in ((HIGH, layout.high), (LOW, layout.low)):
-        _close_holes(pages, tier_layout, stored[tier], keep[tier], plans[tier][0])
+        _close_holes(pages, tier_layout, stored[tier], keep[tier], plans[tier][0], dtype)
     for tier in (HIGH, LOW):
         _give_pages(pool, table, tier, *plans[tier][2:])
     for tier, tier_layout in ((HIGH, layout.high), (LOW, layout.low)):
@@ -121,12 +121,15 @@ def _demoted_tokens(
     return NewTokens(stored.row[demoted], key, value, view.score[page, slot], view.position[page, slot].long())
 
 
-def _close_holes(pages: Tensor, layout: TierLayout, stored: StoredTokens, keep: Tensor, kept: Tensor) -> None:
+def _close_holes(
+    pages: Tensor, layout: TierLayout, stored: StoredTokens, keep: Tensor, kept: Tensor, dtype: torch.dtype
+) -> None:
     """Moves each row's last tokens into the slots of removed ones."""
     inside = stored.index < kept[stored.row]
     # per row there are as many holes inside as tokens outside, and both lists are in row order
     holes, movers = ~keep & inside, keep & ~inside
-    move_tokens(pages, layout, stored.page[movers], stored.slot[movers], stored.page[holes], stored.slot[holes])
+    old, new = (stored.page[movers], stored.slot[movers]), (stored.page[holes], stored.slot[holes])
+    move_tokens(pages, layout, *old, *new, dtype)
 
 
 def _entries(count: Tensor, first: Tensor, tier: int, width: int) -> tuple[Tensor, Tensor]:

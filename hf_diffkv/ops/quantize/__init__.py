@@ -8,7 +8,7 @@ from torch import Tensor
 from ...memory import TierLayout
 from ..backend import use_kernels, without_autocast
 from . import reference
-from .reference import compute_dtype, dequantize, move_tokens, quantize
+from .reference import compute_dtype, dequantize, quantize
 
 __all__ = ["compute_dtype", "dequantize", "load_tokens", "move_tokens", "quantize", "store_tokens"]
 
@@ -41,3 +41,25 @@ def load_tokens(
     if use_kernels(pages.device, dtype):
         from . import launch as implementation
     return implementation.load_tokens(pages, tier, page, slot, dtype)
+
+
+def move_tokens(
+    pages: Tensor,
+    tier: TierLayout,
+    from_page: Tensor,
+    from_slot: Tensor,
+    to_page: Tensor,
+    to_slot: Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """Copies tokens as they are stored, code for code.
+
+    Args:
+        pages: uint8 [pages, page_bytes], written in place.
+        from_page, from_slot, to_page, to_slot: int64 [n]; no two targets are alike, and none is a source.
+        dtype: the model's dtype.
+    """
+    implementation = reference
+    if use_kernels(pages.device, dtype):
+        from . import launch as implementation
+    implementation.move_tokens(pages, tier, from_page, from_slot, to_page, to_slot)

@@ -12,10 +12,12 @@ from torch import Tensor
 from ...config import Precision
 from ...memory import PageLayout, TierLayout
 from ..variant import KernelVariant
+from .copy_kernel import copy_tokens_kernel
 from .kernels import load_tokens_kernel, store_tokens_kernel
 
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 TILE_ELEMENTS = 2048
+COPY_BYTES = 4096
 NUM_WARPS = 4
 
 
@@ -107,6 +109,27 @@ def load_tokens(
     return key, value
 
 
+def move_tokens(
+    pages: Tensor, tier: TierLayout, from_page: Tensor, from_slot: Tensor, to_page: Tensor, to_slot: Tensor
+) -> None:
+    """Copies tokens as they are stored, one launch for all rows; see the reference for the arguments."""
+    check_pages(pages, tier)
+    count = from_page.numel()
+    if count == 0:
+        return
+    places = [place.contiguous() for place in (from_page, from_slot, to_page, to_slot)]
+    block = copy_block(tier)
+    with torch.cuda.device(pages.device) if pages.is_cuda else nullcontext():
+        copy_tokens_kernel[(triton.cdiv(count, block),)](
+            pages, *places, count, TIER=tier, BLOCK=block, num_warps=NUM_WARPS
+        )
+
+
+def copy_block(tier: TierLayout) -> int:
+    """Tokens that a program copies, so that a tile has about `COPY_BYTES` bytes."""
+    return max(1, COPY_BYTES // triton.next_power_of_2(max(tier.key_row, tier.value_row)))
+
+
 def check_pages(pages: Tensor, tier: TierLayout) -> None:
     """Raises `ValueError` unless `pages` is uint8 [pages, page_bytes] with contiguous rows."""
     if pages.dtype != torch.uint8 or pages.ndim != 2 or pages.shape[1] != tier.page_bytes or not pages.is_contiguous():
@@ -191,6 +214,16 @@ def variants() -> list[KernelVariant]:
                 kernel=load_tokens_kernel,
                 signature={**common, "key": "*fp32", "value": "*fp32"},
                 constexprs=constants,
+                num_warps=NUM_WARPS,
+            )
+        )
+        places = dict.fromkeys(("from_page", "from_slot", "to_page", "to_slot"), "*i64")
+        found.append(
+            KernelVariant(
+                name=f"copy_tokens-{suffix}",
+                kernel=copy_tokens_kernel,
+                signature={"pages": "*u8", **places, "count": "i32"},
+                constexprs={"TIER": tier, "BLOCK": copy_block(tier)},
                 num_warps=NUM_WARPS,
             )
         )
