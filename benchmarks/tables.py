@@ -75,12 +75,10 @@ def memory_manager(rows: list[dict]) -> str:
 
 def prompt(rows: list[dict]) -> str:
     """Prompt attention with and without received attention."""
-    header = ("model", "context", "name", "us", "of the best dense", "TFLOP/s")
-    order = sorted(rows, key=lambda r: (r["model"], r["context"], r["kind"]))
-    return markdown(
-        header,
-        ((r["model"], r["context"], r["name"], r["us"], r.get("over_dense"), r.get("tflops")) for r in order),
-    )
+    header = ("model", "context", "new tokens", "name", "us", "of the best dense", "TFLOP/s")
+    order = sorted(rows, key=lambda r: (r["model"], r["context"], r.get("new_tokens", 0), r["kind"]))
+    names = ("model", "context", "new_tokens", "name", "us", "over_dense", "tflops")
+    return markdown(header, ([r.get(name) for name in names] for r in order))
 
 
 def decode(rows: list[dict]) -> str:

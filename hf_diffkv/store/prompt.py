@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ..memory import HIGH, LOW
 from ..ops.compact import NewTokens, StoredTokens, rewrite_rows, stored_tokens
-from ..ops.prefill_attention import prefill_attention
-from ..ops.quantize import load_tokens
+from ..ops.prefill_attention import StoredPast, prefill_attention
 from ..ops.segments import segments
 from ..policy import mean_significance
 from .budget import fit_layer
@@ -74,9 +73,7 @@ def attend_new(
         key,
         value,
         valid=valid,
-        past_key=past.key,
-        past_value=past.value,
-        past_valid=past.valid,
+        past=past.stored,
         mask=mask,
         observation_window=store.config.observation_window,
         **options,
@@ -94,47 +91,43 @@ def check_finite(store: Store, key: Tensor, value: Tensor, valid: Tensor | None)
 
 
 class Past:
-    """What a layer holds before a forward, gathered to [batch, heads, P] with each row's tokens at its front."""
+    """What a layer holds before a forward, and where each token of it ranks within its row."""
 
     def __init__(self) -> None:
         self.tokens: tuple[StoredTokens, StoredTokens]
-        self.key = self.value = self.valid = None
+        self.stored: StoredPast | None = None
         self.ranks: list[Tensor] = []
 
     @classmethod
     def read(cls, store: Store, layer: int) -> Past:
         past = cls()
         rows = store.batch_size * store.num_heads
-        table = store.table.table[layer].view(rows, -1)
+        table = store.table.table[layer]
         counts = [store.high_count[layer].view(rows), store.low_count[layer].view(rows)]
         tiers = (store.layout.high, store.layout.low)
-        past.tokens = tuple(stored_tokens(table, counts[t], t, tiers[t]) for t in (HIGH, LOW))
+        past.tokens = tuple(stored_tokens(table.view(rows, -1), counts[t], t, tiers[t]) for t in (HIGH, LOW))
         past.window_row, past.window_token = _window_tokens(store, layer)
         window_count = torch.bincount(past.window_row, minlength=rows)
         longest = int((counts[HIGH] + counts[LOW] + window_count).max())
         if longest == 0:
             return past
-        pages = store.pool.pages
         first = past.tokens[HIGH].index
         second = past.tokens[LOW].index + counts[HIGH].long()[past.tokens[LOW].row]
         start = store.window_start[layer].repeat_interleave(store.num_heads)
-        stored = (counts[HIGH] + counts[LOW]).long()
-        third = past.window_token - start[past.window_row] + stored[past.window_row]
+        third = past.window_token - start[past.window_row] + (counts[HIGH] + counts[LOW]).long()[past.window_row]
         past.ranks = [first, second, third]
-        parts = [
-            load_tokens(pages, tiers[t], past.tokens[t].page, past.tokens[t].slot, store.dtype) for t in (HIGH, LOW)
-        ]
-        parts.append(past.window(store, layer))
-        dtype = parts[HIGH][0].dtype
-        past.key = torch.zeros(rows, longest, store.key_dim, dtype=dtype, device=store.device)
-        past.value = torch.zeros(rows, longest, store.value_dim, dtype=dtype, device=store.device)
-        for row, rank, (key, value) in zip(past.rows(), past.ranks, parts):
-            past.key[row, rank] = key.to(dtype)
-            past.value[row, rank] = value.to(dtype)
-        shape = (store.batch_size, store.num_heads, longest)
-        past.key, past.value = past.key.view(*shape, -1), past.value.view(*shape, -1)
-        held = (stored + window_count)[:, None]
-        past.valid = (torch.arange(longest, device=store.device) < held).view(shape)
+        past.stored = StoredPast(
+            store.pool.pages,
+            store.layout,
+            table,
+            store.high_count[layer],
+            store.low_count[layer],
+            store.window_key[layer],
+            store.window_value[layer],
+            store.window_start[layer],
+            store.length[layer],
+            longest,
+        )
         return past
 
     def rows(self) -> list[Tensor]:

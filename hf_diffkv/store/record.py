@@ -161,9 +161,7 @@ def attend_recorded(store: Store, layer: int, new: Recorded) -> Tensor:
         together.key,
         together.value,
         valid=together.valid,
-        past_key=past.key,
-        past_value=past.value,
-        past_valid=past.valid,
+        past=past.stored,
         mask=together.mask,
         **new.options,
     )

@@ -85,8 +85,10 @@ def test_memory_manager_compares_both_sides(script, monkeypatch: pytest.MonkeyPa
 
 def test_prompt(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     rows = run(script("prompt_gpu"), tmp_path / "prompt_gpu.jsonl", "--models", "llama-3-8b")
-    assert [row["kind"] for row in rows] == ["check", "dense", "significance", "significance"]
-    assert all(row["over_dense"] > 0 for row in rows if row["kind"] == "significance")
+    kinds = ["check", "dense", *["significance"] * 2, "dense past", *["compressed past"] * 2]
+    assert [row["kind"] for row in rows] == kinds
+    assert len(rows[0]["errors"]) == 4
+    assert all(row["over_dense"] > 0 for row in rows if row["kind"] in ("significance", "compressed past"))
     script("tables").main(["--results", str(tmp_path)])
     assert "of the best dense" in capsys.readouterr().out
 

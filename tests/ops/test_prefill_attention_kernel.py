@@ -9,7 +9,9 @@ triton = pytest.importorskip("triton")
 if isinstance(triton.language.sum, triton.JITFunction):
     pytest.skip("triton was imported before TRITON_INTERPRET=1 was set", allow_module_level=True)
 
-from hf_diffkv.ops.prefill_attention import launch, reference, tiles  # noqa: E402
+from hand_past import hand_past  # noqa: E402
+
+from hf_diffkv.ops.prefill_attention import launch, past_launch, reference, tiles  # noqa: E402
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 SMALL_TILE = tiles.Tile(32, 16, 4, 1)
@@ -34,10 +36,14 @@ def small_tiles(monkeypatch):
     """Many blocks at small lengths."""
     monkeypatch.setattr(launch, "forward_tile", lambda *_, **__: SMALL_TILE)
     monkeypatch.setattr(launch, "column_tile", lambda *_: SMALL_TILE)
+    monkeypatch.setattr(past_launch, "past_tile", lambda *_: SMALL_TILE)
 
 
 def make_inputs(batch, query_heads, kv_heads, length, key_dim, value_dim=None, *, past=None, dtype=torch.float32):
-    """Random tensors; logits vary by several units, so that significance differs between tokens."""
+    """Random tensors; logits vary by several units, so that significance differs between tokens.
+
+    past: stored tokens of every row, half of them at each level and one in the window if it is odd.
+    """
     generator = torch.Generator().manual_seed(length)
     value_dim = value_dim or key_dim
 
@@ -49,10 +55,13 @@ def make_inputs(batch, query_heads, kv_heads, length, key_dim, value_dim=None, *
         "key": draw(batch, kv_heads, length, key_dim),
         "value": draw(batch, kv_heads, length, value_dim),
     }
+    inputs = {name: x.to(dtype) for name, x in inputs.items()} | {"scaling": key_dim**-0.5}
     if past is not None:
-        inputs["past_key"] = draw(batch, kv_heads, past, key_dim)
-        inputs["past_value"] = draw(batch, kv_heads, past, value_dim)
-    return {name: x.to(dtype) for name, x in inputs.items()} | {"scaling": key_dim**-0.5}
+        rows = [[past // 2] * kv_heads] * batch
+        inputs["past"], *_ = hand_past(
+            rows, rows, [past % 2] * batch, key_dim=key_dim, value_dim=value_dim, dtype=dtype
+        )
+    return inputs
 
 
 def padding(*rows):
@@ -107,9 +116,9 @@ def test_many_blocks_and_group_sizes(group, length, small_tiles):
 
 
 def test_programs_may_share_a_group_or_walk_it(small_tiles, monkeypatch):
-    inputs = make_inputs(1, 4, 1, 50, 16)
+    inputs = make_inputs(1, 4, 1, 50, 16, past=41)
     shared = check(inputs)
-    monkeypatch.setattr(launch, "MANY_PROGRAMS", 0)
+    monkeypatch.setattr(past_launch, "MANY_PROGRAMS", 0)
     walked = check(inputs)
     for left, right in zip(shared, walked):
         assert torch.equal(left, right)
@@ -161,29 +170,39 @@ def test_one_long_and_many_short_requests(small_tiles):
 
 
 def test_a_window_reads_its_queries_only(small_tiles, monkeypatch):
-    inputs = make_inputs(2, 2, 1, 100, 16, past=20) | {"observation_window": 9}
-    inputs |= {"past_valid": torch.ones(2, 1, 20, dtype=torch.bool)}
+    inputs = make_inputs(2, 2, 1, 100, 16, past=21) | {"observation_window": 9}
     want = reference.prefill_attention(**inputs)
-    kernel = launch.column_scores
 
     class SpoiltDenominators:
         """Probabilities of queries before the window would be infinite."""
 
+        def __init__(self, kernel):
+            self.kernel = kernel
+
         def __getitem__(self, grid):
             def run(**arguments):
                 arguments["lse"][..., :-9] = -torch.inf
-                kernel[grid](**arguments)
+                self.kernel[grid](**arguments)
 
             return run
 
-    monkeypatch.setattr(launch, "column_scores", SpoiltDenominators())
+    monkeypatch.setattr(launch, "column_scores", SpoiltDenominators(launch.column_scores))
+    monkeypatch.setattr(past_launch, "past_scores", SpoiltDenominators(past_launch.past_scores))
     assert_alike(launch.prefill_attention(**inputs), want, torch.float32)
 
 
+def dense_past(batch, kv_heads, tokens, key_dim, value_dim=None):
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "past_key": torch.randn(batch, kv_heads, tokens, key_dim, generator=generator),
+        "past_value": torch.randn(batch, kv_heads, tokens, value_dim or key_dim, generator=generator),
+    }
+
+
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("length, past", [(1, 1), (1, 40), (35, 15), (35, 17)])
-def test_a_past_of_different_lengths_per_head(past, length, window, small_tiles):
-    inputs = make_inputs(2, 2, 2, length, 16, 24, past=past)
+@pytest.mark.parametrize("length, past, stored", [(1, 1, None), (1, 40, 9), (35, 15, None), (35, 17, 33)])
+def test_a_dense_past_of_different_lengths_per_head(past, length, stored, window, small_tiles):
+    inputs = make_inputs(2, 2, 2, length, 16, 24, past=stored) | dense_past(2, 2, past, 16, 24)
     counts = torch.tensor([[past, past // 2], [0, 1]])
     exists = torch.arange(past) < counts[..., None]
     valid = torch.ones(2, length, dtype=torch.bool)
@@ -194,26 +213,25 @@ def test_a_past_of_different_lengths_per_head(past, length, window, small_tiles)
         inputs[name] = inputs[name].masked_fill(~exists[..., None], torch.nan)
     got = launch.prefill_attention(**inputs)
     assert_alike(got, want, torch.float32)
-    assert (got[1][..., :past].masked_select(~exists) == 0).all()
+    assert (got[1][..., -past - length : -length].masked_select(~exists) == 0).all()
 
 
-def test_a_past_with_holes_and_another_dtype(small_tiles):
-    inputs = make_inputs(1, 2, 2, 20, 16, past=50, dtype=torch.float16)
-    inputs["past_key"], inputs["past_value"] = inputs["past_key"].float(), inputs["past_value"].float()
+def test_a_dense_past_with_holes_and_another_dtype(small_tiles):
+    inputs = make_inputs(1, 2, 2, 20, 16, dtype=torch.float16) | dense_past(1, 2, 50, 16)
     inputs["past_valid"] = (torch.arange(100).view(1, 2, 50) * 7 % 5) > 1
     check(inputs, torch.float16)
 
 
-def test_an_empty_past_is_no_past():
-    inputs = make_inputs(1, 2, 1, 9, 16, past=0) | {"past_valid": torch.ones(1, 1, 0, dtype=torch.bool)}
-    check(inputs)
+def test_an_empty_dense_past_is_no_past():
+    inputs = make_inputs(1, 2, 1, 9, 16) | dense_past(1, 1, 0, 16)
+    check(inputs | {"past_valid": torch.ones(1, 1, 0, dtype=torch.bool)})
 
 
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("softcap, sinks", [(5.0, False), (None, True), (2.0, True)])
 def test_soft_cap_and_sinks(softcap, sinks, window, small_tiles):
-    inputs = make_inputs(1, 4, 2, 40, 16, past=20)
-    inputs |= {"past_valid": torch.rand(1, 2, 20) > 0.3, "softcap": softcap, "observation_window": window}
+    inputs = make_inputs(1, 4, 2, 40, 16, past=21)
+    inputs |= {"softcap": softcap, "observation_window": window}
     if sinks:
         inputs["sinks"] = torch.tensor([0.5, 3.0, -torch.inf, -2.0])
     check(inputs)
@@ -228,17 +246,15 @@ def test_a_large_logit_saturates_the_soft_cap():
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_mask_replaces_the_causal_rule(shared, window, small_tiles):
-    inputs = make_inputs(2, 2, 1, 45, 16, past=10)
+    inputs = make_inputs(2, 2, 1, 45, 16, past=11)
     generator = torch.Generator().manual_seed(0)
     mask = torch.rand(1 if shared else 2, 1, 45, 45, generator=generator) > 0.5
     mask[:, :, 7] = False
     valid = torch.ones(2, 45, dtype=torch.bool)
     valid[0, :20] = False
     inputs |= {"mask": mask.expand(2, -1, -1, -1), "valid": valid, "observation_window": window}
-    inputs |= {"past_valid": torch.ones(2, 1, 10, dtype=torch.bool)}
     check(inputs)
-    without_past = {name: x for name, x in inputs.items() if not name.startswith("past")}
-    output, received = check(without_past)
+    output, received = check({**inputs, "past": None})
     assert (output[:, :, 7] == 0).all()
 
 

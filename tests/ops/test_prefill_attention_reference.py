@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hand_past import hand_past
 from torch import Tensor
 
+from hf_diffkv.config import Precision
 from hf_diffkv.ops.prefill_attention import reference
 from hf_diffkv.ops.prefill_attention.reference import prefill_attention
 
@@ -66,6 +68,10 @@ def dense(
     return output, received
 
 
+def past_options(key: Tensor | None, value: Tensor | None, valid: Tensor | None) -> dict[str, Tensor | None]:
+    return {"past_key": key, "past_value": value, "past_valid": valid}
+
+
 def draw(batch: int, heads: int, group: int, length: int, dim: int, value_dim: int | None = None, seed: int = 0):
     generator = torch.Generator().manual_seed(seed)
 
@@ -76,9 +82,15 @@ def draw(batch: int, heads: int, group: int, length: int, dim: int, value_dim: i
     return query, normal(batch, heads, length, dim), normal(batch, heads, length, value_dim or dim)
 
 
-def check(query: Tensor, key: Tensor, value: Tensor, tolerance: float = 1e-10, **options) -> None:
+def check(query: Tensor, key: Tensor, value: Tensor, tolerance: float = 1e-10, past=None, **options) -> None:
+    """`past`: from `hand_past`; a dense one among the options follows it."""
     scaling = query.shape[-1] ** -0.5
-    output, received = prefill_attention(query, key, value, scaling=scaling, **options)
+    stored, *held = [None] * 4 if past is None else past
+    output, received = prefill_attention(query, key, value, scaling=scaling, past=stored, **options)
+    if past is not None:
+        between = [options.pop(name, None) for name in ("past_key", "past_value", "past_valid")]
+        held = [part if more is None else torch.cat([part, more], 2) for part, more in zip(held, between)]
+        options |= past_options(*held)
     expected, expected_received = dense(query, key, value, scaling, **options)
     assert output.dtype == query.dtype
     torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
@@ -125,27 +137,54 @@ def test_padding_may_hold_anything(garbage: float) -> None:
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-def past_of(batch: int, heads: int, length: int, dim: int) -> dict[str, Tensor]:
-    _, key, value = draw(batch, heads, 1, length, dim, seed=7)
-    held = torch.randint(0, length + 1, (batch, heads), generator=torch.Generator().manual_seed(3))
-    held[0, 0], held[-1, -1] = 0, length
-    past_valid = torch.arange(length) < held[..., None]
-    garbage = ~past_valid[..., None]
-    return {
-        "past_key": key.masked_fill(garbage, 1e4),
-        "past_value": value.masked_fill(garbage, torch.nan),
-        "past_valid": past_valid,
-    }
+LOSSLESS = Precision(16, 16)
+
+
+def past_of(batch: int, heads: int, longest: int, dim: int, **options):
+    """A past of at most `longest` tokens per row, some rows without any."""
+    generator = torch.Generator().manual_seed(3)
+    window = torch.randint(0, min(9, longest), (batch,), generator=generator)
+    window[0] = 0
+    rest = longest - window[:, None]
+    high = (torch.rand(batch, heads, generator=generator) * (rest + 1)).long()
+    low = (torch.rand(batch, heads, generator=generator) * (rest - high + 1)).long()
+    high[0, 0] = low[0, 0] = 0
+    low[-1, -1] = rest[-1] - high[-1, -1]
+    options = {"high": LOSSLESS, "low": LOSSLESS, "dtype": torch.float64} | options
+    return hand_past(high.tolist(), low.tolist(), window.tolist(), key_dim=dim, **options)
 
 
 @pytest.mark.parametrize("length", [1, 2, 40])
 def test_a_past_of_different_lengths_per_head(length: int) -> None:
     valid = RAGGED[:, -length:]
-    check(*draw(5, 2, 2, length, 16), valid=valid, **past_of(5, 2, 27, 16))
+    check(*draw(5, 2, 2, length, 16), valid=valid, past=past_of(5, 2, 27, 16))
 
 
 def test_a_past_without_padding() -> None:
-    check(*draw(3, 2, 2, 9, 16), **past_of(3, 2, 50, 16))
+    check(*draw(3, 2, 2, 9, 16), past=past_of(3, 2, 50, 16))
+
+
+@pytest.mark.parametrize("high, low", [(Precision(8, 4), Precision(4, 2)), (LOSSLESS, Precision(2, 1, 2, 4))])
+def test_a_compressed_past(high: Precision, low: Precision) -> None:
+    query, key, value = (x.float() for x in draw(3, 2, 2, 9, 16, value_dim=8))
+    past = past_of(3, 2, 200, 16, value_dim=8, high=high, low=low, dtype=torch.float32)
+    check(query, key, value, 1e-5, past=past)
+    check(query, key, value, 1e-5, past=past, observation_window=4)
+
+
+@pytest.mark.parametrize("observation_window", [None, 7])
+def test_a_dense_past_by_itself_and_after_a_stored_one(observation_window: int | None) -> None:
+    _, key, value = draw(3, 2, 1, 21, 16, seed=7)
+    valid = torch.arange(21) < torch.tensor([[0, 3], [21, 10], [1, 20]])[..., None]
+    between = past_options(key, value.masked_fill(~valid[..., None], torch.nan), valid)
+    options = {"valid": RAGGED[:3, 20:], "observation_window": observation_window, **between}
+    check(*draw(3, 2, 2, 20, 16), **options)
+    check(*draw(3, 2, 2, 20, 16), past=past_of(3, 2, 30, 16), **options)
+
+
+def test_a_past_that_holds_nothing() -> None:
+    past = hand_past([[0], [0]], [[0], [0]], [0, 0], dtype=torch.float64)
+    check(*draw(2, 1, 2, 9, 16), past=past)
 
 
 def test_a_mask_among_the_new_tokens() -> None:
@@ -154,7 +193,7 @@ def test_a_mask_among_the_new_tokens() -> None:
     mask[1, :, 5:15, 5:15] = True
     mask[0, :, 20:, 3] = False
     check(*draw(2, 2, 2, 30, 16), mask=mask)
-    check(*draw(2, 2, 2, 30, 16), mask=mask, valid=RAGGED[1:3, 10:], **past_of(2, 2, 11, 16))
+    check(*draw(2, 2, 2, 30, 16), mask=mask, valid=RAGGED[1:3, 10:], past=past_of(2, 2, 11, 16))
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -162,20 +201,20 @@ def test_a_mask_among_the_new_tokens() -> None:
 def test_softcap_and_sinks(softcap: float | None, sinks: Tensor | None) -> None:
     options = {"softcap": softcap, "sinks": sinks}
     check(*draw(5, 2, 2, 40, 16), valid=RAGGED, **options)
-    check(*draw(3, 2, 2, 10, 16), **past_of(3, 2, 20, 16), **options)
+    check(*draw(3, 2, 2, 10, 16), past=past_of(3, 2, 20, 16), **options)
 
 
 @pytest.mark.parametrize("observation_window", [1, 7, 10, 39, 40, 1000])
 def test_observation_window(observation_window: int) -> None:
     check(*draw(5, 2, 2, 40, 16), observation_window=observation_window)
     check(*draw(5, 2, 2, 40, 16), valid=RAGGED, observation_window=observation_window)
-    check(*draw(5, 2, 2, 40, 16), valid=RAGGED, observation_window=observation_window, **past_of(5, 2, 20, 16))
+    check(*draw(5, 2, 2, 40, 16), valid=RAGGED, observation_window=observation_window, past=past_of(5, 2, 20, 16))
 
 
 @pytest.mark.parametrize("block_elements", [1, 500, 3000])
 def test_blocks_of_queries_do_not_matter(monkeypatch: pytest.MonkeyPatch, block_elements: int) -> None:
     monkeypatch.setattr(reference, "BLOCK_ELEMENTS", block_elements)
-    check(*draw(5, 2, 2, 40, 16), valid=RAGGED, observation_window=12, **past_of(5, 2, 20, 16))
+    check(*draw(5, 2, 2, 40, 16), valid=RAGGED, observation_window=12, past=past_of(5, 2, 20, 16))
     mask = torch.ones(5, 1, 40, 40).tril().bool()
     mask[:, :, 5:15, 5:15] = True
     check(*draw(5, 2, 2, 40, 16), mask=mask)

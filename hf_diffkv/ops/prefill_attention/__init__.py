@@ -8,8 +8,9 @@ from torch import Tensor
 
 from ..backend import use_kernels, without_autocast
 from . import reference
+from .past import StoredPast
 
-__all__ = ["prefill_attention"]
+__all__ = ["StoredPast", "prefill_attention"]
 
 
 @without_autocast

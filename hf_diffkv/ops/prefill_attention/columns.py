@@ -1,7 +1,8 @@
-"""Triton kernel of the attention that each key of a prompt receives (DiffKV, section 3).
+"""Triton kernels of the attention that each key receives from a prompt's queries (DiffKV, section 3).
 
 The probabilities are recomputed key block by key block from the log-sum-exp that `flash_forward` kept and summed over
-later queries; nothing of size N x N exists. Conventions are those of kernels.py.
+later queries; nothing of size N x N exists. `column_scores` does so for dense keys, `past_scores` for stored ones,
+whose blocks it dequantises once each. Conventions are those of kernels.py.
 """
 
 from __future__ import annotations
@@ -9,27 +10,32 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .kernels import as_operand, load_extent, load_rows, soft_cap
+from ..decode_attention.rows import row_counts
+from .kernels import load_extent, load_rows, soft_cap
+from .page_tiles import as_operand, key_tile, load_columns, page_rows, row_columns, window_slots
 
 
 @triton.jit
 def receive(
     k, j, query, lse, query_stride, start, stop, allowed, allowed_stride, scale, cap,
-    KEY_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr,
+    KEY_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr, DOT: tl.constexpr, CHECK: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Sum [N] over queries [start, stop) of one head of the probabilities they give keys `k` [N, KEY_WIDTH].
 
     Args:
         j: positions of the keys. query, lse: first element of the head's rows. allowed: as in `attend`.
+        PARTS: how the columns of the keys are ordered, see page_tiles.py.
         CHECK: False: every query is real and, with CAUSAL, later than every key.
     """
     sums = tl.zeros_like(j).to(tl.float32)
+    dim, real_dim = row_columns(KEY_DIM, KEY_WIDTH, PARTS)
     for step in tl.range((stop - start + BLOCK_M - 1) // BLOCK_M, num_stages=1 if CHECK and allowed is None else None):
         at = start + step * BLOCK_M
         i = at + tl.arange(0, BLOCK_M)
         there = i < stop
-        q = as_operand(load_rows(query, query_stride, at, there, KEY_DIM, KEY_WIDTH, BLOCK_M), DOT)
+        spot = query + at.to(tl.int64) * query_stride + (tl.arange(0, BLOCK_M)[:, None] * query_stride + dim[None, :])
+        q = as_operand(tl.load(spot, mask=there[:, None] & real_dim[None, :], other=0.0), DOT)
         denominator = tl.load(lse + i, mask=there, other=float("inf"))
         # keys on the rows: their sums stay within a thread
         s = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
@@ -50,6 +56,43 @@ def receive(
 
 
 @triton.jit
+def group_scores(
+    k, j, query, lse, part, kv_head, start, checked, end, allowed, length, group, heads, kv_heads, scale, cap,
+    query_batch, query_head, query_token, allowed_query,
+    KEY_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, DOT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Maximum [N] over `heads` heads, the `part`-th of the group, of what each key receives from [start, end).
+
+    Queries [start, checked) may be padding or not later than a key; `allowed` is that of the request.
+    """
+    batch = tl.program_id(2).to(tl.int64)
+    best = tl.zeros_like(j).to(tl.float32)
+    for step in range(heads):
+        head = kv_head * group + part * heads + step
+        query_rows = query + batch * query_batch + head.to(tl.int64) * query_head
+        lse_rows = lse + (batch * kv_heads * group + head) * length
+        sums = receive(
+            k, j, query_rows, lse_rows, query_token, start, checked, allowed, allowed_query, scale, cap,
+            KEY_DIM, KEY_WIDTH, PARTS, BLOCK_M, DOT, True, CAUSAL,
+        )  # fmt: skip
+        if allowed is None:
+            sums += receive(
+                k, j, query_rows, lse_rows, query_token, checked, end, None, 0, scale, cap,
+                KEY_DIM, KEY_WIDTH, PARTS, BLOCK_M, DOT, False, CAUSAL,
+            )  # fmt: skip
+        best = tl.maximum(best, sums)
+    return best
+
+
+@triton.jit
+def scaled_up(best, later, window):
+    """Sums over the scoring queries as of all `later` ones."""
+    counted = tl.maximum(tl.minimum(later, window), 1)
+    return best * (later.to(tl.float32) / counted.to(tl.float32))
+
+
+@triton.jit
 def column_scores(
     query, key, lse, received, key_valid, key_extents, extents, behind, allowed,
     length, key_length, received_offset, received_length, group, heads, kv_heads, window, scale, cap,
@@ -63,7 +106,7 @@ def column_scores(
     atomically, which is exact in any order.
 
     Args:
-        key: [batch, kv_heads, key_length, KEY_DIM], the stored tokens if PAST (every query is later), else the new.
+        key: [batch, kv_heads, key_length, KEY_DIM], a dense past if PAST (every query is later), else the new.
         lse: from `flash_forward`.
         received: float32 [batch, kv_heads, received_length], zeros; keys are at received_offset onwards.
         key_valid, key_extents: uint8 [rows, key_length] and its `row_extents`, or None; the rows are batch * kv_heads
@@ -72,9 +115,8 @@ def column_scores(
         window: queries that score, if WINDOW; sums are scaled up to all later queries.
     """
     batch = tl.program_id(2)
-    part = tl.program_id(1)
     parts = group // heads
-    kv_head = part // parts
+    kv_head = tl.program_id(1) // parts
     wide = batch.to(tl.int64)
     first, end, scorer, count, whole = load_extent(extents, batch, length)
     if WINDOW:
@@ -109,21 +151,11 @@ def column_scores(
     if allowed is not None:
         checked = end
         allowed += wide * allowed_batch
-    best = tl.zeros((BLOCK_N,), tl.float32)
-    for step in range(heads):
-        head = kv_head * group + (part % parts) * heads + step
-        query_rows = query + wide * query_batch + head.to(tl.int64) * query_head
-        lse_rows = lse + (wide * kv_heads * group + head) * length
-        sums = receive(
-            k, j, query_rows, lse_rows, query_token, start, checked, allowed, allowed_query, scale, cap,
-            KEY_DIM, KEY_WIDTH, BLOCK_M, DOT, True, not PAST,
-        )  # fmt: skip
-        if allowed is None:
-            sums += receive(
-                k, j, query_rows, lse_rows, query_token, checked, end, None, 0, scale, cap,
-                KEY_DIM, KEY_WIDTH, BLOCK_M, DOT, False, not PAST,
-            )  # fmt: skip
-        best = tl.maximum(best, sums)
+    best = group_scores(
+        k, j, query, lse, tl.program_id(1) % parts, kv_head, start, checked, end, allowed, length, group, heads,
+        kv_heads, scale, cap, query_batch, query_head, query_token, allowed_query,
+        KEY_DIM, KEY_WIDTH, 1, BLOCK_M, DOT, not PAST,
+    )  # fmt: skip
     if WINDOW:
         if PAST:
             later = tl.zeros_like(j) + count
@@ -131,7 +163,74 @@ def column_scores(
             later = tl.load(behind + wide * length + j, mask=real, other=0)
         else:
             later = length - 1 - j
-        counted = tl.maximum(tl.minimum(later, window), 1)
-        best *= later.to(tl.float32) / counted.to(tl.float32)
+        best = scaled_up(best, later, window)
     spot = received + (wide * kv_heads + kv_head) * received_length + received_offset + j
+    tl.atomic_max(spot, best, mask=real)
+
+
+@triton.jit
+def past_scores(
+    query, lse, received, extents, pages, page_table, high_count, low_count, window_key, window_start, past_length,
+    length, received_length, group, heads, kv_heads, table_width, slots, window, scale, cap,
+    query_batch, query_head, query_token,
+    HIGH: tl.constexpr, LOW: tl.constexpr, KEY_WIDTH: tl.constexpr, KEY_PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, DOT: tl.constexpr, MODE: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """What a block of stored keys receives, as `column_scores`; every query is later than all of them.
+
+    Blocks count high, low and window tokens of a row, each from a block of its own on, and may be more than there are.
+
+    Args:
+        received: the stored tokens of a row stand at its front: high, low, window.
+        pages to past_length: as in `past_forward`.
+    """
+    batch = tl.program_id(2)
+    parts = group // heads
+    kv_head = tl.program_id(1) // parts
+    kv_row = batch * kv_heads + kv_head
+    KEY_DIM: tl.constexpr = HIGH.key_dim
+    ELEMENT: tl.constexpr = window_key.dtype.element_ty
+    first, end, scorer, count, whole = load_extent(extents, batch, length)
+    if WINDOW:
+        if extents is None:
+            scorer = tl.maximum(end - window, 0)
+    high, low, held, first_slot = row_counts(
+        high_count, low_count, window_start, past_length, None, kv_row, batch, slots
+    )
+    block = tl.program_id(0)
+    high_blocks = tl.cdiv(high, BLOCK_N)
+    paged_blocks = high_blocks + tl.cdiv(low, BLOCK_N)
+    if (block >= paged_blocks + tl.cdiv(held, BLOCK_N)) | (first == end):
+        return
+
+    lane = tl.arange(0, BLOCK_N)
+    table = page_table + kv_row.to(tl.int64) * table_width
+    # tokens past the end repeat the last one
+    if block < high_blocks:
+        token = block * BLOCK_N + lane
+        base, slot = page_rows(pages, table, tl.minimum(token, high - 1), 1, HIGH)
+        k = key_tile(base, slot, HIGH, KEY_WIDTH, KEY_PARTS, ELEMENT, DOT, MODE)
+        j = token
+        real = token < high
+    elif block < paged_blocks:
+        token = (block - high_blocks) * BLOCK_N + lane
+        base, slot = page_rows(pages, table + table_width - 1, tl.minimum(token, low - 1), -1, LOW)
+        k = key_tile(base, slot, LOW, KEY_WIDTH, KEY_PARTS, ELEMENT, DOT, MODE)
+        j = high + token
+        real = token < low
+    else:
+        token = (block - paged_blocks) * BLOCK_N + lane
+        row = kv_row.to(tl.int64) * slots + window_slots(tl.minimum(token, held - 1), first_slot, slots)
+        k = as_operand(load_columns(window_key + row * KEY_DIM, KEY_DIM, KEY_WIDTH, KEY_PARTS), DOT)
+        j = high + low + token
+        real = token < held
+
+    best = group_scores(
+        k, j, query, lse, tl.program_id(1) % parts, kv_head, scorer, tl.where(whole, scorer, end), end, None, length,
+        group, heads, kv_heads, scale, cap, query_batch, query_head, query_token, 0,
+        KEY_DIM, KEY_WIDTH, KEY_PARTS, BLOCK_M, DOT, False,
+    )  # fmt: skip
+    if WINDOW:
+        best = scaled_up(best, count, window)
+    spot = received + kv_row.to(tl.int64) * received_length + j
     tl.atomic_max(spot, best, mask=real)

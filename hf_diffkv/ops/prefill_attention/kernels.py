@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .page_tiles import as_operand
+
 LARGEST = tl.constexpr(2147483647)
 
 
@@ -68,14 +70,6 @@ def load_extent(extents, row, length):
 
 
 @triton.jit
-def as_operand(x, DOT: tl.constexpr):
-    """`x` in the dtype of the dots; the way from bf16 is through float32, the only one the interpreter gets right."""
-    if x.dtype != DOT:
-        x = x.to(tl.float32).to(DOT)
-    return x
-
-
-@triton.jit
 def load_rows(rows, stride, start, there, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     """ROWS rows from `start` on of a [tokens, DIM] matrix as a tile of WIDTH columns, zeros where not `there`.
 
@@ -96,6 +90,26 @@ def load_rows(rows, stride, start, there, DIM: tl.constexpr, WIDTH: tl.constexpr
 def soft_cap(x, cap):
     """cap * tanh of what `x` is twice log2(e) times; see the launcher's `logit_factors`."""
     return cap * (1.0 - 2.0 / (tl.math.exp2(x) + 1.0))
+
+
+@triton.jit
+def online_softmax(peak, total, s, keep, scale, cap):
+    """Takes in a block of products [M, N], hidden where not `keep`; None: none is.
+
+    Returns:
+        New peak and total [M], the factor on what was added before, and the block's weights.
+    """
+    if cap is not None:
+        s = soft_cap(s * scale, cap)
+    if keep is not None:
+        s = tl.where(keep, s, -float("inf"))
+    # the maximum of the raw products, so that scaling fuses with the subtraction
+    best = tl.max(s, 1) if cap is not None else tl.max(s, 1) * scale
+    top = tl.maximum(peak, best)
+    shift = tl.where(top == -float("inf"), 0.0, top) if keep is not None else top
+    p = tl.math.exp2((s if cap is not None else s * scale) - shift[:, None])
+    shrink = tl.math.exp2(peak - shift)
+    return top, total * shrink + tl.sum(p, 1), shrink, p
 
 
 @triton.jit
@@ -126,8 +140,7 @@ def attend(
             there = None
         k = as_operand(load_rows(key, key_stride, at, there, KEY_DIM, KEY_WIDTH, BLOCK_N), DOT)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if cap is not None:
-            s = soft_cap(s * scale, cap)
+        keep = None
         if CHECK:
             keep = there[None, :]
             if CAUSAL:
@@ -135,24 +148,45 @@ def attend(
             if allowed is not None:
                 spot = allowed + i.to(tl.int64)[:, None] * allowed_stride + j[None, :]
                 keep = keep & (tl.load(spot, mask=keep & (i < stop)[:, None], other=0) != 0)
-            s = tl.where(keep, s, -float("inf"))
-        # the maximum of the raw products, so that scaling fuses with the subtraction
-        best = tl.max(s, 1) if cap is not None else tl.max(s, 1) * scale
-        top = tl.maximum(peak, best)
-        shift = tl.where(top == -float("inf"), 0.0, top) if CHECK else top
-        p = tl.math.exp2((s if cap is not None else s * scale) - shift[:, None])
-        shrink = tl.math.exp2(peak - shift)
-        total = total * shrink + tl.sum(p, 1)
+        peak, total, shrink, p = online_softmax(peak, total, s, keep, scale, cap)
         v = as_operand(load_rows(value, value_stride, at, there, VALUE_DIM, VALUE_WIDTH, BLOCK_N), DOT)
         acc = tl.dot(p.to(DOT), v, acc * shrink[:, None], input_precision="ieee")
+    return acc, peak, total
+
+
+@triton.jit
+def merge_splits(
+    state, partial_output, partial_peak, partial_total, splits, batch, head, start, length, group,
+    VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Adds what `past_forward` left for BLOCK_M queries of one head from `start` on to their softmax state."""
+    acc, peak, total = state
+    dim = tl.arange(0, VALUE_WIDTH)
+    real_dim = (dim < VALUE_DIM)[None, :]
+    kv_heads = tl.num_programs(1) // group
+    lane = tl.arange(0, BLOCK_M)
+    exists = lane < length - start
+    for split in range(splits):
+        row = (split * tl.num_programs(2).to(tl.int64) + batch) * kv_heads + head // group
+        first = (row * length + start) * group + head % group
+        other = tl.load(partial_peak + first + lane * group, mask=exists, other=-float("inf"))
+        top = tl.maximum(peak, other)
+        shift = tl.where(top == -float("inf"), 0.0, top)
+        mine = tl.math.exp2(peak - shift)
+        theirs = tl.math.exp2(other - shift)
+        worked = exists & (other != -float("inf"))
+        rows = (first + lane * group) * VALUE_DIM
+        part = tl.load(partial_output + (rows[:, None] + dim[None, :]), mask=worked[:, None] & real_dim, other=0.0)
+        acc = acc * mine[:, None] + part * theirs[:, None]
+        total = total * mine + theirs * tl.load(partial_total + first + lane * group, mask=worked, other=0.0)
         peak = top
     return acc, peak, total
 
 
 @triton.jit
 def flash_forward(
-    query, key, value, past_key, past_value, output, lse, valid, extents, past_valid, past_extents, allowed, sinks,
-    length, past_length, group, scale, cap,
+    query, key, value, past_key, past_value, partial_output, partial_peak, partial_total, output, lse, valid, extents,
+    past_valid, past_extents, allowed, sinks, length, past_length, splits, group, scale, cap,
     query_batch, query_head, query_token, key_batch, key_head, key_token, value_batch, value_head, value_token,
     output_batch, output_head, output_token, allowed_batch, allowed_query,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
@@ -163,6 +197,7 @@ def flash_forward(
     Args:
         query, key, value, output: [batch, heads, length, dim], strides as named, dim contiguous.
         past_key, past_value: contiguous [batch, kv_heads, past_length, dim], or None.
+        partial_output, partial_peak, partial_total: from `past_forward` in `splits` splits, or None.
         lse: float32 [batch, query_heads, length] out: log2 of the softmax denominator; +inf where there is nothing to
             attend or the query is padding, so that its probabilities come out as 0.
         valid, extents: uint8 [batch, length] and its `row_extents`, or None.
@@ -195,6 +230,11 @@ def flash_forward(
         total += tl.where(sink == -float("inf"), 0.0, 1.0)
     state = (acc, peak, total)
 
+    if partial_output is not None:
+        state = merge_splits(
+            state, partial_output, partial_peak, partial_total, splits, batch, head, start, length, group,
+            VALUE_DIM, VALUE_WIDTH, BLOCK_M,
+        )  # fmt: skip
     if past_key is not None:
         row = batch * (tl.num_programs(1) // group) + kv_head
         past_first, past_end, _, _, past_whole = load_extent(past_extents, row, past_length)

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from .columns import column_scores
 from .kernels import flash_forward, row_extents
-from .tiles import TRITON_DTYPES, Tile, column_tile, extent_block, forward_tile, padded, target_of
+from .past import StoredPast
+from .past_launch import check_past, heads_per_program, past_state, score_past
+from .tiles import TRITON_DTYPES, column_tile, dot_dtype, extent_block, forward_tile, padded, strides, target_of
 from .variants import variants
 
 __all__ = ["logit_factors", "prefill_attention", "variants"]
-
-# programs that fill a large device a few times over
-MANY_PROGRAMS = 1024
 
 
 def prefill_attention(
@@ -27,6 +26,7 @@ def prefill_attention(
     *,
     scaling: float,
     valid: Tensor | None = None,
+    past: StoredPast | None = None,
     past_key: Tensor | None = None,
     past_value: Tensor | None = None,
     past_valid: Tensor | None = None,
@@ -41,15 +41,19 @@ def prefill_attention(
     [batch, kv_heads, P + Q] is float32. The last dimension of inputs should be contiguous, or it is copied. Nothing is
     copied to the host.
     """
-    past = 0 if past_key is None else past_key.shape[2]
-    _check(query, key, value, scaling, valid, (past_key, past_value, past_valid) if past else None, mask, sinks)
+    dense = 0 if past_key is None else past_key.shape[2]
+    _check(query, key, value, scaling, valid, (past_key, past_value, past_valid) if dense else None, mask, sinks)
+    stored = 0
+    if past is not None:
+        check_past(past, query, key.shape[1], value.shape[-1])
+        stored = past.tokens
     if observation_window is not None and observation_window < 1:
         raise ValueError(f"observation_window must be at least 1, not {observation_window}.")
     batch, query_heads, length, key_dim = query.shape
     kv_heads, value_dim = key.shape[1], value.shape[-1]
     device = query.device
     output = torch.empty(batch, length, query_heads, value_dim, dtype=query.dtype, device=device).transpose(1, 2)
-    received = torch.zeros(batch, kv_heads, past + length, dtype=torch.float32, device=device)
+    received = torch.zeros(batch, kv_heads, stored + dense + length, dtype=torch.float32, device=device)
     if batch == 0 or length == 0:
         return output, received
     query, key, value = _unit_stride(query), _unit_stride(key), _unit_stride(value)
@@ -61,68 +65,80 @@ def prefill_attention(
         if valid is not None:
             valid = valid.contiguous().view(torch.uint8)
             extents, behind = _row_extents(valid, observation_window)
-        if past:
+        if dense:
             past_key, past_value = past_key.contiguous(), past_value.contiguous()
-            past_valid = past_valid.contiguous().view(torch.uint8).view(batch * kv_heads, past)
+            past_valid = past_valid.contiguous().view(torch.uint8).view(batch * kv_heads, dense)
             past_extents, _ = _row_extents(past_valid, None)
         allowed, allowed_strides = None, (0, 0)
         if mask is not None:
             allowed = _unit_stride(mask).view(torch.uint8)
             allowed_strides = (allowed.stride(0) if allowed.shape[0] > 1 else 0, allowed.stride(2))
-        common = dict(lse=lse, extents=extents, length=length, scale=scale, cap=cap, KEY_DIM=key_dim)
-
+        common = dict(query=query, extents=extents, length=length, group=query_heads // kv_heads, scale=scale, cap=cap)
+        common |= strides("query", query)
+        partials = None
+        if stored:
+            partials = past_state(past, common, target)
         tile = forward_tile(target, query.dtype, key_dim, value_dim, masked=mask is not None)
         flash_forward[(triton.cdiv(length, tile.block_m), query_heads, batch)](
-            query=query,
             key=key,
             value=value,
-            past_key=past_key if past else None,
-            past_value=past_value if past else None,
-            output=output,
-            valid=valid,
-            past_valid=past_valid if past else None,
+            past_key=past_key if dense else None,
+            past_value=past_value if dense else None,
+            past_valid=past_valid if dense else None,
             past_extents=past_extents,
+            past_length=dense,
+            partial_output=None if partials is None else partials.output,
+            partial_peak=None if partials is None else partials.peak,
+            partial_total=None if partials is None else partials.total,
+            splits=0 if partials is None else partials.splits,
+            output=output,
+            lse=lse,
+            valid=valid,
             allowed=allowed,
             sinks=None if sinks is None else sinks.contiguous(),
-            past_length=past,
-            group=query_heads // kv_heads,
-            **_strides("query", query),
-            **_strides("key", key),
-            **_strides("value", value),
-            **_strides("output", output),
+            **strides("key", key),
+            **strides("value", value),
+            **strides("output", output),
             allowed_batch=allowed_strides[0],
             allowed_query=allowed_strides[1],
+            KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
             KEY_WIDTH=padded(key_dim),
             VALUE_WIDTH=padded(value_dim),
-            **_options(tile, query.dtype, target),
+            DOT=dot_dtype(query.dtype, target),
             **common,
+            **tile.options(),
         )
+        # its memory may serve what follows
+        del partials
 
         tile = column_tile(target, query.dtype, key_dim)
-        common |= dict(query=query, received=received, behind=behind, **_strides("query", query))
-        common |= dict(received_length=past + length, group=query_heads // kv_heads, kv_heads=kv_heads)
-        common |= dict(window=observation_window, WINDOW=observation_window is not None, KEY_WIDTH=padded(key_dim))
-        common |= _options(tile, query.dtype, target)
-        for keys, stored in ((past_key, True), (key, False)):
-            if stored and not past:
+        common |= dict(lse=lse, received=received, received_length=stored + dense + length, kv_heads=kv_heads)
+        common |= dict(window=observation_window, WINDOW=observation_window is not None)
+        common |= tile.options()
+        if stored:
+            score_past(past, common, target)
+        for keys, before in ((past_key, True), (key, False)):
+            if before and not dense:
                 continue
-            key_length = keys.shape[2]
-            blocks = triton.cdiv(key_length, tile.block_n)
-            # a program walks its whole group, loading the keys once, where that leaves enough programs
-            heads = query_heads // kv_heads if blocks * kv_heads * batch >= MANY_PROGRAMS else 1
+            blocks = triton.cdiv(keys.shape[2], tile.block_n)
+            heads = heads_per_program(blocks * kv_heads * batch, query_heads // kv_heads)
             column_scores[(blocks, query_heads // heads, batch)](
                 key=keys,
-                key_valid=past_valid if stored else valid,
-                key_extents=past_extents if stored else None,
-                allowed=None if stored else allowed,
-                key_length=key_length,
-                received_offset=0 if stored else past,
+                key_valid=past_valid if before else valid,
+                key_extents=past_extents if before else None,
+                behind=behind,
+                allowed=None if before else allowed,
+                key_length=keys.shape[2],
+                received_offset=stored if before else stored + dense,
                 heads=heads,
-                **_strides("key", keys),
+                **strides("key", keys),
                 allowed_batch=allowed_strides[0],
                 allowed_query=allowed_strides[1],
-                PAST=stored,
+                KEY_DIM=key_dim,
+                KEY_WIDTH=padded(key_dim),
+                DOT=dot_dtype(query.dtype, target),
+                PAST=before,
                 **common,
             )
     return output, received
@@ -155,18 +171,6 @@ def _row_extents(valid: Tensor, window: int | None) -> tuple[Tensor, Tensor | No
         num_warps=4,
     )
     return extents, behind
-
-
-def _options(tile: Tile, dtype: torch.dtype, target: str) -> dict[str, object]:
-    """Constants and launch options of a tile; the interpreter's dots are float32, as it has no bf16 arithmetic."""
-    dot = TRITON_DTYPES[torch.float32 if target == "interpreter" else dtype]
-    blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
-    return blocks | {"DOT": dot, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
-
-
-def _strides(name: str, x: Tensor) -> dict[str, int]:
-    """Strides of [batch, heads, tokens, dim] under the kernels' names."""
-    return {f"{name}_batch": x.stride(0), f"{name}_head": x.stride(1), f"{name}_token": x.stride(2)}
 
 
 def _unit_stride(x: Tensor) -> Tensor:

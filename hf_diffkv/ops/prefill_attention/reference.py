@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..quantize import compute_dtype
+from .past import StoredPast
 
 BLOCK_ELEMENTS = 1 << 21
 MAX_QUERIES = 256
@@ -26,6 +27,7 @@ def prefill_attention(
     *,
     scaling: float,
     valid: Tensor | None = None,
+    past: StoredPast | None = None,
     past_key: Tensor | None = None,
     past_value: Tensor | None = None,
     past_valid: Tensor | None = None,
@@ -41,8 +43,9 @@ def prefill_attention(
         key, value: [batch, kv_heads, Q, key_dim], [batch, kv_heads, Q, value_dim].
         scaling: factor on the logits.
         valid: bool [batch, Q]; False marks padding, which is not attended, does not score and yields zeros.
-        past_key, past_value: [batch, kv_heads, P, dim], every one attended by all new queries.
-        past_valid: bool [batch, kv_heads, P], which of them exist.
+        past: what is stored, every token attended by all new queries; None is nothing.
+        past_key, past_value: [batch, kv_heads, tokens, dim], between what is stored and the new tokens, likewise.
+        past_valid: bool [batch, kv_heads, tokens], which of them exist.
         mask: bool [batch, 1, Q, Q], replaces the causal rule among the new tokens.
         softcap: logits become softcap * tanh(logits / softcap).
         sinks: [query_heads], logits of attention sinks (one extra softmax column each).
@@ -51,27 +54,31 @@ def prefill_attention(
     Returns:
         output [batch, query_heads, Q, value_dim] in the query's dtype, and received [batch, kv_heads, P + Q]: for each
         key the sum of the probabilities that later queries give it, maximum over the group (a token's own query does
-        not count), in the dtype of the computation.
+        not count), in the dtype of the computation. P are `past.tokens`, where a row's stored tokens stand at its
+        front, by rank, and zeros behind them, then those of `past_key`.
     """
     batch, query_heads, length, _ = query.shape
     kv_heads = key.shape[1]
     group = query_heads // kv_heads
     dtype = compute_dtype(query.dtype)
     device = query.device
-    past = 0 if past_key is None else past_key.shape[2]
     keys, values = key.to(dtype), value.to(dtype)
     if valid is not None:
         # padding may hold anything, and zero times infinity is not zero
         values = values.masked_fill(~valid[:, None, :, None], 0.0)
-    if past:
+    before = _all_before(past, past_key, past_value, past_valid)
+    stored, past_valid = 0, None
+    if before is not None:
+        past_key, past_value, past_valid = before
+        stored = past_key.shape[2]
         keys = torch.cat([past_key.to(dtype), keys], dim=2)
         values = torch.cat([past_value.to(dtype), values], dim=2)
-        values[:, :, :past].masked_fill_(~past_valid[..., None], 0.0)
+        values[:, :, :stored].masked_fill_(~past_valid[..., None], 0.0)
     output = torch.zeros(batch, query_heads, length, value.shape[-1], dtype=query.dtype, device=device)
-    received = torch.zeros(batch, kv_heads, group, past + length, dtype=dtype, device=device)
+    received = torch.zeros(batch, kv_heads, group, stored + length, dtype=dtype, device=device)
     grouped = query.unflatten(1, (kv_heads, group))
     observed, weight = _observation(valid, batch, length, observation_window, device)
-    per_query = batch * group * (past + length)
+    per_query = batch * group * (stored + length)
     block = max(1, min(length, MAX_QUERIES, BLOCK_ELEMENTS // per_query))
     heads = max(1, BLOCK_ELEMENTS // (per_query * block))
     position = torch.arange(length, device=device)
@@ -80,29 +87,42 @@ def prefill_attention(
         # causal: keys after the block's last query take no part
         end = length if mask is not None else stop
         logits = torch.matmul(
-            grouped[:, chunk, :, start:stop].to(dtype).flatten(2, 3) * scaling, keys[:, chunk, : past + end].mT
+            grouped[:, chunk, :, start:stop].to(dtype).flatten(2, 3) * scaling, keys[:, chunk, : stored + end].mT
         ).unflatten(2, (group, stop - start))
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        hidden = _hidden(position, start, stop, end, past, valid, None if past == 0 else past_valid[:, chunk], mask)
+        there = None if past_valid is None else past_valid[:, chunk]
+        hidden = _hidden(position, start, stop, end, stored, valid, there, mask)
         sink = None if sinks is None else sinks.to(dtype).view(1, kv_heads, group, 1, 1)[:, chunk]
         probabilities = _softmax(logits, hidden, sink)
-        block_output = torch.matmul(probabilities.flatten(2, 3), values[:, chunk, : past + end])
+        block_output = torch.matmul(probabilities.flatten(2, 3), values[:, chunk, : stored + end])
         output.view(batch, kv_heads, group, length, -1)[:, chunk, :, start:stop] = block_output.unflatten(
             2, (group, stop - start)
         ).to(query.dtype)
         # all queries of the block follow the keys before it; among its own only some do
         counted = observed[:, start:stop].to(dtype)[:, None, None, None]
-        earlier = slice(0, past + start)
+        earlier = slice(0, stored + start)
         received[:, chunk, :, earlier] += torch.matmul(counted, probabilities[..., earlier])[..., 0, :]
         later = (position[start:stop, None] > position[None, start:end]).to(dtype)
-        own = slice(past + start, past + end)
+        own = slice(stored + start, stored + end)
         received[:, chunk, :, own] += (probabilities[..., own] * (counted.mT * later)).sum(3)
     received = received.amax(2)
     if weight is not None:
-        received[..., past:] *= weight[:, None]
-        received[..., :past] *= _past_weight(valid, batch, length, observation_window, dtype, device)
+        received[..., stored:] *= weight[:, None]
+        received[..., :stored] *= _past_weight(valid, batch, length, observation_window, dtype, device)
     return output, received
+
+
+def _all_before(past: StoredPast | None, *dense: Tensor | None) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Keys, values and which there are of everything before the new tokens; None if there is nothing."""
+    parts = [] if past is None or past.tokens == 0 else [past.dense()]
+    if dense[0] is not None and dense[0].shape[2]:
+        parts.append(dense)
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    dtype = torch.promote_types(parts[0][0].dtype, dense[0].dtype)
+    key, value = (torch.cat([part[i].to(dtype) for part in parts], dim=2) for i in (0, 1))
+    return key, value, torch.cat([part[2] for part in parts], dim=2)
 
 
 def _hidden(

@@ -6,13 +6,17 @@ shared memory of sm_86 and sm_89.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from ...memory import PageLayout
+from ..dequant import PORTABLE, PTX
 from .kernels import flash_forward
+from .page_tiles import planes
 
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -26,6 +30,11 @@ class Tile:
     num_warps: int
     num_stages: int
 
+    def options(self) -> dict[str, int]:
+        """Launch options and block sizes under the kernels' names."""
+        blocks = {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n}
+        return blocks | {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
 
 INTERPRETER_TILE = Tile(64, 64, 4, 1)
 # by the widest padded head dimension they serve
@@ -38,6 +47,12 @@ COLUMN_TILES = {
     "sm_80": {64: Tile(64, 128, 4, 2), 128: Tile(32, 128, 4, 3), 256: Tile(32, 64, 4, 2)},
     "sm_90": {64: Tile(64, 128, 8, 3), 128: Tile(32, 128, 4, 3), 256: Tile(64, 128, 8, 2)},
     "gfx942": {64: Tile(64, 128, 4, 1), 128: Tile(64, 128, 4, 1), 256: Tile(64, 64, 4, 1)},
+}
+# of `past_forward`
+PAST_TILES = {
+    "sm_80": {64: Tile(128, 64, 8, 2), 128: Tile(128, 32, 8, 2), 256: Tile(64, 32, 8, 1)},
+    "sm_90": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 1)},
+    "gfx942": {64: Tile(128, 64, 4, 1), 128: Tile(128, 32, 4, 1), 256: Tile(64, 32, 4, 1)},
 }
 # reading a mask takes many registers
 MASKED_TILES = {64: Tile(64, 64, 8, 2), 128: Tile(64, 32, 8, 2), 256: Tile(32, 32, 8, 2)}
@@ -71,9 +86,58 @@ def forward_tile(target: str, dtype: torch.dtype, key_dim: int, value_dim: int, 
     return _choose(tables, target, dtype, max(key_dim, value_dim))
 
 
+def past_tile(target: str, dtype: torch.dtype, layout: PageLayout) -> Tile:
+    """Tile of `past_forward`."""
+    tile = _choose(PAST_TILES, target, dtype, max(layout.high.key_dim, layout.high.value_dim))
+    sides = [(tier.k_bits, tier.k_groups) for tier in (layout.high, layout.low)]
+    sides += [(tier.v_bits, tier.v_groups) for tier in (layout.high, layout.low)]
+    if any(bits < 16 and planes(bits) % groups for bits, groups in sides):
+        # metadata is then loaded for each element, too much to keep for several steps
+        tile = replace(tile, num_stages=1)
+    return tile
+
+
 def column_tile(target: str, dtype: torch.dtype, key_dim: int) -> Tile:
     """Tile of `column_scores`."""
     return _choose(COLUMN_TILES, target, dtype, key_dim)
+
+
+def past_constants(layout: PageLayout, dtype: torch.dtype, target: str) -> dict[str, object]:
+    """Page format and arithmetic of `past_forward` as kernel constants."""
+    tiers = (layout.high, layout.low)
+    key_parts = max(planes(tier.k_bits) for tier in tiers)
+    value_parts = max(planes(tier.v_bits) for tier in tiers)
+    key_width, value_width = padded(layout.high.key_dim), padded(layout.high.value_dim)
+    # the PTX takes four bytes at once
+    narrow = min(key_width // key_parts, value_width // value_parts) < 4
+    portable = dtype == torch.float32 or narrow or not target.startswith("sm_")
+    return {
+        "HIGH": layout.high,
+        "LOW": layout.low,
+        "KEY_WIDTH": key_width,
+        "VALUE_WIDTH": value_width,
+        "KEY_PARTS": key_parts,
+        "VALUE_PARTS": value_parts,
+        "DOT": dot_dtype(past_dot(layout, dtype), target),
+        "MODE": PORTABLE if portable else PTX,
+    }
+
+
+def past_dot(layout: PageLayout, dtype: torch.dtype) -> torch.dtype:
+    """What `past_forward` multiplies in: fp16, exact for codes, where compression keeps what is stored in its range."""
+    tiers = (layout.high, layout.low)
+    uncompressed = all(bits == 16 for tier in tiers for bits in (tier.k_bits, tier.v_bits))
+    return dtype if uncompressed or dtype == torch.float32 else torch.float16
+
+
+def dot_dtype(dtype: torch.dtype, target: str) -> tl.dtype:
+    """What dots run in; the interpreter has no bf16 arithmetic."""
+    return TRITON_DTYPES[torch.float32 if target == "interpreter" else dtype]
+
+
+def strides(name: str, x: Tensor) -> dict[str, int]:
+    """Strides of [batch, heads, tokens, dim] under the kernels' names."""
+    return {f"{name}_batch": x.stride(0), f"{name}_head": x.stride(1), f"{name}_token": x.stride(2)}
 
 
 def _choose(tables: dict[str, dict[int, Tile]], target: str, dtype: torch.dtype, dim: int) -> Tile:

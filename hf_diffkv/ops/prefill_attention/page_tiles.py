@@ -1,0 +1,137 @@
+"""Tiles of stored keys or values, dequantised in registers (Triton helpers).
+
+The planes of packed codes lie one behind the other in a tile, each padded, so nothing is shuffled. To give every tile
+of a row the same order of columns, whatever its bits, rows are cut into PARTS equal parts, as many as the most finely
+packed level has planes, and each part is padded to WIDTH / PARTS columns.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..dequant import load_metadata, unpack
+
+
+@triton.constexpr_function
+def planes(bits):
+    """Elements per byte; 1 where an element takes a byte or more."""
+    return max(1, 8 // bits)
+
+
+@triton.jit
+def row_columns(DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
+    """Element of a row of DIM that each of WIDTH columns holds, and whether it holds one."""
+    column = tl.arange(0, WIDTH)
+    if DIM == WIDTH:
+        return column, column < DIM
+    else:
+        lane = column % (WIDTH // PARTS)
+        return column // (WIDTH // PARTS) * (DIM // PARTS) + lane, lane < DIM // PARTS
+
+
+@triton.jit
+def as_operand(x, DOT: tl.constexpr):
+    """`x` in the dtype of the dots; the way from bf16 is through float32, the only one the interpreter gets right."""
+    if x.dtype != DOT:
+        x = x.to(tl.float32).to(DOT)
+    return x
+
+
+@triton.jit
+def load_columns(pointer, DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
+    """Rows of DIM elements at pointers [tokens] as a tile [tokens, WIDTH], zeros where a column holds nothing."""
+    element, exists = row_columns(DIM, WIDTH, PARTS)
+    if DIM == WIDTH:
+        return tl.load(pointer[:, None] + element[None, :])
+    else:
+        return tl.load(pointer[:, None] + element[None, :], mask=exists[None, :], other=0)
+
+
+@triton.jit
+def decode(codes, scale, zero, DOT: tl.constexpr, MODE: tl.constexpr):
+    """codes * scale + zero, rounded once."""
+    if MODE == 0:
+        return (codes * scale + zero).to(DOT)
+    else:
+        scale, zero = scale.to(tl.float16), zero.to(tl.float16)
+        return as_operand(tl.fma(codes, tl.broadcast_to(scale, codes.shape), tl.broadcast_to(zero, codes.shape)), DOT)
+
+
+@triton.jit
+def stack_planes(tiles, COUNT: tl.constexpr):
+    """[tokens, columns] tiles of COUNT planes one behind the other."""
+    tokens: tl.constexpr = tiles[0].shape[0]
+    columns: tl.constexpr = tiles[0].shape[1]
+    if COUNT == 1:
+        return tiles[0]
+    elif COUNT == 2:
+        return tl.join(tiles[0], tiles[1]).permute(0, 2, 1).reshape(tokens, 2 * columns)
+    elif COUNT == 4:
+        stacked = tl.join(tl.join(tiles[0], tiles[2]), tl.join(tiles[1], tiles[3]))
+        return stacked.permute(0, 2, 3, 1).reshape(tokens, 4 * columns)
+    else:
+        even = tl.join(tl.join(tiles[0], tiles[4]), tl.join(tiles[2], tiles[6]))
+        odd = tl.join(tl.join(tiles[1], tiles[5]), tl.join(tiles[3], tiles[7]))
+        return tl.join(even, odd).permute(0, 2, 3, 4, 1).reshape(tokens, 8 * columns)
+
+
+@triton.jit
+def stored_tile(rows, metadata, BITS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+                PARTS: tl.constexpr, ELEMENT: tl.constexpr, DOT: tl.constexpr, MODE: tl.constexpr):  # fmt: skip
+    """Keys or values of a page's tokens in DOT, [tokens, WIDTH].
+
+    Args:
+        rows, metadata: uint8 pointers [tokens].
+        ELEMENT: what 16-bit rows hold. MODE: as in `ops/dequant.py`.
+    """
+    if BITS == 16:
+        return as_operand(load_columns(rows.to(tl.pointer_type(ELEMENT)), DIM, WIDTH, PARTS), DOT)
+    else:
+        PLANES: tl.constexpr = planes(BITS)
+        BYTES: tl.constexpr = DIM // PLANES
+        packed = load_columns(rows, BYTES, WIDTH // PLANES, PARTS // PLANES)
+        codes = unpack(packed, BITS, True, MODE, tl.float32)
+        tiles = ()
+        if PLANES % GROUPS == 0:
+            for group in tl.static_range(GROUPS):
+                scale, zero = load_metadata(metadata + 4 * group)
+                for plane in tl.static_range(group * PLANES // GROUPS, (group + 1) * PLANES // GROUPS):
+                    tiles = tiles + (decode(codes[plane], scale[:, None], zero[:, None], DOT, MODE),)
+        else:
+            byte, exists = row_columns(BYTES, WIDTH // PLANES, PARTS // PLANES)
+            for plane in tl.static_range(PLANES):
+                group = tl.where(exists, (plane * BYTES + byte) // (DIM // GROUPS), 0)
+                scale, zero = load_metadata(metadata[:, None] + 4 * group[None, :])
+                tiles = tiles + (decode(codes[plane], scale, zero, DOT, MODE),)
+        return stack_planes(tiles, PLANES)
+
+
+@triton.jit
+def page_rows(pages, table, token, DIRECTION: tl.constexpr, TIER: tl.constexpr):
+    """Pages (pointers [tokens]) and slots of a row's tokens; `table` points at the level's first entry."""
+    page = tl.load(table + DIRECTION * (token // TIER.capacity))
+    return pages + page.to(tl.int64) * TIER.page_bytes, token % TIER.capacity
+
+
+@triton.jit
+def key_tile(base, slot, TIER: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, ELEMENT: tl.constexpr,
+             DOT: tl.constexpr, MODE: tl.constexpr):  # fmt: skip
+    rows = base + TIER.key_offset + slot * TIER.key_row
+    metadata = base + TIER.key_metadata_offset + slot * (4 * TIER.k_groups)
+    return stored_tile(rows, metadata, TIER.k_bits, TIER.k_groups, TIER.key_dim, WIDTH, PARTS, ELEMENT, DOT, MODE)
+
+
+@triton.jit
+def value_tile(base, slot, TIER: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, ELEMENT: tl.constexpr,
+               DOT: tl.constexpr, MODE: tl.constexpr):  # fmt: skip
+    rows = base + TIER.value_offset + slot * TIER.value_row
+    metadata = base + TIER.value_metadata_offset + slot * (4 * TIER.v_groups)
+    return stored_tile(rows, metadata, TIER.v_bits, TIER.v_groups, TIER.value_dim, WIDTH, PARTS, ELEMENT, DOT, MODE)
+
+
+@triton.jit
+def window_slots(token, first_slot, slots):
+    """Slots of a window's tokens."""
+    slot = first_slot + token
+    return tl.where(slot >= slots, slot - slots, slot).to(tl.int64)

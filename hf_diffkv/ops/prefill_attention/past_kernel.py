@@ -1,0 +1,135 @@
+"""Triton kernel of the attention from new tokens to the stored ones, read from their pages and the window.
+
+A program takes BLOCK_M rows, each a new token and a query head of the same KV head, over one split of what is stored.
+Its softmax state goes to memory, where `flash_forward` starts from. Conventions are those of kernels.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..decode_attention.rows import row_counts
+from .kernels import load_extent, online_softmax
+from .page_tiles import as_operand, key_tile, load_columns, page_rows, row_columns, value_tile, window_slots
+
+
+@triton.jit
+def attend_pages(
+    state, q, pages, table, first, last, count, scale, cap,
+    DIRECTION: tl.constexpr, TIER: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    KEY_PARTS: tl.constexpr, VALUE_PARTS: tl.constexpr, BLOCK_N: tl.constexpr, ELEMENT: tl.constexpr,
+    DOT: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """Adds blocks [first, last) of a level of `count` tokens; those past the end repeat the last one and are hidden."""
+    acc, peak, total = state
+    for block in range(first, last):
+        token = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        base, slot = page_rows(pages, table, tl.minimum(token, count - 1), DIRECTION, TIER)
+        k = key_tile(base, slot, TIER, KEY_WIDTH, KEY_PARTS, ELEMENT, DOT, MODE)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        peak, total, shrink, p = online_softmax(peak, total, s, (token < count)[None, :], scale, cap)
+        v = value_tile(base, slot, TIER, VALUE_WIDTH, VALUE_PARTS, ELEMENT, DOT, MODE)
+        acc = tl.dot(p.to(DOT), v, acc * shrink[:, None], input_precision="ieee")
+    return acc, peak, total
+
+
+@triton.jit
+def attend_window(
+    state, q, keys, values, first, last, count, first_slot, slots, scale, cap,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    KEY_PARTS: tl.constexpr, VALUE_PARTS: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Adds blocks [first, last) of a window of `count` tokens."""
+    acc, peak, total = state
+    for block in range(first, last):
+        token = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        slot = window_slots(tl.minimum(token, count - 1), first_slot, slots)
+        k = as_operand(load_columns(keys + slot * KEY_DIM, KEY_DIM, KEY_WIDTH, KEY_PARTS), DOT)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        peak, total, shrink, p = online_softmax(peak, total, s, (token < count)[None, :], scale, cap)
+        v = as_operand(load_columns(values + slot * VALUE_DIM, VALUE_DIM, VALUE_WIDTH, VALUE_PARTS), DOT)
+        acc = tl.dot(p.to(DOT), v, acc * shrink[:, None], input_precision="ieee")
+    return acc, peak, total
+
+
+@triton.jit(do_not_specialize=["table_width", "slots", "length", "group", "kv_heads"])
+def past_forward(
+    query, pages, page_table, high_count, low_count, window_key, window_value, window_start, past_length, extents,
+    partial_output, partial_peak, partial_total, scale, cap,
+    table_width, slots, length, group, kv_heads, query_batch, query_head, query_token,
+    HIGH: tl.constexpr, LOW: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    KEY_PARTS: tl.constexpr, VALUE_PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    DOT: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """Softmax state of BLOCK_M rows after one split; grid (row blocks, splits, batch * kv_heads).
+
+    Row r is query head r % group of the KV head's group, from new token r // group.
+
+    Args:
+        query: [batch, query_heads, length, key_dim], strides as named. extents: as in `flash_forward`.
+        pages to window_start: as in `decode_attention`; past_length: int64 [batch], tokens seen before.
+        partial_output: float32 [splits, batch * kv_heads, length * group, value_dim]; partial_peak, partial_total:
+            float32 [splits, batch * kv_heads, length * group], peak -inf where a split had nothing to do and left its
+            output unwritten. Blocks of nothing but padding write nothing.
+    """
+    split = tl.program_id(1)
+    kv_row = tl.program_id(2)
+    batch = kv_row // kv_heads
+    kv_head = kv_row % kv_heads
+    start = tl.program_id(0) * BLOCK_M
+    first_real, end_real, _, _, _ = load_extent(extents, batch, length)
+    if (start >= end_real * group) | (start + BLOCK_M <= first_real * group):
+        return
+    KEY_DIM: tl.constexpr = HIGH.key_dim
+    VALUE_DIM: tl.constexpr = HIGH.value_dim
+    ELEMENT: tl.constexpr = window_key.dtype.element_ty
+    high, low, window, first_slot = row_counts(
+        high_count, low_count, window_start, past_length, None, kv_row, batch, slots
+    )
+    high_blocks = tl.cdiv(high, BLOCK_N)
+    paged_blocks = high_blocks + tl.cdiv(low, BLOCK_N)
+    blocks = paged_blocks + tl.cdiv(window, BLOCK_N)
+    share = tl.cdiv(blocks, tl.num_programs(1))
+    first = split * share
+    last = tl.minimum(first + share, blocks)
+
+    row = start + tl.arange(0, BLOCK_M)
+    i = row // group
+    head = kv_head * group + row % group
+    exists = row < length * group
+    wide = batch.to(tl.int64)
+    dim, real_dim = row_columns(KEY_DIM, KEY_WIDTH, KEY_PARTS)
+    query_rows = query + wide * query_batch + head.to(tl.int64) * query_head + i.to(tl.int64) * query_token
+    q = tl.load(query_rows[:, None] + dim[None, :], mask=exists[:, None] & real_dim[None, :], other=0.0)
+    q = as_operand(q, DOT)
+    state = (
+        tl.zeros((BLOCK_M, VALUE_WIDTH), tl.float32),
+        tl.full((BLOCK_M,), -float("inf"), tl.float32),
+        tl.zeros((BLOCK_M,), tl.float32),
+    )
+    table = page_table + kv_row.to(tl.int64) * table_width
+    state = attend_pages(
+        state, q, pages, table, tl.minimum(first, high_blocks), tl.minimum(last, high_blocks), high, scale, cap,
+        1, HIGH, KEY_WIDTH, VALUE_WIDTH, KEY_PARTS, VALUE_PARTS, BLOCK_N, ELEMENT, DOT, MODE,
+    )  # fmt: skip
+    state = attend_pages(
+        state, q, pages, table + table_width - 1, tl.maximum(first - high_blocks, 0),
+        tl.minimum(last, paged_blocks) - high_blocks, low, scale, cap,
+        -1, LOW, KEY_WIDTH, VALUE_WIDTH, KEY_PARTS, VALUE_PARTS, BLOCK_N, ELEMENT, DOT, MODE,
+    )  # fmt: skip
+    wide_row = kv_row.to(tl.int64) * slots
+    acc, peak, total = attend_window(
+        state, q, window_key + wide_row * KEY_DIM, window_value + wide_row * VALUE_DIM,
+        tl.maximum(first - paged_blocks, 0), last - paged_blocks, window, first_slot, slots, scale, cap,
+        KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, KEY_PARTS, VALUE_PARTS, BLOCK_N, DOT,
+    )  # fmt: skip
+
+    done = (split.to(tl.int64) * tl.num_programs(2) + kv_row) * (length * group) + start
+    lane = tl.arange(0, BLOCK_M)
+    tl.store(partial_peak + done + lane, peak, mask=exists)
+    tl.store(partial_total + done + lane, total, mask=exists)
+    dim, real_dim = row_columns(VALUE_DIM, VALUE_WIDTH, VALUE_PARTS)
+    worked = lane < tl.where(first < last, length * group - start, 0)
+    out = partial_output + done * VALUE_DIM + (lane[:, None] * VALUE_DIM + dim[None, :])
+    tl.store(out, acc, mask=worked[:, None] & real_dim[None, :])
