@@ -116,9 +116,9 @@ def test_head_dimensions(key_dim, value_dim):
 def test_group_sizes(group, small_tiles, monkeypatch):  # noqa: F811
     """Blocks of rows begin and end within a group."""
     held = hand_past([[20, 40]], [[70, 1]], [7], key_dim=16)
-    shared = check_past(held, draw(1, 2, group, 25, 16))
+    shared = check_past(held, draw(1, 2, group, 11, 16))
     monkeypatch.setattr(past_launch, "MANY_PROGRAMS", 0)
-    for left, right in zip(shared, check_past(held, draw(1, 2, group, 25, 16))):
+    for left, right in zip(shared, check_past(held, draw(1, 2, group, 11, 16))):
         assert torch.equal(left, right)
 
 
