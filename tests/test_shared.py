@@ -115,7 +115,7 @@ def test_tokens_taken_back(newest: int, interval: int) -> None:
     pair.store.settle()
     pair.store.recording = True
     # the last: more rejected than readers had queries of
-    for forwards, rejected in (((6,), 2), ((4,), 3), ((1,), 0), ((5, 3), 1), ((1, 1, 1), 2), ((9,), 5)):
+    for forwards, rejected in (((6,), 2), ((4,), 3), ((1,), 0), ((5, 3), 1), ((1, 1, 1), 2), ((3, 6), 1), ((9,), 5)):
         drawn = pair.draw(sum(forwards))
         start = 0
         for tokens in forwards:
@@ -124,10 +124,11 @@ def test_tokens_taken_back(newest: int, interval: int) -> None:
             start += tokens
         commit(pair.store, rejected)
         kept = drawn.part(0, start - rejected)
-        # what is left of the queries without a gap before them
-        there = start if all(tokens <= newest for tokens in forwards[1:]) else 0
-        there = min(there, newest + sum(forwards[1:])) - rejected
-        queries = kept.newest(max(there, 0), start - rejected)
+        # readers' queries count from their last gap on
+        there = 0
+        for tokens in forwards:
+            there = there + tokens if tokens <= newest else newest
+        queries = kept.newest(max(there - rejected, 0), start - rejected)
         pair.simulate(kept, [query for query in queries if query.shape[2]], outputs=False)
         pair.compare()
 
