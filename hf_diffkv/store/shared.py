@@ -78,21 +78,15 @@ def attend_from_newest(
     shown = torch.ones(key.shape[0], earlier, dtype=torch.bool, device=key.device)
     shown = shown if valid is None else shown & valid[:, :earlier]
     shown = shown if mask is None else shown & mask[:, 0, -1, :earlier]
-    parts = [(key[:, :, :earlier], value[:, :, :earlier], shown[:, None].expand(key.shape[0], key.shape[1], -1))]
-    if past.key is not None:
-        parts.insert(0, (past.key, past.value, past.valid))
-    # what is stored decodes to at least the precision of new tokens
-    past_key, past_value, past_valid = (
-        torch.cat([tensor.to(tensors[0].dtype) for tensor in tensors], dim=2) for tensors in zip(*parts)
-    )
     output, received = prefill_attention(
         query,
         key[:, :, earlier:],
         value[:, :, earlier:],
         valid=None if valid is None else valid[:, earlier:],
-        past_key=past_key,
-        past_value=past_value,
-        past_valid=past_valid,
+        past=past.stored,
+        past_key=key[:, :, :earlier],
+        past_value=value[:, :, :earlier],
+        past_valid=shown[:, None].expand(-1, key.shape[1], -1),
         mask=None if mask is None else mask[..., earlier:, earlier:],
         observation_window=store.config.observation_window,
         **options,

@@ -55,7 +55,9 @@ PAST_TILES = {
     "gfx942": {64: Tile(128, 64, 4, 1), 128: Tile(128, 32, 4, 1), 256: Tile(64, 32, 4, 1)},
 }
 # reading a mask takes many registers
-MASKED_TILES = {64: Tile(64, 64, 8, 2), 128: Tile(64, 32, 8, 2), 256: Tile(32, 32, 8, 2)}
+_MASKED = {64: Tile(64, 64, 8, 2), 128: Tile(64, 32, 8, 2), 256: Tile(32, 32, 8, 2)}
+# Triton 3.6 does not compile 32 queries over a past for AMD
+MASKED_TILES = {"sm_80": _MASKED, "sm_90": _MASKED, "gfx942": _MASKED | {256: Tile(64, 16, 8, 1)}}
 # float32 dots have no matrix instructions and keep their operands in registers
 FLOAT32_TILES = {64: Tile(32, 16, 4, 1), 128: Tile(32, 16, 8, 1), 256: Tile(16, 16, 4, 1)}
 
@@ -82,8 +84,7 @@ def extent_block(length: int) -> int:
 
 def forward_tile(target: str, dtype: torch.dtype, key_dim: int, value_dim: int, masked: bool = False) -> Tile:
     """Tile of `flash_forward`, `masked` if it reads a mask."""
-    tables = dict.fromkeys(FORWARD_TILES, MASKED_TILES) if masked else FORWARD_TILES
-    return _choose(tables, target, dtype, max(key_dim, value_dim))
+    return _choose(MASKED_TILES if masked else FORWARD_TILES, target, dtype, max(key_dim, value_dim))
 
 
 def past_tile(target: str, dtype: torch.dtype, layout: PageLayout) -> Tile:
