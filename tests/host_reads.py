@@ -10,22 +10,46 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_diffkv.integration.compiled import attend_at, layer_of
+
+READS = {
+    torch.ops.aten._local_scalar_dense,
+    # these stand for it inside an operator
+    torch.ops.aten.item,
+    torch.ops.aten.is_nonzero,
+    torch.ops.aten.nonzero,
+    torch.ops.aten.masked_select,
+    torch.ops.aten.equal,
+    torch.ops.aten._unique,
+    torch.ops.aten._unique2,
+    torch.ops.aten.unique_dim,
+    torch.ops.aten.unique_consecutive,
+    torch.ops.aten.bincount,
+    torch.ops.aten.histc,
+}
+
+
+def attend_within(
+    mode: TorchDispatchMode,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    order: Tensor,
+    handle: Tensor,
+    reads: bool,
+    scaling: float,
+    softcap: float | None,
+) -> Tensor:
+    """The operator of a compiled forward with all that happens inside it seen by `mode`; its number is on the CPU."""
+    layer = layer_of(handle)
+    with mode:
+        return attend_at(layer, query, key, value, mask, sinks, reads, scaling, softcap)
+
 
 class HostReads(TorchDispatchMode):
     """Within its context, notes every read of a tensor by the host that the package causes. Works on the CPU too."""
-
-    READS = {
-        torch.ops.aten._local_scalar_dense,
-        torch.ops.aten.nonzero,
-        torch.ops.aten.masked_select,
-        torch.ops.aten.equal,
-        torch.ops.aten._unique,
-        torch.ops.aten._unique2,
-        torch.ops.aten.unique_dim,
-        torch.ops.aten.unique_consecutive,
-        torch.ops.aten.bincount,
-        torch.ops.aten.histc,
-    }
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -56,8 +80,12 @@ class HostReads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.hf_diffkv.attend.default:
+            output = attend_within(self, *args, **kwargs)
+            self.active = True
+            return output
         packet = func.overloadpacket
-        if packet in self.READS:
+        if packet in READS:
             self.record(str(func))
         elif packet in (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_):
             if any(index is not None and index.dtype == torch.bool for index in args[1]):

@@ -246,29 +246,29 @@ def test_fault_8_pages_are_given_back_during_generation() -> None:
     check_integrity(store)
 
 
-@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("batch, padding", [(1, False), (3, True)])
 @pytest.mark.parametrize("interval", [1, 3])
 def test_fault_9_no_host_reads_between_two_refreshes(
-    monkeypatch: pytest.MonkeyPatch, interval: int, padding: bool
+    monkeypatch: pytest.MonkeyPatch, interval: int, batch: int, padding: bool
 ) -> None:
     """Whatever the number of layers, the host looks at the device once in `REFRESH_STEPS` generated tokens."""
     monkeypatch.setattr(hide, "reads_are_free", lambda device: False)
     model = tiny_model("llama", "diffkv", num_hidden_layers=3)
     cache = DiffKVCache(model.config, alpha_high=1.0, alpha_low=0.5, window=4, compaction_interval=interval)
-    mask = torch.ones(2, 40, dtype=torch.long)
+    mask = torch.ones(batch, 40, dtype=torch.long)
     if padding:
-        mask[1, :15] = 0
+        mask[-1, :15] = 0
     reads = HostReads(monkeypatch)
     with torch.no_grad():
         with reads:
-            model(torch.randint(50, (2, 40)), attention_mask=mask, past_key_values=cache)
+            model(torch.randint(50, (batch, 40)), attention_mask=mask, past_key_values=cache)
         assert reads.found, "the counter sees nothing, not even the prompt's reads"
         per_step = []
         for _ in range(3 * REFRESH_STEPS):
-            mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], dim=1)
+            mask = torch.cat([mask, torch.ones(batch, 1, dtype=torch.long)], dim=1)
             reads.found.clear()
             with reads:
-                model(torch.randint(50, (2, 1)), attention_mask=mask, past_key_values=cache)
+                model(torch.randint(50, (batch, 1)), attention_mask=mask, past_key_values=cache)
             per_step.append(list(reads.found))
     for step, found in enumerate(per_step):
         if step % REFRESH_STEPS:

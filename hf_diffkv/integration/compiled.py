@@ -58,7 +58,26 @@ def attend(
         handle: from `new_handle`.
         reads: the keys and values are those of an earlier layer of the model, whose mask holds for this one too.
     """
-    layer = _layers[int(handle)]
+    return attend_at(layer_of(handle), query, key, value, mask, sinks, reads, scaling, softcap)
+
+
+def layer_of(handle: Tensor) -> DiffKVLayer:
+    """The layer that `new_handle` gave this number."""
+    return _layers[int(handle)]
+
+
+def attend_at(
+    layer: DiffKVLayer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    reads: bool,
+    scaling: float,
+    softcap: float | None,
+) -> Tensor:
+    """What the operator does, arguments as there."""
     if layer.stores.capturing:
         return layer.attend_captured(query, key, value, mask, scaling, softcap, sinks).contiguous()
     if reads:

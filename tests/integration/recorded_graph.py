@@ -11,19 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from host_reads import READS, attend_within
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from hf_diffkv.integration.compiled import attend
 from hf_diffkv.integration.stores import Stores
-
-READS = (
-    torch.ops.aten._local_scalar_dense,
-    torch.ops.aten.nonzero,
-    torch.ops.aten.masked_select,
-    torch.ops.aten.equal,
-)
 
 
 class RecordedGraph:
@@ -71,8 +64,7 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)  # within a kernel launch, which is recorded as a whole
         if func is torch.ops.hf_diffkv.attend.default:
             # its parts are recorded, not the whole, which does more where nothing is captured
-            with self:
-                return attend._init_fn(*args, **kwargs)
+            return attend_within(self, *args, **kwargs)
         if func.overloadpacket in READS:
             raise RuntimeError(f"{func} is not permitted during a capture")
         output = func(*args, **kwargs)

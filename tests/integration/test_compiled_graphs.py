@@ -50,12 +50,12 @@ def test_the_same_text_from_a_compiled_forward(steps, padding: int) -> None:
     """One graph and one capture, whatever is refreshed and grows; another cache uses the same graph."""
     model = build(2)
     given = prompt(1, padding)
-    expected, eager = run(model, False, new=10, **given)
+    expected, eager = run(model, False, new=8, **given)
     torch._dynamo.utils.counters.clear()
-    got, cache = run(model, True, new=10, compile_config=EAGER, **given)
+    got, cache = run(model, True, new=8, compile_config=EAGER, **given)
     assert torch.equal(got, expected)
     (step,) = steps
-    assert step.compiled and step.captures == 1 and step.replays == 8
+    assert step.compiled and step.captures == 1 and step.replays == 6
     assert compiled_graphs() == 1
     for index in cache.compressed_layers():
         assert torch.equal(cache.levels(index), eager.levels(index))
@@ -79,12 +79,12 @@ def test_inductor(steps, compiler: None, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(graphs.GRAPH_TYPES, "cpu", lambda device: RepeatedWork(steps[-1].cache.stores))
     model = build(2)
     given = prompt(3, 4)
-    expected, eager = run(model, False, new=12, **given)
+    expected, eager = run(model, False, new=9, **given)
     torch._dynamo.utils.counters.clear()
-    got, cache = run(model, True, new=12, compile_config=CompileConfig(fullgraph=True), **given)
+    got, cache = run(model, True, new=9, compile_config=CompileConfig(fullgraph=True), **given)
     torch.testing.assert_close(got, expected)
     (step,) = steps
-    assert step.compiled and step.captures == 1 and step.replays == 10
+    assert step.compiled and step.captures == 1 and step.replays == 7
     assert compiled_graphs() == 1
     for index in cache.compressed_layers():
         assert torch.equal(cache.levels(index), eager.levels(index))

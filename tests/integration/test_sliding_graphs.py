@@ -40,7 +40,7 @@ def assert_same_windows(cache: DiffKVCache, expected: DiffKVCache) -> None:
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "gpt_oss", "qwen3"])
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
 def test_the_same_text_and_windows(steps, name: str) -> None:
     model = sliding_model(name)
     if name == "gpt_oss":
