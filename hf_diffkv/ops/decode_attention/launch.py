@@ -131,6 +131,7 @@ def decode_attention(
             cap=cap,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            **dict(config.options),
             **shared,
             **partials,
             **constants["attend"],
@@ -221,6 +222,7 @@ def variants() -> list[KernelVariant]:
                     constexprs=constexprs,
                     num_warps=warps,
                     num_stages=stages,
+                    options=dict(config.options) if kernel == "attend" else {},
                     targets=targets,
                 )
             )

@@ -30,6 +30,7 @@ class KernelConfig:
         block: tokens per step of the paged tiers, a multiple of the window's step.
         mode: how codes are unpacked (`ops/dequant.py`).
         operand: Triton dtype in which codes are multiplied; `raw` the one of rows in the model's dtype.
+        options: further options of the compiler.
     """
 
     heads: int
@@ -39,6 +40,7 @@ class KernelConfig:
     mode: int
     operand: tl.dtype
     raw: tl.dtype
+    options: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def choose(cls, layout: PageLayout, group: int, dtype: torch.dtype, backend: str) -> KernelConfig:
@@ -70,7 +72,9 @@ class KernelConfig:
             block = 64 if widest <= 64 else 32
         if widest > 128:
             warps = 2
-        return cls(heads, block, warps, 2, PTX, tl.float16, raw)
+        # left alone, the assembler spills some kernels of uncompressed rows to reach a round number of registers
+        options = (("maxnreg", 255),) if uncompressed else ()
+        return cls(heads, block, warps, 2, PTX, tl.float16, raw, options)
 
 
 @dataclass(frozen=True)
