@@ -61,7 +61,7 @@ def store_logits(logits, token, heads, shifted, present, GROUP: tl.constexpr):
     """Stores logits [tokens, HEADS] of the tokens [tokens] that are present."""
     COLUMNS: tl.constexpr = columns(GROUP)
     pointer = logits + token[:, None] * COLUMNS + heads[None, :]
-    if COLUMNS > 2 and shifted.shape[0] > STEP:
-        # a thread holds pairs of heads after a matrix product; wider stores would cost large tiles a change of layout
+    if COLUMNS > 2 and shifted.shape[0] == 32:
+        # a thread holds pairs of heads after a matrix product; wider stores cost a change of layout (docs/kernels.md)
         pointer = tl.max_contiguous(pointer, (1, 2))
     tl.store(pointer, shifted, mask=(heads < COLUMNS)[None, :] & present[:, None])
