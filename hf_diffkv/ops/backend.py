@@ -39,6 +39,11 @@ def use_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype != torch.float64 and _has_triton()
 
 
+def is_forced(name: str) -> bool:
+    """Whether `use_backend(name)` is in force."""
+    return _forced == name
+
+
 def without_autocast(op: Callable) -> Callable:
     """For ops whose first argument is a tensor: they choose the dtypes they compute in, so autocast is off inside."""
 

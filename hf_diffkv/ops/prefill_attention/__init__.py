@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..backend import use_kernels, without_autocast
-from . import reference
+from ..backend import is_forced, use_kernels, without_autocast
+from . import flash, reference
 from .past import StoredPast
 
 __all__ = ["StoredPast", "prefill_attention"]
@@ -20,4 +20,8 @@ def prefill_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any)
         from . import launch
 
         return launch.prefill_attention(query, key, value, **options)
+    if not is_forced("reference") and flash.can_attend(
+        query, key, value, options.get("mask"), options.get("softcap")
+    ):
+        return flash.prefill_attention(query, key, value, **options)
     return reference.prefill_attention(query, key, value, **options)

@@ -77,7 +77,7 @@ def prefill_attention(
     output = torch.zeros(batch, query_heads, length, value.shape[-1], dtype=query.dtype, device=device)
     received = torch.zeros(batch, kv_heads, group, stored + length, dtype=dtype, device=device)
     grouped = query.unflatten(1, (kv_heads, group))
-    observed, weight = _observation(valid, batch, length, observation_window, device)
+    observed, weight = observation(valid, batch, length, observation_window, device)
     per_query = batch * group * (stored + length)
     block = max(1, min(length, MAX_QUERIES, BLOCK_ELEMENTS // per_query))
     heads = max(1, BLOCK_ELEMENTS // (per_query * block))
@@ -109,7 +109,7 @@ def prefill_attention(
     received = received.amax(2)
     if weight is not None:
         received[..., stored:] *= weight[:, None]
-        received[..., :stored] *= _past_weight(valid, batch, length, observation_window, dtype, device)
+        received[..., :stored] *= past_weight(valid, batch, length, observation_window, dtype, device)
     return output, received
 
 
@@ -173,7 +173,7 @@ def _softmax(logits: Tensor, hidden: list[tuple[slice, Tensor]], sink: Tensor | 
     return weights.div_(torch.where(total == 0, 1.0, total))
 
 
-def _observation(
+def observation(
     valid: Tensor | None, batch: int, length: int, window: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
     """Which queries score (bool [batch, Q]) and the factor that scales each new key's sum to all later queries."""
@@ -192,7 +192,7 @@ def _later(real: Tensor) -> Tensor:
     return real.flip(-1).cumsum(-1).flip(-1) - real.long()
 
 
-def _past_weight(
+def past_weight(
     valid: Tensor | None, batch: int, length: int, window: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """The same factor for stored tokens, which every new query follows: [batch, 1, 1]."""

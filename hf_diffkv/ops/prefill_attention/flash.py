@@ -1,0 +1,142 @@
+"""The same on CPUs in half precision, by PyTorch's flash attention, for prompts without a mask or softcap of their own.
+
+What a key receives is the sum over queries of exp(logit - logsumexp of the query). That is the exponential of the
+logsumexp of another attention, in which keys ask, queries answer, and each query's own logsumexp is subtracted as a
+mask: one more pass of the same kernel gives the significance, without any logits in memory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .past import StoredPast
+from .reference import observation, past_weight
+
+# finite, so that a row with nothing to attend has a logsumexp: one that vanishes beside any other
+HIDDEN = -1e30
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def can_attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softcap: float | None) -> bool:
+    """Whether `prefill_attention` here serves these arguments, which are as in `reference.prefill_attention`."""
+    plain = mask is None and softcap is None and key.shape[-1] == value.shape[-1]
+    known = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
+    return plain and known and query.device.type == "cpu" and query.dtype in DTYPES
+
+
+def prefill_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float,
+    valid: Tensor | None = None,
+    past: StoredPast | None = None,
+    mask: None = None,
+    softcap: None = None,
+    sinks: Tensor | None = None,
+    observation_window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `reference.prefill_attention`; stored tokens are rounded to the query's dtype."""
+    batch, query_heads, length, _ = query.shape
+    kv_heads = key.shape[1]
+    stored = None
+    if past is not None and past.tokens:
+        past_key, past_value, there = past.dense()
+        stored = (past_key.to(query.dtype), past_value.to(query.dtype), there)
+    options = {"scaling": scaling, "sinks": sinks, "window": observation_window}
+    if valid is None or bool(valid.all()):
+        return _attend(query, key, value, stored, **options)
+    tokens = 0 if stored is None else stored[0].shape[2]
+    output = query.new_zeros(batch, query_heads, length, value.shape[-1])
+    received = torch.zeros(batch, kv_heads, tokens + length, device=query.device)
+    for row in range(batch):
+        # padding may hold anything, so it is left out rather than hidden
+        real = valid[row].nonzero()[:, 0]
+        if not len(real):
+            continue
+        own = slice(row, row + 1)
+        parts = (part[own].index_select(2, real) for part in (query, key, value))
+        behind = None if stored is None else tuple(part[own] for part in stored)
+        row_output, row_received = _attend(*parts, behind, **options)
+        output[row].index_copy_(1, real, row_output[0])
+        received[row, :, :tokens] = row_received[0, :, :tokens]
+        received[row].index_copy_(1, tokens + real, row_received[0, :, tokens:])
+    return output, received
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    stored: tuple[Tensor, Tensor, Tensor] | None,
+    scaling: float,
+    sinks: Tensor | None,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of tokens none of which is padding."""
+    batch, query_heads, length, _ = query.shape
+    kv_heads = key.shape[1]
+    group = query_heads // kv_heads
+    tokens = 0 if stored is None else stored[0].shape[2]
+    output = query.new_empty(batch, kv_heads, group, length, value.shape[-1])
+    received = torch.zeros(batch, kv_heads, tokens + length, device=query.device)
+    observed = length if window is None else min(window, length)
+    early = length - observed
+    reversed_key = key[:, :, early:].flip(2)
+    grouped = query.unflatten(1, (kv_heads, group))
+    for head in range(group):
+        asked = grouped[:, :, head]
+        parts = [_flash(asked, key, value, scaling, causal=True)]
+        if stored is not None:
+            hidden = torch.where(stored[2], 0.0, HIDDEN)
+            parts.append(_flash(asked, *stored[:2], scaling, hidden))
+        sink = None if sinks is None else sinks.view(kv_heads, group)[:, head]
+        output[:, :, head], total = _merge(parts, sink)
+        asked, total = asked[:, :, early:], total[:, :, early:]
+        given = torch.zeros_like(received)
+        if stored is not None:
+            given[:, :, :tokens] = _received(stored[0], asked, total, scaling).masked_fill_(~stored[2], 0.0)
+        if early:
+            given[:, :, tokens : tokens + early] = _received(key[:, :, :early], asked, total, scaling)
+        if observed > 1:
+            # later queries only: from behind, the second key is asked by the first query, and so on
+            backwards = (reversed_key[:, :, 1:], asked.flip(2)[:, :, :-1], total.flip(2)[:, :, :-1])
+            given[:, :, tokens + early : -1] = _received(*backwards, scaling, causal=True).flip(2)
+        received = torch.maximum(received, given)
+    if window is not None:
+        _, weight = observation(None, batch, length, window, query.device)
+        received[..., tokens:] *= weight[:, None]
+        received[..., :tokens] *= past_weight(None, batch, length, window, received.dtype, query.device)
+    return output.flatten(1, 2), received
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, addend: Tensor | None = None, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Output and its logsumexp, float32 [batch, heads, queries]; addend: float32 [batch, heads, keys], on the logits."""
+    if addend is not None:
+        # contiguous: the kernel reads strided masks four times slower
+        addend = addend.contiguous()[:, :, None]
+        addend = addend.expand(-1, -1, query.shape[2], -1)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, attn_mask=addend, scale=scaling
+    )
+
+
+def _received(key: Tensor, query: Tensor, logsumexp: Tensor, scaling: float, causal: bool = False) -> Tensor:
+    """Probabilities that each key gets, summed over the queries, [batch, heads, keys]."""
+    return _flash(key, query, query, scaling, -logsumexp, causal)[1].exp()
+
+
+def _merge(parts: list[tuple[Tensor, Tensor]], sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """One softmax over several parts of the keys, and over a sink's logit per head, [heads], whose share is left out."""
+    if len(parts) == 1 and sink is None:
+        return parts[0]
+    total = torch.stack([logsumexp for _, logsumexp in parts])
+    if sink is not None:
+        total = torch.cat([total, sink.float()[None, None, :, None].expand(1, *total.shape[1:])])
+    total = total.logsumexp(0)
+    output = sum(part.float() * (logsumexp - total).exp()[..., None] for part, logsumexp in parts)
+    return output.to(parts[0][0].dtype), total
