@@ -20,8 +20,6 @@ def prefill_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any)
         from . import launch
 
         return launch.prefill_attention(query, key, value, **options)
-    if not is_forced("reference") and flash.can_attend(
-        query, key, value, options.get("mask"), options.get("softcap")
-    ):
+    if not is_forced("reference") and flash.can_attend(query, key, value, options.get("mask"), options.get("softcap")):
         return flash.prefill_attention(query, key, value, **options)
     return reference.prefill_attention(query, key, value, **options)

@@ -115,7 +115,7 @@ def _attend(
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, addend: Tensor | None = None, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Output and its logsumexp, float32 [batch, heads, queries]; addend: float32 [batch, heads, keys], on the logits."""
+    """Output, logsumexp, float32 [batch, heads, queries]; addend: float32 [batch, heads, keys], to the logits."""
     if addend is not None:
         # contiguous: the kernel reads strided masks four times slower
         addend = addend.contiguous()[:, :, None]
@@ -131,7 +131,7 @@ def _received(key: Tensor, query: Tensor, logsumexp: Tensor, scaling: float, cau
 
 
 def _merge(parts: list[tuple[Tensor, Tensor]], sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """One softmax over several parts of the keys, and over a sink's logit per head, [heads], whose share is left out."""
+    """One softmax over several parts of the keys and a sink per head, logits [heads], whose share is left out."""
     if len(parts) == 1 and sink is None:
         return parts[0]
     total = torch.stack([logsumexp for _, logsumexp in parts])
