@@ -83,6 +83,34 @@ def test_a_past_of_different_lengths_per_head(
     check(*draw(3, 2, 2, length, 16), *past, valid=RAGGED[:3, -length:], **options)
 
 
+def test_exact_tokens_between_the_stored_and_the_new_ones() -> None:
+    query, key, value = (part.bfloat16() for part in draw(3, 2, 2, 40, 16))
+    past, stored_key, stored_value, there = hand_past(HIGH, LOW, WINDOW, dtype=torch.bfloat16)
+    shown = RAGGED[:3, None, :30].expand(-1, 2, -1)
+    between = [part[:, :, :30].masked_fill(~shown[..., None], torch.nan) for part in (key, value)]
+    new = (query[:, :, 30:], key[:, :, 30:], value[:, :, 30:])
+    names = ("past_key", "past_value", "past_valid")
+    for stored in (None, past):
+        given = flash.prefill_attention(*new, scaling=0.25, past=stored, **dict(zip(names, (*between, shown))))
+        before = (between[0].nan_to_num(), between[1].nan_to_num(), shown)
+        if stored is not None:
+            parts = (stored_key.nan_to_num().bfloat16(), stored_value.nan_to_num().bfloat16(), there)
+            before = [torch.cat(pair, dim=2) for pair in zip(parts, before)]
+        expected = dense(*new, 0.25, **dict(zip(names, before)))
+        torch.testing.assert_close(given[0].double(), expected[0], rtol=2**-7, atol=2**-7)
+        torch.testing.assert_close(given[1].double(), expected[1], rtol=2e-4, atol=1e-5)
+
+
+def test_heads_too_wide_for_the_kernels_take_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they do on a GPU, for Gemma 4's full-attention layers."""
+    monkeypatch.setattr(op, "use_kernels", lambda device, dtype: True)
+    query, key, value = (part.float() for part in draw(1, 1, 2, 9, 512))
+    output, received = prefill_attention(query, key, value, scaling=0.05)
+    expected = dense(query, key, value, 0.05)
+    torch.testing.assert_close(output.double(), expected[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(received.double(), expected[1], rtol=1e-4, atol=1e-4)
+
+
 def test_sinks() -> None:
     check(*draw(5, 2, 2, 40, 16), sinks=SINKS)
     check(*draw(5, 2, 2, 40, 16), sinks=SINKS, valid=RAGGED)

@@ -10,13 +10,17 @@ from ..backend import is_forced, use_kernels, without_autocast
 from . import flash, reference
 from .past import StoredPast
 
-__all__ = ["StoredPast", "prefill_attention"]
+__all__ = ["KERNEL_HEAD_DIM", "StoredPast", "prefill_attention"]
+
+# the kernels' tiles of wider heads would not fit a GPU's registers
+KERNEL_HEAD_DIM = 256
 
 
 @without_autocast
 def prefill_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """Arguments and results as in `reference.prefill_attention`."""
-    if use_kernels(query.device, query.dtype):
+    narrow = max(key.shape[-1], value.shape[-1]) <= KERNEL_HEAD_DIM
+    if use_kernels(query.device, query.dtype) and (narrow or is_forced("kernels")):
         from . import launch
 
         return launch.prefill_attention(query, key, value, **options)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .past import StoredPast
+from .past import StoredPast, all_before
 from .reference import observation, past_weight
 
 # finite, so that a row with nothing to attend has a logsumexp: one that vanishes beside any other
@@ -33,6 +33,9 @@ def prefill_attention(
     scaling: float,
     valid: Tensor | None = None,
     past: StoredPast | None = None,
+    past_key: Tensor | None = None,
+    past_value: Tensor | None = None,
+    past_valid: Tensor | None = None,
     mask: None = None,
     softcap: None = None,
     sinks: Tensor | None = None,
@@ -41,10 +44,11 @@ def prefill_attention(
     """As `reference.prefill_attention`; stored tokens are rounded to the query's dtype."""
     batch, query_heads, length, _ = query.shape
     kv_heads = key.shape[1]
-    stored = None
-    if past is not None and past.tokens:
-        past_key, past_value, there = past.dense()
-        stored = (past_key.to(query.dtype), past_value.to(query.dtype), there)
+    stored = all_before(past, past_key, past_value, past_valid)
+    if stored is not None:
+        past_key, past_value, there = stored
+        absent = ~there[..., None]
+        stored = *(part.to(query.dtype).masked_fill(absent, 0.0) for part in (past_key, past_value)), there
     options = {"scaling": scaling, "sinks": sinks, "window": observation_window}
     if valid is None or bool(valid.all()):
         return _attend(query, key, value, stored, **options)

@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from . import KERNEL_HEAD_DIM
 from .columns import column_scores
 from .kernels import flash_forward, row_extents
 from .past import StoredPast
@@ -200,8 +201,8 @@ def _check(
     kv_heads, value_dim = key.shape[1], value.shape[-1]
     if query_heads % kv_heads:
         raise ValueError(f"{query_heads} query heads are not a multiple of {kv_heads} KV heads.")
-    if max(key_dim, value_dim) > 256:
-        raise ValueError(f"head dimensions go up to 256, not {key_dim} and {value_dim}.")
+    if max(key_dim, value_dim) > KERNEL_HEAD_DIM:
+        raise ValueError(f"head dimensions go up to {KERNEL_HEAD_DIM}, not {key_dim} and {value_dim}.")
     if scaling <= 0:
         raise ValueError(f"scaling must be positive, not {scaling}.")
     expected = {

@@ -63,3 +63,15 @@ class StoredPast:
         value[row, rank] = self.window_value.flatten(0, 1)[row, slot].to(value.dtype)
         valid = torch.arange(self.tokens, device=device) < (before + held)[:, None]
         return tuple(part.unflatten(0, (batch, kv_heads)) for part in (key, value, valid))
+
+
+def all_before(past: StoredPast | None, *dense: Tensor | None) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Keys, values and which there are of everything before the new tokens; None if there is nothing."""
+    parts = [] if past is None or past.tokens == 0 else [past.dense()]
+    if dense[0] is not None and dense[0].shape[2]:
+        parts.append(dense)
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    dtype = torch.promote_types(parts[0][0].dtype, dense[0].dtype)
+    key, value = (torch.cat([part[i].to(dtype) for part in parts], dim=2) for i in (0, 1))
+    return key, value, torch.cat([part[2] for part in parts], dim=2)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..quantize import compute_dtype
-from .past import StoredPast
+from .past import StoredPast, all_before
 
 BLOCK_ELEMENTS = 1 << 21
 MAX_QUERIES = 256
@@ -66,7 +66,7 @@ def prefill_attention(
     if valid is not None:
         # padding may hold anything, and zero times infinity is not zero
         values = values.masked_fill(~valid[:, None, :, None], 0.0)
-    before = _all_before(past, past_key, past_value, past_valid)
+    before = all_before(past, past_key, past_value, past_valid)
     stored, past_valid = 0, None
     if before is not None:
         past_key, past_value, past_valid = before
@@ -111,18 +111,6 @@ def prefill_attention(
         received[..., stored:] *= weight[:, None]
         received[..., :stored] *= past_weight(valid, batch, length, observation_window, dtype, device)
     return output, received
-
-
-def _all_before(past: StoredPast | None, *dense: Tensor | None) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Keys, values and which there are of everything before the new tokens; None if there is nothing."""
-    parts = [] if past is None or past.tokens == 0 else [past.dense()]
-    if dense[0] is not None and dense[0].shape[2]:
-        parts.append(dense)
-    if len(parts) < 2:
-        return parts[0] if parts else None
-    dtype = torch.promote_types(parts[0][0].dtype, dense[0].dtype)
-    key, value = (torch.cat([part[i].to(dtype) for part in parts], dim=2) for i in (0, 1))
-    return key, value, torch.cat([part[2] for part in parts], dim=2)
 
 
 def _hidden(
