@@ -117,8 +117,8 @@ def diffkv_attention(
 def _check_not_moved(key: Tensor) -> None:
     """Raises `HandOverError` if a reader's keys, which carry no layer, are a copy of those that one awaits it with."""
     for layer in awaiting_layers():
-        turn = layer.turn
-        if turn.shape == key.shape and layer.store.device != key.device and turn.thread == threading.get_ident():
+        awaited = layer.awaited
+        if awaited.shape == key.shape and layer.store.device != key.device and awaited.thread == threading.get_ident():
             layer.give_up()
             raise HandOverError(
                 "layers that share keys and values are on several devices; call cache.attach(model) before the first "

@@ -34,7 +34,7 @@ def new_handle(layer: DiffKVLayer) -> Tensor:
 
 def awaiting_layers() -> list[DiffKVLayer]:
     """Layers of any cache whose keys and values are still to be read by later layers of the model."""
-    return [layer for layer in list(_layers.values()) if layer.turn is not None]
+    return [layer for layer in list(_layers.values()) if layer.awaited is not None]
 
 
 @torch.library.custom_op("hf_diffkv::attend", mutates_args=("order",), tags=_TAGS)

@@ -22,9 +22,9 @@ from ..store import (
     hide_tokens,
     read_tokens,
 )
+from .awaited import AwaitedTokens, await_readers
 from .compiled import new_handle
 from .errors import HandOverError, NotCapturableError
-from .turn import Turn, start_turn
 
 if TYPE_CHECKING:
     from .stores import Stores
@@ -70,7 +70,7 @@ class DiffKVLayer(CacheLayerMixin):
         self.index = index
         self.readers = readers
         # the forward's tokens while readers are still to attend to them
-        self.turn: Turn | None = None
+        self.awaited: AwaitedTokens | None = None
         self.pending: tuple[Tensor, Tensor] | None = None
         self.store: Store | None = None
         self.slot = -1
@@ -246,7 +246,7 @@ class DiffKVLayer(CacheLayerMixin):
                     self._hide(key, value, valid, shown)
                 return self._attend(query, key, value, valid, mask, options)
         except BaseException:
-            self.turn = self.stores.awaited = None
+            self.awaited = self.stores.awaited = None
             self.stores.abandon(self, key.shape[2])
             raise
 
@@ -294,9 +294,9 @@ class DiffKVLayer(CacheLayerMixin):
         inputs = (store, self.slot, query, key, value)
         with torch.no_grad():
             if self.readers:
-                turn = start_turn(store, self.slot, key, value, valid, mask, self.seen - tokens, self.readers)
-                output = turn.shared.attend(query, last=False, **options)
-                self.turn, self.stores.awaited = turn, self.index
+                awaited = await_readers(store, self.slot, key, value, valid, mask, self.seen - tokens, self.readers)
+                output = awaited.shared.attend(query, last=False, **options)
+                self.awaited, self.stores.awaited = awaited, self.index
             elif store.recording:
                 recorded = Recorded(query, key, value, valid, mask, options)
                 output = attend_recorded(store, self.slot, recorded)
@@ -310,8 +310,8 @@ class DiffKVLayer(CacheLayerMixin):
 
     def expect(self, mask: Tensor | None) -> None:
         """Notes the attention mask of the tokens just attended, which readers still to come must have too."""
-        if self.turn is not None:
-            self.turn.mask = mask
+        if self.awaited is not None:
+            self.awaited.mask = mask
 
     def read(
         self,
@@ -337,8 +337,8 @@ class DiffKVLayer(CacheLayerMixin):
             HandOverError: no further layer should read them, or this one is not to see what the storing layer saw.
             MemoryError: the tokens do not fit.
         """
-        turn = self.turn
-        if turn is None:
+        awaited = self.awaited
+        if awaited is None:
             raise HandOverError(
                 "a layer reads keys and values that are stored already: more layers share them than the model's "
                 "configuration says, so it cannot use DiffKVCache."
@@ -346,19 +346,19 @@ class DiffKVLayer(CacheLayerMixin):
         options = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
         alone = self.store.recording or key.shape[2] > 1
         try:
-            turn.check(query, key, mask)
-            turn.left -= 1
-            if turn.left == 0:
-                self.turn = self.stores.awaited = None
+            awaited.check(query, key, mask)
+            awaited.left -= 1
+            if awaited.left == 0:
+                self.awaited = self.stores.awaited = None
             with self.stores.tensor_parallel.in_step(self.store.device, alone), torch.no_grad():
-                return turn.shared.attend(query.to(self.store.dtype), turn.left == 0, **options).to(query.dtype)
+                return awaited.shared.attend(query.to(self.store.dtype), awaited.left == 0, **options).to(query.dtype)
         except BaseException:
             self.give_up()
             raise
 
     def give_up(self) -> None:
         """Called when a reader failed: the layers before it have stored the forward's tokens already."""
-        self.turn = self.stores.awaited = None
+        self.awaited = self.stores.awaited = None
         self.stores.broken = True
 
     def get_seq_length(self) -> int:
@@ -386,7 +386,7 @@ class DiffKVLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forgets everything. The store itself is dropped by the cache."""
         self.seen = 0
-        self.pending = self.turn = None
+        self.pending = self.awaited = None
         self.store = None
         self.slot = -1
         self.is_initialized = False

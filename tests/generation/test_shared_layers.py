@@ -281,7 +281,7 @@ def test_keys_that_were_moved_to_another_device_are_noticed() -> None:
     seen = []
 
     def moved(*_: Any) -> None:
-        key = torch.empty(cache.layers[READ].turn.shape, device="meta")
+        key = torch.empty(cache.layers[READ].awaited.shape, device="meta")
         with pytest.raises(HandOverError, match="several devices"):
             diffkv_attention(attention_of(model, LAST), key, key, key, None)
         seen.append(cache.stores.broken)

@@ -13,7 +13,7 @@ from .errors import HandOverError
 
 
 @dataclass
-class Turn:
+class AwaitedTokens:
     """New tokens that further layers are to read.
 
     Attributes:
@@ -61,7 +61,7 @@ class Turn:
         return (mask.data_ptr(), mask.stride()) == (whole.data_ptr(), whole.stride()) or bool((mask == whole).all())
 
 
-def start_turn(
+def await_readers(
     store: Store,
     slot: int,
     key: Tensor,
@@ -70,8 +70,8 @@ def start_turn(
     mask: Tensor | None,
     past: int,
     readers: int,
-) -> Turn:
-    """The turn of new tokens that `readers` later layers attend to. The other arguments as in `DiffKVLayer.attend`.
+) -> AwaitedTokens:
+    """New tokens that `readers` later layers attend to. The other arguments as in `DiffKVLayer.attend`.
 
     Raises:
         ValueError: keys or values that are not finite.
@@ -83,4 +83,4 @@ def start_turn(
         shared = SharedStep(store, slot, key, value, None if valid is None else valid[:, 0])
     else:
         shared = SharedTokens(store, slot, key, value, valid, mask)
-    return Turn(shared, key.shape, readers)
+    return AwaitedTokens(shared, key.shape, readers)
