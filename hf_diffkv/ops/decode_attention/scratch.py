@@ -72,9 +72,11 @@ class KernelConfig:
             block = 64 if widest <= 64 else 32
         if widest > 128:
             warps = 2
-        # left alone, the assembler spills some kernels of uncompressed rows to reach a round number of registers
-        options = (("maxnreg", 255),) if uncompressed else ()
-        return cls(heads, block, warps, 2, PTX, tl.float16, raw, options)
+        # 8-bit values of 80 or 96 elements: padding them leaves no registers for loads ahead of their use
+        crowded = widest & (widest - 1) > 0 and any(tier.v_bits == 8 for tier in tiers)
+        # left alone, the assembler spills some kernels to reach a round number of registers
+        options = (("maxnreg", 255),) if uncompressed or crowded else ()
+        return cls(heads, block, warps, 1 if crowded else 2, PTX, tl.float16, raw, options)
 
 
 @dataclass(frozen=True)
