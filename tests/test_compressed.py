@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from dense_simulation import LayerSimulation, SimPrecision
 
 from hf_diffkv.config import DiffKVConfig, Precision
+from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.store import Store, attend_token, attend_tokens, check_integrity, read_tokens
 
 LENGTHS = (1, 2, 63, 64, 65, 128, 192, 300)
@@ -16,6 +19,9 @@ class Pair:
     """One store of one layer and its simulation, fed the same queries, keys and values."""
 
     tolerance = 1e-5
+    # of attention outputs, where that of the rest does not do
+    output_tolerance = 1e-5
+    score_tolerance = 1e-5
 
     def __init__(self, config: DiffKVConfig, batch: int, heads: int, group: int, dim: int, dtype=torch.float64) -> None:
         self.batch, self.heads, self.group, self.dim, self.dtype = batch, heads, group, dim, dtype
@@ -57,7 +63,7 @@ class Pair:
         expected = self.simulation.forward(query, key, value, valid=valid, scaling=scaling, **options)
         # float32 rounding, or one step of the output's own dtype
         tolerance = max(self.tolerance, torch.finfo(self.dtype).eps)
-        torch.testing.assert_close(output, expected, rtol=tolerance, atol=self.tolerance)
+        torch.testing.assert_close(output, expected, rtol=tolerance, atol=max(self.tolerance, self.output_tolerance))
 
     def compare_levels(self) -> None:
         assert torch.equal(read_tokens(self.store, 0).levels, self.simulation.levels())
@@ -70,7 +76,7 @@ class Pair:
         assert torch.equal(tokens.mask, mask)
         torch.testing.assert_close(tokens.keys, keys.to(tokens.keys.dtype), rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(tokens.values, values.to(tokens.values.dtype), rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(tokens.score, self.simulation.sums(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(tokens.score, self.simulation.sums(), rtol=self.score_tolerance, atol=1e-6)
 
     def level_counts(self) -> dict[int, int]:
         levels = self.simulation.levels()
@@ -97,11 +103,20 @@ def test_every_step_of_a_ragged_batch_equals_the_simulation() -> None:
     assert all(counts[level] > 100 for level in (0, 1, 2, 3)), counts
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_low_precision_models(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "dtype, prompts", [(torch.float32, "reference"), (torch.bfloat16, "reference"), (torch.bfloat16, "flash")], ids=str
+)
+def test_low_precision_models(dtype: torch.dtype, prompts: str) -> None:
     pair = Pair(DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16), 3, heads=2, group=3, dim=32, dtype=dtype)
-    pair.forward(100, left_padding((100, 40, 7)))
+    if prompts == "flash":
+        # it rounds probabilities to bfloat16: by 2**-9 of an average of values of which none is above 5
+        pair.output_tolerance = 5 * 2**-9
+        # and its exponential is an approximation
+        pair.score_tolerance = 2e-4
+    with use_backend("reference") if prompts == "reference" else nullcontext():
+        pair.forward(100, left_padding((100, 40, 7)))
     pair.compare()
+    pair.output_tolerance = Pair.output_tolerance
     for _ in range(40):
         pair.forward(1)
     pair.compare()
