@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -270,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(format_markdown(results))
     elif options.json:
         for result in results:
-            print(json.dumps(asdict(result)))
+            print(json.dumps({"triton": version("triton"), **asdict(result)}))
     else:
         print(format_table(results))
     failed = [f"{r.name} for {r.target}" for r in results if r.failed]
