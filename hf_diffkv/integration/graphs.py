@@ -267,6 +267,11 @@ def _static(name: str, value: Tensor) -> Tensor:
 
 
 def _copied(output: Any) -> Any:
-    """`output` with tensors that the next replay leaves alone."""
-    fields = {name: value.clone() if isinstance(value, Tensor) else value for name, value in output.items()}
-    return type(output)(**fields)
+    """`output` with tensors that the next replay leaves alone, those in tuples (hidden states, say) included."""
+    return type(output)(**{name: _copied_value(value) for name, value in output.items()})
+
+
+def _copied_value(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    return tuple(map(_copied_value, value)) if type(value) in (tuple, list) else value

@@ -190,6 +190,17 @@ def test_a_capture_compiles_nothing(model, steps, monkeypatch: pytest.MonkeyPatc
     assert forms[True] <= forms[False]
 
 
+def test_hidden_states_of_replays_stay(model, steps) -> None:
+    tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(9))
+    found = []
+    for captured in (False, True):
+        cache = DiffKVCache(model.config, DiffKVConfig(**FIELDS, cuda_graphs=captured))
+        output = generate(model, tokens, cache, 6, output_hidden_states=True)
+        found.append([state for states in output.hidden_states[1:] for state in states])
+    assert steps[0].replays == 4 and len(found[0]) == 10
+    assert all(map(torch.equal, *found))
+
+
 def test_the_switch_must_be_a_bool() -> None:
     with pytest.raises(ValueError, match="cuda_graphs='no' must be True or False"):
         DiffKVConfig(cuda_graphs="no")
