@@ -8,6 +8,7 @@ it touches is where it was at capture; otherwise one step runs uncaptured and th
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation.configuration_utils import CompileConfig
 
 from ..ops.backend import use_kernels
+from .cuda_graph import CudaGraph
 from .errors import NotCapturableError
 from .forward import compiled_forward, not_compiled
 from .layer import DiffKVLayer
@@ -33,24 +35,10 @@ MOST_TOKENS_AHEAD = 4096
 WINDOW_MASK = "window_mask"
 
 
-class CudaGraph:
-    """One recorded piece of work on a CUDA device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._graph = torch.cuda.CUDAGraph()
-
-    def capture(self, work: Callable[[], Any]) -> Any:
-        """Records `work` without running it; its tensors are filled by `replay`."""
-        with torch.cuda.device(self._device), torch.cuda.graph(self._graph):
-            return work()
-
-    def replay(self) -> None:
-        self._graph.replay()
-
-
 # how work is recorded, by type of device; other devices run every step from Python
 GRAPH_TYPES: dict[str, Callable[[torch.device], Any]] = {"cuda": CudaGraph}
+# models of which a step could not be captured; it is not tried again
+_given_up: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class GraphRequest(CompileConfig):
@@ -66,11 +54,20 @@ def wants_graphs(model: Any, cache: DiffKVCache) -> bool:
     return (
         cache.config.cuda_graphs
         and model.device.type in GRAPH_TYPES
+        and model not in _given_up
         and cache.stores.tensor_parallel.size == 1
         and len(set(getattr(model, "hf_device_map", {}).values())) <= 1
         and all(isinstance(layer, DiffKVLayer) or type(layer) is DynamicSlidingWindowLayer for layer in cache.layers)
         and not any(getattr(layer, "readers", 0) for layer in cache.layers)
+        and not _rotates_by_length(model)
     )
+
+
+def _rotates_by_length(model: Any) -> bool:
+    """Whether rotary frequencies change with the length, which such a model reads off the device at every step."""
+    types = [getattr(module, "rope_type", None) for module in model.modules()]
+    types += [kind for found in types if isinstance(found, dict) for kind in found.values()]
+    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in types)
 
 
 class DecodeStep:
@@ -211,14 +208,20 @@ class DecodeStep:
             self._warm_up(captured)
             output = graph.capture(work)
         except Exception as error:  # models fail in many ways; nothing has run on the device, so the step can go on
-            self._failed = True
-            _logger.warning("decode steps are not captured, which is slower: %s: %s", type(error).__name__, error)
+            self._give_up(error)
             return False
         finally:
             self.cache.stores.capturing = False
         self._graphs[key] = (graph, buffers, output)
         self.captures += 1
         return True
+
+    def _give_up(self, error: Exception) -> None:
+        self._failed = True
+        if not isinstance(error, torch.OutOfMemoryError):
+            _given_up.add(self.model)
+        reason = [type(error).__name__, *str(error).strip().splitlines()[:1]]
+        _logger.warning("decode steps are not captured, which is slower: %s", ": ".join(reason))
 
     def _warm_up(self, inputs: dict[str, Any]) -> None:
         """Runs the forward with an attention that touches nothing: compiling must not happen within a capture."""

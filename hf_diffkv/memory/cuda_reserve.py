@@ -8,6 +8,7 @@ it never moves, so a captured graph stays valid while the cache grows. PyTorch's
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 from typing import Any
 
@@ -17,6 +18,10 @@ from .reserve import Reservation
 
 _OUT_OF_MEMORY = 2
 _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
+# held while a stream is captured: to wait for a whole device would invalidate the capture, in whatever thread
+capture_lock = threading.Lock()
+# what nobody holds any more, but has not been given back yet
+_dropped: list[tuple[Any, int, int, int, list[tuple[int, int, int]]]] = []
 _now: dict[int, int] = {}
 _peak: dict[int, int] = {}
 
@@ -131,15 +136,36 @@ def _wide(value: int) -> ctypes.c_uint64:
     return ctypes.c_uint64(value)
 
 
-def _give_back(library: Any, index: int, address: int, size: int, parts: list[tuple[int, int, int]]) -> None:
-    # kernels that were launched may still use it; if that cannot be waited for, it stays mapped
-    if library.cuCtxSynchronize() != 0:
+def _give_back(*memory: Any) -> None:
+    _dropped.append(memory)
+    give_back_dropped()
+
+
+def give_back_dropped() -> None:
+    """Gives back what nobody holds any more; what cannot be given back now waits for the next call."""
+    # while a stream is captured, and where garbage is collected within this function, another call will do
+    if not _dropped or not capture_lock.acquire(blocking=False):
         return
+    try:
+        if not torch.cuda.is_current_stream_capturing():
+            waiting = [_dropped.pop() for _ in range(len(_dropped))]
+            _dropped.extend(memory for memory in waiting if not _unmap(*memory))
+    finally:
+        capture_lock.release()
+
+
+def _unmap(library: Any, index: int, address: int, size: int, parts: list[tuple[int, int, int]]) -> bool:
+    """Whether it was done; not while kernels that were launched may still use the memory."""
+    try:
+        torch.cuda.synchronize(index)
+    except RuntimeError:
+        return False
     for start, length, handle in parts:
         library.cuMemUnmap(_wide(start), _wide(length))
         library.cuMemRelease(_wide(handle))
         _count(index, -length)
     library.cuMemAddressFree(_wide(address), _wide(size))
+    return True
 
 
 def _count(index: int, more: int) -> None:
@@ -168,11 +194,9 @@ class CudaReservation(Reservation):
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.committed = device, 0
-        with torch.cuda.device(device):
-            torch.cuda.synchronize()  # makes the device's context current
-            self._memory = DeviceMemory(driver(), _index(device), total_bytes(device))
-            # PyTorch asks the driver where the first byte lives
-            self._memory.extend(1)
+        self._memory = DeviceMemory(driver(), _index(device), total_bytes(device))
+        # PyTorch asks the driver where the first byte lives
+        self._extend(1)
         self.tensor = as_tensor(self._memory, device)
 
     @property
@@ -188,26 +212,25 @@ class CudaReservation(Reservation):
             raise MemoryError(
                 f"the cache needs {num_bytes} bytes, more than the device's memory of {self._memory.size} bytes."
             )
-        with torch.cuda.device(self.device):
+        self._extend(num_bytes)
+        self.committed = max(self.committed, num_bytes)
+
+    def _extend(self, num_bytes: int) -> None:
+        """Maps memory; takes it from PyTorch's cache if need be. Raises `MemoryError`."""
+        for last in (False, True):
             try:
-                self._memory.extend(num_bytes)
+                return self._memory.extend(num_bytes)
             except CudaDriverError as error:
                 if error.code != _OUT_OF_MEMORY:
                     raise
+                if last:
+                    raise MemoryError(
+                        f"{self.device} has no memory left for {num_bytes} bytes of cache; use a smaller batch, larger "
+                        "alpha_low, or set max_bytes."
+                    ) from error
+            give_back_dropped()
+            with capture_lock, torch.cuda.device(self.device):
                 torch.cuda.empty_cache()
-                self._extend_or_say(num_bytes)
-        self.committed = max(self.committed, num_bytes)
-
-    def _extend_or_say(self, num_bytes: int) -> None:
-        try:
-            self._memory.extend(num_bytes)
-        except CudaDriverError as error:
-            if error.code != _OUT_OF_MEMORY:
-                raise
-            raise MemoryError(
-                f"{self.device} has no memory left for {num_bytes} bytes of cache; use a smaller batch, larger "
-                "alpha_low, or set max_bytes."
-            ) from error
 
 
 def driver() -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 from recorded_graph import RecordedGraph, record_launches
 
@@ -13,6 +15,7 @@ from hf_diffkv.ops.backend import use_backend
 def recorded(monkeypatch: pytest.MonkeyPatch):
     """Captures are recorded, and the kernels run in Triton's interpreter."""
     monkeypatch.setitem(graphs.GRAPH_TYPES, "cpu", RecordedGraph)
+    monkeypatch.setattr(graphs, "_given_up", weakref.WeakSet())
     monkeypatch.setattr(RecordedGraph, "made", [])
     record_launches(monkeypatch)
     # the interpreter is slow: little to split, and the host looks often

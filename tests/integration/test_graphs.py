@@ -149,7 +149,38 @@ def test_a_host_read_in_the_model_is_not_captured(model, steps, monkeypatch, cap
     monkeypatch.setattr(model.model.layers[0], "forward", reads)
     with caplog.at_level(logging.WARNING, "hf_diffkv"):
         run(model, True, tokens, 4)
-    assert steps[0].replays == 0 and "not permitted during a capture" in caplog.text
+        run(model, True, tokens, 4)
+    assert steps[0].replays == 0 and caplog.text.count("not permitted during a capture") == 1
+    # nor is it tried again with this model
+    assert len(steps) == 1
+
+
+def test_a_full_device_is_no_reason_to_give_up(model, steps, monkeypatch, caplog) -> None:
+    tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(6))
+    capture = RecordedGraph.capture
+
+    def full(self: RecordedGraph, work: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    monkeypatch.setattr(RecordedGraph, "capture", full)
+    with caplog.at_level(logging.WARNING, "hf_diffkv"):
+        run(model, True, tokens, 4)
+    assert "not captured, which is slower: OutOfMemoryError: CUDA out of memory" in caplog.text
+    monkeypatch.setattr(RecordedGraph, "capture", capture)
+    run(model, True, tokens, 4)
+    assert [step.replays for step in steps] == [0, 2]
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "linear"])
+def test_rotary_frequencies_that_change_with_the_length(steps, kind: str) -> None:
+    """Models read the length off the device at every step, to choose them."""
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
+    if kind == "longrope":
+        rope |= {"original_max_position_embeddings": 16, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    model = build(1, rope_parameters=rope)
+    tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(6))
+    run(model, True, tokens, 8)
+    assert len(steps) == (kind == "linear")
 
 
 def test_values_that_are_not_finite_are_reported(model, steps, monkeypatch) -> None:

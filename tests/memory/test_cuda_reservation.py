@@ -13,7 +13,13 @@ import torch
 
 from hf_diffkv.memory import FreeList, PagePool, cuda_reserve
 from hf_diffkv.memory import reserve as reserve_module
-from hf_diffkv.memory.cuda_reserve import CudaDriverError, CudaReservation, DeviceMemory
+from hf_diffkv.memory.cuda_reserve import (
+    CudaDriverError,
+    CudaReservation,
+    DeviceMemory,
+    capture_lock,
+    give_back_dropped,
+)
 
 GRANULARITY = 1 << 16
 TOTAL = 40 * GRANULARITY - 5
@@ -31,6 +37,7 @@ class FakeDriver:
         self.accessible: set[int] = set()
         self.fail: dict[str, list[int]] = {}
         self.limit = TOTAL
+        self.capturing = self.unavailable = False
         self._host: list[mmap.mmap] = []
 
     def __getattr__(self, name: str):
@@ -46,6 +53,11 @@ class FakeDriver:
             return method(self, *arguments) or 0
 
         return call
+
+    def synchronize(self, device: int) -> None:
+        self.calls.append(f"synchronize {device}")
+        if self.unavailable:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
     def _cuMemGetAllocationGranularity(self, out, properties, option) -> int:
         assert (properties._obj.type, properties._obj.location.type, properties._obj.location.id) == (1, 1, 0)
@@ -93,10 +105,8 @@ class FakeDriver:
         return 0
 
     def _cuMemAddressFree(self, address, size) -> int:
-        assert not self.mappings and self.reserved.pop(address.value) == size.value
-        return 0
-
-    def _cuCtxSynchronize(self) -> int:
+        assert self.reserved.pop(address.value) == size.value
+        assert not any(address.value <= start < address.value + size.value for start in self.mappings)
         return 0
 
 
@@ -116,8 +126,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(cuda_reserve, "as_tensor", as_tensor)
     monkeypatch.setattr(cuda_reserve, "_now", {})
     monkeypatch.setattr(cuda_reserve, "_peak", {})
+    monkeypatch.setattr(cuda_reserve, "_dropped", [])
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", fake.synchronize)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: fake.calls.append("empty_cache"))
     monkeypatch.setattr(torch.version, "hip", None)
     return fake
@@ -150,19 +162,45 @@ def test_everything_is_given_back_once_nobody_holds_it(driver: FakeDriver) -> No
     del view
     gc.collect()
     assert not (driver.handles or driver.mappings or driver.reserved)
-    order = [name for name in driver.calls if name in ("cuCtxSynchronize", "cuMemUnmap", "cuMemAddressFree")]
-    assert order == ["cuCtxSynchronize", "cuMemUnmap", "cuMemUnmap", "cuMemAddressFree"]
+    order = [name for name in driver.calls if name in ("synchronize 0", "cuMemUnmap", "cuMemAddressFree")]
+    # of the memory's device, which need not be the current one; nothing waits for a device before
+    assert order == ["synchronize 0", "cuMemUnmap", "cuMemUnmap", "cuMemAddressFree"]
     assert cuda_reserve.mapped_bytes(DEVICE) == 0 and cuda_reserve.peak_mapped_bytes(DEVICE) == 3 * GRANULARITY
     cuda_reserve.reset_peak_mapped(DEVICE)
     assert cuda_reserve.peak_mapped_bytes(DEVICE) == 0
 
 
-def test_memory_in_use_is_not_unmapped(driver: FakeDriver) -> None:
+def given_back(driver: FakeDriver) -> bool:
+    return not (driver.handles or driver.mappings or driver.reserved)
+
+
+def test_memory_that_cannot_be_waited_for_is_given_back_later(driver: FakeDriver) -> None:
     memory = CudaReservation(DEVICE)
-    driver.fail["cuCtxSynchronize"] = [906]
+    driver.unavailable = True
     del memory
     gc.collect()
     assert driver.mappings and "cuMemUnmap" not in driver.calls
+    driver.unavailable = False
+    give_back_dropped()
+    assert given_back(driver) and cuda_reserve.mapped_bytes(DEVICE) == 0
+    calls = list(driver.calls)
+    give_back_dropped()
+    assert driver.calls == calls
+
+
+@pytest.mark.parametrize("whose", ["ours", "another"])
+def test_a_capture_is_not_disturbed(driver: FakeDriver, whose: str) -> None:
+    """To wait for the device would invalidate it."""
+    first, second = CudaReservation(DEVICE), CudaReservation(DEVICE)
+    with capture_lock if whose == "ours" else contextlib.nullcontext():
+        driver.capturing = whose == "another"
+        del first, second
+        gc.collect()
+        give_back_dropped()
+        assert driver.mappings and "synchronize 0" not in driver.calls
+    driver.capturing = False
+    give_back_dropped()
+    assert given_back(driver)
 
 
 def test_a_full_device_is_a_memory_error(driver: FakeDriver) -> None:
@@ -177,6 +215,16 @@ def test_a_full_device_is_a_memory_error(driver: FakeDriver) -> None:
     assert memory.committed == 3 * GRANULARITY and sum(driver.handles.values()) == 3 * GRANULARITY
     with pytest.raises(MemoryError, match="more than the device's memory"):
         memory.commit(41 * GRANULARITY)
+
+
+def test_a_full_device_does_not_make_the_pool_grow_by_copying(driver: FakeDriver) -> None:
+    driver.fail["cuMemCreate"] = [2]
+    assert reserve_module.reserve(DEVICE).grows_in_place
+    driver.fail["cuMemCreate"] = [2, 2]
+    with pytest.raises(MemoryError, match="cuda:0 has no memory left"):
+        reserve_module.reserve(DEVICE)
+    gc.collect()
+    assert given_back(driver)
 
 
 @pytest.mark.parametrize("step", ["cuMemMap", "cuMemSetAccess"])
