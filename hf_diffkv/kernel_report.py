@@ -85,8 +85,8 @@ def compile_variant(variant: KernelVariant, target: str) -> Any:
     constants = {(names.index(name),): value for name, value in variant.constexprs.items()}
     attributes = {
         (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(names)
-        if name in variant.divisible or signature[name].startswith("*")
+        for index, parameter in enumerate(variant.kernel.params)
+        if re.match(r"\*|i\d", signature[parameter.name]) and not parameter.do_not_specialize
     }
     source = ASTSource(fn=variant.kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, **variant.options}
@@ -218,7 +218,7 @@ def _identity(variant: KernelVariant, target: str) -> str:
         sorted(variant.signature.items()),
         sorted(variant.constexprs.items(), key=str),
     )
-    return repr((*parts, variant.num_warps, variant.num_stages, variant.options, variant.divisible, target))
+    return repr((*parts, variant.num_warps, variant.num_stages, variant.options, target))
 
 
 def format_markdown(results: Sequence[KernelResources]) -> str:

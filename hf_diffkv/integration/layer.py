@@ -278,7 +278,8 @@ class DiffKVLayer(CacheLayerMixin):
             return query.new_zeros(*query.shape[:3], value.shape[3])
         valid = mask[:, 0, -1, -1] if self.stores.capturing_mask else None
         options = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
-        return attend_token(self.store, self.slot, query, key, value, valid=valid, **options)
+        output = attend_token(self.store, self.slot, query.to(key.dtype), key, value, valid=valid, **options)
+        return output.to(query.dtype)
 
     def _attend(
         self,

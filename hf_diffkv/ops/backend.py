@@ -1,8 +1,9 @@
-"""Which implementation an op runs: Triton kernels on a GPU, the PyTorch reference elsewhere."""
+"""Which implementation an op runs: Triton kernels on a GPU that they fit, the PyTorch reference elsewhere."""
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
@@ -12,6 +13,9 @@ import torch
 from torch import Tensor
 
 BACKENDS = ("reference", "kernels")
+# NVIDIA devices before it have less shared memory than the kernels take, and no bfloat16
+OLDEST_CAPABILITY = (8, 0)
+_logger = logging.getLogger("hf_diffkv")
 _forced: str | None = None
 
 
@@ -36,7 +40,7 @@ def use_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether ops on keys and values of `dtype` on `device` run the Triton kernels."""
     if _forced is not None:
         return _forced == "kernels"
-    return device.type == "cuda" and dtype != torch.float64 and _has_triton()
+    return device.type == "cuda" and dtype != torch.float64 and _has_triton() and _fits(device)
 
 
 def is_forced(name: str) -> bool:
@@ -61,3 +65,16 @@ def without_autocast(op: Callable) -> Callable:
 @cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+@cache
+def _fits(device: torch.device) -> bool:
+    """Whether the kernels run on a device of type "cuda"; says so once if not."""
+    if torch.version.hip or torch.cuda.get_device_capability(device) >= OLDEST_CAPABILITY:
+        return True
+    _logger.warning(
+        "%s is older than compute capability %d.%d, which the kernels need; the cache runs in PyTorch, which is slower",
+        torch.cuda.get_device_name(device),
+        *OLDEST_CAPABILITY,
+    )
+    return False

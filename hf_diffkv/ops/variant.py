@@ -12,6 +12,8 @@ TARGETS = ("sm_80", "sm_90", "gfx942")
 class KernelVariant:
     """One compiled form of a kernel.
 
+    Numbers and addresses that the kernel lets Triton specialise count as multiples of 16, which launchers make sure of.
+
     Attributes:
         name: unique among all variants, for example `store_tokens-K8V4-d128`.
         kernel: the `@triton.jit` function.
@@ -20,7 +22,6 @@ class KernelVariant:
         num_warps, num_stages: launch options.
         options: further launch options, for example `{"maxnreg": 168}`.
         targets: what the variant is shipped for.
-        divisible: integer arguments that are always multiples of 16 (pointers always count as such).
     """
 
     name: str
@@ -31,4 +32,3 @@ class KernelVariant:
     num_stages: int = 2
     options: dict[str, object] = field(default_factory=dict)
     targets: tuple[str, ...] = TARGETS
-    divisible: tuple[str, ...] = ()

@@ -93,7 +93,7 @@ def least_significant(
     return least, oldest, tl.max(tl.max(tl.where(chosen, best_index, 0), 1), 0)
 
 
-@triton.jit(do_not_specialize=["rows", "width", "splits", "split_pages"])
+@triton.jit(do_not_specialize=["victim_position", "victim_index", "rows", "width", "splits", "split_pages"])
 def find_victims_kernel(
     pages,
     table,
@@ -188,7 +188,7 @@ def find_victims_kernel(
     tl.store(victim_index + out, index)
 
 
-@triton.jit(do_not_specialize=["rows", "width", "splits"])
+@triton.jit(do_not_specialize=["victim_position", "victim_index", "rows", "width", "splits"])
 def plan_rows_kernel(
     high_count,
     low_count,

@@ -302,7 +302,6 @@ def variants() -> list[KernelVariant]:
                 },
                 constexprs=_move_constants(PageLayout.build(high, low, dim, dim, 2), torch.bfloat16),
                 num_warps=1,
-                divisible=("key_stride", "value_stride"),
             )
         )
     return found

@@ -98,7 +98,13 @@ def attend_window(state, query_row, heads, keys, values, logits, peaks, first, l
     return peak, join_totals(old_peak, total, peak, weight_sums), acc
 
 
-@triton.jit(do_not_specialize=["table_width", "kv_heads", "slots", "splits", "positions", "blocks"])
+# Triton would compile anew for sizes, and for addresses of single layers, that happen to be multiples of 16
+@triton.jit(
+    do_not_specialize=[
+        *("page_table", "high_count", "low_count", "window_start", "length", "valid"),
+        *("table_width", "kv_heads", "slots", "splits", "positions", "blocks"),
+    ]
+)
 def attend_kernel(
     query, pages, page_table, high_count, low_count, window_key, window_value, window_start, length, valid,
     partial_output, partial_peak, partial_total, logits, block_peak, logit_scale, cap,
@@ -173,7 +179,7 @@ def attend_kernel(
             tl.store(pointer, acc[part], mask=mask)
 
 
-@triton.jit(do_not_specialize=["kv_heads", "splits"])
+@triton.jit(do_not_specialize=["sinks", "length", "valid", "kv_heads", "splits"])
 def merge_kernel(
     partial_output, partial_peak, partial_total, sinks, length, valid, output, log_total, kv_heads, splits,
     GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, LANES: tl.constexpr, SPLIT_BLOCK: tl.constexpr,

@@ -83,7 +83,7 @@ def decode_attention(
     query_heads = query.shape[1]
     slots = window_key.shape[2]
     high = layout.high
-    _check_query(query, batch, kv_heads, high.key_dim, scaling)
+    _check_query(query, batch, kv_heads, high.key_dim, window_key.dtype, scaling)
     _check_in_place(pages, page_table, high_count, low_count, window_key, window_value, window_score)
     _check_shapes(layout, pages, page_table, high_count, low_count, window_key, window_value, window_score)
     group, rows = query_heads // kv_heads, batch * kv_heads
@@ -137,7 +137,7 @@ def decode_attention(
             **constants["attend"],
         )
         merge_kernel[(rows, group)](
-            sinks=sinks,
+            sinks=None if sinks is None else sinks.contiguous(),
             length=length,
             valid=valid,
             output=output,
@@ -229,9 +229,14 @@ def variants() -> list[KernelVariant]:
     return found
 
 
-def _check_query(query: Tensor, batch: int, kv_heads: int, key_dim: int, scaling: float) -> None:
+def _check_query(
+    query: Tensor, batch: int, kv_heads: int, key_dim: int, dtype: torch.dtype, scaling: float
+) -> None:
     if query.dtype not in TRITON_DTYPES:
         raise ValueError(f"the kernels support {list(TRITON_DTYPES)}, not {query.dtype}; use the reference.")
+    # rows stored at 16 bits are read as what the query is
+    if query.dtype != dtype:
+        raise ValueError(f"query is {query.dtype} but the stored tokens are {dtype}; convert the query.")
     if query.ndim != 3 or query.shape[0] != batch or query.shape[1] % kv_heads or query.shape[2] != key_dim:
         raise ValueError(f"query {tuple(query.shape)} must be [{batch}, a multiple of {kv_heads} KV heads, {key_dim}].")
     if not scaling > 0:

@@ -48,7 +48,12 @@ def score_tier(pages, table, logits, peaks, held, place, log_total, heads, first
             tl.store(score, tl.load(score, mask=present, other=0.0) + gained, mask=present)
 
 
-@triton.jit(do_not_specialize=["table_width", "kv_heads", "slots", "splits", "positions", "blocks"])
+@triton.jit(
+    do_not_specialize=[
+        *("page_table", "high_count", "low_count", "window_score", "window_start", "length", "valid"),
+        *("table_width", "kv_heads", "slots", "splits", "positions", "blocks"),
+    ]
+)
 def score_kernel(
     pages, page_table, high_count, low_count, window_score, window_start, length, valid, logits, block_peak,
     held, log_total, table_width, kv_heads, slots, splits, positions, blocks,

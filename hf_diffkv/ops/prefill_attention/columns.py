@@ -92,7 +92,12 @@ def scaled_up(best, later, window):
     return best * (later.to(tl.float32) / counted.to(tl.float32))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        *("key_valid", "allowed", "length", "key_length", "received_offset", "received_length"),
+        *("group", "heads", "kv_heads", "window", "allowed_batch", "allowed_query"),
+    ]
+)
 def column_scores(
     query, key, lse, received, key_valid, key_extents, extents, behind, allowed,
     length, key_length, received_offset, received_length, group, heads, kv_heads, window, scale, cap,
@@ -168,7 +173,12 @@ def column_scores(
     tl.atomic_max(spot, best, mask=real)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        *("page_table", "high_count", "low_count", "window_start", "past_length", "length", "received_length"),
+        *("group", "heads", "kv_heads", "table_width", "slots", "window"),
+    ]
+)
 def past_scores(
     query, lse, received, extents, pages, page_table, high_count, low_count, window_key, window_start, past_length,
     length, received_length, group, heads, kv_heads, table_width, slots, window, scale, cap,

@@ -15,7 +15,7 @@ from .page_tiles import as_operand
 LARGEST = tl.constexpr(2147483647)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["valid", "length", "window"])
 def row_extents(valid, extents, behind, length, window, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
     """Where the real tokens of each row are, one program per row, from the back to the front.
 
@@ -183,7 +183,13 @@ def merge_splits(
     return acc, peak, total
 
 
-@triton.jit
+# Triton would compile anew for lengths and addresses that happen to be multiples of 16
+@triton.jit(
+    do_not_specialize=[
+        *("valid", "past_valid", "allowed", "sinks"),
+        *("length", "past_length", "splits", "group", "allowed_batch", "allowed_query"),
+    ]
+)
 def flash_forward(
     query, key, value, past_key, past_value, partial_output, partial_peak, partial_total, output, lse, valid, extents,
     past_valid, past_extents, allowed, sinks, length, past_length, splits, group, scale, cap,

@@ -53,7 +53,12 @@ def attend_window(
     return acc, peak, total
 
 
-@triton.jit(do_not_specialize=["table_width", "slots", "length", "group", "kv_heads"])
+@triton.jit(
+    do_not_specialize=[
+        *("page_table", "high_count", "low_count", "window_start", "past_length"),
+        *("table_width", "slots", "length", "group", "kv_heads"),
+    ]
+)
 def past_forward(
     query, pages, page_table, high_count, low_count, window_key, window_value, window_start, past_length, extents,
     partial_output, partial_peak, partial_total, scale, cap,

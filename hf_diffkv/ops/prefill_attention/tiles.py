@@ -137,8 +137,9 @@ def dot_dtype(dtype: torch.dtype, target: str) -> tl.dtype:
 
 
 def strides(name: str, x: Tensor) -> dict[str, int]:
-    """Strides of [batch, heads, tokens, dim] under the kernels' names."""
-    return {f"{name}_batch": x.stride(0), f"{name}_head": x.stride(1), f"{name}_token": x.stride(2)}
+    """Strides of [batch, heads, tokens, dim] under the kernels' names; 0 along an axis of one, where any would do."""
+    steps = [step if size > 1 else 0 for step, size in zip(x.stride(), x.shape)]
+    return {f"{name}_batch": steps[0], f"{name}_head": steps[1], f"{name}_token": steps[2]}
 
 
 def _choose(tables: dict[str, dict[int, Tile]], target: str, dtype: torch.dtype, dim: int) -> Tile:

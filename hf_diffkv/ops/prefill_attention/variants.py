@@ -126,7 +126,6 @@ def _forward(target: str, dtype: torch.dtype, dim: int, features: Iterable[str])
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         targets=(target,),
-        divisible=tuple(strides),
     )
 
 
@@ -154,7 +153,6 @@ def _columns(target: str, dtype: torch.dtype, dim: int, features: Iterable[str])
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         targets=(target,),
-        divisible=tuple(strides),
     )
 
 
@@ -204,7 +202,6 @@ def _stored(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         targets=(target,),
-        divisible=("query_batch", "query_head", "query_token"),
     )
 
 

@@ -205,7 +205,6 @@ def variants() -> list[KernelVariant]:
                     "POSITION_OFFSET": tier.position_offset,
                 },
                 num_warps=NUM_WARPS,
-                divisible=("key_stride", "value_stride"),
             )
         )
         found.append(
