@@ -9,7 +9,9 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 import torch
 from test_compressed import Pair, left_padding
+from tiny_models import tiny_model
 
+from hf_diffkv import DiffKVCache
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.store import select_rows
@@ -38,3 +40,24 @@ def test_prompt_steps_and_turn(high: Precision, low: Precision) -> None:
         pair.compare_levels()
         select_rows(pair.store, torch.tensor([1, 1, 0]))
     assert pair.store.batch_size == 3
+
+
+def test_a_captured_step_takes_queries_of_another_dtype() -> None:
+    """As a step from Python does: models may leave queries and keys in different dtypes."""
+    found = []
+    for rounded in (False, True):
+        cache = DiffKVCache(tiny_model("llama").config, DiffKVConfig(window=4))
+        layer, generator = cache.layers[0], torch.Generator().manual_seed(0)
+        for tokens in (9, 1):
+            query, key, value = (torch.randn(1, n, tokens, 16, generator=generator) for n in (4, 2, 2))
+            with use_backend("kernels"):
+                if tokens > 1:
+                    layer.update(key, value)
+                    layer.attend(query, None, None, 0.25, None, None)
+                    continue
+                layer.store.prepare_step()
+                query = query.to(torch.bfloat16)
+                query = query.float() if rounded else query
+                found.append(layer.attend_captured(query, key, value, None, 0.25, None, None))
+    assert found[0].dtype == torch.bfloat16
+    assert torch.equal(found[0], found[1].to(torch.bfloat16))

@@ -300,7 +300,9 @@ def test_rows_that_are_not_valid_return_zeros_and_score_nothing():
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_softcap_and_sinks_match_the_reference(softcap, with_sinks):
     case = make_case([[25, 0]], [[40, 0]], [1], group=3)
-    sinks = torch.tensor([0.5, -2.0, 30.0, 1.0, -1.0, 0.0], dtype=torch.float16) if with_sinks else None
+    # every other element, which no kernel may read as if they stood next to each other
+    sinks = torch.tensor([[0.5, -2.0, 30.0, 1.0, -1.0, 0.0], [9.0] * 6], dtype=torch.float16).T.contiguous()[:, 0]
+    sinks = sinks if with_sinks else None
     assert_like_reference(case, softcap=softcap, sinks=sinks)
 
 
@@ -444,6 +446,8 @@ def test_wrong_arguments_are_refused():
         launch.decode_attention(*case.arguments(), scaling=0.0, max_tokens=9)
     with pytest.raises(ValueError, match="float64"):
         launch.decode_attention(*replace(case, query=case.query.double()).arguments(), scaling=1.0, max_tokens=9)
+    with pytest.raises(ValueError, match="query is torch.float32 but the stored tokens are torch.float16"):
+        launch.decode_attention(*replace(case, query=case.query.float()).arguments(), scaling=1.0, max_tokens=9)
     with pytest.raises(ValueError, match="contiguous"):
         launch.decode_attention(*replace(case, key=case.key[..., ::2]).arguments(), scaling=1.0, max_tokens=9)
     with pytest.raises(ValueError, match="page_table must be"):

@@ -26,7 +26,7 @@ def append_kernel(
     """
     row = tl.program_id(0)
     batch = (row // heads).to(tl.int64)
-    head = row % heads
+    head = (row % heads).to(tl.int64)
     real = batch >= 0
     if valid is not None:
         real = tl.load(valid + batch) != 0
@@ -35,8 +35,8 @@ def append_kernel(
     value_lane = tl.arange(0, VALUE_WIDTH)
     key_there = key_lane < tl.where(real, KEY_DIM, 0)
     value_there = value_lane < tl.where(real, VALUE_DIM, 0)
-    keys = tl.load(key + batch * key_batch + head.to(tl.int64) * key_head + key_lane, mask=key_there, other=0.0)
-    values = tl.load(value + batch * value_batch + head.to(tl.int64) * value_head + value_lane, mask=value_there, other=0.0)
+    keys = tl.load(key + batch * key_batch + head * key_head + key_lane, mask=key_there, other=0.0)
+    values = tl.load(value + batch * value_batch + head * value_head + value_lane, mask=value_there, other=0.0)
     tl.store(window_key + slot * KEY_DIM + key_lane, keys, mask=key_there)
     tl.store(window_value + slot * VALUE_DIM + value_lane, values, mask=value_there)
     tl.store(window_score + slot, 0.0, mask=real)

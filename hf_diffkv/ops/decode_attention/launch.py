@@ -229,9 +229,7 @@ def variants() -> list[KernelVariant]:
     return found
 
 
-def _check_query(
-    query: Tensor, batch: int, kv_heads: int, key_dim: int, dtype: torch.dtype, scaling: float
-) -> None:
+def _check_query(query: Tensor, batch: int, kv_heads: int, key_dim: int, dtype: torch.dtype, scaling: float) -> None:
     if query.dtype not in TRITON_DTYPES:
         raise ValueError(f"the kernels support {list(TRITON_DTYPES)}, not {query.dtype}; use the reference.")
     # rows stored at 16 bits are read as what the query is
