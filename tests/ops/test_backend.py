@@ -9,6 +9,10 @@ import torch
 
 from hf_diffkv.ops import backend
 
+pytest.importorskip("triton")
+
+from hf_diffkv.ops.prefill_attention import tiles  # noqa: E402
+
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch):
@@ -41,3 +45,28 @@ def test_amd_devices_run_kernels(device) -> None:
 def test_double_precision_and_cpus_run_the_reference(device) -> None:
     assert not backend.use_kernels(device((9, 0)), torch.float64)
     assert not backend.use_kernels(torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize(
+    "capability, target",
+    [
+        ((8, 0), "sm_80"),
+        ((8, 9), "sm_80"),
+        ((9, 0), "sm_90"),
+        ((10, 0), "sm_100"),
+        ((10, 3), "sm_100"),
+        ((12, 0), "sm_80"),
+    ],
+)
+def test_block_sizes_by_device(device, monkeypatch, capability, target) -> None:
+    monkeypatch.setattr(tiles.triton, "JITFunction", object)
+    assert tiles.target_of(device(capability)) == target
+    for dim in (64, 128, 256):
+        for table in (tiles.FORWARD_TILES, tiles.COLUMN_TILES, tiles.PAST_TILES, tiles.MASKED_TILES):
+            tile = tiles._choose(table, target, torch.bfloat16, dim)
+            assert tile == table[target if target in table else "sm_90"][dim]
+
+
+def test_block_sizes_on_amd_devices(device, monkeypatch) -> None:
+    monkeypatch.setattr(tiles.triton, "JITFunction", object)
+    assert tiles.target_of(device((9, 0), hip="6.4")) == "gfx942"

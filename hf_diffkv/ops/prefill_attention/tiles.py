@@ -52,6 +52,8 @@ COLUMN_TILES = {
 PAST_TILES = {
     "sm_80": {64: Tile(128, 64, 8, 2), 128: Tile(128, 32, 8, 2), 256: Tile(64, 32, 8, 1)},
     "sm_90": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 1)},
+    # Triton 3.6 does not overlap inline PTX with matrix products there
+    "sm_100": {64: Tile(128, 64, 8, 1), 128: Tile(128, 64, 8, 1), 256: Tile(128, 32, 8, 1)},
     "gfx942": {64: Tile(128, 64, 4, 1), 128: Tile(128, 32, 4, 1), 256: Tile(64, 32, 4, 1)},
 }
 # reading a mask takes many registers
@@ -63,13 +65,14 @@ FLOAT32_TILES = {64: Tile(32, 16, 4, 1), 128: Tile(32, 16, 8, 1), 256: Tile(16, 
 
 
 def target_of(device: torch.device) -> str:
-    """The table to use on a device: `sm_80`, `sm_90`, `gfx942` or `interpreter`."""
+    """The table to use on a device: `sm_80`, `sm_90`, `sm_100`, `gfx942` or `interpreter`."""
     if not isinstance(flash_forward, triton.JITFunction):
         return "interpreter"
     if torch.version.hip:
         return "gfx942"
     # consumer parts of any generation have the shared memory of sm_86, which the sm_80 table respects
-    return "sm_90" if torch.cuda.get_device_capability(device) in ((9, 0), (10, 0), (10, 3)) else "sm_80"
+    known = {(9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}
+    return known.get(torch.cuda.get_device_capability(device), "sm_80")
 
 
 def padded(dim: int) -> int:
@@ -145,5 +148,7 @@ def strides(name: str, x: Tensor) -> dict[str, int]:
 def _choose(tables: dict[str, dict[int, Tile]], target: str, dtype: torch.dtype, dim: int) -> Tile:
     if target == "interpreter":
         return INTERPRETER_TILE
+    if target not in tables and target == "sm_100":
+        target = "sm_90"
     table = FLOAT32_TILES if dtype == torch.float32 else tables[target]
     return table[max(64, padded(dim))]

@@ -107,6 +107,10 @@ def variants() -> list[KernelVariant]:
             layout = PageLayout.build(high, low, dim, dim, dtype.itemsize)
             for variant in (_past_forward, _past_scores):
                 found.append(variant(target, name, layout, dtype, features))
+    for (name, high, low), dtype, dim, features in STORED:
+        # what has tiles of its own there
+        layout = PageLayout.build(high, low, dim, dim, dtype.itemsize)
+        found.append(_past_forward("sm_100", name, layout, dtype, features))
     return found
 
 
