@@ -1,0 +1,86 @@
+"""The other end of `compile_service.py`."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .block import Code
+from .parse import parse
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel: what to execute, its shared memory in bytes, and the arguments it takes when it runs."""
+
+    code: Code
+    shared: int
+    runtime: tuple[str, ...]
+    ptx: str
+
+
+class Compiler:
+    """Compiles what is launched, each specialisation once; a context manager around a process.
+
+    Args:
+        folder: for Triton's cache, apart from the user's, since nothing is assembled.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._kernels: dict[bytes, Kernel] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Compiler:
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("TRITON_")}
+        environment["TRITON_CACHE_DIR"] = str(self._folder)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [*sys.path[1:], environment.get("PYTHONPATH")]))
+        command = [sys.executable, str(Path(__file__).with_name("compile_service.py"))]
+        self._process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+    def compile(self, function: Any, arguments: tuple, options: dict[str, Any]) -> Kernel:
+        """The kernel that a launch of `function` (a Python function) with these arguments would run.
+
+        Raises:
+            RuntimeError: it does not compile.
+        """
+        request = (
+            function.__module__,
+            function.__name__,
+            tuple(map(_described, arguments)),
+            {name: _described(value) for name, value in options.items()},
+        )
+        key = pickle.dumps(request)
+        if key not in self._kernels:
+            self._process.stdin.write(key)
+            self._process.stdin.flush()
+            answer = pickle.load(self._process.stdout)
+            if "error" in answer:
+                raise RuntimeError(f"{function.__name__} does not compile: {answer['error']}")
+            if answer["scratch"]:
+                raise RuntimeError(f"{function.__name__} wants scratch memory from the launcher.")
+            known = [kernel for kernel in self._kernels.values() if kernel.ptx == answer["ptx"]]
+            self._kernels[key] = known[0] if known else self.kernel(answer)
+        return self._kernels[key]
+
+    @staticmethod
+    def kernel(answer: dict[str, Any]) -> Kernel:
+        return Kernel(Code(parse(answer["ptx"])), answer["shared"], tuple(answer["runtime"]), answer["ptx"])
+
+
+def _described(value: Any) -> Any:
+    """Tensors by dtype and address modulo 16, all that a specialisation depends on."""
+    return ("tensor", value.dtype, value.data_ptr() % 16) if isinstance(value, torch.Tensor) else value

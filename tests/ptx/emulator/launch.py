@@ -1,0 +1,93 @@
+"""Launches of the product's own launch code, executed block after block from the compiled PTX."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.interpreter import InterpretedFunction
+
+from .block import Block
+from .compiler import Compiler, Kernel
+from .global_memory import GlobalMemory
+
+Index = tuple[int, int, int]
+ORDERS: dict[str, Callable[[list[Index]], list[Index]]] = {
+    "ascending": list,
+    "descending": lambda blocks: blocks[::-1],
+    "random": lambda blocks: random.Random(0).sample(blocks, len(blocks)),
+}
+
+
+@dataclass
+class Emulator:
+    """Runs every launch within `active`.
+
+    Attributes:
+        order: in which blocks run, a key of `ORDERS`.
+        processors: of the device that launchers see.
+        launched: the name and the grid of every launch.
+        change: is given each kernel, and returns what runs in its place; for tests of the tests.
+    """
+
+    compiler: Compiler
+    order: str = "ascending"
+    processors: int = 2
+    launched: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    change: Callable[[str, Kernel], Kernel] | None = None
+
+    @contextmanager
+    def active(self) -> Iterator[Emulator]:
+        """Launchers then find a device of capability 8.0, and what they launch runs here."""
+        from hf_diffkv.ops.decode_attention import scratch
+        from hf_diffkv.ops.prefill_attention import launch, past_launch
+
+        def run(function: InterpretedFunction, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+            self.launch(function.fn, arguments, grid, options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(InterpretedFunction, "run", run)
+            patch.setattr(scratch, "backend_of", lambda device: "cuda")
+            patch.setattr(launch, "target_of", lambda device: "sm_80")
+            for module in (scratch, past_launch):
+                patch.setattr(module, "processors", lambda device: self.processors)
+            yield self
+
+    def launch(self, function: Any, arguments: tuple, grid: Sequence[int], options: dict[str, Any]) -> None:
+        kernel = self.compiler.compile(function, arguments, options)
+        if self.change is not None:
+            kernel = self.change(function.__name__, kernel)
+        names = list(inspect.signature(function).parameters)
+        given = dict(zip(names, arguments)) | options
+        self.launched.append((function.__name__, tuple(grid)))
+        sizes = tuple(grid) + (1,) * (3 - len(grid))
+        memory = GlobalMemory(value for value in given.values() if isinstance(value, torch.Tensor))
+        parameters = self._parameters(kernel, given)
+        blocks = [(x, y, z) for z, y, x in itertools.product(*map(range, reversed(sizes)))]
+        for index in ORDERS[self.order](blocks):
+            Block(kernel.code, parameters, memory, kernel.shared, index, sizes).run()
+
+    @staticmethod
+    def _parameters(kernel: Kernel, given: dict[str, Any]) -> dict[str, bytes]:
+        """Bytes by PTX name; the last ones are for scratch memory, which none of the kernels has."""
+        declared = kernel.code.program.parameters
+        values = [given[name] for name in kernel.runtime]
+        values += [0] * (len(declared) - len(values))
+        return {name: _bytes(value, width) for (name, width), value in zip(declared, values)}
+
+
+def _bytes(value: Any, width: int) -> bytes:
+    if isinstance(value, torch.Tensor):
+        value = value.data_ptr()
+    if isinstance(value, float):
+        if width != 4:
+            raise ValueError(f"{value} as an argument of {width} bytes")
+        return torch.tensor([value], dtype=torch.float32).numpy().tobytes()
+    return int(value).to_bytes(width, "little", signed=value < 0)

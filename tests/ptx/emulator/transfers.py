@@ -1,0 +1,162 @@
+"""Loads, stores, asynchronous copies, atomics and `ldmatrix`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from . import matrix
+from .parse import Address, Immediate, Instruction, Register, Symbol, Vector
+from .values import BITS, TYPES, PtxError, Reader, UnknownInstruction, Values, as_bits, reader, width_of
+
+if TYPE_CHECKING:
+    from .block import Block, Step
+
+
+def transfer(instruction: Instruction) -> Step | None:
+    """What executes an instruction; None where it is of another kind."""
+    opcode = instruction.opcode.replace("shared::cta", "shared")
+    name, *modifiers = opcode.split(".")
+    if name == "ld" and modifiers[0] == "param":
+        return _load_parameter(instruction, modifiers[1])
+    if name in ("ld", "st") and modifiers[0] in ("global", "shared"):
+        return _load_or_store(instruction, name, *modifiers)
+    if opcode in ("cp.async.ca.shared.global", "cp.async.cg.shared.global"):
+        return _copy(instruction)
+    if opcode == "cp.async.commit_group":
+        return lambda block, mask: block.shared.commit(block.lanes(mask))
+    if opcode == "cp.async.wait_group":
+        (pending,) = instruction.operands
+        return lambda block, mask: block.shared.wait(block.lanes(mask), pending.bits)
+    if name == "ldmatrix":
+        return _load_matrix(instruction)
+    if name == "atom":
+        return _atomic(instruction, modifiers)
+    return None
+
+
+def address_reader(operand: Address, space: str) -> Reader:
+    """Addresses of all threads: uint64 in global, uint32 in shared memory."""
+    if not isinstance(operand, Address):
+        raise UnknownInstruction(f"{operand} is no address")
+    type_ = "u64" if space == "global" else "u32"
+    base, offset = reader(operand.base, type_), TYPES[type_](operand.offset % (1 << 8 * width_of(type_)))
+    return lambda block: np.broadcast_to(base(block) + offset, block.threads.shape)
+
+
+def _load_parameter(instruction: Instruction, type_: str) -> Step:
+    target, source = instruction.operands
+    if not isinstance(source.base, Symbol) or source.offset:
+        raise UnknownInstruction(instruction.opcode)
+    return lambda block, mask: block.write(target, block.parameter(source.base.name, TYPES[type_]), mask)
+
+
+def _registers(operand: Register | Vector) -> tuple[Register | Immediate | None, ...]:
+    return operand.parts if isinstance(operand, Vector) else (operand,)
+
+
+def _load_or_store(instruction: Instruction, name: str, space: str, *modifiers: str) -> Step:
+    *vector, type_ = modifiers
+    if vector not in ([], ["v2"], ["v4"]) or type_ not in TYPES:
+        raise UnknownInstruction(instruction.opcode)
+    target, source = instruction.operands
+    registers = _registers(target if name == "ld" else source)
+    if len(registers) != (int(vector[0][1]) if vector else 1):
+        raise UnknownInstruction(instruction.text)
+    address = address_reader(source if name == "ld" else target, space)
+    width = width_of(type_)
+    if name == "ld":
+
+        def load(block: Block, mask: Values | None) -> None:
+            lanes = block.lanes(mask)
+            at = address(block)[lanes]
+            if space == "global":
+                data = block.memory.load(at, width * len(registers))
+            else:
+                data = block.shared.load(lanes, at, width * len(registers))
+            numbers = data.view(BITS[width])
+            for part, register in enumerate(registers):
+                if register is not None:
+                    column = np.ascontiguousarray(numbers[:, part])
+                    block.write_lanes(register, lanes, as_bits(column, register, type_[0] == "s"))
+
+        return load
+
+    readers = [reader(register, f"b{8 * width}") for register in registers]
+
+    def store(block: Block, mask: Values | None) -> None:
+        lanes = block.lanes(mask)
+        numbers = np.stack([np.broadcast_to(read(block), block.threads.shape)[lanes] for read in readers], 1)
+        data = numbers.view(np.uint8)
+        if space == "global":
+            block.memory.store(address(block)[lanes], data)
+        else:
+            block.shared.store(lanes, address(block)[lanes], data)
+
+    return store
+
+
+def _copy(instruction: Instruction) -> Step:
+    """`cp.async`: of `size` bytes, those beyond the optional fourth operand are zeros and not read."""
+    target, source, size, *rest = instruction.operands
+    to, origin, width = address_reader(target, "shared"), address_reader(source, "global"), size.bits
+    real = reader(rest[0], "u32") if rest else None
+    if width not in (4, 8, 16) or (".cg." in instruction.opcode and width != 16) or len(rest) > 1:
+        raise UnknownInstruction(instruction.text)
+
+    def copy(block: Block, mask: Values | None) -> None:
+        lanes = block.lanes(mask)
+        data = np.zeros((lanes.size, width), np.uint8)
+        count = np.full(lanes.size, width)
+        if real is not None:
+            count = np.broadcast_to(real(block), block.threads.shape)[lanes]
+        if not np.isin(count, (0, width)).all():
+            raise PtxError("an asynchronous copy of a part of its bytes")
+        reading = count == width
+        data[reading] = block.memory.load(origin(block)[lanes][reading], width)
+        block.shared.copy(lanes, to(block)[lanes], data)
+
+    return copy
+
+
+def _load_matrix(instruction: Instruction) -> Step:
+    _, _, _, shape, count, *rest = instruction.opcode.split(".")
+    if shape != "m8n8" or rest[-2:] != ["shared", "b16"] or rest[:-2] not in ([], ["trans"]):
+        raise UnknownInstruction(instruction.opcode)
+    matrices, transposed = int(count[1]), bool(rest[:-2])
+    target, source = instruction.operands
+    registers, address = _registers(target), address_reader(source, "shared")
+
+    def load(block: Block, mask: Values | None) -> None:
+        rows = address(block).reshape(-1, 32)
+        for warp in block.whole_warps(mask):
+            threads = 32 * warp + np.arange(8 * matrices)
+            data = block.shared.load(threads, rows[warp, : 8 * matrices], 16)
+            words = matrix.distribute(data.view(np.uint16).reshape(matrices, 8, 8), transposed)
+            for register, word in zip(registers, words):
+                block.write_lanes(register, 32 * warp + np.arange(32), word)
+
+    return load
+
+
+ATOMIC = {"add": np.add, "max": np.maximum, "min": np.minimum, "or": np.bitwise_or, "and": np.bitwise_and}
+
+
+def _atomic(instruction: Instruction, modifiers: list[str]) -> Step:
+    *scope, name, type_ = modifiers
+    if scope != ["global", "gpu", "acq_rel"] or name not in ATOMIC or type_ not in TYPES:
+        raise UnknownInstruction(instruction.opcode)
+    target, where, source = instruction.operands
+    address, operand, compute = address_reader(where, "global"), reader(source, type_), ATOMIC[name]
+
+    def run(block: Block, mask: Values | None) -> None:
+        lanes = block.lanes(mask)
+        at, numbers = address(block), np.broadcast_to(operand(block), block.threads.shape)
+        for lane in lanes:
+            old = block.memory.load(at[lane : lane + 1], width_of(type_)).view(TYPES[type_])[:, 0]
+            new = compute(old, numbers[lane : lane + 1])
+            block.memory.store(at[lane : lane + 1], new.view(np.uint8).reshape(1, -1))
+            block.write_lanes(target, lanes[lanes == lane], as_bits(old, target))
+
+    return run

@@ -1,0 +1,112 @@
+"""Register contents: bits in unsigned numpy arrays, one element per thread, seen as the type an instruction names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .parse import Immediate, Operand, Register, Symbol
+
+if TYPE_CHECKING:
+    from .block import Block
+
+# where the block's shared memory begins; not 0, so that an address without its base is seen
+SHARED_BASE = 1024
+BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+TYPES: dict[str, type] = {
+    "pred": np.bool_,
+    "f16": np.float16,
+    "f32": np.float32,
+    "f64": np.float64,
+    # arithmetic on these unpacks them
+    "bf16": np.uint16,
+    "f16x2": np.uint32,
+    "bf16x2": np.uint32,
+    **{f"{kind}{8 * width}": bits for width, bits in BITS.items() for kind in "bu"},
+    "s8": np.int8,
+    "s16": np.int16,
+    "s32": np.int32,
+    "s64": np.int64,
+}
+Values = np.ndarray
+Reader = Callable[["Block"], Values]
+
+
+class PtxError(Exception):
+    """What a GPU would not do, or would do wrong."""
+
+
+class UnknownInstruction(PtxError):
+    """The emulator lacks an instruction."""
+
+
+def width_of(type_: str) -> int:
+    return np.dtype(TYPES[type_]).itemsize
+
+
+def reader(operand: Operand, type_: str) -> Reader:
+    """Reads an operand as numbers of a type; a wider register is cut off."""
+    dtype = TYPES[type_]
+    if isinstance(operand, Symbol):
+        if operand.name != "global_smem":
+            raise UnknownInstruction(f"{operand.name} has no address")
+        operand = Immediate(SHARED_BASE)
+    if isinstance(operand, Immediate):
+        constant = constant_of(operand, type_)
+        return lambda block: constant
+    if not isinstance(operand, Register):
+        raise UnknownInstruction(f"{operand} is no number")
+    index, width = operand.index, width_of(type_)
+    if operand.predicate:
+        return lambda block: block.registers[index]
+    if width == operand.width:
+        return lambda block: block.registers[index].view(dtype)
+    if width > operand.width:
+        raise UnknownInstruction(f"a {type_} is read from a register of {operand.width} bytes")
+    bits = BITS[width]
+    return lambda block: block.registers[index].astype(bits).view(dtype)
+
+
+def constant_of(operand: Immediate, type_: str) -> Values:
+    """One element, which numpy spreads over the threads."""
+    if type_ == "pred":
+        return np.array([operand.bits != 0])
+    width = width_of(type_)
+    return np.array([operand.bits % (1 << 8 * width)], dtype=BITS[width]).view(TYPES[type_])
+
+
+def as_bits(values: Values, register: Register, signed: bool = False) -> Values:
+    """What a register holds after `values` were written to it, extended if it is wider."""
+    if register.predicate:
+        return values.astype(np.bool_)
+    width = values.dtype.itemsize
+    if width == register.width:
+        return values.view(BITS[width])
+    if width > register.width:
+        return values.view(BITS[width]).astype(BITS[register.width])
+    narrow = values.view(np.dtype(f"i{width}") if signed else BITS[width])
+    return narrow.astype(np.dtype(f"i{register.width}")).view(BITS[register.width])
+
+
+def bf16_to_f32(bits: Values) -> Values:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def f32_to_bf16(numbers: Values) -> Values:
+    """Rounds to the nearest, ties to even; NaN to 0x7FFF."""
+    bits = numbers.view(np.uint32).astype(np.uint64)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(numbers), np.uint16(0x7FFF), rounded)
+
+
+def halves(words: Values, type_: str) -> Values:
+    """Two numbers per 32-bit word, [threads, 2], in a type that numpy computes in."""
+    parts = np.ascontiguousarray(words).view(np.uint16).reshape(-1, 2)
+    return parts.view(np.float16) if type_.startswith("f16") else bf16_to_f32(parts)
+
+
+def words(parts: Values) -> Values:
+    """The reverse for 16-bit parts."""
+    return np.ascontiguousarray(parts).view(np.uint32).reshape(-1)

@@ -1,0 +1,118 @@
+"""Decode attention from compiled code: attend, merge and score, against the reference."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from selection import cases
+from test_decode_attention_kernel import (
+    K4V2,
+    K8V4,
+    K16V16,
+    TOLERANCE,
+    Case,
+    gains,
+    make_case,
+    poison,
+    relative_error,
+    run_reference,
+    untouched,
+)
+
+from hf_diffkv.config import Precision
+from hf_diffkv.ops.decode_attention import launch
+from hf_diffkv.ops.decode_attention.held import Held
+from hf_diffkv.ops.decode_attention.scratch import Scratch
+
+K8V8 = Precision(8, 8)
+# tokens at high and at low of each request and KV head, and in the window of each request
+ROWS = ([[70, 0], [0, 33]], [[33, 150], [0, 0]], [19, 1])
+
+
+def attend(case: Case, splits: int | None = 3, **options: object) -> torch.Tensor:
+    """With the shipped choices for a device of capability 8.0."""
+    batch, kv_heads = case.table.shape[:2]
+    query_heads, slots, dtype = case.query.shape[1], case.key.shape[2], case.query.dtype
+    scratch = poison(
+        Scratch.allocate(
+            batch, kv_heads, query_heads, case.layout, slots, case.max_tokens, dtype, case.query.device, splits=splits
+        )
+    )
+    return launch.decode_attention(
+        *case.arguments(), scaling=case.scaling, max_tokens=case.max_tokens, scratch=scratch, **options
+    )
+
+
+def check(case: Case, splits: int | None = 3, **options: object) -> torch.Tensor:
+    mine, oracle = case.copy(), case.copy()
+    got = attend(mine, splits, **options)
+    want = run_reference(oracle, **options)
+    assert got.dtype == want.dtype and torch.isfinite(got).all()
+    assert relative_error(got, want) < TOLERANCE[case.query.dtype]
+    assert relative_error(gains(case, mine), gains(case, oracle)) < 3e-3
+    assert untouched(case, mine)
+    return got
+
+
+@cases(
+    "high, low, dim, group, dtype",
+    [
+        (K8V4, K4V2, 64, 4, torch.float16),
+        (K8V4, K4V2, 80, 7, torch.bfloat16),
+        (K8V4, K4V2, 128, 4, torch.bfloat16),
+        (K16V16, K16V16, 64, 4, torch.bfloat16),
+    ],
+    [
+        *((K8V4, K4V2, dim, group, torch.bfloat16) for dim, group in product((64, 80, 96, 128, 256), (1, 4, 5, 7, 8))),
+        *((K8V8, K8V8, dim, group, torch.bfloat16) for dim, group in product((64, 80, 128, 256), (4, 7))),
+        *((K16V16, K16V16, dim, group, torch.bfloat16) for dim, group in product((64, 80, 128, 256), (4, 7))),
+        (K8V4, K4V2, 128, 4, torch.float16),
+        (K8V4, K4V2, 80, 4, torch.float16),
+        (K8V4, K4V2, 64, 16, torch.float16),
+        (K16V16, K16V16, 128, 7, torch.float16),
+        (K8V4, K4V2, 64, 4, torch.float32),
+        (Precision(8, 4, 1, 2), Precision(4, 2, 2, 4), 64, 4, torch.bfloat16),
+        (Precision(8, 8, 4, 8), Precision(2, 2, 4, 2), 64, 4, torch.bfloat16),
+        (Precision(4, 1), Precision(1, 1), 64, 4, torch.bfloat16),
+        (Precision(16, 8), Precision(2, 16), 64, 4, torch.bfloat16),
+    ],
+)
+def test_levels_and_window(high, low, dim, group, dtype, emulator) -> None:
+    check(make_case(*ROWS, high=high, low=low, key_dim=dim, group=group, dtype=dtype))
+    assert [name for name, _ in emulator.launched] == ["attend_kernel", "merge_kernel", "score_kernel"]
+
+
+def test_rows_of_nothing_and_of_one_token(emulator) -> None:
+    case = make_case([[0, 0], [1, 0], [0, 0]], [[0, 0], [0, 1], [0, 0]], [1, 24, 0], key_dim=64, group=4)
+    got = check(case)
+    assert (got[2] == 0).all()
+
+
+@pytest.mark.parametrize("order", ["descending", "random"])
+def test_the_order_of_blocks_does_not_matter(order, emulator) -> None:
+    case = make_case([[200]], [[150]], [24], key_dim=64, group=4)
+    first = attend(case.copy(), 4)
+    emulator.order = order
+    assert torch.equal(attend(case.copy(), 4), first)
+
+
+def test_padding_soft_cap_and_sinks(emulator) -> None:
+    case = make_case([[20], [20]], [[9], [9]], [12, 12], key_dim=64, group=4, dtype=torch.bfloat16)
+    sinks = torch.tensor([0.5, -2.0, 3.0, 1.0])
+    check(case, valid=torch.tensor([False, True]), softcap=3.0, sinks=sinks)
+
+
+def test_scores_joined_over_layers(emulator) -> None:
+    """What the second of two equal layers leaves is what one leaves alone."""
+    case = make_case([[40]], [[41]], [18], key_dim=64, group=4)
+    alone, joined = case.copy(), case.copy()
+    attend(alone)
+    held = Held()
+    attend(joined, held=held)
+    assert torch.equal(joined.pages, case.pages)
+    held.last = True
+    attend(joined, held=held)
+    assert torch.equal(joined.pages, alone.pages)
+    assert torch.equal(joined.score.nan_to_num(), alone.score.nan_to_num())

@@ -1,0 +1,127 @@
+"""Storing, reading, copying, appending and compacting from compiled code, byte for byte against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from selection import cases
+from test_append import state
+from test_compact_kernel import K4V2, K8V4, State, assert_alike, assert_steps_alike, run_kernel, small_layout
+from test_quantize_kernel import assert_stored_alike, make_tokens, tier_of
+
+from hf_diffkv.config import Precision
+from hf_diffkv.ops.append import launch as append
+from hf_diffkv.ops.append import reference as append_reference
+from hf_diffkv.ops.compact import launch as compact
+from hf_diffkv.ops.quantize import launch, reference
+
+FULL = Precision(16, 16)
+
+
+@cases(
+    "precision, dim, dtype",
+    [(K8V4, 128, torch.bfloat16), (K4V2, 80, torch.float16), (FULL, 64, torch.bfloat16)],
+    [
+        *((K8V4, dim, torch.bfloat16) for dim in (64, 96, 256)),
+        (K4V2, 128, torch.bfloat16),
+        (Precision(8, 8), 128, torch.bfloat16),
+        (FULL, 128, torch.bfloat16),
+        (Precision(4, 1, 4, 2), 128, torch.bfloat16),
+        (Precision(2, 1, 2, 4), 48, torch.float32),
+        (Precision(16, 1), 64, torch.float16),
+    ],
+)
+def test_tokens_are_stored_and_read(precision, dim, dtype, emulator) -> None:
+    tier = tier_of(precision, dim, dim, dtype.itemsize)
+    tokens = make_tokens(tier, 37, dtype)
+    # the null page is neither written nor read
+    tokens[0][5:9] = 0
+    pages = assert_stored_alike(tier, tokens, dtype)
+    got = launch.load_tokens(pages, tier, tokens[0], tokens[1], dtype)
+    want = reference.load_tokens(pages, tier, tokens[0], tokens[1], dtype)
+    for mine, expected in zip(got, want):
+        assert torch.equal(mine, expected.masked_fill((tokens[0] == 0)[:, None], 0))
+    assert {name for name, _ in emulator.launched} == {"store_tokens_kernel", "load_tokens_kernel"}
+
+
+@cases(
+    "precision, key_dim, value_dim",
+    [(K8V4, 128, 128), (Precision(2, 8), 24, 13)],
+    [(K4V2, 80, 80), (FULL, 64, 64), (Precision(4, 2, 2, 4), 128, 128), (Precision(16, 1), 24, 8)],
+)
+def test_tokens_are_copied(precision, key_dim, value_dim, emulator) -> None:
+    tier = tier_of(precision, key_dim, value_dim)
+    pages = torch.randint(0, 256, (7, tier.page_bytes), generator=torch.Generator().manual_seed(0)).byte()
+    places = torch.randperm(7 * tier.capacity, generator=torch.Generator().manual_seed(1))
+    count = min(places.numel() // 2, 2 * launch.copy_block(tier) + 1)
+    moves = [f(x) for x in places[: 2 * count].view(2, -1) for f in (lambda p: p // tier.capacity, lambda p: p % tier.capacity)]
+    expected = pages.clone()
+    reference.move_tokens(expected, tier, *moves)
+    launch.move_tokens(pages, tier, *moves)
+    assert torch.equal(pages, expected)
+
+
+@pytest.mark.parametrize("dtype, dim", [(torch.bfloat16, 80), (torch.float32, 64)], ids=str)
+def test_tokens_are_appended(dtype, dim, emulator) -> None:
+    got, want = state(dtype, dim, dim), state(dtype, dim, dim)
+    valid = torch.tensor([True, False, True])
+    append.append_token(**got, limit=1e4, valid=valid)
+    append_reference.append_token(**want, limit=1e4, valid=valid)
+    got["value"] = want["value"] = want["value"].clone()
+    want["value"][2, 1, 3] = got["value"][2, 1, 3] = float("nan")
+    assert not got["invalid"]
+    for arguments, op in ((got, append), (want, append_reference)):
+        op.append_token(**arguments, limit=1e4)
+    assert got["invalid"]
+    for name, tensor in want.items():
+        assert torch.equal(got[name].nan_to_num(), tensor.nan_to_num()), name
+
+
+@cases(
+    "high, low, dim, dtype",
+    [(K8V4, K4V2, 128, torch.bfloat16)],
+    [
+        (K8V4, K4V2, 64, torch.bfloat16),
+        (K8V4, K4V2, 256, torch.bfloat16),
+        (K8V4, K4V2, 80, torch.float16),
+        (Precision(8, 8), K8V4, 128, torch.bfloat16),
+        (FULL, FULL, 128, torch.bfloat16),
+        (Precision(8, 2, 2, 4), Precision(4, 1, 3, 2), 96, torch.float16),
+        (FULL, K8V4, 80, torch.float32),
+    ],
+)
+def test_levels_are_compacted(high, low, dim, dtype, emulator) -> None:
+    layout = small_layout(high, low, dim, dim, 4096, dtype.itemsize)
+    full = layout.high.capacity
+    counts = [0, 1, full - 1, full, full + 1, 2 * full]
+    assert_steps_alike(State(layout, counts, counts[::-1], dtype=dtype, seed=2, spare=20), 2)
+    names = {name for name, _ in emulator.launched}
+    assert names == {f"{name}_kernel" for name in ("find_victims", "plan_rows", "assign_pages", "move_tokens")}
+
+
+@pytest.mark.parametrize("order", ["ascending", "descending", "random"])
+def test_many_blocks_of_rows_in_any_order(order, emulator) -> None:
+    """More rows than one block plans, and rows that are searched in splits."""
+    emulator.order = order
+    layout = small_layout()
+    rows = compact.PLAN_ROWS + 3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compact, "SEARCH_TOKENS", 64)
+        patch.setattr(compact, "SEARCH_PROGRAMS", 2 * rows)
+        most = 70
+        assert compact._splits(layout, rows, most)[0] > 1
+        counts = [(7 * row) % (layout.high.capacity + 2) for row in range(rows)]
+        counts[5] = most
+        assert_steps_alike(State(layout, counts, counts[::-1], seed=1, spare=300), 1)
+    assert ("assign_pages_kernel", (2,)) in emulator.launched
+
+
+def test_a_round_that_cannot_be_served_is_called_off(emulator) -> None:
+    layout = small_layout()
+    full = layout.high.capacity
+    made = State(layout, [full, full, 3], [0, 0, 0], seed=9, scores=1e6)
+    candidates = made.candidates(mean=[2.0, 2.0, 2.0])
+    made.free_list.state[1] = 1
+    before = made.clone()
+    assert int(run_kernel(made, candidates, made.thresholds())) == 1
+    assert_alike(made, before)
