@@ -104,7 +104,9 @@ def _mul(modifiers: list[str]) -> Operation:
         if width_of(type_) != 4:
             raise UnknownInstruction("mul.hi." + type_)
         wide = TYPES[type_[0] + "64"]
-        return Operation(type_, (type_, type_), lambda a, b: ((a.astype(wide) * b.astype(wide)) >> 32).astype(TYPES[type_]))
+        return Operation(
+            type_, (type_, type_), lambda a, b: ((a.astype(wide) * b.astype(wide)) >> 32).astype(TYPES[type_])
+        )
     type_ = _need(modifiers, "lo", "rn")
     return Operation(type_, (type_, type_), _packed(type_, np.multiply))
 
@@ -213,7 +215,9 @@ def _shl(modifiers: list[str]) -> Operation:
     type_ = _need(modifiers)
     bits = 8 * width_of(type_)
     return Operation(
-        type_, (type_, "u32"), lambda a, n: np.where(n < bits, a << np.minimum(n, bits - 1).astype(a.dtype), a.dtype.type(0))
+        type_,
+        (type_, "u32"),
+        lambda a, n: np.where(n < bits, a << np.minimum(n, bits - 1).astype(a.dtype), a.dtype.type(0)),
     )
 
 
@@ -224,7 +228,9 @@ def _shr(modifiers: list[str]) -> Operation:
     if type_[0] == "s":
         return Operation(type_, (type_, "u32"), lambda a, n: a >> np.minimum(n, bits - 1).astype(a.dtype))
     return Operation(
-        type_, (type_, "u32"), lambda a, n: np.where(n < bits, a >> np.minimum(n, bits - 1).astype(a.dtype), a.dtype.type(0))
+        type_,
+        (type_, "u32"),
+        lambda a, n: np.where(n < bits, a >> np.minimum(n, bits - 1).astype(a.dtype), a.dtype.type(0)),
     )
 
 
@@ -310,7 +316,14 @@ def _selp(modifiers: list[str]) -> Operation:
     return Operation(type_, (type_, type_, "pred"), lambda a, b, p: np.where(p, a, b))
 
 
-COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
+COMPARE = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+}
 
 
 @_family("setp")

@@ -24,10 +24,15 @@ NEVER = 1 << 30
 
 
 class Code:
-    """A program made executable."""
+    """A program made executable.
+
+    Attributes:
+        runs: how often each instruction was reached.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
+        self.runs = np.zeros(len(program.instructions), np.int64)
         self.steps = [self._explained(instruction) for instruction in program.instructions]
 
     def _explained(self, instruction: Instruction) -> Step | None:
@@ -75,7 +80,7 @@ def _special(instruction: Instruction) -> Step | None:
         readers = [reader(part, f"b{8 * width}") for part in source.parts]
 
         def pack(block: Block, mask: Values | None) -> None:
-            parts = np.stack([np.broadcast_to(read(block), block.threads.shape) for read in readers], 1)
+            parts = np.stack([block.spread(read(block)) for read in readers], 1)
             block.write(target, parts.view(BITS[width * len(readers)])[:, 0], mask)
 
         return pack
@@ -84,7 +89,7 @@ def _special(instruction: Instruction) -> Step | None:
         whole = reader(source, instruction.opcode[4:])
 
         def unpack(block: Block, mask: Values | None) -> None:
-            parts = np.broadcast_to(whole(block), block.threads.shape).copy().view(BITS[width])
+            parts = block.spread(whole(block)).copy().view(BITS[width])
             for register, values in zip(target.parts, parts.reshape(-1, len(target.parts)).T):
                 if register is not None:
                     block.write(register, np.ascontiguousarray(values), mask)
@@ -158,6 +163,10 @@ class Block:
         """Numbers of the threads that take part."""
         return self.threads if mask is None else np.flatnonzero(mask)
 
+    def spread(self, values: Values) -> Values:
+        """One element per thread; constants have one for all."""
+        return values if values.shape == self.threads.shape else np.broadcast_to(values, self.threads.shape)
+
     def whole_warps(self, mask: Values | None) -> Values:
         """Numbers of the warps that take part, with all their threads."""
         if mask is None:
@@ -172,7 +181,7 @@ class Block:
 
     def write(self, register: Register, values: Values, mask: Values | None, signed: bool = False) -> None:
         """Sets a register of all threads, or of those in the mask, from numbers of all threads."""
-        bits = np.broadcast_to(as_bits(values, register, signed), self.threads.shape)
+        bits = self.spread(as_bits(values, register, signed))
         if mask is not None:
             bits = np.where(mask, bits, self._old(register))
         self.registers[register.index] = bits
@@ -198,6 +207,10 @@ class Block:
         Raises:
             PtxError: names the instruction, its line in the source and the block.
         """
+        with np.errstate(all="ignore"):
+            self._run()
+
+    def _run(self) -> None:
         while not self._done.all():
             ready = ~self._done & ~self._waiting
             if not ready.any():
@@ -213,8 +226,10 @@ class Block:
         """Runs the threads of a mask up to where others stand, a branch, a barrier or the end."""
         instructions, steps = self.code.program.instructions, self.code.steps
         given = None if mask.all() else mask
+        runs = self.code.runs
         while position < stop:
             step = steps[position]
+            runs[position] += 1
             try:
                 if step is None:
                     self._control(instructions[position], position, mask)

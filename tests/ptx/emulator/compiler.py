@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,10 @@ class Kernel:
     runtime: tuple[str, ...]
     ptx: str
 
+    @classmethod
+    def read(cls, ptx: str, shared: int, runtime: Iterable[str]) -> Kernel:
+        return cls(Code(parse(ptx)), shared, tuple(runtime), ptx)
+
 
 class Compiler:
     """Compiles what is launched, each specialisation once; a context manager around a process.
@@ -40,6 +45,8 @@ class Compiler:
 
     def __enter__(self) -> Compiler:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("TRITON_")}
+        # the default of the supported releases, said aloud as newer ones warn
+        environment["TRITON_DEFAULT_FP_FUSION"] = "1"
         environment["TRITON_CACHE_DIR"] = str(self._folder)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [*sys.path[1:], environment.get("PYTHONPATH")]))
         command = [sys.executable, str(Path(__file__).with_name("compile_service.py"))]
@@ -73,12 +80,8 @@ class Compiler:
             if answer["scratch"]:
                 raise RuntimeError(f"{function.__name__} wants scratch memory from the launcher.")
             known = [kernel for kernel in self._kernels.values() if kernel.ptx == answer["ptx"]]
-            self._kernels[key] = known[0] if known else self.kernel(answer)
+            self._kernels[key] = known[0] if known else Kernel.read(answer["ptx"], answer["shared"], answer["runtime"])
         return self._kernels[key]
-
-    @staticmethod
-    def kernel(answer: dict[str, Any]) -> Kernel:
-        return Kernel(Code(parse(answer["ptx"])), answer["shared"], tuple(answer["runtime"]), answer["ptx"])
 
 
 def _described(value: Any) -> Any:

@@ -25,6 +25,9 @@ def conversion(modifiers: list[str]) -> Conversion:
         return result, (source,), lambda a: _truncate(a, TYPES[result])
     if result == "f32" and source[0] in "us" and how == ["rn"]:
         return result, (source,), lambda a: a.astype(np.float32)
+    if result == "f16" and source[0] in "us" and how == ["rn"]:
+        # exact in float64, so rounded once
+        return result, (source,), lambda a: a.astype(np.float64).astype(np.float16)
     if result == "f32" and source == "f16" and not how:
         return result, (source,), lambda a: a.astype(np.float32)
     if result == "f32" and source == "bf16" and not how:

@@ -64,7 +64,7 @@ def _shuffle(instruction: Instruction, modifiers: list[str]) -> Step:
         shape = (block.threads.size // 32, 32)
 
         def warps(numbers: Values) -> Values:
-            return np.broadcast_to(numbers, block.threads.shape).reshape(shape)
+            return block.spread(numbers).reshape(shape)
 
         picked = source_lane(mode, warps(lanes(block)).astype(np.int64), warps(limits(block)).astype(np.int64))
         block.write(target, np.take_along_axis(warps(values(block)), picked, 1).ravel(), mask)
@@ -84,7 +84,7 @@ def _reduce(instruction: Instruction, modifiers: list[str]) -> Step:
 
     def reduce(block: Block, mask: Values | None) -> None:
         _everyone(members, block, mask)
-        rows = np.broadcast_to(values(block), block.threads.shape).reshape(-1, 32)
+        rows = block.spread(values(block)).reshape(-1, 32)
         found = REDUCE[name](rows.astype(np.int64), axis=1).astype(TYPES[type_])
         block.write(target, np.repeat(found, 32), mask)
 
@@ -102,10 +102,7 @@ def _mma(instruction: Instruction) -> Step:
 
     def multiply(block: Block, mask: Values | None) -> None:
         block.whole_warps(mask)
-        a, b, c = (
-            np.stack([np.broadcast_to(read(block), block.threads.shape).reshape(-1, 32) for read in parts])
-            for parts in readers
-        )
+        a, b, c = (np.stack([block.spread(read(block)).reshape(-1, 32) for read in parts]) for parts in readers)
         for register, values in zip(target, matrix.mma(instruction.opcode, a, b, c)):
             block.write(register, np.ascontiguousarray(values).ravel(), mask)
 

@@ -34,6 +34,7 @@ class Emulator:
         order: in which blocks run, a key of `ORDERS`.
         processors: of the device that launchers see.
         launched: the name and the grid of every launch.
+        kernels: what was executed last, by name.
         change: is given each kernel, and returns what runs in its place; for tests of the tests.
     """
 
@@ -41,6 +42,7 @@ class Emulator:
     order: str = "ascending"
     processors: int = 2
     launched: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    kernels: dict[str, Kernel] = field(default_factory=dict)
     change: Callable[[str, Kernel], Kernel] | None = None
 
     @contextmanager
@@ -67,12 +69,25 @@ class Emulator:
         names = list(inspect.signature(function).parameters)
         given = dict(zip(names, arguments)) | options
         self.launched.append((function.__name__, tuple(grid)))
+        if self.kernels.get(function.__name__) is not kernel:
+            self.kernels[function.__name__] = kernel
+            kernel.code.runs[:] = 0
         sizes = tuple(grid) + (1,) * (3 - len(grid))
         memory = GlobalMemory(value for value in given.values() if isinstance(value, torch.Tensor))
         parameters = self._parameters(kernel, given)
         blocks = [(x, y, z) for z, y, x in itertools.product(*map(range, reversed(sizes)))]
         for index in ORDERS[self.order](blocks):
             Block(kernel.code, parameters, memory, kernel.shared, index, sizes).run()
+
+    def never_run(self, name: str) -> list[str]:
+        """Copies, matrix products, barriers and stores of a kernel that no launch has reached."""
+        code = self.kernels[name].code
+        wanted = ("mma", "ldmatrix", "cp.async", "bar", "st.", "atom", "prmt")
+        return [
+            f"{instruction.text} ({instruction.place})"
+            for instruction, runs in zip(code.program.instructions, code.runs)
+            if not runs and instruction.opcode.startswith(wanted)
+        ]
 
     @staticmethod
     def _parameters(kernel: Kernel, given: dict[str, Any]) -> dict[str, bytes]:

@@ -20,9 +20,14 @@ def mma(opcode: str, a: Values, b: Values, c: Values) -> Values:
         float32 [4, warps, 32]. Products are summed in float64 and rounded once, which is within what hardware does.
     """
     shape, types = opcode.split(".")[3], opcode.split(".")[6:]
-    if shape != "m16n8k16" or opcode.split(".")[4:6] != ["row", "col"] or types not in (
-        ["f32", "f16", "f16", "f32"],
-        ["f32", "bf16", "bf16", "f32"],
+    if (
+        shape != "m16n8k16"
+        or opcode.split(".")[4:6] != ["row", "col"]
+        or types
+        not in (
+            ["f32", "f16", "f16", "f32"],
+            ["f32", "bf16", "bf16", "f32"],
+        )
     ):
         raise UnknownInstruction(opcode)
     warps = a.shape[1]
@@ -49,15 +54,15 @@ def _numbers(words: Values, type_: str) -> tuple[Values, Values]:
 
 
 def distribute(rows: Values, transposed: bool) -> Values:
-    """What `ldmatrix` gives to the threads of one warp.
+    """What `ldmatrix` gives to the threads.
 
     Args:
-        rows: uint16 [matrices, 8, 8].
+        rows: uint16 [warps, matrices, 8, 8].
 
     Returns:
-        uint32 [matrices, 32]: of row lane / 4 the elements 2 (lane % 4) and the next, or of column lane / 4.
+        uint32 [matrices, warps, 32]: of row lane / 4 the elements 2 (lane % 4) and the next, or of column lane / 4.
     """
     if transposed:
-        rows = rows.transpose(0, 2, 1)
-    low, high = rows[:, GROUP, 2 * PLACE], rows[:, GROUP, 2 * PLACE + 1]
-    return low.astype(np.uint32) | (high.astype(np.uint32) << np.uint32(16))
+        rows = rows.swapaxes(2, 3)
+    pairs = np.ascontiguousarray(rows.swapaxes(0, 1)).view(np.uint32)
+    return pairs.reshape(*pairs.shape[:2], 32)

@@ -42,7 +42,7 @@ def address_reader(operand: Address, space: str) -> Reader:
         raise UnknownInstruction(f"{operand} is no address")
     type_ = "u64" if space == "global" else "u32"
     base, offset = reader(operand.base, type_), TYPES[type_](operand.offset % (1 << 8 * width_of(type_)))
-    return lambda block: np.broadcast_to(base(block) + offset, block.threads.shape)
+    return lambda block: block.spread(base(block) + offset)
 
 
 def _load_parameter(instruction: Instruction, type_: str) -> Step:
@@ -87,7 +87,7 @@ def _load_or_store(instruction: Instruction, name: str, space: str, *modifiers: 
 
     def store(block: Block, mask: Values | None) -> None:
         lanes = block.lanes(mask)
-        numbers = np.stack([np.broadcast_to(read(block), block.threads.shape)[lanes] for read in readers], 1)
+        numbers = np.stack([block.spread(read(block))[lanes] for read in readers], 1)
         data = numbers.view(np.uint8)
         if space == "global":
             block.memory.store(address(block)[lanes], data)
@@ -110,7 +110,7 @@ def _copy(instruction: Instruction) -> Step:
         data = np.zeros((lanes.size, width), np.uint8)
         count = np.full(lanes.size, width)
         if real is not None:
-            count = np.broadcast_to(real(block), block.threads.shape)[lanes]
+            count = block.spread(real(block))[lanes]
         if not np.isin(count, (0, width)).all():
             raise PtxError("an asynchronous copy of a part of its bytes")
         reading = count == width
@@ -128,14 +128,15 @@ def _load_matrix(instruction: Instruction) -> Step:
     target, source = instruction.operands
     registers, address = _registers(target), address_reader(source, "shared")
 
+    lanes = np.arange(8 * matrices)
+
     def load(block: Block, mask: Values | None) -> None:
-        rows = address(block).reshape(-1, 32)
-        for warp in block.whole_warps(mask):
-            threads = 32 * warp + np.arange(8 * matrices)
-            data = block.shared.load(threads, rows[warp, : 8 * matrices], 16)
-            words = matrix.distribute(data.view(np.uint16).reshape(matrices, 8, 8), transposed)
-            for register, word in zip(registers, words):
-                block.write_lanes(register, 32 * warp + np.arange(32), word)
+        warps = block.whole_warps(mask)
+        threads = (32 * warps[:, None] + lanes).ravel()
+        data = block.shared.load(threads, address(block)[threads], 16)
+        words = matrix.distribute(data.view(np.uint16).reshape(-1, matrices, 8, 8), transposed)
+        for register, part in zip(registers, words):
+            block.write_lanes(register, block.lanes(mask), part.ravel())
 
     return load
 
@@ -152,7 +153,7 @@ def _atomic(instruction: Instruction, modifiers: list[str]) -> Step:
 
     def run(block: Block, mask: Values | None) -> None:
         lanes = block.lanes(mask)
-        at, numbers = address(block), np.broadcast_to(operand(block), block.threads.shape)
+        at, numbers = address(block), block.spread(operand(block))
         for lane in lanes:
             old = block.memory.load(at[lane : lane + 1], width_of(type_)).view(TYPES[type_])[:, 0]
             new = compute(old, numbers[lane : lane + 1])
