@@ -294,3 +294,10 @@ def test_nothing_to_do():
 def test_what_the_kernels_cannot_take_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         launch.prefill_attention(**{**make_inputs(1, 4, 2, 5, 16), **change})
+
+
+def test_more_rows_than_a_launch_takes_are_refused():
+    """Programs along the third axis of a launch are counted in 16 bits."""
+    one = torch.zeros(1, 2, 1, 16).expand(32768, -1, -1, -1)
+    with pytest.raises(ValueError, match="32768 sequences of 2 KV heads are more than 65535"):
+        launch.prefill_attention(one, one, one, scaling=0.25)

@@ -19,6 +19,9 @@ from .variants import variants
 
 __all__ = ["logit_factors", "prefill_attention", "variants"]
 
+# programs along the second and third axis of a launch
+LARGEST_GRID = 65535
+
 
 def prefill_attention(
     query: Tensor,
@@ -199,6 +202,8 @@ def _check(
         raise ValueError(f"the kernels support {list(TRITON_DTYPES)}, not {query.dtype}; use the reference.")
     batch, query_heads, length, key_dim = query.shape
     kv_heads, value_dim = key.shape[1], value.shape[-1]
+    if batch * kv_heads > LARGEST_GRID:
+        raise ValueError(f"{batch} sequences of {kv_heads} KV heads are more than {LARGEST_GRID}; use a smaller batch.")
     if query_heads % kv_heads:
         raise ValueError(f"{query_heads} query heads are not a multiple of {kv_heads} KV heads.")
     if max(key_dim, value_dim) > KERNEL_HEAD_DIM:
