@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from measure import Session, free_memory, parser, peak_bandwidth, relative_error
@@ -91,38 +92,43 @@ def compressed_call(rows: Rows, query: Tensor) -> Callable[[], Tensor]:
     return lambda: rows.attend(query, scratch=scratch)
 
 
-def measure_dense(session: Session, case: dict, query: Tensor, heads: int, backends: list[str]) -> float | None:
-    """Times every dense way; seconds of the fastest."""
+@dataclass
+class Dense:
+    """The fastest dense way of a case; `call` is None where there is none, or no memory to keep its keys and values."""
+
+    name: str = ""
+    median: float | None = None
+    call: Callable[[], Tensor] | None = None
+
+
+def measure_dense(session: Session, case: dict, query: Tensor, heads: int, backends: list[str]) -> Dense:
+    """Times every dense way."""
     batch, _, dim = query.shape
-    context = case["context"]
-    elements = batch * heads * context * dim
-    what = f"dense attention, batch {batch}, context {context}"
-    if not session.has_memory(2.2 * elements * query.element_size(), what):
-        return None
-    key = torch.empty(batch, heads, context, dim, dtype=query.dtype, device=query.device).normal_()
+    elements = batch * heads * case["context"] * dim
+    case = {**case, "kind": "dense"}
+    best = Dense()
+    if session.lacks_memory(2.2 * elements * query.element_size(), {**case, "name": "dense"}):
+        return best
+    key = torch.empty(batch, heads, case["context"], dim, dtype=query.dtype, device=query.device).normal_()
     value = torch.empty_like(key).normal_()
-    best = None
+    errors, calls = {}, {}
     for name, call in dense_calls(query, key, value, backends).items():
         try:
-            error = check(call(), query, lambda r, h: (key[r, h].float(), value[r, h].float()), heads)
-            if error > LIMITS[query.dtype]:
-                raise RuntimeError(f"relative error {error:.2g}")
-            timing = session.time(call)
+            errors[name] = check(call(), query, lambda r, h: (key[r, h].float(), value[r, h].float()), heads)
+            if errors[name] > LIMITS[query.dtype]:
+                raise RuntimeError(f"relative error {errors[name]:.2g} against float32, nothing timed")
         except RuntimeError as failure:
-            session.failed(f"{what}, {name}", failure)
+            session.failed({**case, "name": name}, failure)
             continue
+        calls[name] = call
+    if not calls:
+        return best
+    for name, timing in zip(calls, session.time_all(list(calls.values()))):
         num_bytes = 2 * elements * query.element_size()
-        session.add(
-            {
-                **case,
-                "kind": "dense",
-                "name": name,
-                "error": error,
-                **timing.row(),
-                **speed(session, num_bytes, timing.median),
-            }
-        )
-        best = timing.median if best is None else min(best, timing.median)
+        row = {**case, "name": name, "error": errors[name], **timing.row()}
+        session.add(row | speed(session, num_bytes, timing.median))
+        if best.median is None or timing.median < best.median:
+            best = Dense(name, timing.median, calls[name])
     return best
 
 
@@ -132,14 +138,17 @@ def speed(session: Session, num_bytes: int, seconds: float) -> dict:
     return row if peak is None else row | {"share_of_peak": round(num_bytes / seconds / peak, 4)}
 
 
-def measure_config(session: Session, case: dict, name: str, query: Tensor, heads: int, best: float | None) -> None:
-    """Times one precision; its speed-up is over the fastest dense way."""
+def measure_config(session: Session, case: dict, name: str, query: Tensor, heads: int, dense: Dense) -> None:
+    """Times one precision in turns with the fastest dense way, over which its speed-up is."""
     batch, _, dim = query.shape
     (high, low), shares = CONFIGS[name]
     stored = case["context"] - case["window"]
     tokens = (int(shares[0] * stored), int(shares[1] * stored))
-    what = f"{name}, {case['model']}, batch {batch}, context {case['context']}"
-    if not session.has_time(what) or not session.has_memory(needed_bytes(high, low, batch, heads, dim, tokens), what):
+    case = {**case, "kind": "compressed", "name": name}
+    num_bytes = 1.1 * needed_bytes(high, low, batch, heads, dim, tokens)
+    if not session.has_memory(num_bytes):
+        dense.call = None
+    if session.lacks_memory(num_bytes, case):
         return
     try:
         rows = random_rows(
@@ -149,24 +158,22 @@ def measure_config(session: Session, case: dict, name: str, query: Tensor, heads
         error = check(call(), query, rows.dense, heads)
         if error > LIMITS[query.dtype]:
             raise RuntimeError(f"relative error {error:.2g} against float32, nothing timed")
-        timing = session.time(call)
+        timing, *others = session.time_all([call] if dense.call is None else [call, dense.call])
         kernels = session.kernel_times(call)
     except (RuntimeError, ValueError) as failure:
-        session.failed(what, failure)
+        session.failed(case, failure)
         return
-    row = {**case, "kind": "compressed", "name": name, "error": error, **timing.row()}
-    row |= speed(session, rows.bytes_read, timing.median)
+    row = {**case, "error": error, **timing.row(), **speed(session, rows.bytes_read, timing.median)}
     for part in ("attend", "merge", "score"):
-        found = [us for kernel, us in kernels.items() if kernel.startswith(f"{part}_kernel")]
+        found = [us for kernel, us in kernels.items() if kernel == f"{part}_kernel"]
         row |= {f"{part}_us": round(sum(found), 3)} if found else {}
-    if best is not None:
-        row["speed_up"] = round(best / timing.median, 3)
+    if dense.median is not None:
+        median = others[0].median if others else dense.median
+        row |= {"dense": dense.name, "dense_us": round(1e6 * median, 3), "speed_up": round(median / timing.median, 3)}
     session.add(row)
-    print(
-        f"{what}: {row['us']:.1f} us, {row['gb_per_s']} GB/s, speed-up {row.get('speed_up', float('nan')):.2f}, "
-        f"error {error:.1g}",
-        flush=True,
-    )
+    what = f"{name}, {case['model']}, batch {batch}, context {case['context']}"
+    speed_up = row.get("speed_up", float("nan"))
+    print(f"{what}: {row['us']:.1f} us, {row['gb_per_s']} GB/s, speed-up {speed_up:.2f}, error {error:.1g}", flush=True)
 
 
 def grid(args: argparse.Namespace) -> list[tuple[int, int]]:
@@ -195,12 +202,19 @@ def main(arguments: list[str] | None = None) -> Session:
             break
         torch.manual_seed(0)
         query = torch.randn(batch, query_heads, dim, device=session.device).to(dtype)
-        case = {"model": model, "batch": batch, "context": context, "window": args.window, "dtype": str(dtype)[6:]}
-        best = measure_dense(session, case, query, heads, backends)
-        free_memory()
+        case = {"model": model, "kv_heads": heads, "batch": batch, "context": context}
+        case |= {"window": args.window, "dtype": str(dtype)[6:]}
+        try:
+            dense = measure_dense(session, case, query, heads, backends)
+        except RuntimeError as failure:
+            session.failed({**case, "kind": "dense", "name": "dense"}, failure)
+            dense = Dense()
         for name in args.configs:
-            measure_config(session, case, name, query, heads, best)
+            if session.has_time(f"{name}, {model}, batch {batch}, context {context}"):
+                measure_config(session, case, name, query, heads, dense)
             free_memory()
+        del dense
+        free_memory()
     return session
 
 

@@ -1,9 +1,9 @@
 """Decoding with a random-weight model of the shape of Llama-3-8B: DynamicCache, StaticCache with compile,
 QuantizedCache and DiffKV (captured, captured with a compiled forward, from Python), each through `generate()`.
 
-First the time per token over the context length at batch 1, as slope x length + intercept, and where DiffKV breaks
-even; then tokens per second at the largest batch whose cache fits a fixed number of bytes. The lossless configuration
-must give DynamicCache's logits before anything is timed.
+First the time per token over the context length at batch 1, of which `tables.py` makes slope x length + intercept and
+where DiffKV breaks even; then tokens per second at the largest batch whose cache fits a fixed number of bytes. Before
+anything is timed, the logits of the lossless configuration must be as close to those in float32 as DynamicCache's.
 
     python benchmarks/decode_gpu.py [--quick] [--contexts 1024 4096] [--cache-bytes 16e9]
 """
@@ -11,12 +11,14 @@ must give DynamicCache's logits before anything is timed.
 from __future__ import annotations
 
 import argparse
+import copy
+import logging
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
-from measure import Session, free_memory, parser, relative_error
+from measure import Profile, Session, free_memory, parser, relative_error
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -33,22 +35,25 @@ from transformers.cache_utils import Cache
 from hf_diffkv import DiffKVCache, DiffKVConfig
 
 CONTEXTS = (1024, 4096, 8192, 16384, 32768, 65536)
+STATIC = "StaticCache, compiled"
+COMPILED = "DiffKV 1/0, compiled"
 DIFFKV = {
+    "DiffKV 1/0": {"alpha_high": 1.0, "alpha_low": 0.0},
     "DiffKV K8V4": {"alpha_high": 0.0, "alpha_low": 0.0},
     "DiffKV K4V2": {"alpha_high": 1e9, "alpha_low": 0.0},
-    "DiffKV 1/0": {"alpha_high": 1.0, "alpha_low": 0.0},
-    "DiffKV 1/0, compiled": {"alpha_high": 1.0, "alpha_low": 0.0},
-    "DiffKV 1/0, not captured": {"alpha_high": 1.0, "alpha_low": 0.0, "cuda_graphs": False},
     "DiffKV 1/0.3": {"alpha_high": 1.0, "alpha_low": 0.3},
+    "DiffKV 1/0, not captured": {"alpha_high": 1.0, "alpha_low": 0.0, "cuda_graphs": False},
+    COMPILED: {"alpha_high": 1.0, "alpha_low": 0.0},
 }
-PARTS = {
-    "attention": ("attend_kernel", "merge_kernel", "score_kernel"),
-    "compaction": ("find_victims_kernel", "plan_rows_kernel", "assign_pages_kernel", "move_tokens_kernel"),
-}
+ATTENTION = ("attend_kernel", "merge_kernel", "score_kernel")
+# tokens of which the kernels are noted, after those in which a step is captured anew
+PROFILED = (8, 24)
+# makes a cache for so many tokens
+Makers = dict[str, Callable[[int], Cache]]
 
 
 def build_model(session: Session, tiny: bool) -> PreTrainedModel:
-    """Keys and queries are drawn wide enough that attention is not uniform."""
+    """With the usual random weights: wider queries and keys would make 16-bit logits of 32 layers mere noise."""
     size = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
     size |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
     if tiny:
@@ -56,82 +61,113 @@ def build_model(session: Session, tiny: bool) -> PreTrainedModel:
         size |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     config = LlamaConfig(
         **size,
+        initializer_range=0.02 * (4096 / size["hidden_size"]) ** 0.5,
         max_position_embeddings=1 << 18,
         rope_parameters={"rope_theta": 500000.0, "rope_type": "default"},
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
     )
-    dtype = torch.bfloat16 if session.device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     with session.device:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    for layer in model.model.layers:
-        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
-            projection.weight.data.mul_(3.0)
+        model = AutoModelForCausalLM.from_config(config, dtype=session.dtype).eval()
     model.generation_config.eos_token_id = None
     return model
 
 
-def caches(model: PreTrainedModel, names: list[str] | None) -> dict[str, Callable[[int], Cache]]:
-    """How to make each cache for so many tokens; those whose backend is missing are left out with a line."""
+def caches(session: Session, model: PreTrainedModel, names: list[str] | None) -> Makers:
+    """How to make each cache for so many tokens, the most telling first; those without a backend are left out."""
     config = model.config
-    made: dict[str, Callable[[int], Cache]] = {
+    made: Makers = {
+        STATIC: lambda tokens: StaticCache(config=config, max_cache_len=tokens),
+        "DiffKV 1/0": lambda tokens: DiffKVCache(config, DiffKVConfig(**DIFFKV["DiffKV 1/0"])),
         "DynamicCache": lambda tokens: DynamicCache(config=config),
-        "StaticCache, compiled": lambda tokens: StaticCache(config=config, max_cache_len=tokens),
     }
+    for name, fields in DIFFKV.items():
+        made.setdefault(name, lambda tokens, fields=fields: DiffKVCache(config, DiffKVConfig(**fields)))
     for backend in ("quanto", "hqq"):
         name = f"QuantizedCache, {backend} 4 bit"
+        if names is not None and not any(part in name for part in names):
+            continue
         try:
             QuantizedCache(backend=backend, config=config, nbits=4)
         except ImportError:
-            print(f"skipped, {backend} is not installed: {name}", flush=True)
+            session.leave_out({"kind": "length", "cache": name}, f"{backend} is not installed")
             continue
         made[name] = lambda tokens, backend=backend: QuantizedCache(backend=backend, config=config, nbits=4)
-    for name, fields in DIFFKV.items():
-        made[name] = lambda tokens, fields=fields: DiffKVCache(config, DiffKVConfig(**fields))
     return {name: make for name, make in made.items() if names is None or any(part in name for part in names)}
 
 
 class Clock(StoppingCriteria):
-    """Notes the time at every token and never stops."""
+    """Notes the time at every token and never stops; with `profiled`, also the kernels from one token to another."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
+    def __init__(self, session: Session, profiled: tuple[int, int] | None = None) -> None:
+        self.gpu, self.device = session.gpu, session.device
         self.marks: list = []
+        self.profiled = profiled
+        self.kernels: dict[str, float] = {}
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
-        if self.cuda:
+        if self.gpu:
             mark = torch.cuda.Event(enable_timing=True)
             mark.record()
         else:
             mark = time.perf_counter()
         self.marks.append(mark)
+        if self.profiled is not None and self.gpu:
+            self._profile(len(self.marks))
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
-    def seconds(self, skip: int) -> list[float]:
-        """Per token, without the first `skip`."""
-        pairs = list(zip(self.marks[skip:], self.marks[skip + 1 :]))
-        if self.cuda:
-            torch.cuda.synchronize()
+    def _profile(self, count: int) -> None:
+        if count == self.profiled[0]:
+            self.profile = Profile(self.device)
+            self.profile.start()
+        elif count == self.profiled[1]:
+            self.kernels = self.profile.stop()
+
+    def seconds(self) -> list[float]:
+        """Per token."""
+        pairs = list(zip(self.marks, self.marks[1:]))
+        if self.gpu:
+            torch.cuda.synchronize(self.device)
             return [1e-3 * a.elapsed_time(b) for a, b in pairs]
         return [b - a for a, b in pairs]
+
+
+class Warnings(logging.Handler):
+    """Collects what DiffKV warns of, for example that steps could not be captured."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(record.getMessage())
+
+    def __enter__(self) -> Warnings:
+        logging.getLogger("hf_diffkv").addHandler(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        logging.getLogger("hf_diffkv").removeHandler(self)
+
+    def row(self) -> dict:
+        return {"warnings": self.found} if self.found else {}
 
 
 def attention_of(name: str) -> str:
     return "diffkv" if name.startswith("DiffKV") else "sdpa"
 
 
-def generate(model: PreTrainedModel, name: str, cache: Cache, tokens: Tensor, steps: int) -> Clock:
+def generate(model: PreTrainedModel, name: str, cache: Cache, tokens: Tensor, steps: int, clock: Clock) -> None:
+    """Runs `steps` tokens; a StaticCache is compiled anew, for its length alone instead of one form for all lengths."""
     model.set_attn_implementation(attention_of(name))
     options = {}
-    if name.startswith("StaticCache"):
-        # a length of its own is compiled for each length, instead of one form for all
+    if name == STATIC:
         torch.compiler.reset()
         vars(model).pop("_compiled_call", None)
-    elif name.endswith(", compiled"):
+    elif name == COMPILED:
         options["compile_config"] = CompileConfig()
-    clock = Clock(model.device)
     model.generate(
         tokens,
         attention_mask=torch.ones_like(tokens),
@@ -141,61 +177,92 @@ def generate(model: PreTrainedModel, name: str, cache: Cache, tokens: Tensor, st
         stopping_criteria=[clock],
         **options,
     )
-    return clock
 
 
-def per_token(model: PreTrainedModel, name: str, cache: Cache, tokens: Tensor, args: argparse.Namespace) -> dict:
-    """Median and quartiles of the milliseconds per token; what compiles or captures comes before."""
-    seconds = generate(model, name, cache, tokens, args.warmup + args.steps + 1).seconds(0)
+def per_token(
+    session: Session, model: PreTrainedModel, name: str, cache: Cache, tokens: Tensor, args: argparse.Namespace
+) -> dict:
+    """Milliseconds per token; what compiles or captures comes before.
+
+    The mean counts the steps in which the host looks at the device as well, the median does not.
+    """
+    clock = Clock(session)
+    generate(model, name, cache, tokens, args.warmup + args.steps + 1, clock)
+    seconds = clock.seconds()
     before, timed = seconds[: args.warmup], seconds[args.warmup :]
     lower, median, upper = statistics.quantiles(timed, n=4)
     return {
         "ms_per_token": round(1e3 * median, 4),
         "ms_quartiles": [round(1e3 * lower, 4), round(1e3 * upper, 4)],
+        "ms_mean": round(1e3 * statistics.fmean(timed), 4),
         "tokens_timed": len(timed),
         "warm_up_seconds": round(sum(before), 4),
     }
 
 
-def shares(session: Session, model: PreTrainedModel, name: str, cache: Cache, tokens: Tensor) -> dict:
-    """Device microseconds per token of DiffKV's kernels and of all others."""
-    steps = 4
+def shares(
+    session: Session, model: PreTrainedModel, name: str, cache: DiffKVCache, batch: int, ms_per_token: float
+) -> dict:
+    """What attention takes of a step's kernels, and a compaction of a step's time. Leaves the cache useless."""
+    first, last = PROFILED
+    clock = Clock(session, PROFILED)
+    # as many ids as the cache has seen and one more: every forward is a step of one token
+    ids = torch.zeros(batch, cache.get_seq_length() + 1, dtype=torch.int64, device=session.device)
+    generate(model, name, cache, ids, last + 1, clock)
+    found = {}
+    total = sum(clock.kernels.values())
+    if total:
+        attention = sum(us for kernel, us in clock.kernels.items() if kernel in ATTENTION)
+        found = {"kernels_us": round(total / (last - first), 1), "attention_share": round(attention / total, 4)}
+    (store,) = cache.stores.stores
+    free_list = store.pool.free_list
+    # the newest token that left the windows leaves them again, whatever became of it
+    store.window_start -= 1
+    state = [store.window_start, store.table.table, store.high_count, store.low_count, free_list.ring, free_list.state]
+    saved = [tensor.clone() for tensor in state]
 
-    def run() -> None:
-        # as many ids as the cache has seen and one more: every forward is a step of one token
-        generate(model, name, cache, tokens.new_zeros(1, cache.get_seq_length() + 1), steps)
+    def restore() -> None:
+        for tensor, before in zip(state, saved):
+            tensor.copy_(before)
 
-    kernels = session.kernel_times(run, repeats=1)
-    total = sum(kernels.values())
-    if total == 0:
-        return {}
-    parts = {part: sum(us for k, us in kernels.items() if k in names) for part, names in PARTS.items()}
+    def compact() -> None:
+        restore()
+        store.compact()
+
+    whole, copies = session.time_all([compact, restore])
+    compaction = max(whole.median - copies.median, 0.0)
     return {
-        "device_us_per_token": round(total / steps, 1),
-        **{f"{part}_share": round(us / total, 4) for part, us in parts.items()},
+        **found,
+        "compaction_us": round(1e6 * compaction, 2),
+        "compaction_share": round(1e3 * compaction / ms_per_token, 5),
     }
 
 
 @torch.no_grad()
-def check_lossless(model: PreTrainedModel, tokens: Tensor) -> float:
-    """Relative difference between the logits of DynamicCache and of lossless DiffKV; stops where it is large."""
+def check_lossless(session: Session, model: PreTrainedModel, tokens: Tensor) -> dict:
+    """Errors of the logits against float32; stops where lossless DiffKV is worse than DynamicCache."""
     logits = {}
     for name, cache in (
-        ("Dense", DynamicCache(config=model.config)),
-        ("DiffKV", DiffKVCache(model.config, DiffKVConfig.lossless())),
+        ("dense", DynamicCache(config=model.config)),
+        ("lossless", DiffKVCache(model.config, DiffKVConfig.lossless())),
     ):
-        model.set_attn_implementation(attention_of(name))
+        model.set_attn_implementation("diffkv" if name == "lossless" else "sdpa")
         model(tokens[:, :-4], past_key_values=cache)
         steps = [model(token, past_key_values=cache).logits for token in tokens[:, -4:].split(1, dim=1)]
-        logits[name] = torch.cat(steps)
-    error = relative_error(logits["DiffKV"], logits["Dense"])
-    if error > (1e-4 if model.dtype == torch.float32 else 0.1):
-        raise SystemExit(f"lossless logits differ by {error:.3g} of their norm; nothing timed.")
-    return error
+        logits[name] = torch.cat(steps, dim=1)
+    model.set_attn_implementation("sdpa")
+    size = sum(parameter.numel() for parameter in model.parameters())
+    exact_model = copy.deepcopy(model).to(session.device if session.has_memory(8 * size) else "cpu", torch.float32)
+    exact = exact_model(tokens.to(exact_model.device), logits_to_keep=4).logits.to(session.device)
+    errors = {f"{name}_error": relative_error(found, exact) for name, found in logits.items()}
+    # rounding differs, so neither is the other's bound
+    if not errors["lossless_error"] <= max(1.5 * errors["dense_error"], 1e-4):
+        raise SystemExit(f"logits differ from float32: {errors}; nothing timed.")
+    return errors
 
 
-def held_bytes(cache: Cache, tokens: int, model: PreTrainedModel) -> int:
-    """Bytes a cache holds per batch: as DiffKV reports, else 16-bit keys and values of all tokens."""
+def held_bytes(cache: Cache | None, tokens: int, model: PreTrainedModel) -> int:
+    """Bytes a cache holds for one request: as DiffKV reports, else those of all keys and values."""
     if isinstance(cache, DiffKVCache):
         return cache.memory().bytes
     config = model.config
@@ -204,67 +271,38 @@ def held_bytes(cache: Cache, tokens: int, model: PreTrainedModel) -> int:
     return dense * 9 // 32 if isinstance(cache, QuantizedCache) else dense
 
 
-def measure_contexts(session: Session, model: PreTrainedModel, args: argparse.Namespace) -> dict[str, list]:
+def measure_contexts(session: Session, model: PreTrainedModel, makers: Makers, args: argparse.Namespace) -> None:
     """Time per token of every cache at every length, batch 1."""
-    found: dict[str, list] = {}
-    for context in args.contexts:
-        tokens = torch.randint(0, model.config.vocab_size, (1, context), device=session.device)
-        for name, make in caches(model, args.caches).items():
-            what = f"{name}, context {context}"
-            room = context + args.warmup + args.steps + 8
-            if not session.has_time(what) or not session.has_memory(4e9 if session.device.type == "cuda" else 0, what):
-                continue
-            try:
-                cache = make(room)
-                row = per_token(model, name, cache, tokens, args)
-                if isinstance(cache, DiffKVCache):
-                    report = cache.memory()
-                    row |= {"cache_bytes": report.bytes, "ratio": round(report.ratio, 4)}
-                    row |= shares(session, model, name, cache, tokens)
-            except (RuntimeError, ValueError, MemoryError) as failure:
-                session.failed(what, failure)
-                continue
-            session.add({"kind": "length", "cache": name, "context": context, "batch": 1, **row})
-            found.setdefault(name, []).append((context, row["ms_per_token"]))
-            print(f"{what}: {row['ms_per_token']:.3f} ms per token", flush=True)
-            del cache
-            free_memory()
-    return found
+    cases = [(name, context) for context in args.contexts for name in makers if name != COMPILED]
+    # one compiled forward serves all lengths, unless a StaticCache comes between
+    cases += [(COMPILED, context) for context in args.contexts if COMPILED in makers]
+    for name, context in cases:
+        case = {"kind": "length", "cache": name, "context": context, "batch": 1}
+        dense = held_bytes(None, context, model)
+        if not session.has_time(f"{name}, context {context}") or session.lacks_memory(2 * dense + 4e9, case):
+            continue
+        try:
+            measure_length(session, model, makers[name], case, args)
+        except Exception as failure:  # compilers and backends fail in many ways
+            session.failed(case, failure)
 
 
-def fit(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """Least squares slope (ms per token of context) and intercept (ms)."""
-    mean_x = statistics.fmean(x for x, _ in points)
-    mean_y = statistics.fmean(y for _, y in points)
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
-    return slope, mean_y - slope * mean_x
-
-
-def add_lines(session: Session, found: dict[str, list]) -> None:
-    """Slope and intercept of each cache, and from which length on DiffKV is faster than each other cache."""
-    lines = {name: fit(points) for name, points in found.items() if len(points) > 1}
-    for name, (slope, intercept) in lines.items():
-        row = {
-            "kind": "line",
-            "cache": name,
-            "slope_us_per_1k": round(1e6 * slope, 4),
-            "intercept_ms": round(intercept, 4),
-        }
-        if name.startswith("DiffKV"):
-            row["break_even"] = {
-                other: break_even((slope, intercept), line)
-                for other, line in lines.items()
-                if not other.startswith("DiffKV")
-            }
-        session.add(row)
-
-
-def break_even(mine: tuple[float, float], other: tuple[float, float]) -> float | None:
-    """Length from which on the first line is lower; 0 where it always is, None where it never becomes so."""
-    if mine[0] >= other[0]:
-        return 0.0 if mine[1] <= other[1] and mine[0] == other[0] else None
-    return round(max(0.0, (mine[1] - other[1]) / (other[0] - mine[0])), 1)
+def measure_length(
+    session: Session, model: PreTrainedModel, make: Callable[[int], Cache], case: dict, args: argparse.Namespace
+) -> None:
+    """One cache at one length."""
+    name, context = case["cache"], case["context"]
+    tokens = torch.randint(0, model.config.vocab_size, (1, context), device=session.device)
+    cache = make(context + args.warmup + args.steps + 8)
+    with Warnings() as warnings:
+        row = per_token(session, model, name, cache, tokens, args)
+    row |= warnings.row()
+    if isinstance(cache, DiffKVCache):
+        report = cache.memory()
+        row |= {"cache_bytes": report.bytes, "ratio": round(report.ratio, 4)}
+        row |= shares(session, model, name, cache, 1, row["ms_per_token"])
+    session.add({**case, **row})
+    print(f"{name}, context {context}: {row['ms_per_token']:.3f} ms per token", flush=True)
 
 
 @torch.no_grad()
@@ -283,38 +321,50 @@ def fill(model: PreTrainedModel, name: str, cache: Cache, tokens: Tensor, batch:
         layer.keys = layer.values = None
 
 
-def measure_budget(session: Session, model: PreTrainedModel, args: argparse.Namespace) -> None:
-    """Tokens per second at the largest batch that fits `--cache-bytes`."""
-    context = args.budget_context
-    tokens = torch.randint(0, model.config.vocab_size, (1, context), device=session.device)
-    steps = args.warmup + args.steps + 2
-    for name, make in caches(model, args.caches).items():
-        what = f"{name}, {args.cache_bytes / 1e9:.0f} GB of cache, context {context}"
-        if not session.has_time(what):
+def measure_budget(session: Session, model: PreTrainedModel, makers: Makers, args: argparse.Namespace) -> None:
+    """Tokens per second at the largest batch that fits `--cache-bytes`; what compiles comes last."""
+    for name in sorted(makers, key=lambda name: name in (STATIC, COMPILED)):
+        case = {"kind": "budget", "cache": name, "context": args.budget_context}
+        case["cache_bytes_allowed"] = int(args.cache_bytes)
+        if not session.has_time(f"{name}, {args.cache_bytes / 1e9:.0f} GB of cache"):
             continue
-        try:
-            one = make(context + steps)
-            fill(model, name, one, tokens, 1)
-            per_sequence = held_bytes(one, context + steps, model)
-            del one
-            batch = min(int(args.cache_bytes // per_sequence), args.max_batch)
-            # a repeated cache exists twice for a moment
-            if batch == 0 or not session.has_memory(2.5 * batch * per_sequence, f"{what}, batch {batch}"):
-                continue
-            cache = make(context + steps)
-            fill(model, name, cache, tokens, batch)
-            next_token = tokens[:, :1].expand(batch, 1)
-            row = per_token(model, name, cache, torch.cat([tokens.expand(batch, -1), next_token], dim=1), args)
-        except (RuntimeError, ValueError, MemoryError) as failure:
-            session.failed(what, failure)
-            continue
-        row |= {"kind": "budget", "cache": name, "context": context, "batch": batch}
-        row |= {"bytes_per_sequence": per_sequence, "cache_bytes_allowed": int(args.cache_bytes)}
-        row["tokens_per_second"] = round(1e3 * batch / row["ms_per_token"], 1)
-        session.add(row)
-        print(f"{what}: batch {batch}, {row['tokens_per_second']:.0f} tokens/s", flush=True)
-        del cache
         free_memory()
+        try:
+            measure_batch(session, model, makers[name], case, args)
+        except Exception as failure:  # compilers and backends fail in many ways
+            session.failed(case, failure)
+
+
+def measure_batch(
+    session: Session, model: PreTrainedModel, make: Callable[[int], Cache], case: dict, args: argparse.Namespace
+) -> None:
+    """One cache at the largest batch."""
+    name, context = case["cache"], case["context"]
+    tokens = torch.randint(0, model.config.vocab_size, (1, context), device=session.device)
+    length = context + args.warmup + args.steps + 2
+    one = make(length)
+    fill(model, name, one, tokens, 1)
+    per_sequence = held_bytes(one, length, model)
+    del one
+    batch = min(int(args.cache_bytes // per_sequence), args.max_batch)
+    if batch == 0:
+        session.leave_out(case, f"one sequence takes {per_sequence / 1e9:.1f} GB")
+        return
+    # a repeated cache exists twice for a moment
+    if session.lacks_memory(2.5 * batch * per_sequence, {**case, "batch": batch}):
+        return
+    cache = make(length)
+    fill(model, name, cache, tokens, batch)
+    ids = torch.cat([tokens, tokens[:, :1]], dim=1).expand(batch, -1).contiguous()
+    with Warnings() as warnings:
+        row = per_token(session, model, name, cache, ids, args)
+    row |= warnings.row()
+    row |= {"batch": batch, "bytes_per_sequence": per_sequence}
+    row["tokens_per_second"] = round(1e3 * batch / row["ms_mean"], 1)
+    if isinstance(cache, DiffKVCache):
+        row |= shares(session, model, name, cache, batch, row["ms_per_token"])
+    session.add({**case, **row})
+    print(f"{name}, {context}: batch {batch}, {row['tokens_per_second']:.0f} tokens/s", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> Session:
@@ -335,9 +385,10 @@ def main(arguments: list[str] | None = None) -> Session:
     session = Session(args)
     model = build_model(session, args.tiny)
     checked = torch.randint(0, model.config.vocab_size, (1, 96 if args.tiny else 512), device=session.device)
-    session.add({"kind": "check", "lossless_error": check_lossless(model, checked)})
-    add_lines(session, measure_contexts(session, model, args))
-    measure_budget(session, model, args)
+    session.add({"kind": "check", **check_lossless(session, model, checked)})
+    makers = caches(session, model, args.caches)
+    measure_contexts(session, model, makers, args)
+    measure_budget(session, model, makers, args)
     return session
 
 

@@ -9,9 +9,10 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -48,10 +49,16 @@ def parser(description: str, name: str) -> argparse.ArgumentParser:
 
 
 class Session:
-    """One run of a benchmark: its device, what is left of its time, and where its results go."""
+    """One run of a benchmark: its device, what is left of its time, and where its results go.
+
+    Attributes:
+        gpu: whether `device` is one; elsewhere the times are those of the host.
+        rows: all results so far, as they were written.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.device = torch.device(args.device)
+        self.gpu = self.device.type == "cuda"
         self.repeats = args.repeats
         self.output = args.output
         self.about = environment(self.device)
@@ -61,6 +68,11 @@ class Session:
         self._flush: torch.Tensor | None = None
         print(" ".join(f"{key}={value}" for key, value in self.about.items()), flush=True)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the models that are measured."""
+        return torch.bfloat16 if self.gpu else torch.float32
+
     def has_time(self, what: str) -> bool:
         """Whether time is left; says what is left out where none is."""
         if time.perf_counter() < self._end:
@@ -68,23 +80,32 @@ class Session:
         print(f"skipped, out of time: {what}", flush=True)
         return False
 
-    def has_memory(self, num_bytes: float, what: str) -> bool:
-        """Whether the device has so much free memory; says what is left out where it has not."""
-        if self.device.type != "cuda":
+    def has_memory(self, num_bytes: float) -> bool:
+        """Whether the device has so much free memory."""
+        if not self.gpu:
             return True
         free_memory()
-        free, _ = torch.cuda.mem_get_info(self.device)
-        if num_bytes <= 0.95 * free:
-            return True
-        print(f"skipped, needs {num_bytes / 1e9:.1f} GB of {free / 1e9:.1f} GB free: {what}", flush=True)
-        return False
+        return num_bytes <= 0.95 * torch.cuda.mem_get_info(self.device)[0]
 
-    def failed(self, what: str, error: Exception) -> None:
-        """Notes a case that could not be measured, in the results too."""
-        message = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-        print(f"failed: {what}: {message}", flush=True)
-        self.add({"failed": what, "error": message[:300]})
-        free_memory()
+    def lacks_memory(self, num_bytes: float, case: dict) -> bool:
+        """Whether `has_memory` says no; then the results say so of this case."""
+        if self.has_memory(num_bytes):
+            return False
+        free = torch.cuda.mem_get_info(self.device)[0]
+        self.leave_out(case, f"needs {num_bytes / 1e9:.1f} GB, {free / 1e9:.1f} GB are free")
+        return True
+
+    def leave_out(self, case: dict, reason: str) -> None:
+        """Notes a case that is not measured, and why, in the results too."""
+        print(f"left out: {_words(case)}: {reason}", flush=True)
+        self.add({**case, "left_out": reason})
+
+    def failed(self, case: dict, error: BaseException) -> None:
+        """Notes a case that failed, in the results too."""
+        message = str(error).strip().splitlines()[:1]
+        reason = ": ".join([type(error).__name__, *message])[:300]
+        print(f"failed: {_words(case)}: {reason}", flush=True)
+        self.add({**case, "failed": reason})
 
     def add(self, row: dict) -> None:
         """Writes one result at once, so that nothing is lost when the time is up."""
@@ -94,38 +115,80 @@ class Session:
             file.write(json.dumps({**self.about, **row}) + "\n")
 
     def time(self, call: Callable[[], object]) -> Timing:
-        """Device time of `call` with a cold L2 cache, launches left out (a captured graph is replayed)."""
-        if self.device.type != "cuda":
-            call()
-            return Timing.of([_host_seconds(call) for _ in range(min(self.repeats, 3))], captured=False)
+        """Device time of `call`, see `time_all`."""
+        return self.time_all([call])[0]
+
+    def time_all(self, calls: Sequence[Callable[[], object]]) -> list[Timing]:
+        """Device time of each call with a cold L2 cache, in turns, so that all see the same clocks and temperatures.
+
+        Launches are left out: a captured graph is replayed, or where a call cannot be captured, it is said.
+        """
+        if not self.gpu:
+            for call in calls:
+                call()
+            turns = [[_host_seconds(call) for call in calls] for _ in range(min(self.repeats, 3))]
+            return [Timing.of(list(seconds), captured=False) for seconds in zip(*turns)]
         if self._flush is None:
-            self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=self.device)
-        replay, captured = _captured(call)
-        events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(self.repeats)]
-        for _ in range(3):
+            self._flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.float32, device=self.device)
+        captures = [_captured(call) for call in calls]
+        replays = [replay for replay, _ in captures]
+        for replay in 3 * replays:
             replay()
-        for start, end in events:
-            self._flush.zero_()
-            start.record()
-            replay()
-            end.record()
+        turns = []
+        for _ in range(self.repeats):
+            turn = []
+            for replay in replays:
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                # by reading: lines that were written would go back to memory at the cost of what is timed
+                self._flush.sum()
+                start.record()
+                replay()
+                end.record()
+                turn.append((start, end))
+            turns.append(turn)
         torch.cuda.synchronize(self.device)
-        return Timing.of([1e-3 * start.elapsed_time(end) for start, end in events], captured)
+        seconds = [[1e-3 * start.elapsed_time(end) for start, end in turn] for turn in turns]
+        return [Timing.of(list(mine), captured) for mine, (_, captured) in zip(zip(*seconds), captures)]
 
     def kernel_times(self, call: Callable[[], object], repeats: int = 5) -> dict[str, float]:
-        """Microseconds per call of each GPU kernel by name; empty on a CPU."""
-        if self.device.type != "cuda":
+        """Microseconds per call of each GPU kernel by name; empty on a CPU, or where there is no profiler."""
+        if not self.gpu:
             return {}
         call()
+        profile = Profile(self.device)
+        profile.start()
+        for _ in range(repeats):
+            call()
+        return {name: us / repeats for name, us in profile.stop().items()}
+
+
+class Profile:
+    """Kernels that run on a GPU from `start` to `stop`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._profile: Any = None
+
+    def start(self) -> None:
         torch.cuda.synchronize(self.device)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            for _ in range(repeats):
-                call()
-            torch.cuda.synchronize(self.device)
+        try:
+            self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            self._profile.start()
+        except RuntimeError as error:
+            print(f"no profiler, shares are left out: {error}", flush=True)
+            self._profile = None
+
+    def stop(self) -> dict[str, float]:
+        """Microseconds by kernel; empty where nothing was seen."""
+        torch.cuda.synchronize(self.device)
+        profile, self._profile = self._profile, None
+        if profile is None:
+            return {}
+        profile.stop()
         found: dict[str, float] = {}
         for event in profile.events():
             if event.device_type == torch.autograd.DeviceType.CUDA:
-                found[event.name] = found.get(event.name, 0.0) + event.device_time_total / repeats
+                found[event.name] = found.get(event.name, 0.0) + event.device_time_total
         return found
 
 
@@ -161,11 +224,17 @@ def _captured(call: Callable[[], object]) -> tuple[Callable[[], object], bool]:
     try:
         with torch.cuda.graph(graph):
             call()
+    except torch.cuda.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         print(f"not captured, timed with its launches: {str(error).splitlines()[0]}", flush=True)
         torch.cuda.synchronize()
         return call, False
     return graph.replay, True
+
+
+def _words(case: dict) -> str:
+    return ", ".join(f"{key} {value}" for key, value in case.items() if key not in ("dtype", "window", "kv_heads"))
 
 
 def _host_seconds(call: Callable[[], object]) -> float:

@@ -85,7 +85,7 @@ def make_round(batch: int, heads: int, dim: int, context: int, window: int, laye
     (high, low), shares = CONFIGS[MIX]
     stored = context - window
     tokens = (int(shares[0] * stored), int(shares[1] * stored))
-    dtype = torch.bfloat16 if session.device.type == "cuda" else torch.float32
+    dtype = session.dtype
     count = layers * batch * heads
     rows = random_rows(
         high, low, layers * batch, heads, dim, tokens, context, window, dtype, session.device, spare_pages=2 * count
@@ -146,15 +146,13 @@ def measure(session: Session, batch: int, args: argparse.Namespace) -> None:
     (high, low), shares = CONFIGS[MIX]
     stored = args.context - args.window
     tokens = (int(shares[0] * stored), int(shares[1] * stored))
-    what = f"memory manager, batch {batch}, context {args.context}"
-    if not session.has_memory(1.2 * needed_bytes(high, low, args.layers * batch, heads, dim, tokens), what):
+    case = {"batch": batch, "context": args.context, "window": args.window, "layers": args.layers}
+    device_case, cpu_case = {"kind": "device", **case}, {"kind": "cpu", **case}
+    if session.lacks_memory(1.2 * needed_bytes(high, low, args.layers * batch, heads, dim, tokens), device_case):
         return
     try:
         step = make_round(batch, heads, dim, args.context, args.window, args.layers, session)
-        case = {"batch": batch, "context": args.context, "window": args.window, "layers": args.layers}
-        case["rows"] = args.layers * batch * heads
-        page_bytes = step.rows.pages.numel()
-        with_cpu = page_bytes <= args.cpu_bytes
+        with_cpu = step.rows.pages.numel() <= args.cpu_bytes
         before = [tensor.clone() for tensor in step.state()]
         if with_cpu:
             twin = step.to(torch.device("cpu"))
@@ -162,30 +160,31 @@ def measure(session: Session, batch: int, args: argparse.Namespace) -> None:
             for one in (step, twin):
                 for tensor, saved in zip(one.state(), before):
                     tensor.copy_(saved)
+        else:
+            session.leave_out(cpu_case, f"{step.rows.pages.numel() / 1e9:.1f} GB of pages, see --cpu-bytes")
         call, restore = repeatable(step)
-        whole, copies = session.time(call), session.time(restore)
+        query = torch.randn(args.layers * batch, query_heads, dim, device=session.device).to(step.rows.window_key.dtype)
+        whole, copies, attention = session.time_all([call, restore, compressed_call(step.rows, query)])
         compaction = max(whole.median - copies.median, 0.0)
-        row = {**case, "kind": "device", **whole.row(), "compaction_us": round(1e6 * compaction, 3)}
+        row = {**device_case, "rows": args.layers * batch * heads, **whole.row()}
+        row["compaction_us"] = round(1e6 * compaction, 3)
         row["kernels"] = {
             name: round(us, 3)
             for name, us in session.kernel_times(step.run, repeats=1).items()
             if name.endswith("_kernel")
         }
-        query = torch.randn(args.layers * batch, query_heads, dim, device=session.device).to(step.rows.window_key.dtype)
-        restore()
-        attention = session.time(compressed_call(step.rows, query))
         row["attention_us"] = round(1e6 * attention.median, 3)
         row["share_of_attention"] = round(compaction / attention.median, 4)
         session.add(row)
-        line = f"{what}: {1e6 * compaction:.1f} us, {100 * row['share_of_attention']:.2f} % of attention"
+        line = f"batch {batch}: {row['compaction_us']} us, {100 * row['share_of_attention']:.2f} % of attention"
         if with_cpu:
             with use_backend("reference"):
                 host = time_host(twin, min(session.repeats, 5))
-            session.add({**case, "kind": "cpu", "threads": torch.get_num_threads(), **host})
+            session.add({**cpu_case, "threads": torch.get_num_threads(), **host})
             line += f", on the CPU {host['us']:.1f} us"
         print(line, flush=True)
     except (RuntimeError, ValueError) as failure:
-        session.failed(what, failure)
+        session.failed(device_case, failure)
 
 
 def time_host(twin: Round, repeats: int) -> dict:

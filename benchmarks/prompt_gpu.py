@@ -10,6 +10,7 @@ Outputs and received attention are checked against float32 on a short prompt and
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -24,8 +25,6 @@ from hf_diffkv.ops.prefill_attention import StoredPast, prefill_attention
 from hf_diffkv.ops.prefill_attention.reference import prefill_attention as reference
 
 CONTEXTS = (2048, 8192, 16384, 32768, 65536)
-
-
 # shares of a past at the high and the low level
 SHARES = (0.3, 0.4)
 
@@ -77,70 +76,89 @@ def check(shape: tuple[int, int, int], context: int, window: int, dtype: torch.d
 
 def measure(session: Session, context: int, model: str, args: argparse.Namespace) -> None:
     shape = MODELS[model] if not args.tiny else (4, 2, 32)
-    dtype = torch.bfloat16 if session.device.type == "cuda" else torch.float32
-    case = {"model": model, "context": context, "batch": 1, "dtype": str(dtype)[6:]}
-    query, key, value = inputs(context, shape, dtype, session.device)
+    case = {"model": model, "context": context, "batch": 1, "dtype": str(session.dtype)[6:]}
+    query, key, value = inputs(context, shape, session.dtype, session.device)
+    ways = {
+        name: lambda o=observation: prefill_attention(query, key, value, scaling=shape[2] ** -0.5, observation_window=o)
+        for name, observation in variants(args.observation_window).items()
+    }
+    plain = {b: lambda b=b: dense(query, key, value, b) for b in backends(session)}
     operations = 2 * 2 * shape[0] * shape[2] * context * context / 2
-    best = None
-    for backend in ["flash", "cudnn"] if session.device.type == "cuda" else ["math"]:
-        best = timed(session, {**case, "kind": "dense"}, backend, lambda b=backend: dense(query, key, value, b), best)
-    for name, observation in variants(args.observation_window).items():
-        flash = best
-        row = {**case, "kind": "significance"}
-
-        def call(observation: int | None = observation) -> object:
-            return prefill_attention(query, key, value, scaling=shape[2] ** -0.5, observation_window=observation)
-
-        took = timed(session, row, name, call, None, flash, operations)
-        if took is not None and flash is not None:
-            print(f"{model}, {context}, {name}: {1e6 * took:.0f} us, {took / flash:.2f} of the best dense", flush=True)
+    compare(session, case, ("dense", plain), ("significance", ways), operations)
 
 
 def measure_past(session: Session, context: int, model: str, args: argparse.Namespace) -> None:
     """New tokens over a past of `context` tokens."""
     shape = MODELS[model] if not args.tiny else (4, 2, 32)
-    dtype = torch.bfloat16 if session.device.type == "cuda" else torch.float32
     new = args.new_tokens
-    case = {"model": model, "context": context, "new_tokens": new, "batch": 1, "dtype": str(dtype)[6:]}
-    query, key, value = inputs(new, shape, dtype, session.device)
-    best = None
-    _, past_key, past_value = inputs(context + new, shape, dtype, session.device)
-    for backend in ["flash", "cudnn"] if session.device.type == "cuda" else ["math"]:
-        row = {**case, "kind": "dense past"}
-        best = timed(session, row, backend, lambda b=backend: dense(query, past_key, past_value, b, False), best)
-    past = compressed(context, shape, dtype, session.device)
-    for name, observation in variants(args.observation_window).items():
-        options = {"scaling": shape[2] ** -0.5, "observation_window": observation, "past": past}
-        row = {**case, "kind": "compressed past"}
-        timed(session, row, name, lambda o=options: prefill_attention(query, key, value, **o), None, best)
+    case = {"model": model, "context": context, "new_tokens": new, "batch": 1, "dtype": str(session.dtype)[6:]}
+    query, key, value = inputs(new, shape, session.dtype, session.device)
+    _, past_key, past_value = inputs(context + new, shape, session.dtype, session.device)
+    past = compressed(context, shape, session.dtype, session.device)
+    options = {"scaling": shape[2] ** -0.5, "past": past}
+    ways = {
+        name: lambda o=observation: prefill_attention(query, key, value, observation_window=o, **options)
+        for name, observation in variants(args.observation_window).items()
+    }
+    plain = {b: lambda b=b: dense(query, past_key, past_value, b, False) for b in backends(session)}
+    compare(session, case, ("dense past", plain), ("compressed past", ways))
 
 
-def timed(
+def backends(session: Session) -> list[str]:
+    return ["flash", "cudnn"] if session.gpu else ["math"]
+
+
+def compare(
     session: Session,
-    row: dict,
-    name: str,
-    call: Callable[[], object],
-    best: float | None,
-    against: float | None = None,
+    case: dict,
+    plain: tuple[str, dict[str, Callable[[], object]]],
+    ways: tuple[str, dict[str, Callable[[], object]]],
     operations: float | None = None,
-) -> float | None:
-    """Times `call`, writes a row, and returns the smaller of its seconds and `best`."""
+) -> None:
+    """Times all calls in turns; each group is a kind of result and the calls by name, the first one dense attention."""
+    found = []
+    for kind, calls in (plain, ways):
+        for name, call in calls.items():
+            try:
+                call()
+            except (RuntimeError, ValueError) as failure:
+                session.failed({**case, "kind": kind, "name": name}, failure)
+                continue
+            found.append((kind, name, call))
     try:
-        timing = session.time(call)
-        kernels = session.kernel_times(call)
+        timings = session.time_all([call for _, _, call in found])
+    except RuntimeError as failure:
+        session.failed({**case, "kind": ways[0], "name": "all"}, failure)
+        return
+    taken = {name: timing.median for (_, name, _), timing in zip(found, timings)}
+    best = min((taken[name] for name in plain[1] if name in taken), default=None)
+    for (kind, name, call), timing in zip(found, timings):
+        row = {**case, "kind": kind, "name": name, **timing.row()}
+        if kind == ways[0]:
+            row |= {} if best is None else {"over_dense": round(timing.median / best, 4)}
+            row |= {"over_flash": round(timing.median / taken["flash"], 4)} if "flash" in taken else {}
+            kernels = session.kernel_times(call)
+            parts = ("flash_forward", "column_scores", "past_forward", "past_scores")
+            row |= {f"{part}_us": round(kernels[part], 3) for part in parts if part in kernels}
+        if operations is not None:
+            row["tflops"] = round(operations / timing.median / 1e12, 1)
+        session.add(row)
+        if kind == ways[0] and best is not None:
+            what = f"{case['model']}, {case['context']}, {kind}, {name}"
+            print(f"{what}: {row['us']:.0f} us, {row['over_dense']:.2f} of the best dense", flush=True)
+
+
+def checked_model(session: Session, model: str, context: int, args: argparse.Namespace) -> bool:
+    """Whether a model's shape passes `check`, with a result that says so."""
+    shape = MODELS[model] if not args.tiny else (4, 2, 32)
+    case = {"model": model, "context": context, "kind": "check"}
+    try:
+        errors = check(shape, context, args.observation_window, session.dtype, session.device)
     except (RuntimeError, ValueError) as failure:
-        session.failed(f"{row['model']}, context {row['context']}, {name}", failure)
-        return best
-    row = {**row, "name": name, **timing.row()}
-    if against is not None:
-        row["over_dense"] = round(timing.median / against, 4)
-    if operations is not None:
-        row["tflops"] = round(operations / timing.median / 1e12, 1)
-    for part in ("flash_forward", "column_scores", "past_forward", "past_scores"):
-        if part in kernels:
-            row[f"{part}_us"] = round(kernels[part], 3)
-    session.add(row)
-    return timing.median if best is None else min(best, timing.median)
+        session.failed(case, failure)
+        return False
+    session.add({**case, "errors": errors})
+    return True
 
 
 def main(arguments: list[str] | None = None) -> Session:
@@ -156,24 +174,17 @@ def main(arguments: list[str] | None = None) -> Session:
     if args.tiny:
         args.contexts, args.observation_window, args.new_tokens, checked = [64], 8, 16, 48
     session = Session(args)
-    dtype = torch.bfloat16 if session.device.type == "cuda" else torch.float32
     torch.manual_seed(0)
-    for model in args.models:
-        shape = MODELS[model] if not args.tiny else (4, 2, 32)
-        try:
-            errors = check(shape, checked, args.observation_window, dtype, session.device)
-        except (RuntimeError, ValueError) as failure:
-            session.failed(f"{model}, check at {checked}", failure)
-            continue
-        session.add({"model": model, "context": checked, "kind": "check", "errors": errors})
-        for context in args.contexts:
-            # the heads' results and the log-sum-exp are small beside the inputs
-            if session.has_time(f"{model}, context {context}"):
-                measure(session, context, model, args)
-            free_memory()
-            if session.has_time(f"{model}, past of {context}"):
-                measure_past(session, context, model, args)
-            free_memory()
+    right = [model for model in args.models if checked_model(session, model, checked, args)]
+    # what the goals are stated for comes first
+    for part, context, model in itertools.product((measure, measure_past), args.contexts, right):
+        if session.has_time(f"{part.__name__}, {model}, context {context}"):
+            case = {"model": model, "context": context, "kind": part.__name__}
+            try:
+                part(session, context, model, args)
+            except RuntimeError as failure:
+                session.failed(case, failure)
+        free_memory()
     return session
 
 

@@ -1,4 +1,5 @@
-"""Tables in Markdown and plots as PNG from the JSON lines of the GPU benchmarks: `python benchmarks/tables.py`.
+"""Tables in Markdown, which targets are met, and plots as PNG, all from the JSON lines of the GPU benchmarks alone:
+`python benchmarks/tables.py`.
 
 Of repeated measurements of one case on one device the newest counts.
 """
@@ -7,29 +8,46 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import targets
+from plots import PLOTS
+
 FOLDER = Path(__file__).parent / "results"
+# what makes a case; of two results of one case the newer counts
+KEYS = ("device", "kind", "model", "dtype", "name", "cache", "batch", "context", "new_tokens", "layers")
+KEYS += ("cache_bytes_allowed",)
 
 
 def read(path: Path) -> list[dict]:
-    """Results of one file; later ones replace earlier ones of the same case."""
+    """Results of one file, the newest of each case, those that could not be measured included."""
     newest: dict[tuple, dict] = {}
     for line in path.read_text().splitlines():
         row = json.loads(line)
-        if "failed" in row or row.get("kind") == "check":
+        if row["kind"] == "check" and "failed" not in row:
             continue
-        keys = ("device", "kind", "model", "dtype", "name", "cache", "batch", "context", "layers")
-        newest[tuple(str(row.get(key)) for key in keys)] = row
+        # the batch that fits a budget is a result
+        keys = [key for key in KEYS if not (key == "batch" and row["kind"] == "budget")]
+        case = tuple(str(row.get(key)) for key in keys)
+        newest.pop(case, None)
+        newest[case] = row
     return list(newest.values())
 
 
+def measured(rows: list[dict]) -> list[dict]:
+    """Without cases that failed or were left out."""
+    return [row for row in rows if "failed" not in row and "left_out" not in row]
+
+
 def markdown(header: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
-    """A table; None becomes an empty cell, floats keep three digits."""
+    """A table; None becomes an empty cell, floats keep three digits or all before the point."""
 
     def cell(value: object) -> str:
-        return "" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
+        if isinstance(value, float):
+            return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+        return "" if value is None else str(value)
 
     rows = ["| " + " | ".join(map(cell, line)) + " |" for line in lines]
     return "\n".join(["| " + " | ".join(header) + " |", "|" + "---|" * len(header), *rows])
@@ -41,8 +59,6 @@ def attention(rows: list[dict]) -> str:
     order = sorted(rows, key=lambda r: (r["model"], r["batch"], r["context"], r["kind"], -r["us"]))
     lines = []
     for row in order:
-        parts = [row.get(f"{part}_us") for part in ("attend", "merge", "score")]
-        share = parts[2] / sum(parts) if None not in parts and sum(parts) else None
         lines.append(
             (
                 row["model"],
@@ -53,7 +69,7 @@ def attention(rows: list[dict]) -> str:
                 row["gb_per_s"],
                 row.get("share_of_peak"),
                 row.get("speed_up"),
-                share,
+                targets.score_share(row),
                 row["error"],
             )
         )
@@ -75,103 +91,64 @@ def memory_manager(rows: list[dict]) -> str:
 
 def prompt(rows: list[dict]) -> str:
     """Prompt attention with and without received attention."""
-    header = ("model", "context", "new tokens", "name", "us", "of the best dense", "TFLOP/s")
-    order = sorted(rows, key=lambda r: (r["model"], r["context"], r.get("new_tokens", 0), r["kind"]))
-    names = ("model", "context", "new_tokens", "name", "us", "over_dense", "tflops")
+    header = ("model", "context", "new tokens", "name", "us", "of flash", "of the best dense", "TFLOP/s")
+    order = sorted(rows, key=lambda r: (r["model"], r.get("new_tokens", 0), r["context"], r["kind"]))
+    names = ("model", "context", "new_tokens", "name", "us", "over_flash", "over_dense", "tflops")
     return markdown(header, ([r.get(name) for name in names] for r in order))
 
 
 def decode(rows: list[dict]) -> str:
     """Time per token by length, its line, and tokens per second within a memory budget."""
     lengths = sorted((r for r in rows if r["kind"] == "length"), key=lambda r: (r["context"], r["cache"]))
+    header = ("context", "cache", "ms per token", "mean ms", "attention, of kernels", "compaction us", "of a step")
+    header += ("bytes of dense", "warnings")
+    names = ("context", "cache", "ms_per_token", "ms_mean", "attention_share", "compaction_us", "compaction_share")
     first = markdown(
-        ("context", "cache", "ms per token", "attention", "compaction", "bytes of dense"),
-        (
-            (
-                r["context"],
-                r["cache"],
-                r["ms_per_token"],
-                r.get("attention_share"),
-                r.get("compaction_share"),
-                r.get("ratio"),
-            )
-            for r in lengths
-        ),
+        header, ([*(r.get(name) for name in names), r.get("ratio"), "; ".join(r.get("warnings", []))] for r in lengths)
     )
     second = markdown(
         ("cache", "us per 1,000 tokens of context", "intercept ms", "faster from this length on"),
         (
-            (
-                r["cache"],
-                r["slope_us_per_1k"],
-                r["intercept_ms"],
-                "; ".join(f"{other}: {length}" for other, length in r.get("break_even", {}).items()),
-            )
-            for r in rows
-            if r["kind"] == "line"
+            (name, 1e6 * line[0], line[1], "; ".join(f"{other}: {length}" for other, length in ahead.items()))
+            for name, line, ahead in length_lines(lengths)
         ),
     )
-    budget = (r for r in rows if r["kind"] == "budget")
+    header = ("cache", "context", "cache bytes allowed", "batch", "ms per token", "mean ms", "tokens per second")
+    names = ("cache", "context", "cache_bytes_allowed", "batch", "ms_per_token", "ms_mean", "tokens_per_second")
     third = markdown(
-        ("cache", "context", "cache bytes allowed", "batch", "ms per token", "tokens per second"),
-        (
-            (r["cache"], r["context"], r["cache_bytes_allowed"], r["batch"], r["ms_per_token"], r["tokens_per_second"])
-            for r in budget
-        ),
+        (*header, "compaction, of a step"),
+        ([*(r[name] for name in names), r.get("compaction_share")] for r in rows if r["kind"] == "budget"),
     )
     return "\n\n".join((first, second, third))
 
 
-def plot_attention(rows: list[dict], folder: Path) -> list[Path]:
-    """Speed-up over context, one panel per batch, one file per model."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    made = []
-    found = [r for r in rows if r["kind"] == "compressed" and "speed_up" in r]
-    for model in sorted({r["model"] for r in found}):
-        mine = [r for r in found if r["model"] == model]
-        batches = sorted({r["batch"] for r in mine})
-        figure, axes = plt.subplots(1, len(batches), figsize=(4 * len(batches), 3.5), squeeze=False, sharey=True)
-        for axis, batch in zip(axes[0], batches):
-            lines(axis, [r for r in mine if r["batch"] == batch], "name", "speed_up")
-            axis.axhline(1, color="grey", linewidth=0.8)
-            axis.set(title=f"batch {batch}", xlabel="context", xscale="log")
-        axes[0][0].set_ylabel("speed-up over the best dense attention")
-        axes[0][0].legend()
-        made.append(save(figure, folder / f"attention_gpu-{model}.png"))
-    return made
+def length_lines(lengths: list[dict]) -> list[tuple[str, tuple[float, float], dict[str, float | None]]]:
+    """Of each cache its line through the times per token, and for DiffKV from which length on it is the faster one."""
+    points: dict[str, list] = {}
+    for row in lengths:
+        points.setdefault(row["cache"], []).append((row["context"], row["ms_per_token"]))
+    found = {name: fit(mine) for name, mine in points.items() if len(mine) > 1}
+    others = [name for name in found if not name.startswith("DiffKV")]
+    return [
+        (name, line, {o: break_even(line, found[o]) for o in others} if name.startswith("DiffKV") else {})
+        for name, line in found.items()
+    ]
 
 
-def plot_decode(rows: list[dict], folder: Path) -> list[Path]:
-    """Time per token over context."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    found = [r for r in rows if r["kind"] == "length"]
-    if not found:
-        return []
-    figure, axis = plt.subplots(figsize=(6, 4))
-    lines(axis, found, "cache", "ms_per_token")
-    axis.set(xlabel="context", ylabel="ms per token", ylim=(0, None))
-    axis.legend()
-    return [save(figure, folder / "decode_gpu.png")]
+def fit(points: list[tuple[int, float]]) -> tuple[float, float]:
+    """Least squares slope (ms per token of context) and intercept (ms)."""
+    mean_x = statistics.fmean(x for x, _ in points)
+    mean_y = statistics.fmean(y for _, y in points)
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
+    return slope, mean_y - slope * mean_x
 
 
-def lines(axis: object, rows: list[dict], label: str, value: str) -> None:
-    for name in sorted({r[label] for r in rows}):
-        points = sorted((r["context"], r[value]) for r in rows if r[label] == name)
-        axis.plot(*zip(*points), marker="o", markersize=3, label=name)
-
-
-def save(figure: object, path: Path) -> Path:
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    return path
+def break_even(mine: tuple[float, float], other: tuple[float, float]) -> float | None:
+    """Length from which on the first line is lower; 0 where it always is, None where it never becomes so."""
+    if mine[0] >= other[0]:
+        return 0.0 if mine[1] <= other[1] and mine[0] == other[0] else None
+    return round(max(0.0, (mine[1] - other[1]) / (other[0] - mine[0])), 1)
 
 
 TABLES: dict[str, Callable[[list[dict]], str]] = {
@@ -180,7 +157,6 @@ TABLES: dict[str, Callable[[list[dict]], str]] = {
     "prompt_gpu": prompt,
     "decode_gpu": decode,
 }
-PLOTS = {"attention_gpu": plot_attention, "decode_gpu": plot_decode}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -188,20 +164,33 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--results", type=Path, default=FOLDER, help="folder of the JSON lines")
     options.add_argument("--plots", action="store_true", help="write PNG files beside them (needs matplotlib)")
     args = options.parse_args(arguments)
-    for name, table in TABLES.items():
-        path = args.results / f"{name}.jsonl"
-        if not path.is_file():
-            continue
-        rows = read(path)
-        for device in sorted({r["device"] for r in rows}):
-            mine = [r for r in rows if r["device"] == device]
-            about = mine[-1]
-            print(f"## {name}, {device}\n")
-            print(", ".join(f"{key} {about[key]}" for key in ("driver", "torch", "triton", "transformers", "commit")))
-            print(f"\n{table(mine)}\n")
-            if args.plots and name in PLOTS:
-                for made in PLOTS[name](mine, args.results):
-                    print(f"plot: {made.name}")
+    files = {name: args.results / f"{name}.jsonl" for name in TABLES}
+    found = {name: read(path) for name, path in files.items() if path.is_file()}
+    for device in sorted({row["device"] for rows in found.values() for row in rows}):
+        mine = {name: [row for row in rows if row["device"] == device] for name, rows in found.items()}
+        for name, rows in mine.items():
+            print_results(name, device, rows, args.results if args.plots else None)
+        print(f"## Targets, {device}\n\n{markdown(targets.HEADER, targets.lines(mine))}\n")
+
+
+def print_results(name: str, device: str, rows: list[dict], plots: Path | None) -> None:
+    """One benchmark's table, what it left out, and its plot."""
+    good = measured(rows)
+    if good:
+        about = ", ".join(f"{key} {good[-1][key]}" for key in ("driver", "torch", "triton", "transformers", "commit"))
+        print(f"## {name}, {device}\n\n{about}\n\n{TABLES[name](good)}\n")
+    for row in rows:
+        if row not in good:
+            case = ", ".join(f"{key} {row[key]}" for key in KEYS if key in row and key != "device")
+            print(f"- not measured: {case}: {row.get('left_out') or row['failed']}")
+    if plots is None or not good:
+        return
+    try:
+        made = PLOTS[name](good, plots)
+    except ImportError as error:
+        print(f"no plot: {error}")
+        return
+    print("" if made is None else f"\nplot: {made.name}\n")
 
 
 if __name__ == "__main__":
