@@ -97,12 +97,8 @@ def prompt(rows: list[dict]) -> list[Target]:
     long = [r for r in rows if r["kind"] == "significance" and r["context"] >= 8192]
     every, some = ([r for r in long if (r["name"] == "all queries") == all_of_them] for all_of_them in (True, False))
     return [
-        Target(
-            "prompt, all queries: time over flash attention's, from 8k on", 1.35, False, figures(every, _over_flash)
-        ),
-        Target(
-            "prompt, newest queries: time over flash attention's, from 8k on", 1.1, False, figures(some, _over_flash)
-        ),
+        Target("prompt, all queries: over flash attention, from 8k on", 1.35, False, figures(every, _over_flash)),
+        Target("prompt, newest queries: over flash attention, from 8k on", 1.1, False, figures(some, _over_flash)),
     ]
 
 

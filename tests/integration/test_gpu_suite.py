@@ -1,0 +1,104 @@
+"""The tests for GPUs, at small sizes on the CPU: that they run at all, and can pass."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from pathlib import Path
+from types import ModuleType
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from transformers import CompileConfig
+
+from hf_diffkv import Precision
+
+triton = pytest.importorskip("triton")
+if not triton.knobs.runtime.interpret:
+    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+K8V4, K4V2, FULL = Precision(8, 4), Precision(4, 2), Precision(16, 16)
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch):
+    """Loads a module of tests/gpu with a device that never waits."""
+    for folder in ("benchmarks", "tests/gpu"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    torch.manual_seed(0)
+    return importlib.import_module
+
+
+@pytest.fixture
+def kernels(load, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = load("test_kernels_on_gpu")
+    monkeypatch.setattr(module, "BEYOND", 2**18)
+    return module
+
+
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        ("test_decode_attention", (K8V4, K4V2, 32, 2, 2, (40, 150), torch.float32)),
+        ("test_decode_attention", (FULL, FULL, 32, 2, 2, (40, 0), torch.float32)),
+        ("test_decode_options", ()),
+        ("test_pages_beyond_two_gigabytes", ()),
+        ("test_quantisation", (K8V4, 64)),
+        ("test_prompt_attention", (70, 32, None)),
+        ("test_prompt_attention", (70, 32, 16)),
+        ("test_moves", (K4V2, 80)),
+        ("test_prompt_attention_over_a_compressed_past", (K8V4, K4V2, 32, 2, 2, (40, 30), 20, torch.float32)),
+        ("test_prompt_options_over_a_compressed_past", ((40, 30), 20)),
+        ("test_prompt_attention_over_pages_beyond_two_gigabytes", ((40, 30), 20)),
+        ("test_compaction", (2, 8)),
+    ],
+)
+def test_kernels(kernels, name: str, arguments: tuple) -> None:
+    getattr(kernels, name)(CPU, *arguments)
+
+
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        ("test_logits_agree_with_the_cpu", (60, 10)),
+        ("test_lossless_generation_is_as_exact_as_a_dense_cache", (torch.bfloat16,)),
+        ("test_no_step_waits_between_refreshes", (60, 20)),
+        ("test_copies_and_forks_on_a_gpu", ()),
+    ],
+)
+def test_models(load, name: str, arguments: tuple) -> None:
+    getattr(load("test_models_on_gpu"), name)(CPU, *arguments)
+
+
+@pytest.fixture
+def captured(load, recorded, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Captures are recorded, so what is compiled is compiled to the same operations."""
+    module = load("test_graphs_on_gpu")
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    compile_model = torch.compile
+    monkeypatch.setattr(module, "build", lambda dtype: tiny_model("llama", dtype=dtype, vocab_size=256, **sizes))
+    monkeypatch.setattr(module, "PROMPT", 24)
+    monkeypatch.setattr(module, "CompileConfig", functools.partial(CompileConfig, backend="eager"))
+    monkeypatch.setattr(torch, "compile", lambda model, **options: compile_model(model, backend="eager"))
+    return module
+
+
+def test_captured_steps(captured, steps) -> None:
+    captured.test_replays_give_the_logits_of_eager_steps(CPU, steps, True, 5)
+
+
+def test_compiled_steps(captured, steps) -> None:
+    captured.test_a_compiled_forward_is_captured_once(CPU, steps, True, 4)
+    captured.test_no_replay_waits_between_refreshes(CPU, True, 16)
+
+
+def test_models_the_user_compiled(captured, steps) -> None:
+    captured.test_a_model_the_user_compiled(CPU, steps, "default", True, 4)
