@@ -52,16 +52,18 @@ compile-kernels: $(READY)
 bench-cpu: $(READY)
 	$(BIN)/python benchmarks/decode_cpu.py
 
-# With a GPU: the compiled kernels against their references, then all figures. SECONDS bounds each benchmark.
+# With a GPU: the compiled kernels against their references, then all figures (docs/performance.md). A kernel that breaks
+# the device takes its process along, so each file has its own. SECONDS bounds each benchmark.
 test-gpu: $(READY)
-	TRITON_INTERPRET=0 $(BIN)/python -m pytest -q tests/gpu
+	failed=0; for file in tests/gpu/test_*.py; do \
+		TRITON_INTERPRET=0 $(BIN)/python -m pytest -v --durations=5 -n $(WORKERS) $$file || failed=1; \
+	done; exit $$failed
 
 SECONDS ?= 600
 bench-gpu: $(READY)
-	for part in attention memory_manager prompt decode; do \
-		$(BIN)/python benchmarks/$${part}_gpu.py --seconds $(SECONDS) || exit 1; \
-	done
-	$(BIN)/python benchmarks/tables.py --plots
+	failed=0; for part in attention memory_manager prompt decode; do \
+		$(BIN)/python benchmarks/$${part}_gpu.py --seconds $(SECONDS) || failed=1; \
+	done; $(BIN)/python benchmarks/tables.py --plots && exit $$failed
 
 train-tiny-lm: $(READY)
 	$(BIN)/python examples/train_tiny_lm.py --output build/tiny-lm

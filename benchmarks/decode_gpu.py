@@ -215,6 +215,8 @@ def shares(
         attention = sum(us for kernel, us in clock.kernels.items() if kernel in ATTENTION)
         found = {"kernels_us": round(total / (last - first), 1), "attention_share": round(attention / total, 4)}
     (store,) = cache.stores.stores
+    store.settle()
+    store.refresh()
     free_list = store.pool.free_list
     # the newest token that left the windows leaves them again, whatever became of it
     store.window_start -= 1
@@ -230,6 +232,8 @@ def shares(
         store.compact()
 
     whole, copies = session.time_all([compact, restore])
+    if int(store.flag):
+        raise RuntimeError("the compaction was called off, its time means nothing")
     compaction = max(whole.median - copies.median, 0.0)
     return {
         **found,
