@@ -52,8 +52,9 @@ compile-kernels: $(READY)
 bench-cpu: $(READY)
 	$(BIN)/python benchmarks/decode_cpu.py
 
-# With a GPU: the compiled kernels against their references, then all figures (docs/performance.md). A kernel that breaks
-# the device takes its process along, so each file has its own. SECONDS bounds each benchmark.
+# With a GPU: the compiled kernels against their references, then all figures (docs/performance.md). The workers compile
+# side by side, and one whose device a kernel broke is replaced. The test of the device's memory wants it for itself.
+# SECONDS bounds each benchmark.
 test-gpu: $(READY)
 	failed=0; for file in tests/gpu/test_*.py; do \
 		TRITON_INTERPRET=0 $(BIN)/python -m pytest -v --durations=5 -n $(WORKERS) $$file || failed=1; \

@@ -79,9 +79,9 @@ def caches(session: Session, model: PreTrainedModel, names: list[str] | None) ->
     """How to make each cache for so many tokens, the most telling first; those without a backend are left out."""
     config = model.config
     made: Makers = {
-        STATIC: lambda tokens: StaticCache(config=config, max_cache_len=tokens),
         "DiffKV 1/0": lambda tokens: DiffKVCache(config, DiffKVConfig(**DIFFKV["DiffKV 1/0"])),
         "DynamicCache": lambda tokens: DynamicCache(config=config),
+        STATIC: lambda tokens: StaticCache(config=config, max_cache_len=tokens),
     }
     for name, fields in DIFFKV.items():
         made.setdefault(name, lambda tokens, fields=fields: DiffKVCache(config, DiffKVConfig(**fields)))

@@ -30,10 +30,13 @@ def device() -> torch.device:
 
 
 @pytest.fixture(autouse=True)
-def device_survives():
-    """Blames the test that broke the device, and stops: no later test in this process could pass."""
+def device_survives(request: pytest.FixtureRequest):
+    """Blames the test that broke the device: nothing later in this process could pass."""
     yield
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:
-        pytest.exit(f"this process can no longer use the GPU: {error}", returncode=3)
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            # another worker takes its place
+            os._exit(3)
+        request.session.shouldfail = f"this process can no longer use the GPU: {error}"
