@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,12 +34,22 @@ _logger = logging.getLogger("hf_diffkv")
 MOST_TOKENS_AHEAD = 4096
 # name of the buffer for what the newest token sees of the sliding windows
 WINDOW_MASK = "window_mask"
+_MASKS = {"attention_mask": torch.bool, WINDOW_MASK: torch.bool}
 
 
 # how work is recorded, by type of device; other devices run every step from Python
 GRAPH_TYPES: dict[str, Callable[[torch.device], Any]] = {"cuda": CudaGraph}
 # models of which a step could not be captured; it is not tried again
 _given_up: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class _Captured(NamedTuple):
+    """A graph, the buffers of its inputs, its output, and all inputs, as none of them may be freed before it."""
+
+    graph: Any
+    buffers: dict[str, Tensor]
+    output: Any
+    inputs: dict[str, Any]
 
 
 class GraphRequest(CompileConfig):
@@ -106,7 +117,9 @@ class DecodeStep:
         self._failed = self._compacted = False
         # where everything was after the last uncaptured step; capturing must not be the first use of a kernel
         self._warm: tuple | None = None
-        self._graphs: dict[tuple, tuple[Any, dict[str, Tensor], Any]] = {}
+        # where everything was when these were captured, by whether a compaction follows
+        self._place: tuple | None = None
+        self._graphs: dict[bool, _Captured] = {}
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         store = self._store(args, inputs)
@@ -118,27 +131,27 @@ class DecodeStep:
         self._reserve(store)
         self.cache.stores.share_budget(store)
         store.refresh_if_due()
-        fixed = tuple(sorted((name, _described(name, value)) for name, value in inputs.items()))
+        tensors, fixed = self._static_inputs(inputs)
         place = (fixed, self._addresses(store))
-        if not (store.scratch_fits() and place == self._warm):
+        if not (place == self._warm and store.scratch_fits()):
             output = self.model(**inputs)
             self._warm = (fixed, self._addresses(store))
-            self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] == self._warm}
+            if self._warm != self._place:
+                self._graphs.clear()
+                self._place = self._warm
             return output
         # a kernel's first run, for which it is compiled, must not be a capture
         compacts = self._compacted and store.compacts_after_step()
-        key = (place, compacts)
-        if key not in self._graphs:
-            if not self._capture(key, store, inputs, compacts):
-                return self.model(**inputs)
-        graph, buffers, output = self._graphs[key]
-        for name, value in self._static_inputs(store, inputs).items():
-            buffers[name].copy_(value)
+        if compacts not in self._graphs and not self._capture(store, inputs, tensors, compacts):
+            return self.model(**inputs)
+        captured = self._graphs[compacts]
+        for name, value in tensors.items():
+            captured.buffers[name].copy_(value)
         self._count(store, inputs.get("attention_mask"))
-        graph.replay()
+        captured.graph.replay()
         store.compaction_done(compacts)
         self.replays += 1
-        return _copied(output)
+        return _copied(captured.output)
 
     def _store(self, args: tuple, inputs: dict[str, Any]) -> Store | None:
         """The store of a step that can be captured; None where it must run from Python."""
@@ -176,22 +189,37 @@ class DecodeStep:
             # made at once, or a graph captured before it is made would not stay valid
             store.forget_bounds()
 
-    def _static_inputs(self, store: Store, inputs: dict[str, Any]) -> dict[str, Tensor]:
-        """What goes into a graph's buffers; of a mask, which grows, what concerns the newest token and the windows."""
-        found = {name: _static(name, value) for name, value in inputs.items() if isinstance(value, Tensor)}
-        if self.windows.layers:
-            found[WINDOW_MASK] = self.windows.shown(inputs.get("attention_mask"), store.batch_size, store.device)
-        return found
+    def _static_inputs(self, inputs: dict[str, Any]) -> tuple[dict[str, Tensor], tuple]:
+        """What goes into a graph's buffers, and what a graph keeps as it was.
 
-    def _capture(self, key: tuple, store: Store, inputs: dict[str, Any], compacts: bool) -> bool:
-        buffers = {name: value.clone() for name, value in self._static_inputs(store, inputs).items()}
+        Of a mask, which grows, buffers get what concerns the newest token and the windows.
+        """
+        tensors: dict[str, Tensor] = {}
+        fixed: list[tuple] = []
+        for name, value in inputs.items():
+            if isinstance(value, Tensor):
+                if name == "attention_mask":
+                    if self.windows.layers:
+                        tensors[WINDOW_MASK] = self.windows.shown(value)
+                    value = value[:, -1, None, None, None]
+                tensors[name] = value
+                fixed.append((name, value.shape, value.dtype))
+            elif name != "past_key_values":
+                fixed.append((name, value))
+        return tensors, tuple(fixed)
+
+    def _capture(self, store: Store, inputs: dict[str, Any], tensors: dict[str, Tensor], compacts: bool) -> bool:
+        buffers = {name: value.to(_MASKS.get(name, value.dtype), copy=True) for name, value in tensors.items()}
         captured = {**inputs, **buffers}
         # prepared masks, or models would make them from the length of the cache
+        everything = partial(torch.ones, dtype=torch.bool, device=store.device)
         mask = buffers.get("attention_mask")
         if mask is None:
-            mask = torch.ones(store.batch_size, 1, 1, 1, dtype=torch.bool, device=store.device)
+            mask = everything(store.batch_size, 1, 1, 1)
         if self.windows.layers:
-            mask = {"full_attention": mask, "sliding_attention": captured.pop(WINDOW_MASK)}
+            shown = captured.pop(WINDOW_MASK, None)
+            shown = everything(store.batch_size, 1, 1, self.windows.size) if shown is None else shown
+            mask = {"full_attention": mask, "sliding_attention": shown}
         captured["attention_mask"] = mask
 
         def work() -> Any:
@@ -212,7 +240,7 @@ class DecodeStep:
             return False
         finally:
             self.cache.stores.capturing = False
-        self._graphs[key] = (graph, buffers, output)
+        self._graphs[compacts] = _Captured(graph, buffers, output, captured)
         self.captures += 1
         return True
 
@@ -251,22 +279,11 @@ class DecodeStep:
         store.seen += 1
         stores = self.cache.stores
         stores.seen = [seen + 1 for seen in stores.seen]
-        store.padding.append(1, None if mask is None else mask[:, -1:].bool())
+        store.padding.append(1, None if mask is None else mask[:, -1:])
 
 
 def _is_plain(name: str, value: Any) -> bool:
     return name == "past_key_values" or value is None or isinstance(value, (Tensor, bool, int, float, str))
-
-
-def _described(name: str, value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"tensor {tuple(_static(name, value).shape)} {value.dtype}"
-    return repr(value) if name != "past_key_values" else "cache"
-
-
-def _static(name: str, value: Tensor) -> Tensor:
-    """What is copied into a graph's buffer: the tensor, or of a mask, which grows, whether the new tokens are real."""
-    return value if name != "attention_mask" else value[:, -1:].bool()[:, None, :, None]
 
 
 def _copied(output: Any) -> Any:

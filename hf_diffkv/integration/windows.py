@@ -42,17 +42,20 @@ class Windows:
 
     def addresses(self) -> tuple:
         """Where the windows are, as `Store.addresses`."""
-        return tuple((tensor.data_ptr(), *tensor.shape) for tensor in self._tensors())
+        return tuple((tensor.data_ptr(), tensor.shape) for tensor in self._tensors())
 
     def _tensors(self) -> list[Tensor]:
         return [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
 
-    def shown(self, mask: Tensor | None, batch_size: int, device: torch.device) -> Tensor:
-        """bool [batch, 1, 1, window]: what the newest token sees of the window; mask: [batch, length] or None."""
+    @property
+    def size(self) -> int:
+        """Tokens that the newest one sees, itself included."""
         (size,) = self.sizes
-        if mask is None:
-            return torch.ones(batch_size, 1, 1, size, dtype=torch.bool, device=device)
-        return mask[:, -size:].bool()[:, None, None]
+        return size
+
+    def shown(self, mask: Tensor) -> Tensor:
+        """[batch, 1, 1, window]: what the newest token sees of the window; mask: [batch, length]."""
+        return mask[:, None, None, -self.size :]
 
     def count(self) -> None:
         """Notes one more token."""

@@ -48,6 +48,11 @@ class PagePool:
         return flat[: count * self.page_bytes].view(count, self.page_bytes)
 
     @property
+    def address(self) -> int:
+        """Where the first page is."""
+        return self._reservation.tensor.data_ptr()
+
+    @property
     def bytes(self) -> int:
         """Bytes held: every page that exists, what is mapped for the next ones, and the free list."""
         ring = self.free_list.ring

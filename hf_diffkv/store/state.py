@@ -259,11 +259,11 @@ class Store:
 
     def addresses(self) -> tuple:
         """Where everything is that a decode step reads or writes: a captured step is valid while this is the same."""
-        held = [self.pool.pages, self.pool.free_list.ring, self.pool.free_list.state, self.table.table]
+        held = [self.pool.free_list.ring, self.pool.free_list.state, self.table.table]
         held += [getattr(self, name) for name in ROW_STATE]
         held += [self.alpha_high, self.alpha_low, self.flag, self.invalid]
         held += [] if self.scratch is None else [t for t in vars(self.scratch).values() if isinstance(t, Tensor)]
-        return tuple((tensor.data_ptr(), *tensor.shape) for tensor in held)
+        return (self.pool.address, *((tensor.data_ptr(), tensor.shape) for tensor in held))
 
     def scratch_fits(self) -> bool:
         """Whether the buffers between the kernels serve the next step."""
