@@ -184,7 +184,10 @@ class DecodeStep:
         return store.addresses() + self.windows.addresses()
 
     def _reserve(self, store: Store) -> None:
-        if store.room < store.seen + 1 and store.config.max_bytes is None:
+        if store.config.max_bytes is not None:
+            # as long as the budget allows, at once: no graph is valid any more when it moves
+            store.pool.free_list.reserve(store.pool.max_pages)
+        elif store.room < store.seen + 1:
             store.room = min(self.max_tokens, store.seen + max(store.seen, MOST_TOKENS_AHEAD))
             # made at once, or a graph captured before it is made would not stay valid
             store.forget_bounds()

@@ -128,8 +128,9 @@ def make_room(store: Store, pages: int) -> None:
     keep = (stays, relative[LOW] >= alpha_low[stored[LOW].row])
     nothing = no_tokens(store)
     rewrite_rows(store.pool, store.layout, table, *counts, stored, keep, demoted, (nothing, nothing), store.dtype)
-    store.alpha_high = alpha_high.view(shape)[:, 0].clone()
-    store.alpha_low = alpha_low.view(shape)[:, 0].clone()
+    # where they stand, as captured steps read them there
+    store.alpha_high.copy_(alpha_high.view(shape)[:, 0])
+    store.alpha_low.copy_(alpha_low.view(shape)[:, 0])
     store.forget_bounds()
 
 

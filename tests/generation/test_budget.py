@@ -50,6 +50,18 @@ def test_a_budget_is_kept_at_every_step_and_turn(name: str, max_bytes: int, inte
     assert free.cache.memory().bytes > 1.2 * max_bytes and free.cache.memory().tokens["pruned"] == 0
 
 
+def test_tighter_thresholds_stand_where_they_stood() -> None:
+    """Or no captured step would stay valid."""
+    run = started(model_of(), LENGTHS, budget(130_000))
+    (store,) = run.cache.stores.stores
+    alphas = (store.alpha_high, store.alpha_low)
+    places, before = [alpha.data_ptr() for alpha in alphas], [alpha.clone() for alpha in alphas]
+    run.steps(tokens(3, 40))
+    alphas = (store.alpha_high, store.alpha_low)
+    assert [alpha.data_ptr() for alpha in alphas] == places
+    assert all(bool((alpha > old).any()) for alpha, old in zip(alphas, before))
+
+
 @pytest.mark.parametrize("beams, max_bytes", [(1, 130_000), (2, 200_000)])
 def test_a_budget_is_kept_inside_generate(beams: int, max_bytes: int) -> None:
     model, sizes = model_of(), []

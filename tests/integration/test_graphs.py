@@ -75,6 +75,15 @@ def test_room_that_runs_out_is_made_and_captured_again(model, steps, monkeypatch
     assert steps[0].captures > 1 and steps[0].replays + steps[0].captures <= 15
 
 
+def test_a_pool_that_grows_under_a_budget_needs_no_other_capture(model, steps) -> None:
+    tokens = torch.randint(0, 96, (1, 20), generator=torch.Generator().manual_seed(3))
+    expected, _ = run(model, False, tokens, 12, {"max_bytes": 6000})
+    got, cache = run(model, True, tokens, 12, {"max_bytes": 6000})
+    assert torch.equal(got, expected)
+    assert steps[0].captures == 1 and steps[0].replays == 10
+    assert cache.memory().bytes <= 6000 and cache.stores.stores[0].pool.capacity > 2
+
+
 def test_a_second_turn_and_a_fork(model, steps) -> None:
     tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(3))
     turn = torch.randint(0, 96, (1, 5), generator=torch.Generator().manual_seed(4))
