@@ -303,7 +303,7 @@ def measure_length(
     row |= warnings.row()
     if isinstance(cache, DiffKVCache):
         report = cache.memory()
-        row |= {"cache_bytes": report.bytes, "ratio": round(report.ratio, 4)}
+        row |= {"config": cache.config.to_dict(), "cache_bytes": report.bytes, "ratio": round(report.ratio, 4)}
         row |= shares(session, model, name, cache, 1, row["ms_per_token"])
     session.add({**case, **row})
     print(f"{name}, context {context}: {row['ms_per_token']:.3f} ms per token", flush=True)
@@ -366,6 +366,7 @@ def measure_batch(
     row |= {"batch": batch, "bytes_per_sequence": per_sequence}
     row["tokens_per_second"] = round(1e3 * batch / row["ms_mean"], 1)
     if isinstance(cache, DiffKVCache):
+        row |= {"config": cache.config.to_dict()}
         row |= shares(session, model, name, cache, batch, row["ms_per_token"])
     session.add({**case, **row})
     print(f"{name}, {context}: batch {batch}, {row['tokens_per_second']:.0f} tokens/s", flush=True)
