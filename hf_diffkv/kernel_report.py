@@ -1,7 +1,8 @@
 """Compiles every kernel ahead of time, without a GPU, and reports what each needs: `python -m hf_diffkv.kernel_report`.
 
 Registers, stack and spills are read from the binary that Triton made, not from a second run of the assembler, whose
-options would differ. The exit code is 1 if a kernel does not compile or spills registers.
+options would differ. The exit code is 1 if a kernel does not compile, spills registers or takes more shared memory than
+a device of its target has.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ QUICK = (
     r"|past_(forward|scores)-K8V4-K4V2-bf16-d128-padding-(sm_|gfx)"
     r"|(store|load|copy)_tokens-K(8V4|4V2)-g11-d128|(find_victims|plan_rows|assign_pages|move_tokens)-K8V4-K4V2-d128|append-d128)"
 )
+# bytes of shared memory that a program may take: sm_80 code also runs on sm_86 and sm_89, which have the least
+SHARED_LIMITS = {"sm_80": 99 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
 OPS = ("decode_attention", "prefill_attention", "quantize", "compact", "append")
 # triton compiles with fused multiply-add by default; said aloud, as newer versions warn where it is left open
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -62,7 +65,7 @@ class KernelResources:
 
     @property
     def failed(self) -> bool:
-        return bool(self.error) or self.spills > 0
+        return bool(self.error) or self.spills > 0 or self.shared > SHARED_LIMITS.get(self.target, self.shared)
 
 
 def collect_variants(ops: Iterable[str] = OPS) -> list[KernelVariant]:
@@ -276,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(format_table(results))
     failed = [f"{r.name} for {r.target}" for r in results if r.failed]
     if failed:
-        print(f"not compiled or spilled: {', '.join(failed)}", file=sys.stderr)
+        print(f"not compiled, spilled or too much shared memory: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -54,6 +54,7 @@ def attend(rows: Rows, query: torch.Tensor, backend: str, **options: Any) -> tup
         (K8V4, K4V2, 128, 7, 3, (0, 777)),
         (K8V4, K4V2, 64, 1, 2, (513, 0)),
         (K8V4, K4V2, 256, 8, 2, (65, 130)),
+        (K8V4, K4V2, 512, 8, 2, (300, 700)),
         (K8V4, K4V2, 80, 5, 2, (1, 1)),
         (K8V4, K4V2, 96, 4, 2, (500, 700)),
         (K8V8, K8V4, 128, 4, 2, (2048, 2048)),
@@ -139,7 +140,7 @@ def test_quantisation(device, precision, dim) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 64])
-@pytest.mark.parametrize("length, dim", [(4097, 128), (513, 256), (1025, 80)])
+@pytest.mark.parametrize("length, dim", [(4097, 128), (513, 256), (513, 512), (1025, 80)])
 def test_prompt_attention(device, length, dim, window) -> None:
     query = torch.randn(2, 8, length, dim, device=device).bfloat16()
     key, value = torch.randn(2, 2, 2, length, dim, device=device).bfloat16()

@@ -248,7 +248,19 @@ def test_quantisation_groups_match_the_reference(high, low, key_dim, value_dim):
 
 @pytest.mark.parametrize(
     ("key_dim", "value_dim", "group"),
-    [(8, 8, 2), (16, 32, 1), (80, 80, 7), (96, 64, 5), (64, 128, 8), (256, 256, 4), (32, 24, 16), (128, 128, 3)],
+    [
+        (8, 8, 2),
+        (16, 32, 1),
+        (80, 80, 7),
+        (96, 64, 5),
+        (64, 128, 8),
+        (256, 256, 4),
+        (32, 24, 16),
+        (128, 128, 3),
+        (512, 512, 8),
+        (72, 112, 2),
+        (192, 128, 8),
+    ],
 )
 def test_head_shapes_match_the_reference(key_dim, value_dim, group):
     case = make_case([[40]], [[41]], [18], key_dim=key_dim, value_dim=value_dim, group=group)

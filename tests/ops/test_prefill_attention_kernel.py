@@ -125,7 +125,20 @@ def test_programs_may_share_a_group_or_walk_it(small_tiles, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "key_dim, value_dim", [(8, 8), (8, 32), (64, 16), (80, 80), (96, 96), (128, 128), (256, 256), (24, 130)]
+    "key_dim, value_dim",
+    [
+        (8, 8),
+        (8, 32),
+        (64, 16),
+        (80, 80),
+        (96, 96),
+        (128, 128),
+        (256, 256),
+        (512, 512),
+        (72, 112),
+        (192, 128),
+        (24, 130),
+    ],
 )
 def test_head_dimensions(key_dim, value_dim):
     inputs = make_inputs(1, 2, 1, 70, key_dim, value_dim, dtype=torch.float16)

@@ -104,7 +104,20 @@ def test_low_precision_models(high, dtype):
 
 
 @pytest.mark.parametrize(
-    "key_dim, value_dim", [(8, 8), (16, 40), (24, 16), (64, 64), (80, 80), (96, 96), (128, 64), (256, 256)]
+    "key_dim, value_dim",
+    [
+        (8, 8),
+        (16, 40),
+        (24, 16),
+        (64, 64),
+        (80, 80),
+        (96, 96),
+        (128, 64),
+        (256, 256),
+        (512, 512),
+        (72, 112),
+        (192, 128),
+    ],
 )
 def test_head_dimensions(key_dim, value_dim):
     low = Precision(4, 2) if value_dim % 8 else Precision(4, 1)

@@ -95,5 +95,5 @@ def variants() -> list[KernelVariant]:
             },
             num_warps=NUM_WARPS,
         )
-        for dim in (80, 128)
+        for dim in (80, 128, 512)
     ]

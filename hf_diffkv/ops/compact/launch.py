@@ -279,6 +279,7 @@ def variants() -> list[KernelVariant]:
         (Precision(8, 4), Precision(4, 2), 64),
         (Precision(8, 4), Precision(4, 2), 128),
         (Precision(8, 4), Precision(4, 2), 256),
+        (Precision(8, 4), Precision(4, 2), 512),
         (Precision(8, 8), Precision(8, 4), 128),
         (Precision(16, 16), Precision(16, 16), 128),
     ):

@@ -29,7 +29,7 @@ SHIPPED_PRECISIONS = (
     ("K8V8", Precision(8, 8), Precision(8, 8)),
     ("K16V16", Precision(16, 16), Precision(16, 16)),
 )
-SHIPPED_DIMS = (64, 80, 96, 128, 256)
+SHIPPED_DIMS = (64, 80, 96, 128, 256, 512)
 SHIPPED_GROUPS = (1, 4, 5, 7, 8)
 SHIPPED_TARGETS = {"cuda": ("sm_80", "sm_90"), "hip": ("gfx942",)}
 ARGUMENT_TYPES = {

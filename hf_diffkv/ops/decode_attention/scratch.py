@@ -55,6 +55,8 @@ class KernelConfig:
         tiers = (layout.high, layout.low)
         uncompressed = any(16 in (tier.k_bits, tier.v_bits) for tier in tiers)
         widest = max(layout.high.key_dim, layout.high.value_dim)
+        # a warp holds 128 elements of every head
+        wide = max(1, triton.next_power_of_2(widest) // 128)
         if backend == "cpu":
             return cls(heads, 128, 1, 1, PORTABLE, tl.float32, tl.float32)
         if dtype == torch.float32:
@@ -62,20 +64,22 @@ class KernelConfig:
         raw = TRITON_DTYPES[dtype]
         if backend == "hip":
             # 16 columns: with 8 and one wave no matrix instruction is used
-            return cls(max(16, heads), 64, 2 if widest > 128 else 1, 2, PORTABLE, tl.float16, raw)
-        warps = 1
+            block = 64
+            # tiles of keys and values that are loaded ahead wait in the 64 KiB that a program has there
+            while block * max(tier.key_row + tier.value_row for tier in tiers) >= 1 << 16:
+                block //= 2
+            return cls(max(16, heads), block, wide, 2, PORTABLE, tl.float16, raw)
+        warps = wide
         if uncompressed:
             block = 16
-        elif heads >= 16:
+        elif heads >= 16 and wide <= 2:
             block, warps = 64, 2
         else:
             block = 64 if widest <= 64 else 32
-        if widest > 128:
-            warps = 2
         # 8-bit values of 80 or 96 elements: padding them leaves no registers for loads ahead of their use
         crowded = widest & (widest - 1) > 0 and any(tier.v_bits == 8 for tier in tiers)
         # left alone, the assembler spills some kernels to reach a round number of registers
-        options = (("maxnreg", 255),) if uncompressed or crowded else ()
+        options = (("maxnreg", 255),) if uncompressed or crowded or wide > 2 else ()
         return cls(heads, block, warps, 1 if crowded else 2, PTX, tl.float16, raw, options)
 
 

@@ -13,7 +13,7 @@ from .past import StoredPast
 __all__ = ["KERNEL_HEAD_DIM", "StoredPast", "prefill_attention"]
 
 # the kernels' tiles of wider heads would not fit a GPU's registers
-KERNEL_HEAD_DIM = 256
+KERNEL_HEAD_DIM = 512
 
 
 @without_autocast

@@ -39,29 +39,33 @@ class Tile:
 INTERPRETER_TILE = Tile(64, 64, 4, 1)
 # by the widest padded head dimension they serve
 FORWARD_TILES = {
-    "sm_80": {64: Tile(128, 64, 8, 3), 128: Tile(128, 32, 8, 2), 256: Tile(64, 16, 8, 2)},
-    "sm_90": {64: Tile(128, 128, 8, 2), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2)},
-    "gfx942": {64: Tile(128, 64, 4, 1), 128: Tile(128, 32, 4, 1), 256: Tile(64, 64, 4, 1)},
+    "sm_80": {64: Tile(128, 64, 8, 3), 128: Tile(128, 32, 8, 2), 256: Tile(64, 16, 8, 2), 512: Tile(32, 32, 8, 1)},
+    "sm_90": {64: Tile(128, 128, 8, 2), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2), 512: Tile(32, 32, 8, 2)},
+    "gfx942": {64: Tile(128, 64, 4, 1), 128: Tile(128, 32, 4, 1), 256: Tile(64, 64, 4, 1), 512: Tile(32, 16, 4, 1)},
 }
 COLUMN_TILES = {
-    "sm_80": {64: Tile(64, 128, 4, 2), 128: Tile(32, 128, 4, 3), 256: Tile(32, 64, 4, 2)},
-    "sm_90": {64: Tile(64, 128, 8, 3), 128: Tile(32, 128, 4, 3), 256: Tile(64, 128, 8, 2)},
-    "gfx942": {64: Tile(64, 128, 4, 1), 128: Tile(64, 128, 4, 1), 256: Tile(64, 64, 4, 1)},
+    "sm_80": {64: Tile(64, 128, 4, 2), 128: Tile(32, 128, 4, 3), 256: Tile(32, 64, 4, 2), 512: Tile(32, 64, 8, 2)},
+    "sm_90": {64: Tile(64, 128, 8, 3), 128: Tile(32, 128, 4, 3), 256: Tile(64, 128, 8, 2), 512: Tile(32, 64, 8, 2)},
+    "gfx942": {64: Tile(64, 128, 4, 1), 128: Tile(64, 128, 4, 1), 256: Tile(64, 64, 4, 1), 512: Tile(64, 64, 4, 1)},
 }
 # of `past_forward`
 PAST_TILES = {
-    "sm_80": {64: Tile(128, 64, 8, 2), 128: Tile(128, 32, 8, 2), 256: Tile(64, 32, 8, 1)},
-    "sm_90": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 1)},
+    "sm_80": {64: Tile(128, 64, 8, 2), 128: Tile(128, 32, 8, 2), 256: Tile(64, 32, 8, 1), 512: Tile(32, 32, 8, 1)},
+    "sm_90": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 1), 512: Tile(32, 64, 8, 1)},
     # Triton 3.6 does not overlap inline PTX with matrix products there
-    "sm_100": {64: Tile(128, 64, 8, 1), 128: Tile(128, 64, 8, 1), 256: Tile(128, 32, 8, 1)},
-    "gfx942": {64: Tile(128, 64, 4, 1), 128: Tile(128, 32, 4, 1), 256: Tile(64, 32, 4, 1)},
+    "sm_100": {64: Tile(128, 64, 8, 1), 128: Tile(128, 64, 8, 1), 256: Tile(128, 32, 8, 1), 512: Tile(32, 64, 8, 1)},
+    "gfx942": {64: Tile(128, 64, 4, 1), 128: Tile(128, 32, 4, 1), 256: Tile(64, 32, 4, 1), 512: Tile(64, 16, 4, 1)},
 }
 # reading a mask takes many registers
-_MASKED = {64: Tile(64, 64, 8, 2), 128: Tile(64, 32, 8, 2), 256: Tile(32, 32, 8, 2)}
+_MASKED = {64: Tile(64, 64, 8, 2), 128: Tile(64, 32, 8, 2), 256: Tile(32, 32, 8, 2), 512: Tile(16, 32, 8, 1)}
 # Triton 3.6 does not compile 32 queries over a past for AMD
-MASKED_TILES = {"sm_80": _MASKED, "sm_90": _MASKED, "gfx942": _MASKED | {256: Tile(64, 16, 8, 1)}}
+MASKED_TILES = {
+    "sm_80": _MASKED,
+    "sm_90": _MASKED,
+    "gfx942": _MASKED | {256: Tile(64, 16, 8, 1), 512: Tile(32, 16, 8, 1)},
+}
 # float32 dots have no matrix instructions and keep their operands in registers
-FLOAT32_TILES = {64: Tile(32, 16, 4, 1), 128: Tile(32, 16, 8, 1), 256: Tile(16, 16, 4, 1)}
+FLOAT32_TILES = {64: Tile(32, 16, 4, 1), 128: Tile(32, 16, 8, 1), 256: Tile(16, 16, 4, 1), 512: Tile(16, 16, 4, 1)}
 
 
 def target_of(device: torch.device) -> str:

@@ -59,12 +59,16 @@ SHIPPED = (
     (torch.bfloat16, 256, ("padding",)),
     (torch.bfloat16, 256, ("padding", "past", "mask")),
     (torch.bfloat16, 256, ("padding", "stored", "mask")),
+    (torch.bfloat16, 512, ("padding",)),
+    (torch.bfloat16, 512, ("padding", "stored")),
+    (torch.bfloat16, 512, ("padding", "past", "mask")),
+    (torch.bfloat16, 512, ("padding", "stored", "mask")),
     (torch.float32, 128, ("padding",)),
 )
 K8V4_K4V2 = ("K8V4-K4V2", Precision(8, 4), Precision(4, 2))
 # (precisions, dtype, head_dim, features)
 STORED = (
-    *((K8V4_K4V2, torch.bfloat16, dim, ("padding",)) for dim in (64, 80, 96, 128, 256)),
+    *((K8V4_K4V2, torch.bfloat16, dim, ("padding",)) for dim in (64, 80, 96, 128, 256, 512)),
     (K8V4_K4V2, torch.bfloat16, 128, ()),
     (K8V4_K4V2, torch.bfloat16, 128, ("padding", "softcap")),
     (K8V4_K4V2, torch.bfloat16, 128, ("padding", "window")),
@@ -73,6 +77,7 @@ STORED = (
     (("K8V8", Precision(8, 8), Precision(8, 8)), torch.bfloat16, 128, ("padding",)),
     (("K16V16", Precision(16, 16), Precision(16, 16)), torch.bfloat16, 128, ("padding",)),
     (("K16V16", Precision(16, 16), Precision(16, 16)), torch.bfloat16, 256, ("padding",)),
+    (("K16V16", Precision(16, 16), Precision(16, 16)), torch.bfloat16, 512, ("padding",)),
     (("K16V8-K2V1", Precision(16, 8), Precision(2, 1)), torch.bfloat16, 128, ("padding",)),
     (("K8V4-K4V2-g4", Precision(8, 4, 4, 4), Precision(4, 2, 4, 4)), torch.bfloat16, 128, ("padding",)),
 )

@@ -175,9 +175,11 @@ def variants() -> list[KernelVariant]:
         (Precision(8, 4), 96),
         (Precision(8, 4), 128),
         (Precision(8, 4), 256),
+        (Precision(8, 4), 512),
         (Precision(4, 2), 128),
         (Precision(8, 8), 128),
         (Precision(16, 16), 128),
+        (Precision(16, 16), 512),
         (Precision(4, 1, 4, 2), 128),
     ):
         tier = PageLayout.build(precision, precision, dim, dim, 2).high
