@@ -9,6 +9,7 @@ import json
 import platform
 import re
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ BUNDLED_MODEL = Path(__file__).resolve().parents[1] / "examples" / "models" / "t
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 VERSIONED = ("hf-diffkv", "torch", "transformers", "accelerate", "triton", "safetensors", "numpy")
 USAGE_ERROR = 2
+INTERRUPTED = 130
 
 
 class CliError(Exception):
@@ -38,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (CliError, RunError) as error:
         print(f"hf-diffkv: {error}", file=sys.stderr)
         return USAGE_ERROR
+    except KeyboardInterrupt:
+        print("\nhf-diffkv: interrupted.", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,13 +64,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-new-tokens", metavar="N", type=int, default=64, help="per turn (default: %(default)s)")
     add("--alpha-high", metavar="X", type=float, help="tokens with X times the average significance stay at --high")
     add("--alpha-low", metavar="X", type=float, help="tokens below X times the average are pruned; 0 prunes nothing")
-    add("--window", metavar="N", type=int, help="newest tokens kept uncompressed")
+    add("--window", metavar="N", type=int, help="newest tokens kept uncompressed (default: 64)")
     add("--high", metavar="KxVy", help="bits of keys and values of important tokens, for example K8V4")
     add("--low", metavar="KxVy", help="bits of keys and values of the others, for example K4V2")
     add("--dtype", choices=DTYPES, default="auto", help="of the model (default: as it was saved)")
     add("--device", help="for example cpu or cuda:0 (default: cuda where there is one)")
     add("--sample", action="store_true", help="draw tokens at random instead of taking the likeliest")
-    add("--seed", metavar="N", type=int, default=0)
+    add("--seed", metavar="N", type=int, default=0, help="of --sample (default: %(default)s)")
     add("--output", metavar="FOLDER", type=Path, default=Path("demo_output"), help="default: %(default)s")
     env = commands.add_parser("env", help="print versions, for a bug report")
     env.set_defaults(run=_env)
@@ -164,7 +169,7 @@ def _device(given: str | None) -> str:
     if given is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=given)
+        torch.zeros(1, device=given).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise CliError(f"--device {given} cannot be used: {str(error).splitlines()[0]}") from error
     return given
@@ -190,6 +195,9 @@ def _check_length(model: str, turns: list[str], max_new_tokens: int) -> None:
 def _make_folder(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # found out now and not when all has been generated
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         raise CliError(f"cannot write to {folder}: {error.strerror}.") from error
     return folder

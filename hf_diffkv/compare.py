@@ -31,6 +31,11 @@ DYNAMIC, DIFFKV = "DynamicCache", "DiffKV"
 # What a user can cause; anything else is a defect and keeps its traceback.
 EXPECTED = (ValueError, OSError, MemoryError, NotImplementedError, HandOverError, torch.OutOfMemoryError)
 WARM_UP_TOKENS = 3
+# Ctrl-C reaches both processes; the one that waits says so, this one ends without a word
+NEW_PROCESS = (
+    "import runpy, signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    "runpy.run_module('hf_diffkv.compare', run_name='__main__')"
+)
 
 
 class RunError(Exception):
@@ -107,7 +112,7 @@ def run_in_fresh_process(job: Job) -> Run:
         paths = [path for path in (os.environ.get("PYTHONPATH"), package) if path]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         sys.stdout.flush()
-        command = [sys.executable, "-m", "hf_diffkv.compare", str(job_path), str(run_path)]
+        command = [sys.executable, "-c", NEW_PROCESS, str(job_path), str(run_path)]
         code = subprocess.run(command, env=environment).returncode
         if not run_path.exists():
             reason = "was killed, most likely for lack of memory" if code == -9 else f"ended with exit code {code}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import numbers
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,11 @@ CONFIG_NAME = "diffkv_config.json"
 SUPPORTED_BITS = (1, 2, 4, 8, 16)
 
 Threshold = Union[float, tuple[float, ...], tuple[tuple[float, ...], ...]]
+
+
+def _is_integer(value: Any) -> bool:
+    """Also of NumPy, where numbers often come from."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -38,12 +44,15 @@ class Precision:
     def __post_init__(self) -> None:
         for name in ("k_bits", "v_bits"):
             bits = getattr(self, name)
-            if isinstance(bits, bool) or bits not in SUPPORTED_BITS:
+            if not _is_integer(bits) or bits not in SUPPORTED_BITS:
                 raise ValueError(f"Precision.{name}={bits!r} is not supported; use one of {SUPPORTED_BITS}.")
         for name in ("k_groups", "v_groups"):
             groups = getattr(self, name)
-            if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
+            if not _is_integer(groups) or groups < 1:
                 raise ValueError(f"Precision.{name}={groups!r} must be an integer of at least 1.")
+        for name in ("k_bits", "v_bits", "k_groups", "v_groups"):
+            # plain numbers, which JSON knows
+            object.__setattr__(self, name, int(getattr(self, name)))
 
     @property
     def name(self) -> str:
@@ -94,11 +103,9 @@ class DiffKVConfig:
         for name in ("alpha_high", "alpha_low"):
             object.__setattr__(self, name, _as_threshold(name, getattr(self, name)))
         self._check_order()
-        _check_integer("window", self.window, 1)
-        _check_integer("compaction_interval", self.compaction_interval, 1)
-        for name in ("observation_window", "page_bytes", "max_bytes"):
-            if getattr(self, name) is not None:
-                _check_integer(name, getattr(self, name), 1)
+        for name in ("window", "compaction_interval", "observation_window", "page_bytes", "max_bytes"):
+            if getattr(self, name) is not None or name in ("window", "compaction_interval"):
+                object.__setattr__(self, name, _as_count(name, getattr(self, name)))
         if not isinstance(self.cuda_graphs, bool):
             raise ValueError(f"cuda_graphs={self.cuda_graphs!r} must be True or False.")
         if not isinstance(self.policy, str):
@@ -133,6 +140,9 @@ class DiffKVConfig:
         Args:
             model_config: a Transformers `PretrainedConfig`, or the model's name or folder as a string.
             **kwargs: fields that override the choice.
+
+        Raises:
+            ValueError: `model_config` is something else, the model itself for example.
         """
         from .presets import preset_for
 
@@ -183,10 +193,12 @@ def _as_precision(name: str, value: Any) -> Precision:
         known = [field.name for field in dataclasses.fields(Precision)]
         if set(value) - set(known):
             raise ValueError(f"unknown keys {sorted(set(value) - set(known))} in {name}; known keys are {known}.")
+        if not {"k_bits", "v_bits"} <= set(value):
+            raise ValueError(f"{name}={value!r} must have both k_bits and v_bits.")
         return Precision(**value)
     if isinstance(value, (tuple, list)) and 2 <= len(value) <= 4:
         return Precision(*value)
-    raise ValueError(f"{name}={value!r} is not a Precision; use Precision(k_bits, v_bits).")
+    raise ValueError(f"{name}={value!r} is not a Precision; use Precision(k_bits, v_bits) or [k_bits, v_bits].")
 
 
 def _as_threshold(name: str, value: Any) -> Threshold:
@@ -202,7 +214,7 @@ def _as_threshold(name: str, value: Any) -> Threshold:
         if all(nested) and len({len(entry) for entry in entries}) > 1:
             raise ValueError(f"{name} has layers with different numbers of heads.")
         return entries
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value) or value < 0:
         raise ValueError(f"{name}={value!r} must be a number of at least 0, or lists of such numbers.")
     return float(value)
 
@@ -225,9 +237,10 @@ def _paired(low: Threshold, high: Threshold) -> list[tuple[float, float]] | None
     return pairs
 
 
-def _check_integer(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
+def _as_count(name: str, value: Any) -> int:
+    if not _is_integer(value) or value < 1:
+        raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
+    return int(value)
 
 
 def _payload_bits(precision: Precision) -> int:

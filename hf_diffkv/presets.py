@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -24,7 +25,14 @@ GROUPED_PRECISIONS: dict[str, Any] = {"high": Precision(8, 4, 1, 2), "low": Prec
 
 def preset_for(model_config: Any) -> dict[str, Any]:
     """Config fields for a model: calibrated where published, otherwise thresholds that never prune."""
-    name = model_config if isinstance(model_config, str) else getattr(model_config, "_name_or_path", "")
+    if isinstance(model_config, (str, os.PathLike)):
+        name = os.fspath(model_config)
+    elif hasattr(model_config, "_name_or_path"):
+        name = model_config._name_or_path
+    else:
+        raise ValueError(
+            f"model_config is a {type(model_config).__name__}; pass model.config, or the model's name or folder."
+        )
     name = (name or "").lower().replace("_", "-").rstrip("/").rsplit("/", 1)[-1]
     fields = dict(SAFE)
     for pattern, (alpha_low, alpha_high) in CALIBRATED.items():

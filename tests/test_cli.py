@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -233,6 +236,8 @@ def test_peak_memory_remembers_what_was_freed() -> None:
         (["--prompt", "a", "--alpha-low", "2"], "alpha_low=2.0 is above alpha_high=1.0"),
         (["--prompt", "a", "--window", "0"], "window=0 must be an integer of at least 1"),
         (["--prompt", "a", "--device", "abacus"], "--device abacus cannot be used"),
+        (["--prompt", "a", "--device", "meta"], "--device meta cannot be used"),
+        (["--prompt", "a", "--output", "/proc"], "cannot write to /proc"),
         (["--prompt", "a", "--model", "no/such/model/folder"], "cannot load the model no/such/model/folder"),
         (["--prompt", "a", "--output", __file__], f"cannot write to {__file__}"),
     ],
@@ -293,6 +298,19 @@ def test_model_that_cannot_be_compressed(tmp_path: Path, capfd: pytest.CaptureFi
     assert "hf-diffkv: DiffKV: deepseek_v3 caches latents" in error
     assert "Traceback" not in error
     assert not (tmp_path / "out" / "figures.json").exists()
+
+
+def test_interrupt_ends_both_processes_in_one_line(tmp_path: Path) -> None:
+    """As by Ctrl-C, which reaches all processes of a terminal's foreground group."""
+    command = [sys.executable, "-m", "hf_diffkv", "generate", "--prompt", "a" * 600, "--max-new-tokens", "3000"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "bufsize": 0}
+    process = subprocess.Popen([*command, "--output", str(tmp_path)], start_new_session=True, **pipes)
+    written = process.stdout.read(70)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate()
+    assert written.startswith(b"... aaa")
+    assert process.returncode == 130
+    assert errors.decode().endswith("\nhf-diffkv: interrupted.\n") and b"Traceback" not in errors
 
 
 def test_env(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from transformers import LlamaConfig
 
@@ -64,6 +65,19 @@ def test_plain_values_become_precisions_and_tuples() -> None:
     assert hash(config) == hash(DiffKVConfig.from_json(config.to_json()))
 
 
+def test_numbers_of_numpy_become_plain_ones() -> None:
+    precision = Precision(np.int64(8), np.int32(4))
+    config = DiffKVConfig(high=precision, alpha_high=[np.float32(1.5)], window=np.int64(5), max_bytes=np.int64(10**9))
+    assert config == DiffKVConfig(high=(8, 4), alpha_high=(1.5,), window=5, max_bytes=10**9)
+    assert DiffKVConfig.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize("given", [None, DiffKVConfig(), 3])
+def test_presets_of_what_is_no_model_are_refused(given: object) -> None:
+    with pytest.raises(ValueError, match="pass model.config, or the model's name"):
+        DiffKVConfig.for_model(given)
+
+
 GROUPED = (Precision(8, 4, 1, 2), Precision(4, 2, 2, 4))
 PLAIN = (Precision(8, 4), Precision(4, 2))
 UNCALIBRATED = (0.0, 1.0)
@@ -96,7 +110,7 @@ def test_thresholds_of_published_models(
 ) -> None:
     model_config = LlamaConfig()
     model_config._name_or_path = name
-    for config in (DiffKVConfig.for_model(name), DiffKVConfig.for_model(model_config)):
+    for config in map(DiffKVConfig.for_model, (name, Path(name), model_config)):
         assert (config.alpha_low, config.alpha_high) == alphas
         assert (config.high, config.low) == precisions
 

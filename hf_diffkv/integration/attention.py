@@ -42,6 +42,21 @@ HARMLESS = {
 }
 
 
+class _NoGradient(torch.autograd.Function):
+    """Passes the output of a cache on. Stored tokens have no gradient, and leaving it out would be a wrong one."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, *inputs: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        raise RuntimeError(
+            "attention with a DiffKVCache has no gradient; train without a cache (use_cache=False), or with "
+            "Transformers' own."
+        )
+
+
 def diffkv_attention(
     module: nn.Module,
     query: Tensor,
@@ -111,6 +126,8 @@ def diffkv_attention(
             shown, valid, mask = split_mask(attention_mask, layer, key.shape[2])
             output = layer.attend(query, valid, mask, scaling, softcap, s_aux, shown)
             layer.expect(attention_mask)
+        if torch.is_grad_enabled():
+            output = _NoGradient.apply(output, query, key, value)
     return output.transpose(1, 2).contiguous(), None
 
 

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ..config import DiffKVConfig
 from ..io import load_cache, model_fingerprint, save_cache
+from ..policy import get_policy
 from ..report import MemoryReport, memory_report
 from ..store import check_integrity, commit, fork_store, levels, move_rows, prepare_rows, read_tokens
 from .devices import TensorParallel, are_apart, layer_devices
@@ -37,7 +38,7 @@ class DiffKVCache(Cache):
         **kwargs: single fields of `DiffKVConfig`, on top of `config`.
 
     Raises:
-        ValueError: unknown or invalid fields (`DiffKVConfig`).
+        ValueError: unknown or invalid fields (`DiffKVConfig`), or `model_config` is no configuration.
         UnsupportedModelError: models this cache cannot work with: encoder-decoder models, models that cache latents or
             attend to a selection of tokens, models without attention.
     """
@@ -47,6 +48,7 @@ class DiffKVCache(Cache):
         text_config = model_config.get_text_config(decoder=True)
         self.model_fingerprint = model_fingerprint(model_config)
         self.config = _resolve_config(model_config, config, kwargs)
+        get_policy(self.config.policy)
         layers = cache_layers(text_config)
         self._readers = shared_layers(text_config)
         compressed = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
@@ -108,7 +110,16 @@ class DiffKVCache(Cache):
         `generate()` does it. Call it before `model(...)` with a model under tensor parallelism, so that ranks stop
         together where one cannot go on, or with a `device_map` over several devices and `max_bytes`, or one that parts
         layers that share keys and values: the layer that the others read is then not compressed.
+
+        Raises:
+            ValueError: the model has other layers than the one this cache was made for.
         """
+        mine = [DynamicLayer if isinstance(layer, DiffKVLayer) else type(layer) for layer in self.layers]
+        if mine != [type(layer) for layer in cache_layers(model.config.get_text_config(decoder=True))]:
+            raise ValueError(
+                f"this cache was made for another model: its layers are not those of {type(model).__name__}; use "
+                "DiffKVCache(model.config)."
+            )
         for layer_idx, readers in self._readers.items():
             layer = self.layers[layer_idx]
             if isinstance(layer, DiffKVLayer) and layer.store is None and are_apart(model, (layer_idx, *readers)):
@@ -158,6 +169,8 @@ class DiffKVCache(Cache):
 
     def _compressed(self, layer_idx: int) -> DiffKVLayer:
         self._check_idle()
+        if not -len(self.layers) <= layer_idx < len(self.layers):
+            raise ValueError(f"layer_idx={layer_idx} does not exist: this cache has {len(self.layers)} layers.")
         layer = self.layers[layer_idx]
         if not isinstance(layer, DiffKVLayer):
             raise ValueError(
@@ -172,8 +185,11 @@ class DiffKVCache(Cache):
         """Writes the cache as safetensors and JSON; with `model` its weights are checked when loading.
 
         Raises:
-            ValueError: tokens that may still be taken back (call `crop(0)`), or a layer that cannot be saved.
+            ValueError: tokens that may still be taken back (call `crop(0)`), a layer that cannot be saved, or a
+                `model` with another configuration than the cache was made for.
         """
+        if model is not None and self.model_fingerprint != model_fingerprint(_config_of(model)):
+            raise ValueError("the configuration of model is not the one this cache was made for; pass its own model.")
         self.check_handover()
         save_cache(self, save_directory, model)
 
@@ -184,7 +200,9 @@ class DiffKVCache(Cache):
         Raises:
             FileNotFoundError: there is no saved cache.
             CacheFileError: the files are damaged, newer than this version, or belong to another model.
+            ValueError: `model` is not a model.
         """
+        _config_of(model)
         return load_cache(cls, save_directory, model, TensorParallel.of(model), layer_devices(model))
 
     def fork(self, n: int) -> list[DiffKVCache]:
@@ -236,7 +254,10 @@ class DiffKVCache(Cache):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the sequences `indices` (int64, or bool [batch]); the others give their pages back at once."""
         indices = torch.as_tensor(indices)
-        index = torch.arange(max(self.batch_size, 0)).to(indices.device)[indices]
+        try:
+            index = torch.arange(max(self.batch_size, 0)).to(indices.device)[indices]
+        except IndexError as error:
+            raise ValueError(f"indices={indices.tolist()}: this cache holds {self.batch_size} sequences.") from error
         self._select(index, lambda layer: layer.batch_select_indices(indices))
 
     def _select(self, index: Tensor, stock: Any) -> None:
@@ -322,6 +343,12 @@ def _check_croppable(layer: Any, tokens_to_remove: int) -> None:
             "Call activate_past_recording() before the forward whose tokens may be rejected (generate() does), or keep "
             "a copy.deepcopy of the cache."
         )
+
+
+def _config_of(model: Any) -> Any:
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        raise ValueError(f"model is a {type(model).__name__}; pass the model itself, not its configuration or name.")
+    return model.config
 
 
 def _resolve_config(model_config: Any, config: DiffKVConfig | None, fields: dict[str, Any]) -> DiffKVConfig:

@@ -147,6 +147,11 @@ class DiffKVLayer(CacheLayerMixin):
         if self.stores.capturing:
             # a captured step repeats the device's work alone
             return _tagged(key_states, value_states, self)
+        if key_states.is_meta:
+            raise ValueError(
+                "keys and values are on the meta device, which holds no data; load the model's weights first, for "
+                "example with from_pretrained."
+            )
         self.stores.check_read()
         self.stores.check_usable()
         key, value = _as_attended(key_states, value_states)

@@ -48,7 +48,13 @@ def split_mask(
             "this attention mask hides some past tokens from some of the new ones only; once compressed, a past token "
             "can only be attended by all that follow or, from some forward on, by none."
         )
-    return last[:, :past], last[:, past:], mask[..., past:]
+    valid, new = last[:, past:], mask[..., past:]
+    if tokens > 1 and bool((new & valid[:, None, :, None] & ~valid[:, None, None]).any()):
+        raise HandOverError(
+            "this attention mask hides new tokens from the last of them, which makes them padding, but shows them to "
+            "others; let the last new token see all that are not padding."
+        )
+    return last[:, :past], valid, new
 
 
 def _as_bool(mask: Tensor) -> Tensor:

@@ -27,6 +27,11 @@ REFUSED_TYPES = {
 
 def check_model_config(model_config: Any) -> None:
     """Raises `UnsupportedModelError` for models that cannot work with this cache, before anything runs."""
+    if not hasattr(model_config, "get_text_config"):
+        raise ValueError(
+            f"model_config is a {type(model_config).__name__}; pass the model's configuration: "
+            "DiffKVCache(model.config)."
+        )
     if getattr(model_config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             "DiffKVCache works with decoder-only models; for an encoder-decoder model use Transformers' own caches."

@@ -120,6 +120,36 @@ def _cache_fields(cache_config: Any) -> dict[str, Any]:
     return dict(cache_config)
 
 
+def _check_options(model: Any, cache: DiffKVCache, generation_config: Any) -> None:
+    """Raises `ValueError` for options of `generate()` that contradict a cache given to it."""
+    if generation_config.use_cache is False:
+        raise ValueError("use_cache=False contradicts past_key_values=DiffKVCache(...); leave one of them out.")
+    given = generation_config.cache_config
+    # what comes from the model's own generation_config is a default, which a cache overrides
+    if given is None or given == getattr(model.generation_config, "cache_config", None):
+        return
+    fields = _cache_fields(given)
+    wanted = fields.get("config") or DiffKVConfig.from_dict({**cache.config.to_dict(), **fields})
+    if cache.config != wanted:
+        raise ValueError(
+            f"cache_config={given!r} differs from the configuration that past_key_values has; leave cache_config out, "
+            "or make a new DiffKVCache(model.config, ...) with these fields."
+        )
+
+
+def _check_padding(model_kwargs: dict[str, Any]) -> None:
+    """Raises `ValueError` for prompts that end with padding: the next token would be predicted from that."""
+    mask = model_kwargs.get("attention_mask")
+    if mask is None or mask.ndim != 2:
+        return
+    ends = mask.any(-1) & (mask[:, -1] == 0)
+    if bool(ends.any()):
+        raise ValueError(
+            f"the attention_mask of rows {ends.nonzero()[:, 0].tolist()} ends with padding, from which the next token "
+            "would be predicted; pad on the left (tokenizer.padding_side = 'left')."
+        )
+
+
 def _check_prompt(cache: DiffKVCache, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
     """Raises `ValueError` for a prompt no longer than what the cache holds, which `generate()` would cut wrongly."""
     mask = model_kwargs.get("attention_mask")
@@ -142,6 +172,11 @@ def _wrap(original: Callable) -> Callable:
         cache = model_kwargs.get("past_key_values")
         wanted = generation_config.cache_implementation == NAME
         if isinstance(cache, DiffKVCache):
+            _check_options(self, cache, generation_config)
+            if generation_config.cache_implementation not in (None, NAME):
+                # refuses a cache together with a name
+                return original(self, generation_config, model_kwargs, *args, **kwargs)
+            _check_padding(model_kwargs)
             ensure_attention(self)
             cache.check_handover()
             cache.usage.claim(self, generation_config)
@@ -150,11 +185,18 @@ def _wrap(original: Callable) -> Callable:
         elif not wanted or cache is not None or generation_config.use_cache is False:
             return original(self, generation_config, model_kwargs, *args, **kwargs)
         else:
+            _check_padding(model_kwargs)
             made = DiffKVCache(self.config, **_cache_fields(generation_config.cache_config))
             ensure_attention(self)
             made.usage.claim(self, generation_config)
             made.attach(self)
             model_kwargs["past_key_values"] = made
+        if generation_config.output_attentions:
+            warnings.warn(
+                "a DiffKVCache gives no attention weights, so `attentions` stays empty; cache.significance(layer_idx) "
+                "has what each token received.",
+                stacklevel=3,
+            )
         # generate() works on its own copy of the config; the stock code refuses a cache together with a name
         generation_config.cache_implementation = None
         try:

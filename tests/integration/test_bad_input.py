@@ -79,6 +79,10 @@ BAD_FIELDS = [
     ({"high": (3, 4)}, ("k_bits=3", "(1, 2, 4, 8, 16)")),
     ({"low": (4, 5)}, ("v_bits=5", "(1, 2, 4, 8, 16)")),
     ({"high": {"k_bits": 8, "vbits": 4}}, ("vbits", "high", "v_bits")),
+    ({"high": (8.0, 4)}, ("k_bits=8.0", "(1, 2, 4, 8, 16)")),
+    ({"high": {"k_bits": 8}}, ("high", "both k_bits and v_bits")),
+    ({"low": "K4V2"}, ("low='K4V2'", "Precision(k_bits, v_bits)")),
+    ({"policy": "nothing"}, ("policy='nothing'", "diffkv")),
     ({"high": (8, 4, 0)}, ("k_groups=0", "at least 1")),
     ({"high": (4, 2), "low": (8, 4)}, ("low=K8V4", "high=K4V2", "swap")),
     ({"alpha_high": (1.0, 1.0, 1.0)}, ("alpha_high", "3 entries", "2 layers")),
@@ -108,11 +112,10 @@ def test_a_cache_config_of_another_type_names_it() -> None:
         ({"high": (8, 4, 3, 1)}, ("high.k_groups=3", "head_dim=16")),
         ({"low": (4, 2, 1, 5)}, ("low.v_groups=5", "head_dim=16")),
         ({"alpha_high": ((1.0, 1.0, 1.0),) * 2}, ("alpha_high", "3 entries", "2 KV heads")),
-        ({"policy": "nothing"}, ("policy='nothing'", "diffkv")),
         ({"max_bytes": 1000}, ("max_bytes=1000", "window")),
         ({"page_bytes": 64}, ("page_bytes=64", "raise page_bytes")),
     ],
-    ids=["k_groups", "v_groups", "heads", "policy", "max_bytes", "page_bytes"],
+    ids=["k_groups", "v_groups", "heads", "max_bytes", "page_bytes"],
 )
 def test_what_only_the_first_keys_can_tell(fields: dict[str, Any], words: tuple[str, ...]) -> None:
     model = tiny_model("llama")
@@ -389,10 +392,13 @@ def test_masks_that_cannot_be_honoured() -> None:
     hidden = allowed.clone()
     hidden[0, 0, 2, 3] = False
     bias = torch.where(allowed, 0.5, torch.finfo(torch.float32).min)
+    end = allowed.clone()
+    end[0, 0, -1, past + 3] = False
     for mask, words in (
         (hidden, ("hides some past tokens", "by none")),
         (causal, ("mask covers 5 keys", "seen 26", "past ones included")),
         (bias, ("bias", "allow or forbid")),
+        (end, ("hides new tokens from the last", "not padding")),
     ):
         cache = filled(model)
         with raises(HandOverError, *words):

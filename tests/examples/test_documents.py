@@ -1,0 +1,93 @@
+"""README.md and docs/ are right about what can be checked: their Python runs, and what they name exists."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import transformers
+
+from hf_diffkv import DiffKVConfig, Precision, cli
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS += sorted((ROOT / "examples").rglob("README.md"))
+
+
+def blocks(language: str) -> list:
+    """Code blocks of all documents; those of examples/custom_generate have a test of their own."""
+    found = []
+    for path in DOCUMENTS:
+        for number, code in enumerate(re.findall(rf"```{language}\n(.*?)```", path.read_text(), re.DOTALL)):
+            if path.parent.name != "custom_generate":
+                found.append(pytest.param(code, id=f"{path.relative_to(ROOT)}-{number}"))
+    return found
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_python_runs(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them ask tiny-lm for the fact `@ice=9082`."""
+    if code.startswith("# torchrun"):
+        pytest.skip("needs several processes; tests/distributed/test_documents.py runs it")
+    monkeypatch.chdir(ROOT)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, "document", "exec"), {})
+    assert printed.getvalue().startswith("9082\n") and "dense" in printed.getvalue()
+
+
+def test_one_liners_of_the_readme_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "README.md").read_text()
+    model = transformers.AutoModelForCausalLM.from_pretrained("examples/models/tiny-lm")
+    tokenizer = transformers.AutoTokenizer.from_pretrained("examples/models/tiny-lm")
+    prompt = (ROOT / "examples/prompts/recall.txt").read_text().strip()
+    inputs = tokenizer(prompt, return_tensors="pt")
+    found = re.findall(r"`(model\.generate\(.*?\))`", text, re.DOTALL)
+    assert len(found) == 2
+    for call in found:
+        names = {"model": model, "inputs": inputs}
+        model.generation_config.update(max_new_tokens=5, do_sample=False)
+        if "**inputs" not in call:
+            call = call.replace("model.generate(", "model.generate(**inputs, ")
+        output = eval(" ".join(call.split()), names)
+        assert tokenizer.decode(output[0, inputs.input_ids.shape[1] :]) == "9082\n"
+
+
+@pytest.mark.parametrize("code", blocks("bash"))
+def test_options_in_commands_exist(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands of this project parse as they are printed; make knows every target."""
+    monkeypatch.chdir(ROOT)
+    makefile = (ROOT / "Makefile").read_text()
+    for line in code.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["hf-diffkv"]:
+            cli._parser().parse_args(words[1:])
+        if words[:1] == ["make"]:
+            assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in words[1:])
+        for word in words:
+            if re.match(r"(examples|benchmarks|tests|tools|\.ci)/", word):
+                assert (ROOT / word).exists(), word
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_and_files_exist(path: Path) -> None:
+    text = path.read_text()
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if not link.startswith("http")]
+    missing = [link for link in links if not (path.parent / link).exists()]
+    files = re.findall(r"`((?:benchmarks|examples|hf_diffkv|tools|tests|docs)/[\w./-]+)`", text)
+    # Transformers' own
+    files = [file for file in files if file != "tests/generation/test_utils.py"]
+    missing += [file for file in files if not (ROOT / file).exists()]
+    assert not missing
+
+
+def test_the_table_of_fields_is_that_of_the_configuration() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `?([^|`]+)`? \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    defaults = {name: eval(default, {"Precision": Precision}) for name, default in rows}
+    expected = {name: getattr(DiffKVConfig(), name) for name in DiffKVConfig.__dataclass_fields__}
+    assert defaults == expected

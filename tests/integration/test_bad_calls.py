@@ -1,0 +1,136 @@
+"""Options of `generate()` and arguments of the cache that contradict each other: an error, and nothing changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_bad_input import LENGTHS, contents, generate, raises
+from tiny_models import ragged_prompts, tiny_model
+from transformers import DynamicCache, GenerationConfig
+
+from hf_diffkv import DiffKVCache, DiffKVConfig
+
+FIELDS = {"alpha_high": 3.0, "window": 8}
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"use_cache": False}, ("use_cache=False", "past_key_values", "leave one")),
+        ({"cache_config": {"window": 9}}, ("cache_config", "'window': 9", "leave cache_config out")),
+        ({"cache_config": DiffKVConfig()}, ("cache_config", "leave cache_config out")),
+        ({"cache_config": {"nbits": 4}}, ("nbits", "known keys")),
+        ({"cache_implementation": "static"}, ("cache_implementation", "past_key_values", "only one")),
+        ({"cache_implementation": "offloaded"}, ("cache_implementation", "past_key_values", "only one")),
+    ],
+)
+def test_options_that_contradict_a_given_cache(options: dict[str, Any], words: tuple[str, ...]) -> None:
+    model = tiny_model("llama")
+    cache = DiffKVCache(model.config, **FIELDS)
+    before = contents(cache)
+    with raises(ValueError, *words):
+        generate(model, past_key_values=cache, **options)
+    assert contents(cache) == before
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_options_that_agree_with_a_given_cache() -> None:
+    model = tiny_model("llama")
+    expected = generate(model, past_key_values=DiffKVCache(model.config, **FIELDS))
+    for config in (FIELDS, DiffKVConfig(**FIELDS), {"window": 8}):
+        cache = DiffKVCache(model.config, **FIELDS)
+        options = {"cache_implementation": "diffkv", "cache_config": config}
+        assert torch.equal(generate(model, past_key_values=cache, **options), expected)
+    # what was saved with the model is a default
+    model.generation_config = GenerationConfig(cache_implementation="diffkv", cache_config={"window": 9})
+    assert torch.equal(generate(model, past_key_values=DiffKVCache(model.config, **FIELDS)), expected)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_prompts_that_end_with_padding(by_name: bool) -> None:
+    model = tiny_model("llama")
+    ids, mask = ragged_prompts(LENGTHS)
+    cache = DiffKVCache(model.config)
+    options = {"cache_implementation": "diffkv"} if by_name else {"past_key_values": cache}
+    with raises(ValueError, "attention_mask", "rows [1]", "padding_side = 'left'"):
+        model.generate(ids.flip(1), attention_mask=mask.flip(1), max_new_tokens=3, **options)
+    assert cache.get_seq_length() == 0 and model.config._attn_implementation == "sdpa"
+
+
+def test_padding_on_the_right_is_right_where_the_model_is_called() -> None:
+    model = tiny_model("llama", "diffkv")
+    ids, mask = (part.flip(1) for part in ragged_prompts(LENGTHS))
+    caches = DynamicCache(config=model.config), DiffKVCache(model.config, DiffKVConfig.lossless())
+    dense, lossless = (model(ids, attention_mask=mask, past_key_values=cache).logits for cache in caches)
+    torch.testing.assert_close(lossless[mask.bool()], dense[mask.bool()], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_cache_made_for_another_model(layers: int) -> None:
+    model = tiny_model("llama")
+    cache = DiffKVCache(tiny_model("llama", num_hidden_layers=layers).config)
+    with raises(ValueError, "another model", "LlamaForCausalLM", "DiffKVCache(model.config)"):
+        generate(model, past_key_values=cache)
+    with raises(ValueError, "another model"):
+        generate(tiny_model("gemma2", "eager"), past_key_values=DiffKVCache(model.config))
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("wrong", [lambda model: model, lambda model: "some/model", lambda model: DiffKVConfig()])
+def test_what_is_no_configuration(wrong: Callable) -> None:
+    with raises(ValueError, "model_config is a", "DiffKVCache(model.config)"):
+        DiffKVCache(wrong(tiny_model("llama")))
+
+
+def test_layers_that_do_not_exist() -> None:
+    model = tiny_model("llama")
+    cache = DiffKVCache(model.config)
+    generate(model, past_key_values=cache)
+    for read in (cache.levels, cache.dequantize, cache.significance):
+        with raises(ValueError, "layer_idx=2", "2 layers"):
+            read(2)
+    assert torch.equal(cache.levels(-1), cache.levels(1))
+
+
+def test_saving_and_loading_with_what_is_not_the_model(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    cache = DiffKVCache(model.config)
+    generate(model, past_key_values=cache)
+    with raises(ValueError, "configuration of model", "its own model"):
+        cache.save_pretrained(tmp_path / "folder", tiny_model("qwen3"))
+    assert not (tmp_path / "folder").exists()
+    cache.save_pretrained(tmp_path, model)
+    for wrong in (model.config, "some/model"):
+        with raises(ValueError, "model is a", "the model itself"):
+            DiffKVCache.from_pretrained(tmp_path, wrong)
+
+
+def test_backward_through_a_cache_is_refused() -> None:
+    """A forward whose gradients are computed but never used is right."""
+    model = tiny_model("llama", "diffkv")
+    ids = ragged_prompts((9, 9))[0]
+    cache = DiffKVCache(model.config, DiffKVConfig.lossless())
+    for turn in (ids, ids[:, :1]):
+        loss = model(turn, past_key_values=cache).logits.sum()
+        with raises(RuntimeError, "no gradient", "use_cache=False"):
+            loss.backward()
+    assert model.model.layers[1].self_attn.k_proj.weight.grad is None
+    assert cache.get_seq_length() == 10
+
+
+def test_the_meta_device() -> None:
+    model = tiny_model("llama", "diffkv").to("meta")
+    with raises(ValueError, "meta device", "from_pretrained"):
+        model(torch.ones(1, 5, dtype=torch.int64, device="meta"), past_key_values=DiffKVCache(model.config))
+
+
+def test_attention_weights_that_nobody_has() -> None:
+    model = tiny_model("llama")
+    options = {"output_attentions": True, "return_dict_in_generate": True}
+    with pytest.warns(UserWarning, match="no attention weights.*significance"):
+        given = generate(model, cache_implementation="diffkv", **options)
+    assert not any(given.attentions)
