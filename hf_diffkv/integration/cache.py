@@ -104,6 +104,15 @@ class DiffKVCache(Cache):
                 "use DiffKVCache. Call cache.reset() before using this cache again."
             )
 
+    def check_layers(self, model: Any) -> None:
+        """Raises `ValueError` if `model` has other layers than the one this cache was made for."""
+        mine = [DynamicLayer if isinstance(layer, DiffKVLayer) else type(layer) for layer in self.layers]
+        if mine != [type(layer) for layer in cache_layers(model.config.get_text_config(decoder=True))]:
+            raise ValueError(
+                f"this cache was made for another model: its layers are not those of {type(model).__name__}; use "
+                "DiffKVCache(model.config)."
+            )
+
     def attach(self, model: Any) -> None:
         """Tells the cache over which devices and processes `model` is spread.
 
@@ -114,12 +123,7 @@ class DiffKVCache(Cache):
         Raises:
             ValueError: the model has other layers than the one this cache was made for.
         """
-        mine = [DynamicLayer if isinstance(layer, DiffKVLayer) else type(layer) for layer in self.layers]
-        if mine != [type(layer) for layer in cache_layers(model.config.get_text_config(decoder=True))]:
-            raise ValueError(
-                f"this cache was made for another model: its layers are not those of {type(model).__name__}; use "
-                "DiffKVCache(model.config)."
-            )
+        self.check_layers(model)
         for layer_idx, readers in self._readers.items():
             layer = self.layers[layer_idx]
             if isinstance(layer, DiffKVLayer) and layer.store is None and are_apart(model, (layer_idx, *readers)):

@@ -137,16 +137,18 @@ def _check_options(model: Any, cache: DiffKVCache, generation_config: Any) -> No
         )
 
 
-def _check_padding(model_kwargs: dict[str, Any]) -> None:
+def _check_padding(generation_config: Any, model_kwargs: dict[str, Any]) -> None:
     """Raises `ValueError` for prompts that end with padding: the next token would be predicted from that."""
     mask = model_kwargs.get("attention_mask")
-    if mask is None or mask.ndim != 2:
+    # an assistant is given no mask, and what was generated may well end with the padding id
+    if mask is None or mask.ndim != 2 or getattr(generation_config, "is_assistant", False):
         return
     ends = mask.any(-1) & (mask[:, -1] == 0)
     if bool(ends.any()):
         raise ValueError(
             f"the attention_mask of rows {ends.nonzero()[:, 0].tolist()} ends with padding, from which the next token "
-            "would be predicted; pad on the left (tokenizer.padding_side = 'left')."
+            "would be predicted; pad on the left (tokenizer.padding_side = 'left'), or pass an attention_mask if these "
+            "are tokens that merely have the padding's id."
         )
 
 
@@ -176,7 +178,9 @@ def _wrap(original: Callable) -> Callable:
             if generation_config.cache_implementation not in (None, NAME):
                 # refuses a cache together with a name
                 return original(self, generation_config, model_kwargs, *args, **kwargs)
-            _check_padding(model_kwargs)
+            _check_padding(generation_config, model_kwargs)
+            check_model_config(self.config)
+            cache.check_layers(self)
             ensure_attention(self)
             cache.check_handover()
             cache.usage.claim(self, generation_config)
@@ -185,7 +189,7 @@ def _wrap(original: Callable) -> Callable:
         elif not wanted or cache is not None or generation_config.use_cache is False:
             return original(self, generation_config, model_kwargs, *args, **kwargs)
         else:
-            _check_padding(model_kwargs)
+            _check_padding(generation_config, model_kwargs)
             made = DiffKVCache(self.config, **_cache_fields(generation_config.cache_config))
             ensure_attention(self)
             made.usage.claim(self, generation_config)

@@ -72,12 +72,14 @@ def test_padding_on_the_right_is_right_where_the_model_is_called() -> None:
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_cache_made_for_another_model(layers: int) -> None:
     model = tiny_model("llama")
-    cache = DiffKVCache(tiny_model("llama", num_hidden_layers=layers).config)
+    own = tiny_model("llama", num_hidden_layers=layers)
+    cache = DiffKVCache(own.config)
     with raises(ValueError, "another model", "LlamaForCausalLM", "DiffKVCache(model.config)"):
         generate(model, past_key_values=cache)
     with raises(ValueError, "another model"):
         generate(tiny_model("gemma2", "eager"), past_key_values=DiffKVCache(model.config))
-    assert cache.get_seq_length() == 0
+    assert cache.get_seq_length() == 0 and model.config._attn_implementation == "sdpa"
+    generate(own, past_key_values=cache)
 
 
 @pytest.mark.parametrize("wrong", [lambda model: model, lambda model: "some/model", lambda model: DiffKVConfig()])
