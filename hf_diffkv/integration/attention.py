@@ -99,13 +99,14 @@ def diffkv_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     # whether the keys and values are those of an earlier layer
     reads = getattr(module, "is_kv_shared_layer", False)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if layer is None:
         if reads and not torch.compiler.is_compiling():
             _check_not_moved(key)
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         output = dense_attention(query, key, value, attention_mask, scaling, dropout, softcap, s_aux, causal)
     else:
-        if is_causal is False:
+        # a mask says for itself who sees whom
+        if is_causal is False or not causal and attention_mask is None and query.shape[2] > 1:
             raise HandOverError(f"{type(module).__name__} attends in both directions; it cannot use DiffKVCache.")
         if torch.compiler.is_compiling():
             # the operator takes the tokens up when it runs

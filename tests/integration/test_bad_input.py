@@ -377,6 +377,10 @@ def test_bidirectional_attention() -> None:
         ids = ragged_prompts((9, 9))[0]
         model(ids, attention_mask=visible(cache, 9), past_key_values=cache, is_causal=False)
     assert_unharmed_or_refusing(model, cache)
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    with raises(HandOverError, "both directions", "cannot use DiffKVCache"):
+        model(ids, past_key_values=DiffKVCache(model.config))
 
 
 def test_masks_that_cannot_be_honoured() -> None:
