@@ -80,8 +80,8 @@ def test_links_and_files_exist(path: Path) -> None:
     links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if not link.startswith("http")]
     missing = [link for link in links if not (path.parent / link).exists()]
     files = re.findall(r"`((?:benchmarks|examples|hf_diffkv|tools|tests|docs)/[\w./-]+)`", text)
-    # Transformers' own
-    files = [file for file in files if file != "tests/generation/test_utils.py"]
+    # a test of Transformers, and a word for any name
+    files = [file for file in files if file != "tests/generation/test_utils.py" and "NAME" not in file]
     missing += [file for file in files if not (ROOT / file).exists()]
     assert not missing
 
