@@ -32,7 +32,7 @@ def blocks(language: str) -> list:
 def test_python_runs(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them ask tiny-lm for the fact `@ice=9082`."""
     if code.startswith("# torchrun"):
-        pytest.skip("needs several processes; tests/distributed/test_documents.py runs it")
+        pytest.skip("needs several processes; tests/distributed/test_documented_example.py runs it")
     monkeypatch.chdir(ROOT)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
