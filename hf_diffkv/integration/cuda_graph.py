@@ -101,8 +101,8 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 def _spare_generator(device: torch.device) -> Iterator[None]:
     """Within, the device's default generator has a state of no account.
 
-    Up to PyTorch 2.11 a capture changes the mode of this state: other threads could not draw numbers until it ends, and
-    after one that never ends nobody could. So a forward that draws numbers cannot be captured there.
+    Up to PyTorch 2.11 a capture changes the mode of the state it begins with: other threads could not draw numbers
+    until it ends, and after one that never ends nobody could. So a forward that draws numbers cannot be captured there.
     """
     generator = torch.cuda.default_generators[device.index]
     own = generator.graphsafe_get_state()
