@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -18,17 +19,26 @@ sys.path.append(str(Path(__file__).parents[1] / "ops"))
 
 from emulator.compiler import Compiler  # noqa: E402
 from emulator.launch import Emulator  # noqa: E402
+from selection import ALL  # noqa: E402
 
 
 @pytest.fixture(scope="session")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiler]:
-    with Compiler(tmp_path_factory.mktemp("triton")) as made:
-        yield made
+def compiler_for(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Compiler]]:
+    """The compiler for a target."""
+    made: dict[str, Compiler] = {}
+    with ExitStack() as running:
+
+        def get(target: str) -> Compiler:
+            if target not in made:
+                made[target] = running.enter_context(Compiler(tmp_path_factory.mktemp("triton"), target))
+            return made[target]
+
+        yield get
 
 
 @pytest.fixture
-def emulator(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Iterator[Emulator]:
-    """Launches are executed from compiled code; what a launcher allocates without initialising is NaN, or 0xFF."""
+def poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a launcher allocates without initialising is NaN, or 0xFF."""
     empty = torch.empty
 
     def poisoned(*args: object, **kwargs: object) -> torch.Tensor:
@@ -36,5 +46,26 @@ def emulator(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Iterator[Em
         return out.fill_(float("nan") if out.is_floating_point() else -1)
 
     monkeypatch.setattr(torch, "empty", poisoned)
-    with Emulator(compiler).active() as made:
+
+
+@pytest.fixture(params=["sm_80", "sm_90"] if ALL else ["sm_80"])
+def emulator(
+    request: pytest.FixtureRequest, compiler_for: Callable[[str], Compiler], poisoned_buffers: None
+) -> Iterator[Emulator]:
+    """Launches are executed from compiled code."""
+    with Emulator(compiler_for(request.param)).active() as made:
+        yield made
+
+
+@pytest.fixture
+def ampere(compiler_for: Callable[[str], Compiler], poisoned_buffers: None) -> Iterator[Emulator]:
+    """The same, for sm_80 alone."""
+    with Emulator(compiler_for("sm_80")).active() as made:
+        yield made
+
+
+@pytest.fixture
+def hopper(compiler_for: Callable[[str], Compiler], poisoned_buffers: None) -> Iterator[Emulator]:
+    """The same, for sm_90 alone."""
+    with Emulator(compiler_for("sm_90")).active() as made:
         yield made

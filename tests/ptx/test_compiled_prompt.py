@@ -87,6 +87,15 @@ def test_a_compressed_past(high, low, dim, dtype, rows, emulator, monkeypatch) -
         assert names == ["past_forward", "flash_forward", "past_scores", "column_scores"]
 
 
+def test_matrix_products_of_warp_groups(hopper) -> None:
+    """The prompt kernels for sm_90, where matrices are read from shared memory by the products themselves."""
+    held = hand_past([[40]], [[90]], [10], key_dim=64, dtype=torch.bfloat16)
+    check(draw(1, 1, 1, 330, 64, dtype=torch.bfloat16), past=held)
+    for name in ("flash_forward", "column_scores", "past_forward", "past_scores"):
+        assert not hopper.never_run(name)
+    assert "wgmma" in hopper.kernels["flash_forward"].ptx
+
+
 @cases("dtype, dim", [(torch.bfloat16, 64)], [(torch.bfloat16, 128), (torch.bfloat16, 256), (torch.float16, 80)])
 def test_everything_at_once(dtype, dim, emulator) -> None:
     """A mask, soft-capping, sinks and an observation window over both kinds of past."""

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from emulator.arithmetic import odd_sum
-from emulator.values import UnknownInstruction
+from emulator.values import PtxError, UnknownInstruction
+from emulator.warpgroup import element_offsets
 from snippets import compute, narrow, run
 
 RNG = np.random.default_rng(0)
@@ -292,6 +293,90 @@ def test_loading_matrices(matrices, transposed) -> None:
         for lane in range(32):
             low, high = tile[lane // 4, 2 * (lane % 4)], tile[lane // 4, 2 * (lane % 4) + 1]
             assert got[i, lane] == int(low) | int(high) << 16
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("matrices", [1, 4])
+def test_storing_matrices_undoes_loading_them(matrices, transposed) -> None:
+    inputs = [integers() for _ in range(matrices)]
+    names = ", ".join(f"%r{i + 1}" for i in range(matrices))
+    into = ", ".join(f"%r{50 + i}" for i in range(matrices))
+    trans = ".trans" if transposed else ""
+    body = f"""
+    shl.b32 %r21, %r0, 4;
+    mov.b32 %r20, global_smem;
+    add.s32 %r21, %r21, %r20;
+    stmatrix.sync.aligned.m8n8.x{matrices}{trans}.shared.b16 [%r21], {{{names}}};
+    bar.warp.sync -1;
+    ldmatrix.sync.aligned.m8n8.x{matrices}{trans}.shared.b16 {{{into}}}, [%r21];
+    """
+    np.testing.assert_array_equal(run(body, inputs, matrices), inputs)
+
+
+def test_swizzled_matrices_in_shared_memory() -> None:
+    """An example of the ISA: rows of 64 bytes along N, ((8,4,2),(8,2)):((1,8,256),(32,512)), addresses swizzled."""
+    start, leading, stride = 4096, 2 * 256, 2 * 512
+    descriptor = start >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | 2 << 62
+    got = element_offsets(descriptor, 64, True)
+    for n in range(64):
+        for k in range(16):
+            element = n % 8 + n // 8 % 4 * 8 + n // 32 * 256 + k % 8 * 32 + k // 8 * 512
+            bits = f"{start + 2 * element:016b}"
+            # bits 4 and 5, counted from the right, by bits 7 and 8
+            high, low = bits[-9:-7], bits[-6:-4]
+            mixed = "".join("1" if a != b else "0" for a, b in zip(high, low))
+            assert got[n, k] == int(bits[:-6] + mixed + bits[-4:], 2)
+
+
+WGMMA = "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%r50, %r51, %r52, %r53}, {%r1, %r2, %r3, %r4}, %rd9, 0, 1, 1, 0;\n"
+FENCES = "bar.sync 0;\nfence.proxy.async.shared::cta;\nwgmma.fence.sync.aligned;\n"
+END = "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\n"
+
+
+def test_products_of_a_warp_group() -> None:
+    """[64, 16] from registers, [8, 16] from rows of 128 bytes in shared memory, whose 16-byte pieces are exchanged."""
+    a, b = RNG.integers(-9, 9, (64, 16)), RNG.integers(-9, 9, (8, 16))
+    registers = [np.zeros(128, np.uint32) for _ in range(6)]
+    want = np.zeros((4, 128), np.float32)
+    for thread in range(128):
+        warp, group, place = thread // 32, thread % 32 >> 2, thread % 4
+        for i in range(8):
+            row = 16 * warp + (group if i < 2 or 4 <= i < 6 else group + 8)
+            column = place * 2 + (i & 1) + (8 if i >= 4 else 0)
+            registers[i // 2][thread] |= np.uint32(int(np.float16(a[row, column]).view(np.uint16)) << 16 * (i & 1))
+        for i in range(4):
+            want[i, thread] = (a @ b.T)[16 * warp + (group if i < 2 else group + 8), place * 2 + (i & 1)]
+        n, k = divmod(thread, 16)
+        registers[4][thread] = int(np.float16(b[n, k]).view(np.uint16))
+        registers[5][thread] = n * 128 + ((2 * k // 16) ^ n) * 16 + 2 * k % 16
+    store = """
+    mov.b32 %r20, global_smem;
+    add.s32 %r21, %r20, %r6;
+    cvt.u16.u32 %rs1, %r5;
+    st.shared.b16 [%r21], %rs1;
+    shr.u32 %r20, %r20, 4;
+    cvt.u64.u32 %rd9, %r20;
+    or.b64 %rd9, %rd9, 4611686293305294848;
+    mov.b32 %r50, 0;
+    mov.b32 %r51, 0;
+    mov.b32 %r52, 0;
+    mov.b32 %r53, 0;
+    """
+
+    def product(body):
+        return run(store + body, registers, 4, 128).view(np.float32)
+
+    np.testing.assert_array_equal(product(FENCES + WGMMA + END), want)
+    for body, message in (
+        (WGMMA + END, "without a barrier"),
+        (FENCES.replace("fence.proxy.async.shared::cta;", "") + WGMMA + END, "fence.proxy.async"),
+        (FENCES + WGMMA, "before it was waited for"),
+        (FENCES + WGMMA + END.replace("group.sync.aligned 0", "group.sync.aligned 1"), "before it was waited for"),
+        (FENCES + WGMMA + "add.f32 %r50, %r50, %r50;", "before it was waited for"),
+        (FENCES + WGMMA + "st.shared.b16 [%r21], %rs1;", "still reads"),
+    ):
+        with pytest.raises(PtxError, match=message):
+            product(body)
 
 
 def test_an_unknown_instruction_is_named() -> None:

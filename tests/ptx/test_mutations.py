@@ -77,13 +77,28 @@ DAMAGE: dict[Callable[[], None], list[tuple[str, str, str]]] = {
         ("move_tokens_kernel", r"shfl\.sync\.bfly\.b32(\s+%r\d+, %r\d+), 1,", r"shfl.sync.bfly.b32\1, 2,"),
     ],
 }
+FOR_HOPPER = [
+    ("flash_forward", r"wgmma\.wait_group\S+\s+\d+;", ""),
+    ("flash_forward", r"fence\.proxy\.async\S*;", ""),
+    ("flash_forward", r"4611686293305294848", "4611686430744248320"),
+    ("past_scores", *BARRIERS),
+]
 EVERY = [(run, *damage) for run, all_damage in DAMAGE.items() for damage in all_damage]
 # the first wait, the first barrier and the first address
 ALWAYS = [EVERY[0], EVERY[4], EVERY[6], EVERY[7]]
 
 
 @cases("run, name, pattern, replacement", ALWAYS, [case for case in EVERY if case not in ALWAYS])
-def test_damage_is_seen(run, name, pattern, replacement, emulator: Emulator) -> None:
+def test_damage_is_seen(run, name, pattern, replacement, ampere: Emulator) -> None:
+    check_damage(run, name, pattern, replacement, ampere)
+
+
+@cases("name, pattern, replacement", FOR_HOPPER[:1], FOR_HOPPER[1:])
+def test_damage_to_products_of_warp_groups_is_seen(name, pattern, replacement, hopper: Emulator) -> None:
+    check_damage(prompt, name, pattern, replacement, hopper)
+
+
+def check_damage(run: Callable[[], None], name: str, pattern: str, replacement: str, emulator: Emulator) -> None:
     def damage(launched: str, kernel: Kernel) -> Kernel:
         if launched != name:
             return kernel

@@ -17,6 +17,7 @@ from .parse import Immediate, Instruction, Program, Register, Symbol, Vector
 from .shared_memory import SharedMemory
 from .transfers import transfer
 from .values import BITS, TYPES, PtxError, UnknownInstruction, Values, as_bits, reader, width_of
+from .warpgroup import Products, warpgroup
 
 Step = Callable[["Block", Values | None], None]
 CONTROL = ("bra", "ret", "bar.sync")
@@ -50,7 +51,8 @@ def _step(instruction: Instruction) -> Step | None:
     """None for control flow, which the block itself does."""
     if is_control(instruction):
         return None
-    step = _special(instruction) or transfer(instruction) or exchange(instruction) or _arithmetic(instruction)
+    kinds = (_special, transfer, exchange, warpgroup, _arithmetic)
+    step = next(step for kind in kinds if (step := kind(instruction)) is not None)
     if instruction.guard is None:
         return step
     register, negated = instruction.guard
@@ -129,6 +131,7 @@ class Block:
     Attributes:
         registers: by index, unsigned bits (bool for predicates) of all threads.
         threads: 0, 1, ... of the block.
+        products: of warp groups, under way.
     """
 
     def __init__(
@@ -145,6 +148,7 @@ class Block:
         self.threads = np.arange(program.threads)
         self.shared = SharedMemory(shared_bytes, program.threads)
         self.registers: list[Values | None] = [None] * len(program.registers)
+        self.products = Products()
         self._parameters = parameters
         axes = "xyz"
         special = {"%tid.x": self.threads, "%tid.y": 0, "%tid.z": 0, "%ntid.x": program.threads}
@@ -234,6 +238,8 @@ class Block:
                 if step is None:
                     self._control(instructions[position], position, mask)
                     return
+                if self.products.registers:
+                    self.products.check(instructions[position])
                 step(self, given)
             except Exception as error:
                 instruction = instructions[position]

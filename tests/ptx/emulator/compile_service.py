@@ -1,4 +1,4 @@
-"""A process of its own that compiles kernels for sm_80 as their launch would: `python compile_service.py`.
+"""A process of its own that compiles kernels as their launch would: `python compile_service.py 80`, or 90.
 
 Tests run with TRITON_INTERPRET=1, where kernels are no longer what the compiler takes. Requests and answers are pickled
 on standard input and output, see `compiler.py`. The assembler is left out: the PTX is what is executed.
@@ -11,8 +11,6 @@ import os
 import pickle
 import sys
 from typing import Any, BinaryIO
-
-CAPABILITY = 80
 
 
 class Stub:
@@ -41,14 +39,14 @@ class Driver:
         return self.target
 
 
-def prepare() -> None:
+def prepare(capability: int) -> None:
     """Makes Triton compile for a device that this machine lacks, up to PTX."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
 
     CUDABackend.make_cubin = lambda *_: b"not assembled"
-    triton.runtime.driver.set_active(Driver(GPUTarget("cuda", CAPABILITY, 32)))
+    triton.runtime.driver.set_active(Driver(GPUTarget("cuda", capability, 32)))
 
 
 def compile_launch(module: str, name: str, arguments: tuple, options: dict[str, Any]) -> dict[str, Any]:
@@ -71,7 +69,6 @@ def compile_launch(module: str, name: str, arguments: tuple, options: dict[str, 
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    prepare()
     while True:
         try:
             request = pickle.load(requests)
@@ -89,4 +86,5 @@ if __name__ == "__main__":
     # whatever a compiler prints must not come between the answers
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
+    prepare(int(sys.argv[1]))
     serve(sys.stdin.buffer, output)

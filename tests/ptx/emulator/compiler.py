@@ -36,9 +36,11 @@ class Compiler:
 
     Args:
         folder: for Triton's cache, apart from the user's, since nothing is assembled.
+        target: `sm_80` or `sm_90`.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, target: str = "sm_80") -> None:
+        self.target = target
         self._folder = folder
         self._kernels: dict[bytes, Kernel] = {}
         self._process: subprocess.Popen[bytes] | None = None
@@ -49,7 +51,7 @@ class Compiler:
         environment["TRITON_DEFAULT_FP_FUSION"] = "1"
         environment["TRITON_CACHE_DIR"] = str(self._folder)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [*sys.path[1:], environment.get("PYTHONPATH")]))
-        command = [sys.executable, str(Path(__file__).with_name("compile_service.py"))]
+        command = [sys.executable, str(Path(__file__).with_name("compile_service.py")), self.target[3:]]
         self._process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         return self
 

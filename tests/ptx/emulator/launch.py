@@ -47,7 +47,7 @@ class Emulator:
 
     @contextmanager
     def active(self) -> Iterator[Emulator]:
-        """Launchers then find a device of capability 8.0, and what they launch runs here."""
+        """Launchers then find a device of the compiler's target, and what they launch runs here."""
         from hf_diffkv.ops.decode_attention import scratch
         from hf_diffkv.ops.prefill_attention import launch, past_launch
 
@@ -57,7 +57,7 @@ class Emulator:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(InterpretedFunction, "run", run)
             patch.setattr(scratch, "backend_of", lambda device: "cuda")
-            patch.setattr(launch, "target_of", lambda device: "sm_80")
+            patch.setattr(launch, "target_of", lambda device: self.compiler.target)
             for module in (scratch, past_launch):
                 patch.setattr(module, "processors", lambda device: self.processors)
             yield self
@@ -82,7 +82,7 @@ class Emulator:
     def never_run(self, name: str) -> list[str]:
         """Copies, matrix products, barriers and stores of a kernel that no launch has reached."""
         code = self.kernels[name].code
-        wanted = ("mma", "ldmatrix", "cp.async", "bar", "st.", "atom", "prmt")
+        wanted = ("mma", "wgmma", "ldmatrix", "stmatrix", "cp.async", "bar", "st.", "atom", "prmt")
         return [
             f"{instruction.text} ({instruction.place})"
             for instruction, runs in zip(code.program.instructions, code.runs)

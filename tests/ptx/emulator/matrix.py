@@ -34,11 +34,11 @@ def mma(opcode: str, a: Values, b: Values, c: Values) -> Values:
     left, right, sums = np.empty((warps, 16, 16)), np.empty((warps, 16, 8)), np.empty((warps, 16, 8))
     for register in range(4):
         row, column = GROUP + 8 * (register % 2), 2 * PLACE + 8 * (register // 2)
-        for half, part in enumerate(_numbers(a[register], types[1])):
+        for half, part in enumerate(numbers(a[register], types[1])):
             left[:, row, column + half] = part
     for register in range(2):
         row = 2 * PLACE + 8 * register
-        for half, part in enumerate(_numbers(b[register], types[2])):
+        for half, part in enumerate(numbers(b[register], types[2])):
             right[:, row + half, GROUP] = part
     for register in range(4):
         sums[:, GROUP + 8 * (register // 2), 2 * PLACE + register % 2] = c[register]
@@ -46,11 +46,18 @@ def mma(opcode: str, a: Values, b: Values, c: Values) -> Values:
     return np.stack([sums[:, GROUP + 8 * (register // 2), 2 * PLACE + register % 2] for register in range(4)])
 
 
-def _numbers(words: Values, type_: str) -> tuple[Values, Values]:
-    """The lower and the upper half of each word."""
+def numbers(words: Values, type_: str) -> tuple[Values, Values]:
+    """The lower and the upper half of each word as numbers."""
     pair = np.ascontiguousarray(words).view(np.uint16).reshape(*words.shape, 2)
     numbers = pair.view(np.float16) if type_ == "f16" else bf16_to_f32(pair)
     return numbers[..., 0], numbers[..., 1]
+
+
+def collect(words: Values, transposed: bool) -> Values:
+    """The reverse of `distribute`, for `stmatrix`."""
+    pairs = np.ascontiguousarray(words).view(np.uint16)
+    rows = pairs.reshape(*words.shape[:2], 8, 8).swapaxes(0, 1)
+    return rows.swapaxes(2, 3) if transposed else rows
 
 
 def distribute(rows: Values, transposed: bool) -> Values:

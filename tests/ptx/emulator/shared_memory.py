@@ -25,6 +25,10 @@ class SharedMemory:
         self._write_time, self._read_time = np.zeros(size, np.int32), np.zeros(size, np.int32)
         self._now = 1
         self._block_barrier = 0
+        # of `fence.proxy.async`, which wgmma needs to see what threads wrote
+        self._fence = 0
+        # what such instructions still read
+        self._held = np.zeros(size, bool)
         self._warp_barrier = np.zeros(-(-threads // WARP), np.int32)
         # copies: thread, group of the thread, offset, data
         self._copies: list[tuple[Values, Values, Values, Values]] = []
@@ -37,6 +41,26 @@ class SharedMemory:
         else:
             self._warp_barrier[warps] = self._now
         self._now += 1
+
+    def fence(self) -> None:
+        """Makes what was written so far visible to matrix instructions that read shared memory themselves."""
+        self._fence = self._now
+        self._now += 1
+
+    def hold(self, offsets: Values) -> None:
+        """Keeps 16-bit numbers from being overwritten until `release`."""
+        self._held[offsets] = self._held[offsets + 1] = True
+
+    def release(self) -> None:
+        self._held[:] = False
+
+    def load_fenced(self, thread: int, offsets: Values) -> Values:
+        """uint16 for each byte offset, read by a matrix instruction of the warp group that `thread` is of."""
+        places = offsets.ravel() + SHARED_BASE
+        data = self.load(np.full(places.size, thread), places, 2)
+        if np.any(self._write_time[offsets] > self._fence):
+            raise PtxError("a matrix instruction reads what was written after the last fence.proxy.async")
+        return data.view(np.uint16).reshape(offsets.shape)
 
     def load(self, threads: Values, addresses: Values, width: int) -> Values:
         """uint8 [n, width] from shared addresses (uint32 [n]) for the threads with these numbers."""
@@ -112,6 +136,8 @@ class SharedMemory:
         self._reader[at] = self._reader_warp[at] = NOBODY
 
     def _check_write(self, at: Values, who: Values, changed: Values) -> None:
+        if self._held[at].any():
+            raise PtxError("shared memory is written that a matrix product still reads")
         self._refuse(
             changed & ~self._after(at, who, self._writer, self._write_time), who, "overwrites what", self._writer[at]
         )

@@ -29,8 +29,8 @@ def transfer(instruction: Instruction) -> Step | None:
     if opcode == "cp.async.wait_group":
         (pending,) = instruction.operands
         return lambda block, mask: block.shared.wait(block.lanes(mask), pending.bits)
-    if name == "ldmatrix":
-        return _load_matrix(instruction)
+    if name in ("ldmatrix", "stmatrix"):
+        return _move_matrix(instruction, name)
     if name == "atom":
         return _atomic(instruction, modifiers)
     return None
@@ -120,14 +120,13 @@ def _copy(instruction: Instruction) -> Step:
     return copy
 
 
-def _load_matrix(instruction: Instruction) -> Step:
+def _move_matrix(instruction: Instruction, name: str) -> Step:
     _, _, _, shape, count, *rest = instruction.opcode.split(".")
     if shape != "m8n8" or rest[-2:] != ["shared", "b16"] or rest[:-2] not in ([], ["trans"]):
         raise UnknownInstruction(instruction.opcode)
     matrices, transposed = int(count[1]), bool(rest[:-2])
-    target, source = instruction.operands
-    registers, address = _registers(target), address_reader(source, "shared")
-
+    operands = instruction.operands if name == "ldmatrix" else instruction.operands[::-1]
+    registers, address = _registers(operands[0]), address_reader(operands[1], "shared")
     lanes = np.arange(8 * matrices)
 
     def load(block: Block, mask: Values | None) -> None:
@@ -138,7 +137,16 @@ def _load_matrix(instruction: Instruction) -> Step:
         for register, part in zip(registers, words):
             block.write_lanes(register, block.lanes(mask), part.ravel())
 
-    return load
+    readers = [reader(register, "b32") for register in registers]
+
+    def store(block: Block, mask: Values | None) -> None:
+        warps = block.whole_warps(mask)
+        threads = (32 * warps[:, None] + lanes).ravel()
+        words = np.stack([block.spread(read(block)).reshape(-1, 32)[warps] for read in readers])
+        rows = np.ascontiguousarray(matrix.collect(words, transposed))
+        block.shared.store(threads, address(block)[threads], rows.view(np.uint8).reshape(-1, 16))
+
+    return load if name == "ldmatrix" else store
 
 
 ATOMIC = {"add": np.add, "max": np.maximum, "min": np.minimum, "or": np.bitwise_or, "and": np.bitwise_and}
