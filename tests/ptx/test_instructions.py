@@ -328,7 +328,10 @@ def test_swizzled_matrices_in_shared_memory() -> None:
             assert got[n, k] == int(bits[:-6] + mixed + bits[-4:], 2)
 
 
-WGMMA = "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%r50, %r51, %r52, %r53}, {%r1, %r2, %r3, %r4}, %rd9, 0, 1, 1, 0;\n"
+WGMMA = """
+wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16
+    {%r50, %r51, %r52, %r53}, {%r1, %r2, %r3, %r4}, %rd9, 0, 1, 1, 0;
+"""
 FENCES = "bar.sync 0;\nfence.proxy.async.shared::cta;\nwgmma.fence.sync.aligned;\n"
 END = "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\n"
 

@@ -25,8 +25,8 @@ class SharedMemory:
         self._write_time, self._read_time = np.zeros(size, np.int32), np.zeros(size, np.int32)
         self._now = 1
         self._block_barrier = 0
-        # of `fence.proxy.async`, which wgmma needs to see what threads wrote
-        self._fence = 0
+        # stored by threads after the last `fence.proxy.async`, so that wgmma need not see it
+        self._unfenced = np.zeros(size, bool)
         # what such instructions still read
         self._held = np.zeros(size, bool)
         self._warp_barrier = np.zeros(-(-threads // WARP), np.int32)
@@ -44,8 +44,7 @@ class SharedMemory:
 
     def fence(self) -> None:
         """Makes what was written so far visible to matrix instructions that read shared memory themselves."""
-        self._fence = self._now
-        self._now += 1
+        self._unfenced[:] = False
 
     def hold(self, offsets: Values) -> None:
         """Keeps 16-bit numbers from being overwritten until `release`."""
@@ -58,8 +57,8 @@ class SharedMemory:
         """uint16 for each byte offset, read by a matrix instruction of the warp group that `thread` is of."""
         places = offsets.ravel() + SHARED_BASE
         data = self.load(np.full(places.size, thread), places, 2)
-        if np.any(self._write_time[offsets] > self._fence):
-            raise PtxError("a matrix instruction reads what was written after the last fence.proxy.async")
+        if self._unfenced[offsets].any():
+            raise PtxError("a matrix instruction reads what was stored after the last fence.proxy.async")
         return data.view(np.uint16).reshape(offsets.shape)
 
     def load(self, threads: Values, addresses: Values, width: int) -> Values:
@@ -80,6 +79,7 @@ class SharedMemory:
         if self._in_flight[at].any():
             raise PtxError("shared memory is written that an asynchronous copy is about to write")
         self._write(at, who, data)
+        self._unfenced[at] = True
 
     def copy(self, threads: Values, addresses: Values, data: Values) -> None:
         """Begins an asynchronous copy: the data lands when its group is waited for."""
@@ -105,6 +105,8 @@ class SharedMemory:
             if done.any():
                 self._in_flight[at[done]] = False
                 self._write(at[done], np.broadcast_to(owners[done][:, None], at[done].shape), data[done])
+                # compilers leave out the fence where wgmma reads what such copies brought
+                self._unfenced[at[done]] = False
             if not done.all():
                 left.append((owners[~done], group[~done], at[~done], data[~done]))
         self._copies = left
