@@ -35,11 +35,11 @@ def floats(*edges):
 EDGES = (0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
 
 
-def scalar_bfe(a, position, length, is_signed):
-    """The loop of the ISA."""
+def scalar_bfe(a, position, length, is_signed, last=31):
+    """The loop of the ISA; `last` is the highest bit."""
     position, length = position & 255, length & 255
-    sign = 0 if not is_signed or length == 0 else (a >> min(position + length - 1, 31)) & 1
-    bits = [(a >> (position + i)) & 1 if i < length and position + i <= 31 else sign for i in range(32)]
+    sign = 0 if not is_signed or length == 0 else (a >> min(position + length - 1, last)) & 1
+    bits = [(a >> (position + i)) & 1 if i < length and position + i <= last else sign for i in range(last + 1)]
     return sum(bit << i for i, bit in enumerate(bits))
 
 
@@ -79,6 +79,18 @@ def test_bit_fields(is_signed) -> None:
     a, position, length = integers(edges=EDGES), integers(0, 36), integers(0, 36, edges=(0, 32, 1))
     want = [scalar_bfe(int(x), int(p), int(n), is_signed) for x, p, n in zip(a, position, length)]
     assert compute("bfe.s32" if is_signed else "bfe.u32", a, position, length).tolist() == want
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_wide_bit_fields(is_signed) -> None:
+    low, high = integers(edges=EDGES), integers(edges=EDGES[::-1])
+    position, length = integers(0, 70, edges=(0, 63, 64)), integers(0, 70, edges=(64, 64, 1, 0))
+    opcode = "bfe.s64" if is_signed else "bfe.u64"
+    body = f"mov.b64 %rd8, {{%r1, %r2}};\n{opcode} %rd9, %rd8, %r3, %r4;\nmov.b64 {{%r50, %r51}}, %rd9;"
+    got = run(body, [low, high, position, length], 2).astype(object)
+    whole = [int(x) | int(y) << 32 for x, y in zip(low, high)]
+    want = [scalar_bfe(x, int(p), int(n), is_signed, 63) for x, p, n in zip(whole, position, length)]
+    assert (got[0] + (got[1] << 32)).tolist() == want
 
 
 def test_wide_products() -> None:

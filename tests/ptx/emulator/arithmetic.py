@@ -253,14 +253,14 @@ def _shf(modifiers: list[str]) -> Operation:
 def _bfe(modifiers: list[str]) -> Operation:
     type_ = _need(modifiers)
     bits = 8 * width_of(type_)
-
-    if bits != 32:
-        raise UnknownInstruction("bfe." + type_)
     wide = np.int64 if type_[0] == "s" else np.uint64
 
     def extract(a: Values, position: Values, length: Values) -> Values:
-        shifted = a.astype(wide) >> np.minimum(position & 255, 63).astype(wide)
-        above = (64 - np.minimum(length & 255, 32)).astype(wide)
+        position = position & 255
+        shifted = a.astype(wide) >> np.minimum(position, 63).astype(wide)
+        if type_[0] == "u":
+            shifted = np.where(position < 64, shifted, wide(0))
+        above = (64 - np.minimum(length & 255, bits)).astype(wide)
         # by 64 in two steps, where nothing is kept
         half = above >> wide(1)
         value = ((shifted << half) << (above - half)) >> half >> (above - half)
