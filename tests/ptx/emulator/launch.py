@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from triton.runtime.interpreter import InterpretedFunction
 
 from .block import Block
 from .compiler import Compiler, Kernel
@@ -48,10 +47,13 @@ class Emulator:
     @contextmanager
     def active(self) -> Iterator[Emulator]:
         """Launchers then find a device of the compiler's target, and what they launch runs here."""
+        # not before a test asks for it, since not every machine has Triton
+        from triton.runtime.interpreter import InterpretedFunction
+
         from hf_diffkv.ops.decode_attention import scratch
         from hf_diffkv.ops.prefill_attention import launch, past_launch
 
-        def run(function: InterpretedFunction, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        def run(function: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
             self.launch(function.fn, arguments, grid, options)
 
         with pytest.MonkeyPatch.context() as patch:
