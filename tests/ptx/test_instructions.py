@@ -81,6 +81,20 @@ def test_bit_fields(is_signed) -> None:
     assert compute("bfe.s32" if is_signed else "bfe.u32", a, position, length).tolist() == want
 
 
+def test_inserting_bit_fields() -> None:
+    a, b, position, length = integers(), integers(), integers(0, 36, edges=(16, 0)), integers(0, 36, edges=(8, 32))
+
+    def inserted(a, b, position, length):
+        """The loop of the ISA."""
+        for i in range(length):
+            if position + i <= 31:
+                b = b & ~(1 << position + i) | (a >> i & 1 if i < 32 else 0) << position + i
+        return b
+
+    want = [inserted(*map(int, x)) for x in zip(a, b, position, length)]
+    assert compute("bfi.b32", a, b, position, length).tolist() == want
+
+
 @pytest.mark.parametrize("is_signed", [True, False])
 def test_wide_bit_fields(is_signed) -> None:
     low, high = integers(edges=EDGES), integers(edges=EDGES[::-1])
@@ -100,6 +114,24 @@ def test_wide_products() -> None:
     body = "cvt.s64.s32 %rd8, %r1;\nmad.wide.u32 %rd9, %r1, %r2, %rd8;\nmov.b64 {%r50, %r51}, %rd9;"
     got = run(body, [a, b], 2).astype(object)
     assert (got[0] + (got[1] << 32)).tolist() == [(int(x) * int(y) + signed(x)) % 2**64 for x, y in zip(a, b)]
+
+
+def test_high_halves_of_short_products() -> None:
+    a, b = (RNG.integers(0, 1 << 16, 32).astype(np.uint16) for _ in range(2))
+    assert narrow("mul.hi.u16", a, b).tolist() == [int(x) * int(y) >> 16 for x, y in zip(a, b)]
+
+
+def test_pairs_of_short_integers() -> None:
+    a, b = integers(edges=EDGES), integers(edges=EDGES[::-1])
+
+    def short(x):
+        return int(x) - (1 << 16) if int(x) >> 15 else int(x)
+
+    for opcode, function in (("add.s16x2", lambda x, y: x + y), ("max.s16x2", max), ("min.s16x2", min)):
+        low, high = (
+            [function(short(x >> s & 0xFFFF), short(y >> s & 0xFFFF)) & 0xFFFF for x, y in zip(a, b)] for s in (0, 16)
+        )
+        assert compute(opcode, a, b).tolist() == [x | y << 16 for x, y in zip(low, high)], opcode
 
 
 def test_byte_permutation() -> None:

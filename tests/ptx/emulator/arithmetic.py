@@ -68,12 +68,12 @@ def _flushed(compute: Callable[..., Values]) -> Callable[..., Values]:
 
 
 def _packed(type_: str, compute: Callable[..., Values]) -> Callable[..., Values]:
-    """Lifts a function of 16-bit floats (bf16 computed in float32) to registers of one or of two of them."""
+    """Lifts a function of 16-bit numbers (bf16 computed in float32) to registers of one or of two of them."""
     if type_ == "bf16":
         return lambda *sources: f32_to_bf16(compute(*map(bf16_to_f32, sources)))
     if type_ == "bf16x2":
         return lambda *sources: words(f32_to_bf16(compute(*(halves(x, type_) for x in sources))))
-    if type_ == "f16x2":
+    if type_ in ("f16x2", "s16x2", "u16x2"):
         return lambda *sources: words(compute(*(halves(x, type_) for x in sources)))
     return compute
 
@@ -101,12 +101,15 @@ def _mul(modifiers: list[str]) -> Operation:
         return Operation(wide, (type_, type_), lambda a, b: a.astype(TYPES[wide]) * b.astype(TYPES[wide]))
     if modifiers[0] == "hi":
         type_ = modifiers[1]
-        if width_of(type_) != 4:
+        bits = 8 * width_of(type_)
+        if bits == 64:
             raise UnknownInstruction("mul.hi." + type_)
         wide = TYPES[type_[0] + "64"]
-        return Operation(
-            type_, (type_, type_), lambda a, b: ((a.astype(wide) * b.astype(wide)) >> 32).astype(TYPES[type_])
-        )
+
+        def high(a: Values, b: Values) -> Values:
+            return ((a.astype(wide) * b.astype(wide)) >> wide(bits)).astype(TYPES[type_])
+
+        return Operation(type_, (type_, type_), high)
     type_ = _need(modifiers, "lo", "rn")
     return Operation(type_, (type_, type_), _packed(type_, np.multiply))
 
@@ -267,6 +270,19 @@ def _bfe(modifiers: list[str]) -> Operation:
         return value.astype(TYPES[type_])
 
     return Operation(type_, (type_, "u32", "u32"), extract)
+
+
+@_family("bfi")
+def _bfi(modifiers: list[str]) -> Operation:
+    if modifiers != ["b32"]:
+        raise UnknownInstruction("bfi." + ".".join(modifiers))
+
+    def insert(field: Values, into: Values, position: Values, length: Values) -> Values:
+        position, length = (np.minimum(x & 255, 32).astype(np.uint64) for x in (position, length))
+        mask = ((np.uint64(1) << length) - np.uint64(1)) << position
+        return (into & ~mask | field.astype(np.uint64) << position & mask).astype(np.uint32)
+
+    return Operation("b32", ("b32", "b32", "u32", "u32"), insert)
 
 
 @_family("popc")

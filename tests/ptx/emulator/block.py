@@ -129,7 +129,7 @@ class Block:
     """The state of one block.
 
     Attributes:
-        registers: by index, unsigned bits (bool for predicates) of all threads.
+        registers: by index, unsigned bits (bool for predicates) of all threads; all ones before they are written.
         threads: 0, 1, ... of the block.
         products: of warp groups, under way.
     """
@@ -147,7 +147,12 @@ class Block:
         self.code, self.memory, self.index = code, memory, index
         self.threads = np.arange(program.threads)
         self.shared = SharedMemory(shared_bytes, program.threads)
-        self.registers: list[Values | None] = [None] * len(program.registers)
+        # compilers read registers that nothing was written to where it does not matter
+        unset = {bits: np.full(program.threads, ~bits(0)) for bits in BITS.values()}
+        unset[np.bool_] = np.ones(program.threads, bool)
+        self.registers: list[Values] = [
+            unset[np.bool_ if register.predicate else BITS[register.width]] for register in program.registers
+        ]
         self.products = Products()
         self._parameters = parameters
         axes = "xyz"
@@ -187,23 +192,16 @@ class Block:
         """Sets a register of all threads, or of those in the mask, from numbers of all threads."""
         bits = self.spread(as_bits(values, register, signed))
         if mask is not None:
-            bits = np.where(mask, bits, self._old(register))
+            bits = np.where(mask, bits, self.registers[register.index])
         self.registers[register.index] = bits
 
     def write_lanes(self, register: Register, lanes: Values, bits: Values) -> None:
         """Sets a register of some threads from as many bits."""
         if lanes.size < self.threads.size:
-            whole = self._old(register).copy()
+            whole = self.registers[register.index].copy()
             whole[lanes] = bits
             bits = whole
         self.registers[register.index] = bits
-
-    def _old(self, register: Register) -> Values:
-        """What threads that do not write keep; all ones where there was nothing."""
-        old = self.registers[register.index]
-        if old is None:
-            old = np.full(self.threads.shape, register.predicate or ~BITS[register.width](0))
-        return old
 
     def run(self) -> None:
         """Until every thread has returned.

@@ -24,6 +24,8 @@ TYPES: dict[str, type] = {
     "bf16": np.uint16,
     "f16x2": np.uint32,
     "bf16x2": np.uint32,
+    "s16x2": np.uint32,
+    "u16x2": np.uint32,
     **{f"{kind}{8 * width}": bits for width, bits in BITS.items() for kind in "bu"},
     "s8": np.int8,
     "s16": np.int16,
@@ -104,7 +106,7 @@ def f32_to_bf16(numbers: Values) -> Values:
 def halves(words: Values, type_: str) -> Values:
     """Two numbers per 32-bit word, [threads, 2], in a type that numpy computes in."""
     parts = np.ascontiguousarray(words).view(np.uint16).reshape(-1, 2)
-    return parts.view(np.float16) if type_.startswith("f16") else bf16_to_f32(parts)
+    return bf16_to_f32(parts) if type_.startswith("bf16") else parts.view(TYPES[type_.removesuffix("x2")])
 
 
 def words(parts: Values) -> Values:
