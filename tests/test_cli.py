@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -304,6 +305,8 @@ def test_interrupt_ends_both_processes_in_one_line(tmp_path: Path) -> None:
     """As by Ctrl-C, which reaches all processes of a terminal's foreground group."""
     command = [sys.executable, "-m", "hf_diffkv", "generate", "--prompt", "a" * 600, "--max-new-tokens", "3000"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "bufsize": 0}
+    # a shell has what it runs in the background ignore the signal
+    pipes["preexec_fn"] = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen([*command, "--output", str(tmp_path)], start_new_session=True, **pipes)
     written = process.stdout.read(70)
     os.killpg(process.pid, signal.SIGINT)
