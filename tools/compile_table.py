@@ -82,6 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path, help="JSON lines of `python -m hf_diffkv.kernel_report --json`")
     parser.add_argument("--summary", action="store_true", help="one line per kernel and target")
+    parser.add_argument("--note", default="", help="a paragraph above the table")
     options = parser.parse_args()
     releases, rows = read(options.files)
     if options.summary:
@@ -95,6 +96,8 @@ vector registers), shared memory in bytes per program; AMD code is not disassemb
 `docs/kernels.md`: instructions of a decode loop per dequantised element, high / low.
 """
     )
+    if options.note:
+        print(f"{options.note}\n")
     print(full_table(releases, rows))
 
 
