@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 
+from hf_diffkv.integration.graphs import DecodeStep
 from hf_diffkv.memory import PagePool
 
 torch.set_num_threads(1)
@@ -53,3 +54,17 @@ def poisoned_pages(monkeypatch: pytest.MonkeyPatch) -> None:
         self.pages[first : self.capacity] = 0xFF
 
     monkeypatch.setattr(PagePool, "_add_pages", poison)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[DecodeStep]:
+    """The `DecodeStep` of every `generate()` call."""
+    found: list[DecodeStep] = []
+    init = DecodeStep.__init__
+
+    def note(self: DecodeStep, *args: object, **kwargs: object) -> None:
+        init(self, *args, **kwargs)
+        found.append(self)
+
+    monkeypatch.setattr(DecodeStep, "__init__", note)
+    return found

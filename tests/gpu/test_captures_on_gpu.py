@@ -11,7 +11,6 @@ from test_models_on_gpu import build
 from transformers import PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
-from hf_diffkv.integration import graphs
 
 
 def generate(model: PreTrainedModel, graphs_wanted: bool, **options: object) -> tuple[torch.Tensor, DiffKVCache]:
@@ -21,20 +20,6 @@ def generate(model: PreTrainedModel, graphs_wanted: bool, **options: object) -> 
     cache = DiffKVCache(model.config, config)
     options = {"do_sample": False, "max_new_tokens": 40, "attention_mask": torch.ones_like(tokens), **options}
     return model.generate(tokens, past_key_values=cache, **options), cache
-
-
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[graphs.DecodeStep]:
-    """The `DecodeStep` of every `generate()` call."""
-    found: list[graphs.DecodeStep] = []
-    init = graphs.DecodeStep.__init__
-
-    def note(self: graphs.DecodeStep, *args: object) -> None:
-        init(self, *args)
-        found.append(self)
-
-    monkeypatch.setattr(graphs.DecodeStep, "__init__", note)
-    return found
 
 
 def test_a_capture_that_fails_leaves_the_device_usable(device, steps, monkeypatch, caplog) -> None:

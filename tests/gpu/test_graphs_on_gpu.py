@@ -16,20 +16,6 @@ PROMPT = 600
 EXACT = DiffKVConfig(high=Precision(16, 16), low=Precision(16, 16), alpha_high=1.0, alpha_low=0.2, window=16)
 
 
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[graphs.DecodeStep]:
-    """The `DecodeStep` of every `generate()` call."""
-    found: list[graphs.DecodeStep] = []
-    init = graphs.DecodeStep.__init__
-
-    def note(self: graphs.DecodeStep, *args: object) -> None:
-        init(self, *args)
-        found.append(self)
-
-    monkeypatch.setattr(graphs.DecodeStep, "__init__", note)
-    return found
-
-
 def generate(
     model: PreTrainedModel, config: DiffKVConfig, padded: bool, new: int, **options: object
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,12 +47,12 @@ def assert_same(got: tuple[Tensor, Tensor, Tensor], expected: tuple[Tensor, Tens
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_replays_give_the_logits_of_eager_steps(device, made, padded: bool, new: int = 300) -> None:
+def test_replays_give_the_logits_of_eager_steps(device, steps, padded: bool, new: int = 300) -> None:
     model = build(torch.bfloat16).to(device)
     config = {"alpha_high": 1.0, "alpha_low": 0.2, "window": 16}
     expected = generate(model, DiffKVConfig(**config, cuda_graphs=False), padded, new)
     got = generate(model, DiffKVConfig(**config), padded, new)
-    (step,) = made
+    (step,) = steps
     assert step.captures == 1 and step.replays == new - 2 and not step.compiled
     assert torch.equal(got[0], expected[0])
     torch.testing.assert_close(got[1], expected[1])
@@ -74,7 +60,7 @@ def test_replays_give_the_logits_of_eager_steps(device, made, padded: bool, new:
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_compiled_forward_is_captured_once(device, made, padded: bool, new: int = 100) -> None:
+def test_a_compiled_forward_is_captured_once(device, steps, padded: bool, new: int = 100) -> None:
     """float32; one graph of the compiler serves every length and every cache."""
     torch._dynamo.reset()
     model = build(torch.float32).to(device)
@@ -85,11 +71,11 @@ def test_a_compiled_forward_is_captured_once(device, made, padded: bool, new: in
             assert_same(generate(model, EXACT, padded, new, compile_config=CompileConfig(fullgraph=True)), expected)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     expected = [(False, 1, new - 2), *[(True, 1, new - 2)] * 2]
-    assert [(step.compiled, step.captures, step.replays) for step in made] == expected
+    assert [(step.compiled, step.captures, step.replays) for step in steps] == expected
 
 
 @pytest.mark.parametrize("mode, captured", [("default", False), ("default", True), ("reduce-overhead", False)], ids=str)
-def test_a_model_the_user_compiled(device, made, mode: str, captured: bool, new: int = 60) -> None:
+def test_a_model_the_user_compiled(device, steps, mode: str, captured: bool, new: int = 60) -> None:
     """A compiler that captures graphs of its own leaves the attention out of them."""
     torch._dynamo.reset()
     model = build(torch.float32).to(device)
@@ -98,7 +84,7 @@ def test_a_model_the_user_compiled(device, made, mode: str, captured: bool, new:
     config = DiffKVConfig(**{**EXACT.to_dict(), "cuda_graphs": captured})
     assert_same(generate(model, config, True, new), expected)
     if captured:
-        assert made[-1].captures == 1 and made[-1].replays == new - 2
+        assert steps[-1].captures == 1 and steps[-1].replays == new - 2
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -25,20 +25,6 @@ def recorded(monkeypatch: pytest.MonkeyPatch):
         yield
 
 
-@pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[graphs.DecodeStep]:
-    """The `DecodeStep` of every `generate()` call."""
-    found: list[graphs.DecodeStep] = []
-    init = graphs.DecodeStep.__init__
-
-    def note(self: graphs.DecodeStep, *args: object, **kwargs: object) -> None:
-        init(self, *args, **kwargs)
-        found.append(self)
-
-    monkeypatch.setattr(graphs.DecodeStep, "__init__", note)
-    return found
-
-
 @pytest.fixture(scope="session")
 def compiler() -> None:
     """Skips where the machine has no C++ compiler, which inductor needs for a CPU."""
