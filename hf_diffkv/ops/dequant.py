@@ -66,13 +66,13 @@ def assembly(bits: int, exact: bool, chosen: Sequence[int]) -> str:
         lines += [f"shr.u32 bits, {other}, 1;", f"or.b32 bits, bits, {above};"]
         above = "bits"
     outputs = [(f"${2 * output}", f"${2 * output + 1}", piece) for output, piece in enumerate(chosen)]
-    for *words, piece in outputs:
+    for *pair, piece in outputs:
         start = mantissa_bit(bits, piece)
         magic = (25 - start) << 10
         if bits == 3:
             # quarters 0 and 2, and 1 and 3, become packed codes of four bits, of which the uppermost means nothing
             lines += _join(first, 2 * (piece % 2), above, 2 - 2 * (piece % 2), 0x33)
-            lines += _spread(("low", "high"), "joined", 0) + _pick(words, 0x7 << start, magic)
+            lines += _spread(("low", "high"), "joined", 0) + _pick(pair, 0x7 << start, magic)
         elif bits > 4:
             source = first
             if bits < 8:
@@ -81,12 +81,12 @@ def assembly(bits: int, exact: bool, chosen: Sequence[int]) -> str:
                 low_shift, high_shift = ((0, 4), (0, 2), (4, 0), (2, 0))[piece]
                 lines += _join((first, second)[piece % 2], low_shift, "upper", high_shift, 0xF << start)
                 source = "joined"
-            lines += _spread(words, source, magic >> 8)
+            lines += _spread(pair, source, magic >> 8)
         else:
-            lines += _spread(("low", "high"), first, 0) + _pick(words, (1 << bits) - 1 << start, magic)
+            lines += _spread(("low", "high"), first, 0) + _pick(pair, (1 << bits) - 1 << start, magic)
         if exact:
             lines += [f"mov.b32 bias, {magic * HALVES:#010x};"]
-            lines += [f"sub.f16x2 {word}, {word}, bias;" for word in words]
+            lines += [f"sub.f16x2 {word}, {word}, bias;" for word in pair]
     return "{\n" + "\n".join(lines) + "\n}"
 
 

@@ -15,19 +15,19 @@ pytest.importorskip("triton")
 from hf_diffkv import kernel_report  # noqa: E402
 
 # instructions per dequantised element of the decode loops at head_dim 128 on sm_90
-CEILINGS = {"K8V4": 2.8, "K4V2": 2.6}
+CEILINGS = {"K8V4-K4V2": (2.8, 2.6), "K6V4-K5V3": (2.8, 3.2), "K4V3-K3V2": (2.8, 2.8)}
 
 
-def is_main_decode(variant):
-    """K8V4 and K4V2 at head_dim 128 with four query heads per KV head."""
+def is_main_decode(variant, precisions):
+    """The decode loops of two precisions at head_dim 128 with four query heads per KV head."""
     constants = variant.constexprs
     if not {"HIGH", "LOW", "GROUP", "MODE"} <= set(constants):
         return False
-    high, low = constants["HIGH"], constants["LOW"]
-    bits = (high.k_bits, high.v_bits, low.k_bits, low.v_bits)
-    groups = (high.k_groups, high.v_groups, low.k_groups, low.v_groups)
-    dims = (high.key_dim, high.value_dim)
-    return (bits, groups, dims, constants["GROUP"]) == ((8, 4, 4, 2), (1, 1, 1, 1), (128, 128), 4)
+    tiers = constants["HIGH"], constants["LOW"]
+    name = "-".join(f"K{tier.k_bits}V{tier.v_bits}" for tier in tiers)
+    groups = {groups for tier in tiers for groups in (tier.k_groups, tier.v_groups)}
+    dims = {dim for tier in tiers for dim in (tier.key_dim, tier.value_dim)}
+    return (name, groups, dims, constants["GROUP"]) == (precisions, {1}, {128}, 4)
 
 
 def names_of(op, select):
@@ -42,16 +42,21 @@ def names_of(op, select):
 
 @pytest.fixture(scope="module")
 def decode_names():
-    return names_of("decode_attention", is_main_decode)
+    """By precisions."""
+    return {
+        name: names_of("decode_attention", lambda variant, name=name: is_main_decode(variant, name))
+        for name in CEILINGS
+    }
 
 
 @pytest.fixture(scope="module")
 def results(decode_names, tmp_path_factory):
-    names = decode_names + names_of("prefill_attention", lambda variant: "d128" in variant.name)
+    names = sum(decode_names.values(), []) + names_of("prefill_attention", lambda variant: "d128" in variant.name)
     names += [f"flash_forward-bf16-d128-padding-mask-{target}" for target in ("sm_80", "sm_90")]
     names += ["store_tokens-K8V4-g11-d128", "store_tokens-K4V2-g11-d128", "move_tokens-K8V4-K4V2-d128"]
     # where Triton 3.6 refuses to overlap the loads of two blocks
     names += ["past_forward-K8V4-K4V2-bf16-d128-padding-sm_100"]
+    names += ["past_forward-K6V4-K5V3-bf16-d128-padding-sm_90", "store_tokens-K5V3-g11-d64", "move_tokens-K6V4-K5V3-d64"]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     match = f"^({'|'.join(map(re.escape, names))})$"
@@ -70,11 +75,11 @@ def test_kernels_compile_without_spills(results):
 
 
 def test_dequantisation_stays_below_its_instruction_ceiling(results, decode_names):
-    found = [r for r in results if r["name"] in decode_names and r["target"] == "sm_90"]
-    assert found
-    for result in found:
-        high, low = result["per_element"]
-        assert high <= CEILINGS["K8V4"] and low <= CEILINGS["K4V2"], result
+    for name, ceilings in CEILINGS.items():
+        found = [r for r in results if r["name"] in decode_names[name] and r["target"] == "sm_90"]
+        assert found
+        for result in found:
+            assert all(need <= most for need, most in zip(result["per_element"], ceilings, strict=True)), result
 
 
 def test_every_variant_names_all_parameters_once():

@@ -282,6 +282,8 @@ def variants() -> list[KernelVariant]:
         (Precision(8, 4), Precision(4, 2), 512),
         (Precision(8, 8), Precision(8, 4), 128),
         (Precision(16, 16), Precision(16, 16), 128),
+        (Precision(6, 4), Precision(5, 3), 64),
+        (Precision(6, 4), Precision(5, 3), 128),
     ):
         found.append(
             KernelVariant(

@@ -48,7 +48,7 @@ def attend_tier(state, query_row, heads, pages, table, logits, peaks, first, las
     old_peak, total, acc = state
     peak = old_peak
     query = load_query(
-        query_row, heads, TIER.key_dim, key_tiles(TIER), tile_pieces(TIER), GROUP,
+        query_row, heads, TIER.key_dim, key_tiles(TIER, MODE), tile_pieces(TIER, MODE), GROUP,
         RAW if TIER.k_bits == 16 else OPERAND,
     )  # fmt: skip
     sums, biases = query_sums(query, TIER, MODE)

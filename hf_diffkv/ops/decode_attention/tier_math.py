@@ -48,15 +48,21 @@ def planar_values(tier):
 
 
 @triton.constexpr_function
-def key_tiles(tier):
-    """Tiles that a key, and the query, are multiplied in: one for each quantisation group."""
-    return tier.k_groups if tier.k_bits < 16 else 1
+def tile_pieces(tier, mode):
+    """Pieces of unpacked keys that are multiplied at once, side by side and each padded.
+
+    All of a group's in PTX mode, where no element changes threads for that: four threads share 32 elements of a row.
+    """
+    joined = planar_keys(tier) and mode == 1 and padded(tier.key_dim // pieces(tier.k_bits)) >= 32
+    return pieces(tier.k_bits) // tier.k_groups if joined else 1
 
 
 @triton.constexpr_function
-def tile_pieces(tier):
-    """Pieces that stand side by side in such a tile, each padded."""
-    return pieces(tier.k_bits) // tier.k_groups if planar_keys(tier) else 1
+def key_tiles(tier, mode):
+    """Tiles that a key, and the query, are multiplied in: so many pieces each, or a quantisation group."""
+    if tier.k_bits == 16:
+        return 1
+    return pieces(tier.k_bits) // tile_pieces(tier, mode) if planar_keys(tier) else tier.k_groups
 
 
 @triton.constexpr_function
@@ -111,7 +117,8 @@ def load_query(row, heads, DIM: tl.constexpr, TILES: tl.constexpr, PIECES: tl.co
                DTYPE: tl.constexpr):  # fmt: skip
     """The group's query heads in TILES tiles of PIECES pieces along the dimension.
 
-    A tuple of [PIECES * padded(PIECE), HEADS], where pieces have PIECE elements.
+    A tuple of [PIECES * padded(PIECE), HEADS], where pieces have PIECE elements. Tiles of several pieces are loaded 32
+    elements at a time, as four threads of a matrix product hold them: then they stay in registers.
     """
     PIECE: tl.constexpr = DIM // (TILES * PIECES)
     LANES: tl.constexpr = padded(PIECE)
@@ -137,18 +144,24 @@ def query_sums(query, TIER: tl.constexpr, MODE: tl.constexpr):
     biases = ()
     if TIER.k_bits < 16:
         GROUPS: tl.constexpr = TIER.k_groups
-        PIECES: tl.constexpr = tile_pieces(TIER)
+        TILES: tl.constexpr = key_tiles(TIER, MODE) // GROUPS
+        PIECES: tl.constexpr = tile_pieces(TIER, MODE)
         LANES: tl.constexpr = query[0].shape[0] // PIECES
-        row_lane = tl.arange(0, PIECES * LANES)
+        piece = tl.arange(0, PIECES * LANES) // LANES
         for group in tl.static_range(GROUPS):
-            rows = query[group].to(tl.float32)
-            code_biases = tl.zeros((PIECES * LANES,), tl.float32)
-            if planar_keys(TIER):
-                for piece in tl.static_range(PIECES):
-                    bias = code_bias(TIER.k_bits, group * PIECES + piece, MODE)
-                    code_biases = tl.where(row_lane // LANES == piece, bias, code_biases)
-            sums = sums + (tl.sum(rows, 0),)
-            biases = biases + (tl.sum(rows * code_biases[:, None], 0),)
+            total = tl.zeros((query[0].shape[1],), tl.float32)
+            bias = tl.zeros((query[0].shape[1],), tl.float32)
+            for tile in tl.static_range(group * TILES, group * TILES + TILES):
+                rows = query[tile].to(tl.float32)
+                total += tl.sum(rows, 0)
+                if planar_keys(TIER):
+                    code_biases = tl.zeros((PIECES * LANES,), tl.float32)
+                    for index in tl.static_range(PIECES):
+                        value = code_bias(TIER.k_bits, tile * PIECES + index, MODE)
+                        code_biases = tl.where(piece == index, value, code_biases)
+                    bias += tl.sum(rows * code_biases[:, None], 0)
+            sums = sums + (total,)
+            biases = biases + (bias,)
     return sums, biases
 
 
@@ -163,18 +176,20 @@ def tier_products(base, slot, query, sums, biases, TIER: tl.constexpr, ELEMENT: 
     else:
         GROUPS: tl.constexpr = TIER.k_groups
         PLANAR: tl.constexpr = planar_keys(TIER)
-        PIECES: tl.constexpr = tile_pieces(TIER)
+        TILES: tl.constexpr = key_tiles(TIER, MODE) // GROUPS
+        PIECES: tl.constexpr = tile_pieces(TIER, MODE)
         DIM: tl.constexpr = TIER.key_dim // GROUPS
         metadata = base + TIER.key_metadata_offset + slot * (4 * GROUPS)
         if PLANAR:
-            PIECE: tl.constexpr = DIM // PIECES
+            PIECE: tl.constexpr = DIM // (TILES * PIECES)
             codes = load_pieces(keys, PIECE, TIER.k_bits, TIER.key_dim, False, MODE, OPERAND)
         for group in tl.static_range(GROUPS):
             if PLANAR:
                 # taking the bias off first costs nothing: a matrix product adds to something anyway
                 raw = tl.zeros((slot.shape[0], sums[group].shape[0]), tl.float32) - biases[group][None, :]
-                tile = stack_pieces(codes, group * PIECES, PIECES)
-                raw = tl.dot(tile, query[group], raw, input_precision="ieee")
+                for tile in tl.static_range(group * TILES, group * TILES + TILES):
+                    code = stack_pieces(codes, tile * PIECES, PIECES)
+                    raw = tl.dot(code, query[tile], raw, input_precision="ieee")
             else:
                 lane = tl.arange(0, padded(DIM))
                 element = (group * DIM + lane)[None, :]

@@ -78,6 +78,8 @@ STORED = (
     (("K16V16", Precision(16, 16), Precision(16, 16)), torch.bfloat16, 128, ("padding",)),
     (("K16V16", Precision(16, 16), Precision(16, 16)), torch.bfloat16, 256, ("padding",)),
     (("K16V16", Precision(16, 16), Precision(16, 16)), torch.bfloat16, 512, ("padding",)),
+    *((("K6V4-K5V3", Precision(6, 4), Precision(5, 3)), torch.bfloat16, dim, ("padding",)) for dim in (64, 128)),
+    (("K4V3-K3V2", Precision(4, 3), Precision(3, 2)), torch.bfloat16, 128, ("padding",)),
     (("K16V8-K2V1", Precision(16, 8), Precision(2, 1)), torch.bfloat16, 128, ("padding",)),
     (("K8V4-K4V2-g4", Precision(8, 4, 4, 4), Precision(4, 2, 4, 4)), torch.bfloat16, 128, ("padding",)),
 )

@@ -181,6 +181,9 @@ def variants() -> list[KernelVariant]:
         (Precision(16, 16), 128),
         (Precision(16, 16), 512),
         (Precision(4, 1, 4, 2), 128),
+        (Precision(6, 4), 128),
+        (Precision(5, 3), 64),
+        (Precision(5, 3), 128),
     ):
         tier = PageLayout.build(precision, precision, dim, dim, 2).high
         constants = {
