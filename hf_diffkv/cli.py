@@ -20,6 +20,8 @@ from transformers import AutoConfig, AutoTokenizer
 from .agreement import Agreement
 from .compare import DIFFKV, DYNAMIC, Job, Run, RunError, run_in_fresh_process
 from .config import DiffKVConfig, Precision
+from .evaluation import command as evaluation
+from .evaluation.errors import EvaluationError
 
 BUNDLED_MODEL = Path(__file__).resolve().parents[1] / "examples" / "models" / "tiny-lm"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -37,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)
-    except (CliError, RunError) as error:
+    except (CliError, RunError, EvaluationError) as error:
         print(f"hf-diffkv: {error}", file=sys.stderr)
         return USAGE_ERROR
     except KeyboardInterrupt:
@@ -72,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--sample", action="store_true", help="draw tokens at random instead of taking the likeliest")
     add("--seed", metavar="N", type=int, default=0, help="of --sample (default: %(default)s)")
     add("--output", metavar="FOLDER", type=Path, default=Path("demo_output"), help="default: %(default)s")
+    evaluation.add_command(commands)
     env = commands.add_parser("env", help="print versions, for a bug report")
     env.set_defaults(run=_env)
     return parser
