@@ -20,7 +20,7 @@ def add_command(commands: Any) -> None:
         "evaluate",
         help="judge caches by what they keep at which real bytes",
         description="Runs every method on every task with one model and writes a line per method, task and document to "
-        "OUTPUT/records.jsonl, a table to OUTPUT/table.md and plots beside them. The same command goes on where it stopped.",
+        "OUTPUT/records.jsonl, a table to OUTPUT/table.md and plots beside them. Run it again to go on.",
     )
     parser.set_defaults(run=evaluate)
     add = parser.add_argument

@@ -33,8 +33,8 @@ ENDINGS = ("b", "ck", "d", "g", "l", "m", "n", "p", "r", "sh", "st", "t", "x")
 
 NAMES = (
     "Maria", "Tomas", "Ingrid", "Pavel", "Leila", "Hassan", "Yuki", "Omar", "Greta", "Diego", "Anika", "Boris",
-    "Celine", "Darius", "Elena", "Felix", "Gloria", "Henrik", "Irina", "Jonas", "Keiko", "Lorenzo", "Miriam", "Nadia", "Oscar",
-    "Priya", "Quentin", "Rosa", "Stefan", "Tamara", "Ulrich", "Vera", "Walter", "Xenia", "Yusuf", "Zora",
+    "Celine", "Darius", "Elena", "Felix", "Gloria", "Henrik", "Irina", "Jonas", "Keiko", "Lorenzo", "Miriam", "Nadia",
+    "Oscar", "Priya", "Quentin", "Rosa", "Stefan", "Tamara", "Ulrich", "Vera", "Walter", "Xenia", "Yusuf", "Zora",
 )  # fmt: skip
 
 SUBJECTS = (
