@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Union
 
 CONFIG_NAME = "diffkv_config.json"
-SUPPORTED_BITS = (1, 2, 4, 8, 16)
+SUPPORTED_BITS = (1, 2, 3, 4, 5, 6, 8, 16)
 
 Threshold = Union[float, tuple[float, ...], tuple[tuple[float, ...], ...]]
 
@@ -27,7 +27,7 @@ class Precision:
     """Bits of keys and values and the quantisation groups of each token.
 
     Args:
-        k_bits: bits per key element: 1, 2, 4, 8, or 16 (16 keeps the model's own dtype).
+        k_bits: bits per key element: 1 to 6, 8, or 16 (16 keeps the model's own dtype).
         v_bits: bits per value element, likewise.
         k_groups: equal groups of `head_dim` with their own scale and zero point, for keys.
         v_groups: the same for values.

@@ -18,7 +18,7 @@ PADDING, PRUNED, LOW, HIGH, WINDOW = -1, 0, 1, 2, 3
 
 @dataclass(frozen=True)
 class SimPrecision:
-    """Bits (1, 2, 4, 8, or 16 for unquantised) and quantisation groups of keys and values."""
+    """Bits (1 to 8, or 16 for unquantised) and quantisation groups of keys and values."""
 
     k_bits: int
     v_bits: int

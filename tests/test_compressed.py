@@ -175,6 +175,8 @@ def test_observation_window(observation_window: int) -> None:
         (Precision(16, 16), Precision(8, 1)),
         (Precision(16, 8), Precision(2, 4, 4, 1)),
         (Precision(4, 8), Precision(1, 1, 2, 2)),
+        (Precision(6, 4), Precision(5, 3)),
+        (Precision(5, 6, 1, 2), Precision(3, 2, 4, 1)),
     ],
     ids=lambda precision: precision.name,
 )
@@ -210,8 +212,10 @@ def test_softcap_and_sinks() -> None:
     pair.compare()
 
 
-def test_page_boundaries() -> None:
-    config = DiffKVConfig(alpha_high=1.0, alpha_low=0.6, window=1)
+@pytest.mark.parametrize("high, low", [("K8V4", "K4V2"), ("K6V4", "K5V3")])
+def test_page_boundaries(high: str, low: str) -> None:
+    high, low = (Precision(int(name[1]), int(name[3])) for name in (high, low))
+    config = DiffKVConfig(high, low, alpha_high=1.0, alpha_low=0.6, window=1)
     capacity = Store(config, 1, 1, 1, 16, 16, torch.float32, torch.device("cpu")).layout.high.capacity
     lengths = tuple(capacity + extra for extra in (0, 1, 2)) + tuple(2 * capacity + extra for extra in (0, 1, 2))
     pair = Pair(config, len(lengths), heads=1, group=1, dim=16)

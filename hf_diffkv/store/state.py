@@ -354,7 +354,7 @@ class Store:
         low_growth = np.where(has_low, lookahead, 0)[:, None]
         pages_then = _ceil(self._high_bound + lookahead, high), _ceil(self._low_bound + low_growth, low)
         longest = int((self._high_bound + self._low_bound).max()) + lookahead + self.window_slots
-        if use_kernels(self.device, self.dtype):
+        if use_kernels(self.device, self.dtype, self.layout.high, self.layout.low):
             self._all_bounds = Bounds(longest)
             self._bounds = [self._all_bounds] * self.num_layers
         else:
