@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from .integration.cache import DiffKVCache
     from .integration.devices import TensorParallel
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+# version 1 knew neither: its keys and values are held as the model had them
+UNKNOWN_TO_1 = {"rotate": False, "center": False}
 JSON_NAME = "diffkv_cache.json"
 TENSORS_NAME = "diffkv_cache.safetensors"
 # what does not change the keys and values a model computes
@@ -106,7 +108,8 @@ def load_cache(
         raise CacheFileError(f"{folder} was saved with other model weights; load it with the model it is of.")
     if _digest(path) != content["sha256"]:
         raise CacheFileError(f"{path} is damaged (its checksum differs); save the cache again.")
-    cache = cache_class(model.config, DiffKVConfig.from_dict(content["config"]))
+    added = UNKNOWN_TO_1 if content["format_version"] == 1 else {}
+    cache = cache_class(model.config, DiffKVConfig.from_dict({**content["config"], **added}))
     cache.attach(model)
     try:
         tensors = load_file(path, device="cpu" if devices else str(model.device))
@@ -171,9 +174,9 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise CacheFileError(f"{path} is not a saved DiffKV cache: {error}") from error
     if not isinstance(version, int):
         raise CacheFileError(f"{path} is not a saved DiffKV cache: its format version is {version!r}.")
-    if version != FORMAT_VERSION:
+    if not 1 <= version <= FORMAT_VERSION:
         raise CacheFileError(
-            f"{path} has format version {version}, this hf_diffkv reads version {FORMAT_VERSION}; "
+            f"{path} has format version {version}, this hf_diffkv reads versions up to {FORMAT_VERSION}; "
             + ("upgrade hf_diffkv." if version > FORMAT_VERSION else "save the cache again.")
         )
     if content.pop("checksum", None) != _checksum(content):
@@ -240,7 +243,9 @@ def _restore_store(
     if described["page_bytes"] != store.layout.page_bytes:
         raise CacheFileError("the page format of the saved cache differs from this version's; save the cache again.")
     for name in STORE_TENSORS:
-        getattr(store, name).copy_(tensors[f"store{index}.{name}"][slots])
+        # empty where keys are not centred, and unknown to version 1
+        if name != "key_offset" or config.center:
+            getattr(store, name).copy_(tensors[f"store{index}.{name}"][slots])
     table = tensors[f"store{index}.table"][slots].to(device)
     used = table != NULL_PAGE
     pages = tensors[f"store{index}.pages"]

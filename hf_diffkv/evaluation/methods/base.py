@@ -23,11 +23,13 @@ class Held:
         bytes: what is really held: metadata, scores, tables and slack included.
         payload_bytes: codes and uncompressed tokens alone, where a method can tell.
         simulated: whether `bytes` is computed from kept tokens and not held.
+        levels: tokens per level over all layers and heads, where a method has levels.
     """
 
     bytes: int
     payload_bytes: int | None = None
     simulated: bool = False
+    levels: dict[str, int] | None = None
 
 
 class Method(ABC):

@@ -52,7 +52,8 @@ class DiffKVMethod(Method):
 
     def held(self, cache: Any) -> Held:
         report = cache.memory()
-        return Held(report.bytes + report.other_bytes, report.payload_bytes + report.other_bytes)
+        payload = report.payload_bytes + report.other_bytes
+        return Held(report.bytes + report.other_bytes, payload, levels=report.tokens)
 
     @contextmanager
     def attached(self, model: Any, prompt: bool) -> Iterator[None]:
