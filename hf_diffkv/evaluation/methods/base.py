@@ -109,6 +109,6 @@ def tensor_bytes(root: Any) -> int:
             queue += item.values()
         elif isinstance(item, (list, tuple, set)):
             queue += item
-        elif type(item).__module__.startswith(("transformers.cache_utils", "hf_diffkv")):
+        elif type(item).__module__.startswith(("transformers.", "hf_diffkv.")):
             queue += vars(item).values()
     return sum(storages.values())

@@ -28,11 +28,11 @@ def passages(source: Source, name: str, continued: int) -> list[tuple[tuple[int,
     chapters = texts()
     found = []
     for index in range(source.count):
-        rng = rng_for(source, name, index)
-        rng.shuffle(chapters)
-        ids = source.tokenizer("\n\n".join(chapters[:12])).input_ids
+        shuffled = rng_for(source, name, index).sample(chapters, len(chapters))
+        # far longer than the model can take, of which the tokenizer would warn
+        ids = source.tokenizer("\n\n".join(shuffled[:12]), verbose=False).input_ids
         if len(ids) < source.length + continued:
-            ids = source.tokenizer("\n\n".join(chapters)).input_ids
+            ids = source.tokenizer("\n\n".join(shuffled), verbose=False).input_ids
         if len(ids) < source.length + continued:
             raise EvaluationError(f"the text has {len(ids)} tokens; lower --length to {len(ids) - continued}.")
         found.append((tuple(ids[: source.length]), tuple(ids[source.length : source.length + continued])))
