@@ -11,8 +11,8 @@ from ..memory import HIGH, LOW
 from ..ops.compact import NewTokens, StoredTokens, rewrite_rows, stored_tokens
 from ..ops.prefill_attention import StoredPast, prefill_attention
 from ..ops.segments import segments
-from ..policy import mean_significance
-from .budget import fit_layer
+from ..policy import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL, mean_significance
+from .levels import decide_levels
 from .state import Store
 
 
@@ -75,7 +75,7 @@ def attend_new(
         valid=valid,
         past=past.stored,
         mask=mask,
-        observation_window=store.config.observation_window,
+        observation_window=store.observation_window,
         **options,
     )
     return output, received.float()
@@ -187,18 +187,9 @@ def compress(
     in_window = candidates.position >= (length - store.config.window)[candidates.row]
     leaving, window = candidates.select(~in_window), candidates.select(in_window)
     means.append(mean_significance(leaving.score, leaving.position, length[leaving.row]))
-    if store.config.max_bytes is not None:
-        fit_layer(store, layer, [past.tokens[HIGH].row, past.tokens[LOW].row, leaving.row], means, length)
-    high_threshold, low_threshold = (t.reshape(rows) for t in store.row_thresholds(layer))
-
-    def level(mean: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
-        high = mean >= high_threshold[row]
-        return high, ~high & (mean >= low_threshold[row])
-
-    stays = [level(means[tier], past.tokens[tier].row) for tier in (HIGH, LOW)]
-    keep = (stays[HIGH][0], stays[LOW][0] | stays[LOW][1])
-    high, low = level(means[2], leaving.row)
-    new = (leaving.select(high), leaving.select(low))
+    levels = decide_levels(store, layer, past.tokens, leaving, means, length)
+    keep = (levels[HIGH] == HIGH_LEVEL, levels[LOW] != PRUNED_LEVEL)
+    new = (leaving.select(levels[2] == HIGH_LEVEL), leaving.select(levels[2] == LOW_LEVEL))
 
     try:
         _write_scores(store, past, scores)
@@ -210,7 +201,7 @@ def compress(
             store.low_count[layer].view(rows),
             past.tokens,
             keep,
-            stays[HIGH][1],
+            levels[HIGH] == LOW_LEVEL,
             new,
             store.dtype,
         )

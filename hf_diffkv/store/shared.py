@@ -88,7 +88,7 @@ def attend_from_newest(
         past_value=value[:, :, :earlier],
         past_valid=shown[:, None].expand(-1, key.shape[1], -1),
         mask=None if mask is None else mask[..., earlier:, earlier:],
-        observation_window=store.config.observation_window,
+        observation_window=store.observation_window,
         **options,
     )
     return output, received.float() * _later_share(valid, key, earlier, received.shape[-1])[:, None]
