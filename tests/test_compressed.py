@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from dense_simulation import LayerSimulation, SimPrecision
+from dense_simulation import LayerSimulation, Rule, SimPrecision
 
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
@@ -25,9 +25,22 @@ class Pair:
     # of keys and values
     token_tolerance = 1e-6
 
-    def __init__(self, config: DiffKVConfig, batch: int, heads: int, group: int, dim: int, dtype=torch.float64) -> None:
+    def __init__(
+        self,
+        config: DiffKVConfig,
+        batch: int,
+        heads: int,
+        group: int,
+        dim: int,
+        dtype=torch.float64,
+        place: tuple[int, int] = (0, 1),
+        rule: Rule | None = None,
+    ) -> None:
         self.batch, self.heads, self.group, self.dim, self.dtype = batch, heads, group, dim, dtype
-        self.store = Store(config, 1, batch, heads, dim, dim, dtype, torch.device("cpu"))
+        # the layer's index in the model, and the model's layers
+        index, layers = place
+        self.store = Store(config, 1, batch, heads, dim, dim, dtype, torch.device("cpu"), total_layers=layers)
+        self.store.place_layer(0, index)
         alpha_high = config.alpha_high[0] if isinstance(config.alpha_high, tuple) else config.alpha_high
         alpha_low = config.alpha_low[0] if isinstance(config.alpha_low, tuple) else config.alpha_low
         self.store.set_thresholds(0, alpha_high, alpha_low)
@@ -41,10 +54,11 @@ class Pair:
             alpha_low=list(alpha_low) if isinstance(alpha_low, tuple) else alpha_low,
             window=config.window,
             compaction_interval=config.compaction_interval,
-            observation_window=config.observation_window,
+            observation_window=self.store.observation_window,
             dtype=dtype,
             rotate=config.rotate,
             center=config.center,
+            rule=rule,
         )
         self.generator = torch.Generator().manual_seed(0)
 

@@ -8,9 +8,10 @@ from ...memory import FreeList, PageLayout
 from ..backend import use_kernels, without_autocast
 from ..tiles import Bounds
 from . import reference
+from .reference import least_mean
 from .rewrite import NewTokens, StoredTokens, rewrite_rows, stored_tokens
 
-__all__ = ["NewTokens", "StoredTokens", "compact_step", "rewrite_rows", "stored_tokens"]
+__all__ = ["NewTokens", "StoredTokens", "compact_step", "least_mean", "rewrite_rows", "stored_tokens"]
 
 
 @without_autocast
