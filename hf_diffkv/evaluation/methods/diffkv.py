@@ -84,7 +84,7 @@ def parse_options(options: list[str]) -> tuple[dict[str, Any], str | None]:
             fields |= {"alpha_high": float(alphas[1]), "alpha_low": float(alphas[2])}
         elif "=" in option:
             name, _, value = option.partition("=")
-            fields[name] = _value(value)
+            fields[name] = parse_value(value)
         else:
             raise EvaluationError(
                 f"option {option!r} of a diffkv method is none of K8V4, K8V4/K4V2, 1/0 (alpha_high/alpha_low), "
@@ -98,7 +98,8 @@ def _precision(match: re.Match) -> Precision:
     return Precision(*numbers)
 
 
-def _value(text: str) -> Any:
+def parse_value(text: str) -> Any:
+    """A value of an option: a precision, JSON, or the text as it is."""
     precision = PRECISION.fullmatch(text)
     if precision:
         return _precision(precision)
