@@ -31,19 +31,20 @@ class Study:
     documents: int | None = None
 
 
-EXACT = "K16V16"
+# keys and values as the model has them, and rotated with keys centred
+PLAIN, TURNED = "rotate=false+center=false", "rotate=true+center=true"
 STUDIES = {
     # accuracy against memory beside what users have (figure 11; LeanKV's figures)
     "peers": Study(
         (
             "dense",
             "diffkv:paper",
-            "diffkv:K8V8",
-            "diffkv:K8V4",
+            "diffkv:paper+K8V8",
+            "diffkv:paper+K8V4",
             "diffkv:paper+3/0",
-            "diffkv:K4V2g2/4",
-            "diffkv:K4V4",
-            "diffkv:K4V2",
+            "diffkv:paper+K4V2g2/4",
+            "diffkv:paper+K4V4",
+            "diffkv:paper+K4V2",
             "diffkv:paper+observation_window=64",
             "quanto:4",
             "hqq:4",
@@ -65,11 +66,11 @@ STUDIES = {
         (
             "dense",
             "diffkv:paper",
-            "diffkv:K8V4",
-            "diffkv:K4V2",
-            "diffkv:K6V4+rotate=true+center=true",
-            "diffkv:K5V3+rotate=true+center=true",
-            "share:share=0.25+rotate=true+center=true",
+            "diffkv:paper+K8V4",
+            "diffkv:paper+K4V2",
+            f"diffkv:{TURNED}+K6V4",
+            f"diffkv:{TURNED}+K5V3",
+            f"share:{TURNED}",
             "quanto:4",
             "hqq:4",
             "quanto:2",
@@ -82,14 +83,17 @@ STUDIES = {
     "precisions": Study(
         (
             "dense",
-            *(f"diffkv:{name}" for name in ("K8V8", "K8V4", "K4V8", "K8V2", "K2V8", "K4V4", "K4V2", "K2V4", "K4V1")),
+            *(
+                f"diffkv:paper+{name}"
+                for name in ("K8V8", "K8V4", "K4V8", "K8V2", "K2V8", "K4V4", "K4V2", "K2V4", "K4V1")
+            ),
         )
     ),
     # a number of tokens that differs by head and request against one budget for all (figure 9), in the model's dtype
     "pruning": Study(
         (
             "dense",
-            *(f"diffkv:{EXACT}+{alpha}/{alpha}" for alpha in (0.05, 0.1, 0.2, 0.4)),
+            *(f"diffkv:lossless+{alpha}/{alpha}" for alpha in (0.05, 0.1, 0.2, 0.4)),
             *(f"{name}:budget={budget}" for name in ("snapkv", "h2o", "pyramid", "random") for budget in (0.3, 0.5)),
             "streaming",
         )
@@ -111,8 +115,8 @@ STUDIES = {
             "leankv:high_cut=0.2",
             *(f"share:share=0.25+by={by}" for by in ("significance", "contribution", "random")),
             *(f"share:share=0.25+by={by}+rotate=true+center=true" for by in ("significance", "contribution", "random")),
-            "diffkv:1/0+rotate=true+center=true",
-            "diffkv:K4V2+rotate=true+center=true",
+            f"diffkv:{TURNED}+1/0",
+            f"diffkv:{TURNED}+K4V2",
         )
     ),
 }
