@@ -38,6 +38,8 @@ class Method(ABC):
     label: str = ""
     # the environment it runs in, where it cannot run in this one
     environment: str | None = None
+    # whether several texts may go in at once, kept apart by a mask; see `Session.ask`
+    asks_at_once = True
 
     @abstractmethod
     def new_cache(self, model: Any) -> Any:
@@ -60,7 +62,7 @@ class Method(ABC):
         prompt = torch.tensor([ids], device=session.model.device)
         if stop:
             options = {"stop_strings": list(stop), "tokenizer": session.tokenizer, **options}
-        with self.attached(session.model, prompt=True):
+        with self.attached(session):
             written = session.model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
@@ -68,7 +70,8 @@ class Method(ABC):
                 max_new_tokens=max_new_tokens,
                 **{"do_sample": False, **options},
             )
-        session.seen = session.cache.get_seq_length()
+        # the last token written has not been fed back; a cache that drops tokens does not know how many there were
+        session.seen = written.shape[1] - 1
         return session.tokenizer.decode(written[0, len(ids) :], skip_special_tokens=True)
 
     def held(self, cache: Any) -> Held:
@@ -76,8 +79,8 @@ class Method(ABC):
         return Held(tensor_bytes(cache.layers))
 
     @contextmanager
-    def attached(self, model: Any, prompt: bool) -> Iterator[None]:
-        """Around every forward; `prompt`: it is the first one of a cache."""
+    def attached(self, session: Session) -> Iterator[None]:
+        """Around every forward of `session`."""
         yield
 
     def __repr__(self) -> str:

@@ -11,12 +11,15 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...config import DiffKVConfig, Precision
 from ..errors import EvaluationError
 from . import method
 from .base import Held, Method
+
+if TYPE_CHECKING:
+    from ..session import Session
 
 PRECISION = re.compile(r"K(\d+)V(\d+)(?:g(\d+)/(\d+))?")
 NUMBER = r"\d+(?:\.\d+)?"
@@ -56,7 +59,8 @@ class DiffKVMethod(Method):
         return Held(report.bytes + report.other_bytes, payload, levels=report.tokens)
 
     @contextmanager
-    def attached(self, model: Any, prompt: bool) -> Iterator[None]:
+    def attached(self, session: Session) -> Iterator[None]:
+        model = session.model
         before = model.config._attn_implementation
         model.set_attn_implementation("diffkv")
         try:
