@@ -20,6 +20,8 @@ from transformers import AutoConfig, AutoTokenizer
 from .agreement import Agreement
 from .compare import DIFFKV, DYNAMIC, Job, Run, RunError, run_in_fresh_process
 from .config import DiffKVConfig, Precision
+from .evaluation import command as evaluation
+from .evaluation.errors import EvaluationError
 
 BUNDLED_MODEL = Path(__file__).resolve().parents[1] / "examples" / "models" / "tiny-lm"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -37,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)
-    except (CliError, RunError) as error:
+    except (CliError, RunError, EvaluationError) as error:
         print(f"hf-diffkv: {error}", file=sys.stderr)
         return USAGE_ERROR
     except KeyboardInterrupt:
@@ -65,13 +67,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--alpha-high", metavar="X", type=float, help="tokens with X times the average significance stay at --high")
     add("--alpha-low", metavar="X", type=float, help="tokens below X times the average are pruned; 0 prunes nothing")
     add("--window", metavar="N", type=int, help="newest tokens kept uncompressed (default: 64)")
-    add("--high", metavar="KxVy", help="bits of keys and values of important tokens, for example K8V4")
+    add("--high", metavar="KxVy", help="bits of keys and values of important tokens (1 to 6, 8, 16), for example K8V4")
     add("--low", metavar="KxVy", help="bits of keys and values of the others, for example K4V2")
     add("--dtype", choices=DTYPES, default="auto", help="of the model (default: as it was saved)")
     add("--device", help="for example cpu or cuda:0 (default: cuda where there is one)")
     add("--sample", action="store_true", help="draw tokens at random instead of taking the likeliest")
     add("--seed", metavar="N", type=int, default=0, help="of --sample (default: %(default)s)")
     add("--output", metavar="FOLDER", type=Path, default=Path("demo_output"), help="default: %(default)s")
+    evaluation.add_command(commands)
     env = commands.add_parser("env", help="print versions, for a bug report")
     env.set_defaults(run=_env)
     return parser

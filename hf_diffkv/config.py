@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Union
 
 CONFIG_NAME = "diffkv_config.json"
-SUPPORTED_BITS = (1, 2, 4, 8, 16)
+SUPPORTED_BITS = (1, 2, 3, 4, 5, 6, 8, 16)
 
 Threshold = Union[float, tuple[float, ...], tuple[tuple[float, ...], ...]]
 
@@ -43,7 +43,7 @@ class Precision:
     """Bits of keys and values and the quantisation groups of each token.
 
     Args:
-        k_bits: bits per key element: 1, 2, 4, 8, or 16 (16 keeps the model's own dtype).
+        k_bits: bits per key element: 1 to 6, 8, or 16 (16 keeps the model's own dtype).
         v_bits: bits per value element, likewise.
         k_groups: equal groups of `head_dim` with their own scale and zero point, for keys.
         v_groups: the same for values.
@@ -96,6 +96,10 @@ class DiffKVConfig:
         observation_window: how many of a prompt's last queries significance is taken from; None takes all, or as many
             as the policy's paper does.
         compaction_interval: generated tokens between two compactions; 1 is the paper.
+        rotate: keys and values are held rotated by a Hadamard matrix with random signs, which spreads channels of
+            large magnitude over all: fewer bits do. Costs no memory, and two small products per layer and step.
+        center: keys are held less the mean key of their request and KV head. Layers with attention sinks or a
+            softcap are not centred.
         page_bytes: largest size of a unified page in bytes; None chooses the best filled size near 6 KiB.
         max_bytes: byte budget per device; None is unlimited.
         cuda_graphs: whether `generate()` on a CUDA device captures a decode step once and replays it; its
@@ -115,6 +119,8 @@ class DiffKVConfig:
     protected_layers: int = 0
     observation_window: int | None = None
     compaction_interval: int = 1
+    rotate: bool = False
+    center: bool = False
     page_bytes: int | None = None
     max_bytes: int | None = None
     cuda_graphs: bool = True
@@ -128,8 +134,9 @@ class DiffKVConfig:
         for name in ("window", "compaction_interval", "observation_window", "page_bytes", "max_bytes"):
             if getattr(self, name) is not None or name in ("window", "compaction_interval"):
                 object.__setattr__(self, name, _as_count(name, getattr(self, name)))
-        if not isinstance(self.cuda_graphs, bool):
-            raise ValueError(f"cuda_graphs={self.cuda_graphs!r} must be True or False.")
+        for name in ("rotate", "center", "cuda_graphs"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
         object.__setattr__(self, "protected_layers", _as_count("protected_layers", self.protected_layers, least=0))
         object.__setattr__(self, "policy_options", _checked_options(self.policy, self.policy_options))
         if _payload_bits(self.low) > _payload_bits(self.high):
@@ -151,9 +158,15 @@ class DiffKVConfig:
 
     @classmethod
     def lossless(cls, **kwargs: Any) -> DiffKVConfig:
-        """A configuration that stores everything in the model's dtype and prunes nothing."""
+        """A configuration that stores everything as it is in the model's dtype and prunes nothing."""
         full = Precision(16, 16)
-        return cls(**{"high": full, "low": full, "alpha_high": 0.0, "alpha_low": 0.0, **kwargs})
+        fields = {"high": full, "low": full, "alpha_high": 0.0, "alpha_low": 0.0, "rotate": False, "center": False}
+        return cls(**{**fields, **kwargs})
+
+    @classmethod
+    def paper(cls, **kwargs: Any) -> DiffKVConfig:
+        """What the paper describes, without what has been added to it since: keys and values as the model has them."""
+        return cls(**{"rotate": False, "center": False, **kwargs})
 
     @classmethod
     def for_model(cls, model_config: Any, **kwargs: Any) -> DiffKVConfig:

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from .integration.stores import Stores
 
 FORMAT_VERSION = 2
-# in version 1 thresholds had no batch dimension
+# in version 1 thresholds had no batch dimension, and keys and values were held as the model had them
 READABLE_VERSIONS = (1, 2)
+UNKNOWN_TO_1 = {"rotate": False, "center": False}
 JSON_NAME = "diffkv_cache.json"
 TENSORS_NAME = "diffkv_cache.safetensors"
 # what does not change the keys and values a model computes
@@ -108,7 +109,8 @@ def load_cache(
         raise CacheFileError(f"{folder} was saved with other model weights; load it with the model it is of.")
     if _digest(path) != content["sha256"]:
         raise CacheFileError(f"{path} is damaged (its checksum differs); save the cache again.")
-    cache = cache_class(model.config, DiffKVConfig.from_dict(content["config"]))
+    added = UNKNOWN_TO_1 if content["format_version"] == 1 else {}
+    cache = cache_class(model.config, DiffKVConfig.from_dict({**content["config"], **added}))
     cache.attach(model)
     try:
         tensors = load_file(path, device="cpu" if devices else str(model.device))
@@ -176,7 +178,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise CacheFileError(f"{path} is not a saved DiffKV cache: its format version is {version!r}.")
     if version not in READABLE_VERSIONS:
         raise CacheFileError(
-            f"{path} has format version {version}, this hf_diffkv reads version {FORMAT_VERSION}; "
+            f"{path} has format version {version}, this hf_diffkv reads versions up to {FORMAT_VERSION}; "
             + ("upgrade hf_diffkv." if version > FORMAT_VERSION else "save the cache again.")
         )
     if content.pop("checksum", None) != _checksum(content):
@@ -243,8 +245,11 @@ def _restore_store(
     if described["page_bytes"] != store.layout.page_bytes:
         raise CacheFileError("the page format of the saved cache differs from this version's; save the cache again.")
     for name in ROW_STATE:
-        saved, target = tensors[f"store{index}.{name}"][slots], getattr(store, name)
-        target.copy_(saved if saved.ndim == target.ndim else saved[:, None])
+        target = getattr(store, name)
+        # the key offset is empty where keys are not centred, and unknown to version 1
+        if target.numel():
+            saved = tensors[f"store{index}.{name}"][slots]
+            target.copy_(saved if saved.ndim == target.ndim else saved[:, None])
     table = tensors[f"store{index}.table"][slots].to(device)
     used = table != NULL_PAGE
     pages = tensors[f"store{index}.pages"]

@@ -18,7 +18,7 @@ PADDING, PRUNED, LOW, HIGH, WINDOW = -1, 0, 1, 2, 3
 
 @dataclass(frozen=True)
 class SimPrecision:
-    """Bits (1, 2, 4, 8, or 16 for unquantised) and quantisation groups of keys and values."""
+    """Bits (1 to 8, or 16 for unquantised) and quantisation groups of keys and values."""
 
     k_bits: int
     v_bits: int
@@ -51,6 +51,37 @@ def round_trip(x: Tensor, bits: int, groups: int, dtype: torch.dtype) -> Tensor:
     """What remains of x after storing it; `dtype` is the model's, which 16 bits stand for. Keeps x's own dtype."""
     stored = x.to(dtype) if bits == 16 else decode(*quantise(x, bits, groups))
     return stored.to(x.dtype)
+
+
+def hadamard(size: int) -> list[list[int]]:
+    """Sylvester's matrix of a power of two: [[H, H], [H, -H]]."""
+    if size == 1:
+        return [[1]]
+    half = hadamard(size // 2)
+    return [row + row for row in half] + [row + [-x for x in row] for row in half]
+
+
+def random_signs(count: int) -> list[int]:
+    """+1 where the top bit of Knuth's MMIX generator is set, begun at 1."""
+    signs, state = [], 1
+    for _ in range(count):
+        state = (6364136223846793005 * state + 1442695040888963407) & 0xFFFF_FFFF_FFFF_FFFF
+        signs.append(1 if state >= 1 << 63 else -1)
+    return signs
+
+
+def rotation(dim: int) -> Tensor:
+    """float64 [dim, dim], R of R x: signs first, then Hadamard in blocks of the largest power of two in `dim`."""
+    size = 1
+    while dim % (2 * size) == 0:
+        size *= 2
+    block, signs = hadamard(size), random_signs(dim)
+    matrix = torch.zeros(dim, dim, dtype=torch.float64)
+    for out in range(dim):
+        for channel in range(dim):
+            if out // size == channel // size:
+                matrix[out, channel] = block[out % size][channel % size] * signs[channel] / size**0.5
+    return matrix
 
 
 def level_of(mean: Tensor, threshold_low: Tensor, threshold_high: Tensor) -> Tensor:
@@ -145,6 +176,8 @@ class LayerSimulation:
         observation_window: int | None = None,
         dtype: torch.dtype = torch.float32,
         value_dim: int | None = None,
+        rotate: bool = False,
+        center: bool = False,
         rule: Rule | None = None,
     ) -> None:
         if window < 1 or compaction_interval < 1 or (observation_window is not None and observation_window < 1):
@@ -161,7 +194,13 @@ class LayerSimulation:
         self.compaction_interval = compaction_interval
         self.observation_window = observation_window
         self.dtype = dtype
-        self.compute_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self._transforms = rotate or center
+        # what is rotated there and back again must come back as it was
+        self.compute_dtype = torch.float64 if dtype == torch.float64 or self._transforms else torch.float32
+        dims = (head_dim, value_dim or head_dim)
+        self._rotations = [rotation(dim) if rotate else torch.eye(dim, dtype=torch.float64) for dim in dims]
+        self._centers = center
+        self._offset = torch.zeros(batch_size, num_key_value_heads, head_dim, dtype=torch.float64)  # R mu
 
         empty = (batch_size, num_key_value_heads, 0)
         self._keys = torch.zeros(*empty, head_dim, dtype=self.compute_dtype)
@@ -197,7 +236,14 @@ class LayerSimulation:
         rows, _, columns, _ = key.shape
         self._valid = torch.ones(rows, columns, dtype=torch.bool) if valid is None else valid.detach().cpu().bool()
         self._is_prompt = columns > 1 or self._levels.shape[-1] == 0
+        self._has_past = bool(self._count.any())
         self._append(key.detach().cpu(), value.detach().cpu(), self._valid)
+        if self._transforms:
+            new = slice(self._keys.shape[2] - columns, None)
+            # a first prompt is attended as it is, and what comes later in the form that is kept
+            self._exact = self._keys[:, :, new].clone(), self._values[:, :, new].clone()
+            if self._has_past:
+                self._keep_new(columns)
         self._received = torch.zeros(self._sums.shape, dtype=self.compute_dtype)
 
     def read(
@@ -209,21 +255,32 @@ class LayerSimulation:
         """
         sinks = None if sinks is None else sinks.detach().cpu().to(self.compute_dtype)
         valid = self._valid[:, self._valid.shape[1] - query.shape[2] :]
-        probabilities = self._attend(query.detach().cpu().to(self.compute_dtype), valid, scaling, softcap, sinks)
+        given, rounded = query.detach().cpu().to(self.compute_dtype), self._transforms and self._has_past
+        if softcap is not None or sinks is not None:
+            self._centers = False
+        if rounded:
+            given = self._from_kept(self._to_kept(given, 0), 0)
+        probabilities = self._attend(given, valid, scaling, softcap, sinks)
         self._received = torch.maximum(self._received, self._significance(probabilities))
         # Taken before compression: a step reads what was stored when it began.
         output = (probabilities @ self._values.unsqueeze(2)).flatten(1, 2)
+        if rounded:
+            output = self._from_kept(self._to_kept(output, 1), 1)
         return output.to(dtype=query.dtype, device=query.device)
 
     def finish(self) -> None:
         """Updates the sums and compresses."""
         self._sums += self._received.to(torch.float32)
         if self._is_prompt:
+            if self._transforms:
+                self._fix_offsets(*self._exact)
             self._compress_prompt()
             self._steps = 0
         else:
             self._steps += 1
             if self._steps == self.compaction_interval:
+                if self._transforms:
+                    self._fix_offsets()
                 self._compress_generation()
                 self._steps = 0
 
@@ -266,6 +323,52 @@ class LayerSimulation:
         self._sums = torch.cat([self._sums, torch.zeros(level.shape)], dim=2)
         self._index = torch.cat([self._index, index], dim=1)
         self._count = self._count + valid.sum(-1)
+
+    def _to_kept(self, x: Tensor, which: int, offset: Tensor | None = None) -> Tensor:
+        """R x less the offset in the model's dtype, as keys (`which` 0) or values (1) are kept; x: [..., D]."""
+        kept = x @ self._rotations[which].T
+        kept = kept if offset is None else kept - offset
+        return kept.to(torch.promote_types(self.dtype, torch.float32)).to(self.dtype)
+
+    def _from_kept(self, x: Tensor, which: int, offset: Tensor | None = None) -> Tensor:
+        """The inverse of `_to_kept`."""
+        x = x.to(torch.float64)
+        return (x if offset is None else x + offset) @ self._rotations[which]
+
+    def _keep_new(self, columns: int) -> None:
+        """Puts the newest tokens into the form that is kept."""
+        key, value = self._exact
+        offset = self._offset[:, :, None]
+        there = self._valid[:, None, :, None]
+        first = self._keys.shape[2] - columns
+        self._keys[:, :, first:] = torch.where(there, self._from_kept(self._to_kept(key, 0, offset), 0, offset), 0)
+        self._values[:, :, first:] = torch.where(there, self._from_kept(self._to_kept(value, 1), 1), 0)
+
+    def _fix_offsets(self, key: Tensor | None = None, value: Tensor | None = None) -> None:
+        """Takes the mean key of rows that are about to lose their first token from the window as their offset.
+
+        key, value: of the newest tokens where they come several at once: kept only now, without an offset before.
+        """
+        columns = 0 if key is None else key.shape[2]
+        old = self._offset.clone()
+        before = self._keys.shape[2] - columns
+        for row in range(self._levels.shape[0]):
+            real = self._index[row] >= 0
+            left = ((self._levels[row] >= PRUNED) & (self._levels[row] < WINDOW)).any()
+            if not self._centers or left or self._count[row] <= self.window:
+                continue
+            for head in range(self._levels.shape[1]):
+                keys = self._keys[row, head].clone()
+                if columns:
+                    keys[before:] = key[row, head]
+                mean = (keys[real] @ self._rotations[0].T).mean(0)
+                self._offset[row, head] = mean.to(torch.promote_types(self.dtype, torch.float32))
+                kept = self._to_kept(keys[:before][real[:before]], 0, old[row, head]).to(torch.float64)
+                kept = kept + old[row, head]
+                kept = self._to_kept(kept @ self._rotations[0], 0, self._offset[row, head])
+                self._keys[row, head, :before][real[:before]] = self._from_kept(kept, 0, self._offset[row, head])
+        if columns:
+            self._keep_new(columns)
 
     def _attend(
         self, query: Tensor, valid: Tensor, scaling: float | None, softcap: float | None, sinks: Tensor | None
@@ -366,6 +469,15 @@ class LayerSimulation:
             self._sums[row, head, tokens] = 0
         else:
             precision = self.high if level == HIGH else self.low
-            keys[tokens] = round_trip(keys[tokens], precision.k_bits, precision.k_groups, self.dtype)
-            values[tokens] = round_trip(values[tokens], precision.v_bits, precision.v_groups, self.dtype)
+            offset = self._offset[row, head]
+            kept = (keys[tokens], values[tokens])
+            if self._transforms:
+                # no further rounding to the model's dtype: it is in that, or was dequantised
+                kept = kept[0] @ self._rotations[0].T - offset, kept[1] @ self._rotations[1].T
+                kept = tuple(x.to(torch.promote_types(self.dtype, torch.float32)) for x in kept)
+            kept_keys = round_trip(kept[0], precision.k_bits, precision.k_groups, self.dtype)
+            kept_values = round_trip(kept[1], precision.v_bits, precision.v_groups, self.dtype)
+            if self._transforms:
+                kept_keys, kept_values = self._from_kept(kept_keys, 0, offset), self._from_kept(kept_values, 1)
+            keys[tokens], values[tokens] = kept_keys, kept_values
         self._levels[row, head, tokens] = level

@@ -112,6 +112,8 @@ class Policy:
     observation_window: ClassVar[int | None] = None
     # whether `thresholds` goes by alpha_high and alpha_low; where not, what it gives is raised to alpha / N
     by_alphas: ClassVar[bool] = True
+    # whether any token is ever low
+    two_levels: ClassVar[bool] = True
     # whether `adapted` is to be called
     adapts: ClassVar[bool] = False
 

@@ -29,6 +29,7 @@ class H2O(Policy):
     minimum: int = option(64, least=0)
 
     by_alphas: ClassVar[bool] = False
+    two_levels: ClassVar[bool] = False
 
     def levels(self, tokens: Tokens, rows: Rows) -> Levels:
         rank, _ = rank_in_rows(tokens.row, tokens.mean, tokens.position, rows.length.numel())

@@ -30,6 +30,7 @@ class Random(Policy):
     seed: int = option(0, least=0)
 
     by_alphas: ClassVar[bool] = False
+    two_levels: ClassVar[bool] = False
 
     def levels(self, tokens: Tokens, rows: Rows) -> Levels:
         return keep_high(self._kept(rows.layer, rows.head[tokens.row], tokens.position))

@@ -28,6 +28,7 @@ class SnapKV(Policy):
     pool: int = option(5, least=1)
 
     observation_window: ClassVar[int | None] = 32
+    two_levels: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -22,6 +22,7 @@ class Streaming(Policy):
     sinks: int = option(4, least=0)
 
     by_alphas: ClassVar[bool] = False
+    two_levels: ClassVar[bool] = False
 
     def levels(self, tokens: Tokens, rows: Rows) -> Levels:
         return keep_high(tokens.position < self.sinks)

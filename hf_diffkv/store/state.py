@@ -13,6 +13,8 @@ from ..config import DiffKVConfig
 from ..memory import HIGH, LOW, NULL_PAGE, PageLayout, PagePool, PageTable
 from ..memory.free_list import FREE
 from ..ops.backend import use_kernels
+from ..ops.quantize import compute_dtype
+from ..ops.rotation import center_windows, rotation_matrix
 from ..ops.tiles import Bounds, build_tiles
 from ..policy import Policy, make_policy
 from ..policy.diffkv import DiffKV
@@ -42,6 +44,7 @@ ROW_STATE = (
     "window_start",
     "alpha_high",
     "alpha_low",
+    "key_offset",
 )
 # with thresholds of zero it keeps everything high
 PROTECTION = DiffKV()
@@ -102,6 +105,19 @@ class Store:
         self.window_score = torch.zeros(*shape, self.window_slots, device=device)
         self.high_count = torch.zeros(shape, dtype=torch.int32, device=device)
         self.low_count = torch.zeros(shape, dtype=torch.int32, device=device)
+        # what the keys of a row are held less by, rotated
+        computed = compute_dtype(dtype)
+        self.key_offset = torch.zeros(*shape, key_dim if config.center else 0, dtype=computed, device=device)
+        self.key_rotation: Tensor | None = None
+        self.value_rotation: Tensor | None = None
+        if config.rotate:
+            self.key_rotation = self.value_rotation = rotation_matrix(key_dim, computed, device)
+            if value_dim != key_dim:
+                self.value_rotation = rotation_matrix(value_dim, computed, device)
+        # layers that are not centred, as their attention does not depend on differences of logits alone
+        self.uncentered: set[int] = set()
+        # whether the first tokens of some row may leave the window before the next refresh
+        self.centers_soon = False
         self.length = torch.zeros(num_layers, batch_size, dtype=torch.int64, device=device)
         self.window_start = torch.zeros(num_layers, batch_size, dtype=torch.int64, device=device)
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
@@ -178,7 +194,8 @@ class Store:
     def _tensors(self) -> list[Tensor]:
         tensors = [self.window_key, self.window_value, self.window_score, self.high_count, self.low_count]
         tensors += [self.length, self.window_start, self.table.table, self.alpha_high, self.alpha_low]
-        tensors += [self.layer_index, self.head_index, self.invalid, self.changed_past]
+        tensors += [self.layer_index, self.head_index, self.invalid, self.changed_past, self.key_offset]
+        tensors += {id(t): t for t in (self.key_rotation, self.value_rotation) if t is not None}.values()
         bounds = [*self._bounds, self.all_bounds] if self.all_bounds is not None else []
         if self.scratch is not None:
             tensors += [t for t in vars(self.scratch).values() if isinstance(t, Tensor)]
@@ -248,11 +265,13 @@ class Store:
 
     @property
     def value_limit(self) -> float:
-        """Largest magnitude of keys and values that can be stored."""
+        """Largest magnitude of elements, as they are held, that can be stored."""
         bits = (self.config.high, self.config.low)
-        if all(p.k_bits == 16 and p.v_bits == 16 for p in bits):
-            return torch.finfo(self.dtype).max
-        return min(FP16_RANGE, torch.finfo(self.dtype).max)
+        limit = torch.finfo(self.dtype).max
+        if not all(p.k_bits == 16 and p.v_bits == 16 for p in bits):
+            limit = min(FP16_RANGE, limit)
+        # the mean that is taken off keys is no larger than they are
+        return limit / 2 if self.config.center else limit
 
     def begin(self, tokens: int) -> None:
         """Starts a forward of `tokens` new tokens: runs the compaction that is due and makes room.
@@ -314,8 +333,17 @@ class Store:
 
     def compact(self) -> None:
         """The device's part of a compaction: as many rounds as tokens left the windows."""
+        if self.centers_soon:
+            self._center_rows()
         for _ in range(self.config.compaction_interval):
             compact_round(self)
+
+    def _center_rows(self) -> None:
+        """Fixes the key offset of rows whose first token is about to leave the window (see transform.py)."""
+        due = (self.window_start == 0) & (self.length > self.config.window)
+        for layer in self.uncentered:
+            due[layer] = False
+        center_windows(self.window_key, self.length, self.key_offset, due)
 
     def compaction_done(self, done: bool = True) -> None:
         """Notes that the compaction that was due has run, if `done`."""
@@ -326,13 +354,14 @@ class Store:
     def refresh(self) -> None:
         """Makes room for the next `REFRESH_STEPS` steps. Reads the device once, and once more where the pool grows."""
         lookahead = REFRESH_STEPS + self.config.compaction_interval
-        self._high_bound, self._low_bound, has_low, free = self._look()
+        self._high_bound, self._low_bound, has_low, first_leave, free = self._look(lookahead)
+        self.centers_soon = first_leave and self.config.center and len(self.uncentered) < self.num_layers
         high, low = self.layout.high.capacity, self.layout.low.capacity
         pages_now = _ceil(self._high_bound, high) + _ceil(self._low_bound, low)
         low_growth = np.where(has_low, lookahead, 0)
         pages_then = _ceil(self._high_bound + lookahead, high), _ceil(self._low_bound + low_growth, low)
         longest = int((self._high_bound + self._low_bound).max()) + lookahead + self.window_slots
-        if use_kernels(self.device, self.dtype):
+        if use_kernels(self.device, self.dtype, self.layout.high, self.layout.low):
             self.all_bounds = Bounds(longest)
             self._bounds = [self.all_bounds] * self.num_layers
         else:
@@ -345,18 +374,21 @@ class Store:
         self._ensure_free(int((pages_then[HIGH] + pages_then[LOW] - pages_now).sum()), free)
         self._steps_left = REFRESH_STEPS
 
-    def _look(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-        """All the host wants to know, in one copy: high and low counts, where low ones may come, free pages.
+    def _look(self, lookahead: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool, int]:
+        """All the host wants to know, in one copy: high and low counts, where low ones may come, bool, free pages.
 
-        The first three are [layers, batch, heads]. Raises as `check_values` does.
+        The first three are [layers, batch, heads]. The single bool is whether the first token of some row can leave
+        its window within `lookahead` tokens. Raises as `check_values` does.
         """
         has_low = self.policy.has_low(self.alpha_high, self.alpha_low)
-        parts = [self.high_count, self.low_count, has_low, self.pool.free_list.state[FREE], *self._flags()]
+        first_leave = ((self.window_start == 0) & (self.length > self.config.window - lookahead)).any()
+        parts = [self.high_count, self.low_count, has_low, first_leave, self.pool.free_list.state[FREE]]
+        parts += self._flags()
         seen = torch.cat([part.reshape(-1).long() for part in parts]).cpu().numpy()
         pieces = np.split(seen, np.cumsum([part.numel() for part in parts])[:-1])
-        high, low, has_low, free = (piece.reshape(part.shape) for piece, part in zip(pieces, parts[:4]))
-        self._raise_for(*(bool(flag) for flag in pieces[4:]))
-        return high, low, has_low.astype(bool), int(free)
+        high, low, has_low, leave, free = (piece.reshape(part.shape) for piece, part in zip(pieces, parts[:5]))
+        self._raise_for(*(bool(flag) for flag in pieces[5:]))
+        return high, low, has_low.astype(bool), bool(leave), int(free)
 
     def _ensure_free(self, pages: int, free: int) -> None:
         try:

@@ -1,0 +1,114 @@
+"""What the runner asks of a way to hold a KV cache."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from ..session import Session
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one cache.
+
+    Attributes:
+        bytes: what is really held: metadata, scores, tables and slack included.
+        payload_bytes: codes and uncompressed tokens alone, where a method can tell.
+        simulated: whether `bytes` is computed from kept tokens and not held.
+        levels: tokens per level over all layers and heads, where a method has levels.
+    """
+
+    bytes: int
+    payload_bytes: int | None = None
+    simulated: bool = False
+    levels: dict[str, int] | None = None
+
+
+class Method(ABC):
+    """One way to hold a KV cache."""
+
+    label: str = ""
+    # the environment it runs in, where it cannot run in this one
+    environment: str | None = None
+    # whether several texts may go in at once, kept apart by a mask; see `Session.ask`
+    asks_at_once = True
+
+    @abstractmethod
+    def new_cache(self, model: Any) -> Any:
+        """An empty cache for `model`. Raises where the model does not work with it."""
+
+    def branch(self, cache: Any) -> Any:
+        """A cache that continues from the same tokens without changing `cache`."""
+        twin = copy.copy(cache)
+        # Transformers' dynamic layers replace their tensors and never write into them
+        twin.layers = [copy.copy(layer) for layer in cache.layers]
+        return twin
+
+    @torch.no_grad()
+    def generate(
+        self, session: Session, ids: list[int], max_new_tokens: int, stop: tuple[str, ...], options: dict[str, Any]
+    ) -> str:
+        """Text behind `ids`; see `Session.generate`."""
+        if session.seen:
+            raise ValueError("generate() starts with an empty cache.")
+        prompt = torch.tensor([ids], device=session.model.device)
+        if stop:
+            options = {"stop_strings": list(stop), "tokenizer": session.tokenizer, **options}
+        with self.attached(session):
+            written = session.model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                past_key_values=session.cache,
+                max_new_tokens=max_new_tokens,
+                **{"do_sample": False, **options},
+            )
+        # the last token written has not been fed back; a cache that drops tokens does not know how many there were
+        session.seen = written.shape[1] - 1
+        return session.tokenizer.decode(written[0, len(ids) :], skip_special_tokens=True)
+
+    def held(self, cache: Any) -> Held:
+        """What `cache` takes, in bytes."""
+        return Held(tensor_bytes(cache.layers))
+
+    @contextmanager
+    def attached(self, session: Session) -> Iterator[None]:
+        """Around every forward of `session`."""
+        yield
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.label!r})"
+
+
+def tensor_bytes(root: Any) -> int:
+    """Bytes of all distinct tensors reachable from `root` through attributes, containers and tensor subclasses."""
+    storages: dict[int, int] = {}
+    seen: set[int] = set()
+    queue = [root]
+    while queue:
+        item = queue.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            parts = item.__tensor_flatten__()[0] if hasattr(item, "__tensor_flatten__") else ()
+            if parts:
+                queue += [getattr(item, name) for name in parts]
+            else:
+                # a view holds the memory it looks at
+                storage = item.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(item, dict):
+            queue += item.values()
+        elif isinstance(item, (list, tuple, set)):
+            queue += item
+        elif type(item).__module__.startswith(("transformers.cache_utils", "hf_diffkv")):
+            queue += vars(item).values()
+    return sum(storages.values())
