@@ -12,7 +12,10 @@ from test_compressed import Pair, left_padding
 from torch import Tensor
 
 from hf_diffkv.config import DiffKVConfig
+from hf_diffkv.ops.compact import least_mean
 from hf_diffkv.policy import POLICIES
+from hf_diffkv.policy.hashing import HASHES, token_hash
+from hf_diffkv.policy.ranking import rank_in_rows, share_of
 from hf_diffkv.store import Store, attend_token, attend_tokens, check_integrity, read_tokens
 
 WINDOW_TOKENS = 12
@@ -185,3 +188,46 @@ def test_generation_keeps_the_share(tokens: int, share: float, prune: float, spr
         ordered = torch.where(high | (stored.levels == LOW), mean, 0).sort(-1, descending=True).values
         best = torch.where(torch.arange(mean.shape[-1]) < high.sum(-1, keepdim=True), ordered, 0)
         assert ((mean * high).sum(-1) > 0.85 * best.sum(-1)).all(), "what is high matters more"
+
+
+def test_ranks_within_rows() -> None:
+    row = torch.tensor([2, 0, 2, 0, 2, 0, 2])
+    key = torch.tensor([1.0, 5.0, 3.0, 5.0, 1.0, 7.0, 0.0])
+    position = torch.tensor([4, 1, 9, 0, 6, 2, 1])
+    rank, count = rank_in_rows(row, key, position, 4)
+    # of equal keys the newest comes first, as the oldest is dropped first
+    assert rank.tolist() == [2, 1, 0, 2, 1, 0, 3]
+    assert count.tolist() == [3, 0, 4, 0]
+
+
+def test_shares_round_half_up() -> None:
+    assert share_of(torch.tensor([0, 1, 2, 3, 10]), 0.25).tolist() == [0, 0, 1, 1, 3]
+    assert share_of(torch.tensor([5, 7]), 0.3).tolist() == [2, 2]
+
+
+def test_hashes_are_uniform_and_unrelated() -> None:
+    """Means, deviations and correlations within five standard errors of those of uniform numbers."""
+    layers, heads, positions = torch.arange(3)[:, None, None], torch.arange(4)[:, None], torch.arange(10_000)
+    drawn = [token_hash(seed, layers, heads, positions).flatten(0, 1).double() / HASHES for seed in (0, 1)]
+    every = torch.cat(drawn)
+    assert every.min() >= 0 and every.max() < 1
+    assert ((every.mean(-1) - 0.5).abs() < 5 * (1 / 12 / 10_000) ** 0.5).all()
+    assert ((every.std(-1) - 12**-0.5).abs() < 0.01).all()
+    related = torch.corrcoef(torch.cat([every, every.roll(1, -1)]))
+    assert related.fill_diagonal_(0).abs().max() < 0.05
+
+
+def test_the_least_mean_of_each_row() -> None:
+    pair = prompted((1, 14, 111), "share", share=0.5)
+    store = pair.store
+    rows = store.high_count.numel()
+    length = store.length[0].repeat_interleave(3)
+    tokens = read_tokens(store, 0)
+    later = torch.arange(110, -1, -1).clamp(min=1)
+    for tier, (layout, count, level) in enumerate(
+        ((store.layout.high, store.high_count, HIGH), (store.layout.low, store.low_count, LOW))
+    ):
+        least = least_mean(store.pool.pages, layout, tier, store.table.table.view(rows, -1), count.view(rows), length)
+        expected = torch.where(tokens.levels == level, tokens.score / later, torch.inf).amin(-1)
+        assert torch.equal(least.view(3, 3), expected)
+    assert (expected == torch.inf).any() and (expected < torch.inf).any()

@@ -137,7 +137,8 @@ def test_protected_layers_are_high(policy: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_policies_know_which_layer_and_head_they_level(name: str, tmp_path: Path) -> None:
     """Of the model's compressed layers, also in a cache that was loaded."""
-    model = model_of(name, num_hidden_layers=4, **({"layer_types": ["full_attention"] * 4} if name == "gemma2" else {}))
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2} if name == "gemma2" else {}
+    model = model_of(name, num_hidden_layers=4, **kinds)
     run = started(model, (60,), config_of("random"))
     run.cache.save_pretrained(tmp_path, model)
     loaded = run.on(DiffKVCache.from_pretrained(tmp_path, model))

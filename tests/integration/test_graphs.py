@@ -56,23 +56,22 @@ def test_the_same_text_across_refreshes_and_growth(steps, interval: int) -> None
 
 
 @pytest.mark.parametrize(
-    "fields",
+    "layers, fields",
     [
-        {"policy": "leankv", "policy_options": {"high_cut": 0.4, "low_cut": 0.2}},
-        {"policy": "h2o", "policy_options": {"minimum": 2}, "max_bytes": 60_000},
-        {"policy": "random", "protected_layers": 1},
-        {"policy": "share", "policy_options": {"prune": 0.3}, "protected_layers": 1},
-        {"policy": "streaming", "policy_options": {"sinks": 1}},
+        (1, {"policy": "h2o", "policy_options": {"minimum": 2}, "max_bytes": 30_000}),
+        (1, {"policy": "random"}),
+        (2, {"policy": "share", "policy_options": {"prune": 0.3}}),
+        (3, {"policy": "streaming", "policy_options": {"sinks": 1}, "protected_layers": 1}),
     ],
-    ids=lambda fields: fields["policy"],
+    ids=lambda value: value["policy"] if isinstance(value, dict) else "",
 )
-def test_policies_are_captured(steps, fields: dict) -> None:
-    model = build(3)
-    tokens = torch.randint(0, 96, (1, 12), generator=torch.Generator().manual_seed(1))
-    expected, eager = run(model, False, tokens, 10, fields)
-    got, cache = run(model, True, tokens, 10, fields)
+def test_policies_are_captured(steps, layers: int, fields: dict) -> None:
+    model = build(layers)
+    tokens = torch.randint(0, 96, (1, 9), generator=torch.Generator().manual_seed(1))
+    expected, eager = run(model, False, tokens, 7, fields)
+    got, cache = run(model, True, tokens, 7, fields)
     assert torch.equal(got, expected)
-    assert steps[0].replays == 8
+    assert steps[0].replays == 5
     store, other = cache.stores.stores[0], eager.stores.stores[0]
     for name in ("high_count", "low_count", "window_start", "alpha_high", "alpha_low"):
         assert torch.equal(getattr(store, name), getattr(other, name)), name
