@@ -55,6 +55,28 @@ def test_the_same_text_across_refreshes_and_growth(steps, interval: int) -> None
         assert torch.equal(cache.significance(index), eager.significance(index))
 
 
+@pytest.mark.parametrize(
+    "layers, fields",
+    [
+        (1, {"policy": "h2o", "policy_options": {"minimum": 2}, "max_bytes": 30_000}),
+        (1, {"policy": "random"}),
+        (2, {"policy": "share", "policy_options": {"prune": 0.3}}),
+        (3, {"policy": "streaming", "policy_options": {"sinks": 1}, "protected_layers": 1}),
+    ],
+    ids=lambda value: value["policy"] if isinstance(value, dict) else "",
+)
+def test_policies_are_captured(steps, layers: int, fields: dict) -> None:
+    model = build(layers)
+    tokens = torch.randint(0, 96, (1, 9), generator=torch.Generator().manual_seed(1))
+    expected, eager = run(model, False, tokens, 7, fields)
+    got, cache = run(model, True, tokens, 7, fields)
+    assert torch.equal(got, expected)
+    assert steps[0].replays == 5
+    store, other = cache.stores.stores[0], eager.stores.stores[0]
+    for name in ("high_count", "low_count", "window_start", "alpha_high", "alpha_low"):
+        assert torch.equal(getattr(store, name), getattr(other, name)), name
+
+
 def test_a_replay_repeats_what_was_captured(model, steps, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the compaction in the graph, the text would differ: the test above can fail."""
     monkeypatch.setattr(Store, "compaction_done", lambda self, done=True: setattr(self, "compaction_due", False))
