@@ -80,6 +80,7 @@ def rotate_step(
     return rotated.to(together.dtype).split(heads, dim=1)
 
 
+@without_autocast
 def center_windows(window_key: Tensor, length: Tensor, offset: Tensor, due: Tensor) -> None:
     """Takes the mean off all keys of rows that are in the window as a whole, and adds it to their offset.
 
