@@ -251,7 +251,8 @@ def test_chosen_repeated_and_forked_requests_keep_their_offsets() -> None:
         assert torch.equal(getattr(after, name), getattr(before, name)[index])
 
 
-def test_hidden_tokens() -> None:
+@pytest.mark.parametrize("forwards", [(1,) * 10, (12, 1), (3, 12)], ids=str)
+def test_hidden_tokens(forwards: tuple[int, ...]) -> None:
     """A row of which nothing outside the window is left is centred anew when tokens leave it again."""
     pair = RotatedPair(DiffKVConfig(**MIXED, **BOTH, window=8), 2, heads=2, group=2, dim=16)
     pair.forward(30)
@@ -261,8 +262,8 @@ def test_hidden_tokens() -> None:
     hide_tokens(pair.store, shown)
     pair.simulation.hide(shown)
     pair.compare()
-    for _ in range(10):
-        pair.forward(1)
+    for tokens in forwards:
+        pair.forward(tokens)
         pair.compare()
         assert_offsets(pair)
     assert torch.equal(held_offset(pair)[0], offsets[0])

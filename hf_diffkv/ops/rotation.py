@@ -48,9 +48,9 @@ def rotate(tensor: Tensor, matrix: Tensor | None, offset: Tensor | None = None) 
     """
     if matrix is None and offset is None:
         return tensor
-    step = max(1, CHUNK_ELEMENTS // max(1, tensor[:, :, :1].numel()))
-    if tensor.shape[2] <= step:
+    if tensor.numel() <= CHUNK_ELEMENTS:
         return _rotate(tensor, matrix, offset)
+    step = max(1, CHUNK_ELEMENTS // tensor[:, :, :1].numel())
     rotated = torch.empty_like(tensor, memory_format=torch.contiguous_format)
     for start in range(0, tensor.shape[2], step):
         part = slice(start, start + step)
@@ -76,10 +76,11 @@ def rotate_step(
     together = torch.cat([query, key, value], dim=1)
     rotated = torch.matmul(together.to(matrix.dtype), matrix)
     if offset is not None:
-        rotated[:, heads[0] : heads[0] + heads[1]] -= offset[:, :, None]
+        rotated.narrow(1, heads[0], heads[1]).sub_(offset[:, :, None])
     return rotated.to(together.dtype).split(heads, dim=1)
 
 
+@without_autocast
 def center_windows(window_key: Tensor, length: Tensor, offset: Tensor, due: Tensor) -> None:
     """Takes the mean off all keys of rows that are in the window as a whole, and adds it to their offset.
 
