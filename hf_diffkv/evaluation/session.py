@@ -40,13 +40,15 @@ class Session:
     def ask(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
         """Runs the model on several continuations of what the cache has seen, none of which sees another.
 
-        The cache is of no use afterwards: take a `branch`. Where all layers attend to all tokens they go in at once,
-        kept apart by the attention mask, which takes one forward instead of many and gives the same.
+        The cache is of no use afterwards: take a `branch`. Where all layers attend to all tokens, by an attention that
+        takes a mask of truth values, they go in at once, kept apart by the mask: one forward instead of many, and the
+        same logits.
 
         Returns:
             For each of them [tokens, vocabulary].
         """
-        if not self.method.asks_at_once or not attends_fully(self.model) or len(texts) == 1:
+        at_once = self.method.asks_at_once and attends_fully(self.model)
+        if not at_once or self.model.config._attn_implementation != "sdpa" or len(texts) == 1:
             return [self.branch().forward(ids, keep=len(ids)) for ids in texts]
         sizes = [len(ids) for ids in texts]
         owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))

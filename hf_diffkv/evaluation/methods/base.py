@@ -48,8 +48,10 @@ class Method(ABC):
     def branch(self, cache: Any) -> Any:
         """A cache that continues from the same tokens without changing `cache`."""
         twin = copy.copy(cache)
-        # Transformers' dynamic layers replace their tensors and never write into them
-        twin.layers = [copy.copy(layer) for layer in cache.layers]
+        # Transformers' dynamic layers replace their tensors and never write into them; those with a state do
+        twin.layers = [
+            copy.deepcopy(layer) if hasattr(layer, "conv_states") else copy.copy(layer) for layer in cache.layers
+        ]
         return twin
 
     @torch.no_grad()
@@ -88,8 +90,13 @@ class Method(ABC):
 
 
 def tensor_bytes(root: Any) -> int:
-    """Bytes of all distinct tensors reachable from `root` through attributes, containers and tensor subclasses."""
+    """Bytes of all distinct tensors reachable from `root` through attributes, containers and tensor subclasses.
+
+    A view counts as all of the memory that it keeps from being freed, but for those of sliding-window layers: they look
+    at what the last forward saw, which the next forward frees.
+    """
     storages: dict[int, int] = {}
+    within_windows = 0
     seen: set[int] = set()
     queue = [root]
     while queue:
@@ -102,13 +109,15 @@ def tensor_bytes(root: Any) -> int:
             if parts:
                 queue += [getattr(item, name) for name in parts]
             else:
-                # a view holds the memory it looks at
                 storage = item.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
         elif isinstance(item, dict):
             queue += item.values()
         elif isinstance(item, (list, tuple, set)):
             queue += item
-        elif type(item).__module__.startswith(("transformers.cache_utils", "hf_diffkv")):
-            queue += vars(item).values()
-    return sum(storages.values())
+        elif type(item).__module__.startswith(("transformers.", "hf_diffkv.")):
+            parts = dict(vars(item))
+            if getattr(item, "is_sliding", False) and item.is_initialized:
+                within_windows += sum(parts.pop(name).nbytes for name in ("keys", "values"))
+            queue += parts.values()
+    return sum(storages.values()) + within_windows
