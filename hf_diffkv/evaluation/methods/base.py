@@ -36,6 +36,8 @@ class Method(ABC):
     label: str = ""
     # the environment it runs in, where it cannot run in this one
     environment: str | None = None
+    # whether one cache may hold several requests, padded on the left, each as if it were alone
+    batched = False
 
     @abstractmethod
     def new_cache(self, model: Any) -> Any:

@@ -30,6 +30,8 @@ class DiffKVMethod(Method):
         base: name of a class method of `DiffKVConfig` to start from.
     """
 
+    batched = True
+
     def __init__(self, fields: dict[str, Any], base: str | None = None) -> None:
         self.fields, self.base = fields, base
         # what is wrong with the fields is said before a model is loaded
