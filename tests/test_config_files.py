@@ -235,7 +235,7 @@ def test_what_is_not_there(hub: Hub, tmp_path: Path) -> None:
     assert read("org/private", HF_TOKEN=TOKEN) == ""
     expected = f"FileNotFoundError {CONFIG_NAME} of org/missing is not in the Hub's cache, and the Hub was not asked"
     assert read("org/missing", HF_HUB_OFFLINE="1").startswith(expected)
-    expected = f"FileNotFoundError '/no/such/folder' is no folder, and no id of a repository of the Hub; write "
+    expected = "FileNotFoundError '/no/such/folder' is no folder, and no id of a repository of the Hub; write "
     assert read("/no/such/folder").startswith(expected)
 
 
