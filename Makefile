@@ -14,7 +14,10 @@ DEMO_KEYS := sky tin jar hen red fox oak
 ALPHA_HIGH ?= 1
 ALPHA_LOW ?= 0
 
-.PHONY: setup test check format demo space compile-kernels bench-cpu test-gpu bench-gpu train-tiny-lm clean
+# kvpress pins an older Transformers, so it has an environment of its own
+KVPRESS := build/envs/kvpress
+
+.PHONY: setup kvpress test check format demo space compile-kernels bench-cpu test-gpu bench-gpu train-tiny-lm clean
 
 setup: $(READY)
 
@@ -22,6 +25,15 @@ $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet -e ".[dev]"
+	touch $@
+
+# For `hf-diffkv evaluate --methods kvpress:...`.
+kvpress: $(KVPRESS)/.ready
+
+$(KVPRESS)/.ready: Makefile
+	test -x $(KVPRESS)/bin/python || $(PYTHON) -m venv $(KVPRESS)
+	$(KVPRESS)/bin/python -m pip install --quiet "$(TORCH)"
+	$(KVPRESS)/bin/python -m pip install --quiet kvpress==0.5.5
 	touch $@
 
 # Kernel tests run in Triton's interpreter, which must be chosen before Triton is imported anywhere in the process. One

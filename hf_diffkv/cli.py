@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--alpha-high", metavar="X", type=float, help="tokens with X times the average significance stay at --high")
     add("--alpha-low", metavar="X", type=float, help="tokens below X times the average are pruned; 0 prunes nothing")
     add("--window", metavar="N", type=int, help="newest tokens kept uncompressed (default: 64)")
-    add("--high", metavar="KxVy", help="bits of keys and values of important tokens, for example K8V4")
+    add("--high", metavar="KxVy", help="bits of keys and values of important tokens (1 to 6, 8, 16), for example K8V4")
     add("--low", metavar="KxVy", help="bits of keys and values of the others, for example K4V2")
     add("--dtype", choices=DTYPES, default="auto", help="of the model (default: as it was saved)")
     add("--device", help="for example cpu or cuda:0 (default: cuda where there is one)")

@@ -7,13 +7,14 @@ import json
 import math
 import numbers
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Union
 
 from . import config_files
 
-SUPPORTED_BITS = (1, 2, 4, 8, 16)
+SUPPORTED_BITS = (1, 2, 3, 4, 5, 6, 8, 16)
 
 Threshold = Union[float, tuple[float, ...], tuple[tuple[float, ...], ...]]
 
@@ -23,12 +24,27 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
+class Options(dict):
+    """Options by name, which stay as they are."""
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple:
+        return Options, (dict(self),)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("the options of a configuration cannot be changed; make another one with dataclasses.replace.")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+
 @dataclass(frozen=True)
 class Precision:
     """Bits of keys and values and the quantisation groups of each token.
 
     Args:
-        k_bits: bits per key element: 1, 2, 4, 8, or 16 (16 keeps the model's own dtype).
+        k_bits: bits per key element: 1 to 6, 8, or 16 (16 keeps the model's own dtype).
         v_bits: bits per value element, likewise.
         k_groups: equal groups of `head_dim` with their own scale and zero point, for keys.
         v_groups: the same for values.
@@ -74,9 +90,17 @@ class DiffKVConfig:
         alpha_high: threshold of the high level: one number, one per compressed layer, or one per layer and KV head.
         alpha_low: threshold of the low level, in the same forms; 0 never prunes. At most `alpha_high` everywhere.
         window: newest tokens of each request kept uncompressed in the model's dtype; at least 1.
-        policy: name of the rule that turns significance into levels.
-        observation_window: how many of a prompt's last queries significance is taken from; None takes all.
+        policy: name of the rule that turns significance into levels (docs/policies.md); `alpha_high` and `alpha_low`
+            are for `"diffkv"` only.
+        policy_options: options of that policy, by name.
+        protected_layers: so many first and so many last compressed layers are kept entirely at `high`.
+        observation_window: how many of a prompt's last queries significance is taken from; None takes all, or as many
+            as the policy's paper does.
         compaction_interval: generated tokens between two compactions; 1 is the paper.
+        rotate: keys and values are held rotated by a Hadamard matrix with random signs, which spreads channels of
+            large magnitude over all: fewer bits do. Costs no memory, and two small products per layer and step.
+        center: keys are held less the mean key of their request and KV head. Layers with attention sinks or a
+            softcap are not centred.
         page_bytes: largest size of a unified page in bytes; None chooses the best filled size near 6 KiB.
         max_bytes: byte budget per device; None is unlimited.
         cuda_graphs: whether `generate()` on a CUDA device captures a decode step once and replays it; its
@@ -98,8 +122,12 @@ class DiffKVConfig:
     alpha_low: Threshold = 0.0
     window: int = 64
     policy: str = "diffkv"
+    policy_options: Mapping[str, Any] = Options()
+    protected_layers: int = 0
     observation_window: int | None = None
     compaction_interval: int = 1
+    rotate: bool = False
+    center: bool = False
     page_bytes: int | None = None
     max_bytes: int | None = None
     cuda_graphs: bool = True
@@ -113,10 +141,11 @@ class DiffKVConfig:
         for name in ("window", "compaction_interval", "observation_window", "page_bytes", "max_bytes"):
             if getattr(self, name) is not None or name in ("window", "compaction_interval"):
                 object.__setattr__(self, name, _as_count(name, getattr(self, name)))
-        if not isinstance(self.cuda_graphs, bool):
-            raise ValueError(f"cuda_graphs={self.cuda_graphs!r} must be True or False.")
-        if not isinstance(self.policy, str):
-            raise ValueError(f"policy={self.policy!r} must be the name of a policy.")
+        for name in ("rotate", "center", "cuda_graphs"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
+        object.__setattr__(self, "protected_layers", _as_count("protected_layers", self.protected_layers, least=0))
+        object.__setattr__(self, "policy_options", _checked_options(self.policy, self.policy_options))
         if _payload_bits(self.low) > _payload_bits(self.high):
             raise ValueError(
                 f"low={self.low.name} needs more bits per token than high={self.high.name}; swap the two precisions."
@@ -136,9 +165,15 @@ class DiffKVConfig:
 
     @classmethod
     def lossless(cls, **kwargs: Any) -> DiffKVConfig:
-        """A configuration that stores everything in the model's dtype and prunes nothing."""
+        """A configuration that stores everything as it is in the model's dtype and prunes nothing."""
         full = Precision(16, 16)
-        return cls(**{"high": full, "low": full, "alpha_high": 0.0, "alpha_low": 0.0, **kwargs})
+        fields = {"high": full, "low": full, "alpha_high": 0.0, "alpha_low": 0.0, "rotate": False, "center": False}
+        return cls(**{**fields, **kwargs})
+
+    @classmethod
+    def paper(cls, **kwargs: Any) -> DiffKVConfig:
+        """What the paper describes, without what has been added to it since: keys and values as the model has them."""
+        return cls(**{"rotate": False, "center": False, **kwargs})
 
     @classmethod
     def for_model(cls, model_config: Any, **kwargs: Any) -> DiffKVConfig:
@@ -281,10 +316,22 @@ def _paired(low: Threshold, high: Threshold) -> list[tuple[float, float]] | None
     return pairs
 
 
-def _as_count(name: str, value: Any) -> int:
-    if not _is_integer(value) or value < 1:
-        raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
+def _as_count(name: str, value: Any, least: int = 1) -> int:
+    if not _is_integer(value) or value < least:
+        raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
     return int(value)
+
+
+def _checked_options(policy: Any, options: Any) -> Options:
+    if not isinstance(policy, str):
+        raise ValueError(f"policy={policy!r} must be the name of a policy.")
+    if not isinstance(options, Mapping):
+        raise ValueError(f"policy_options={options!r} must be a dictionary of options by name.")
+    # policies compute with PyTorch, which importing this module must not load
+    from .policy import make_policy
+
+    made = make_policy(policy, options)
+    return Options({name: getattr(made, name) for name in options})
 
 
 def _payload_bits(precision: Precision) -> int:

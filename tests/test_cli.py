@@ -232,7 +232,7 @@ def test_peak_memory_remembers_what_was_freed() -> None:
         (["--prompt", "a" * 4050], "max_position_embeddings is 4096; shorten the prompt"),
         (["--prompt", "a" * 2000, "--then", "b" * 1969], "has 3969 tokens and 128 are to be generated"),
         (["--prompt", "a", "--high", "INT8"], "--high INT8 is not a precision"),
-        (["--prompt", "a", "--low", "K3V4"], "--low K3V4: Precision.k_bits=3 is not supported"),
+        (["--prompt", "a", "--low", "K7V4"], "--low K7V4: Precision.k_bits=7 is not supported"),
         (["--prompt", "a", "--low", "K8V8", "--high", "K4V2"], "swap the two precisions"),
         (["--prompt", "a", "--alpha-low", "2"], "alpha_low=2.0 is above alpha_high=1.0"),
         (["--prompt", "a", "--window", "0"], "window=0 must be an integer of at least 1"),

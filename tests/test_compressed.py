@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from dense_simulation import LayerSimulation, SimPrecision
+from dense_simulation import LayerSimulation, Rule, SimPrecision
 
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
@@ -22,10 +22,25 @@ class Pair:
     # of attention outputs, where that of the rest does not do
     output_tolerance = 1e-5
     score_tolerance = 1e-5
+    # of keys and values
+    token_tolerance = 1e-6
 
-    def __init__(self, config: DiffKVConfig, batch: int, heads: int, group: int, dim: int, dtype=torch.float64) -> None:
+    def __init__(
+        self,
+        config: DiffKVConfig,
+        batch: int,
+        heads: int,
+        group: int,
+        dim: int,
+        dtype=torch.float64,
+        place: tuple[int, int] = (0, 1),
+        rule: Rule | None = None,
+    ) -> None:
         self.batch, self.heads, self.group, self.dim, self.dtype = batch, heads, group, dim, dtype
-        self.store = Store(config, 1, batch, heads, dim, dim, dtype, torch.device("cpu"))
+        # the layer's index in the model, and the model's layers
+        index, layers = place
+        self.store = Store(config, 1, batch, heads, dim, dim, dtype, torch.device("cpu"), total_layers=layers)
+        self.store.place_layer(0, index)
         alpha_high = config.alpha_high[0] if isinstance(config.alpha_high, tuple) else config.alpha_high
         alpha_low = config.alpha_low[0] if isinstance(config.alpha_low, tuple) else config.alpha_low
         self.store.set_thresholds(0, alpha_high, alpha_low)
@@ -39,18 +54,22 @@ class Pair:
             alpha_low=list(alpha_low) if isinstance(alpha_low, tuple) else alpha_low,
             window=config.window,
             compaction_interval=config.compaction_interval,
-            observation_window=config.observation_window,
+            observation_window=self.store.observation_window,
             dtype=dtype,
+            rotate=config.rotate,
+            center=config.center,
+            rule=rule,
         )
         self.generator = torch.Generator().manual_seed(0)
 
-    def forward(self, tokens: int, valid: torch.Tensor | None = None, **options) -> None:
-        def draw(*shape):
-            return torch.randn(*shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
+    def draw(self, heads: int, tokens: int) -> torch.Tensor:
+        shape = (self.batch, heads, tokens, self.dim)
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
 
-        query = 3 * draw(self.batch, self.heads * self.group, tokens, self.dim)
-        key = draw(self.batch, self.heads, tokens, self.dim)
-        value = draw(self.batch, self.heads, tokens, self.dim)
+    def forward(self, tokens: int, valid: torch.Tensor | None = None, **options) -> None:
+        query = 3 * self.draw(self.heads * self.group, tokens)
+        key = self.draw(self.heads, tokens)
+        value = self.draw(self.heads, tokens)
         scaling = self.dim**-0.5
         first = self.store.seen == 0
         self.store.begin(tokens)
@@ -74,8 +93,9 @@ class Pair:
         tokens = read_tokens(self.store, 0)
         keys, values, mask = self.simulation.stored()
         assert torch.equal(tokens.mask, mask)
-        torch.testing.assert_close(tokens.keys, keys.to(tokens.keys.dtype), rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(tokens.values, values.to(tokens.values.dtype), rtol=1e-6, atol=1e-6)
+        near = {"rtol": 1e-6, "atol": self.token_tolerance}
+        torch.testing.assert_close(tokens.keys, keys.to(tokens.keys.dtype), **near)
+        torch.testing.assert_close(tokens.values, values.to(tokens.values.dtype), **near)
         torch.testing.assert_close(tokens.score, self.simulation.sums(), rtol=self.score_tolerance, atol=1e-6)
 
     def level_counts(self) -> dict[int, int]:
@@ -169,6 +189,8 @@ def test_observation_window(observation_window: int) -> None:
         (Precision(16, 16), Precision(8, 1)),
         (Precision(16, 8), Precision(2, 4, 4, 1)),
         (Precision(4, 8), Precision(1, 1, 2, 2)),
+        (Precision(6, 4), Precision(5, 3)),
+        (Precision(5, 6, 1, 2), Precision(3, 2, 4, 1)),
     ],
     ids=lambda precision: precision.name,
 )
@@ -204,8 +226,10 @@ def test_softcap_and_sinks() -> None:
     pair.compare()
 
 
-def test_page_boundaries() -> None:
-    config = DiffKVConfig(alpha_high=1.0, alpha_low=0.6, window=1)
+@pytest.mark.parametrize("high, low", [("K8V4", "K4V2"), ("K6V4", "K5V3")])
+def test_page_boundaries(high: str, low: str) -> None:
+    high, low = (Precision(int(name[1]), int(name[3])) for name in (high, low))
+    config = DiffKVConfig(high, low, alpha_high=1.0, alpha_low=0.6, window=1)
     capacity = Store(config, 1, 1, 1, 16, 16, torch.float32, torch.device("cpu")).layout.high.capacity
     lengths = tuple(capacity + extra for extra in (0, 1, 2)) + tuple(2 * capacity + extra for extra in (0, 1, 2))
     pair = Pair(config, len(lengths), heads=1, group=1, dim=16)

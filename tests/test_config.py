@@ -72,6 +72,13 @@ def test_numbers_of_numpy_become_plain_ones() -> None:
     assert DiffKVConfig.from_json(config.to_json()) == config
 
 
+def test_what_the_paper_does_not_do_is_off_in_its_configuration() -> None:
+    for config in (DiffKVConfig.paper(window=5), DiffKVConfig.lossless(window=5)):
+        assert not config.rotate and not config.center and config.window == 5
+    assert DiffKVConfig.paper(center=True).center and DiffKVConfig.lossless(rotate=True).rotate
+    assert DiffKVConfig.from_json(DiffKVConfig(rotate=True, center=True).to_json()).rotate
+
+
 @pytest.mark.parametrize("given", [None, DiffKVConfig(), 3])
 def test_presets_of_what_is_no_model_are_refused(given: object) -> None:
     with pytest.raises(ValueError, match="pass model.config, or the model's name"):

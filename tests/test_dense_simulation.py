@@ -67,8 +67,14 @@ class TestQuantise:
             (1, [-2, 6, 2, 1.9, 2.1], [0, 1, 0, 0, 1], [-2, 6, -2, -2, 6]),
             # Scale 3; 1.5 lies half way between codes 1 and 2, -1.5 between 0 and 1.
             (2, [-3, 0, 1.5, -1.5, 6], [0, 1, 2, 0, 3], [-3, 0, 3, -3, 6]),
+            # Scale 2; 5 lies half way between codes 2 and 3, 7 between 3 and 4.
+            (3, [0, 5, 7, 7.1, 14], [0, 2, 4, 4, 7], [0, 4, 8, 8, 14]),
             # Scale 1; 2.5 and 3.5 go to the even neighbour.
             (4, [0, 2.5, 3.5, 7.4, 15], [0, 2, 4, 7, 15], [0, 2, 4, 7, 15]),
+            # Scale 1, zero -2.
+            (5, [-2, 0.5, 19.6, 29], [0, 2, 22, 31], [-2, 0, 20, 29]),
+            # Scale 1/2.
+            (6, [0, 0.25, 0.75, 20.3, 31.5], [0, 0, 2, 41, 63], [0, 0, 1, 20.5, 31.5]),
             # Scale 1, zero -1.
             (8, [-1, 0.5, 1.5, 126.5, 254], [0, 2, 2, 128, 255], [-1, 1, 1, 127, 254]),
             # fp16 steps by 2 here: the minimum 2049 is stored as 2048, so the maximum would need code 16.
@@ -260,7 +266,7 @@ class TestPast:
     def test_pruned_tokens_stay_pruned(self) -> None:
         sim = simulation(alpha_high=9, alpha_low=9, window=2)
         feed(sim, 6)
-        sim.alpha_high, sim.alpha_low = torch.zeros(2, 1)
+        sim.alpha_high, sim.alpha_low = torch.zeros(2, 1, 1)
         feed(sim, 3)
         assert sim.levels()[0, 0].tolist() == [PRUNED] * 4 + [HIGH] * 3 + [WINDOW] * 2
 

@@ -59,8 +59,10 @@ def evaluate(options: argparse.Namespace) -> int:
     Raises:
         EvaluationError: something the user can put right; what was measured is kept.
     """
+    from .isolated import run_isolated
+    from .loading import load
     from .methods import get_method
-    from .records import RunFolder, read_records
+    from .records import RunFolder
     from .runner import check_fits, documents_of, run
 
     methods = [get_method(name) for name in _names("--methods", options.methods)]
@@ -68,19 +70,34 @@ def evaluate(options: argparse.Namespace) -> int:
     for name in ("documents", "length"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise EvaluationError(f"--{name} {getattr(options, name)}: give at least 1.")
-    tokenizer, model, name = _load(options)
+    tokenizer, model = load(options.model, options.dtype, options.device, options.quiet)
     prepared = [
         (task, documents_of(task, tokenizer, options.documents, options.length, options.seed)) for task in tasks
     ]
     for task, documents in prepared:
         check_fits(task, documents, model)
-    settings = {"model": name, "dtype": str(model.dtype).removeprefix("torch."), "seed": options.seed}
+    settings = {"model": options.model, "dtype": str(model.dtype).removeprefix("torch."), "seed": options.seed}
     folder = RunFolder(options.output, settings)
+    here = [method for method in methods if method.environment is None]
+    elsewhere = [method for method in methods if method.environment is not None]
+    failed: list[Any] = []
     try:
-        run(model, tokenizer, methods, prepared, folder, retry=options.retry, quiet=options.quiet)
+        run(model, tokenizer, here, prepared, folder, retry=options.retry, quiet=options.quiet)
+        # another process loads it again
+        del model
+        failed = run_isolated(
+            elsewhere,
+            prepared,
+            folder,
+            model=options.model,
+            device=options.device,
+            retry=options.retry,
+            quiet=options.quiet,
+        )
     finally:
-        if folder.path.exists():
-            _write_report(folder.folder, read_records([folder.path]), options.quiet)
+        records = [*folder.all_records(), *failed]
+        if records:
+            _write_report(folder.folder, records, options.quiet)
     return 0
 
 
@@ -98,23 +115,6 @@ def _tasks(text: str) -> list[Any]:
     for name in _names("--tasks", text):
         names += [n for n in TASKS.names() if TASKS.find(n).offline] if name == OFFLINE else [name]
     return [get_task(name) for name in dict.fromkeys(names)]
-
-
-def _load(options: argparse.Namespace) -> tuple[Any, Any, str]:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from .models import resolve_model
-
-    path = resolve_model(options.model)
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
-    except (OSError, ValueError, RuntimeError) as error:
-        raise EvaluationError(f"cannot load the model {options.model}: {' '.join(str(error).split())}") from error
-    return tokenizer, model, options.model
 
 
 def _write_report(folder: Path, records: list[Any], quiet: bool) -> None:

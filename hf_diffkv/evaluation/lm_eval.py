@@ -22,7 +22,9 @@ from ..integration.errors import UnsupportedModelError
 from .errors import EvaluationError
 from .methods import get_method
 from .methods.dense import DENSE
+from .methods.diffkv import DiffKVMethod
 from .models import resolve_model
+from .session import Session
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -46,7 +48,7 @@ class DiffKVLM(HFLM):
         pretrained: folder, Hub id, short name (`resolve_model`), or a loaded model.
         cache: a method, for example `diffkv`, `diffkv:K8V4`, `quanto:4`, `dense`.
         batch_size: as of `HFLM`; other than 1 only with methods that hold several requests in one cache.
-        **kwargs: of `HFLM`; those that are fields of `DiffKVConfig` are options of `cache=diffkv` instead.
+        **kwargs: of `HFLM`; those that are fields of `DiffKVConfig` are options of `cache` instead.
 
     Raises:
         EvaluationError: a method that is not known, does not work with the model or with such batches; options that
@@ -56,13 +58,20 @@ class DiffKVLM(HFLM):
     def __init__(self, pretrained: Any, cache: str = "diffkv", batch_size: int | str = 1, **kwargs: Any) -> None:
         fields = {name: kwargs.pop(name) for name in list(kwargs) if name in FIELDS}
         self.method = get_method(method_name(cache, fields))
+        if self.method.environment is not None:
+            raise EvaluationError(
+                f"cache={cache} needs an environment of its own ({self.method.environment}); use `hf-diffkv evaluate`."
+            )
         if not self.method.batched and str(batch_size) != "1":
             raise EvaluationError(
                 f"batch_size={batch_size}: a cache of {self.method.label!r} holds one request; use batch_size=1."
             )
         self.cached_tokens = self.cached_bytes = 0
         self.simulated, self.diffkv_config = False, None
-        name = resolve_model(pretrained) if isinstance(pretrained, str) else pretrained
+        try:
+            name = resolve_model(pretrained) if isinstance(pretrained, str) else pretrained
+        except ValueError as error:
+            raise EvaluationError(f"pretrained={pretrained}: {error}") from error
         super().__init__(name, batch_size=batch_size, **kwargs)
         try:
             self.method.new_cache(self.model)
@@ -76,10 +85,11 @@ class DiffKVLM(HFLM):
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **kwargs: Any) -> Tensor:
         """Generates for one batch, padded on the left, with a cache of its own: [batch, tokens], prompts included."""
-        cache = self.method.new_cache(self.model)
-        with torch.no_grad(), self.method.attached(self.model, prompt=True):
+        session = Session(self.model, self.method)
+        cache = session.cache
+        with torch.no_grad(), self.method.attached(session):
             written = super()._model_generate(context, max_length, stop, past_key_values=cache, **kwargs)
-        held = self.method.held(cache)
+        held = session.held()
         self.cached_bytes += held.bytes
         # the last token that is generated is never cached
         generated = written.shape[1] - context.shape[1] - 1
@@ -135,11 +145,12 @@ def method_name(cache: str, fields: dict[str, Any]) -> str:
     """
     if not fields:
         return cache
-    family, _, options = cache.partition(":")
-    if family != "diffkv":
+    if not isinstance(get_method(cache), DiffKVMethod):
         raise EvaluationError(f"{', '.join(fields)}: options of cache=diffkv, not of cache={cache}; leave them out.")
-    values = (f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in fields.items())
-    return f"{family}:{'+'.join([options, *values] if options else values)}"
+    values = "+".join(
+        f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in fields.items()
+    )
+    return f"{cache}{'+' if ':' in cache else ':'}{values}"
 
 
 def register() -> None:

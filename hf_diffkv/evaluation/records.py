@@ -12,6 +12,8 @@ from .errors import EvaluationError
 
 RUN_NAME = "run.json"
 RECORDS_NAME = "records.jsonl"
+# in a run's folder: a folder of the same kind for each environment that some of its methods need
+ENVIRONMENTS_NAME = "environments"
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class RunFolder:
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        self.folder = folder
+        self.folder, self.settings = folder, settings
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._check_settings(settings)
@@ -78,8 +80,10 @@ class RunFolder:
             return
         try:
             before = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
+        except ValueError as error:
             raise EvaluationError(f"{path} is damaged; choose another --output.") from error
+        if not isinstance(before, dict):
+            raise EvaluationError(f"{path} is damaged; choose another --output.")
         for name in sorted({*before, *settings}):
             if before.get(name) != settings.get(name):
                 raise EvaluationError(
@@ -103,8 +107,13 @@ class RunFolder:
             os.fsync(file.fileno())
 
     def records(self) -> list[Record]:
-        """All records; of several with one key the last."""
+        """What was written here; of several with one key the last."""
         return read_records([self.path]) if self.path.exists() else []
+
+    def all_records(self) -> list[Record]:
+        """The same with what was written in other environments."""
+        others = sorted((self.folder / ENVIRONMENTS_NAME).glob(f"*/{RECORDS_NAME}"))
+        return read_records([path for path in (self.path, *others) if path.exists()])
 
 
 def read_records(paths: list[Path]) -> list[Record]:
@@ -116,9 +125,11 @@ def read_records(paths: list[Path]) -> list[Record]:
     found: dict[tuple, Record] = {}
     for path in paths:
         try:
-            lines = path.read_text().splitlines()
+            lines = path.read_text(encoding="utf-8").splitlines()
         except OSError as error:
             raise EvaluationError(f"cannot read {path}: {error.strerror}.") from error
+        except UnicodeDecodeError as error:
+            raise EvaluationError(f"{path} holds no records of an evaluation.") from error
         for number, line in enumerate(lines, start=1):
             try:
                 record = Record(**json.loads(line))

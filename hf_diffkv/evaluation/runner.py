@@ -128,6 +128,6 @@ def _measure(
         dense_bytes=held.bytes if dense_bytes is None else dense_bytes,
         simulated=held.simulated,
         seconds=time.perf_counter() - started,
-        details=details,
+        details=details if held.levels is None else {**details, "levels": held.levels},
     )
     return record, observed

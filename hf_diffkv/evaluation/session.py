@@ -46,7 +46,7 @@ class Session:
         Returns:
             For each of them [tokens, vocabulary].
         """
-        if not _attends_fully(self.model) or len(texts) == 1:
+        if not self.method.asks_at_once or not attends_fully(self.model) or len(texts) == 1:
             return [self.branch().forward(ids, keep=len(ids)) for ids in texts]
         sizes = [len(ids) for ids in texts]
         owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
@@ -73,7 +73,7 @@ class Session:
     @torch.no_grad()
     def _run(self, ids: Sequence[int], positions: Tensor, mask: Tensor | None, keep: int) -> Tensor:
         device = self.model.device
-        with self.method.attached(self.model, prompt=self.seen == 0):
+        with self.method.attached(self):
             output = self.model(
                 input_ids=torch.tensor([list(ids)], device=device),
                 attention_mask=None if mask is None else mask.to(device),
@@ -94,7 +94,7 @@ class Session:
         return self.method.held(self.cache)
 
 
-def _attends_fully(model: Any) -> bool:
+def attends_fully(model: Any) -> bool:
     """Whether every layer attends to all tokens before, so that one mask says it for all."""
     config = model.config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None)

@@ -133,7 +133,8 @@ class DecodeStep:
         store.refresh_if_due()
         tensors, fixed = self._static_inputs(inputs)
         place = (fixed, self._addresses(store))
-        if not (place == self._warm and store.scratch_fits()):
+        # what is done once for a row is not captured
+        if store.centers_soon or not (place == self._warm and store.scratch_fits()):
             output = self.model(**inputs)
             self._warm = (fixed, self._addresses(store))
             if self._warm != self._place:
@@ -171,7 +172,7 @@ class DecodeStep:
         ready = (
             store.twins is None
             and store.pool.grows_in_place
-            and use_kernels(store.device, store.dtype)
+            and use_kernels(store.device, store.dtype, store.layout.high, store.layout.low)
             and {*stores.seen, store.seen} == {store.seen}
             and store.seen > 0
             and self.windows.full

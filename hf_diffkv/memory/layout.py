@@ -3,15 +3,17 @@
     [ keys | key metadata | values | value metadata | scores | positions ]
 
 A row of b-bit codes is packed in bit planes: with P = 8 / b, byte j of a row holds, from its lowest bits up, elements
-j, j + D/P, j + 2 D/P, ... so that a kernel unpacks with shifts and never shuffles. Metadata of one group is
-(fp16 scale, fp16 zero point); it is absent at 16 bits. Scores are float32 sums, positions int32.
+j, j + D/P, j + 2 D/P, ... so that a kernel unpacks with shifts and never shuffles. Codes of 3, 5 and 6 bits have two
+fields, the low 2, 4 and 4 bits and the bits above; each field is packed as codes of so many bits are, and a row is the
+packed low fields, then the packed high fields. Metadata of one group is (fp16 scale, fp16 zero point); it is absent at
+16 bits. Scores are float32 sums, positions int32.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..config import Precision
+from ..config import SUPPORTED_BITS, Precision
 
 ROW_ALIGNMENT = 16
 PAGE_ALIGNMENT = 64
@@ -21,6 +23,12 @@ GOOD_FILL = 0.995
 METADATA_BYTES = 4
 SCORE_BYTES = 4
 POSITION_BYTES = 4
+SPLIT_BITS = {3: (2, 1), 5: (4, 1), 6: (4, 2)}
+
+
+def fields(bits: int) -> tuple[int, ...]:
+    """Bits of each field that codes of `bits` bits are stored in, from the lowest bits up; mostly one field."""
+    return SPLIT_BITS.get(bits, (bits,))
 
 
 @dataclass(frozen=True)
@@ -159,6 +167,11 @@ def _row_bytes(bits: int, dim: int, element_bytes: int) -> int:
     return dim * element_bytes if bits == 16 else dim * bits // 8
 
 
+def _per_byte(bits: int) -> int:
+    """Codes that share a byte of the field with the fewest bits."""
+    return max(1, 8 // min(fields(bits)))
+
+
 def _tier(precision: Precision, rows: _SegmentSizes, key_dim: int, value_dim: int, page_bytes: int) -> TierLayout:
     count = rows.capacity(page_bytes)
     starts = rows.starts(count)
@@ -188,11 +201,11 @@ def _check_divides(name: str, precision: Precision, key_dim: int, value_dim: int
         ("k", precision.k_bits, precision.k_groups, key_dim),
         ("v", precision.v_bits, precision.v_groups, value_dim),
     ):
-        per_byte = 8 // bits if bits < 8 else 1
-        if dim % per_byte:
+        if dim % _per_byte(bits):
+            fitting = tuple(choice for choice in SUPPORTED_BITS if dim % _per_byte(choice) == 0)
             raise ValueError(
-                f"{name}.{part}_bits={bits} needs a head_dim divisible by {per_byte}; this model has {dim}. "
-                "Choose more bits."
+                f"{name}.{part}_bits={bits} needs a head_dim divisible by {_per_byte(bits)}; this model has {dim}. "
+                f"Use one of {fitting}."
             )
         if bits < 16 and dim % groups:
             raise ValueError(

@@ -57,7 +57,6 @@ def make_private(store: Store) -> None:
         store.pool, store.table = pool, table
         for name in ROW_STATE:
             setattr(store, name, getattr(store, name).clone())
-        store.alpha_high, store.alpha_low = store.alpha_high.clone(), store.alpha_low.clone()
         for name in ("flag", "invalid", "changed_past"):
             setattr(store, name, getattr(store, name).clone())
         store.padding = store.padding.copy()

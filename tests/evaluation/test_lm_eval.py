@@ -151,10 +151,16 @@ def test_other_methods_take_one_request_at_a_time(tasks: Path, expected: list[st
         evaluate(tasks, "facts_written", "quanto:4", batch_size=2)
 
 
+def test_methods_of_other_environments_are_refused() -> None:
+    with pytest.raises(EvaluationError, match="needs an environment of its own .kvpress.; use `hf-diffkv evaluate`"):
+        DiffKVLM("no-model", cache="kvpress:snapkv+0.5")
+
+
 def test_fields_become_options() -> None:
     assert method_name("dense", {}) == "dense"
     assert method_name("diffkv", {"alpha_high": 3, "high": "K8V8"}) == "diffkv:alpha_high=3+high=K8V8"
     assert method_name("diffkv:3/0", {"alpha_low": [0.1, 0.2]}) == "diffkv:3/0+alpha_low=[0.1, 0.2]"
+    assert method_name("snapkv:budget=0.3", {"window": 9}) == "snapkv:budget=0.3+window=9"
     with pytest.raises(EvaluationError, match="window: options of cache=diffkv, not of cache=dense"):
         method_name("dense", {"window": 3})
 

@@ -76,10 +76,10 @@ BAD_FIELDS = [
     ({"compaction_interval": 0}, ("compaction_interval=0", "at least 1")),
     ({"observation_window": 0}, ("observation_window=0", "at least 1")),
     ({"max_bytes": -5}, ("max_bytes=-5", "at least 1")),
-    ({"high": (3, 4)}, ("k_bits=3", "(1, 2, 4, 8, 16)")),
-    ({"low": (4, 5)}, ("v_bits=5", "(1, 2, 4, 8, 16)")),
+    ({"high": (7, 4)}, ("k_bits=7", "(1, 2, 3, 4, 5, 6, 8, 16)")),
+    ({"low": (4, 9)}, ("v_bits=9", "(1, 2, 3, 4, 5, 6, 8, 16)")),
     ({"high": {"k_bits": 8, "vbits": 4}}, ("vbits", "high", "v_bits")),
-    ({"high": (8.0, 4)}, ("k_bits=8.0", "(1, 2, 4, 8, 16)")),
+    ({"high": (8.0, 4)}, ("k_bits=8.0", "(1, 2, 3, 4, 5, 6, 8, 16)")),
     ({"high": {"k_bits": 8}}, ("high", "both k_bits and v_bits")),
     ({"low": "K4V2"}, ("low='K4V2'", "Precision(k_bits, v_bits)")),
     ({"policy": "nothing"}, ("policy='nothing'", "diffkv")),
@@ -411,6 +411,6 @@ def test_masks_that_cannot_be_honoured() -> None:
 
 
 def test_precision_is_refused_by_itself() -> None:
-    for bits in (0, 3, 32, True, "8"):
-        with raises(ValueError, "k_bits", "(1, 2, 4, 8, 16)"):
+    for bits in (0, 7, 32, True, "8"):
+        with raises(ValueError, "k_bits", "(1, 2, 3, 4, 5, 6, 8, 16)"):
             Precision(bits, 4)

@@ -9,7 +9,7 @@ import pytest
 from hf_diffkv.config import Precision
 from hf_diffkv.memory import PageLayout, TierLayout
 
-BITS = (1, 2, 4, 8, 16)
+BITS = (1, 2, 3, 4, 5, 6, 8, 16)
 HIGH, LOW = Precision(8, 4), Precision(4, 2)
 
 
@@ -139,6 +139,10 @@ def test_large_heads_still_get_sixteen_tokens_a_page() -> None:
         (HIGH, Precision(4, 2, 1, 3), 96, 128, r"low\.v_groups=3 does not divide head_dim=128"),
         (HIGH, Precision(1, 1), 100, 100, r"low\.k_bits=1 needs a head_dim divisible by 8; this model has 100"),
         (HIGH, Precision(4, 2), 100, 98, r"low\.v_bits=2 needs a head_dim divisible by 4; this model has 98"),
+        (HIGH, Precision(3, 2), 100, 100, r"low\.k_bits=3 needs .* by 8; .* has 100\. Use one of \(2, 4, 6, 8, 16\)"),
+        (HIGH, Precision(4, 3), 100, 98, r"low\.v_bits=3 needs .* by 8; .* has 98\. Use one of \(4, 8, 16\)"),
+        (Precision(6, 5), LOW, 100, 100, r"high\.v_bits=5 needs a head_dim divisible by 8; this model has 100"),
+        (Precision(6, 4), LOW, 98, 128, r"high\.k_bits=6 needs a head_dim divisible by 4; this model has 98"),
     ],
 )
 def test_what_does_not_divide_the_head(

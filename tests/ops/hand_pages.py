@@ -11,6 +11,8 @@ from torch import Tensor
 
 from hf_diffkv.memory import HIGH, PageLayout, PagePool, TierLayout
 
+LOW_BITS = {3: 2, 5: 4, 6: 4}
+
 
 def quantise_row(row: np.ndarray, bits: int, groups: int) -> tuple[list[int], list[tuple[np.float16, np.float16]]]:
     """Codes of all elements of a float32 row and (scale, zero) of each group."""
@@ -35,13 +37,23 @@ def decode_row(codes: list[int], metadata: list[tuple[np.float16, np.float16]]) 
 
 
 def pack_row(codes: list[int], bits: int) -> bytes:
-    """Byte j holds, from its lowest bits up, the elements j, j + D/P, j + 2 D/P, ... with P = 8 / bits."""
+    """Byte j holds, from its lowest bits up, the elements j, j + D/P, j + 2 D/P, ... with P = 8 / bits.
+
+    Codes of 3, 5 and 6 bits: first a row of their low 2, 4 and 4 bits, then one of what is above.
+    """
+    if bits in LOW_BITS:
+        low = LOW_BITS[bits]
+        return pack_row([code % 2**low for code in codes], low) + pack_row([code >> low for code in codes], bits - low)
     planes = 8 // bits
     width = len(codes) // planes
     return bytes(sum(codes[j + plane * width] << (bits * plane) for plane in range(planes)) for j in range(width))
 
 
 def unpack_row(data: bytes, bits: int) -> list[int]:
+    if bits in LOW_BITS:
+        low, start = LOW_BITS[bits], len(data) * LOW_BITS[bits] // bits
+        pairs = zip(unpack_row(data[:start], low), unpack_row(data[start:], bits - low))
+        return [below + (above << low) for below, above in pairs]
     width = len(data)
     return [(data[i % width] >> (bits * (i // width))) & (2**bits - 1) for i in range(width * (8 // bits))]
 

@@ -196,6 +196,9 @@ def test_softcap_and_sinks(softcap: float | None, sinks: Tensor | None) -> None:
         (Precision(8, 4, 1, 2), Precision(4, 2, 2, 4)),
         (Precision(4, 8), Precision(1, 1, 2, 2)),
         (Precision(8, 8, 8, 8), Precision(4, 4, 4, 2)),
+        (Precision(6, 4), Precision(5, 3)),
+        (Precision(6, 6, 2, 1), Precision(3, 3, 4, 4)),
+        (Precision(16, 5), Precision(5, 2, 1, 8)),
     ],
     ids=lambda precision: precision.name,
 )
@@ -204,6 +207,12 @@ def test_precisions(high: Precision, low: Precision, dtype: torch.dtype) -> None
     tolerance = 1e-9 if dtype == torch.float64 else 2**-7
     case = Case([5, 0, 30], [9, 33, 0], [1, 4, 5], precisions=(high, low), dtype=dtype, page_bytes=1024)
     case.check(tolerance=tolerance)
+
+
+@pytest.mark.parametrize("bits", [3, 5, 6])
+@pytest.mark.parametrize("dim", [8, 24, 40, 80, 96, 128])
+def test_codes_of_two_fields_in_rows_of_any_alignment(bits: int, dim: int) -> None:
+    Case([20, 0], [9, 33], [1, 4], dim=dim, precisions=(Precision(bits, bits),) * 2, page_bytes=None).check()
 
 
 @pytest.mark.parametrize("dim, value_dim", [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (24, 8)])

@@ -9,9 +9,9 @@ from hand_pages import decode_row, pack_row, quantise_row, read_token, unpack_ro
 
 from hf_diffkv.config import Precision
 from hf_diffkv.memory import PageLayout
-from hf_diffkv.ops.quantize.reference import dequantize, load_tokens, move_tokens, quantize, store_tokens
+from hf_diffkv.ops.quantize.reference import dequantize, load_tokens, move_tokens, quantize, store_tokens, unpack
 
-BITS = (1, 2, 4, 8)
+BITS = (1, 2, 3, 4, 5, 6, 8)
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -74,6 +74,45 @@ def test_packing_order() -> None:
     assert quantize(x, 1, 1)[0].tolist() == [[0b0000_0001, 0b1000_0010]]
     x = torch.arange(256.0)[None]
     assert quantize(x, 8, 1)[0].tolist() == [list(range(256))]
+    x = torch.zeros(1, 16)
+    x[0, 1], x[0, 9], x[0, 15] = 0b10_0110, 0b01_1111, 63.0
+    assert quantize(x, 6, 1)[0].tolist() == [[0, 0xF6, 0, 0, 0, 0, 0, 0xF0, 0, 0b00_01_00_10, 0, 0b11_00_00_00]]
+    x = torch.zeros(1, 16)
+    x[0, 3], x[0, 12], x[0, 15] = 0b1_0101, 0b0_1001, 31.0
+    assert quantize(x, 5, 1)[0].tolist() == [[0, 0, 0, 0x05, 0x90, 0, 0, 0xF0, 0, 0b1000_0010]]
+    x = torch.zeros(1, 16)
+    x[0, 2], x[0, 6], x[0, 15] = 0b1_01, 0b0_10, 7.0
+    assert quantize(x, 3, 1)[0].tolist() == [[0, 0, 0b00_00_10_01, 0b11_00_00_00, 0b0000_0010, 0b1000_0000]]
+
+
+def bit_place(element: int, bit: int, bits: int, dim: int) -> tuple[int, int]:
+    """Byte of a packed row, and bit of that byte, where a bit of an element's code stands."""
+    start = 0
+    for field in {3: (2, 1), 5: (4, 1), 6: (4, 2)}.get(bits, (bits,)):
+        row = dim * field // 8
+        if bit < field:
+            return start + element % row, field * (element // row) + bit
+        start, bit = start + row, bit - field
+    raise AssertionError("no such bit")
+
+
+@pytest.mark.parametrize("dim", [8, 80, 96, 128])
+@pytest.mark.parametrize("bits", BITS)
+def test_every_bit_of_every_code_has_its_place(bits: int, dim: int) -> None:
+    """Each place is taken once, and unpacking a row with that bit alone finds it in that element."""
+    places = [(element, bit, *bit_place(element, bit, bits, dim)) for element in range(dim) for bit in range(bits)]
+    assert len({place[2:] for place in places}) == dim * bits
+    rows = torch.zeros(len(places), dim * bits // 8, dtype=torch.uint8)
+    expected = torch.zeros(len(places), dim, dtype=torch.uint8)
+    for index, (element, bit, byte, place) in enumerate(places):
+        rows[index, byte], expected[index, element] = 1 << place, 1 << bit
+    assert torch.equal(unpack(rows, bits), expected)
+    # the largest and the smallest code make scale 1 and zero 0
+    spare = expected.float()
+    spare[:, :2] = torch.tensor([0.0, 2**bits - 1])
+    packed, metadata = quantize(spare, bits, 1)
+    assert (metadata == torch.tensor([1.0, 0.0])).all()
+    assert torch.equal(unpack(packed, bits).float(), spare)
 
 
 def test_rounding_is_half_to_even() -> None:
@@ -119,6 +158,9 @@ def test_a_range_too_small_for_a_scale(bits: int) -> None:
         (Precision(8, 4), 128, 128, torch.bfloat16),
         (Precision(4, 2, 2, 4), 64, 64, torch.float16),
         (Precision(2, 8), 80, 96, torch.float32),
+        (Precision(6, 4), 128, 64, torch.bfloat16),
+        (Precision(5, 3, 2, 5), 80, 80, torch.float16),
+        (Precision(3, 6, 3, 1), 24, 96, torch.float32),
         (Precision(1, 16), 32, 16, torch.bfloat16),
         (Precision(16, 1, 1, 3), 24, 24, torch.float64),
         (Precision(16, 16), 16, 40, torch.float16),
@@ -155,7 +197,9 @@ def test_stored_tokens_byte_for_byte(precision: Precision, key_dim: int, value_d
         np.testing.assert_allclose(values[i].numpy(), read_value, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("precision", [Precision(8, 4), Precision(4, 2, 2, 4), Precision(16, 1)], ids=str)
+@pytest.mark.parametrize(
+    "precision", [Precision(8, 4), Precision(4, 2, 2, 4), Precision(16, 1), Precision(5, 3)], ids=str
+)
 def test_moved_tokens_keep_every_byte(precision: Precision) -> None:
     """Decoding and quantising again would change codes; moving must not, even where places overlap."""
     tier = PageLayout.build(precision, precision, 32, 32, 2, page_bytes=2048).high

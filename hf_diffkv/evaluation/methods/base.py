@@ -23,11 +23,13 @@ class Held:
         bytes: what is really held: metadata, scores, tables and slack included.
         payload_bytes: codes and uncompressed tokens alone, where a method can tell.
         simulated: whether `bytes` is computed from kept tokens and not held.
+        levels: tokens per level over all layers and heads, where a method has levels.
     """
 
     bytes: int
     payload_bytes: int | None = None
     simulated: bool = False
+    levels: dict[str, int] | None = None
 
 
 class Method(ABC):
@@ -38,6 +40,8 @@ class Method(ABC):
     environment: str | None = None
     # whether one cache may hold several requests, padded on the left, each as if it were alone
     batched = False
+    # whether several texts may go in at once, kept apart by a mask; see `Session.ask`
+    asks_at_once = True
 
     @abstractmethod
     def new_cache(self, model: Any) -> Any:
@@ -60,7 +64,7 @@ class Method(ABC):
         prompt = torch.tensor([ids], device=session.model.device)
         if stop:
             options = {"stop_strings": list(stop), "tokenizer": session.tokenizer, **options}
-        with self.attached(session.model, prompt=True):
+        with self.attached(session):
             written = session.model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
@@ -68,7 +72,8 @@ class Method(ABC):
                 max_new_tokens=max_new_tokens,
                 **{"do_sample": False, **options},
             )
-        session.seen = session.cache.get_seq_length()
+        # the last token written has not been fed back; a cache that drops tokens does not know how many there were
+        session.seen = written.shape[1] - 1
         return session.tokenizer.decode(written[0, len(ids) :], skip_special_tokens=True)
 
     def held(self, cache: Any) -> Held:
@@ -76,8 +81,8 @@ class Method(ABC):
         return Held(tensor_bytes(cache.layers))
 
     @contextmanager
-    def attached(self, model: Any, prompt: bool) -> Iterator[None]:
-        """Around every forward; `prompt`: it is the first one of a cache."""
+    def attached(self, session: Session) -> Iterator[None]:
+        """Around every forward of `session`."""
         yield
 
     def __repr__(self) -> str:

@@ -28,7 +28,7 @@ class AskingTask(Task):
         session.forward(document.context)
         held = session.held()
         if self.in_turn:
-            observed = [_answer_in_turn(session, *pair) for pair in document.questions]
+            observed = _answer_in_turn(session, document)
         else:
             texts = [(*question, *answer[:-1]) for question, answer in document.questions]
             asked = session.branch().ask(texts)
@@ -45,8 +45,11 @@ class AskingTask(Task):
         return sums, {"logits": logits, "right": right}, {"answers": right, "held": held}
 
 
-def _answer_in_turn(session: Session, question: tuple[int, ...], answer: tuple[int, ...]) -> Tensor:
-    """Logits of every token of the answer, [tokens, vocabulary]; question and answer stay in the cache."""
-    logits = session.forward((*question, *answer[:-1]), keep=len(answer))
-    session.forward(answer[-1:])
-    return logits
+def _answer_in_turn(session: Session, document: Document) -> list[Tensor]:
+    """Logits of every token of each answer, [tokens, vocabulary]; questions and answers stay in the cache."""
+    observed = []
+    before: tuple[int, ...] = ()
+    for question, answer in document.questions:
+        observed.append(session.forward((*before, *question, *answer[:-1]), keep=len(answer)))
+        before = answer[-1:]
+    return observed

@@ -8,9 +8,10 @@ from ...memory import FreeList, PageLayout
 from ..backend import use_kernels, without_autocast
 from ..tiles import Bounds
 from . import reference
+from .reference import least_mean
 from .rewrite import NewTokens, StoredTokens, rewrite_rows, stored_tokens
 
-__all__ = ["NewTokens", "StoredTokens", "compact_step", "rewrite_rows", "stored_tokens"]
+__all__ = ["NewTokens", "StoredTokens", "compact_step", "least_mean", "rewrite_rows", "stored_tokens"]
 
 
 @without_autocast
@@ -40,7 +41,7 @@ def compact_step(
         flag: int32 [1] on the device; becomes non-zero if the round had to be called off.
     """
     rows = (page_table, high_count, low_count, key, value, score, position, leaving, length)
-    if use_kernels(pages.device, key.dtype):
+    if use_kernels(pages.device, key.dtype, layout.high, layout.low):
         from . import launch
 
         launch.compact_step(

@@ -6,16 +6,18 @@ everything between them works on the logits of all tiles at once. Codes become f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ...memory import NULL_PAGE, PageLayout, column
+from ...memory import NULL_PAGE, PageLayout, column, fields
 from ..tiles import Tiles
 
 CHUNK_ELEMENTS = 1 << 18
+WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 # exp(-40) of the largest weight is below rounding; products of smaller ones would be subnormal numbers, which are slow
 LOWEST_EXPONENT = -40.0
 
@@ -27,6 +29,35 @@ class Partials:
     peak: Tensor
     total: Tensor
     output: Tensor
+
+
+@dataclass
+class BitPlane:
+    """The same bits of all bytes of packed rows, many bytes to a word.
+
+    Attributes:
+        words: packed rows.
+        shift: from where the bits stand to where they belong, in bits to the left.
+        mask: selects them there.
+        codes: where they go, of the same shape.
+        add: whether what is there stays, the lower bits of the same codes.
+    """
+
+    words: Tensor
+    shift: int
+    mask: int
+    codes: Tensor
+    add: bool
+
+    def unpack(self) -> None:
+        if self.shift == 0:
+            bits = self.words
+        else:
+            bits = self.words << self.shift if self.shift > 0 else self.words >> -self.shift
+        if self.add:
+            self.codes.bitwise_or_(bits & self.mask)
+        else:
+            torch.bitwise_and(bits, self.mask, out=self.codes)
 
 
 class TierAttention:
@@ -170,34 +201,43 @@ class TierAttention:
         step = min(count, max(1, CHUNK_ELEMENTS // (tokens * dim)))
         packed = segment.new_empty(step * pages, segment.shape[1])
         numbers = torch.empty(step, tokens, dim, dtype=dtype, device=segment.device)
-        # bit planes side by side are the elements in their order
-        codes = packed.new_empty(step, tokens, dim) if bits < 8 else packed.view(step, tokens, row_bytes)
-        word = next(
-            word for word in (torch.int64, torch.int32, torch.int16, torch.uint8) if row_bytes % word.itemsize == 0
-        )
-        words = packed.view(word).view(step, tokens, -1)
-        planes = [] if bits >= 8 else codes.view(word).chunk(8 // bits, -1)
-        masks = [_mask(bits, plane, word) for plane in range(len(planes))]
+        codes = packed.view(step, tokens, row_bytes)
+        planes: list[BitPlane] = []
+        if bits < 8:
+            codes = packed.new_empty(step, tokens, dim)
+            planes = _bit_planes(packed.view(step, tokens, row_bytes), codes, bits)
         source = codes.view(self.dtype) if bits == 16 else codes
         for start in range(0, count, step):
             size = min(step, count - start)
             rows = packed[: size * pages]
             torch.index_select(segment, 0, self.ids[start * pages : (start + size) * pages], out=rows)
-            for plane, mask in zip(planes, masks):
-                torch.bitwise_and(words, mask, out=plane)
+            for plane in planes:
+                plane.unpack()
             numbers.copy_(source)
             yield slice(start, start + size), numbers[:size]
 
 
-def _mask(bits: int, plane: int, word: torch.dtype) -> int:
-    """Selects a bit plane of all bytes of a word."""
-    mask = bytes([(2**bits - 1) << bits * plane]) * word.itemsize
-    return int.from_bytes(mask, "little", signed=word.is_signed)
+def _bit_planes(rows: Tensor, codes: Tensor, bits: int) -> list[BitPlane]:
+    """The planes of packed rows [.., row bytes], in the order in which they are unpacked into `codes` [.., dim]."""
+    planes, start, done = [], 0, 0
+    for field in fields(bits):
+        size = codes.shape[-1] * field // 8
+        common = math.gcd(rows.shape[-1], start, size)
+        word = next(word for word in WORDS if common % word.itemsize == 0)
+        words = rows[..., start : start + size].view(word)
+        # planes side by side are the elements in their order
+        for plane, part in enumerate(codes.view(word).chunk(8 // field, -1)):
+            # codes of one field stay at their bits, see `_factors`
+            shift = 0 if field == bits else done - field * plane
+            mask = bytes([(2**field - 1) << (field * plane + shift)]) * word.itemsize
+            planes.append(BitPlane(words, shift, int.from_bytes(mask, "little", signed=word.is_signed), part, done > 0))
+        start, done = start + size, done + field
+    return planes
 
 
 def _factors(dim: int, bits: int, like: Tensor) -> Tensor:
     """What turns the numbers of `_numbers` into codes, [dim]."""
-    planes = max(1, 8 // bits)
+    planes = max(1, 8 // bits) if len(fields(bits)) == 1 else 1
     return like.new_tensor([2.0 ** (-bits * plane) for plane in range(planes)]).repeat_interleave(dim // planes)
 
 

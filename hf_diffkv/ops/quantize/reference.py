@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...memory import TierLayout
+from ...memory import TierLayout, fields
 from ..segments import segments
 
 
@@ -18,7 +18,7 @@ def quantize(x: Tensor, bits: int, groups: int, dtype: torch.dtype | None = None
 
     Args:
         x: [..., dim] floats.
-        bits: 1, 2, 4 or 8; 16 stores the dtype as it is.
+        bits: 1 to 6, or 8; 16 stores the dtype as it is.
         groups: equal contiguous groups of the last dimension.
         dtype: what to store at 16 bits, the model's dtype; None takes that of `x`.
 
@@ -62,6 +62,23 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
+    """Packed rows uint8 [..., dim * bits / 8] of codes uint8 [..., dim]."""
+    if len(fields(bits)) == 1:
+        return _pack_field(codes, bits)
+    low, high = fields(bits)
+    return torch.cat([_pack_field(codes & (2**low - 1), low), _pack_field(codes >> low, high)], dim=-1)
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """Codes uint8 [..., dim] of packed rows uint8 [..., dim * bits / 8]."""
+    if len(fields(bits)) == 1:
+        return _unpack_field(packed, bits)
+    low, high = fields(bits)
+    rows = packed.tensor_split([packed.shape[-1] * low // bits], dim=-1)
+    return _unpack_field(rows[0], low) | _unpack_field(rows[1], high) << low
+
+
+def _pack_field(codes: Tensor, bits: int) -> Tensor:
     planes = 8 // bits
     if planes == 1:
         return codes
@@ -72,8 +89,7 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
     return packed
 
 
-def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Codes uint8 [..., dim] of bit-plane packed rows uint8 [..., dim * bits / 8]."""
+def _unpack_field(packed: Tensor, bits: int) -> Tensor:
     planes = 8 // bits
     if planes == 1:
         return packed
