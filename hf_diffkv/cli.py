@@ -77,9 +77,28 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", metavar="N", type=int, default=0, help="of --sample (default: %(default)s)")
     add("--output", metavar="FOLDER", type=Path, default=Path("demo_output"), help="default: %(default)s")
     evaluation.add_command(commands)
+    _add_lm_eval(commands)
     env = commands.add_parser("env", help="print versions, for a bug report")
     env.set_defaults(run=_env)
     return parser
+
+
+def _add_lm_eval(commands: Any) -> None:
+    # a prefix that no argument begins with: all of them, options too, are the harness's
+    parser = commands.add_parser(
+        "lm-eval",
+        help="lm-evaluation-harness with the model hf-diffkv: --model hf-diffkv --model_args pretrained=M,cache=C ...",
+        add_help=False,
+        prefix_chars="\0",
+    )
+    parser.add_argument("arguments", nargs="*")
+    parser.set_defaults(run=_lm_eval)
+
+
+def _lm_eval(options: argparse.Namespace) -> int:
+    from .evaluation import lm_eval
+
+    return lm_eval.run(options)
 
 
 def _generate(options: argparse.Namespace) -> int:

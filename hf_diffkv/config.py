@@ -10,9 +10,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, ClassVar, Union
 
-CONFIG_NAME = "diffkv_config.json"
+from . import config_files
+
 SUPPORTED_BITS = (1, 2, 3, 4, 5, 6, 8, 16)
 
 Threshold = Union[float, tuple[float, ...], tuple[tuple[float, ...], ...]]
@@ -105,9 +106,15 @@ class DiffKVConfig:
         cuda_graphs: whether `generate()` on a CUDA device captures a decode step once and replays it; its
             `compile_config` has the forward compiled beforehand.
 
+    Attributes:
+        calibration: what `hf-diffkv calibrate` chose it by, where it was read from such a file (docs/calibration.md);
+            None otherwise. No field: it takes no part in comparisons, and a changed copy does not have it.
+
     Raises:
         ValueError: a value outside its range, or thresholds out of order. The message names the argument.
     """
+
+    calibration: ClassVar[dict[str, Any] | None] = None
 
     high: Precision = Precision(8, 4)
     low: Precision = Precision(4, 2)
@@ -206,19 +213,56 @@ class DiffKVConfig:
             raise ValueError("a DiffKV config must be a JSON object.")
         return cls.from_dict(values)
 
-    def save_pretrained(self, save_directory: str | os.PathLike) -> None:
-        """Writes `diffkv_config.json` into `save_directory` (made if missing)."""
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, *, push_to_hub: bool = False, repo_id: str | None = None, **kwargs: Any
+    ) -> None:
+        """Writes `diffkv_config.json` into `save_directory` (made if missing).
+
+        Args:
+            push_to_hub: whether to upload it as well.
+            repo_id: where to; the folder's name without.
+            **kwargs: of `push_to_hub`.
+
+        Raises:
+            OSError: the folder cannot be written, or what `push_to_hub` raises.
+        """
+        if kwargs and not push_to_hub:
+            raise ValueError(f"{', '.join(kwargs)}: only with push_to_hub=True.")
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG_NAME).write_text(self.to_json() + "\n")
+        (folder / config_files.CONFIG_NAME).write_text(config_files.to_text(self))
+        if push_to_hub:
+            self.push_to_hub(repo_id or folder.resolve().name, **kwargs)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """Uploads `diffkv_config.json` to a repository of the Hub, made if missing.
+
+        Args:
+            repo_id: "owner/name"; beside a model's own files is a good place.
+            **kwargs: revision, token, private, create_pr, commit_message, as in Transformers.
+
+        Returns:
+            The Hub's `CommitInfo`.
+
+        Raises:
+            OSError: the Hub cannot be reached or refuses; the message says what to do.
+        """
+        return config_files.push(self, repo_id, **kwargs)
 
     @classmethod
-    def from_pretrained(cls, save_directory: str | os.PathLike) -> DiffKVConfig:
-        """Reads what `save_pretrained` wrote. Raises `FileNotFoundError` where there is no such file."""
-        path = Path(save_directory) / CONFIG_NAME
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} does not exist; write it with DiffKVConfig.save_pretrained first.")
-        return cls.from_json(path.read_text())
+    def from_pretrained(cls, name: str | os.PathLike, **kwargs: Any) -> DiffKVConfig:
+        """Reads what `save_pretrained` or `push_to_hub` wrote.
+
+        Args:
+            name: a folder, or "owner/name" of a repository of the Hub.
+            **kwargs: for the Hub: revision, token, cache_dir, local_files_only, as in Transformers.
+
+        Raises:
+            FileNotFoundError: there is no such file, folder or repository.
+            OSError: the repository may not be read or the Hub not be reached.
+            ValueError: the file is no configuration.
+        """
+        return config_files.read(cls, name, **kwargs)
 
 
 def _as_precision(name: str, value: Any) -> Precision:

@@ -38,6 +38,8 @@ class Method(ABC):
     label: str = ""
     # the environment it runs in, where it cannot run in this one
     environment: str | None = None
+    # whether one cache may hold several requests, padded on the left, each as if it were alone
+    batched = False
     # whether several texts may go in at once, kept apart by a mask; see `Session.ask`
     asks_at_once = True
 

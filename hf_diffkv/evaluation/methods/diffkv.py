@@ -2,7 +2,8 @@
 
 Without options it is what `DiffKVConfig.for_model` takes. `KxVy` alone stores every token at one precision; `KxVy/KxVy`
 are the high and the low level; two numbers are `alpha_high/alpha_low`; `lossless` and `paper` are configurations of
-that name; anything else is a field of `DiffKVConfig` as field=value, the value as in JSON.
+that name; `config=NAME` is one saved in a folder or on the Hub, from `hf-diffkv calibrate` say; anything else is a field
+of `DiffKVConfig` as field=value, the value as in JSON.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class DiffKVMethod(Method):
         fields: of `DiffKVConfig`; on top of what `for_model` chooses, unless `base` is given.
         base: name of a class method of `DiffKVConfig` to start from.
     """
+
+    batched = True
 
     def __init__(self, fields: dict[str, Any], base: str | None = None) -> None:
         self.fields, self.base = fields, base
@@ -86,13 +89,15 @@ def parse_options(options: list[str]) -> tuple[dict[str, Any], str | None]:
             fields |= {name: _precision(PRECISION.fullmatch(levels[i])) for name, i in (("high", 1), ("low", 6))}
         elif alphas:
             fields |= {"alpha_high": float(alphas[1]), "alpha_low": float(alphas[2])}
+        elif option.startswith("config="):
+            fields |= _saved(option.partition("=")[2])
         elif "=" in option:
             name, _, value = option.partition("=")
             fields[name] = parse_value(value)
         else:
             raise EvaluationError(
                 f"option {option!r} of a diffkv method is none of K8V4, K8V4/K4V2, 1/0 (alpha_high/alpha_low), "
-                "lossless, paper, or field=value of DiffKVConfig."
+                "lossless, paper, config=NAME, or field=value of DiffKVConfig."
             )
     return fields, base
 
@@ -100,6 +105,13 @@ def parse_options(options: list[str]) -> tuple[dict[str, Any], str | None]:
 def _precision(match: re.Match) -> Precision:
     numbers = [int(group) for group in match.groups() if group is not None]
     return Precision(*numbers)
+
+
+def _saved(name: str) -> dict[str, Any]:
+    try:
+        return DiffKVConfig.from_pretrained(name).to_dict()
+    except OSError as error:
+        raise EvaluationError(str(error)) from error
 
 
 def parse_value(text: str) -> Any:
