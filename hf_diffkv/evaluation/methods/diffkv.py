@@ -30,6 +30,9 @@ class DiffKVMethod(Method):
         base: name of a class method of `DiffKVConfig` to start from.
     """
 
+    batches = True
+    stores_padding = False
+
     def __init__(self, fields: dict[str, Any], base: str | None = None) -> None:
         self.fields, self.base = fields, base
         # what is wrong with the fields is said before a model is loaded
