@@ -76,9 +76,7 @@ def run(
 class _Runner:
     """Measures methods on documents and keeps the records."""
 
-    def __init__(
-        self, model: Any, tokenizer: Any, folder: RunFolder, environment: dict[str, Any], bar: tqdm
-    ) -> None:
+    def __init__(self, model: Any, tokenizer: Any, folder: RunFolder, environment: dict[str, Any], bar: tqdm) -> None:
         self.model, self.tokenizer, self.folder, self.environment, self.bar = model, tokenizer, folder, environment, bar
 
     def run(self, task: Task, missing: dict[Method, list[Document]]) -> None:

@@ -38,18 +38,24 @@ class Prompt:
         context: text that comes first and is compressed before the question is known.
         cue: what ends a plain prompt, in the place of the header that a template begins the answer with.
         lead: how the answer begins; the model goes on from there.
+        chat: whether a chat template is used where there is one.
+        plain: a prompt without a chat template, where it is not `question` and `cue`.
     """
 
     question: str
     context: str = ""
     cue: str = ""
     lead: str = ""
+    chat: bool = True
+    plain: str = ""
 
     def encode(self, tokenizer: Any, thinks: bool) -> Tokens:
         """Token ids; a thinking model gets no room to think unless it `thinks`."""
-        chat = bool(getattr(tokenizer, "chat_template", None))
+        chat = self.chat and bool(getattr(tokenizer, "chat_template", None))
         text = f"{self.context}{MARK}{self.question}"
-        if chat:
+        if not chat and self.plain:
+            text = MARK + self.plain
+        elif chat:
             text = tokenizer.apply_chat_template(
                 [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True, enable_thinking=thinks
             )

@@ -77,9 +77,7 @@ class GeneratingTask(Task):
             texts = batch.generate(prompts, **options)
         return [self._judge(*found) for found in zip(texts, documents, references, batch.held())]
 
-    def _judge(
-        self, text: str, document: Document, reference: Any, held: Held
-    ) -> tuple[Sums, Any, dict[str, Any]]:
+    def _judge(self, text: str, document: Document, reference: Any, held: Held) -> tuple[Sums, Any, dict[str, Any]]:
         answer = spoken(text, document.extra["thinking"])
         for stop in document.extra["stop"]:
             answer = answer.split(stop)[0]
