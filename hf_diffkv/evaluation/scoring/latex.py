@@ -8,7 +8,8 @@ from fractions import Fraction
 from .answers import behind_answer, boxed
 
 REMOVED = re.compile(
-    r"\\left(?![a-z])|\\right(?![a-z])|(?<!\\)\\[!,;: ]|\\q?quad|\\(?:displaystyle|limits)(?![a-z])|\^\{?\\circ\}?|\\degree|\\?%|\\?\$"
+    r"\\left(?![a-z])|\\right(?![a-z])|\\q?quad|\\(?:displaystyle|limits)(?![a-z])"  # how it is set
+    r"|(?<!\\)\\[!,;: ]|\^\{?\\circ\}?|\\degree|\\?%|\\?\$"  # spaces, units without letters
 )
 STYLES = re.compile(r"\\(?:mathrm|mathbf|mathbb|textbf|textit|boldsymbol|operatorname|text|mbox)\s*\{([^{}]*)\}")
 UNIT = re.compile(r"(?<=[\d}])\s*\\(?:text|mbox|mathrm|textrm)\s*\{[^{}]*\}(?:\^\{?\d\}?)?$")

@@ -1,4 +1,4 @@
-"""Problems whose answers are formulas: MATH (Hendrycks et al., 2021), 500 of them (Lightman et al., 2023), AIME 2024."""
+"""Problems whose answers are formulas: MATH (Hendrycks et al., 2021), 500 of it (Lightman et al., 2023), AIME 2024."""
 
 from __future__ import annotations
 

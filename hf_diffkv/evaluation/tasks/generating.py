@@ -24,7 +24,7 @@ class GeneratingTask(Task):
     """The answer is whatever the model writes; `score_answer` says how good it is, from 0 to 1.
 
     Where a prompt has a context it is in the cache, and compressed, before the question comes. `score` is the mean over
-    documents; `kept` is the same over those documents that the dense cache gets right.
+    documents; `kept` is what it is of the dense cache's, over those documents for which that one scores at all.
     """
 
     metrics = (SCORE, KEPT)
@@ -83,7 +83,7 @@ class GeneratingTask(Task):
             answer = answer.split(stop)[0]
         score = self.score_answer(answer, document)
         known = score if reference is None else reference
-        sums: Sums = {"score": (score, 1.0), "kept": (score if known > 0 else 0.0, float(known > 0))}
+        sums: Sums = {"score": (score, 1.0), "kept": (score if known > 0 else 0.0, known)}
         return sums, score, {"text": text, "held": held}
 
 
