@@ -24,7 +24,7 @@ def texts() -> list[str]:
 
 
 def passages(source: Source, name: str, continued: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """`source.count` stretches of real text, no two of which overlap: token ids of the prompt and of what follows it."""
+    """`source.count` stretches of real text that do not overlap: token ids of the prompt and of what follows it."""
     chapters = texts()
     rng_for(source, name, 0).shuffle(chapters)
     start = tuple(source.tokenizer("").input_ids)
@@ -35,8 +35,8 @@ def passages(source: Source, name: str, continued: int) -> list[tuple[tuple[int,
         ids += source.tokenizer(chapters.pop() + "\n\n", add_special_tokens=False, verbose=False).input_ids
     if len(ids) < source.count * size:
         raise EvaluationError(
-            f"the text has {len(ids)} tokens and {source.count} documents need {source.count * size}; lower --length or "
-            "--documents."
+            f"the text has {len(ids)} tokens and {source.count} documents need {source.count * size}; lower --length "
+            "or --documents."
         )
     stretches = [(*start, *ids[index * size : (index + 1) * size]) for index in range(source.count)]
     return [(stretch[: source.length], stretch[source.length :]) for stretch in stretches]
