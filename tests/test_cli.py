@@ -241,6 +241,8 @@ def test_peak_memory_remembers_what_was_freed() -> None:
         (["--prompt", "a", "--device", "meta"], "--device meta cannot be used"),
         (["--prompt", "a", "--output", "/proc"], "cannot write to /proc"),
         (["--prompt", "a", "--model", "no/such/model/folder"], "cannot load the model no/such/model/folder"),
+        (["--prompt", "a", "--model", "smolm2"], "did you mean 'smollm2'?"),
+        (["--prompt", "a", "--chat"], "the tokenizer has no chat template"),
         (["--prompt", "a", "--output", __file__], f"cannot write to {__file__}"),
     ],
 )
