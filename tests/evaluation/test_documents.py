@@ -93,7 +93,9 @@ def test_questions_do_not_give_the_answer_away(tokenizer: Any) -> None:
 
 def is_from_a_chapter(text: str) -> bool:
     """Also where one chapter ends and another begins."""
-    return "\n\n" in text or any(text in chapter for chapter in texts())
+    # the tokenizer does not know all characters
+    pattern = re.compile(re.escape(text).replace("<unk>", "."))
+    return "\n\n" in text or any(pattern.search(chapter) for chapter in texts())
 
 
 def test_stretches_of_text_follow_each_other(tokenizer: Any) -> None:

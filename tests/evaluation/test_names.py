@@ -14,11 +14,8 @@ from hf_diffkv.evaluation.tasks import TASKS, get_task
 FIELDS = {
     "diffkv": {},
     "diffkv:K8V4": {"high": Precision(8, 4), "low": Precision(8, 4), "alpha_high": 0.0, "alpha_low": 0.0},
-    "diffkv:K4V2g2/4": {
-        "high": Precision(4, 2, 2, 4),
-        "low": Precision(4, 2, 2, 4),
-        "alpha_high": 0.0,
-        "alpha_low": 0.0,
+    "diffkv:K4V2g2/4+2/1": {
+        "high": Precision(4, 2, 2, 4), "low": Precision(4, 2, 2, 4), "alpha_high": 2.0, "alpha_low": 1.0,
     },
     "diffkv:K8V8/K4V4": {"high": Precision(8, 8), "low": Precision(4, 4)},
     "diffkv:K8V8g1/2/K4V4g2/4": {"high": Precision(8, 8, 1, 2), "low": Precision(4, 4, 2, 4)},

@@ -134,7 +134,7 @@ def tensor_bytes(root: Any) -> int:
             queue += item
         elif type(item).__module__.startswith(("transformers.", "hf_diffkv.")):
             parts = dict(vars(item))
-            if getattr(item, "is_sliding", False) and item.is_initialized:
+            if getattr(item, "is_sliding", False) is True and item.is_initialized:
                 within_windows += sum(parts.pop(name).nbytes for name in ("keys", "values"))
             queue += parts.values()
     return sum(storages.values()) + within_windows
