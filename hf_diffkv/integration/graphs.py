@@ -122,6 +122,8 @@ class DecodeStep:
         self._graphs: dict[bool, _Captured] = {}
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
+        # Transformers hands the tokenizer that stop strings need on to the model, which has no use for it
+        inputs.pop("tokenizer", None)
         store = self._store(args, inputs)
         if store is None:
             self._warm = None

@@ -11,8 +11,10 @@ import pytest
 import torch
 from captured_steps import FIELDS, build, generate, run
 from recorded_graph import RecordedGraph
+from transformers import AutoTokenizer
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.cli import BUNDLED_MODEL
 from hf_diffkv.integration import graphs
 from hf_diffkv.store import Store
 from hf_diffkv.store.read import IntegrityError
@@ -141,6 +143,16 @@ def test_what_is_not_captured_runs_from_python(model, steps, options: dict) -> N
     assert torch.equal(*sequences)
     assert not RecordedGraph.made
     cache.check_integrity()
+
+
+def test_stop_strings_are_captured(model, steps) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(5))
+    options = {"stop_strings": ["no model writes this"], "tokenizer": tokenizer}
+    expected, _ = run(model, False, tokens, 6, **options)
+    got, _ = run(model, True, tokens, 6, **options)
+    assert torch.equal(got, expected)
+    assert steps[-1].replays == 4
 
 
 def test_autocast_is_not_captured(model, steps) -> None:
