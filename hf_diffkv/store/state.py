@@ -449,9 +449,11 @@ class Store:
             )
 
     def value_message(self) -> str:
+        rotated = "rotated " if self.config.rotate else ""
         return (
-            f"keys or values are NaN, infinite or beyond {self.value_limit:g}, which the cache cannot store; check the "
-            "model's dtype (float16 overflows: load it with dtype=torch.bfloat16) or use DiffKVConfig.lossless()."
+            f"{rotated}keys or values are NaN, infinite or beyond {self.value_limit:g}, which the cache cannot store; "
+            "check the model's dtype (float16 overflows: load it with dtype=torch.bfloat16) or use "
+            "DiffKVConfig.lossless()."
         )
 
 

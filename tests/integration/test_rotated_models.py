@@ -195,7 +195,9 @@ def test_beams_and_assisted_decoding() -> None:
 def test_a_budget_counts_the_offsets() -> None:
     model = tiny_model("llama", "diffkv")
     ids, mask = ragged_prompts((200, 100))
-    cache = DiffKVCache(model.config, dataclasses.replace(CONFIGS["llama"], alpha_low=0.0, page_bytes=512, max_bytes=90_000))
+    cache = DiffKVCache(
+        model.config, dataclasses.replace(CONFIGS["llama"], alpha_low=0.0, page_bytes=512, max_bytes=90_000)
+    )
     generate(model, cache, ids, mask, 20)
     cache.check_integrity()
     assert cache.memory().bytes <= 90_000
