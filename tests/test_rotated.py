@@ -29,12 +29,13 @@ from hf_diffkv.store import (
 from hf_diffkv.store.fork import make_private
 
 BOTH = {"rotate": True, "center": True}
-EACH = [{"rotate": True}, {"center": True}, BOTH]
+NEITHER = {"rotate": False, "center": False}
+EACH = [{**NEITHER, "rotate": True}, {**NEITHER, "center": True}, BOTH]
 MIXED = {"alpha_high": 1.0, "alpha_low": 0.5}
 
 
 def ids(value: object) -> str | None:
-    return "+".join(value) if isinstance(value, dict) else None
+    return "+".join(name for name, given in value.items() if given is not False) if isinstance(value, dict) else None
 
 
 class RotatedPair(Pair):
@@ -318,10 +319,10 @@ def test_recorded_tokens_are_read_as_they_came() -> None:
 
 def test_memory_counts_offsets_and_rotations() -> None:
     shape = (2, 3, 2, 16, 16, torch.bfloat16, torch.device("cpu"))
-    plain, both = (Store(DiffKVConfig(**fields), *shape) for fields in ({}, BOTH))
+    plain, both = (Store(DiffKVConfig(**fields), *shape) for fields in (NEITHER, BOTH))
     assert both.bytes - plain.bytes == 2 * 3 * 2 * 16 * 4 + 16 * 16 * 4
     other = Store(DiffKVConfig(**BOTH), *shape[:4], 32, *shape[5:])
-    plain = Store(DiffKVConfig(), *shape[:4], 32, *shape[5:])
+    plain = Store(DiffKVConfig(**NEITHER), *shape[:4], 32, *shape[5:])
     assert other.bytes - plain.bytes == 2 * 3 * 2 * 16 * 4 + 16 * 16 * 4 + 32 * 32 * 4
 
 
@@ -349,7 +350,8 @@ def test_what_a_rotation_makes_too_large_is_refused(steps: int) -> None:
 def test_the_largest_keys_that_are_taken() -> None:
     """Just inside the limit, on both sides of zero, so that centring doubles them."""
     low = Precision(1, 1)
-    pair = RotatedPair(DiffKVConfig(low, low, alpha_high=0.0, window=8, center=True), 1, heads=1, group=1, dim=16)
+    config = DiffKVConfig(low, low, alpha_high=0.0, window=8, rotate=False, center=True)
+    pair = RotatedPair(config, 1, heads=1, group=1, dim=16)
     largest = 16376 * torch.tensor([1.0, -1.0] * 8, dtype=torch.float64)
     for step in range(12):
         key = (largest if step else -largest).view(1, 1, 1, 16)
