@@ -22,7 +22,13 @@ if not triton.knobs.runtime.interpret:
 
 
 @pytest.mark.parametrize(
-    "high, low", [(Precision(8, 4), Precision(4, 2)), (Precision(16, 16), Precision(8, 8))], ids=lambda p: p.name
+    "high, low",
+    [
+        (Precision(8, 4), Precision(4, 2)),
+        (Precision(16, 16), Precision(8, 8)),
+        (Precision(6, 4), Precision(5, 3)),
+    ],
+    ids=lambda p: p.name,
 )
 def test_prompt_steps_and_turn(high: Precision, low: Precision) -> None:
     config = DiffKVConfig(high, low, alpha_high=1.1, alpha_low=0.6, window=8)

@@ -174,7 +174,7 @@ class DecodeStep:
         ready = (
             store.twins is None
             and store.pool.grows_in_place
-            and use_kernels(store.device, store.dtype, store.layout.high, store.layout.low)
+            and use_kernels(store.device, store.dtype)
             and {*stores.seen, store.seen} == {store.seen}
             and store.seen > 0
             and self.windows.full

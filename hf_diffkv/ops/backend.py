@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..memory import TierLayout, fields
-
 BACKENDS = ("reference", "kernels")
 # NVIDIA devices before it have less shared memory than the kernels take, and no bfloat16
 OLDEST_CAPABILITY = (8, 0)
@@ -38,10 +36,8 @@ def use_backend(name: str) -> Iterator[None]:
         _forced = previous
 
 
-def use_kernels(device: torch.device, dtype: torch.dtype, *tiers: TierLayout) -> bool:
-    """Whether ops on keys and values of `dtype` on `device`, stored as `tiers` say, run the Triton kernels."""
-    if any(len(fields(bits)) > 1 for tier in tiers for bits in (tier.k_bits, tier.v_bits)):
-        return False
+def use_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether ops on keys and values of `dtype` on `device` run the Triton kernels."""
     if _forced is not None:
         return _forced == "kernels"
     return device.type == "cuda" and dtype != torch.float64 and _has_triton() and _fits(device)

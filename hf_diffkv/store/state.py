@@ -361,7 +361,7 @@ class Store:
         low_growth = np.where(has_low, lookahead, 0)
         pages_then = _ceil(self._high_bound + lookahead, high), _ceil(self._low_bound + low_growth, low)
         longest = int((self._high_bound + self._low_bound).max()) + lookahead + self.window_slots
-        if use_kernels(self.device, self.dtype, self.layout.high, self.layout.low):
+        if use_kernels(self.device, self.dtype):
             self.all_bounds = Bounds(longest)
             self._bounds = [self.all_bounds] * self.num_layers
         else:

@@ -41,7 +41,7 @@ def compact_step(
         flag: int32 [1] on the device; becomes non-zero if the round had to be called off.
     """
     rows = (page_table, high_count, low_count, key, value, score, position, leaving, length)
-    if use_kernels(pages.device, key.dtype, layout.high, layout.low):
+    if use_kernels(pages.device, key.dtype):
         from . import launch
 
         launch.compact_step(

@@ -48,7 +48,7 @@ def decode_attention(
     """
     state = (pages, layout, page_table, high_count, low_count, window_key, window_value, window_score)
     options = {"scaling": scaling, "valid": valid, "softcap": softcap, "sinks": sinks, "held": held}
-    if use_kernels(query.device, query.dtype, layout.high, layout.low):
+    if use_kernels(query.device, query.dtype):
         from . import launch
 
         return launch.decode_attention(
@@ -61,7 +61,7 @@ def allocate_scratch(
     query: Tensor, kv_heads: int, layout: PageLayout, window_slots: int, max_tokens: int
 ) -> Scratch | None:
     """Buffers the kernels reuse from step to step; None where the reference runs. query: [batch, query_heads, dim]."""
-    if not use_kernels(query.device, query.dtype, layout.high, layout.low):
+    if not use_kernels(query.device, query.dtype):
         return None
     from .scratch import Scratch
 

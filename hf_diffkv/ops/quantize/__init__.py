@@ -27,7 +27,7 @@ def store_tokens(
 ) -> None:
     """Arguments as in `reference.store_tokens`."""
     implementation = reference
-    if use_kernels(pages.device, dtype, tier):
+    if use_kernels(pages.device, dtype):
         from . import launch as implementation
     implementation.store_tokens(pages, tier, page, slot, key, value, score, position, dtype)
 
@@ -38,7 +38,7 @@ def load_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results as in `reference.load_tokens`."""
     implementation = reference
-    if use_kernels(pages.device, dtype, tier):
+    if use_kernels(pages.device, dtype):
         from . import launch as implementation
     return implementation.load_tokens(pages, tier, page, slot, dtype)
 
@@ -60,6 +60,6 @@ def move_tokens(
         dtype: the model's dtype.
     """
     implementation = reference
-    if use_kernels(pages.device, dtype, tier):
+    if use_kernels(pages.device, dtype):
         from . import launch as implementation
     implementation.move_tokens(pages, tier, from_page, from_slot, to_page, to_slot)
