@@ -3,6 +3,8 @@ that few bits do (QuaRot, NeurIPS 2024; KV caches rotated likewise by SAW-INT4).
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -13,18 +15,21 @@ from .quantize import compute_dtype
 CHUNK_ELEMENTS = 1 << 24
 
 
+@cache
+@torch.inference_mode(False)
 def rotation_matrix(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Orthonormal [dim, dim]: `x @ matrix` rotates, `y @ matrix.mT` rotates back.
 
     Sylvester's Hadamard matrices of the largest power of two that divides `dim`, one for each block of so many
-    channels, behind a sign for each channel. It is the same everywhere: saved caches depend on it.
+    channels, behind a sign for each channel. It is the same everywhere: saved caches depend on it. Made once per
+    process and device, for all caches.
     """
     size = dim & -dim
-    block = torch.ones(1, 1, dtype=torch.float64)
+    block = torch.ones(1, 1, dtype=torch.float64, device="cpu")
     while block.shape[0] < size:
         block = torch.cat([torch.cat([block, block], dim=1), torch.cat([block, -block], dim=1)])
     matrix = torch.block_diag(*[block * size**-0.5] * (dim // size))
-    signs = torch.tensor(_signs(dim), dtype=torch.float64)
+    signs = torch.tensor(_signs(dim), dtype=torch.float64, device="cpu")
     return (signs[:, None] * matrix).to(dtype=dtype, device=device)
 
 

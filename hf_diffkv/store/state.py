@@ -106,14 +106,8 @@ class Store:
         self.high_count = torch.zeros(shape, dtype=torch.int32, device=device)
         self.low_count = torch.zeros(shape, dtype=torch.int32, device=device)
         # what the keys of a row are held less by, rotated
-        computed = compute_dtype(dtype)
-        self.key_offset = torch.zeros(*shape, key_dim if config.center else 0, dtype=computed, device=device)
-        self.key_rotation: Tensor | None = None
-        self.value_rotation: Tensor | None = None
-        if config.rotate:
-            self.key_rotation = self.value_rotation = rotation_matrix(key_dim, computed, device)
-            if value_dim != key_dim:
-                self.value_rotation = rotation_matrix(value_dim, computed, device)
+        centered = key_dim if config.center else 0
+        self.key_offset = torch.zeros(*shape, centered, dtype=compute_dtype(dtype), device=device)
         # layers that are not centred, as their attention does not depend on differences of logits alone
         self.uncentered: set[int] = set()
         # whether the first tokens of some row may leave the window before the next refresh
@@ -162,6 +156,19 @@ class Store:
         limit = self.config.max_bytes
         return None if limit is None else limit - self.taken
 
+    @property
+    def key_rotation(self) -> Tensor | None:
+        """Of keys and queries, [key_dim, key_dim]; None where they are held as they are."""
+        return self._rotation(self.key_dim)
+
+    @property
+    def value_rotation(self) -> Tensor | None:
+        """Of values, [value_dim, value_dim], likewise."""
+        return self._rotation(self.value_dim)
+
+    def _rotation(self, dim: int) -> Tensor | None:
+        return rotation_matrix(dim, self.key_offset.dtype, self.device) if self.config.rotate else None
+
     def owned_pages(self) -> Tensor:
         """int32 [n], the pages in the table."""
         table = self.table.table
@@ -195,7 +202,6 @@ class Store:
         tensors = [self.window_key, self.window_value, self.window_score, self.high_count, self.low_count]
         tensors += [self.length, self.window_start, self.table.table, self.alpha_high, self.alpha_low]
         tensors += [self.layer_index, self.head_index, self.invalid, self.changed_past, self.key_offset]
-        tensors += {id(t): t for t in (self.key_rotation, self.value_rotation) if t is not None}.values()
         bounds = [*self._bounds, self.all_bounds] if self.all_bounds is not None else []
         if self.scratch is not None:
             tensors += [t for t in vars(self.scratch).values() if isinstance(t, Tensor)]
