@@ -23,8 +23,8 @@ class Batch:
         # what the cache has seen, [documents, tokens], and which of it is no padding
         self.ids: Tensor | None = None
         self.mask: Tensor | None = None
-        # how many tokens each document would have in a cache of its own, [documents]
-        self.own: Tensor | None = None
+        # how many tokens a cache of its own would have seen of each document
+        self.seen: list[int] = []
 
     @torch.no_grad()
     def forward(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -60,7 +60,7 @@ class Batch:
             )[:, length:]
         counts = self._written(written)
         # the last token that is written is not run any more
-        self.own = self.mask.sum(-1) + counts - 1
+        self.seen = (self.mask.sum(-1) + counts - 1).tolist()
         self.mask = torch.cat([self.mask, torch.ones_like(written)], dim=1)
         return [
             self.tokenizer.decode(row[:count], skip_special_tokens=True) for row, count in zip(written, counts.tolist())
@@ -73,8 +73,8 @@ class Batch:
         others are still being written, is among them. Bytes of padding, where a cache holds it, are nobody's.
         """
         whole, length = self.method.held(self.cache), self.cache.get_seq_length()
-        stored = length * len(self.own) if self.method.stores_padding else int(self.mask[:, :length].sum())
-        return [whole.share(tokens / stored) for tokens in self.own.tolist()]
+        stored = length * len(self.seen) if self.method.stores_padding else int(self.mask[:, :length].sum())
+        return [whole.share(tokens / stored) for tokens in self.seen]
 
     def _add(self, prompts: Sequence[Sequence[int]]) -> int:
         """Appends `prompts`, padded on the left; how many tokens there were before."""

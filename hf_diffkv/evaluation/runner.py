@@ -134,8 +134,8 @@ class _Runner:
                     yield document, Record(*key, error=error, seconds=seconds), None
                 else:
                     sums, observed, details = result
-                    dense_bytes = dense[document.name][0].bytes if dense else None
-                    yield document, _record(key, sums, details, dense_bytes, seconds), observed
+                    reference = dense[document.name][0] if dense else None
+                    yield document, _record(key, sums, details, reference, seconds), observed
 
     def _results(self, method: Method, task: Task, documents: list[Document], references: list[Any]) -> list[Any]:
         if len(documents) > 1:
@@ -147,16 +147,18 @@ def _key(method: Method, task: Task, document: Document) -> tuple[str, str, str,
     return method.label, task.name, document.name, document.digest
 
 
-def _record(
-    key: tuple[str, ...], sums: Sums, details: dict[str, Any], dense_bytes: int | None, seconds: float
-) -> Record:
+def _record(key: tuple[str, ...], sums: Sums, details: dict[str, Any], dense: Record | None, seconds: float) -> Record:
     held: Held = details.pop("held")
+    dense_bytes = held.bytes if dense is None else dense.bytes
+    if dense is not None and "tokens" in details:
+        # of a dense cache with as many tokens: a method that writes more must not seem to compress less
+        dense_bytes = round(dense_bytes * details["tokens"] / dense.details["tokens"])
     return Record(
         *key,
         metrics=sums,
         bytes=held.bytes,
         payload_bytes=held.payload_bytes,
-        dense_bytes=held.bytes if dense_bytes is None else dense_bytes,
+        dense_bytes=dense_bytes,
         simulated=held.simulated,
         seconds=seconds,
         details=details if held.levels is None else {**details, "levels": held.levels},

@@ -94,6 +94,23 @@ def test_batches_change_nothing(tmp_path: Path, instruct: Path, sets: Path) -> N
         assert mine["digest"] == theirs["digest"]
 
 
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_bytes_are_those_of_as_many_tokens(tmp_path: Path, sets: Path, batch_size: int) -> None:
+    model = save_model(tmp_path / "model", "llama", "instruct")
+    config = json.loads((model / "generation_config.json").read_text())
+    # many bytes end the text, so that methods end it at different lengths
+    (model / "generation_config.json").write_text(json.dumps({**config, "eos_token_id": list(range(0, 256, 16))}))
+    options = ("--tasks", "gsm8k", "--datasets-folder", sets, "--max-new-tokens", 60, "--batch-size", batch_size)
+    records = evaluate(model, tmp_path / "run", *options, "--methods", "dense,diffkv:K4V2+window=4")
+    tokens = {(record["method"], record["document"]): record["details"]["tokens"] for record in records}
+    assert len(set(tokens.values())) > 3
+    assert any(tokens["dense", name] != count for (_, name), count in tokens.items())
+    layers, heads, head_dim = 2, 2, 32
+    for record in records:
+        assert record["dense_bytes"] == 2 * layers * heads * head_dim * 4 * record["details"]["tokens"]
+    assert all(record["bytes"] == record["dense_bytes"] for record in records if record["method"] == "dense")
+
+
 def test_a_batch_goes_on_where_a_run_ended(tmp_path: Path, instruct: Path, sets: Path) -> None:
     options = ("--tasks", "gsm8k", "--datasets-folder", sets, "--max-new-tokens", 6)
     whole = evaluate(instruct, tmp_path / "whole", *options, "--methods", TWO, "--batch-size", 5)

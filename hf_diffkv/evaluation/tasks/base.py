@@ -127,7 +127,8 @@ class Task(ABC):
             reference: what `measure` observed of this document with the dense cache; None for the dense cache itself.
 
         Returns:
-            The sums of the task's metrics, what later methods are compared with, and details for the record.
+            The sums of the task's metrics, what later methods are compared with, and details for the record, among them
+            "held"; where methods may end with different numbers of tokens, "tokens" says with how many.
         """
 
     def measure_batch(

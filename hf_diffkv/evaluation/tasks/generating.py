@@ -64,7 +64,7 @@ class GeneratingTask(Task):
             ids = document.questions[0][0]
         with _options(document) as options:
             text = session.generate(ids, **options)
-        return self._judge(text, document, reference, session.held())
+        return self._judge(text, document, reference, session.held(), session.seen)
 
     def measure_batch(
         self, batch: Batch, documents: Sequence[Document], references: Sequence[Any]
@@ -75,16 +75,18 @@ class GeneratingTask(Task):
             prompts = [document.questions[0][0] for document in documents]
         with _options(documents[0]) as options:
             texts = batch.generate(prompts, **options)
-        return [self._judge(*found) for found in zip(texts, documents, references, batch.held())]
+        return [self._judge(*found) for found in zip(texts, documents, references, batch.held(), batch.seen)]
 
-    def _judge(self, text: str, document: Document, reference: Any, held: Held) -> tuple[Sums, Any, dict[str, Any]]:
+    def _judge(
+        self, text: str, document: Document, reference: Any, held: Held, seen: int
+    ) -> tuple[Sums, Any, dict[str, Any]]:
         answer = spoken(text, document.extra["thinking"])
         for stop in document.extra["stop"]:
             answer = answer.split(stop)[0]
         score = self.score_answer(answer, document)
         known = score if reference is None else reference
         sums: Sums = {"score": (score, 1.0), "kept": (score if known > 0 else 0.0, known)}
-        return sums, score, {"text": text, "held": held}
+        return sums, score, {"text": text, "held": held, "tokens": seen}
 
 
 @contextmanager
