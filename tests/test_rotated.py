@@ -286,7 +286,9 @@ def test_layers_that_share_keys_and_values(newest: int) -> None:
 @pytest.mark.parametrize("interval", [1, 4])
 def test_tokens_taken_back(interval: int) -> None:
     """What is recorded is attended in the model's own channels until it is stored; rejected keys are in no mean."""
-    pair = RotatedSharedPair(DiffKVConfig(alpha_high=1.6, alpha_low=0.9, window=8, compaction_interval=interval, **BOTH))
+    pair = RotatedSharedPair(
+        DiffKVConfig(alpha_high=1.6, alpha_low=0.9, window=8, compaction_interval=interval, **BOTH)
+    )
     pair.forward(5, left_padding((5, 3, 1, 2)))
     pair.store.settle()
     pair.store.recording = True

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..config import DiffKVConfig
 from ..memory import HIGH, LOW, NULL_PAGE, PageLayout, PagePool, PageTable
 from ..memory.free_list import FREE
-from ..ops.backend import use_kernels
+from ..ops.backend import REFERENCE, choose
 from ..ops.compact import compact_step
 from ..ops.quantize import compute_dtype
 from ..ops.rotation import center_windows, rotation_matrix
@@ -354,7 +354,7 @@ class Store:
         low_growth = np.where(has_low, lookahead, 0)[:, None]
         pages_then = _ceil(self._high_bound + lookahead, high), _ceil(self._low_bound + low_growth, low)
         longest = int((self._high_bound + self._low_bound).max()) + lookahead + self.window_slots
-        if use_kernels(self.device, self.dtype, self.layout.high, self.layout.low):
+        if choose(self.device, self.dtype, self.layout.high, self.layout.low) != REFERENCE:
             self._all_bounds = Bounds(longest)
             self._bounds = [self._all_bounds] * self.num_layers
         else:
