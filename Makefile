@@ -14,15 +14,27 @@ DEMO_KEYS := sky tin jar hen red fox oak
 ALPHA_HIGH ?= 1
 ALPHA_LOW ?= 0
 
-.PHONY: setup test check format demo space compile-kernels bench-cpu test-gpu bench-gpu train-tiny-lm clean
+.PHONY: setup native native-sanitize test check format demo space compile-kernels bench-cpu test-gpu bench-gpu train-tiny-lm clean
 
 setup: $(READY)
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet -e ".[dev]"
 	touch $@
+
+# Builds the native code for CPUs anew, for example after a change of it. `setup` builds it too where g++ is there.
+native: $(READY)
+	$(BIN)/python setup.py --quiet build_ext --inplace --force
+
+# The tests of native code with checks of every memory access and of undefined behaviour; then the library is built anew.
+SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g
+native-sanitize: $(READY)
+	HF_DIFFKV_NATIVE_FLAGS="$(SANITIZE)" $(BIN)/python setup.py --quiet build_ext --inplace --force
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
+		TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/ops/test_native_attention.py \
+		tests/ops/test_native_pages.py; status=$$?; $(MAKE) native; exit $$status
 
 # Kernel tests run in Triton's interpreter, which must be chosen before Triton is imported anywhere in the process. One
 # thread per worker: the tensors of the tests are small.
@@ -51,6 +63,7 @@ compile-kernels: $(READY)
 
 bench-cpu: $(READY)
 	$(BIN)/python benchmarks/decode_cpu.py
+	$(BIN)/python benchmarks/attention_cpu.py
 
 # With a GPU: the compiled kernels against their references, then all figures (docs/performance.md). The workers compile
 # side by side, and one whose device a kernel broke is replaced. The test of the device's memory wants it for itself.

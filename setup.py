@@ -1,6 +1,6 @@
-"""Builds the native code for CPUs where a C++ compiler is there; without one the package installs and runs all the same.
+"""Builds the native code for CPUs where a C++ compiler is there; without one the package installs and runs as well.
 
-The library is plain C++ that ctypes loads: it depends on neither Python's nor PyTorch's headers, so one wheel serves all
+The library is plain C++ that ctypes loads: it needs no headers of Python or PyTorch, so one wheel serves all
 releases of both. Everything else about the package is in pyproject.toml.
 """
 

@@ -1,8 +1,8 @@
 """Decode attention of one layer on a CPU, alone: native code against the best dense attention in bfloat16.
 
-One new token, 8 KV heads of 128, 32 query heads; random keys and values, all of them in one tier but for a window of 64.
-Competitors take turns in one process, so that they share whatever else the machine does; figures are medians, and ratios
-of them are what counts on a machine that is not quiet.
+One new token, 8 KV heads of 128, 32 query heads; random keys and values, all in one tier but for a window of 64.
+Competitors take turns in one process, so that they share whatever else the machine does; figures are medians, and
+ratios of them are what counts on a machine that is not quiet.
 
     python benchmarks/attention_cpu.py [--tokens 4096 16384] [--threads 1] [--instructions avx512vnni]
 """

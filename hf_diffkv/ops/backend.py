@@ -25,8 +25,9 @@ _forced: str | None = None
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Runs every op on one backend within the block, whatever the device; for tests and comparisons. Where a backend has
-    no form of an op, dtype or precision, the reference runs.
+    """Runs every op on one backend within the block, whatever the device; for tests and comparisons.
+
+    Where a backend has no form of an op, dtype or precision, the reference runs.
 
     Raises:
         ValueError: `name` is not in `BACKENDS`.

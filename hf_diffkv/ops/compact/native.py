@@ -45,7 +45,7 @@ def compact_step(
     block = round_block(layout, free_list, page_table, high_count, low_count, key, value, score, position, length, flag)
     block.row_count, block.heads, block.slots = rows, 1, 1
     block.leaving = address(leaving)
-    run(block, pages, pages.shape[0], high_threshold, low_threshold)
+    run(block, address(pages), pages.shape[0], high_threshold, low_threshold)
 
 
 def check_rows(page_table: Tensor, *counts: Tensor) -> None:
@@ -78,9 +78,9 @@ def round_block(
     return block
 
 
-def run(block: Compaction, pages: Tensor, page_count: int, high_threshold: Tensor, low_threshold: Tensor) -> None:
-    """Runs a round; `page_count` pages may be used."""
-    block.rows.pages, block.rows.page_count = address(pages), page_count
+def run(block: Compaction, pages: int, page_count: int, high_threshold: Tensor, low_threshold: Tensor) -> None:
+    """Runs a round; `page_count` pages from the address `pages` on may be used."""
+    block.rows.pages, block.rows.page_count = pages, page_count
     block.high_threshold, block.low_threshold = address(high_threshold), address(low_threshold)
     block.threads = torch.get_num_threads()
     call("compact", block)
