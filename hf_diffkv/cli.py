@@ -315,6 +315,9 @@ def _env(options: argparse.Namespace) -> int:
     lines = versions()
     for index in range(torch.cuda.device_count()):
         lines[f"cuda:{index}"] = torch.cuda.get_device_name(index)
+    from .native.library import instructions
+
+    lines["native code"] = instructions() or "not built: decoding on CPUs runs in PyTorch"
     lines["threads"] = str(torch.get_num_threads())
     for name, value in lines.items():
         print(f"{name}: {value}")

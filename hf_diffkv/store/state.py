@@ -12,7 +12,7 @@ from torch import Tensor
 from ..config import DiffKVConfig
 from ..memory import HIGH, LOW, NULL_PAGE, PageLayout, PagePool, PageTable
 from ..memory.free_list import FREE
-from ..ops.backend import use_kernels
+from ..ops.backend import REFERENCE, choose
 from ..ops.quantize import compute_dtype
 from ..ops.rotation import center_windows, rotation_matrix
 from ..ops.tiles import Bounds, build_tiles
@@ -23,6 +23,7 @@ from .padding import Padding
 
 if TYPE_CHECKING:
     from ..ops.decode_attention.scratch import Scratch
+    from .native import NativeCalls
     from .record import Recorded
 
 # Generated tokens between two looks at the device; the host works with upper bounds in between.
@@ -134,6 +135,8 @@ class Store:
         self._bounds: list[Bounds] = []
         self.all_bounds: Bounds | None = None
         self.scratch: Scratch | None = None
+        # where native code finds everything, see native.py
+        self.native_calls: NativeCalls | None = None
         # tokens per row that tables and buffers are made for beforehand, so that they stay in place until then
         self.room = 0
         # the stores that share all memory with this one, itself included (see fork.py)
@@ -187,7 +190,7 @@ class Store:
 
     def __getstate__(self) -> dict:
         """For copies and pickles: a fork takes along pages of its own."""
-        state = dict(self.__dict__)
+        state = dict(self.__dict__, native_calls=None)
         if self.twins is not None:
             pool, table = self.private_pages()
             state |= {"pool": pool, "table": table, "twins": None, "finalizer": None, "_steps_left": 0}
@@ -206,6 +209,10 @@ class Store:
         if self.scratch is not None:
             tensors += [t for t in vars(self.scratch).values() if isinstance(t, Tensor)]
         return tensors + [self.flag, *(t for bound in bounds for t in bound.tensors())]
+
+    def backend(self) -> str:
+        """What runs the ops on this store, one of `ops.backend.BACKENDS`."""
+        return choose(self.device, self.dtype, self.layout.high, self.layout.low)
 
     def check_budget(self, more: int) -> None:
         """Raises `MemoryError` unless `more` bytes outside the pool fit into the budget; sets the pool's limit."""
@@ -367,7 +374,7 @@ class Store:
         low_growth = np.where(has_low, lookahead, 0)
         pages_then = _ceil(self._high_bound + lookahead, high), _ceil(self._low_bound + low_growth, low)
         longest = int((self._high_bound + self._low_bound).max()) + lookahead + self.window_slots
-        if use_kernels(self.device, self.dtype):
+        if self.backend() != REFERENCE:
             self.all_bounds = Bounds(longest)
             self._bounds = [self.all_bounds] * self.num_layers
         else:
