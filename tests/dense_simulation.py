@@ -113,6 +113,51 @@ def algorithm_one(
     return changes
 
 
+@dataclass(frozen=True)
+class Head:
+    """One KV head of one row of a batch, all tokens of it.
+
+    index: place among the row's real tokens [S], -1 for padding. level, mean, norm (of the value): [S]. alpha_high,
+    alpha_low: scalars that a rule may overwrite in place.
+    """
+
+    head: int
+    n: int
+    index: Tensor
+    level: Tensor
+    mean: Tensor
+    norm: Tensor
+    alpha_high: Tensor
+    alpha_low: Tensor
+
+    def thresholds(self) -> tuple[Tensor, Tensor]:
+        """Low and high threshold on the mean, in float32."""
+        n = torch.tensor(self.n, dtype=torch.float32)
+        return self.alpha_low / n, self.alpha_high / n
+
+
+class Rule:
+    """Which level a token earns. This one is DiffKV's: alpha / N, and Algorithm 1."""
+
+    def first(self, alpha_high: float | list[float], alpha_low: float | list[float]) -> tuple:
+        """alpha_high and alpha_low before any token, from those of the configuration."""
+        return alpha_high, alpha_low
+
+    def prompt(self, head: Head, members: Tensor, outside: int) -> Tensor:
+        """Levels int8 [S], void where not `members` (bool [S]): what is stored or leaves the window.
+
+        outside: real tokens that are outside the window then, pruned ones included.
+        """
+        return level_of(head.mean, *head.thresholds())
+
+    def step(self, head: Head, candidate: int) -> list[tuple[int, int]]:
+        """Level changes, in order, when `candidate` leaves the window."""
+        return algorithm_one(head.level, head.mean, candidate, *head.thresholds())
+
+    def follow(self, head: Head, candidate: int) -> None:
+        """Called when they have been made."""
+
+
 class LayerSimulation:
     """One layer of DiffKV over all rows of a batch."""
 
@@ -133,12 +178,16 @@ class LayerSimulation:
         value_dim: int | None = None,
         rotate: bool = False,
         center: bool = False,
+        rule: Rule | None = None,
     ) -> None:
         if window < 1 or compaction_interval < 1 or (observation_window is not None and observation_window < 1):
             raise ValueError("window, compaction_interval and observation_window start at 1")
         self.high, self.low = high, low
-        self.alpha_high = torch.as_tensor(alpha_high, dtype=torch.float32).expand(num_key_value_heads)
-        self.alpha_low = torch.as_tensor(alpha_low, dtype=torch.float32).expand(num_key_value_heads)
+        self.rule = rule or Rule()
+        alpha_high, alpha_low = self.rule.first(alpha_high, alpha_low)
+        shape = (batch_size, num_key_value_heads)
+        self.alpha_high = torch.as_tensor(alpha_high, dtype=torch.float32).expand(shape).clone()
+        self.alpha_low = torch.as_tensor(alpha_low, dtype=torch.float32).expand(shape).clone()
         if not ((self.alpha_low >= 0) & (self.alpha_low <= self.alpha_high)).all():
             raise ValueError("thresholds need 0 <= alpha_low <= alpha_high")
         self.window = window
@@ -367,40 +416,48 @@ class LayerSimulation:
         seen = self._levels.shape[-1]
         return torch.arange(seen), torch.arange(seen - new, seen)[:, None]
 
-    def _means_and_thresholds(self, row: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Means [H, S] of one row (void for padding and the newest token), low and high thresholds [H], in float32."""
+    def _head(self, row: int, head: int) -> Head:
+        """What a rule may know of one row's head, as it is now."""
         n = self._count[row]
         later = (n - 1 - self._index[row]).clamp(min=1).to(torch.float32)
-        n = n.to(torch.float32)
-        return self._sums[row] / later, self.alpha_low / n, self.alpha_high / n
+        return Head(
+            head,
+            int(n),
+            self._index[row],
+            self._levels[row, head],
+            self._sums[row, head] / later,
+            self._values[row, head].to(torch.float32).norm(dim=-1),
+            self.alpha_high[row, head],
+            self.alpha_low[row, head],
+        )
 
     def _compress_prompt(self) -> None:
         """Level what leaves the window, downgrade what was stored before and no longer earns its level."""
         rows, heads = self._levels.shape[:2]
         for row in range(rows):
-            mean, low, high = self._means_and_thresholds(row)
             # a token that left the window stays outside, even if tokens after it are hidden
             in_window = self._index[row] >= (self._count[row] - self.window).clamp(min=0)
-            in_window = in_window & (self._levels[row] == WINDOW)
-            earned = level_of(mean, low[:, None], high[:, None])
-            # The minimum with the present level rules out upgrades and leaves padding and pruned tokens as they are.
-            target = torch.where(in_window, self._levels[row], torch.minimum(self._levels[row], earned))
             for head in range(heads):
+                levels = self._levels[row, head]
+                outside = ~in_window | (levels != WINDOW)
+                members = outside & (levels > PRUNED)
+                seen = int((outside & (self._index[row] >= 0)).sum())
+                earned = self.rule.prompt(self._head(row, head), members, seen)
+                # The minimum with the present level rules out upgrades.
+                target = torch.where(members, torch.minimum(levels, earned), levels)
                 for level in (PRUNED, LOW, HIGH):
-                    changed = (target[head] == level) & (self._levels[row, head] != level)
-                    self._store(row, head, changed.nonzero().flatten(), level)
+                    self._store(row, head, ((target == level) & (levels != level)).nonzero().flatten(), level)
 
     def _compress_generation(self) -> None:
         """Send the oldest tokens beyond the window, one by one, through Algorithm 1."""
         rows, heads = self._levels.shape[:2]
         for row in range(rows):
-            mean, low, high = self._means_and_thresholds(row)
             for head in range(heads):
                 in_window = (self._levels[row, head] == WINDOW).nonzero().flatten().tolist()
                 for candidate in in_window[: max(len(in_window) - self.window, 0)]:
-                    levels = self._levels[row, head]
-                    for token, level in algorithm_one(levels, mean[head], candidate, low[head], high[head]):
+                    for token, level in self.rule.step(self._head(row, head), candidate):
                         self._store(row, head, torch.tensor([token]), level)
+                    self.rule.follow(self._head(row, head), candidate)
 
     def _store(self, row: int, head: int, tokens: Tensor, level: int) -> None:
         """Move tokens of one head to a level, starting from the values they have now."""

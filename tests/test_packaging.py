@@ -28,7 +28,8 @@ def project() -> dict:
 
 
 def names(requirements: list[str]) -> set[str]:
-    return {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}
+    """As they are imported."""
+    return {re.match(r"[\w-]+", requirement)[0].replace("-", "_") for requirement in requirements}
 
 
 def test_version(project: dict) -> None:

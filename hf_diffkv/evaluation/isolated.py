@@ -140,7 +140,7 @@ def main() -> int:
 
 
 def _work(job: dict[str, Any]) -> None:
-    from .loading import load
+    from .loading import load_config, load_model
     from .methods import get_method
     from .runner import run
     from .tasks import get_task
@@ -148,7 +148,8 @@ def _work(job: dict[str, Any]) -> None:
     methods = [get_method(label) for label in job["methods"]]
     tasks = [(get_task(name), [_document(fields) for fields in documents]) for name, documents in job["tasks"]]
     folder = RunFolder(Path(job["folder"]), job["settings"])
-    tokenizer, model = load(job["model"], job["settings"]["dtype"], job["device"], job["quiet"])
+    _, tokenizer = load_config(job["model"])
+    model = load_model(job["model"], job["settings"]["dtype"], job["device"], job["quiet"])
     run(model, tokenizer, methods, tasks, folder, retry=job["retry"], quiet=job["quiet"])
 
 

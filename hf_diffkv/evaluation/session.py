@@ -16,13 +16,21 @@ class Session:
 
     Args:
         tokenizer: needed by `generate` alone.
-        cache, seen: a cache that holds `seen` tokens already.
+        cache, ids: a cache that has seen the tokens `ids` already.
     """
 
-    def __init__(self, model: Any, method: Method, tokenizer: Any = None, cache: Any = None, seen: int = 0) -> None:
+    def __init__(
+        self, model: Any, method: Method, tokenizer: Any = None, cache: Any = None, ids: Sequence[int] = ()
+    ) -> None:
         self.model, self.method, self.tokenizer = model, method, tokenizer
         self.cache = method.new_cache(model) if cache is None else cache
-        self.seen = seen
+        # all that the cache has seen, which may be more than it holds
+        self.ids = list(ids)
+
+    @property
+    def seen(self) -> int:
+        """How many tokens the cache has seen."""
+        return len(self.ids)
 
     def forward(self, ids: Sequence[int], keep: int = 1) -> Tensor:
         """Runs the model on further tokens.
@@ -85,12 +93,12 @@ class Session:
                 use_cache=True,
                 logits_to_keep=keep,
             )
-        self.seen += len(ids)
+        self.ids += ids
         return output.logits[0, -keep:]
 
     def branch(self) -> Session:
         """A session that goes on from here and leaves this one as it is."""
-        return Session(self.model, self.method, self.tokenizer, self.method.branch(self.cache), self.seen)
+        return Session(self.model, self.method, self.tokenizer, self.method.branch(self.cache), self.ids)
 
     def held(self) -> Held:
         return self.method.held(self.cache)

@@ -12,8 +12,8 @@ from ..ops.compact import NewTokens, StoredTokens, rewrite_rows, stored_tokens
 from ..ops.prefill_attention import StoredPast, prefill_attention
 from ..ops.quantize import compute_dtype
 from ..ops.segments import segments
-from ..policy import mean_significance
-from .budget import fit_layer
+from ..policy import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL, mean_significance
+from .levels import decide_levels
 from .state import Store
 from .transform import Entering, model_form, note_logits, query_form
 
@@ -51,7 +51,7 @@ def attend_tokens(
     past = Past.read(store, layer)
     new = Entering(store, layer, key, value, valid)
     options = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
-    options |= {"mask": mask, "observation_window": store.config.observation_window}
+    options |= {"mask": mask, "observation_window": store.observation_window}
     output, received = attend_beside(store, layer, past, query, *new.beside(past), valid=valid, **options)
     compress(store, layer, past, new, received.float())
     return output
@@ -190,18 +190,9 @@ def compress(store: Store, layer: int, past: Past, new: Entering, received: Tens
     in_window = candidates.position >= (length - store.config.window)[candidates.row]
     leaving, window = candidates.select(~in_window), candidates.select(in_window)
     means.append(mean_significance(leaving.score, leaving.position, length[leaving.row]))
-    if store.config.max_bytes is not None:
-        fit_layer(store, layer, [past.tokens[HIGH].row, past.tokens[LOW].row, leaving.row], means, length)
-    high_threshold, low_threshold = (t.reshape(rows) for t in store.row_thresholds(layer))
-
-    def level(mean: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
-        high = mean >= high_threshold[row]
-        return high, ~high & (mean >= low_threshold[row])
-
-    stays = [level(means[tier], past.tokens[tier].row) for tier in (HIGH, LOW)]
-    keep = (stays[HIGH][0], stays[LOW][0] | stays[LOW][1])
-    high, low = level(means[2], leaving.row)
-    arriving = (leaving.select(high), leaving.select(low))
+    levels = decide_levels(store, layer, past.tokens, leaving, means, length)
+    keep = (levels[HIGH] == HIGH_LEVEL, levels[LOW] != PRUNED_LEVEL)
+    arriving = (leaving.select(levels[2] == HIGH_LEVEL), leaving.select(levels[2] == LOW_LEVEL))
 
     try:
         _write_scores(store, past, scores)
@@ -213,7 +204,7 @@ def compress(store: Store, layer: int, past: Past, new: Entering, received: Tens
             store.low_count[layer].view(rows),
             past.tokens,
             keep,
-            stays[HIGH][1],
+            levels[HIGH] == LOW_LEVEL,
             arriving,
             store.dtype,
         )

@@ -11,10 +11,9 @@ from ..memory import HIGH, LOW, NULL_PAGE, column
 from ..ops.compact import stored_tokens
 from ..ops.quantize import compute_dtype, load_tokens
 from ..ops.segments import segments
+from ..policy import HIGH_LEVEL, LOW_LEVEL, PADDING_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL
 from .state import Store
 from .transform import model_form, model_keys
-
-PADDING_LEVEL, PRUNED_LEVEL, LOW_LEVEL, HIGH_LEVEL, WINDOW_LEVEL = -1, 0, 1, 2, 3
 
 
 class IntegrityError(RuntimeError):

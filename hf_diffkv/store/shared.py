@@ -71,7 +71,7 @@ def attend_from_newest(
         [batch, query_heads, n, value_dim], and what each key received, float32 [batch, heads, P + Q].
     """
     (key, value), valid = new.beside(past), new.valid
-    options["observation_window"] = store.config.observation_window
+    options["observation_window"] = store.observation_window
     earlier = key.shape[2] - query.shape[2]
     if earlier == 0:
         output, received = attend_beside(store, layer, past, query, key, value, valid=valid, mask=mask, **options)

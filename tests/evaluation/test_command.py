@@ -11,7 +11,7 @@ from invented import GOOD, TASK, Invented, add_invented
 
 from hf_diffkv.cli import INTERRUPTED, USAGE_ERROR, main
 from hf_diffkv.evaluation.command import _tasks
-from hf_diffkv.evaluation.tasks import TASKS
+from hf_diffkv.evaluation.tasks import suites
 
 
 @pytest.fixture(autouse=True)
@@ -148,11 +148,13 @@ def test_list(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["evaluate", "--list"])
     assert ended.value.code == 0
-    methods, tasks = capsys.readouterr().out.splitlines()
-    assert "diffkv, fp8" in methods and "dictionary, " in tasks
+    methods, *suites = capsys.readouterr().out.splitlines()
+    assert methods.startswith("methods: dense, diffkv, ")
+    assert any(line.startswith("suite offline: dictionary, ") for line in suites)
 
 
-def test_offline_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Invented, "offline", False)
-    names = [task.name for task in _tasks("text,offline")]
-    assert names[0] == "text" and sorted(names) == sorted(set(TASKS.names()) - {TASK})
+def test_a_suite_is_its_tasks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Invented, "suites", ("mine",))
+    names = [task.name for task in _tasks("text,offline,mine,dictionary")]
+    assert names[0] == "text" and names[-1] == TASK
+    assert sorted(names) == sorted([*suites()["offline"], TASK])

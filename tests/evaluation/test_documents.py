@@ -13,12 +13,12 @@ import pytest
 from hf_diffkv.evaluation.errors import EvaluationError
 from hf_diffkv.evaluation.isolated import _document
 from hf_diffkv.evaluation.runner import documents_of
-from hf_diffkv.evaluation.tasks import TASKS, Document, get_task
+from hf_diffkv.evaluation.tasks import Document, get_task, suites
 from hf_diffkv.evaluation.tasks.base import Source
 from hf_diffkv.evaluation.tasks.text import texts
 
 LENGTH = 1100
-OFFLINE = [name for name in TASKS.names() if TASKS.find(name).offline]
+OFFLINE = suites()["offline"]
 # tasks that hide facts, and what stands before and after the answer in a fact
 FACTS = ["dictionary", "key-value", "passage", "turns", "updates"]
 
@@ -50,7 +50,7 @@ def test_seed_and_length_matter(name: str, tokenizer: Any) -> None:
 @pytest.mark.parametrize("name", OFFLINE)
 def test_the_tasks_own_count_and_length(name: str, tokenizer: Any) -> None:
     task = get_task(name)
-    made = documents_of(task, tokenizer, None, None, 0)
+    made = documents_of(task, Source(tokenizer, 0))
     assert len(made) == task.count
     assert all(task.length - 200 < len(document.context) <= task.length for document in made)
 

@@ -11,11 +11,11 @@ from hf_diffkv.cli import main
 from hf_diffkv.evaluation import plots
 from hf_diffkv.evaluation.methods import METHODS
 from hf_diffkv.evaluation.records import Record
-from hf_diffkv.evaluation.tasks import TASKS, dictionary, passage, text, trajectory, turns, updates
+from hf_diffkv.evaluation.tasks import TASKS, dictionary, passage, suites, text, trajectory, turns, updates
 
 LOSSLESS = "diffkv:lossless"
 METHOD_LABELS = ["dense", "diffkv:K4V2", LOSSLESS, "quanto:4", "hqq:4", "fp8"]
-TASK_NAMES = [name for name in TASKS.names() if TASKS.find(name).offline]
+TASK_NAMES = suites()["offline"]
 
 
 @pytest.fixture(scope="module")

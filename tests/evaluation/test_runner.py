@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from invented import BAD, DENSE_BYTES, GOOD, MODEL, TASK, Invented, add_invented
@@ -14,6 +13,7 @@ from hf_diffkv.evaluation.records import RunFolder
 from hf_diffkv.evaluation.report import markdown
 from hf_diffkv.evaluation.runner import check_fits, documents_of, run
 from hf_diffkv.evaluation.tasks import Document, get_task
+from hf_diffkv.evaluation.tasks.base import Source
 
 SETTINGS = {"model": "none"}
 
@@ -27,7 +27,7 @@ def go(path: Path, *labels: str, count: int = 3, retry: bool = False) -> RunFold
     task = get_task(TASK)
     folder = RunFolder(path, SETTINGS)
     methods = [get_method(label) for label in labels]
-    run(MODEL, None, methods, [(task, documents_of(task, None, count, None, 0))], folder, retry=retry, quiet=True)
+    run(MODEL, None, methods, [(task, documents_of(task, Source(None, count)))], folder, retry=retry, quiet=True)
     return folder
 
 
@@ -145,14 +145,10 @@ def test_what_the_user_can_put_right_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_documents_longer_than_the_model() -> None:
-    def model(limit: int | None) -> SimpleNamespace:
-        text = SimpleNamespace(max_position_embeddings=limit)
-        return SimpleNamespace(config=SimpleNamespace(get_text_config=lambda decoder: text))
-
     documents = [Document("a", (1,) * 90), Document("b", (1,) * 80, continuation=(1,) * 30)]
     task = get_task(TASK)
-    check_fits(task, documents, model(110))
-    check_fits(task, documents, model(None))
-    check_fits(task, [], model(1))
+    check_fits(task, documents, 110)
+    check_fits(task, documents, None)
+    check_fits(task, [], 1)
     with pytest.raises(EvaluationError, match="'invented' needs 110 tokens but the model's .* is 109; lower --length"):
-        check_fits(task, documents, model(109))
+        check_fits(task, documents, 109)

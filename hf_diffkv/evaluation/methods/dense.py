@@ -16,6 +16,8 @@ DENSE = "dense"
 class DenseMethod(Method):
     """The uncompressed cache, sliding windows included."""
 
+    batches = True
+
     def new_cache(self, model: Any) -> Any:
         return DynamicCache(config=model.config)
 

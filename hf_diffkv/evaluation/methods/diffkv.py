@@ -2,7 +2,8 @@
 
 Without options it is what `DiffKVConfig.for_model` takes. `KxVy` alone stores every token at one precision; `KxVy/KxVy`
 are the high and the low level; two numbers are `alpha_high/alpha_low`; `lossless` and `paper` are configurations of
-that name; anything else is a field of `DiffKVConfig` as field=value, the value as in JSON.
+that name; `config=NAME` is one saved in a folder or on the Hub, from `hf-diffkv calibrate` say; anything else is a
+field of `DiffKVConfig` as field=value, the value as in JSON.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from . import method
 from .base import Held, Method
 
 if TYPE_CHECKING:
+    from ..batch import Batch
     from ..session import Session
 
 PRECISION = re.compile(r"K(\d+)V(\d+)(?:g(\d+)/(\d+))?")
@@ -32,6 +34,9 @@ class DiffKVMethod(Method):
         fields: of `DiffKVConfig`; on top of what `for_model` chooses, unless `base` is given.
         base: name of a class method of `DiffKVConfig` to start from.
     """
+
+    batches = True
+    stores_padding = False
 
     def __init__(self, fields: dict[str, Any], base: str | None = None) -> None:
         self.fields, self.base = fields, base
@@ -59,7 +64,7 @@ class DiffKVMethod(Method):
         return Held(report.bytes + report.other_bytes, payload, levels=report.tokens)
 
     @contextmanager
-    def attached(self, session: Session) -> Iterator[None]:
+    def attached(self, session: Session | Batch) -> Iterator[None]:
         model = session.model
         before = model.config._attn_implementation
         model.set_attn_implementation("diffkv")
@@ -86,13 +91,15 @@ def parse_options(options: list[str]) -> tuple[dict[str, Any], str | None]:
             fields |= {name: _precision(PRECISION.fullmatch(levels[i])) for name, i in (("high", 1), ("low", 6))}
         elif alphas:
             fields |= {"alpha_high": float(alphas[1]), "alpha_low": float(alphas[2])}
+        elif option.startswith("config="):
+            fields |= _saved(option.partition("=")[2])
         elif "=" in option:
             name, _, value = option.partition("=")
-            fields[name] = _value(value)
+            fields[name] = parse_value(value)
         else:
             raise EvaluationError(
                 f"option {option!r} of a diffkv method is none of K8V4, K8V4/K4V2, 1/0 (alpha_high/alpha_low), "
-                "lossless, paper, or field=value of DiffKVConfig."
+                "lossless, paper, config=NAME, or field=value of DiffKVConfig."
             )
     return fields, base
 
@@ -102,7 +109,15 @@ def _precision(match: re.Match) -> Precision:
     return Precision(*numbers)
 
 
-def _value(text: str) -> Any:
+def _saved(name: str) -> dict[str, Any]:
+    try:
+        return DiffKVConfig.from_pretrained(name).to_dict()
+    except OSError as error:
+        raise EvaluationError(str(error)) from error
+
+
+def parse_value(text: str) -> Any:
+    """A value of an option: a precision, JSON, or the text as it is."""
     precision = PRECISION.fullmatch(text)
     if precision:
         return _precision(precision)

@@ -53,6 +53,7 @@ class KVPressMethod(Method):
     """
 
     environment = "kvpress"
+    drops_tokens = True
 
     def __init__(self, press: str, ratio: float) -> None:
         self.press, self.ratio = press, ratio
