@@ -18,6 +18,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from .agreement import Agreement
+from .calibration import command as calibration
 from .chat import chat_turns
 from .compare import DIFFKV, DYNAMIC, Job, Run, RunError, run_in_fresh_process
 from .config import DiffKVConfig, Precision
@@ -77,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", metavar="N", type=int, default=0, help="of --sample (default: %(default)s)")
     add("--output", metavar="FOLDER", type=Path, default=Path("demo_output"), help="default: %(default)s")
     evaluation.add_command(commands)
+    calibration.add_command(commands)
     _add_lm_eval(commands)
     env = commands.add_parser("env", help="print versions, for a bug report")
     env.set_defaults(run=_env)

@@ -176,19 +176,30 @@ class DiffKVConfig:
         return cls(**{"rotate": False, "center": False, **kwargs})
 
     @classmethod
-    def for_model(cls, model_config: Any, **kwargs: Any) -> DiffKVConfig:
+    def for_model(cls, model: Any, *, probe: bool = False, tokenizer: Any = None, **kwargs: Any) -> DiffKVConfig:
         """The published thresholds where this model was calibrated, otherwise ones that never prune.
 
         Args:
-            model_config: a Transformers `PretrainedConfig`, or the model's name or folder as a string.
-            **kwargs: fields that override the choice.
+            model: a Transformers model, its `PretrainedConfig`, or the model's name or folder as a string.
+            probe: whether to run the model on some 200 tokens (`probe.probe_keys`) and to leave the low level out where
+                its keys do not survive that level's bits. Needs the model itself.
+            tokenizer: for the probe; without one it takes tokens drawn at random.
+            **kwargs: fields that override the choice; the probe goes by them.
 
         Raises:
-            ValueError: `model_config` is something else, the model itself for example.
+            ValueError: `model` is something else, or no model to probe.
         """
         from .presets import preset_for
 
-        return cls(**{**preset_for(model_config), **kwargs})
+        model_config = model if hasattr(model, "get_text_config") else getattr(model, "config", model)
+        config = cls(**{**preset_for(model_config), **kwargs})
+        if not probe:
+            return config
+        if model_config is model:
+            raise ValueError(f"probe=True runs the model; pass it instead of its {type(model).__name__}.")
+        from .probe import without_fragile_level
+
+        return without_fragile_level(config, model, tokenizer)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DiffKVConfig:

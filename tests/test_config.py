@@ -86,7 +86,7 @@ def test_what_the_paper_does_not_do_is_off_in_its_configuration() -> None:
 
 @pytest.mark.parametrize("given", [None, DiffKVConfig(), 3])
 def test_presets_of_what_is_no_model_are_refused(given: object) -> None:
-    with pytest.raises(ValueError, match="pass model.config, or the model's name"):
+    with pytest.raises(ValueError, match="pass the model, model.config, or the model's name"):
         DiffKVConfig.for_model(given)
 
 

@@ -2,8 +2,8 @@
 
 Without options it is what `DiffKVConfig.for_model` takes. `KxVy` alone stores every token at one precision; `KxVy/KxVy`
 are the high and the low level; two numbers are `alpha_high/alpha_low`; `lossless` and `paper` are configurations of
-that name; `config=NAME` is one saved in a folder or on the Hub, from `hf-diffkv calibrate` say; anything else is a
-field of `DiffKVConfig` as field=value, the value as in JSON.
+that name; `config=NAME` is one saved in a folder or on the Hub, by `hf-diffkv calibrate` say; anything else is a field
+of `DiffKVConfig` as field=value, the value as in JSON.
 """
 
 from __future__ import annotations
