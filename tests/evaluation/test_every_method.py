@@ -15,6 +15,7 @@ from hf_diffkv.evaluation.tasks import TASKS, dictionary, passage, suites, text,
 
 LOSSLESS = "diffkv:lossless"
 METHOD_LABELS = ["dense", "diffkv:K4V2", LOSSLESS, "quanto:4", "hqq:4", "fp8"]
+METHOD_LABELS += ["h2o", "leankv", "pyramid", "random", "share", "snapkv:budget=0.5", "streaming"]
 TASK_NAMES = suites()["offline"]
 
 
