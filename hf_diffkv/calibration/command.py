@@ -12,7 +12,7 @@ from typing import Any
 from ..config_files import CONFIG_NAME, with_calibration
 from ..evaluation.command import DTYPES
 from ..evaluation.errors import EvaluationError
-from .candidates import Candidate, Thresholds, cheapest, closest, table
+from .candidates import Candidate, cheapest, closest, table
 from .sweep import ALPHA_HIGH, ALPHA_LOW, Grid, sweep
 from .texts import MATH, OFFLINE
 
@@ -84,13 +84,15 @@ def calibrate(options: argparse.Namespace) -> int:
     from .measuring import Bench
 
     limit = _limit(options)
-    _check_method(get_method(Thresholds(1.0, 0.0).method(options.method)), options.method)
+    _check_method(get_method(options.method), options.method)
     tokenizer, model = load(options.model, options.dtype, options.device, options.quiet)
     cache = get_method(options.method).new_cache(model)
     task, documents, source = _documents(options, tokenizer, model)
     _check_length(documents, cache.config.window)
     settings = {"model": options.model, "dtype": str(model.dtype).removeprefix("torch.")}
-    bench = Bench(model, tokenizer, options.method, task, documents, RunFolder(options.output, settings), options)
+    folder = RunFolder(options.output, settings)
+    run_options = {"retry": options.retry, "quiet": options.quiet}
+    bench = Bench(model, tokenizer, options.method, task, documents, folder, **run_options)
     layers = len(cache.compressed_layers()) if options.per_layer else None
     candidates = sweep(bench.measure, limit, Grid(options.alpha_high, options.alpha_low), layers)
 
