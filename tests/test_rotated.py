@@ -29,12 +29,13 @@ from hf_diffkv.store import (
 from hf_diffkv.store.fork import make_private
 
 BOTH = {"rotate": True, "center": True}
-EACH = [{"rotate": True}, {"center": True}, BOTH]
+NEITHER = {"rotate": False, "center": False}
+EACH = [{**NEITHER, "rotate": True}, {**NEITHER, "center": True}, BOTH]
 MIXED = {"alpha_high": 1.0, "alpha_low": 0.5}
 
 
 def ids(value: object) -> str | None:
-    return "+".join(value) if isinstance(value, dict) else None
+    return "+".join(name for name, given in value.items() if given is not False) if isinstance(value, dict) else None
 
 
 class RotatedPair(Pair):
@@ -198,6 +199,19 @@ def test_softcap_and_sinks_keep_a_layer_from_being_centred(options: dict) -> Non
     assert not held_offset(pair).any()
 
 
+def test_one_layer_with_a_softcap_among_others() -> None:
+    store = Store(DiffKVConfig(**BOTH, window=4), 3, 1, 2, 16, 16, torch.float32, torch.device("cpu"))
+    query, key = torch.ones(1, 4, 1, 16), torch.ones(1, 2, 1, 16)
+    for step in range(6):
+        store.begin(1)
+        store.padding.append(1, None)
+        attend = attend_token if step else attend_tokens
+        for layer in range(3):
+            attend(store, layer, query, key, key, scaling=0.25, softcap=5.0 if layer == 1 else None)
+    store.settle()
+    assert store.key_offset.abs().amax((1, 2, 3)).gt(0).tolist() == [True, False, True]
+
+
 def test_keys_and_values_of_different_dims() -> None:
     store = Store(DiffKVConfig(**MIXED, **BOTH, window=4), 1, 1, 2, 16, 24, torch.float64, torch.device("cpu"))
     store.set_thresholds(0, 0.0, 0.0)
@@ -251,7 +265,8 @@ def test_chosen_repeated_and_forked_requests_keep_their_offsets() -> None:
         assert torch.equal(getattr(after, name), getattr(before, name)[index])
 
 
-def test_hidden_tokens() -> None:
+@pytest.mark.parametrize("forwards", [(1,) * 10, (12, 1), (3, 12)], ids=str)
+def test_hidden_tokens(forwards: tuple[int, ...]) -> None:
     """A row of which nothing outside the window is left is centred anew when tokens leave it again."""
     pair = RotatedPair(DiffKVConfig(**MIXED, **BOTH, window=8), 2, heads=2, group=2, dim=16)
     pair.forward(30)
@@ -261,8 +276,8 @@ def test_hidden_tokens() -> None:
     hide_tokens(pair.store, shown)
     pair.simulation.hide(shown)
     pair.compare()
-    for _ in range(10):
-        pair.forward(1)
+    for tokens in forwards:
+        pair.forward(tokens)
         pair.compare()
         assert_offsets(pair)
     assert torch.equal(held_offset(pair)[0], offsets[0])
@@ -315,13 +330,11 @@ def test_recorded_tokens_are_read_as_they_came() -> None:
     torch.testing.assert_close(tokens.keys[:, :, :30], expected, rtol=1e-6, atol=1e-6)
 
 
-def test_memory_counts_offsets_and_rotations() -> None:
+def test_memory_counts_offsets() -> None:
     shape = (2, 3, 2, 16, 16, torch.bfloat16, torch.device("cpu"))
-    plain, both = (Store(DiffKVConfig(**fields), *shape) for fields in ({}, BOTH))
-    assert both.bytes - plain.bytes == 2 * 3 * 2 * 16 * 4 + 16 * 16 * 4
-    other = Store(DiffKVConfig(**BOTH), *shape[:4], 32, *shape[5:])
-    plain = Store(DiffKVConfig(), *shape[:4], 32, *shape[5:])
-    assert other.bytes - plain.bytes == 2 * 3 * 2 * 16 * 4 + 16 * 16 * 4 + 32 * 32 * 4
+    plain, rotated, both = (Store(DiffKVConfig(**fields), *shape) for fields in (NEITHER, EACH[0], BOTH))
+    assert both.bytes - plain.bytes == 2 * 3 * 2 * 16 * 4
+    assert rotated.bytes == plain.bytes
 
 
 @pytest.mark.parametrize("steps", [0, 3])
@@ -348,7 +361,8 @@ def test_what_a_rotation_makes_too_large_is_refused(steps: int) -> None:
 def test_the_largest_keys_that_are_taken() -> None:
     """Just inside the limit, on both sides of zero, so that centring doubles them."""
     low = Precision(1, 1)
-    pair = RotatedPair(DiffKVConfig(low, low, alpha_high=0.0, window=8, center=True), 1, heads=1, group=1, dim=16)
+    config = DiffKVConfig(low, low, alpha_high=0.0, window=8, rotate=False, center=True)
+    pair = RotatedPair(config, 1, heads=1, group=1, dim=16)
     largest = 16376 * torch.tensor([1.0, -1.0] * 8, dtype=torch.float64)
     for step in range(12):
         key = (largest if step else -largest).view(1, 1, 1, 16)

@@ -8,7 +8,7 @@ from typing import Any
 
 from .errors import EvaluationError
 
-# what runs without the Hub
+# the suite of small tasks that need no Hub
 OFFLINE = "offline"
 DEFAULT_METHODS = "dense,diffkv,diffkv:K8V4,diffkv:K4V2,quanto:4"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -26,11 +26,16 @@ def add_command(commands: Any) -> None:
     add = parser.add_argument
     add("--model", required=True, help="Hub id, folder, or a short name: smollm2, gemma3-270m, tiny-lm")
     add("--methods", default=DEFAULT_METHODS, metavar="A,B", help="family:option+option (default: %(default)s)")
-    add("--tasks", default=OFFLINE, metavar="X,Y", help="default: all that need no Hub")
+    add("--tasks", default=OFFLINE, metavar="X,Y", help="tasks or suites of them, see --list (default: %(default)s)")
     add("--output", type=Path, required=True, metavar="FOLDER", help="a folder; one that holds a run goes on with it")
     add("--documents", type=int, metavar="N", help="documents per task (default: the task's own)")
     add("--length", type=int, metavar="N", help="tokens of a prompt (default: the task's own)")
     add("--seed", type=int, default=0, metavar="N", help="of the documents (default: %(default)s)")
+    add("--max-new-tokens", type=int, metavar="N", help="of tasks that generate (default: the task's own)")
+    add("--sample", action="store_true", help="draw tokens as the model's generation config says, instead of greedily")
+    add("--batch-size", type=int, default=1, metavar="N", help="documents per cache, where tasks and methods allow it")
+    add("--datasets-folder", type=Path, metavar="FOLDER", help="NAME.jsonl or a saved data set per task; then the Hub")
+    add("--allow-code-execution", action="store_true", help="run the programs that the model writes, on this machine")
     add("--dtype", choices=DTYPES, default="auto", help="of the model (default: as it was saved)")
     add("--device", help="for example cpu or cuda:0 (default: cuda where there is one)")
     add("--retry", action="store_true", help="run again what failed before")
@@ -46,10 +51,11 @@ class _List(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *ignored: Any) -> None:
         from .methods import METHODS
-        from .tasks import TASKS
+        from .tasks import suites
 
-        for title, registry in (("methods", METHODS), ("tasks", TASKS)):
-            print(f"{title}: {', '.join(registry.names())}")
+        print(f"methods: {', '.join(METHODS.names())}")
+        for suite, names in suites().items():
+            print(f"suite {suite}: {', '.join(names)}")
         parser.exit()
 
 
@@ -60,29 +66,44 @@ def evaluate(options: argparse.Namespace) -> int:
         EvaluationError: something the user can put right; what was measured is kept.
     """
     from .isolated import run_isolated
-    from .loading import load
+    from .loading import load_config, load_model
     from .methods import get_method
     from .records import RunFolder
     from .runner import check_fits, documents_of, run
+    from .tasks.base import Source
 
     methods = [get_method(name) for name in _names("--methods", options.methods)]
     tasks = _tasks(options.tasks)
-    for name in ("documents", "length"):
+    for name in ("documents", "length", "max_new_tokens", "batch_size"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
-            raise EvaluationError(f"--{name} {getattr(options, name)}: give at least 1.")
-    tokenizer, model = load(options.model, options.dtype, options.device, options.quiet)
-    prepared = [
-        (task, documents_of(task, tokenizer, options.documents, options.length, options.seed)) for task in tasks
-    ]
+            raise EvaluationError(f"--{name.replace('_', '-')} {getattr(options, name)}: give at least 1.")
+    config, tokenizer = load_config(options.model)
+    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    source = Source(
+        tokenizer,
+        options.documents or 0,
+        options.length,
+        options.seed,
+        limit,
+        options.max_new_tokens,
+        options.sample,
+        options.datasets_folder,
+        options.allow_code_execution,
+    )
+    prepared = [(task, documents_of(task, source)) for task in tasks]
     for task, documents in prepared:
-        check_fits(task, documents, model)
-    settings = {"model": options.model, "dtype": str(model.dtype).removeprefix("torch."), "seed": options.seed}
+        check_fits(task, documents, limit)
+    model = load_model(options.model, options.dtype, options.device, options.quiet)
+    dtype = str(model.dtype).removeprefix("torch.")
+    settings = {"model": options.model, "dtype": dtype, "seed": options.seed}
+    settings |= {name: getattr(options, name) for name in ("sample", "max_new_tokens") if getattr(options, name)}
     folder = RunFolder(options.output, settings)
     here = [method for method in methods if method.environment is None]
     elsewhere = [method for method in methods if method.environment is not None]
     failed: list[Any] = []
     try:
-        run(model, tokenizer, here, prepared, folder, retry=options.retry, quiet=options.quiet)
+        batch_size, retry, quiet = options.batch_size, options.retry, options.quiet
+        run(model, tokenizer, here, prepared, folder, batch_size=batch_size, retry=retry, quiet=quiet)
         # another process loads it again
         del model
         failed = run_isolated(
@@ -109,11 +130,10 @@ def _names(option: str, text: str) -> list[str]:
 
 
 def _tasks(text: str) -> list[Any]:
-    from .tasks import TASKS, get_task
+    from .tasks import get_task, suites
 
-    names = []
-    for name in _names("--tasks", text):
-        names += [n for n in TASKS.names() if TASKS.find(n).offline] if name == OFFLINE else [name]
+    known = suites()
+    names = [task for name in _names("--tasks", text) for task in known.get(name, [name])]
     return [get_task(name) for name in dict.fromkeys(names)]
 
 

@@ -1,4 +1,4 @@
-"""Methods that need an environment of their own: the same harness in that environment's Python, as a process of its own.
+"""Methods that need an environment of their own: the same harness in a process of that environment's Python.
 
 The process gets the documents as token ids, loads the model itself and computes a dense reference of its own. It writes
 into a folder of its own within the run's, as any run does, so that it goes on where it was interrupted.
@@ -6,6 +6,7 @@ into a folder of its own within the run's, as any run does, so that it goes on w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -96,13 +97,11 @@ def _run_job(environment: str, job: dict[str, Any]) -> str | None:
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables)
     line = ""
     try:
-        with process.stdin as stdin:
+        # where it ended before it had read everything, the exit code tells
+        with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
             stdin.write(json.dumps(job))
         for line in process.stdout:
             print(line, end="", flush=True)
-        process.wait()
-    except BrokenPipeError:
-        # it ended before it had read everything; the exit code tells
         process.wait()
     finally:
         _end(process)
@@ -141,7 +140,7 @@ def main() -> int:
 
 
 def _work(job: dict[str, Any]) -> None:
-    from .loading import load
+    from .loading import load_config, load_model
     from .methods import get_method
     from .runner import run
     from .tasks import get_task
@@ -149,7 +148,8 @@ def _work(job: dict[str, Any]) -> None:
     methods = [get_method(label) for label in job["methods"]]
     tasks = [(get_task(name), [_document(fields) for fields in documents]) for name, documents in job["tasks"]]
     folder = RunFolder(Path(job["folder"]), job["settings"])
-    tokenizer, model = load(job["model"], job["settings"]["dtype"], job["device"], job["quiet"])
+    _, tokenizer = load_config(job["model"])
+    model = load_model(job["model"], job["settings"]["dtype"], job["device"], job["quiet"])
     run(model, tokenizer, methods, tasks, folder, retry=job["retry"], quiet=job["quiet"])
 
 

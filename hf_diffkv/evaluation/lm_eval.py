@@ -62,7 +62,7 @@ class DiffKVLM(HFLM):
             raise EvaluationError(
                 f"cache={cache} needs an environment of its own ({self.method.environment}); use `hf-diffkv evaluate`."
             )
-        if not self.method.batched and str(batch_size) != "1":
+        if not self.method.batches and str(batch_size) != "1":
             raise EvaluationError(
                 f"batch_size={batch_size}: a cache of {self.method.label!r} holds one request; use batch_size=1."
             )

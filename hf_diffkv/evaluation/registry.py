@@ -49,6 +49,6 @@ class Registry(Generic[T]):
 
     def _load(self) -> None:
         if not self._loaded:
-            self._loaded = True
             for module in pkgutil.iter_modules(importlib.import_module(self.package).__path__):
                 importlib.import_module(f"{self.package}.{module.name}")
+            self._loaded = True

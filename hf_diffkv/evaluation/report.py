@@ -30,6 +30,7 @@ class Row:
     Attributes:
         ratio, payload_ratio: bytes / dense bytes over the documents of all tasks; None where unknown.
         cells: (task, metric name) -> what it reached.
+        documents: how many it was run on, of those that some method was run on; fewer make a row incomparable.
     """
 
     method: str
@@ -38,6 +39,7 @@ class Row:
     simulated: bool
     cells: dict[tuple[str, str], Cell]
     errors: tuple[str, ...]
+    documents: tuple[int, int]
 
 
 def rows_of(records: Iterable[Record]) -> list[Row]:
@@ -45,10 +47,15 @@ def rows_of(records: Iterable[Record]) -> list[Row]:
     records = list(records)
     methods = list(dict.fromkeys(record.method for record in records))
     tasks = list(dict.fromkeys(record.task for record in records))
-    return [_row(method, [record for record in records if record.method == method], tasks) for method in methods]
+    documents = len({record.key[1:] for record in records})
+    rows = []
+    for method in methods:
+        mine = [record for record in records if record.method == method]
+        rows.append(_row(method, mine, tasks, documents))
+    return rows
 
 
-def _row(method: str, records: Sequence[Record], tasks: Sequence[str]) -> Row:
+def _row(method: str, records: Sequence[Record], tasks: Sequence[str], documents: int) -> Row:
     cells = {}
     for task in tasks:
         mine = [record for record in records if record.task == task]
@@ -66,6 +73,7 @@ def _row(method: str, records: Sequence[Record], tasks: Sequence[str]) -> Row:
         any(record.simulated for record in good),
         cells,
         tuple(dict.fromkeys(record.error for record in records if record.error is not None)),
+        (len(records), documents),
     )
 
 
@@ -88,8 +96,8 @@ def format_estimate(metric: Metric, value: Estimate | None, interval: bool = Fal
 
 
 def markdown(records: Iterable[Record], interval: bool = False) -> str:
-    """A table in Markdown; methods that failed are named below it with the reason."""
-    rows = rows_of(records)
+    """A table in Markdown; below it what failed, why, and which methods were run on fewer documents than others."""
+    rows = best_first(rows_of(records))
     columns = list(dict.fromkeys(key for row in rows for key in row.cells))
     titles = {key: next(row.cells[key].metric.title for row in rows if key in row.cells) for key in columns}
     head = ["method", "real bytes", "payload", *(f"{task}: {titles[task, name]}" for task, name in columns)]
@@ -99,8 +107,12 @@ def markdown(records: Iterable[Record], interval: bool = False) -> str:
         cells = [_cell(row.cells.get(key), interval) for key in columns]
         lines.append([row.method, ratio, _percent(row.payload_ratio), *cells])
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    failures = [f"- `{row.method}` failed: {error}" for row in rows for error in row.errors]
-    return table + ("\n\n" + "\n".join(failures) if failures else "") + "\n"
+    notes = [f"- `{row.method}` failed: {error}" for row in rows for error in row.errors]
+    for row in rows:
+        count, documents = row.documents
+        if count < documents:
+            notes.append(f"- `{row.method}` was run on {count} of {documents} documents.")
+    return table + ("\n\n" + "\n".join(notes) if notes else "") + "\n"
 
 
 def _cell(cell: Cell | None, interval: bool) -> str:

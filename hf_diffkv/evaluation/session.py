@@ -16,13 +16,21 @@ class Session:
 
     Args:
         tokenizer: needed by `generate` alone.
-        cache, seen: a cache that holds `seen` tokens already.
+        cache, ids: a cache that has seen the tokens `ids` already.
     """
 
-    def __init__(self, model: Any, method: Method, tokenizer: Any = None, cache: Any = None, seen: int = 0) -> None:
+    def __init__(
+        self, model: Any, method: Method, tokenizer: Any = None, cache: Any = None, ids: Sequence[int] = ()
+    ) -> None:
         self.model, self.method, self.tokenizer = model, method, tokenizer
         self.cache = method.new_cache(model) if cache is None else cache
-        self.seen = seen
+        # all that the cache has seen, which may be more than it holds
+        self.ids = list(ids)
+
+    @property
+    def seen(self) -> int:
+        """How many tokens the cache has seen."""
+        return len(self.ids)
 
     def forward(self, ids: Sequence[int], keep: int = 1) -> Tensor:
         """Runs the model on further tokens.
@@ -40,13 +48,15 @@ class Session:
     def ask(self, texts: Sequence[Sequence[int]]) -> list[Tensor]:
         """Runs the model on several continuations of what the cache has seen, none of which sees another.
 
-        The cache is of no use afterwards: take a `branch`. Where all layers attend to all tokens they go in at once,
-        kept apart by the attention mask, which takes one forward instead of many and gives the same.
+        The cache is of no use afterwards: take a `branch`. Where all layers attend to all tokens, by an attention that
+        takes a mask of truth values, they go in at once, kept apart by the mask: one forward instead of many, and the
+        same logits.
 
         Returns:
             For each of them [tokens, vocabulary].
         """
-        if not self.method.asks_at_once or not attends_fully(self.model) or len(texts) == 1:
+        at_once = self.method.asks_at_once and attends_fully(self.model)
+        if not at_once or self.model.config._attn_implementation != "sdpa" or len(texts) == 1:
             return [self.branch().forward(ids, keep=len(ids)) for ids in texts]
         sizes = [len(ids) for ids in texts]
         owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
@@ -83,12 +93,12 @@ class Session:
                 use_cache=True,
                 logits_to_keep=keep,
             )
-        self.seen += len(ids)
+        self.ids += ids
         return output.logits[0, -keep:]
 
     def branch(self) -> Session:
         """A session that goes on from here and leaves this one as it is."""
-        return Session(self.model, self.method, self.tokenizer, self.method.branch(self.cache), self.seen)
+        return Session(self.model, self.method, self.tokenizer, self.method.branch(self.cache), self.ids)
 
     def held(self) -> Held:
         return self.method.held(self.cache)

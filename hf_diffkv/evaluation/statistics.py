@@ -32,7 +32,11 @@ class Estimate:
 
 
 def estimate(sums: Sequence[tuple[float, float]]) -> Estimate:
-    """The mean of documents given as (sum, weight)."""
+    """The mean of documents given as (sum, weight).
+
+    Raises:
+        ValueError: no documents.
+    """
     values = np.asarray(sums, dtype=float).reshape(-1, 2)
     low, high = _interval(_means(_draws(len(values)), values))
     return Estimate(float(values[:, 0].sum()), float(values[:, 1].sum()), low, high)
@@ -44,7 +48,7 @@ def difference(
     """Mean of one method minus that of another on the same documents, in the same order, and the interval of it.
 
     Raises:
-        ValueError: not the same number of documents.
+        ValueError: not the same number of documents, or none.
     """
     if len(mine) != len(theirs):
         raise ValueError("a paired difference needs the same documents of both methods.")
@@ -57,8 +61,9 @@ def difference(
 
 def _draws(count: int) -> np.ndarray:
     """How often each document is in each resample, [RESAMPLES, count]; the same for all methods."""
-    rng = np.random.default_rng(0)
-    return rng.multinomial(count, np.full(count, 1 / max(count, 1)), size=RESAMPLES).astype(float)
+    if not count:
+        raise ValueError("there are no documents to take a mean of.")
+    return np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=RESAMPLES).astype(float)
 
 
 def _means(draws: np.ndarray, values: np.ndarray) -> np.ndarray:

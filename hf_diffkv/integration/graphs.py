@@ -122,6 +122,8 @@ class DecodeStep:
         self._graphs: dict[bool, _Captured] = {}
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
+        # Transformers hands the tokenizer that stop strings need on to the model, which has no use for it
+        inputs.pop("tokenizer", None)
         store = self._store(args, inputs)
         if store is None:
             self._warm = None
@@ -172,7 +174,7 @@ class DecodeStep:
         ready = (
             store.twins is None
             and store.pool.grows_in_place
-            and use_kernels(store.device, store.dtype, store.layout.high, store.layout.low)
+            and use_kernels(store.device, store.dtype)
             and {*stores.seen, store.seen} == {store.seen}
             and store.seen > 0
             and self.windows.full

@@ -28,7 +28,7 @@ SPLIT_BITS = {3: (2, 1), 5: (4, 1), 6: (4, 2)}
 
 def fields(bits: int) -> tuple[int, ...]:
     """Bits of each field that codes of `bits` bits are stored in, from the lowest bits up; mostly one field."""
-    return SPLIT_BITS.get(bits, (bits,))
+    return SPLIT_BITS[bits] if bits in SPLIT_BITS else (bits,)
 
 
 @dataclass(frozen=True)

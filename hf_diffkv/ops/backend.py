@@ -1,4 +1,5 @@
-"""Which implementation an op runs: Triton kernels on a GPU that they fit, the PyTorch reference elsewhere."""
+"""Which implementation an op runs: Triton kernels on a GPU that they fit, native code on a CPU where it was built, the
+PyTorch reference elsewhere."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..memory import TierLayout, fields
+from ..memory import TierLayout
+from ..native import library
 
-BACKENDS = ("reference", "kernels")
+REFERENCE, KERNELS, NATIVE = BACKENDS = ("reference", "kernels", "native")
 # NVIDIA devices before it have less shared memory than the kernels take, and no bfloat16
 OLDEST_CAPABILITY = (8, 0)
 _logger = logging.getLogger("hf_diffkv")
@@ -24,6 +26,8 @@ _forced: str | None = None
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Runs every op on one backend within the block, whatever the device; for tests and comparisons.
+
+    Where a backend has no form of an op, dtype or precision, the reference runs.
 
     Raises:
         ValueError: `name` is not in `BACKENDS`.
@@ -38,10 +42,16 @@ def use_backend(name: str) -> Iterator[None]:
         _forced = previous
 
 
-def use_kernels(device: torch.device, dtype: torch.dtype, *tiers: TierLayout) -> bool:
-    """Whether ops on keys and values of `dtype` on `device`, stored as `tiers` say, run the Triton kernels."""
-    if any(len(fields(bits)) > 1 for tier in tiers for bits in (tier.k_bits, tier.v_bits)):
-        return False
+def choose(device: torch.device, dtype: torch.dtype, *tiers: TierLayout) -> str:
+    """Which of `BACKENDS` runs ops on keys and values of `dtype` on `device`, stored as `tiers` say."""
+    if use_kernels(device, dtype):
+        return KERNELS
+    wanted = device.type == "cpu" if _forced is None else _forced == NATIVE
+    return NATIVE if wanted and library.fits(dtype, *tiers) else REFERENCE
+
+
+def use_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether ops on keys and values of `dtype` on `device` run the Triton kernels."""
     if _forced is not None:
         return _forced == "kernels"
     return device.type == "cuda" and dtype != torch.float64 and _has_triton() and _fits(device)

@@ -1,7 +1,8 @@
 """Unpacking bit-plane packed codes in registers (Triton).
 
 With P = 8 / bits, byte j of a row holds elements j, j + D/P, ... from its lowest bits up (`memory/layout.py`), so one
-packed tile becomes P tiles and nothing is shuffled.
+packed tile becomes P tiles and nothing is shuffled. Codes of two fields become the four quarters of a row, each of
+them from one tile of either field (loaded by `packed_rows.py`).
 
 MODE 0 (`PORTABLE`) uses shifts and casts: the interpreter, AMD, float32 operands. MODE 1 (`PTX`) builds fp16 numbers
 from bits: a code OR-ed into the mantissa of 2^(10 - shift) reads as that power of two plus the code. Keys keep this
@@ -16,116 +17,179 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 
+from ..config import SUPPORTED_BITS
+from ..memory import layout
+
 PORTABLE = 0
 PTX = 1
+BYTES = 0x01010101
+HALVES = 0x00010001
+PACKED_BITS = tuple(bits for bits in SUPPORTED_BITS if bits < 16)
 
-
-def assembly(bits: int, exact: bool, planes: Sequence[int]) -> str:
-    """PTX that turns one word of four packed bytes into two words of two fp16 for each of `planes`.
-
-    prmt spreads bytes over 16-bit halves; lop3 with 0xEA is (a & b) | c.
-    """
-    packed = f"${2 * len(planes)}"
-    magics = [f"{((25 - bits * plane) << 10) * 0x10001:#010x}" for plane in planes]
-    lines = [".reg .b32 low, high, bias;"]
-    if bits == 8:
-        lines += [f"prmt.b32 $0, {packed}, 0x64646464, 0x4140;", f"prmt.b32 $1, {packed}, 0x64646464, 0x4342;"]
-    else:
-        lines += [f"prmt.b32 low, {packed}, 0, 0x4140;", f"prmt.b32 high, {packed}, 0, 0x4342;"]
-        for output, plane in enumerate(planes):
-            mask = f"{(((1 << bits) - 1) << bits * plane) * 0x10001:#010x}"
-            lines += [f"lop3.b32 ${2 * output}, low, {mask}, {magics[output]}, 0xEA;"]
-            lines += [f"lop3.b32 ${2 * output + 1}, high, {mask}, {magics[output]}, 0xEA;"]
-    if exact:
-        for output, magic in enumerate(magics):
-            lines += [f"mov.b32 bias, {magic};"]
-            lines += [f"sub.f16x2 ${word}, ${word}, bias;" for word in (2 * output, 2 * output + 1)]
-    return "{\n" + "\n".join(lines) + "\n}"
-
-
-def constraints(planes: int) -> str:
-    """Register constraints of `assembly`: no output may share the input's register but the last."""
-    return ",".join(["=&r"] * (2 * planes - 1) + ["=r", "r"])
-
-
-def _biased(bits: int) -> tl.constexpr:
-    return tl.constexpr(tuple(assembly(bits, False, (plane,)) for plane in range(8 // bits)))
-
-
-def _exact(bits: int) -> tl.constexpr:
-    return tl.constexpr(assembly(bits, True, range(8 // bits)))
-
-
-_BIASED_8, _BIASED_4, _BIASED_2, _BIASED_1 = _biased(8), _biased(4), _biased(2), _biased(1)
-_EXACT_8, _EXACT_4, _EXACT_2, _EXACT_1 = _exact(8), _exact(4), _exact(2), _exact(1)
-_REGISTERS_8, _REGISTERS_4 = tl.constexpr(constraints(1)), tl.constexpr(constraints(2))
-_REGISTERS_2, _REGISTERS_1 = tl.constexpr(constraints(4)), tl.constexpr(constraints(8))
+fields = triton.constexpr_function(layout.fields)
 
 
 @triton.constexpr_function
-def code_bias(bits, plane, mode):
-    """What inexact `unpack` adds to every code of a plane."""
-    return 0.0 if mode == 0 else 1024.0 / 2 ** (bits * plane)
+def pieces(bits):
+    """Equal pieces that a row is unpacked into: the planes of one field, quarters where codes have two."""
+    return 4 if len(fields(bits)) > 1 else max(1, 8 // bits)
 
 
-@triton.jit
-def extract(packed, shift, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """Codes of uint8 `packed` from bit `shift` (scalar or tensor) up, as DTYPE; any layout, never biased."""
-    return ((packed.to(tl.int32) >> shift) & ((1 << BITS) - 1)).to(DTYPE)
+@triton.constexpr_function
+def words(bits):
+    """Words that `assembly` takes."""
+    return 4 if len(fields(bits)) > 1 else 1
+
+
+@triton.constexpr_function
+def mantissa_bit(bits, piece):
+    """Where `assembly` leaves the lowest bits of the codes of a piece."""
+    if bits == 3:
+        return 4 * (piece // 2)
+    if bits > 4:
+        return 2 if bits < 8 and piece == 3 else 0
+    return bits * piece
+
+
+def assembly(bits: int, exact: bool, chosen: Sequence[int]) -> str:
+    """PTX that turns words of four packed bytes into two words of two fp16 for each of the `chosen` pieces.
+
+    Of codes of one field it takes one word; of two fields the low field's for the even quarters and for the odd ones
+    (the same at 3 bits), and the high field's: for the first and the second half of a quarter where it has one bit,
+    zeros in the other half, the same twice where it has two. prmt spreads bytes over 16-bit halves; lop3 with 0xEA is
+    (a & b) | c, with 0xE4 it is a where c is set, else b.
+    """
+    first, second, above, other = (f"${2 * len(chosen) + word}" for word in range(4))
+    lines = [".reg .b32 low, high, bias, bits, upper, lower, joined;"]
+    if bits in (3, 5):
+        # the second half of quarter q is plane 2 q + 1
+        lines += [f"shr.u32 bits, {other}, 1;", f"or.b32 bits, bits, {above};"]
+        above = "bits"
+    outputs = [(f"${2 * output}", f"${2 * output + 1}", piece) for output, piece in enumerate(chosen)]
+    for *words, piece in outputs:
+        start = mantissa_bit(bits, piece)
+        magic = (25 - start) << 10
+        if bits == 3:
+            # quarters 0 and 2, and 1 and 3, become packed codes of four bits, of which the uppermost means nothing
+            lines += _join(first, 2 * (piece % 2), above, 2 - 2 * (piece % 2), 0x33)
+            lines += _spread(("low", "high"), "joined", 0) + _pick(words, 0x7 << start, magic)
+        elif bits > 4:
+            source = first
+            if bits < 8:
+                mask = ((1 << bits - 4) - 1) * 0x11 << 2 * (piece % 2)
+                lines += [f"and.b32 upper, {above}, {mask * BYTES:#010x};"]
+                low_shift, high_shift = ((0, 4), (0, 2), (4, 0), (2, 0))[piece]
+                lines += _join((first, second)[piece % 2], low_shift, "upper", high_shift, 0xF << start)
+                source = "joined"
+            lines += _spread(words, source, magic >> 8)
+        else:
+            lines += _spread(("low", "high"), first, 0) + _pick(words, (1 << bits) - 1 << start, magic)
+        if exact:
+            lines += [f"mov.b32 bias, {magic * HALVES:#010x};"]
+            lines += [f"sub.f16x2 {word}, {word}, bias;" for word in words]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+def _join(lower: str, right: int, upper: str, left: int, taken: int) -> list[str]:
+    """Bits `taken` of the bytes of `lower`, shifted right, and the others of `upper`, shifted left, to "joined"."""
+    return [
+        f"shr.u32 lower, {lower}, {right};",
+        f"shl.b32 upper, {upper}, {left};",
+        f"lop3.b32 joined, lower, upper, {taken * BYTES:#010x}, 0xE4;",
+    ]
+
+
+def _spread(words: Sequence[str], source: str, upper_byte: int) -> list[str]:
+    """Bytes 0 and 1 to the halves of the first word, 2 and 3 to those of the second."""
+    selectors = ("0x4140", "0x4342")
+    return [f"prmt.b32 {word}, {source}, {upper_byte * BYTES:#010x}, {s};" for word, s in zip(words, selectors)]
+
+
+def _pick(words: Sequence[str], mask: int, magic: int) -> list[str]:
+    """The masked bits of both halves of "low" and "high", with the bits of a power of two."""
+    operands = f"{mask * HALVES:#010x}, {magic * HALVES:#010x}, 0xEA;"
+    return [f"lop3.b32 {word}, {source}, {operands}" for word, source in zip(words, ("low", "high"))]
+
+
+@triton.constexpr_function
+def constraints(bits, count):
+    """Register constraints of `assembly` for so many pieces: no output may share an input's register but the last."""
+    return "=&r," * (2 * count - 1) + "=r" + ",r" * words(bits)
+
+
+# constants, which Triton has in the key of what it compiled
+_BIASED = tl.constexpr({bits: [assembly(bits, False, (i,)) for i in range(pieces(bits))] for bits in PACKED_BITS})
+_EXACT = tl.constexpr({bits: assembly(bits, True, range(pieces(bits))) for bits in PACKED_BITS})
+
+
+@triton.constexpr_function
+def biased_assembly(bits, piece):
+    return _BIASED[bits][piece]
+
+
+@triton.constexpr_function
+def exact_assembly(bits):
+    return _EXACT[bits]
+
+
+@triton.constexpr_function
+def half_types(count):
+    return (tl.float16,) * count
+
+
+@triton.constexpr_function
+def code_bias(bits, piece, mode):
+    """What inexact unpacking adds to every code of a piece."""
+    return 0.0 if mode == 0 else 1024.0 / 2 ** mantissa_bit(bits, piece)
 
 
 @triton.jit
 def unpack(packed, BITS: tl.constexpr, EXACT: tl.constexpr, MODE: tl.constexpr, DTYPE: tl.constexpr):
-    """Tuple of the 8 / BITS planes of a uint8 tile whose rows are a multiple of 4 bytes; fp16 in PTX mode.
+    """Tuple of the pieces of a row, as DTYPE; fp16 in PTX mode, which takes tiles of a multiple of 4 bytes.
 
-    Keys are unpacked with EXACT = False and carry `code_bias`, values with EXACT = True. Every plane of the former has
+    Args:
+        packed: uint8 [tokens, lanes], a tuple of as many as `assembly` takes words.
+
+    Keys are unpacked with EXACT = False and carry `code_bias`, values with EXACT = True. Every piece of the former has
     its own assembly, as Triton 3.8 gives only one result of an assembly the layout of a matrix operand; the assembler
     merges what they share. The assembly of the latter is declared impure so that Triton does not move the layout change
     of a transposed operand ahead of it, where shared memory would be read byte by byte.
     """
+    COUNT: tl.constexpr = pieces(BITS)
     if MODE == 0:
-        planes = ()
-        for plane in tl.static_range(8 // BITS):
-            code = packed >> (BITS * plane) if plane > 0 else packed
-            code = code & ((1 << BITS) - 1) if plane < 8 // BITS - 1 else code
-            planes = planes + (code.to(DTYPE),)
-        return planes
+        codes = ()
+        for piece in tl.static_range(COUNT):
+            codes = codes + (portable_piece(packed, piece, BITS).to(DTYPE),)
+        return codes
     elif not EXACT:
-        texts: tl.constexpr = (
-            _BIASED_8 if BITS == 8 else _BIASED_4 if BITS == 4 else _BIASED_2 if BITS == 2 else _BIASED_1
-        )
-        planes = ()
-        for plane in tl.static_range(8 // BITS):
+        codes = ()
+        for piece in tl.static_range(COUNT):
             code = tl.inline_asm_elementwise(
-                texts[plane], _REGISTERS_8, [packed], dtype=tl.float16, is_pure=True, pack=4
+                biased_assembly(BITS, piece), constraints(BITS, 1), packed, dtype=tl.float16, is_pure=True, pack=4
             )
-            planes = planes + (code,)
-        return planes
-    elif BITS == 8:
-        plane = tl.inline_asm_elementwise(_EXACT_8, _REGISTERS_8, [packed], dtype=tl.float16, is_pure=False, pack=4)
-        return (plane,)
-    elif BITS == 4:
-        return tl.inline_asm_elementwise(
-            _EXACT_4, _REGISTERS_4, [packed], dtype=(tl.float16, tl.float16), is_pure=False, pack=4
-        )
-    elif BITS == 2:
-        return tl.inline_asm_elementwise(
-            _EXACT_2,
-            _REGISTERS_2,
-            [packed],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=False,
-            pack=4,
-        )
+            codes = codes + (code,)
+        return codes
     else:
         return tl.inline_asm_elementwise(
-            _EXACT_1,
-            _REGISTERS_1,
-            [packed],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=False,
-            pack=4,
+            exact_assembly(BITS), constraints(BITS, COUNT), packed, dtype=half_types(COUNT), is_pure=False, pack=4
         )
+
+
+@triton.jit
+def portable_piece(packed, PIECE: tl.constexpr, BITS: tl.constexpr):
+    """Codes of one piece as uint8."""
+    COUNT: tl.constexpr = pieces(BITS)
+    LOW: tl.constexpr = fields(BITS)[0]
+    if LOW == BITS:
+        code = packed[0] >> (BITS * PIECE) if PIECE > 0 else packed[0]
+        return code & ((1 << BITS) - 1) if PIECE < COUNT - 1 else code
+    else:
+        # a quarter is a plane of two bits, or half a plane of four, or two planes of one
+        low = packed[PIECE % 2] >> (PIECE // 2 * 4) if LOW == 4 else packed[0] >> (PIECE * 2)
+        high = packed[2] >> (PIECE * 2)
+        if BITS - LOW == 1:
+            high = high | packed[3] >> (PIECE * 2 + 1)
+        return low & ((1 << LOW) - 1) | (high & ((1 << (BITS - LOW)) - 1)) << LOW
 
 
 @triton.jit

@@ -3,6 +3,8 @@ that few bits do (QuaRot, NeurIPS 2024; KV caches rotated likewise by SAW-INT4).
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -13,18 +15,21 @@ from .quantize import compute_dtype
 CHUNK_ELEMENTS = 1 << 24
 
 
+@cache
+@torch.inference_mode(False)
 def rotation_matrix(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Orthonormal [dim, dim]: `x @ matrix` rotates, `y @ matrix.mT` rotates back.
 
     Sylvester's Hadamard matrices of the largest power of two that divides `dim`, one for each block of so many
-    channels, behind a sign for each channel. It is the same everywhere: saved caches depend on it.
+    channels, behind a sign for each channel. It is the same everywhere: saved caches depend on it. Made once per
+    process and device, for all caches.
     """
     size = dim & -dim
-    block = torch.ones(1, 1, dtype=torch.float64)
+    block = torch.ones(1, 1, dtype=torch.float64, device="cpu")
     while block.shape[0] < size:
         block = torch.cat([torch.cat([block, block], dim=1), torch.cat([block, -block], dim=1)])
     matrix = torch.block_diag(*[block * size**-0.5] * (dim // size))
-    signs = torch.tensor(_signs(dim), dtype=torch.float64)
+    signs = torch.tensor(_signs(dim), dtype=torch.float64, device="cpu")
     return (signs[:, None] * matrix).to(dtype=dtype, device=device)
 
 
@@ -48,9 +53,9 @@ def rotate(tensor: Tensor, matrix: Tensor | None, offset: Tensor | None = None) 
     """
     if matrix is None and offset is None:
         return tensor
-    step = max(1, CHUNK_ELEMENTS // max(1, tensor[:, :, :1].numel()))
-    if tensor.shape[2] <= step:
+    if tensor.numel() <= CHUNK_ELEMENTS:
         return _rotate(tensor, matrix, offset)
+    step = max(1, CHUNK_ELEMENTS // tensor[:, :, :1].numel())
     rotated = torch.empty_like(tensor, memory_format=torch.contiguous_format)
     for start in range(0, tensor.shape[2], step):
         part = slice(start, start + step)
@@ -76,10 +81,11 @@ def rotate_step(
     together = torch.cat([query, key, value], dim=1)
     rotated = torch.matmul(together.to(matrix.dtype), matrix)
     if offset is not None:
-        rotated[:, heads[0] : heads[0] + heads[1]] -= offset[:, :, None]
+        rotated.narrow(1, heads[0], heads[1]).sub_(offset[:, :, None])
     return rotated.to(together.dtype).split(heads, dim=1)
 
 
+@without_autocast
 def center_windows(window_key: Tensor, length: Tensor, offset: Tensor, due: Tensor) -> None:
     """Takes the mean off all keys of rows that are in the window as a whole, and adds it to their offset.
 

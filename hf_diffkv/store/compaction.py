@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from ..memory import HIGH
+from ..ops.backend import NATIVE
 from ..ops.compact import compact_step, least_mean
 from ..policy import StepRows, relative_thresholds
+from . import native
 
 if TYPE_CHECKING:
     from .state import Store
@@ -17,13 +19,23 @@ if TYPE_CHECKING:
 
 def compact_round(store: Store) -> None:
     """Sends the oldest token of every window that holds too many through Algorithm 1."""
+    leaving = store.length - store.window_start > store.config.window
+    state = _step_rows(store)
+    high, low = _thresholds(store, state)
+    if store.backend() == NATIVE:
+        native.compact(store, high, low)
+    else:
+        _compact(store, leaving, high, low)
+    if store.policy.adapts:
+        _adapt(store, state, leaving)
+
+
+def _compact(store: Store, leaving: Tensor, high: Tensor, low: Tensor) -> None:
+    """The round by the ops that take one candidate per row."""
     start = store.window_start
-    leaving = store.length - start > store.config.window
     slot = (start % store.window_slots)[:, :, None, None].expand(-1, -1, store.num_heads, 1)
     shape = store.high_count.shape
     rows = store.high_count.numel()
-    state = _step_rows(store)
-    high, low = _thresholds(store, state)
     compact_step(
         store.pool.pages,
         store.layout,
@@ -43,8 +55,6 @@ def compact_round(store: Store) -> None:
         flag=store.flag,
     )
     start += leaving
-    if store.policy.adapts:
-        _adapt(store, state, leaving)
 
 
 def _step_rows(store: Store) -> StepRows:

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..ops.append import append_token
+from ..ops.backend import NATIVE
 from ..ops.decode_attention import Held, allocate_scratch, decode_attention
+from . import native
 from .state import Store
 from .transform import model_form, note_logits, step_form
 
@@ -42,8 +44,12 @@ def attend_token(
         [batch, query_heads, 1, value_dim] in the query's dtype.
     """
     query, key, value = step_form(store, layer, query, key, value)
+    options = {"scaling": scaling, "valid": valid, "softcap": softcap, "sinks": sinks}
+    if store.backend() == NATIVE:
+        note_logits(store, layer, softcap, sinks)
+        return model_form(store, native.append_and_attend(store, layer, query, key, value, **options))
     append(store, layer, key, value, valid)
-    return attend_newest(store, layer, query, scaling=scaling, valid=valid, softcap=softcap, sinks=sinks)
+    return attend_newest(store, layer, query, **options)
 
 
 def append(store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..config import DiffKVConfig
 from ..memory import HIGH, LOW, NULL_PAGE, PageLayout, PagePool, PageTable
 from ..memory.free_list import FREE
-from ..ops.backend import use_kernels
+from ..ops.backend import REFERENCE, choose
 from ..ops.quantize import compute_dtype
 from ..ops.rotation import center_windows, rotation_matrix
 from ..ops.tiles import Bounds, build_tiles
@@ -23,6 +23,7 @@ from .padding import Padding
 
 if TYPE_CHECKING:
     from ..ops.decode_attention.scratch import Scratch
+    from .native import NativeCalls
     from .record import Recorded
 
 # Generated tokens between two looks at the device; the host works with upper bounds in between.
@@ -106,14 +107,8 @@ class Store:
         self.high_count = torch.zeros(shape, dtype=torch.int32, device=device)
         self.low_count = torch.zeros(shape, dtype=torch.int32, device=device)
         # what the keys of a row are held less by, rotated
-        computed = compute_dtype(dtype)
-        self.key_offset = torch.zeros(*shape, key_dim if config.center else 0, dtype=computed, device=device)
-        self.key_rotation: Tensor | None = None
-        self.value_rotation: Tensor | None = None
-        if config.rotate:
-            self.key_rotation = self.value_rotation = rotation_matrix(key_dim, computed, device)
-            if value_dim != key_dim:
-                self.value_rotation = rotation_matrix(value_dim, computed, device)
+        centered = key_dim if config.center else 0
+        self.key_offset = torch.zeros(*shape, centered, dtype=compute_dtype(dtype), device=device)
         # layers that are not centred, as their attention does not depend on differences of logits alone
         self.uncentered: set[int] = set()
         # whether the first tokens of some row may leave the window before the next refresh
@@ -140,6 +135,8 @@ class Store:
         self._bounds: list[Bounds] = []
         self.all_bounds: Bounds | None = None
         self.scratch: Scratch | None = None
+        # where native code finds everything, see native.py
+        self.native_calls: NativeCalls | None = None
         # tokens per row that tables and buffers are made for beforehand, so that they stay in place until then
         self.room = 0
         # the stores that share all memory with this one, itself included (see fork.py)
@@ -162,6 +159,19 @@ class Store:
         limit = self.config.max_bytes
         return None if limit is None else limit - self.taken
 
+    @property
+    def key_rotation(self) -> Tensor | None:
+        """Of keys and queries, [key_dim, key_dim]; None where they are held as they are."""
+        return self._rotation(self.key_dim)
+
+    @property
+    def value_rotation(self) -> Tensor | None:
+        """Of values, [value_dim, value_dim], likewise."""
+        return self._rotation(self.value_dim)
+
+    def _rotation(self, dim: int) -> Tensor | None:
+        return rotation_matrix(dim, self.key_offset.dtype, self.device) if self.config.rotate else None
+
     def owned_pages(self) -> Tensor:
         """int32 [n], the pages in the table."""
         table = self.table.table
@@ -180,7 +190,7 @@ class Store:
 
     def __getstate__(self) -> dict:
         """For copies and pickles: a fork takes along pages of its own."""
-        state = dict(self.__dict__)
+        state = dict(self.__dict__, native_calls=None)
         if self.twins is not None:
             pool, table = self.private_pages()
             state |= {"pool": pool, "table": table, "twins": None, "finalizer": None, "_steps_left": 0}
@@ -195,11 +205,14 @@ class Store:
         tensors = [self.window_key, self.window_value, self.window_score, self.high_count, self.low_count]
         tensors += [self.length, self.window_start, self.table.table, self.alpha_high, self.alpha_low]
         tensors += [self.layer_index, self.head_index, self.invalid, self.changed_past, self.key_offset]
-        tensors += {id(t): t for t in (self.key_rotation, self.value_rotation) if t is not None}.values()
         bounds = [*self._bounds, self.all_bounds] if self.all_bounds is not None else []
         if self.scratch is not None:
             tensors += [t for t in vars(self.scratch).values() if isinstance(t, Tensor)]
         return tensors + [self.flag, *(t for bound in bounds for t in bound.tensors())]
+
+    def backend(self) -> str:
+        """What runs the ops on this store, one of `ops.backend.BACKENDS`."""
+        return choose(self.device, self.dtype, self.layout.high, self.layout.low)
 
     def check_budget(self, more: int) -> None:
         """Raises `MemoryError` unless `more` bytes outside the pool fit into the budget; sets the pool's limit."""
@@ -361,7 +374,7 @@ class Store:
         low_growth = np.where(has_low, lookahead, 0)
         pages_then = _ceil(self._high_bound + lookahead, high), _ceil(self._low_bound + low_growth, low)
         longest = int((self._high_bound + self._low_bound).max()) + lookahead + self.window_slots
-        if use_kernels(self.device, self.dtype, self.layout.high, self.layout.low):
+        if self.backend() != REFERENCE:
             self.all_bounds = Bounds(longest)
             self._bounds = [self.all_bounds] * self.num_layers
         else:
@@ -456,9 +469,11 @@ class Store:
             )
 
     def value_message(self) -> str:
+        rotated = "rotated " if self.config.rotate else ""
         return (
-            f"keys or values are NaN, infinite or beyond {self.value_limit:g}, which the cache cannot store; check the "
-            "model's dtype (float16 overflows: load it with dtype=torch.bfloat16) or use DiffKVConfig.lossless()."
+            f"{rotated}keys or values are NaN, infinite or beyond {self.value_limit:g}, which the cache cannot store; "
+            "check the model's dtype (float16 overflows: load it with dtype=torch.bfloat16) or use "
+            "DiffKVConfig.lossless()."
         )
 
 

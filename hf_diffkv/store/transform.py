@@ -53,14 +53,16 @@ def query_form(store: Store, query: Tensor) -> Tensor:
 
 def model_form(store: Store, output: Tensor) -> Tensor:
     """What attention to the store's values gave, [batch, heads, tokens, value_dim], in the model's channels."""
-    return output if store.value_rotation is None else rotate(output, store.value_rotation.mT)
+    matrix = store.value_rotation
+    return output if matrix is None else rotate(output, matrix.mT)
 
 
 def model_keys(store: Store, layer: int, key: Tensor) -> Tensor:
     """Keys of the store, [batch, heads, tokens, key_dim] in the dtype of the computation, as the model had them."""
     if store.config.center:
         key = key + store.key_offset[layer][:, :, None]
-    return key if store.key_rotation is None else rotate(key, store.key_rotation.mT)
+    matrix = store.key_rotation
+    return key if matrix is None else rotate(key, matrix.mT)
 
 
 def note_logits(store: Store, layer: int, softcap: float | None, sinks: Tensor | None) -> None:

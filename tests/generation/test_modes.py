@@ -9,11 +9,12 @@ import pytest
 import torch
 from tiny_models import PAD, ragged_prompts, tiny_model
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import AutoTokenizer, DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.cli import BUNDLED_MODEL
 
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt_oss")
 LENGTHS = (90, 33, 64)
@@ -69,6 +70,18 @@ MODES = {
 def test_modes(name: str, mode: str) -> None:
     sequences = assert_same_tokens(tiny_model(name, "eager"), *ragged_prompts(LENGTHS), **MODES[mode])
     assert sequences.shape[1] == max(LENGTHS) + NEW_TOKENS
+
+
+@pytest.mark.oldest
+def test_stop_strings() -> None:
+    """Transformers passes the tokenizer on to attention."""
+    model, tokenizer = tiny_model("llama", "eager"), AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    prompt = ragged_prompts(LENGTHS)
+    written = said(model, *prompt)[:, max(LENGTHS) :]
+    stops = [tokenizer.decode(row[8:10]) for row in written]
+    options = {"stop_strings": stops, "tokenizer": tokenizer, "pad_token_id": PAD}
+    sequences = assert_same_tokens(model, *prompt, **options)
+    assert sequences.shape[1] <= max(LENGTHS) + 10
 
 
 @pytest.mark.oldest

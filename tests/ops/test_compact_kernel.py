@@ -189,6 +189,8 @@ def test_many_rows_over_many_steps():
         (Precision(16, 16), Precision(8, 4), 80, 96, torch.float32),
         (Precision(4, 16), Precision(16, 2), 24, 16, torch.bfloat16),
         (Precision(8, 2, 2, 4), Precision(4, 1, 3, 2), 96, 64, torch.float16),
+        (Precision(6, 4), Precision(5, 3), 64, 64, torch.bfloat16),
+        (Precision(5, 6, 3, 1), Precision(3, 2, 2, 4), 96, 80, torch.float16),
         (K8V4, K4V2, 128, 128, torch.bfloat16),
     ],
     ids=str,

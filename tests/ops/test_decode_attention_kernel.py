@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from hand_pages import unpack_row
 
 from hf_diffkv.config import Precision
 from hf_diffkv.memory import HIGH, LOW, PageLayout
@@ -224,8 +225,8 @@ def test_common_precisions_match_the_reference(precisions, dtype):
     assert_like_reference(case)
 
 
-@pytest.mark.parametrize("v_bits", [1, 2, 4, 8, 16])
-@pytest.mark.parametrize("k_bits", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("v_bits", [1, 2, 3, 4, 5, 6, 8, 16])
+@pytest.mark.parametrize("k_bits", [1, 2, 3, 4, 5, 6, 8, 16])
 def test_every_pair_of_bits_matches_the_reference(k_bits, v_bits):
     precision = Precision(k_bits, v_bits)
     case = make_case([[37]], [[0]], [5], high=precision, low=precision, key_dim=32, group=1)
@@ -239,6 +240,8 @@ def test_every_pair_of_bits_matches_the_reference(k_bits, v_bits):
         (Precision(8, 8, 4, 8), Precision(2, 2, 4, 2), 64, 64),
         (Precision(4, 4, 3, 3), Precision(4, 2, 6, 12), 24, 48),
         (Precision(8, 2, 5, 1), Precision(1, 1, 2, 4), 40, 80),
+        (Precision(6, 3, 2, 4), Precision(5, 5, 4, 2), 64, 64),
+        (Precision(6, 5, 3, 3), Precision(3, 3, 6, 12), 24, 48),
     ],
 )
 def test_quantisation_groups_match_the_reference(high, low, key_dim, value_dim):
@@ -265,6 +268,14 @@ def test_quantisation_groups_match_the_reference(high, low, key_dim, value_dim):
 def test_head_shapes_match_the_reference(key_dim, value_dim, group):
     case = make_case([[40]], [[41]], [18], key_dim=key_dim, value_dim=value_dim, group=group)
     assert_like_reference(case, splits=2)
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(8, 8), (80, 80), (96, 64), (64, 96), (128, 128), (256, 256)])
+def test_codes_of_two_fields_match_the_reference(key_dim, value_dim):
+    """Rows whose fields, and the halves of their quarters, have any alignment."""
+    precisions = {"high": Precision(6, 3), "low": Precision(3, 5)}
+    dims = {"key_dim": key_dim, "value_dim": value_dim}
+    assert_like_reference(make_case([[40]], [[41]], [18], dtype=torch.float32, **precisions, **dims), splits=2)
 
 
 def test_value_dim_that_has_no_quarters():
@@ -346,9 +357,7 @@ def test_offsets_beyond_two_gigabytes():
 
 def decode_by_hand(data, metadata, bits, groups):
     """Elements of one packed row (numpy uint8) straight from the page format's definition, float32."""
-    planes = 8 // bits
-    width = len(data)
-    codes = np.array([(int(data[i % width]) >> (bits * (i // width))) & (2**bits - 1) for i in range(width * planes)])
+    codes = np.array(unpack_row(data.tobytes(), bits))
     scale, zero = metadata.view(np.float16).astype(np.float32).reshape(groups, 2).repeat(len(codes) // groups, 0).T
     return codes * scale + zero
 
@@ -381,9 +390,10 @@ def stored_by_hand(case, row):
     return torch.from_numpy(np.array(keys, np.float32)), torch.from_numpy(np.array(values, np.float32))
 
 
+@pytest.mark.parametrize("high, low", [(K8V4, K4V2), (Precision(6, 4), Precision(5, 3))])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_matches_dense_attention_in_float32(dtype):
-    case = make_case([[45, 20]], [[30, 61]], [17], group=3, dtype=dtype)
+def test_matches_dense_attention_in_float32(dtype, high, low):
+    case = make_case([[45, 20]], [[30, 61]], [17], high=high, low=low, group=3, dtype=dtype)
     mine = case.copy()
     got = run_kernel(mine)[0].float().view(2, 3, -1)
     new, old = segments(mine.pages, case.layout.high).score, segments(case.pages, case.layout.high).score

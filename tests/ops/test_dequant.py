@@ -14,10 +14,11 @@ if isinstance(triton.language.sum, triton.JITFunction):
 
 import triton.language as tl  # noqa: E402
 
-from hf_diffkv.ops import dequant  # noqa: E402
+from hf_diffkv.ops import dequant, packed_rows  # noqa: E402
 from hf_diffkv.ops.quantize.reference import unpack as unpack_reference  # noqa: E402
 
-BITS = (1, 2, 4, 8)
+BITS = (1, 2, 3, 4, 5, 6, 8)
+LOW_BITS = {3: 2, 5: 4, 6: 4}
 
 
 def halves(word):
@@ -42,12 +43,21 @@ def sub_f16x2(a, b):
     return int(low) | int(high) << 16
 
 
-INSTRUCTIONS = {"prmt.b32": prmt, "lop3.b32": lop3, "sub.f16x2": sub_f16x2, "mov.b32": lambda a: a}
+INSTRUCTIONS = {
+    "prmt.b32": prmt,
+    "lop3.b32": lop3,
+    "sub.f16x2": sub_f16x2,
+    "mov.b32": lambda a: a,
+    "and.b32": lambda a, b: a & b,
+    "or.b32": lambda a, b: a | b,
+    "shl.b32": lambda a, n: a << n & 0xFFFFFFFF,
+    "shr.u32": lambda a, n: a >> n,
+}
 
 
-def emulate(assembly, outputs, word):
-    """Runs straight-line PTX on one input word; float64 [2 * outputs] of the fp16 halves written."""
-    registers = {f"${outputs}": word}
+def emulate(assembly, outputs, words):
+    """Runs straight-line PTX on its input words; float64 [2 * outputs] of the fp16 halves written."""
+    registers = {f"${outputs + i}": word for i, word in enumerate(words)}
     for statement in re.split(";", assembly.strip().strip("{}")):
         statement = statement.strip()
         if not statement or statement.startswith(".reg"):
@@ -59,33 +69,64 @@ def emulate(assembly, outputs, word):
     return np.concatenate([halves(registers[f"${i}"]) for i in range(outputs)]).astype(np.float64)
 
 
-def plane_choices(bits):
-    """What `unpack` asks for: every plane alone for keys, all at once for values."""
-    return [(False, (plane,)) for plane in range(8 // bits)] + [(True, tuple(range(8 // bits)))]
+def choices(bits):
+    """What `unpack` asks for: every piece alone for keys, all at once for values."""
+    pieces = dequant.pieces(bits)
+    return [(False, (piece,)) for piece in range(pieces)] + [(True, tuple(range(pieces)))]
 
 
-@pytest.mark.parametrize(
-    ("bits", "exact", "planes"), [(bits, *choice) for bits in BITS for choice in plane_choices(bits)]
-)
-def test_assembly_unpacks_every_byte(bits, exact, planes):
-    constraints = dequant.constraints(len(planes)).split(",")
+def four_bytes(bits, rng):
+    """Random packed bytes, the words that are given to the assembly, and the codes of every piece: int [pieces, 4]."""
+    if bits not in LOW_BITS:
+        packed = rng.integers(0, 256, 4).astype(np.uint8)
+        return [packed], np.stack([packed >> (bits * piece) & (2**bits - 1) for piece in range(8 // bits)])
+    low, high = LOW_BITS[bits], bits - LOW_BITS[bits]
+    first, second, above = rng.integers(0, 256, (3, 4)).astype(np.uint8)
+    if low == 4:
+        below = [first & 15, second & 15, first >> 4, second >> 4]
+    else:
+        below, second = [first >> (2 * piece) & 3 for piece in range(4)], first
+    if high == 2:
+        words = [first, second, above, above]
+        upper = [above >> (2 * piece) & 3 for piece in range(4)]
+    else:
+        # bytes of the first and of the second half of a quarter, as they may stand in a word where a row is odd
+        later = rng.integers(0, 2, 4).astype(bool)
+        words = [first, second, np.where(later, 0, above), np.where(later, above, 0)]
+        upper = [above >> (2 * piece + later) & 1 for piece in range(4)]
+    return words, np.stack(below) + (np.stack(upper).astype(int) << low)
+
+
+def as_word(packed):
+    return int.from_bytes(packed.astype(np.uint8).tobytes(), "little")
+
+
+@pytest.mark.parametrize(("bits", "exact", "chosen"), [(bits, *choice) for bits in BITS for choice in choices(bits)])
+def test_assembly_unpacks_every_byte(bits, exact, chosen):
+    constraints = dequant.constraints(bits, len(chosen)).split(",")
     outputs = sum("=" in c for c in constraints)
-    assert outputs == 2 * len(planes) and len(constraints) == outputs + 1
-    assembly = dequant.assembly(bits, exact, planes)
-    bias = np.array([0.0 if exact else 1024.0 / 2 ** (bits * plane) for plane in planes])
+    words = 4 if bits in LOW_BITS else 1
+    assert outputs == 2 * len(chosen) and len(constraints) == outputs + words
+    assembly = dequant.assembly(bits, exact, chosen)
+    bias = np.array([0.0 if exact else dequant.code_bias(bits, piece, dequant.PTX) for piece in chosen])
     rng = np.random.default_rng(0)
-    for packed in np.stack([rng.permutation(256) for _ in range(4)], 1).astype(np.uint8):
-        word = int.from_bytes(packed.tobytes(), "little")
-        codes = np.stack([packed >> (bits * plane) & (2**bits - 1) for plane in planes]).astype(np.float64)
-        np.testing.assert_array_equal(emulate(assembly, outputs, word).reshape(-1, 4), codes + bias[:, None])
+    seen = set()
+    for _ in range(1000):
+        packed, codes = four_bytes(bits, rng)
+        got = emulate(assembly, outputs, [as_word(word) for word in packed]).reshape(-1, 4)
+        np.testing.assert_array_equal(got, codes[list(chosen)] + bias[:, None])
+        seen.update(codes[list(chosen)].flatten().tolist())
+    assert seen >= set(range(2**bits))
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_the_assembly_never_reads_its_input_after_an_output_that_may_share_its_register(bits):
-    for exact, planes in plane_choices(bits):
-        shared = [i for i, c in enumerate(dequant.constraints(len(planes)).split(",")[:-1]) if c == "=r"]
-        statements = [s.strip() for s in dequant.assembly(bits, exact, planes).strip("{}").split(";")]
-        last_read = max(i for i, s in enumerate(statements) if f"${2 * len(planes)}," in s)
+    for exact, chosen in choices(bits):
+        constraints = dequant.constraints(bits, len(chosen)).split(",")
+        shared = [i for i, c in enumerate(constraints) if c == "=r"]
+        statements = [s.strip() for s in dequant.assembly(bits, exact, chosen).strip("{}").split(";")]
+        inputs = [f"${i}" for i, c in enumerate(constraints) if c == "r"]
+        last_read = max(i for i, s in enumerate(statements) if set(re.findall(r"\$\d+", s)) & set(inputs))
         for output in shared:
             first_write = min(i for i, s in enumerate(statements) if f" ${output}," in s)
             assert first_write >= last_read
@@ -93,25 +134,46 @@ def test_the_assembly_never_reads_its_input_after_an_output_that_may_share_its_r
 
 @pytest.mark.parametrize("bits", BITS)
 def test_code_bias_is_what_the_inexact_assembly_adds(bits):
-    for plane in range(8 // bits):
-        zero = emulate(dequant.assembly(bits, False, (plane,)), 2, 0)
-        assert (zero == dequant.code_bias(bits, plane, dequant.PTX)).all()
-        assert dequant.code_bias(bits, plane, dequant.PORTABLE) == 0.0
+    for piece in range(dequant.pieces(bits)):
+        zero = emulate(dequant.assembly(bits, False, (piece,)), 2, [0] * 4)
+        assert (zero == dequant.code_bias(bits, piece, dequant.PTX)).all()
+        assert dequant.code_bias(bits, piece, dequant.PORTABLE) == 0.0
 
 
 @triton.jit
-def unpack_kernel(packed, codes, BITS: tl.constexpr, EXACT: tl.constexpr, DTYPE: tl.constexpr, ROW: tl.constexpr):
-    lane = tl.arange(0, ROW)
-    planes = dequant.unpack(tl.load(packed + lane), BITS, EXACT, 0, DTYPE)
-    for plane in tl.static_range(8 // BITS):
-        tl.store(codes + plane * ROW + lane, planes[plane].to(tl.float32))
+def load_kernel(packed, codes, BITS: tl.constexpr, EXACT: tl.constexpr, DTYPE: tl.constexpr, DIM: tl.constexpr,
+                LANES: tl.constexpr):  # fmt: skip
+    PIECES: tl.constexpr = dequant.pieces(BITS)
+    PIECE: tl.constexpr = DIM // PIECES
+    lane = tl.arange(0, LANES)
+    rows = packed + tl.arange(0, 2) * (DIM * BITS // 8)
+    pieces = packed_rows.load_codes(rows, lane, lane < PIECE, PIECE == LANES, BITS, DIM, EXACT, 0, DTYPE)
+    whole = packed_rows.stack_pieces(pieces, 0, PIECES).to(tl.float32)
+    column = tl.arange(0, PIECES * LANES)
+    place = tl.arange(0, 2)[:, None] * DIM + column // LANES * PIECE + column % LANES
+    tl.store(codes + place, whole, mask=(column % LANES < PIECE)[None, :])
 
 
 @triton.jit
-def extract_kernel(packed, codes, BITS: tl.constexpr, ROW: tl.constexpr, DIM: tl.constexpr):
-    lane = tl.arange(0, DIM)
-    code = dequant.extract(tl.load(packed + lane % ROW), lane // ROW * BITS, BITS, tl.float32)
-    tl.store(codes + lane, code)
+def gather_kernel(packed, codes, BITS: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr):
+    lane = tl.arange(0, LANES)
+    tl.store(codes + lane, packed_rows.gather_codes(packed, lane, lane < DIM, BITS, DIM).to(tl.float32), lane < DIM)
+
+
+@pytest.mark.parametrize("dim", [8, 64, 80])
+@pytest.mark.parametrize("bits", BITS)
+def test_portable_modes_match_the_reference(bits, dim):
+    generator = torch.Generator().manual_seed(bits)
+    packed = torch.randint(0, 256, (2, dim * bits // 8), dtype=torch.uint8, generator=generator)
+    expected = unpack_reference(packed, bits).float()
+    lanes = triton.next_power_of_2(dim // dequant.pieces(bits))
+    for exact, dtype in ((False, tl.float16), (True, tl.float16), (True, tl.float32)):
+        codes = torch.full_like(expected, torch.nan)
+        load_kernel[(1,)](packed, codes, bits, exact, dtype, dim, lanes)
+        assert torch.equal(codes, expected)
+    codes = torch.full_like(expected, torch.nan)
+    gather_kernel[(1,)](packed, codes, bits, dim, triton.next_power_of_2(dim))
+    assert torch.equal(codes[0], expected[0])
 
 
 @triton.jit
@@ -120,20 +182,6 @@ def metadata_kernel(pointer, out, COUNT: tl.constexpr):
     scale, zero = dequant.load_metadata(pointer + 4 * lane)
     tl.store(out + 2 * lane, scale)
     tl.store(out + 2 * lane + 1, zero)
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_portable_modes_match_the_reference(bits):
-    row = 32
-    packed = torch.randint(0, 256, (row,), dtype=torch.uint8, generator=torch.Generator().manual_seed(bits))
-    expected = unpack_reference(packed, bits).float()
-    for exact, dtype in ((False, tl.float16), (True, tl.float16), (True, tl.float32)):
-        codes = torch.full_like(expected, torch.nan)
-        unpack_kernel[(1,)](packed, codes, bits, exact, dtype, row)
-        assert torch.equal(codes, expected)
-    codes = torch.full_like(expected, torch.nan)
-    extract_kernel[(1,)](packed, codes, bits, row, row * (8 // bits))
-    assert torch.equal(codes, expected)
 
 
 def test_metadata_is_scale_then_zero():

@@ -88,6 +88,9 @@ PAIRS = [
     (Precision(4, 2), Precision(2, 1)),
     (Precision(8, 4, 4, 8), Precision(4, 2, 8, 1)),
     (Precision(4, 4, 2, 2), Precision(1, 1, 4, 8)),
+    (Precision(6, 4), Precision(5, 3)),
+    (Precision(5, 6), Precision(1, 3)),
+    (Precision(6, 3, 4, 8), Precision(3, 5, 8, 2)),
 ]
 
 
@@ -122,6 +125,14 @@ def test_low_precision_models(high, dtype):
 def test_head_dimensions(key_dim, value_dim):
     low = Precision(4, 2) if value_dim % 8 else Precision(4, 1)
     held = hand_past([[19]], [[21]], [3], low=low, key_dim=key_dim, value_dim=value_dim)
+    check_past(held, draw(1, 1, 2, 3, key_dim, value_dim))
+
+
+@pytest.mark.parametrize("key_dim, value_dim", [(8, 8), (24, 40), (80, 80), (96, 128)])
+def test_codes_of_two_fields_in_rows_of_any_alignment(key_dim, value_dim):
+    held = hand_past(
+        [[19]], [[21]], [3], high=Precision(6, 5), low=Precision(3, 1), key_dim=key_dim, value_dim=value_dim
+    )
     check_past(held, draw(1, 1, 2, 3, key_dim, value_dim))
 
 

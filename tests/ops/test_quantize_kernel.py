@@ -47,8 +47,8 @@ def assert_stored_alike(tier, tokens, dtype):
     return pages
 
 
-@pytest.mark.parametrize("v_bits", [1, 2, 4, 8, 16])
-@pytest.mark.parametrize("k_bits", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("v_bits", [1, 2, 3, 4, 5, 6, 8, 16])
+@pytest.mark.parametrize("k_bits", [1, 2, 3, 4, 5, 6, 8, 16])
 def test_every_pair_of_bits_is_byte_identical_to_the_reference(k_bits, v_bits):
     tier = tier_of(Precision(k_bits, v_bits), 64, 64)
     tokens = make_tokens(tier, 37, torch.float16)
@@ -63,7 +63,14 @@ def test_every_pair_of_bits_is_byte_identical_to_the_reference(k_bits, v_bits):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     "precision",
-    [Precision(8, 4), Precision(4, 2, 2, 4), Precision(16, 16), Precision(16, 1, 1, 2)],
+    [
+        Precision(8, 4),
+        Precision(4, 2, 2, 4),
+        Precision(16, 16),
+        Precision(16, 1, 1, 2),
+        Precision(6, 3, 2, 4),
+        Precision(5, 6),
+    ],
     ids=lambda p: p.name,
 )
 @pytest.mark.parametrize("key_dim, value_dim", [(8, 16), (80, 80), (96, 64), (128, 128), (256, 256)])
@@ -109,7 +116,7 @@ def test_equal_elements_decode_to_the_zero_point_exactly():
     assert torch.equal(key, constant) and torch.equal(value, constant)
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 8])
 def test_error_is_at_most_half_a_step_of_a_dense_computation(bits):
     tier = tier_of(Precision(bits, bits, 4, 1), 64, 64)
     page, slot, key, value, score, position = make_tokens(tier, 9, torch.float32)
@@ -172,6 +179,8 @@ def test_bad_inputs_are_named():
         (Precision(16, 1), 24, 8),
         (Precision(1, 16), 48, 256),
         (Precision(2, 8), 24, 13),
+        (Precision(5, 3), 24, 64),
+        (Precision(6, 5), 80, 128),
     ],
 )
 def test_moved_tokens_keep_every_byte(precision, key_dim, value_dim, element_bytes):

@@ -26,7 +26,8 @@ from hf_diffkv.ops.decode_attention import launch
 from hf_diffkv.ops.decode_attention.held import Held
 from hf_diffkv.ops.decode_attention.scratch import Scratch
 
-K8V8 = Precision(8, 8)
+K8V8, K6V4, K5V3 = Precision(8, 8), Precision(6, 4), Precision(5, 3)
+K4V3, K3V2 = Precision(4, 3), Precision(3, 2)
 # tokens at high and at low of each request and KV head, and in the window of each request
 ROWS = ([[70, 0], [0, 33]], [[33, 150], [0, 0]], [19, 1])
 KERNELS = ["attend_kernel", "merge_kernel", "score_kernel"]
@@ -64,8 +65,14 @@ def check(case: Case, splits: int | None = 3, **options: object) -> torch.Tensor
         (K8V4, K4V2, 80, 7, torch.bfloat16),
         (K8V4, K4V2, 128, 4, torch.bfloat16),
         (K16V16, K16V16, 64, 4, torch.bfloat16),
+        (K6V4, K5V3, 64, 4, torch.bfloat16),
+        (K4V3, K3V2, 128, 4, torch.bfloat16),
     ],
     [
+        *((K6V4, K5V3, dim, 4, torch.bfloat16) for dim in (80, 96, 128, 256)),
+        *((K4V3, K3V2, dim, 7, torch.float16) for dim in (64, 80, 96, 128, 256)),
+        (Precision(6, 3, 2, 4), Precision(5, 6, 4, 1), 64, 4, torch.bfloat16),
+        (Precision(16, 5), Precision(3, 1), 64, 4, torch.bfloat16),
         *((K8V4, K4V2, dim, group, torch.bfloat16) for dim, group in product((64, 96, 128, 256), (1, 5, 7, 8))),
         *((K8V4, K4V2, dim, 4, torch.bfloat16) for dim in (64, 80, 96, 256)),
         *((K8V8, K8V8, dim, 4, torch.bfloat16) for dim in (64, 80, 96, 128, 256)),

@@ -15,13 +15,15 @@ from hf_diffkv.ops.append import reference as append_reference
 from hf_diffkv.ops.compact import launch as compact
 from hf_diffkv.ops.quantize import launch, reference
 
-FULL = Precision(16, 16)
+FULL, K6V3 = Precision(16, 16), Precision(6, 3)
 
 
 @cases(
     "precision, dim, dtype",
-    [(K8V4, 128, torch.bfloat16), (K4V2, 80, torch.float16), (FULL, 64, torch.bfloat16)],
+    [(K8V4, 128, torch.bfloat16), (K4V2, 80, torch.float16), (FULL, 64, torch.bfloat16), (K6V3, 128, torch.bfloat16)],
     [
+        *((Precision(5, 6), dim, torch.bfloat16) for dim in (64, 80, 96, 128, 256)),
+        *((Precision(3, 5, 2, 4), dim, torch.float16) for dim in (48, 64, 128)),
         *((K8V4, dim, torch.bfloat16) for dim in (64, 96, 256)),
         (K4V2, 128, torch.bfloat16),
         (Precision(8, 8), 128, torch.bfloat16),
@@ -48,6 +50,8 @@ def test_tokens_are_stored_and_read(precision, dim, dtype, emulator) -> None:
     "precision, key_dim, value_dim",
     [(K8V4, 128, 128)],
     [
+        (K6V3, 128, 64),
+        (Precision(5, 3), 24, 80),
         (Precision(2, 8), 24, 13),
         (K4V2, 80, 80),
         (FULL, 64, 64),
@@ -89,8 +93,10 @@ def test_tokens_are_appended(dtype, dim, emulator) -> None:
 
 @cases(
     "high, low, dim, dtype",
-    [(K8V4, K4V2, 128, torch.bfloat16)],
+    [(K8V4, K4V2, 128, torch.bfloat16), (K6V3, Precision(5, 3), 64, torch.bfloat16)],
     [
+        (K6V3, Precision(5, 2), 128, torch.bfloat16),
+        (Precision(5, 6, 3, 1), Precision(3, 2, 2, 4), 96, torch.float16),
         (K8V4, K4V2, 64, torch.bfloat16),
         (K8V4, K4V2, 256, torch.bfloat16),
         (K8V4, K4V2, 80, torch.float16),

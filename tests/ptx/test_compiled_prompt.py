@@ -67,8 +67,12 @@ def test_a_long_compressed_past(dim, dtype, emulator) -> None:
     [
         (K8V4, K4V2, 64, torch.float16, "both levels and a window"),
         (FULL, FULL, 64, torch.bfloat16, "both levels and a window"),
+        (Precision(6, 3), Precision(5, 2), 64, torch.bfloat16, "both levels and a window"),
     ],
     [
+        *((Precision(5, 6), Precision(3, 1), dim, torch.float16, "one level") for dim in (64, 80, 128, 256)),
+        (Precision(6, 4), Precision(5, 3), 128, torch.bfloat16, "both levels and a window"),
+        (Precision(6, 5, 2, 4), Precision(3, 3, 8, 4), 64, torch.bfloat16, "both levels and a window"),
         *((K8V4, K4V2, 64, torch.bfloat16, rows) for rows in ROWS),
         *((K8V4, K4V2, dim, torch.bfloat16, "both levels and a window") for dim in (80, 96, 128, 256)),
         *((pair, pair, dim, torch.bfloat16, "both levels and a window") for pair in (K8V8, FULL) for dim in (128, 256)),

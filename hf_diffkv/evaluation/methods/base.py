@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..decoding import decode_by_forwards, generate_options
+
 if TYPE_CHECKING:
+    from ..batch import Batch
     from ..session import Session
 
 
@@ -31,6 +34,15 @@ class Held:
     simulated: bool = False
     levels: dict[str, int] | None = None
 
+    def share(self, part: float) -> Held:
+        """`part` of it all."""
+        return Held(
+            round(self.bytes * part),
+            None if self.payload_bytes is None else round(self.payload_bytes * part),
+            self.simulated,
+            None if self.levels is None else {name: round(count * part) for name, count in self.levels.items()},
+        )
+
 
 class Method(ABC):
     """One way to hold a KV cache."""
@@ -38,8 +50,12 @@ class Method(ABC):
     label: str = ""
     # the environment it runs in, where it cannot run in this one
     environment: str | None = None
-    # whether one cache may hold several requests, padded on the left, each as if it were alone
-    batched = False
+    # its cache forgets tokens and does not count them: generate() would give those to come wrong positions
+    drops_tokens = False
+    # one cache takes several documents, padded on the left, each as if it were alone
+    batches = False
+    # padding is held like any other token
+    stores_padding = True
     # whether several texts may go in at once, kept apart by a mask; see `Session.ask`
     asks_at_once = True
 
@@ -50,8 +66,10 @@ class Method(ABC):
     def branch(self, cache: Any) -> Any:
         """A cache that continues from the same tokens without changing `cache`."""
         twin = copy.copy(cache)
-        # Transformers' dynamic layers replace their tensors and never write into them
-        twin.layers = [copy.copy(layer) for layer in cache.layers]
+        # Transformers' dynamic layers replace their tensors and never write into them; those with a state do
+        twin.layers = [
+            copy.deepcopy(layer) if hasattr(layer, "conv_states") else copy.copy(layer) for layer in cache.layers
+        ]
         return twin
 
     @torch.no_grad()
@@ -59,29 +77,28 @@ class Method(ABC):
         self, session: Session, ids: list[int], max_new_tokens: int, stop: tuple[str, ...], options: dict[str, Any]
     ) -> str:
         """Text behind `ids`; see `Session.generate`."""
-        if session.seen:
-            raise ValueError("generate() starts with an empty cache.")
-        prompt = torch.tensor([ids], device=session.model.device)
-        if stop:
-            options = {"stop_strings": list(stop), "tokenizer": session.tokenizer, **options}
+        if self.drops_tokens:
+            return decode_by_forwards(session, ids, max_new_tokens, stop, options)
+        whole = [*session.ids, *ids]
+        prompt = torch.tensor([whole], device=session.model.device)
         with self.attached(session):
             written = session.model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
                 past_key_values=session.cache,
                 max_new_tokens=max_new_tokens,
-                **{"do_sample": False, **options},
-            )
-        # the last token written has not been fed back; a cache that drops tokens does not know how many there were
-        session.seen = written.shape[1] - 1
-        return session.tokenizer.decode(written[0, len(ids) :], skip_special_tokens=True)
+                **generate_options(session.tokenizer, stop, options),
+            )[0].tolist()
+        # the last token that is written is not run any more
+        session.ids = written[: session.cache.get_seq_length()]
+        return session.tokenizer.decode(written[len(whole) :], skip_special_tokens=True)
 
     def held(self, cache: Any) -> Held:
         """What `cache` takes, in bytes."""
         return Held(tensor_bytes(cache.layers))
 
     @contextmanager
-    def attached(self, session: Session) -> Iterator[None]:
+    def attached(self, session: Session | Batch) -> Iterator[None]:
         """Around every forward of `session`."""
         yield
 
@@ -90,8 +107,13 @@ class Method(ABC):
 
 
 def tensor_bytes(root: Any) -> int:
-    """Bytes of all distinct tensors reachable from `root` through attributes, containers and tensor subclasses."""
+    """Bytes of all distinct tensors reachable from `root` through attributes, containers and tensor subclasses.
+
+    A view counts as all of the memory that it keeps from being freed, but for those of sliding-window layers: they look
+    at what the last forward saw, which the next forward frees.
+    """
     storages: dict[int, int] = {}
+    within_windows = 0
     seen: set[int] = set()
     queue = [root]
     while queue:
@@ -104,13 +126,15 @@ def tensor_bytes(root: Any) -> int:
             if parts:
                 queue += [getattr(item, name) for name in parts]
             else:
-                # a view holds the memory it looks at
                 storage = item.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
         elif isinstance(item, dict):
             queue += item.values()
         elif isinstance(item, (list, tuple, set)):
             queue += item
-        elif type(item).__module__.startswith(("transformers.cache_utils", "hf_diffkv")):
-            queue += vars(item).values()
-    return sum(storages.values())
+        elif type(item).__module__.startswith(("transformers.", "hf_diffkv.")):
+            parts = dict(vars(item))
+            if getattr(item, "is_sliding", False) is True and item.is_initialized:
+                within_windows += sum(parts.pop(name).nbytes for name in ("keys", "values"))
+            queue += parts.values()
+    return sum(storages.values()) + within_windows

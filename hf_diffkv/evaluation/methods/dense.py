@@ -16,7 +16,7 @@ DENSE = "dense"
 class DenseMethod(Method):
     """The uncompressed cache, sliding windows included."""
 
-    batched = True
+    batches = True
 
     def new_cache(self, model: Any) -> Any:
         return DynamicCache(config=model.config)

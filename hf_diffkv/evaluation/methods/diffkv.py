@@ -20,6 +20,7 @@ from . import method
 from .base import Held, Method
 
 if TYPE_CHECKING:
+    from ..batch import Batch
     from ..session import Session
 
 PRECISION = re.compile(r"K(\d+)V(\d+)(?:g(\d+)/(\d+))?")
@@ -34,7 +35,8 @@ class DiffKVMethod(Method):
         base: name of a class method of `DiffKVConfig` to start from.
     """
 
-    batched = True
+    batches = True
+    stores_padding = False
 
     def __init__(self, fields: dict[str, Any], base: str | None = None) -> None:
         self.fields, self.base = fields, base
@@ -62,7 +64,7 @@ class DiffKVMethod(Method):
         return Held(report.bytes + report.other_bytes, payload, levels=report.tokens)
 
     @contextmanager
-    def attached(self, session: Session) -> Iterator[None]:
+    def attached(self, session: Session | Batch) -> Iterator[None]:
         model = session.model
         before = model.config._attn_implementation
         model.set_attn_implementation("diffkv")

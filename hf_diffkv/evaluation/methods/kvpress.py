@@ -1,7 +1,7 @@
 """Presses of kvpress by name and share of the prompt's tokens that they remove: `kvpress:snapkv+0.57`.
 
-`adakv-` before a press lets the heads of a layer share its budget (AdaKV). kvpress needs an older Transformers than this
-library, so these methods run in an environment of their own: `make kvpress`.
+`adakv-` before a press lets the heads of a layer share its budget (AdaKV). kvpress needs an older Transformers than
+this library, so these methods run in an environment of their own: `make kvpress`.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class KVPressMethod(Method):
     """
 
     environment = "kvpress"
+    drops_tokens = True
 
     def __init__(self, press: str, ratio: float) -> None:
         self.press, self.ratio = press, ratio
@@ -96,12 +97,12 @@ class KVPressMethod(Method):
         return kvpress.AdaKVPress(press) if self.press.startswith(ADAKV) else press
 
     def held(self, cache: Any) -> Held:
-        hidden = [0 if indices is None else len(indices[0]) for indices in cache.hidden]
-        held = tensor_bytes(cache.layers) - sum(
-            count * (_token_bytes(layer.keys) + _token_bytes(layer.values))
-            for count, layer in zip(hidden, cache.layers)
-        )
-        return Held(held, held, simulated=any(hidden))
+        hidden = 0
+        for layer, indices in zip(cache.layers, cache.hidden):
+            of_token = sum(states.shape[-1] * states.element_size() for states in (layer.keys, layer.values))
+            hidden += 0 if indices is None else len(indices[0]) * of_token
+        held = tensor_bytes(cache.layers) - hidden
+        return Held(held, held, simulated=hidden > 0)
 
 
 def _draw_by_layer(press: Any) -> None:
@@ -113,11 +114,6 @@ def _draw_by_layer(press: Any) -> None:
         return score(module, *arguments)
 
     press.score = seeded
-
-
-def _token_bytes(states: torch.Tensor) -> int:
-    """Of one token of one head."""
-    return states.shape[-1] * states.element_size()
 
 
 @method("kvpress")

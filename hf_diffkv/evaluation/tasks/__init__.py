@@ -15,6 +15,15 @@ def task(name: str) -> Callable:
     return TASKS.add(name)
 
 
+def suites() -> dict[str, list[str]]:
+    """Names of tasks by suite."""
+    found: dict[str, list[str]] = {}
+    for name in TASKS.names():
+        for suite in get_task(name).suites:
+            found.setdefault(suite, []).append(name)
+    return found
+
+
 def get_task(name: str) -> Task:
     """The task called `name`; `EvaluationError` with suggestions where there is none."""
     found = TASKS.find(name)()
@@ -22,4 +31,4 @@ def get_task(name: str) -> Task:
     return found
 
 
-__all__ = ["TASKS", "Document", "Metric", "Task", "get_task", "task"]
+__all__ = ["TASKS", "Document", "Metric", "Task", "get_task", "suites", "task"]

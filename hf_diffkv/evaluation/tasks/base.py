@@ -6,10 +6,12 @@ import hashlib
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from ..batch import Batch
 from ..session import Session
 
 # of one document: metric -> (sum, weight); a figure over documents is the sum of sums over the sum of weights
@@ -81,20 +83,32 @@ class Source:
         count: how many documents.
         length: tokens of a prompt; None takes the task's own.
         seed: of everything drawn at random.
+        limit: the most tokens the model takes; None where it does not say.
+        max_new_tokens: of tasks that generate; None takes the task's own.
+        sample: whether they draw tokens as the model's generation config says; the likeliest ones otherwise.
+        datasets_folder: where to look for data sets before the Hub is asked.
+        allow_code_execution: whether programs that a model writes may be run.
     """
 
     tokenizer: Any
     count: int
     length: int | None = None
     seed: int = 0
+    limit: int | None = None
+    max_new_tokens: int | None = None
+    sample: bool = False
+    datasets_folder: Path | None = None
+    allow_code_execution: bool = False
 
 
 class Task(ABC):
     """Documents, and how a method does on one of them."""
 
     name: str = ""
-    # needs neither the Hub nor files
-    offline = True
+    # names by which a command can take several tasks; "offline" ones need neither the Hub nor much time
+    suites: tuple[str, ...] = ("offline",)
+    # `measure_batch` measures several documents in one cache
+    batches = False
     # how many documents and how many tokens of prompt where the user does not say
     count = 4
     length: int | None = 1600
@@ -113,5 +127,12 @@ class Task(ABC):
             reference: what `measure` observed of this document with the dense cache; None for the dense cache itself.
 
         Returns:
-            The sums of the task's metrics, what later methods are compared with, and details for the record.
+            The sums of the task's metrics, what later methods are compared with, and details for the record, among them
+            "held"; where methods may end with different numbers of tokens, "tokens" says with how many.
         """
+
+    def measure_batch(
+        self, batch: Batch, documents: Sequence[Document], references: Sequence[Any]
+    ) -> list[tuple[Sums, Any, dict[str, Any]]]:
+        """Runs several documents in the empty cache of `batch`; for each what `measure` returns."""
+        raise NotImplementedError

@@ -13,7 +13,7 @@ from .base import KL, PERPLEXITY, TOP1, Document, Source, Sums, Task
 from .prompts import rng_for
 
 CONTINUED = 256
-# a topic of fewer characters is not continued for long
+# a topic of fewer characters is hardly a text
 LONG_TOPIC = 4000
 
 
@@ -24,19 +24,22 @@ def texts() -> list[str]:
 
 
 def passages(source: Source, name: str, continued: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """`source.count` stretches of real text: token ids of the prompt and of what follows it."""
+    """`source.count` stretches of real text that do not overlap: token ids of the prompt and of what follows it."""
     chapters = texts()
-    found = []
-    for index in range(source.count):
-        rng = rng_for(source, name, index)
-        rng.shuffle(chapters)
-        ids = source.tokenizer("\n\n".join(chapters[:12])).input_ids
-        if len(ids) < source.length + continued:
-            ids = source.tokenizer("\n\n".join(chapters)).input_ids
-        if len(ids) < source.length + continued:
-            raise EvaluationError(f"the text has {len(ids)} tokens; lower --length to {len(ids) - continued}.")
-        found.append((tuple(ids[: source.length]), tuple(ids[source.length : source.length + continued])))
-    return found
+    rng_for(source, name, 0).shuffle(chapters)
+    start = tuple(source.tokenizer("").input_ids)
+    size = source.length + continued - len(start)
+    ids: list[int] = []
+    while chapters and len(ids) < source.count * size:
+        # may be longer than the model can take, of which the tokenizer would warn
+        ids += source.tokenizer(chapters.pop() + "\n\n", add_special_tokens=False, verbose=False).input_ids
+    if len(ids) < source.count * size:
+        raise EvaluationError(
+            f"the text has {len(ids)} tokens and {source.count} documents need {source.count * size}; lower --length "
+            "or --documents."
+        )
+    stretches = [(*start, *ids[index * size : (index + 1) * size]) for index in range(source.count)]
+    return [(stretch[: source.length], stretch[source.length :]) for stretch in stretches]
 
 
 @task("text")

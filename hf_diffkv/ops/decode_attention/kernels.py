@@ -20,6 +20,7 @@ from .tier_math import (
     add_tier_values,
     add_zeros,
     convert,
+    key_tiles,
     load_query,
     load_rows,
     no_zeros,
@@ -27,9 +28,9 @@ from .tier_math import (
     page_offset,
     quarter,
     quarter_count,
-    query_parts,
     query_sums,
     tier_products,
+    tile_pieces,
 )
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -46,7 +47,10 @@ def attend_tier(state, query_row, heads, pages, table, logits, peaks, first, las
     """
     old_peak, total, acc = state
     peak = old_peak
-    query = load_query(query_row, heads, TIER.key_dim, query_parts(TIER), GROUP, RAW if TIER.k_bits == 16 else OPERAND)
+    query = load_query(
+        query_row, heads, TIER.key_dim, key_tiles(TIER), tile_pieces(TIER), GROUP,
+        RAW if TIER.k_bits == 16 else OPERAND,
+    )  # fmt: skip
     sums, biases = query_sums(query, TIER, MODE)
     lane = tl.arange(0, BLOCK)
     weight_sums = tl.zeros((BLOCK, heads.shape[0]), tl.float32)
@@ -77,7 +81,7 @@ def attend_window(state, query_row, heads, keys, values, logits, peaks, first, l
     """Tokens [first, last) of the window, `first` a multiple of STEP; arguments as in `attend_tier`."""
     old_peak, total, acc = state
     peak = old_peak
-    query = load_query(query_row, heads, KEY_DIM, 1, GROUP, RAW)
+    query = load_query(query_row, heads, KEY_DIM, 1, 1, GROUP, RAW)
     lane = tl.arange(0, STEP)
     weight_sums = tl.zeros((STEP, heads.shape[0]), tl.float32)
     COLUMNS: tl.constexpr = columns(GROUP)

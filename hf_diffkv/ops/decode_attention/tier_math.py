@@ -2,7 +2,8 @@
 
 Tokens stand on the long side of every product and the query heads of a group, padded to HEADS, on the short one.
 Accumulators are a tuple of four quarters of the value row, [padded(QUARTER), HEADS] each: the planes of packed 2-bit
-codes are quarters and those of 4-bit codes pairs of them, so no element ever changes lanes.
+codes are quarters, those of 4-bit codes pairs of them, and codes of two fields are unpacked by quarters, so no element
+ever changes lanes.
 
 A `TIER` is a `TierLayout` as a compile-time constant. ELEMENT is the model's dtype, RAW the one its rows are multiplied
 in, OPERAND the one of codes.
@@ -13,7 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..dequant import code_bias, extract, load_metadata, unpack
+from ..dequant import code_bias, load_metadata, pieces
+from ..packed_rows import gather_codes, load_codes, load_lanes, stack_pieces
 
 
 @triton.constexpr_function
@@ -35,22 +37,26 @@ def quarter_count(dim, part):
 
 @triton.constexpr_function
 def planar_keys(tier):
-    """Whether each plane of packed keys lies within one quantisation group."""
-    return tier.k_bits < 16 and (8 // tier.k_bits) % tier.k_groups == 0
+    """Whether each piece of unpacked keys lies within one quantisation group."""
+    return tier.k_bits < 16 and pieces(tier.k_bits) % tier.k_groups == 0
 
 
 @triton.constexpr_function
 def planar_values(tier):
-    """Whether each quarter of a value row is a plane (or half, or quarter of one) and lies within one group."""
-    return tier.v_bits in (2, 4, 8) and tier.value_dim % 4 == 0 and 4 % tier.v_groups == 0
+    """Whether each quarter of a value row is a piece (or half, or quarter of one) and lies within one group."""
+    return 1 < tier.v_bits < 16 and tier.value_dim % 4 == 0 and 4 % tier.v_groups == 0
 
 
 @triton.constexpr_function
-def query_parts(tier):
-    """Pieces the query is multiplied in: planes of the packed keys, or groups."""
-    if tier.k_bits == 16:
-        return 1
-    return 8 // tier.k_bits if planar_keys(tier) else tier.k_groups
+def key_tiles(tier):
+    """Tiles that a key, and the query, are multiplied in: one for each quantisation group."""
+    return tier.k_groups if tier.k_bits < 16 else 1
+
+
+@triton.constexpr_function
+def tile_pieces(tier):
+    """Pieces that stand side by side in such a tile, each padded."""
+    return pieces(tier.k_bits) // tier.k_groups if planar_keys(tier) else 1
 
 
 @triton.constexpr_function
@@ -79,10 +85,16 @@ def page_offset(page, BYTES: tl.constexpr, MODE: tl.constexpr):
 def load_rows(pointer, COUNT: tl.constexpr, LANES: tl.constexpr):
     """Rows [tokens, LANES] of COUNT elements from pointers [tokens]; full rows without a mask, for wide loads."""
     lane = tl.arange(0, LANES)
-    if COUNT == LANES:
-        return tl.load(pointer[:, None] + lane[None, :])
-    else:
-        return tl.load(pointer[:, None] + lane[None, :], mask=(lane < COUNT)[None, :], other=0)
+    return load_lanes(pointer, lane, lane < COUNT, COUNT == LANES)
+
+
+@triton.jit
+def load_pieces(rows, COUNT: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, EXACT: tl.constexpr,
+                MODE: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+    """Codes of packed rows (pointers [tokens]) of DIM elements, pieces [tokens, padded(COUNT)] of COUNT elements."""
+    LANES: tl.constexpr = padded(COUNT)
+    lane = tl.arange(0, LANES)
+    return load_codes(rows, lane, lane < COUNT, COUNT == LANES, BITS, DIM, EXACT, MODE, DTYPE)
 
 
 @triton.jit
@@ -95,16 +107,27 @@ def convert(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def load_query(row, heads, DIM: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr):
-    """The group's query heads in PARTS pieces along the dimension: a tuple of [padded(DIM / PARTS), HEADS]."""
-    PART: tl.constexpr = DIM // PARTS
-    lane = tl.arange(0, padded(PART))
-    mask = (lane < PART)[:, None] & (heads < GROUP)[None, :]
-    parts = ()
-    for part in tl.static_range(PARTS):
-        pointer = row + heads[None, :] * DIM + part * PART + lane[:, None]
-        parts = parts + (convert(tl.load(pointer, mask=mask, other=0.0), DTYPE),)
-    return parts
+def load_query(row, heads, DIM: tl.constexpr, TILES: tl.constexpr, PIECES: tl.constexpr, GROUP: tl.constexpr,
+               DTYPE: tl.constexpr):  # fmt: skip
+    """The group's query heads in TILES tiles of PIECES pieces along the dimension.
+
+    A tuple of [PIECES * padded(PIECE), HEADS], where pieces have PIECE elements.
+    """
+    PIECE: tl.constexpr = DIM // (TILES * PIECES)
+    LANES: tl.constexpr = padded(PIECE)
+    STEP: tl.constexpr = 32 if PIECES > 1 else LANES
+    tiles = ()
+    for tile in tl.static_range(TILES):
+        parts = ()
+        for part in tl.static_range(PIECES * LANES // STEP):
+            row_lane = part * STEP + tl.arange(0, STEP)
+            lane = row_lane % LANES
+            element = row_lane // LANES * PIECE + lane
+            mask = (heads < GROUP)[:, None] & (lane < PIECE)[None, :]
+            pointer = row + heads[:, None] * DIM + tile * (DIM // TILES) + element[None, :]
+            parts = parts + (convert(tl.load(pointer, mask=mask, other=0.0), DTYPE),)
+        tiles = tiles + (tl.trans(stack_pieces(parts, 0, PIECES * LANES // STEP)),)
+    return tiles
 
 
 @triton.jit
@@ -114,16 +137,18 @@ def query_sums(query, TIER: tl.constexpr, MODE: tl.constexpr):
     biases = ()
     if TIER.k_bits < 16:
         GROUPS: tl.constexpr = TIER.k_groups
-        PARTS: tl.constexpr = query_parts(TIER) // GROUPS
+        PIECES: tl.constexpr = tile_pieces(TIER)
+        LANES: tl.constexpr = query[0].shape[0] // PIECES
+        row_lane = tl.arange(0, PIECES * LANES)
         for group in tl.static_range(GROUPS):
-            total = tl.sum(query[group * PARTS].to(tl.float32), 0)
-            bias = total * code_bias(TIER.k_bits, group * PARTS, MODE)
-            for part in tl.static_range(group * PARTS + 1, group * PARTS + PARTS):
-                part_total = tl.sum(query[part].to(tl.float32), 0)
-                total += part_total
-                bias += part_total * code_bias(TIER.k_bits, part, MODE)
-            sums = sums + (total,)
-            biases = biases + (bias,)
+            rows = query[group].to(tl.float32)
+            code_biases = tl.zeros((PIECES * LANES,), tl.float32)
+            if planar_keys(TIER):
+                for piece in tl.static_range(PIECES):
+                    bias = code_bias(TIER.k_bits, group * PIECES + piece, MODE)
+                    code_biases = tl.where(row_lane // LANES == piece, bias, code_biases)
+            sums = sums + (tl.sum(rows, 0),)
+            biases = biases + (tl.sum(rows * code_biases[:, None], 0),)
     return sums, biases
 
 
@@ -138,24 +163,23 @@ def tier_products(base, slot, query, sums, biases, TIER: tl.constexpr, ELEMENT: 
     else:
         GROUPS: tl.constexpr = TIER.k_groups
         PLANAR: tl.constexpr = planar_keys(TIER)
-        PARTS: tl.constexpr = query_parts(TIER) // GROUPS
+        PIECES: tl.constexpr = tile_pieces(TIER)
         DIM: tl.constexpr = TIER.key_dim // GROUPS
         metadata = base + TIER.key_metadata_offset + slot * (4 * GROUPS)
         if PLANAR:
-            codes = unpack(load_rows(keys, TIER.key_row, padded(TIER.key_row)), TIER.k_bits, False, MODE, OPERAND)
+            PIECE: tl.constexpr = DIM // PIECES
+            codes = load_pieces(keys, PIECE, TIER.k_bits, TIER.key_dim, False, MODE, OPERAND)
         for group in tl.static_range(GROUPS):
             if PLANAR:
                 # taking the bias off first costs nothing: a matrix product adds to something anyway
                 raw = tl.zeros((slot.shape[0], sums[group].shape[0]), tl.float32) - biases[group][None, :]
-                for part in tl.static_range(group * PARTS, group * PARTS + PARTS):
-                    raw = tl.dot(codes[part], query[part], raw, input_precision="ieee")
+                tile = stack_pieces(codes, group * PIECES, PIECES)
+                raw = tl.dot(tile, query[group], raw, input_precision="ieee")
             else:
                 lane = tl.arange(0, padded(DIM))
-                element = group * DIM + lane
-                pointer = keys[:, None] + (element % TIER.key_row)[None, :]
-                packed = tl.load(pointer, mask=(lane < DIM)[None, :], other=0)
-                code = extract(packed, (element // TIER.key_row * TIER.k_bits)[None, :], TIER.k_bits, OPERAND)
-                raw = tl.dot(code, query[group], input_precision="ieee")
+                element = (group * DIM + lane)[None, :]
+                code = gather_codes(keys[:, None], element, (lane < DIM)[None, :], TIER.k_bits, TIER.key_dim)
+                raw = tl.dot(code.to(OPERAND), query[group], input_precision="ieee")
             scale, zero = load_metadata(metadata + 4 * group)
             term = raw * scale[:, None] + zero[:, None] * sums[group][None, :]
             if group == 0:
@@ -180,18 +204,19 @@ def add_raw_values(acc, rows, weights, decay, DIM: tl.constexpr, RAW: tl.constex
 @triton.jit
 def value_quarters(rows, TIER: tl.constexpr, OPERAND: tl.constexpr, MODE: tl.constexpr):
     """Codes of the rows (pointers [tokens]) as four quarters [tokens, padded(QUARTER)]."""
-    QUARTER: tl.constexpr = TIER.value_dim // 4
-    LANES: tl.constexpr = padded(QUARTER)
+    DIM: tl.constexpr = TIER.value_dim
+    QUARTER: tl.constexpr = DIM // 4
     BITS: tl.constexpr = TIER.v_bits
-    first = unpack(load_rows(rows, QUARTER, LANES), BITS, True, MODE, OPERAND)
-    if BITS == 2:
+    COUNT: tl.constexpr = pieces(BITS)
+    first = load_pieces(rows, QUARTER, BITS, DIM, True, MODE, OPERAND)
+    if COUNT == 4:
         return first
-    second = unpack(load_rows(rows + QUARTER, QUARTER, LANES), BITS, True, MODE, OPERAND)
-    if BITS == 4:
+    second = load_pieces(rows + QUARTER, QUARTER, BITS, DIM, True, MODE, OPERAND)
+    if COUNT == 2:
         return (first[0], second[0], first[1], second[1])
     else:
-        third = unpack(load_rows(rows + 2 * QUARTER, QUARTER, LANES), BITS, True, MODE, OPERAND)
-        fourth = unpack(load_rows(rows + 3 * QUARTER, QUARTER, LANES), BITS, True, MODE, OPERAND)
+        third = load_pieces(rows + 2 * QUARTER, QUARTER, BITS, DIM, True, MODE, OPERAND)
+        fourth = load_pieces(rows + 3 * QUARTER, QUARTER, BITS, DIM, True, MODE, OPERAND)
         return (first[0], second[0], third[0], fourth[0])
 
 
@@ -255,11 +280,10 @@ def add_tier_values(acc, zeros, base, slot, weights, decay, TIER: tl.constexpr, 
         out = ()
         for part in tl.static_range(4):
             element = tl.minimum(part * QUARTER + lane, DIM - 1)
-            packed = tl.load(rows[:, None] + (element % TIER.value_row)[None, :])
-            code = extract(packed, (element // TIER.value_row * TIER.v_bits)[None, :], TIER.v_bits, tl.float32)
+            code = gather_codes(rows[:, None], element[None, :], None, TIER.v_bits, DIM)
             group = element // (DIM // GROUPS)
             scale, zero = load_metadata(metadata[:, None] + 4 * group[None, :])
-            values = (code * scale + zero).to(OPERAND)
+            values = (code.to(tl.float32) * scale + zero).to(OPERAND)
             before = acc[part] * decay[None, :]
             out = out + (tl.dot(tl.trans(values), weights.to(OPERAND), before, input_precision="ieee"),)
         acc = out

@@ -20,9 +20,7 @@ KERNEL_HEAD_DIM = 512
 def prefill_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """Arguments and results as in `reference.prefill_attention`."""
     narrow = max(key.shape[-1], value.shape[-1]) <= KERNEL_HEAD_DIM
-    past = options.get("past")
-    tiers = () if past is None else (past.layout.high, past.layout.low)
-    if use_kernels(query.device, query.dtype, *tiers) and (narrow or is_forced("kernels")):
+    if use_kernels(query.device, query.dtype) and (narrow or is_forced("kernels")):
         from . import launch
 
         return launch.prefill_attention(query, key, value, **options)

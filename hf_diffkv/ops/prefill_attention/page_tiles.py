@@ -1,8 +1,8 @@
 """Tiles of stored keys or values, dequantised in registers (Triton helpers).
 
-The planes of packed codes lie one behind the other in a tile, each padded, so nothing is shuffled. To give every tile
-of a row the same order of columns, whatever its bits, rows are cut into PARTS equal parts, as many as the most finely
-packed level has planes, and each part is padded to WIDTH / PARTS columns.
+The pieces of unpacked rows (`ops/dequant.py`) lie one behind the other in a tile, each padded, so nothing is shuffled.
+To give every tile of a row the same order of columns, whatever its bits, rows are cut into PARTS equal parts, as many
+as the level of most pieces has, and each part is padded to WIDTH / PARTS columns.
 """
 
 from __future__ import annotations
@@ -10,13 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..dequant import load_metadata, unpack
-
-
-@triton.constexpr_function
-def planes(bits):
-    """Elements per byte; 1 where an element takes a byte or more."""
-    return max(1, 8 // bits)
+from ..dequant import load_metadata, pieces
+from ..packed_rows import load_codes, load_lanes, stack_pieces
 
 
 @triton.jit
@@ -42,10 +37,7 @@ def as_operand(x, DOT: tl.constexpr):
 def load_columns(pointer, DIM: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
     """Rows of DIM elements at pointers [tokens] as a tile [tokens, WIDTH], zeros where a column holds nothing."""
     element, exists = row_columns(DIM, WIDTH, PARTS)
-    if DIM == WIDTH:
-        return tl.load(pointer[:, None] + element[None, :])
-    else:
-        return tl.load(pointer[:, None] + element[None, :], mask=exists[None, :], other=0)
+    return load_lanes(pointer, element, exists, DIM == WIDTH)
 
 
 @triton.jit
@@ -56,24 +48,6 @@ def decode(codes, scale, zero, DOT: tl.constexpr, MODE: tl.constexpr):
     else:
         scale, zero = scale.to(tl.float16), zero.to(tl.float16)
         return as_operand(tl.fma(codes, tl.broadcast_to(scale, codes.shape), tl.broadcast_to(zero, codes.shape)), DOT)
-
-
-@triton.jit
-def stack_planes(tiles, COUNT: tl.constexpr):
-    """[tokens, columns] tiles of COUNT planes one behind the other."""
-    tokens: tl.constexpr = tiles[0].shape[0]
-    columns: tl.constexpr = tiles[0].shape[1]
-    if COUNT == 1:
-        return tiles[0]
-    elif COUNT == 2:
-        return tl.join(tiles[0], tiles[1]).permute(0, 2, 1).reshape(tokens, 2 * columns)
-    elif COUNT == 4:
-        stacked = tl.join(tl.join(tiles[0], tiles[2]), tl.join(tiles[1], tiles[3]))
-        return stacked.permute(0, 2, 3, 1).reshape(tokens, 4 * columns)
-    else:
-        even = tl.join(tl.join(tiles[0], tiles[4]), tl.join(tiles[2], tiles[6]))
-        odd = tl.join(tl.join(tiles[1], tiles[5]), tl.join(tiles[3], tiles[7]))
-        return tl.join(even, odd).permute(0, 2, 3, 4, 1).reshape(tokens, 8 * columns)
 
 
 @triton.jit
@@ -88,23 +62,22 @@ def stored_tile(rows, metadata, BITS: tl.constexpr, GROUPS: tl.constexpr, DIM: t
     if BITS == 16:
         return as_operand(load_columns(rows.to(tl.pointer_type(ELEMENT)), DIM, WIDTH, PARTS), DOT)
     else:
-        PLANES: tl.constexpr = planes(BITS)
-        BYTES: tl.constexpr = DIM // PLANES
-        packed = load_columns(rows, BYTES, WIDTH // PLANES, PARTS // PLANES)
-        codes = unpack(packed, BITS, True, MODE, tl.float32)
+        PIECES: tl.constexpr = pieces(BITS)
+        PIECE: tl.constexpr = DIM // PIECES
+        lane, exists = row_columns(PIECE, WIDTH // PIECES, PARTS // PIECES)
+        codes = load_codes(rows, lane, exists, PIECE == WIDTH // PIECES, BITS, DIM, True, MODE, tl.float32)
         tiles = ()
-        if PLANES % GROUPS == 0:
+        if PIECES % GROUPS == 0:
             for group in tl.static_range(GROUPS):
                 scale, zero = load_metadata(metadata + 4 * group)
-                for plane in tl.static_range(group * PLANES // GROUPS, (group + 1) * PLANES // GROUPS):
-                    tiles = tiles + (decode(codes[plane], scale[:, None], zero[:, None], DOT, MODE),)
+                for piece in tl.static_range(group * PIECES // GROUPS, (group + 1) * PIECES // GROUPS):
+                    tiles = tiles + (decode(codes[piece], scale[:, None], zero[:, None], DOT, MODE),)
         else:
-            byte, exists = row_columns(BYTES, WIDTH // PLANES, PARTS // PLANES)
-            for plane in tl.static_range(PLANES):
-                group = tl.where(exists, (plane * BYTES + byte) // (DIM // GROUPS), 0)
+            for piece in tl.static_range(PIECES):
+                group = tl.where(exists, (piece * PIECE + lane) // (DIM // GROUPS), 0)
                 scale, zero = load_metadata(metadata[:, None] + 4 * group[None, :])
-                tiles = tiles + (decode(codes[plane], scale, zero, DOT, MODE),)
-        return stack_planes(tiles, PLANES)
+                tiles = tiles + (decode(codes[piece], scale, zero, DOT, MODE),)
+        return stack_pieces(tiles, 0, PIECES)
 
 
 @triton.jit

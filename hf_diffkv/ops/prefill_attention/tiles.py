@@ -14,9 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...memory import PageLayout
-from ..dequant import PORTABLE, PTX
+from ..dequant import PORTABLE, PTX, pieces
 from .kernels import flash_forward
-from .page_tiles import planes
 
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -99,7 +98,7 @@ def past_tile(target: str, dtype: torch.dtype, layout: PageLayout) -> Tile:
     tile = _choose(PAST_TILES, target, dtype, max(layout.high.key_dim, layout.high.value_dim))
     sides = [(tier.k_bits, tier.k_groups) for tier in (layout.high, layout.low)]
     sides += [(tier.v_bits, tier.v_groups) for tier in (layout.high, layout.low)]
-    if any(bits < 16 and planes(bits) % groups for bits, groups in sides):
+    if any(bits < 16 and pieces(bits) % groups for bits, groups in sides):
         # metadata is then loaded for each element, too much to keep for several steps
         tile = replace(tile, num_stages=1)
     return tile
@@ -113,8 +112,8 @@ def column_tile(target: str, dtype: torch.dtype, key_dim: int) -> Tile:
 def past_constants(layout: PageLayout, dtype: torch.dtype, target: str) -> dict[str, object]:
     """Page format and arithmetic of `past_forward` as kernel constants."""
     tiers = (layout.high, layout.low)
-    key_parts = max(planes(tier.k_bits) for tier in tiers)
-    value_parts = max(planes(tier.v_bits) for tier in tiers)
+    key_parts = max(pieces(tier.k_bits) for tier in tiers)
+    value_parts = max(pieces(tier.v_bits) for tier in tiers)
     key_width, value_width = padded(layout.high.key_dim), padded(layout.high.value_dim)
     # the PTX takes four bytes at once
     narrow = min(key_width // key_parts, value_width // value_parts) < 4

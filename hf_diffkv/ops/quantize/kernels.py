@@ -2,13 +2,24 @@
 
 A tile of tokens is held as [tokens, planes, bytes]: element (t, p, j) is dimension p * dim / planes + j of token t, so
 byte j of the packed row is the sum of its planes' shifted codes, and nothing is shuffled between planes and bytes.
-At 8 and 16 bits there is one plane. `WIDTH` is the number of bytes (elements, at 16 bits) padded to a power of two.
+At 8 and 16 bits there is one plane. Codes of two fields are held in the planes of the narrower one; the planes of the
+other are several of these in turn. `WIDTH` is the number of bytes of a plane (elements, at 16 bits) padded to a power
+of two.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from ..dequant import fields
+from ..packed_rows import gather_codes
+
+
+@triton.constexpr_function
+def tile_planes(bits):
+    """Planes of a tile: those of the narrowest field."""
+    return max(1, 8 // fields(bits)[-1])
 
 
 @triton.jit
@@ -34,7 +45,7 @@ def stored_bits(x, DTYPE: tl.constexpr):
 @triton.jit
 def tile_dims(DIM: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr):
     """Dimension of each element of a tile, [1, planes, WIDTH], and whether it exists."""
-    PLANES: tl.constexpr = 8 // BITS if BITS < 8 else 1
+    PLANES: tl.constexpr = tile_planes(BITS)
     BYTES: tl.constexpr = DIM // PLANES
     byte = tl.arange(0, WIDTH)[None, None, :]
     dim = tl.arange(0, PLANES)[None, :, None] * BYTES + byte
@@ -67,18 +78,16 @@ def write_rows(
 
     scale = (max - min) / (2^bits - 1) and zero = min are rounded to fp16, and codes are computed with the rounded pair.
     """
-    PLANES: tl.constexpr = 8 // BITS if BITS < 8 else 1
-    BYTES: tl.constexpr = DIM // PLANES
     LEVELS: tl.constexpr = 2**BITS - 1
     GROUP_DIM: tl.constexpr = DIM // GROUPS
-    byte = tl.arange(0, WIDTH)[None, :]
-    stored = active[:, None] & (byte < BYTES)
     if BITS == 16:
+        element = tl.arange(0, WIDTH)[None, :]
         bits = tl.reshape(stored_bits(x, DTYPE), (x.shape[0], WIDTH))
-        tl.store(codes.to(tl.pointer_type(bits.dtype))[:, None] + byte, bits, mask=stored)
+        pointer = codes.to(tl.pointer_type(bits.dtype))[:, None] + element
+        tl.store(pointer, bits, mask=active[:, None] & (element < DIM))
     else:
         # a scale of 0 stores code 0: the division by 1 gives a finite number that the last `where` discards
-        packed = tl.zeros_like(x).to(tl.int32)
+        tile = tl.zeros_like(x).to(tl.int32)
         for group in tl.static_range(GROUPS):
             member = exists
             if GROUPS > 1:
@@ -93,15 +102,35 @@ def write_rows(
             code = round_even(tl.div_rn(shifted, tl.zeros_like(x) + divisor))
             code = tl.minimum(tl.maximum(code, 0.0), LEVELS)
             code = tl.where(step == 0.0, 0.0, code).to(tl.int32)
-            packed += tl.where(member, code, 0)
+            tile += tl.where(member, code, 0)
             word = scale.to(tl.uint16, bitcast=True).to(tl.uint32)
             word |= zero.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
             tl.store(metadata.to(tl.pointer_type(tl.uint32)) + group, word, mask=active)
-        if PLANES > 1:
-            packed = tl.sum(packed << (tl.arange(0, PLANES)[None, :, None] * BITS), 1)
-        else:
-            packed = tl.reshape(packed, (x.shape[0], WIDTH))
-        tl.store(codes[:, None] + byte, packed.to(tl.uint8), mask=stored)
+        COUNT: tl.constexpr = len(fields(BITS))
+        LOW: tl.constexpr = fields(BITS)[0]
+        write_field(tile, codes, active, DIM, LOW, WIDTH)
+        if COUNT > 1:
+            write_field(tile >> LOW, codes + DIM * LOW // 8, active, DIM, BITS - LOW, WIDTH)
+
+
+@triton.jit
+def write_field(code, codes, active, DIM: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr):
+    """Packs the lowest BITS bits of a tile of codes, int32 [tokens, planes, WIDTH], into the rows at `codes`.
+
+    Its planes may be finer than those of the field, each of which is then PARTS of them in turn.
+    """
+    PLANES: tl.constexpr = 8 // BITS
+    PARTS: tl.constexpr = code.shape[1] // PLANES
+    BYTES: tl.constexpr = DIM // code.shape[1]
+    tokens: tl.constexpr = code.shape[0]
+    parts = tl.reshape(code & ((1 << BITS) - 1), (tokens, PLANES, PARTS, WIDTH))
+    if PLANES > 1:
+        packed = tl.sum(parts << (tl.arange(0, PLANES)[None, :, None, None] * BITS), 1)
+    else:
+        packed = tl.reshape(parts, (tokens, PARTS, WIDTH))
+    byte = tl.arange(0, WIDTH)[None, None, :]
+    place = tl.arange(0, PARTS)[None, :, None] * BYTES + byte
+    tl.store(codes[:, None, None] + place, packed.to(tl.uint8), mask=active[:, None, None] & (byte < BYTES))
 
 
 @triton.jit
@@ -120,15 +149,11 @@ def read_rows(
 
     code * scale is exact in float32 (8 and 11 significant bits), so fusing the addition changes nothing.
     """
-    PLANES: tl.constexpr = 8 // BITS if BITS < 8 else 1
-    BYTES: tl.constexpr = DIM // PLANES
-    LEVELS: tl.constexpr = 2**BITS - 1
     mask = active[:, None, None] & exists
     if BITS == 16:
         x = tl.load(codes.to(tl.pointer_type(DTYPE))[:, None, None] + dim, mask=mask, other=0.0).to(tl.float32)
     else:
-        packed = tl.load(codes[:, None, None] + dim % BYTES, mask=mask, other=0).to(tl.int32)
-        code = (packed >> (dim // BYTES * BITS)) & LEVELS
+        code = gather_codes(codes[:, None, None], dim, mask, BITS, DIM)
         pointer = metadata.to(tl.pointer_type(tl.uint32))[:, None, None]
         if GROUPS == 1:
             word = tl.load(pointer, mask=active[:, None, None], other=0)

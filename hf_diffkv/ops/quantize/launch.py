@@ -13,7 +13,7 @@ from ...config import Precision
 from ...memory import PageLayout, TierLayout
 from ..variant import KernelVariant
 from .copy_kernel import copy_tokens_kernel
-from .kernels import load_tokens_kernel, store_tokens_kernel
+from .kernels import load_tokens_kernel, store_tokens_kernel, tile_planes
 
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 TILE_ELEMENTS = 2048
@@ -150,8 +150,8 @@ def unit_stride(x: Tensor) -> Tensor:
 
 
 def padded_width(dim: int, bits: int) -> int:
-    """Bytes of a packed row (elements at 16 bits), padded to a power of two."""
-    return triton.next_power_of_2(dim * bits // 8 if bits < 8 else dim)
+    """Bytes of a plane of a tile (elements at 16 bits), padded to a power of two."""
+    return triton.next_power_of_2(dim // tile_planes(bits))
 
 
 def tile_tokens(tier: TierLayout) -> int:

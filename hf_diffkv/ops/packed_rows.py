@@ -1,0 +1,84 @@
+"""Loading packed rows of codes in the tiles that `dequant.py` unpacks (Triton helpers)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .dequant import fields, unpack
+
+
+@triton.jit
+def load_lanes(pointer, lane, exists, FULL: tl.constexpr):
+    """Rows at pointers [tokens] as a tile [tokens, lanes] of the elements `lane`, zeros where one does not exist.
+
+    FULL: all exist; loads without a mask are wider.
+    """
+    if FULL:
+        return tl.load(pointer[:, None] + lane[None, :])
+    else:
+        return tl.load(pointer[:, None] + lane[None, :], mask=exists[None, :], other=0)
+
+
+@triton.jit
+def load_codes(rows, lane, exists, FULL: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, EXACT: tl.constexpr,
+               MODE: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+    """Codes of packed rows of DIM elements, a tuple of [tokens, lanes] for the `pieces`; see `unpack`.
+
+    Args:
+        rows: uint8 pointers [tokens]. lane, exists: which elements of each piece, and whether they exist.
+    """
+    LOW: tl.constexpr = fields(BITS)[0]
+    first = load_lanes(rows, lane, exists, FULL)
+    if LOW == BITS:
+        packed = (first,)
+    else:
+        QUARTER: tl.constexpr = DIM // 4
+        HALF: tl.constexpr = DIM // 8
+        above = rows + DIM * LOW // 8
+        second = load_lanes(rows + QUARTER, lane, exists, FULL) if LOW == 4 else first
+        if BITS - LOW == 2:
+            third = load_lanes(above, lane, exists, FULL)
+            fourth = third
+        else:
+            # the planes of one bit are halves of quarters: each half in a tile of its own, with zeros in the other
+            third = load_lanes(above, lane, lane < HALF, False)
+            fourth = load_lanes(above - HALF, lane, exists & (lane >= HALF), False)
+        packed = (first, second, third, fourth)
+    return unpack(packed, BITS, EXACT, MODE, DTYPE)
+
+
+@triton.jit
+def gather_codes(rows, element, mask, BITS: tl.constexpr, DIM: tl.constexpr):
+    """Codes of any elements (int, any shape) of packed rows of DIM elements as int32.
+
+    Args:
+        rows: uint8 pointers that broadcast with `element`, as `mask` does, which may be None.
+    """
+    COUNT: tl.constexpr = len(fields(BITS))
+    LOW: tl.constexpr = fields(BITS)[0]
+    codes = gather_field(rows, element, mask, LOW, DIM)
+    if COUNT > 1:
+        codes |= gather_field(rows + DIM * LOW // 8, element, mask, BITS - LOW, DIM) << LOW
+    return codes
+
+
+@triton.jit
+def gather_field(rows, element, mask, BITS: tl.constexpr, DIM: tl.constexpr):
+    ROW: tl.constexpr = DIM * BITS // 8
+    if mask is None:
+        packed = tl.load(rows + element % ROW)
+    else:
+        packed = tl.load(rows + element % ROW, mask=mask, other=0)
+    return (packed.to(tl.int32) >> (element // ROW * BITS)) & ((1 << BITS) - 1)
+
+
+@triton.jit
+def stack_pieces(tiles, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT tiles [tokens, lanes] of a tuple one behind the other: [tokens, COUNT * lanes]."""
+    if COUNT == 1:
+        return tiles[FIRST]
+    else:
+        left = stack_pieces(tiles, FIRST, COUNT // 2)
+        right = stack_pieces(tiles, FIRST + COUNT // 2, COUNT // 2)
+        return tl.join(left, right).permute(0, 2, 1).reshape(left.shape[0], 2 * left.shape[1])
