@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.calibration.candidates import Candidate, Thresholds, cheapest, closest, table
 from hf_diffkv.calibration.sweep import ALPHA_HIGH, ALPHA_LOW, Grid, sweep
-from hf_diffkv.calibration.texts import MATH, MATH_SUBJECTS, documents, read_pieces
+from hf_diffkv.calibration.texts import MATH, documents, read_pieces
 from hf_diffkv.cli import main
 from hf_diffkv.config_files import CONFIG_NAME
 from hf_diffkv.evaluation import runner
@@ -30,6 +30,15 @@ TEXT = Path(__file__)
 LENGTH = 150
 CONTINUED = 256
 LAYERS = 6
+SUBJECTS = (
+    "algebra",
+    "counting_and_probability",
+    "geometry",
+    "intermediate_algebra",
+    "number_theory",
+    "prealgebra",
+    "precalculus",
+)
 
 
 class Characters:
@@ -93,10 +102,10 @@ def data_sets(monkeypatch: pytest.MonkeyPatch, rows: dict[str | None, list[dict]
 
 
 def test_subjects_of_math_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = {name: [{"problem": f"{name} {i}", "solution": "s", "level": "1"} for i in (1, 2)] for name in MATH_SUBJECTS}
+    rows = {name: [{"problem": f"{name} {i}", "solution": "s", "level": "1"} for i in (1, 2)] for name in SUBJECTS}
     asked = data_sets(monkeypatch, rows)
     found = list(read_pieces(MATH))
-    assert asked == [(MATH, subject, "train") for subject in MATH_SUBJECTS]
+    assert asked == [(MATH, subject, "train") for subject in SUBJECTS]
     assert found[0] == "Problem:\nalgebra 1\n\nSolution:\ns" and found[7] == "Problem:\nalgebra 2\n\nSolution:\ns"
     assert len(found) == 14 and all("geometry" in found[i] for i in (2, 9))
 
@@ -231,7 +240,7 @@ def test_layers_that_save_nothing_stay() -> None:
             found = super().candidate(pair)
             # only the first layer gives a page back
             first = pair.alpha_high[0] if isinstance(pair.alpha_high, tuple) else pair.alpha_high
-            return Candidate(found.thresholds, round(1000 - first), 1.0, found.loss)
+            return Candidate(found.thresholds, round(1000 - first), 1 - first / 1000, found.loss)
 
     found = sweep(Pages(3, (0.1,) * 3), limit=0.85, grid=Grid((2.0, 3.0), (9.0,)), layers=3)
     assert cheapest(found, 0.85).thresholds == Thresholds((3.0, 2.0, 2.0), 0.0)
@@ -329,7 +338,7 @@ def test_what_was_measured_is_not_measured_again(
     def measure(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(runner, "_measure", measure)
+    monkeypatch.setattr(runner._Runner, "run", measure)
     # another limit needs no further measurement, as long as it takes another path through the same candidates
     assert command(calibrated, *ON_TEXT, "--max-kl", str(kls[-1])) == 0
     assert command(calibrated, *ON_TEXT, "--max-kl", str(kls[0] / 2)) == 1

@@ -85,7 +85,7 @@ class Bench:
         error = _error(records)
         if error is not None:
             return Candidate(thresholds, error=error)
-        held, whole = (sum(record.bytes for record in each) for each in (records, dense))
+        held, whole = sum(record.bytes for record in records), sum(record.dense_bytes for record in records)
         worse = self._figure(dense) - self._figure(records)
         return Candidate(thresholds, held, held / whole, worse if self.metric.higher_is_better else -worse)
 
