@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.calibration.candidates import Candidate, Thresholds, cheapest, closest, table
@@ -20,6 +20,7 @@ from hf_diffkv.cli import main
 from hf_diffkv.config_files import CONFIG_NAME
 from hf_diffkv.evaluation import runner
 from hf_diffkv.evaluation.errors import EvaluationError
+from hf_diffkv.evaluation.methods import get_method
 from hf_diffkv.evaluation.tasks import TASKS, Document
 from hf_diffkv.evaluation.tasks.asking import AskingTask
 from hf_diffkv.evaluation.tasks.base import Source
@@ -327,6 +328,14 @@ def test_a_calibrated_configuration(calibrated: Path) -> None:
         assert figures["bytes"] == held and figures["ratio"] == pytest.approx(ratio)
         assert figures["kl"] == pytest.approx(kl, rel=1e-3)
     assert config == DiffKVConfig(alpha_high=4.0, alpha_low=0.1)
+
+
+def test_a_calibrated_configuration_is_a_method(calibrated: Path, tmp_path: Path) -> None:
+    model_config = AutoConfig.from_pretrained(TINY_LM)
+    method = get_method(f"diffkv:config={calibrated}+window=32")
+    assert method.config_for(model_config) == DiffKVConfig(alpha_high=4.0, alpha_low=0.1, window=32)
+    with pytest.raises(EvaluationError, match=f"{CONFIG_NAME} does not exist"):
+        get_method(f"diffkv:config={tmp_path}")
 
 
 def test_what_was_measured_is_not_measured_again(
