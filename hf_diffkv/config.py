@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Union
+from typing import Any, Union
 
 from . import config_files
 
@@ -106,15 +106,9 @@ class DiffKVConfig:
         cuda_graphs: whether `generate()` on a CUDA device captures a decode step once and replays it; its
             `compile_config` has the forward compiled beforehand.
 
-    Attributes:
-        calibration: what `hf-diffkv calibrate` chose it by, where it was read from such a file (docs/calibration.md);
-            None otherwise. No field: it takes no part in comparisons, and a changed copy does not have it.
-
     Raises:
         ValueError: a value outside its range, or thresholds out of order. The message names the argument.
     """
-
-    calibration: ClassVar[dict[str, Any] | None] = None
 
     high: Precision = Precision(8, 4)
     low: Precision = Precision(4, 2)
@@ -200,6 +194,14 @@ class DiffKVConfig:
         from .probe import without_fragile_level
 
         return without_fragile_level(config, model, tokenizer)
+
+    @property
+    def calibration(self) -> dict[str, Any] | None:
+        """What `hf-diffkv calibrate` chose it by (docs/calibration.md), where it was read from such a file; else None.
+
+        No field: it takes no part in comparisons, and a changed copy does not have it.
+        """
+        return vars(self).get(config_files.CALIBRATION_ATTRIBUTE)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DiffKVConfig:

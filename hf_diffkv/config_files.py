@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from .config import DiffKVConfig
 
 CONFIG_NAME = "diffkv_config.json"
-# key of what a configuration was chosen by; no field, so that a changed configuration does not keep it
+# key of what a configuration was chosen by, and where the object has it
 CALIBRATION = "calibration"
+CALIBRATION_ATTRIBUTE = "_calibration"
 
 
 def to_text(config: DiffKVConfig) -> str:
@@ -38,7 +39,7 @@ def read(config_class: type[DiffKVConfig], name: str | os.PathLike, **kwargs: An
 
 def with_calibration(config: DiffKVConfig, calibration: dict[str, Any] | None) -> DiffKVConfig:
     """`config`, fresh from its constructor, with what it was chosen by."""
-    object.__setattr__(config, "calibration", calibration)
+    object.__setattr__(config, CALIBRATION_ATTRIBUTE, calibration)
     return config
 
 

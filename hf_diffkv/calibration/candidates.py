@@ -30,7 +30,7 @@ class Candidate:
 
     Attributes:
         bytes: what the cache really held, summed over the documents; None where it failed.
-        ratio: to what the dense cache held.
+        ratio: to what a dense cache of as many tokens held.
         loss: how much worse than the dense cache, in the figure that calibration goes by.
         error: why it failed.
     """
@@ -50,9 +50,9 @@ class Candidate:
 
 
 def cheapest(candidates: Iterable[Candidate], limit: float) -> Candidate | None:
-    """The one of fewest bytes that loses at most `limit`; of several the one that loses least; None without any."""
+    """The one of the lowest ratio that loses at most `limit`; of several the one that loses least; None without any."""
     good = [each for each in candidates if each.error is None and each.loss <= limit]
-    return min(good, key=lambda each: (each.bytes, each.loss), default=None)
+    return min(good, key=lambda each: (each.ratio, each.loss), default=None)
 
 
 def closest(candidates: Iterable[Candidate]) -> Candidate | None:
@@ -65,7 +65,7 @@ def table(candidates: Iterable[Candidate], limit: float, loss_title: str) -> str
     candidates = list(candidates)
     chosen = cheapest(candidates, limit)
     lines = [["alpha_high", "alpha_low", "real bytes", loss_title, ""], ["---"] * 5]
-    for each in sorted(candidates, key=lambda each: (each.bytes is None, -(each.bytes or 0))):
+    for each in sorted(candidates, key=lambda each: (each.ratio is None, -(each.ratio or 0.0))):
         pair = [_format(each.thresholds.alpha_high), _format(each.thresholds.alpha_low)]
         if each.error is not None:
             lines.append([*pair, "-", "-", f"failed: {each.error}"])

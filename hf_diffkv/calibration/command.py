@@ -12,7 +12,7 @@ from typing import Any
 from ..config_files import CONFIG_NAME, with_calibration
 from ..evaluation.command import DTYPES
 from ..evaluation.errors import EvaluationError
-from .candidates import Candidate, Thresholds, cheapest, closest, table
+from .candidates import Candidate, cheapest, closest, table
 from .sweep import ALPHA_HIGH, ALPHA_LOW, Grid, sweep
 from .texts import MATH, OFFLINE
 
@@ -78,20 +78,23 @@ def calibrate(options: argparse.Namespace) -> int:
     Raises:
         EvaluationError: something the user can put right; what was measured is kept.
     """
-    from ..evaluation.loading import load
+    from ..evaluation.loading import load_config, load_model
     from ..evaluation.methods import get_method
     from ..evaluation.records import RunFolder
     from .measuring import Bench
 
     limit = _limit(options)
-    _check_method(get_method(Thresholds(1.0, 0.0).method(options.method)), options.method)
-    tokenizer, model = load(options.model, options.dtype, options.device, options.quiet)
-    cache = get_method(options.method).new_cache(model)
-    task, documents, source = _documents(options, tokenizer, model)
-    _check_length(documents, cache.config.window)
+    method = get_method(options.method)
+    _check_method(method, options.method)
+    model_config, tokenizer = load_config(options.model)
+    task, documents, source = _documents(options, tokenizer, model_config)
+    _check_length(documents, method.config_for(model_config).window)
+    model = load_model(options.model, options.dtype, options.device, options.quiet)
     settings = {"model": options.model, "dtype": str(model.dtype).removeprefix("torch.")}
-    bench = Bench(model, tokenizer, options.method, task, documents, RunFolder(options.output, settings), options)
-    layers = len(cache.compressed_layers()) if options.per_layer else None
+    folder = RunFolder(options.output, settings)
+    run_options = {"retry": options.retry, "quiet": options.quiet}
+    bench = Bench(model, tokenizer, options.method, task, documents, folder, **run_options)
+    layers = len(method.new_cache(model).compressed_layers()) if options.per_layer else None
     candidates = sweep(bench.measure, limit, Grid(options.alpha_high, options.alpha_low), layers)
 
     text = table(candidates, limit, bench.title)
@@ -104,7 +107,7 @@ def calibrate(options: argparse.Namespace) -> int:
         path.unlink(missing_ok=True)
         print(f"hf-diffkv: {_none(candidates, limit, bench.title)}", file=sys.stderr)
         return NONE_GOOD_ENOUGH
-    config = get_method(chosen.thresholds.method(options.method)).new_cache(model).config
+    config = get_method(chosen.thresholds.method(options.method)).config_for(model_config)
     block = {
         **settings,
         **source,
@@ -141,22 +144,24 @@ def _check_method(method: Any, name: str) -> None:
         raise EvaluationError(f"--method {name}: only diffkv, with its own policy, goes by alpha_high and alpha_low.")
 
 
-def _documents(options: argparse.Namespace, tokenizer: Any, model: Any) -> tuple[Any, list[Any], dict[str, Any]]:
-    """Task, documents, and how the figures file describes them."""
+def _documents(options: argparse.Namespace, tokenizer: Any, model_config: Any) -> tuple[Any, list[Any], dict[str, Any]]:
+    """Task, documents, and how the written configuration describes them."""
     from ..evaluation.runner import check_fits, documents_of
     from ..evaluation.tasks import get_task
+    from ..evaluation.tasks.base import Source
     from .texts import documents, read_pieces
 
+    most = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
     if options.task is not None:
         task = get_task(options.task)
-        found = documents_of(task, tokenizer, options.documents, options.length, options.seed)
+        found = documents_of(task, Source(tokenizer, options.documents or 0, options.length, options.seed, most))
         source = {"task": options.task, "seed": options.seed}
     else:
         task, name = get_task("text"), options.text or MATH
         count, length = options.documents or DOCUMENTS, options.length or LENGTH
         source = {"text": name, "length": length, "continued": CONTINUED}
         found = documents(read_pieces(name), tokenizer, count, length, CONTINUED)
-    check_fits(task, found, model)
+    check_fits(task, found, most)
     return task, found, {**source, "documents": len(found)}
 
 

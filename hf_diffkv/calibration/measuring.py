@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +24,7 @@ class Bench:
     Args:
         base: the method whose thresholds vary.
         task: its first metric is what calibration goes by.
-        options: `retry` and `quiet` are used.
+        retry, quiet: as of `runner.run`.
     """
 
     def __init__(
@@ -35,11 +35,13 @@ class Bench:
         task: Task,
         documents: list[Document],
         folder: RunFolder,
-        options: argparse.Namespace,
+        *,
+        retry: bool = False,
+        quiet: bool = False,
     ) -> None:
         self.model, self.tokenizer, self.base = model, tokenizer, base
         self.task, self.documents, self.folder = task, documents, folder
-        self.retry, self.quiet = options.retry, options.quiet
+        self.retry, self.quiet = retry, quiet
         self.metric = task.metrics[0]
         self.environment = describe_environment(model.device)
 
@@ -72,13 +74,18 @@ class Bench:
         failed = _error(dense)
         if failed is not None:
             raise EvaluationError(f"the dense cache fails: {failed}")
+        if math.isnan(self._figure(dense)):
+            raise EvaluationError(
+                f"the dense cache gets nothing of task {self.task.name!r} right, so nothing can be lost; choose "
+                "another task, or --text and --max-kl."
+            )
         return [self._candidate(pair, found[label], dense) for pair, label in zip(thresholds, labels)]
 
     def _candidate(self, thresholds: Thresholds, records: list[Record], dense: list[Record]) -> Candidate:
         error = _error(records)
         if error is not None:
             return Candidate(thresholds, error=error)
-        held, whole = (sum(record.bytes for record in each) for each in (records, dense))
+        held, whole = sum(record.bytes for record in records), sum(record.dense_bytes for record in records)
         worse = self._figure(dense) - self._figure(records)
         return Candidate(thresholds, held, held / whole, worse if self.metric.higher_is_better else -worse)
 

@@ -51,9 +51,9 @@ def _by_layer(measure: Measure, limit: float, start: Candidate, grid: Grid, laye
     found = measure([_moved(start.thresholds, [move], layers) for move in moves])
     gains: dict[int, tuple[float, tuple[int, Thresholds]]] = {}
     for move, candidate in zip(moves, found):
-        if candidate.error is None and candidate.bytes < start.bytes:
+        if candidate.error is None and candidate.ratio < start.ratio:
             price = max(candidate.loss - start.loss, NO_LOSS)
-            gain = (start.bytes - candidate.bytes) / price
+            gain = (start.ratio - candidate.ratio) / price
             gains[move[0]] = max(gains.get(move[0], (0.0, move)), (gain, move), key=lambda pair: pair[0])
     order = [move for _, move in sorted(gains.values(), key=lambda pair: -pair[0])]
     # the longest beginning of the order that stays within the limit, by halving

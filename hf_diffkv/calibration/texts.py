@@ -9,19 +9,11 @@ from typing import Any
 
 from ..evaluation.errors import EvaluationError
 from ..evaluation.tasks import Document
+from ..evaluation.tasks.competition_math import Math
 from ..evaluation.tasks.text import texts
 
-# the train split of MATH, as in the paper
-MATH = "EleutherAI/hendrycks_math"
-MATH_SUBJECTS = (
-    "algebra",
-    "counting_and_probability",
-    "geometry",
-    "intermediate_algebra",
-    "number_theory",
-    "prealgebra",
-    "precalculus",
-)
+# the train split is what the paper calibrates on
+MATH = Math.repository
 # chapters of Python's language reference, which need no Hub
 OFFLINE = "offline"
 # columns of a data set that hold text, the first of these groups that is there
@@ -42,7 +34,7 @@ def documents(pieces: Iterable[str], tokenizer: Any, count: int, length: int, co
     Raises:
         EvaluationError: the pieces end before.
     """
-    start = _start(tokenizer)
+    start = tuple(tokenizer("").input_ids)
     size = length - len(start) + continued
     ids: list[int] = []
     found: list[Document] = []
@@ -59,12 +51,6 @@ def documents(pieces: Iterable[str], tokenizer: Any, count: int, length: int, co
         f"the text has {tokens} tokens, but {count} documents of {length} and {continued} more take {count * size}; "
         "give a longer text, or lower --documents or --length."
     )
-
-
-def _start(tokenizer: Any) -> tuple[int, ...]:
-    """What the tokenizer puts before a prompt."""
-    first = tokenizer("a").input_ids[:1]
-    return tuple(first) if first == [tokenizer.bos_token_id] else ()
 
 
 def read_pieces(name: str) -> Iterator[str]:
@@ -99,7 +85,7 @@ def _data_set(name: str) -> Iterator[str]:
             f"the data set {name} needs the package datasets: pip install 'hf-diffkv[eval]'; or {REMEDY}."
         ) from error
     repository, _, config = name.partition(":")
-    configs = MATH_SUBJECTS if repository == MATH and not config else (config or None,)
+    configs = Math.configs if repository == MATH and not config else (config or None,)
     try:
         streams = [iter(datasets.load_dataset(repository, each, split=SPLIT, streaming=True)) for each in configs]
         # subjects take turns

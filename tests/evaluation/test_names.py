@@ -33,13 +33,13 @@ def test_every_module_is_found() -> None:
 @pytest.mark.parametrize("text", FIELDS)
 def test_options_of_diffkv(text: str) -> None:
     method = get_method(text)
-    config = method._config(LlamaConfig())
+    config = method.config_for(LlamaConfig())
     assert config == DiffKVConfig.for_model(LlamaConfig(), **FIELDS[text])
     assert method.label == text.strip()
 
 
 def test_lossless_is_not_a_preset() -> None:
-    assert get_method("diffkv:lossless+window=32")._config(LlamaConfig()) == DiffKVConfig.lossless(window=32)
+    assert get_method("diffkv:lossless+window=32").config_for(LlamaConfig()) == DiffKVConfig.lossless(window=32)
 
 
 def test_options_of_the_others() -> None:

@@ -41,9 +41,10 @@ class DiffKVMethod(Method):
     def __init__(self, fields: dict[str, Any], base: str | None = None) -> None:
         self.fields, self.base = fields, base
         # what is wrong with the fields is said before a model is loaded
-        self._config(None)
+        self.config_for(None)
 
-    def _config(self, model_config: Any) -> DiffKVConfig:
+    def config_for(self, model_config: Any) -> DiffKVConfig:
+        """The configuration of the caches of a model; without `model_config` only the fields are checked."""
         if self.base is not None:
             return getattr(DiffKVConfig, self.base)(**self.fields)
         if model_config is None:
@@ -53,7 +54,7 @@ class DiffKVMethod(Method):
     def new_cache(self, model: Any) -> Any:
         from ...integration.cache import DiffKVCache
 
-        return DiffKVCache(model.config, self._config(model.config))
+        return DiffKVCache(model.config, self.config_for(model.config))
 
     def branch(self, cache: Any) -> Any:
         return cache.fork(1)[0]
