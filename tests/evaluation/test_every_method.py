@@ -12,7 +12,6 @@ from hf_diffkv.evaluation import plots
 from hf_diffkv.evaluation.methods import METHODS
 from hf_diffkv.evaluation.records import Record
 from hf_diffkv.evaluation.tasks import TASKS, dictionary, passage, suites, text, trajectory, turns, updates
-from hf_diffkv.policy import POLICIES
 
 LOSSLESS = "diffkv:lossless"
 METHOD_LABELS = ["dense", "diffkv:K4V2", LOSSLESS, "quanto:4", "hqq:4", "fp8"]
@@ -46,8 +45,8 @@ def records(run: Path) -> dict[tuple[str, str], dict]:
 
 def test_all_families_are_in_it() -> None:
     families = {label.partition(":")[0] for label in METHOD_LABELS}
-    # kvpress needs an environment of its own (test_kvpress.py); policies are caches of diffkv (test_policies.py)
-    assert families == set(METHODS.names()) - {"kvpress"} - set(POLICIES) | {"diffkv"}
+    # kvpress needs an environment of its own: test_kvpress.py
+    assert families == set(METHODS.names()) - {"kvpress"}
 
 
 def test_all_have_figures(records: dict) -> None:

@@ -62,9 +62,9 @@ def greedy(model: Any, cache: Any, parts: list[list[int]], steps: int = STEPS) -
 def test_generate_goes_on_behind_a_context(model: Any, tokenizer: Any, label: str) -> None:
     context, question = ids_of(tokenizer, CONTEXT), ids_of(tokenizer, QUESTIONS[0])
     method = get_method(label)
-    cache = method.new_cache(model)
-    with method.attached(model, prompt=True):
-        expected = greedy(model, cache, [context, question])
+    alone = Session(model, method)
+    with method.attached(alone):
+        expected = greedy(model, alone.cache, [context, question])
     session = Session(model, method, tokenizer)
     session.forward(context)
     text = session.generate(question, STEPS)
@@ -136,8 +136,8 @@ class Dropping(Method):
     def new_cache(self, model: Any) -> Any:
         return DynamicCache()
 
-    def attached(self, model: Any, prompt: bool) -> Any:
-        return _Drop(self, model, prompt)
+    def attached(self, session: Session) -> Any:
+        return _Drop(self, session.model, prompt=session.seen == 0)
 
 
 class _Drop:
