@@ -104,17 +104,27 @@ inline void key_products(const Step& step, Work& work, const Piece* begin, const
   while (!cursor.done()) {
     int count;
     switch (form_of(side)) {
-      case CODES:
-        count = stage_codes(cursor, false, work.codes, STAGED_CODES);
+      case CODES: {
+        const uint8_t* codes = work.codes;
+        if (side.bits == 8 && side.dim == padding) {
+          // bytes in rows of whole vectors need not be unpacked
+          codes = cursor.piece->key;
+          count = cursor.piece->count;
+          if (cursor.piece + 1 != end) prefetch(cursor.piece[1], false);
+          cursor.advance(count);
+        } else {
+          count = stage_codes(cursor, false, work.codes, STAGED_CODES);
+        }
 #if defined(__AVX512VNNI__)
         if (use_digits(step)) {
-          dot_digits(work.codes, padding, count, work.query_upper, work.query_lower, work.query_factor, heads, out,
+          dot_digits(codes, padding, count, work.query_upper, work.query_lower, work.query_factor, heads, out,
                      stride);
           break;
         }
 #endif
-        dot_rows(work.codes, padding, count, work.query, padding, heads, width, out, stride);
+        dot_rows(codes, padding, count, work.query, padding, heads, width, out, stride);
         break;
+      }
       case STORED:
         count = cursor.piece->count;
         with_dtype(step.format.dtype, [&](auto element) {

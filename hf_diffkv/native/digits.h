@@ -41,34 +41,61 @@ inline __m512i integer_sums(const __m512i* a) {
   return _mm512_add_epi32(_mm512_shuffle_i32x4(d, e, 0x88), _mm512_shuffle_i32x4(d, e, 0xdd));
 }
 
-template <int HEADS>
+// Sums of digits times codes for some tokens and one head; rows have VECTORS * 64 bytes, 0 stands for any number.
+template <int TOKENS, int VECTORS>
+inline void dot_digit_rows(const uint8_t* const* row, int64_t stride, const int8_t* upper, const int8_t* lower,
+                           __m512i* sum) {
+  const int vectors = VECTORS ? VECTORS : int(stride / 64);
+  for (int t = 0; t < TOKENS; t++) sum[t] = _mm512_setzero_si512();
+  for (int v = 0; v < vectors; v++) {
+    const __m512i q = _mm512_loadu_si512(upper + 64 * v);
+    for (int t = 0; t < TOKENS; t++) sum[t] = _mm512_dpbusd_epi32(sum[t], _mm512_loadu_si512(row[t] + 64 * v), q);
+  }
+  for (int t = 0; t < TOKENS; t++) sum[t] = _mm512_slli_epi32(sum[t], 7);
+  for (int v = 0; v < vectors; v++) {
+    const __m512i q = _mm512_loadu_si512(lower + 64 * v);
+    for (int t = 0; t < TOKENS; t++) sum[t] = _mm512_dpbusd_epi32(sum[t], _mm512_loadu_si512(row[t] + 64 * v), q);
+  }
+}
+
+template <int HEADS, int VECTORS>
 inline void dot_digit_heads(const uint8_t* codes, int64_t stride, int count, const int8_t* upper, const int8_t* lower,
                             const float* factor, float* out, int64_t out_stride) {
   constexpr int TOKENS = 16 / HEADS, TOGETHER = TOKENS < 4 ? TOKENS : 4;
+  float factors[16];
+  for (int i = 0; i < 16; i++) factors[i] = factor[i / TOKENS];
   for (int first = 0; first < count; first += TOKENS) {
     __m512i total[16];
     for (int t0 = 0; t0 < TOKENS; t0 += TOGETHER) {
       const uint8_t* row[TOGETHER];
       for (int t = 0; t < TOGETHER; t++) row[t] = codes + smaller(first + t0 + t, count - 1) * stride;
-      for (int h = 0; h < HEADS; h++) {
-        __m512i sum[TOGETHER];
-        for (int t = 0; t < TOGETHER; t++) sum[t] = _mm512_setzero_si512();
-        for (int d = 0; d < stride; d += 64) {
-          const __m512i q = _mm512_loadu_si512(upper + h * stride + d);
-          for (int t = 0; t < TOGETHER; t++) sum[t] = _mm512_dpbusd_epi32(sum[t], _mm512_loadu_si512(row[t] + d), q);
-        }
-        for (int t = 0; t < TOGETHER; t++) sum[t] = _mm512_slli_epi32(sum[t], 7);
-        for (int d = 0; d < stride; d += 64) {
-          const __m512i q = _mm512_loadu_si512(lower + h * stride + d);
-          for (int t = 0; t < TOGETHER; t++) sum[t] = _mm512_dpbusd_epi32(sum[t], _mm512_loadu_si512(row[t] + d), q);
-        }
-        for (int t = 0; t < TOGETHER; t++) total[h * TOKENS + t0 + t] = sum[t];
-      }
+#pragma GCC unroll 4
+      for (int h = 0; h < HEADS; h++)
+        dot_digit_rows<TOGETHER, VECTORS>(row, stride, upper + h * stride, lower + h * stride, total + h * TOKENS + t0);
     }
     float products[16];
-    store(products, _mm512_cvtepi32_ps(integer_sums(total)));
+    store(products, _mm512_cvtepi32_ps(integer_sums(total)) * load(factors));
     for (int h = 0; h < HEADS; h++)
-      for (int t = 0; t < TOKENS; t++) out[h * out_stride + first + t] = products[h * TOKENS + t] * factor[h];
+      memcpy(out + h * out_stride + first, products + h * TOKENS, TOKENS * sizeof(float));
+  }
+}
+
+template <int VECTORS>
+inline void dot_digit_vectors(const uint8_t* codes, int64_t stride, int count, const int8_t* upper,
+                              const int8_t* lower, const float* factor, int heads, float* out, int64_t out_stride) {
+  for (int h = 0; h < heads;) {
+    const int64_t at = h * stride;
+    float* to = out + h * out_stride;
+    if (heads - h >= 4) {
+      dot_digit_heads<4, VECTORS>(codes, stride, count, upper + at, lower + at, factor + h, to, out_stride);
+      h += 4;
+    } else if (heads - h >= 2) {
+      dot_digit_heads<2, VECTORS>(codes, stride, count, upper + at, lower + at, factor + h, to, out_stride);
+      h += 2;
+    } else {
+      dot_digit_heads<1, VECTORS>(codes, stride, count, upper + at, lower + at, factor + h, to, out_stride);
+      h += 1;
+    }
   }
 }
 
@@ -76,19 +103,10 @@ inline void dot_digit_heads(const uint8_t* codes, int64_t stride, int count, con
 // after the last token of each head are overwritten.
 inline void dot_digits(const uint8_t* codes, int64_t stride, int count, const int8_t* upper, const int8_t* lower,
                        const float* factor, int heads, float* out, int64_t out_stride) {
-  for (int h = 0; h < heads;) {
-    const int64_t at = h * stride;
-    float* to = out + h * out_stride;
-    if (heads - h >= 4) {
-      dot_digit_heads<4>(codes, stride, count, upper + at, lower + at, factor + h, to, out_stride);
-      h += 4;
-    } else if (heads - h >= 2) {
-      dot_digit_heads<2>(codes, stride, count, upper + at, lower + at, factor + h, to, out_stride);
-      h += 2;
-    } else {
-      dot_digit_heads<1>(codes, stride, count, upper + at, lower + at, factor + h, to, out_stride);
-      h += 1;
-    }
+  switch (stride) {
+    case 64: return dot_digit_vectors<1>(codes, stride, count, upper, lower, factor, heads, out, out_stride);
+    case 128: return dot_digit_vectors<2>(codes, stride, count, upper, lower, factor, heads, out, out_stride);
+    default: return dot_digit_vectors<0>(codes, stride, count, upper, lower, factor, heads, out, out_stride);
   }
 }
 

@@ -5,33 +5,85 @@
 namespace diffkv {
 namespace {
 
-// `to` = or |= the `BITS` bits from `shift` up of each byte, moved to bit `place`.
+// `to` = or |= the `BITS` bits from `SHIFT` up of each byte, moved to bit `PLACE`.
+template <int BITS, int SHIFT, int PLACE, class Word>
+inline void unpack_word(const uint8_t* from, uint8_t* to) {
+  constexpr uint8_t MASK = ((1 << BITS) - 1) << PLACE;
+  typedef uint8_t Bytes __attribute__((vector_size(sizeof(Word))));
+  Word word;
+  memcpy(&word, from, sizeof(word));
+  // bits that come from a neighbouring byte are masked
+  if (SHIFT > PLACE) word = word >> (SHIFT - PLACE);
+  if (SHIFT < PLACE) word = word << (PLACE - SHIFT);
+  Bytes codes = (Bytes)word & (Bytes{} + MASK);
+  if (PLACE) {
+    Bytes lower;
+    memcpy(&lower, to, sizeof(lower));
+    codes |= lower;
+  }
+  memcpy(to, &codes, sizeof(codes));
+}
+
+typedef uint32_t Word64 __attribute__((vector_size(64)));
+typedef uint32_t Word32 __attribute__((vector_size(32)));
+typedef uint32_t Word16 __attribute__((vector_size(16)));
+typedef uint32_t Word8 __attribute__((vector_size(8)));
+
+// The same of `count` bytes. Not masked: some processors store masked bytes one by one.
 template <int BITS, int SHIFT, int PLACE>
-inline void unpack_plane(const uint8_t* __restrict from, int count, uint8_t* __restrict to) {
+inline void unpack_plane(const uint8_t* from, int count, uint8_t* to) {
   constexpr uint8_t MASK = (1 << BITS) - 1;
   int i = 0;
 #if defined(__AVX512BW__)
-  const __m512i mask = _mm512_set1_epi8(MASK << PLACE);
-  for (; i < count; i += 64) {
-    const __mmask64 there = count - i >= 64 ? ~0ull : (1ull << (count - i)) - 1;
-    __m512i x = _mm512_maskz_loadu_epi8(there, from + i);
-    if (SHIFT > PLACE) x = _mm512_srli_epi16(x, SHIFT - PLACE);
-    if (SHIFT < PLACE) x = _mm512_slli_epi16(x, PLACE - SHIFT);
-    x = _mm512_and_si512(x, mask);
-    if (PLACE) x = _mm512_or_si512(x, _mm512_maskz_loadu_epi8(there, to + i));
-    _mm512_mask_storeu_epi8(to + i, there, x);
-  }
-#else
+  for (; i + 64 <= count; i += 64) unpack_word<BITS, SHIFT, PLACE, Word64>(from + i, to + i);
+#endif
+#if defined(__AVX2__)
+  for (; i + 32 <= count; i += 32) unpack_word<BITS, SHIFT, PLACE, Word32>(from + i, to + i);
+#endif
+  for (; i + 16 <= count; i += 16) unpack_word<BITS, SHIFT, PLACE, Word16>(from + i, to + i);
+  for (; i + 8 <= count; i += 8) unpack_word<BITS, SHIFT, PLACE, Word8>(from + i, to + i);
   for (; i < count; i++) {
     const uint8_t code = uint8_t((from[i] >> SHIFT & MASK) << PLACE);
     to[i] = PLACE ? uint8_t(to[i] | code) : code;
   }
-#endif
 }
+
+#if defined(__AVX512BW__)
+// How far 32 bits are turned so that those of the plane that 4 bytes of the `vector`-th 64 codes are in come to PLACE.
+template <int BITS, int PLACE, int COUNT>
+constexpr int turn(int vector, int word) {
+  return (PLACE - BITS * ((64 * vector + 4 * word) / COUNT)) & 31;
+}
+
+// All planes of a field of COUNT bytes, 64 codes at a time.
+template <int BITS, int PLACE, int COUNT>
+inline void unpack_wide(const uint8_t* from, uint8_t* to) {
+  const __m512i packed = COUNT == 16 ? _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)from))
+                                     : _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)from));
+  const __m512i mask = _mm512_set1_epi8(((1 << BITS) - 1) << PLACE);
+#pragma GCC unroll 4
+  for (int v = 0; v < 8 / BITS * COUNT / 64; v++) {
+#define TURN(i) turn<BITS, PLACE, COUNT>(v, i)
+    const __m512i turns = _mm512_setr_epi32(TURN(0), TURN(1), TURN(2), TURN(3), TURN(4), TURN(5), TURN(6), TURN(7),
+                                            TURN(8), TURN(9), TURN(10), TURN(11), TURN(12), TURN(13), TURN(14),
+                                            TURN(15));
+#undef TURN
+    __m512i codes = _mm512_and_si512(_mm512_rolv_epi32(packed, turns), mask);
+    if (PLACE) codes = _mm512_or_si512(codes, _mm512_loadu_si512(to + 64 * v));
+    _mm512_storeu_si512(to + 64 * v, codes);
+  }
+}
+#endif
 
 template <int BITS, int PLACE>
 inline void unpack_field(const uint8_t* from, int dim, uint8_t* to) {
   const int count = dim * BITS / 8;
+#if defined(__AVX512BW__)
+  if constexpr (BITS <= 2)
+    if (count == 16) return unpack_wide<BITS, PLACE, 16>(from, to);
+  if constexpr (BITS <= 4)
+    if (count == 32) return unpack_wide<BITS, PLACE, 32>(from, to);
+#endif
   unpack_plane<BITS, 0, PLACE>(from, count, to);
   if constexpr (BITS <= 4) unpack_plane<BITS, BITS, PLACE>(from, count, to + count);
   if constexpr (BITS <= 2) {
