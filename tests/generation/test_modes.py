@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
-from hf_diffkv.cli import BUNDLED_MODEL
+from hf_diffkv.evaluation.models import TINY_LM
 
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt_oss")
 LENGTHS = (90, 33, 64)
@@ -75,7 +75,7 @@ def test_modes(name: str, mode: str) -> None:
 @pytest.mark.oldest
 def test_stop_strings() -> None:
     """Transformers passes the tokenizer on to attention."""
-    model, tokenizer = tiny_model("llama", "eager"), AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    model, tokenizer = tiny_model("llama", "eager"), AutoTokenizer.from_pretrained(TINY_LM)
     prompt = ragged_prompts(LENGTHS)
     written = said(model, *prompt)[:, max(LENGTHS) :]
     stops = [tokenizer.decode(row[8:10]) for row in written]

@@ -14,7 +14,7 @@ from recorded_graph import RecordedGraph
 from transformers import AutoTokenizer
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
-from hf_diffkv.cli import BUNDLED_MODEL
+from hf_diffkv.evaluation.models import TINY_LM
 from hf_diffkv.integration import graphs
 from hf_diffkv.store import Store
 from hf_diffkv.store.read import IntegrityError
@@ -146,7 +146,7 @@ def test_what_is_not_captured_runs_from_python(model, steps, options: dict) -> N
 
 
 def test_stop_strings_are_captured(model, steps) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(TINY_LM)
     tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(5))
     options = {"stop_strings": ["no model writes this"], "tokenizer": tokenizer}
     expected, _ = run(model, False, tokens, 6, **options)
