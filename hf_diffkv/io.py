@@ -21,13 +21,16 @@ from .store.state import ROW_STATE
 if TYPE_CHECKING:
     from .integration.cache import DiffKVCache
     from .integration.devices import TensorParallel
+    from .integration.stores import Stores
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+# in version 1 thresholds had no batch dimension, and keys and values were held as the model had them
+READABLE_VERSIONS = (1, 2)
+UNKNOWN_TO_1 = {"rotate": False, "center": False}
 JSON_NAME = "diffkv_cache.json"
 TENSORS_NAME = "diffkv_cache.safetensors"
 # what does not change the keys and values a model computes
 VOLATILE = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
-STORE_TENSORS = (*ROW_STATE, "alpha_high", "alpha_low")
 WEIGHT_SAMPLES = 64
 
 
@@ -106,7 +109,8 @@ def load_cache(
         raise CacheFileError(f"{folder} was saved with other model weights; load it with the model it is of.")
     if _digest(path) != content["sha256"]:
         raise CacheFileError(f"{path} is damaged (its checksum differs); save the cache again.")
-    cache = cache_class(model.config, DiffKVConfig.from_dict(content["config"]))
+    added = UNKNOWN_TO_1 if content["format_version"] == 1 else {}
+    cache = cache_class(model.config, DiffKVConfig.from_dict({**content["config"], **added}))
     cache.attach(model)
     try:
         tensors = load_file(path, device="cpu" if devices else str(model.device))
@@ -125,8 +129,9 @@ def load_cache(
         groups.setdefault((store, device), []).append((int(index), slot, seen))
     for (number, device), places in groups.items():
         slots = [slot for _, slot, _ in places]
-        store = _restore_store(cache.config, content["stores"][number], number, tensors, slots, device)
+        store = _restore_store(cache.stores, content["stores"][number], number, tensors, slots, device)
         for position, (index, _, seen) in enumerate(places):
+            store.place_layer(position, index)
             cache.stores.assign(index, store, position)
             cache.layers[layers[index]].restore(seen)
     for layer_idx, described in content["stock_layers"].items():
@@ -171,9 +176,9 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise CacheFileError(f"{path} is not a saved DiffKV cache: {error}") from error
     if not isinstance(version, int):
         raise CacheFileError(f"{path} is not a saved DiffKV cache: its format version is {version!r}.")
-    if version != FORMAT_VERSION:
+    if version not in READABLE_VERSIONS:
         raise CacheFileError(
-            f"{path} has format version {version}, this hf_diffkv reads version {FORMAT_VERSION}; "
+            f"{path} has format version {version}, this hf_diffkv reads versions up to {FORMAT_VERSION}; "
             + ("upgrade hf_diffkv." if version > FORMAT_VERSION else "save the cache again.")
         )
     if content.pop("checksum", None) != _checksum(content):
@@ -211,7 +216,7 @@ def _describe_store(store: Store, index: int, tensors: dict[str, Tensor]) -> dic
     tensors[f"store{index}.table"] = renumbered
     tensors[f"store{index}.pages"] = store.pool.pages[table[used].long()]
     tensors[f"store{index}.padding"] = store.padding.mask()
-    for name in STORE_TENSORS:
+    for name in ROW_STATE:
         tensors[f"store{index}.{name}"] = getattr(store, name)
     return {
         "num_layers": store.num_layers,
@@ -227,7 +232,7 @@ def _describe_store(store: Store, index: int, tensors: dict[str, Tensor]) -> dic
 
 
 def _restore_store(
-    config: DiffKVConfig,
+    stores: Stores,
     described: dict[str, Any],
     index: int,
     tensors: dict[str, Tensor],
@@ -236,11 +241,15 @@ def _restore_store(
 ) -> Store:
     """A store on `device` of the layers that had the places `slots` in the saved one."""
     shape = [described[name] for name in ("batch_size", "num_heads", "key_dim", "value_dim")]
-    store = Store(config, len(slots), *shape, getattr(torch, described["dtype"]), device)
+    store = stores.make_store(len(slots), *shape, getattr(torch, described["dtype"]), device)
     if described["page_bytes"] != store.layout.page_bytes:
         raise CacheFileError("the page format of the saved cache differs from this version's; save the cache again.")
-    for name in STORE_TENSORS:
-        getattr(store, name).copy_(tensors[f"store{index}.{name}"][slots])
+    for name in ROW_STATE:
+        target = getattr(store, name)
+        # the key offset is empty where keys are not centred, and unknown to version 1
+        if target.numel():
+            saved = tensors[f"store{index}.{name}"][slots]
+            target.copy_(saved if saved.ndim == target.ndim else saved[:, None])
     table = tensors[f"store{index}.table"][slots].to(device)
     used = table != NULL_PAGE
     pages = tensors[f"store{index}.pages"]

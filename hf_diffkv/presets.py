@@ -31,7 +31,7 @@ def preset_for(model_config: Any) -> dict[str, Any]:
         name = model_config._name_or_path
     else:
         raise ValueError(
-            f"model_config is a {type(model_config).__name__}; pass model.config, or the model's name or folder."
+            f"a {type(model_config).__name__} is no model; pass the model, model.config, or the model's name or folder."
         )
     name = (name or "").lower().replace("_", "-").rstrip("/").rsplit("/", 1)[-1]
     fields = dict(SAFE)

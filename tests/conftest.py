@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 
+from hf_diffkv.evaluation.models import resolve_model
 from hf_diffkv.integration.graphs import DecodeStep
 from hf_diffkv.memory import PagePool
 
@@ -68,3 +69,12 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[DecodeStep]:
 
     monkeypatch.setattr(DecodeStep, "__init__", note)
     return found
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct."""
+    folder = Path(resolve_model("smollm2"))
+    if not folder.is_dir():
+        pytest.skip("run `make models`")
+    return folder

@@ -53,6 +53,37 @@ def round_trip(x: Tensor, bits: int, groups: int, dtype: torch.dtype) -> Tensor:
     return stored.to(x.dtype)
 
 
+def hadamard(size: int) -> list[list[int]]:
+    """Sylvester's matrix of a power of two: [[H, H], [H, -H]]."""
+    if size == 1:
+        return [[1]]
+    half = hadamard(size // 2)
+    return [row + row for row in half] + [row + [-x for x in row] for row in half]
+
+
+def random_signs(count: int) -> list[int]:
+    """+1 where the top bit of Knuth's MMIX generator is set, begun at 1."""
+    signs, state = [], 1
+    for _ in range(count):
+        state = (6364136223846793005 * state + 1442695040888963407) & 0xFFFF_FFFF_FFFF_FFFF
+        signs.append(1 if state >= 1 << 63 else -1)
+    return signs
+
+
+def rotation(dim: int) -> Tensor:
+    """float64 [dim, dim], R of R x: signs first, then Hadamard in blocks of the largest power of two in `dim`."""
+    size = 1
+    while dim % (2 * size) == 0:
+        size *= 2
+    block, signs = hadamard(size), random_signs(dim)
+    matrix = torch.zeros(dim, dim, dtype=torch.float64)
+    for out in range(dim):
+        for channel in range(dim):
+            if out // size == channel // size:
+                matrix[out, channel] = block[out % size][channel % size] * signs[channel] / size**0.5
+    return matrix
+
+
 def level_of(mean: Tensor, threshold_low: Tensor, threshold_high: Tensor) -> Tensor:
     """The prompt rule: the level that a mean significance earns."""
     level = torch.where(mean >= threshold_high, HIGH, LOW)
@@ -82,6 +113,51 @@ def algorithm_one(
     return changes
 
 
+@dataclass(frozen=True)
+class Head:
+    """One KV head of one row of a batch, all tokens of it.
+
+    index: place among the row's real tokens [S], -1 for padding. level, mean, norm (of the value): [S]. alpha_high,
+    alpha_low: scalars that a rule may overwrite in place.
+    """
+
+    head: int
+    n: int
+    index: Tensor
+    level: Tensor
+    mean: Tensor
+    norm: Tensor
+    alpha_high: Tensor
+    alpha_low: Tensor
+
+    def thresholds(self) -> tuple[Tensor, Tensor]:
+        """Low and high threshold on the mean, in float32."""
+        n = torch.tensor(self.n, dtype=torch.float32)
+        return self.alpha_low / n, self.alpha_high / n
+
+
+class Rule:
+    """Which level a token earns. This one is DiffKV's: alpha / N, and Algorithm 1."""
+
+    def first(self, alpha_high: float | list[float], alpha_low: float | list[float]) -> tuple:
+        """alpha_high and alpha_low before any token, from those of the configuration."""
+        return alpha_high, alpha_low
+
+    def prompt(self, head: Head, members: Tensor, outside: int) -> Tensor:
+        """Levels int8 [S], void where not `members` (bool [S]): what is stored or leaves the window.
+
+        outside: real tokens that are outside the window then, pruned ones included.
+        """
+        return level_of(head.mean, *head.thresholds())
+
+    def step(self, head: Head, candidate: int) -> list[tuple[int, int]]:
+        """Level changes, in order, when `candidate` leaves the window."""
+        return algorithm_one(head.level, head.mean, candidate, *head.thresholds())
+
+    def follow(self, head: Head, candidate: int) -> None:
+        """Called when they have been made."""
+
+
 class LayerSimulation:
     """One layer of DiffKV over all rows of a batch."""
 
@@ -100,19 +176,31 @@ class LayerSimulation:
         observation_window: int | None = None,
         dtype: torch.dtype = torch.float32,
         value_dim: int | None = None,
+        rotate: bool = False,
+        center: bool = False,
+        rule: Rule | None = None,
     ) -> None:
         if window < 1 or compaction_interval < 1 or (observation_window is not None and observation_window < 1):
             raise ValueError("window, compaction_interval and observation_window start at 1")
         self.high, self.low = high, low
-        self.alpha_high = torch.as_tensor(alpha_high, dtype=torch.float32).expand(num_key_value_heads)
-        self.alpha_low = torch.as_tensor(alpha_low, dtype=torch.float32).expand(num_key_value_heads)
+        self.rule = rule or Rule()
+        alpha_high, alpha_low = self.rule.first(alpha_high, alpha_low)
+        shape = (batch_size, num_key_value_heads)
+        self.alpha_high = torch.as_tensor(alpha_high, dtype=torch.float32).expand(shape).clone()
+        self.alpha_low = torch.as_tensor(alpha_low, dtype=torch.float32).expand(shape).clone()
         if not ((self.alpha_low >= 0) & (self.alpha_low <= self.alpha_high)).all():
             raise ValueError("thresholds need 0 <= alpha_low <= alpha_high")
         self.window = window
         self.compaction_interval = compaction_interval
         self.observation_window = observation_window
         self.dtype = dtype
-        self.compute_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self._transforms = rotate or center
+        # what is rotated there and back again must come back as it was
+        self.compute_dtype = torch.float64 if dtype == torch.float64 or self._transforms else torch.float32
+        dims = (head_dim, value_dim or head_dim)
+        self._rotations = [rotation(dim) if rotate else torch.eye(dim, dtype=torch.float64) for dim in dims]
+        self._centers = center
+        self._offset = torch.zeros(batch_size, num_key_value_heads, head_dim, dtype=torch.float64)  # R mu
 
         empty = (batch_size, num_key_value_heads, 0)
         self._keys = torch.zeros(*empty, head_dim, dtype=self.compute_dtype)
@@ -148,7 +236,14 @@ class LayerSimulation:
         rows, _, columns, _ = key.shape
         self._valid = torch.ones(rows, columns, dtype=torch.bool) if valid is None else valid.detach().cpu().bool()
         self._is_prompt = columns > 1 or self._levels.shape[-1] == 0
+        self._has_past = bool(self._count.any())
         self._append(key.detach().cpu(), value.detach().cpu(), self._valid)
+        if self._transforms:
+            new = slice(self._keys.shape[2] - columns, None)
+            # a first prompt is attended as it is, and what comes later in the form that is kept
+            self._exact = self._keys[:, :, new].clone(), self._values[:, :, new].clone()
+            if self._has_past:
+                self._keep_new(columns)
         self._received = torch.zeros(self._sums.shape, dtype=self.compute_dtype)
 
     def read(
@@ -160,21 +255,32 @@ class LayerSimulation:
         """
         sinks = None if sinks is None else sinks.detach().cpu().to(self.compute_dtype)
         valid = self._valid[:, self._valid.shape[1] - query.shape[2] :]
-        probabilities = self._attend(query.detach().cpu().to(self.compute_dtype), valid, scaling, softcap, sinks)
+        given, rounded = query.detach().cpu().to(self.compute_dtype), self._transforms and self._has_past
+        if softcap is not None or sinks is not None:
+            self._centers = False
+        if rounded:
+            given = self._from_kept(self._to_kept(given, 0), 0)
+        probabilities = self._attend(given, valid, scaling, softcap, sinks)
         self._received = torch.maximum(self._received, self._significance(probabilities))
         # Taken before compression: a step reads what was stored when it began.
         output = (probabilities @ self._values.unsqueeze(2)).flatten(1, 2)
+        if rounded:
+            output = self._from_kept(self._to_kept(output, 1), 1)
         return output.to(dtype=query.dtype, device=query.device)
 
     def finish(self) -> None:
         """Updates the sums and compresses."""
         self._sums += self._received.to(torch.float32)
         if self._is_prompt:
+            if self._transforms:
+                self._fix_offsets(*self._exact)
             self._compress_prompt()
             self._steps = 0
         else:
             self._steps += 1
             if self._steps == self.compaction_interval:
+                if self._transforms:
+                    self._fix_offsets()
                 self._compress_generation()
                 self._steps = 0
 
@@ -217,6 +323,52 @@ class LayerSimulation:
         self._sums = torch.cat([self._sums, torch.zeros(level.shape)], dim=2)
         self._index = torch.cat([self._index, index], dim=1)
         self._count = self._count + valid.sum(-1)
+
+    def _to_kept(self, x: Tensor, which: int, offset: Tensor | None = None) -> Tensor:
+        """R x less the offset in the model's dtype, as keys (`which` 0) or values (1) are kept; x: [..., D]."""
+        kept = x @ self._rotations[which].T
+        kept = kept if offset is None else kept - offset
+        return kept.to(torch.promote_types(self.dtype, torch.float32)).to(self.dtype)
+
+    def _from_kept(self, x: Tensor, which: int, offset: Tensor | None = None) -> Tensor:
+        """The inverse of `_to_kept`."""
+        x = x.to(torch.float64)
+        return (x if offset is None else x + offset) @ self._rotations[which]
+
+    def _keep_new(self, columns: int) -> None:
+        """Puts the newest tokens into the form that is kept."""
+        key, value = self._exact
+        offset = self._offset[:, :, None]
+        there = self._valid[:, None, :, None]
+        first = self._keys.shape[2] - columns
+        self._keys[:, :, first:] = torch.where(there, self._from_kept(self._to_kept(key, 0, offset), 0, offset), 0)
+        self._values[:, :, first:] = torch.where(there, self._from_kept(self._to_kept(value, 1), 1), 0)
+
+    def _fix_offsets(self, key: Tensor | None = None, value: Tensor | None = None) -> None:
+        """Takes the mean key of rows that are about to lose their first token from the window as their offset.
+
+        key, value: of the newest tokens where they come several at once: kept only now, without an offset before.
+        """
+        columns = 0 if key is None else key.shape[2]
+        old = self._offset.clone()
+        before = self._keys.shape[2] - columns
+        for row in range(self._levels.shape[0]):
+            real = self._index[row] >= 0
+            left = ((self._levels[row] >= PRUNED) & (self._levels[row] < WINDOW)).any()
+            if not self._centers or left or self._count[row] <= self.window:
+                continue
+            for head in range(self._levels.shape[1]):
+                keys = self._keys[row, head].clone()
+                if columns:
+                    keys[before:] = key[row, head]
+                mean = (keys[real] @ self._rotations[0].T).mean(0)
+                self._offset[row, head] = mean.to(torch.promote_types(self.dtype, torch.float32))
+                kept = self._to_kept(keys[:before][real[:before]], 0, old[row, head]).to(torch.float64)
+                kept = kept + old[row, head]
+                kept = self._to_kept(kept @ self._rotations[0], 0, self._offset[row, head])
+                self._keys[row, head, :before][real[:before]] = self._from_kept(kept, 0, self._offset[row, head])
+        if columns:
+            self._keep_new(columns)
 
     def _attend(
         self, query: Tensor, valid: Tensor, scaling: float | None, softcap: float | None, sinks: Tensor | None
@@ -264,40 +416,48 @@ class LayerSimulation:
         seen = self._levels.shape[-1]
         return torch.arange(seen), torch.arange(seen - new, seen)[:, None]
 
-    def _means_and_thresholds(self, row: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Means [H, S] of one row (void for padding and the newest token), low and high thresholds [H], in float32."""
+    def _head(self, row: int, head: int) -> Head:
+        """What a rule may know of one row's head, as it is now."""
         n = self._count[row]
         later = (n - 1 - self._index[row]).clamp(min=1).to(torch.float32)
-        n = n.to(torch.float32)
-        return self._sums[row] / later, self.alpha_low / n, self.alpha_high / n
+        return Head(
+            head,
+            int(n),
+            self._index[row],
+            self._levels[row, head],
+            self._sums[row, head] / later,
+            self._values[row, head].to(torch.float32).norm(dim=-1),
+            self.alpha_high[row, head],
+            self.alpha_low[row, head],
+        )
 
     def _compress_prompt(self) -> None:
         """Level what leaves the window, downgrade what was stored before and no longer earns its level."""
         rows, heads = self._levels.shape[:2]
         for row in range(rows):
-            mean, low, high = self._means_and_thresholds(row)
             # a token that left the window stays outside, even if tokens after it are hidden
             in_window = self._index[row] >= (self._count[row] - self.window).clamp(min=0)
-            in_window = in_window & (self._levels[row] == WINDOW)
-            earned = level_of(mean, low[:, None], high[:, None])
-            # The minimum with the present level rules out upgrades and leaves padding and pruned tokens as they are.
-            target = torch.where(in_window, self._levels[row], torch.minimum(self._levels[row], earned))
             for head in range(heads):
+                levels = self._levels[row, head]
+                outside = ~in_window | (levels != WINDOW)
+                members = outside & (levels > PRUNED)
+                seen = int((outside & (self._index[row] >= 0)).sum())
+                earned = self.rule.prompt(self._head(row, head), members, seen)
+                # The minimum with the present level rules out upgrades.
+                target = torch.where(members, torch.minimum(levels, earned), levels)
                 for level in (PRUNED, LOW, HIGH):
-                    changed = (target[head] == level) & (self._levels[row, head] != level)
-                    self._store(row, head, changed.nonzero().flatten(), level)
+                    self._store(row, head, ((target == level) & (levels != level)).nonzero().flatten(), level)
 
     def _compress_generation(self) -> None:
         """Send the oldest tokens beyond the window, one by one, through Algorithm 1."""
         rows, heads = self._levels.shape[:2]
         for row in range(rows):
-            mean, low, high = self._means_and_thresholds(row)
             for head in range(heads):
                 in_window = (self._levels[row, head] == WINDOW).nonzero().flatten().tolist()
                 for candidate in in_window[: max(len(in_window) - self.window, 0)]:
-                    levels = self._levels[row, head]
-                    for token, level in algorithm_one(levels, mean[head], candidate, low[head], high[head]):
+                    for token, level in self.rule.step(self._head(row, head), candidate):
                         self._store(row, head, torch.tensor([token]), level)
+                    self.rule.follow(self._head(row, head), candidate)
 
     def _store(self, row: int, head: int, tokens: Tensor, level: int) -> None:
         """Move tokens of one head to a level, starting from the values they have now."""
@@ -309,6 +469,15 @@ class LayerSimulation:
             self._sums[row, head, tokens] = 0
         else:
             precision = self.high if level == HIGH else self.low
-            keys[tokens] = round_trip(keys[tokens], precision.k_bits, precision.k_groups, self.dtype)
-            values[tokens] = round_trip(values[tokens], precision.v_bits, precision.v_groups, self.dtype)
+            offset = self._offset[row, head]
+            kept = (keys[tokens], values[tokens])
+            if self._transforms:
+                # no further rounding to the model's dtype: it is in that, or was dequantised
+                kept = kept[0] @ self._rotations[0].T - offset, kept[1] @ self._rotations[1].T
+                kept = tuple(x.to(torch.promote_types(self.dtype, torch.float32)) for x in kept)
+            kept_keys = round_trip(kept[0], precision.k_bits, precision.k_groups, self.dtype)
+            kept_values = round_trip(kept[1], precision.v_bits, precision.v_groups, self.dtype)
+            if self._transforms:
+                kept_keys, kept_values = self._from_kept(kept_keys, 0, offset), self._from_kept(kept_values, 1)
+            keys[tokens], values[tokens] = kept_keys, kept_values
         self._levels[row, head, tokens] = level

@@ -18,11 +18,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, 
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, __version__, compare, report
 from hf_diffkv.agreement import Agreement
-from hf_diffkv.cli import BUNDLED_MODEL, comparison_table, main
+from hf_diffkv.cli import comparison_table, main
 from hf_diffkv.compare import DIFFKV, DYNAMIC, Job, Run
+from hf_diffkv.evaluation.models import TINY_LM
 from hf_diffkv.peak import PeakMemory
 
-PROMPT_FILE = BUNDLED_MODEL.parents[1] / "prompts" / "recall.txt"
+PROMPT_FILE = TINY_LM.parents[1] / "prompts" / "recall.txt"
 CONFIG = DiffKVConfig(alpha_high=2.0, alpha_low=0.5, window=32)
 TURNS = ["@oak=5305\nkey_dim: int, value_dim: int\n" * 6 + "?oak=", "?elm=", "x"]
 
@@ -30,7 +31,7 @@ TURNS = ["@oak=5305\nkey_dim: int, value_dim: int\n" * 6 + "?oak=", "?elm=", "x"
 def job(cache: str, **changes) -> Job:
     base = Job(
         cache=cache,
-        model=str(BUNDLED_MODEL),
+        model=str(TINY_LM),
         turns=TURNS,
         max_new_tokens=5,
         config=CONFIG.to_dict(),
@@ -44,7 +45,7 @@ def job(cache: str, **changes) -> Job:
 
 def generate_turns(cache) -> tuple[list[list[int]], int]:
     """The same turns by plain `generate()`, and the tokens the cache has seen."""
-    tokenizer, model = AutoTokenizer.from_pretrained(BUNDLED_MODEL), AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL)
+    tokenizer, model = AutoTokenizer.from_pretrained(TINY_LM), AutoModelForCausalLM.from_pretrained(TINY_LM)
     text, generated = "", []
     for turn in TURNS:
         text += turn
@@ -56,7 +57,7 @@ def generate_turns(cache) -> tuple[list[list[int]], int]:
 
 
 def test_run_equals_plain_generation_with_diffkv() -> None:
-    config = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL).config
+    config = AutoModelForCausalLM.from_pretrained(TINY_LM).config
     cache = DiffKVCache(config, CONFIG)
     generated, seen = generate_turns(cache)
     run = compare.execute(job(DIFFKV))
@@ -73,7 +74,7 @@ def test_run_equals_plain_generation_with_diffkv() -> None:
 
 
 def test_run_equals_plain_generation_with_a_dense_cache() -> None:
-    config = AutoModelForCausalLM.from_pretrained(BUNDLED_MODEL).config
+    config = AutoModelForCausalLM.from_pretrained(TINY_LM).config
     generated, seen = generate_turns(DynamicCache(config=config))
     run = compare.execute(job(DYNAMIC))
     assert run.generated == generated
@@ -198,7 +199,7 @@ def test_table_tells_what_is_unknown_and_what_differs() -> None:
 
 
 def test_clock_counts_prompts_and_decoding_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(TINY_LM)
     streamer = compare._TimedStreamer(tokenizer, job(DYNAMIC))
     for turn in ((10.0, 12.0, 12.5, 13.0), (20.0, 21.0, 22.0), (30.0, 39.0)):
         for i, now in enumerate(turn):
@@ -225,7 +226,7 @@ def test_peak_memory_remembers_what_was_freed() -> None:
     "arguments, message",
     [
         (["--prompt-file", "no/such/file.txt"], "cannot read no/such/file.txt: No such file or directory."),
-        (["--prompt-file", str(BUNDLED_MODEL / "model.safetensors")], "is not UTF-8 text."),
+        (["--prompt-file", str(TINY_LM / "model.safetensors")], "is not UTF-8 text."),
         (["--prompt", ""], "nothing to continue"),
         (["--prompt", "a", "--then", ""], "nothing to continue"),
         (["--prompt", "a", "--max-new-tokens", "0"], "nothing to generate"),
@@ -240,6 +241,8 @@ def test_peak_memory_remembers_what_was_freed() -> None:
         (["--prompt", "a", "--device", "meta"], "--device meta cannot be used"),
         (["--prompt", "a", "--output", "/proc"], "cannot write to /proc"),
         (["--prompt", "a", "--model", "no/such/model/folder"], "cannot load the model no/such/model/folder"),
+        (["--prompt", "a", "--model", "smolm2"], "did you mean 'smollm2'?"),
+        (["--prompt", "a", "--chat"], "the tokenizer has no chat template"),
         (["--prompt", "a", "--output", __file__], f"cannot write to {__file__}"),
     ],
 )
@@ -292,7 +295,7 @@ def test_model_that_cannot_be_compressed(tmp_path: Path, capfd: pytest.CaptureFi
     )
     DeepseekV3ForCausalLM(config).save_pretrained(tmp_path / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(BUNDLED_MODEL / name, tmp_path / "model" / name)
+        shutil.copy(TINY_LM / name, tmp_path / "model" / name)
     arguments = ["generate", "--model", str(tmp_path / "model"), "--prompt", "abc", "--output", str(tmp_path / "out")]
     assert main(arguments) == 2
     error = capfd.readouterr().err

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +27,9 @@ CONFIGS = [
         compaction_interval=4,
         page_bytes=4096,
         max_bytes=10**9,
+        policy="share",
+        policy_options={"share": np.float32(0.5), "by": "random", "seed": np.int64(3)},
+        protected_layers=2,
     ),
 ]
 
@@ -72,10 +77,26 @@ def test_numbers_of_numpy_become_plain_ones() -> None:
     assert DiffKVConfig.from_json(config.to_json()) == config
 
 
+def test_what_the_paper_does_not_do_is_off_in_its_configuration() -> None:
+    for config in (DiffKVConfig.paper(window=5), DiffKVConfig.lossless(window=5)):
+        assert not config.rotate and not config.center and config.window == 5
+    assert DiffKVConfig.paper(center=True).center and DiffKVConfig.lossless(rotate=True).rotate
+    assert DiffKVConfig.from_json(DiffKVConfig(rotate=True, center=True).to_json()).rotate
+
+
 @pytest.mark.parametrize("given", [None, DiffKVConfig(), 3])
 def test_presets_of_what_is_no_model_are_refused(given: object) -> None:
-    with pytest.raises(ValueError, match="pass model.config, or the model's name"):
+    with pytest.raises(ValueError, match="pass the model, model.config, or the model's name"):
         DiffKVConfig.for_model(given)
+
+
+def test_options_stay_as_they_are() -> None:
+    config = DiffKVConfig(policy="snapkv", policy_options={"budget": 1})
+    assert config.policy_options == {"budget": 1.0} and type(config.policy_options["budget"]) is float
+    with pytest.raises(TypeError, match="cannot be changed"):
+        config.policy_options["budget"] = 0.5
+    for copied in (copy.deepcopy(config), pickle.loads(pickle.dumps(config)), dataclasses.replace(config, window=64)):
+        assert copied == config and hash(copied) == hash(config)
 
 
 GROUPED = (Precision(8, 4, 1, 2), Precision(4, 2, 2, 4))

@@ -266,7 +266,7 @@ class TestPast:
     def test_pruned_tokens_stay_pruned(self) -> None:
         sim = simulation(alpha_high=9, alpha_low=9, window=2)
         feed(sim, 6)
-        sim.alpha_high, sim.alpha_low = torch.zeros(2, 1)
+        sim.alpha_high, sim.alpha_low = torch.zeros(2, 1, 1)
         feed(sim, 3)
         assert sim.levels()[0, 0].tolist() == [PRUNED] * 4 + [HIGH] * 3 + [WINDOW] * 2
 

@@ -8,6 +8,8 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
+from dense_simulation import Rule
+from policy_simulation import H2O, Share
 from test_compressed import Pair, left_padding
 from tiny_models import tiny_model
 
@@ -46,6 +48,22 @@ def test_prompt_steps_and_turn(high: Precision, low: Precision) -> None:
         pair.compare_levels()
         select_rows(pair.store, torch.tensor([1, 1, 0]))
     assert pair.store.batch_size == 3
+
+
+@pytest.mark.parametrize(
+    "policy, options, rule",
+    [("h2o", {"minimum": 4}, H2O(minimum=4)), ("share", {"prune": 0.3}, Share(0, prune=0.3))],
+    ids=["h2o", "share"],
+)
+def test_thresholds_that_policies_set(policy: str, options: dict, rule: Rule) -> None:
+    config = DiffKVConfig(policy=policy, policy_options=options, window=8, page_bytes=1024)
+    pair = Pair(config, 2, heads=1, group=1, dim=16, dtype=torch.float32, rule=rule)
+    pair.tolerance = 2e-3
+    with use_backend("kernels"):
+        pair.forward(50, left_padding((50, 21)))
+        for _ in range(8):
+            pair.forward(1)
+            pair.compare_levels()
 
 
 def test_a_captured_step_takes_queries_of_another_dtype() -> None:

@@ -48,17 +48,13 @@ class SharedPair(Pair):
     ) -> None:
         super().__init__(config, batch, heads=2, group=2, dim=dim, dtype=dtype)
 
-    def draw(self, tokens: int, valid: Tensor | None = None) -> Drawn:
-        def randn(heads: int) -> Tensor:
-            shape = (self.batch, heads, tokens, self.dim)
-            return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
-
-        queries = [3 * randn(self.heads * self.group) for _ in range(1 + self.readers)]
-        return Drawn(queries, randn(self.heads), randn(self.heads), valid)
+    def draw_all(self, tokens: int, valid: Tensor | None = None) -> Drawn:
+        queries = [3 * self.draw(self.heads * self.group, tokens) for _ in range(1 + self.readers)]
+        return Drawn(queries, self.draw(self.heads, tokens), self.draw(self.heads, tokens), valid)
 
     def forward(self, tokens: int, valid: Tensor | None = None, newest: int = 1000, mask: Tensor | None = None) -> None:
         """Readers come with the queries of the `newest` tokens."""
-        new = self.draw(tokens, valid)
+        new = self.draw_all(tokens, valid)
         self.attend(new, new.newest(newest, tokens), mask)
         self.simulate(new, new.newest(newest, tokens))
 
@@ -116,7 +112,7 @@ def test_tokens_taken_back(newest: int, interval: int) -> None:
     pair.store.recording = True
     # the last: more rejected than readers had queries of
     for forwards, rejected in (((6,), 2), ((4,), 3), ((1,), 0), ((5, 3), 1), ((1, 1, 1), 2), ((3, 6), 1), ((9,), 5)):
-        drawn = pair.draw(sum(forwards))
+        drawn = pair.draw_all(sum(forwards))
         start = 0
         for tokens in forwards:
             part = drawn.part(start, start + tokens)
@@ -137,7 +133,7 @@ def test_many_recorded_tokens_are_stored_before_the_crop() -> None:
     pair = SharedPair(CONFIG)
     pair.forward(90, left_padding(LENGTHS))
     pair.store.recording = True
-    new = pair.draw(530)
+    new = pair.draw_all(530)
     pair.attend(new, new.queries)
     surplus, rest = new.part(0, 274), new.part(274, 523)
     pair.simulate(surplus, surplus.queries, outputs=False)
@@ -151,7 +147,7 @@ def test_the_newest_queries_under_a_mask() -> None:
     pair = SharedPair(DiffKVConfig(alpha_high=0.0, alpha_low=0.0, window=8))
     mask = torch.ones(1, 1, 20, 20, dtype=torch.bool).tril()
     mask[..., 10:, :10] = False
-    new = pair.draw(20)
+    new = pair.draw_all(20)
     pair.attend(new, new.newest(3, 20), mask.expand(pair.batch, -1, -1, -1))
     alone = SharedPair(DiffKVConfig(alpha_high=0.0, alpha_low=0.0, window=8))
     second = new.part(10, 20)

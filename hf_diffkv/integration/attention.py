@@ -38,6 +38,7 @@ HARMLESS = {
     "position_ids",
     "return_dict",
     "seq_idx",
+    "tokenizer",
     "use_cache",
 }
 

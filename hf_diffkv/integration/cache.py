@@ -14,7 +14,6 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ..config import DiffKVConfig
 from ..io import load_cache, model_fingerprint, save_cache
-from ..policy import get_policy
 from ..report import MemoryReport, memory_report
 from ..store import check_integrity, commit, fork_store, levels, move_rows, prepare_rows, read_tokens
 from .devices import TensorParallel, are_apart, layer_devices
@@ -48,7 +47,6 @@ class DiffKVCache(Cache):
         text_config = model_config.get_text_config(decoder=True)
         self.model_fingerprint = model_fingerprint(model_config)
         self.config = _resolve_config(model_config, config, kwargs)
-        get_policy(self.config.policy)
         layers = cache_layers(text_config)
         self._readers = shared_layers(text_config)
         compressed = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]

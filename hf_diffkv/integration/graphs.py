@@ -122,6 +122,8 @@ class DecodeStep:
         self._graphs: dict[bool, _Captured] = {}
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
+        # Transformers hands the tokenizer that stop strings need on to the model, which has no use for it
+        inputs.pop("tokenizer", None)
         store = self._store(args, inputs)
         if store is None:
             self._warm = None
@@ -133,7 +135,8 @@ class DecodeStep:
         store.refresh_if_due()
         tensors, fixed = self._static_inputs(inputs)
         place = (fixed, self._addresses(store))
-        if not (place == self._warm and store.scratch_fits()):
+        # what is done once for a row is not captured
+        if store.centers_soon or not (place == self._warm and store.scratch_fits()):
             output = self.model(**inputs)
             self._warm = (fixed, self._addresses(store))
             if self._warm != self._place:

@@ -92,13 +92,20 @@ class Stores:
             batch = self.stores[0].batch_size if self.stores else key.shape[0]
             if batch != key.shape[0]:
                 raise ValueError(f"this cache holds {batch} sequences but the model was called with {key.shape[0]}.")
-            store = Store(self.config, self._layers_to_come(key.device), *shape)
+            store = self.make_store(self._layers_to_come(key.device), *shape)
             store.recording = self.recording
             self._make_room_beside(store)
         alphas = (self._of_layer(alpha, index, store) for alpha in (self.config.alpha_high, self.config.alpha_low))
+        store.place_layer(used, index)
         store.set_thresholds(used, *alphas)
         self.assign(index, store, used)
         return self._places[index]
+
+    def make_store(self, layers: int, batch_size: int, num_heads: int, *options: Any) -> Store:
+        """A store for `layers` layers of this model; arguments as in `Store`."""
+        first_head = self.tensor_parallel.rank * num_heads
+        sizes = {"total_layers": self.num_layers, "first_head": first_head}
+        return Store(self.config, layers, batch_size, num_heads, *options, **sizes)
 
     def _make_room_beside(self, store: Store) -> None:
         self.share_budget(store)

@@ -1,4 +1,5 @@
-"""Which implementation an op runs: Triton kernels on a GPU that they fit, the PyTorch reference elsewhere."""
+"""Which implementation an op runs: Triton kernels on a GPU that they fit, native code on a CPU where it was built, the
+PyTorch reference elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BACKENDS = ("reference", "kernels")
+from ..memory import TierLayout
+from ..native import library
+
+REFERENCE, KERNELS, NATIVE = BACKENDS = ("reference", "kernels", "native")
 # NVIDIA devices before it have less shared memory than the kernels take, and no bfloat16
 OLDEST_CAPABILITY = (8, 0)
 _logger = logging.getLogger("hf_diffkv")
@@ -22,6 +26,8 @@ _forced: str | None = None
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
     """Runs every op on one backend within the block, whatever the device; for tests and comparisons.
+
+    Where a backend has no form of an op, dtype or precision, the reference runs.
 
     Raises:
         ValueError: `name` is not in `BACKENDS`.
@@ -34,6 +40,14 @@ def use_backend(name: str) -> Iterator[None]:
         yield
     finally:
         _forced = previous
+
+
+def choose(device: torch.device, dtype: torch.dtype, *tiers: TierLayout) -> str:
+    """Which of `BACKENDS` runs ops on keys and values of `dtype` on `device`, stored as `tiers` say."""
+    if use_kernels(device, dtype):
+        return KERNELS
+    wanted = device.type == "cpu" if _forced is None else _forced == NATIVE
+    return NATIVE if wanted and library.fits(dtype, *tiers) else REFERENCE
 
 
 def use_kernels(device: torch.device, dtype: torch.dtype) -> bool:

@@ -34,7 +34,8 @@ class Bounds:
 
     Attributes:
         max_tokens: no row holds more tokens, window included.
-        tiles: pieces covering all high and all low pages; None where kernels run, which read the counts themselves.
+        tiles: pieces covering all high and all low pages; None where another backend than the reference runs, which
+            reads the counts itself.
     """
 
     max_tokens: int

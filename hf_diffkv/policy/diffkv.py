@@ -1,27 +1,20 @@
-"""Thresholds relative to the theoretical average 1/N (DiffKV, section 4.2 and Algorithm 1)."""
+"""Thresholds relative to the theoretical average 1/N (DiffKV, SOSP 2025, section 4.2 and Algorithm 1)."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from dataclasses import dataclass
+from typing import Any
+
+from .base import Levels, Policy, Rows, Tokens, levels_between, relative_thresholds
 
 
-class DiffKVPolicy:
+@dataclass(frozen=True)
+class DiffKV(Policy):
     """A token is high from `alpha_high / N` on, low from `alpha_low / N` on, pruned below."""
 
-    def thresholds(self, alpha_high: Tensor, alpha_low: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        """Thresholds on the mean attention a token received.
+    def first_alphas(self, alpha_high: Any, alpha_low: Any) -> tuple[Any, Any]:
+        return alpha_high, alpha_low
 
-        Args:
-            alpha_high, alpha_low: float32, broadcast against `length`.
-            length: int, real tokens each row has seen, at least 1.
-
-        Returns:
-            float32 thresholds of the high and of the low level.
-        """
-        tokens = length.float()
-        return alpha_high / tokens, alpha_low / tokens
-
-
-def mean_significance(score: Tensor, position: Tensor, length: Tensor) -> Tensor:
-    """Mean attention from later queries, float32: sum / (N - 1 - position). All arguments broadcast."""
-    return score / (length - 1 - position).clamp(min=1).float()
+    def levels(self, tokens: Tokens, rows: Rows) -> Levels:
+        high, low = relative_thresholds(rows)
+        return Levels(levels_between(tokens.mean, high[tokens.row], low[tokens.row]))

@@ -7,7 +7,7 @@ never go back.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..memory import HIGH, LOW
 from ..ops.compact import NewTokens, StoredTokens, rewrite_rows, stored_tokens
 from ..ops.segments import segments
-from ..policy import mean_significance
+from ..policy import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL, levels_between, mean_significance
 from .state import Store
 
 LOW_SHARE = 0.1
@@ -26,71 +26,85 @@ TARGET = 0.9
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """Tokens whose levels are to be decided: row int64 [n] and relative significance mean * N float32 [n].
+class Weighed:
+    """Tokens of some rows, all that these rows hold outside the window.
 
-    `lowest`: bool [n], those that are at the low level already and cannot rise.
+    Attributes:
+        row: int64 [n]. relative: float32 [n], relative significance mean * N.
+        level: int8 [n], above which they cannot rise.
     """
 
     row: Tensor
     relative: Tensor
-    lowest: Tensor
+    level: Tensor
+
+    def below(self, alpha_high: Tensor, alpha_low: Tensor) -> Weighed:
+        """With the levels that relative thresholds, float32 [rows], leave them."""
+        earned = levels_between(self.relative, alpha_high[self.row], alpha_low[self.row])
+        return replace(self, level=torch.minimum(self.level, earned))
 
 
 def tightened(alpha_high: Tensor, alpha_low: Tensor, strength: float) -> tuple[Tensor, Tensor]:
     """Both thresholds, float32 of any one shape, tightened."""
-    share = torch.where(alpha_low < alpha_high, LOW_SHARE, 1.0)
+    _, least_low = _least(alpha_high, alpha_low, strength)
     high = alpha_high.clamp(min=strength)
-    return high, torch.minimum(torch.maximum(alpha_low, share * strength), high)
+    return high, torch.minimum(torch.maximum(alpha_low, least_low), high)
 
 
-def fit(
-    store: Store, alpha_high: Tensor, alpha_low: Tensor, tokens: Tokens, rows: int, allowed: int
-) -> tuple[Tensor, Tensor]:
-    """The loosest tightening of thresholds (float32 [rows]) under which `tokens` take at most `allowed` pages."""
-    if _pages(store, alpha_high, alpha_low, tokens, rows) <= allowed:
-        return alpha_high, alpha_low
+def _least(alpha_high: Tensor, alpha_low: Tensor, strength: float) -> tuple[Tensor, Tensor]:
+    """What tightening makes of thresholds at least."""
+    share = torch.where(alpha_low < alpha_high, LOW_SHARE, 1.0)
+    return torch.full_like(share, strength), share * strength
+
+
+def fit(store: Store, alpha_high: Tensor, alpha_low: Tensor, tokens: Weighed, allowed: int) -> float:
+    """The least strength, 0 for none, with which `tokens` take at most `allowed` pages.
+
+    Args:
+        alpha_high, alpha_low: float32 [rows].
+    """
+    if _pages(store, tokens, alpha_high.numel()) <= allowed:
+        return 0.0
     loose, tight = 1e-3, STRONGEST
     for _ in range(SEARCH_STEPS):
         middle = (loose * tight) ** 0.5
-        if _pages(store, *tightened(alpha_high, alpha_low, middle), tokens, rows) <= allowed:
+        if _pages(store, tokens.below(*_least(alpha_high, alpha_low, middle)), alpha_high.numel()) <= allowed:
             tight = middle
         else:
             loose = middle
-    return tightened(alpha_high, alpha_low, tight)
+    return tight
 
 
-def _pages(store: Store, alpha_high: Tensor, alpha_low: Tensor, tokens: Tokens, rows: int) -> int:
-    high = (tokens.relative >= alpha_high[tokens.row]) & ~tokens.lowest
-    low = (tokens.relative >= alpha_low[tokens.row]) & ~high
+def _pages(store: Store, tokens: Weighed, rows: int) -> int:
     total = 0
-    for chosen, layout in ((high, store.layout.high), (low, store.layout.low)):
-        count = torch.bincount(tokens.row[chosen], minlength=rows)
+    for level, layout in ((HIGH_LEVEL, store.layout.high), (LOW_LEVEL, store.layout.low)):
+        count = torch.bincount(tokens.row[tokens.level == level], minlength=rows)
         total += int(((count + layout.capacity - 1) // layout.capacity).sum())
     return total
 
 
-def fit_layer(store: Store, layer: int, rows: list[Tensor], means: list[Tensor], length: Tensor) -> None:
+def fit_layer(store: Store, layer: int, tokens: Weighed) -> Tensor:
     """Tightens one layer's thresholds until its tokens fit its share of the budget.
 
     Args:
-        rows, means: of the stored high, the stored low, and the new tokens that leave the window.
-        length: int64 [rows], real tokens seen.
+        tokens: with the levels that the policy gives them.
+
+    Returns:
+        int8 [n], the levels that fit.
     """
     free = store.pool.free_list.free + store.pool.max_pages - store.pool.capacity
     capacities = (store.layout.high.capacity, store.layout.low.capacity)
     counts = (store.high_count[layer], store.low_count[layer])
     held = sum(int(((count + size - 1) // size).sum()) for count, size in zip(counts, capacities))
     allowed = held + max(0, int(TARGET * free)) // (store.num_layers - layer + store.layers_later)
-    tokens = Tokens(
-        torch.cat(rows),
-        torch.cat([mean * length[row] for mean, row in zip(means, rows)]),
-        torch.cat([torch.full_like(row, tier == LOW, dtype=torch.bool) for tier, row in enumerate(rows)]),
-    )
-    shape = store.high_count[layer].shape
-    alphas = (alpha[layer].expand(shape).reshape(-1) for alpha in (store.alpha_high, store.alpha_low))
-    fitted = fit(store, *alphas, tokens, store.rows_per_layer, allowed)
-    store.alpha_high[layer], store.alpha_low[layer] = (alpha.view(shape)[0] for alpha in fitted)
+    alphas = [alpha[layer].reshape(-1) for alpha in (store.alpha_high, store.alpha_low)]
+    strength = fit(store, *alphas, tokens, allowed)
+    if strength == 0:
+        return tokens.level
+    level = tokens.below(*_least(*alphas, strength)).level
+    for alpha, fitted in zip((store.alpha_high, store.alpha_low), tightened(*alphas, strength)):
+        alpha[layer] = fitted.view(alpha[layer].shape)
+    return level
 
 
 def make_room(store: Store, pages: int) -> None:
@@ -113,24 +127,18 @@ def make_room(store: Store, pages: int) -> None:
     shape = store.high_count.shape
     length = store.length[..., None].expand(shape).reshape(rows)
     relative = tuple(_relative(store, stored[tier], tier, length) for tier in (HIGH, LOW))
-    alpha_high, alpha_low = (
-        alpha[:, None].expand(shape).reshape(rows) for alpha in (store.alpha_high, store.alpha_low)
-    )
-    tokens = Tokens(
-        torch.cat([stored[HIGH].row, stored[LOW].row]),
-        torch.cat(relative),
-        torch.arange(sum(r.numel() for r in relative), device=store.device) >= relative[HIGH].numel(),
-    )
-    allowed = int(TARGET * (limit - pages))
-    alpha_high, alpha_low = fit(store, alpha_high, alpha_low, tokens, rows, allowed)
-    stays = relative[HIGH] >= alpha_high[stored[HIGH].row]
-    demoted = ~stays & (relative[HIGH] >= alpha_low[stored[HIGH].row])
-    keep = (stays, relative[LOW] >= alpha_low[stored[LOW].row])
+    alphas = (store.alpha_high.view(rows), store.alpha_low.view(rows))
+    levels = [torch.full_like(part, level, dtype=torch.int8) for part, level in zip(relative, (HIGH_LEVEL, LOW_LEVEL))]
+    held = Weighed(torch.cat([part.row for part in stored]), torch.cat(relative), torch.cat(levels)).below(*alphas)
+    strength = fit(store, *alphas, held, int(TARGET * (limit - pages)))
+    new_alphas = tightened(*alphas, strength)
+    high, low = held.below(*new_alphas).level.split([part.numel() for part in relative])
+    keep, demoted = (high == HIGH_LEVEL, low != PRUNED_LEVEL), high == LOW_LEVEL
     nothing = no_tokens(store)
     rewrite_rows(store.pool, store.layout, table, *counts, stored, keep, demoted, (nothing, nothing), store.dtype)
     # where they stand, as captured steps read them there
-    store.alpha_high.copy_(alpha_high.view(shape)[:, 0])
-    store.alpha_low.copy_(alpha_low.view(shape)[:, 0])
+    for alpha, tight in zip(alphas, new_alphas):
+        alpha.copy_(tight)
     store.forget_bounds()
 
 

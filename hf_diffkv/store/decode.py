@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..ops.append import append_token
+from ..ops.backend import NATIVE
 from ..ops.decode_attention import Held, allocate_scratch, decode_attention
+from . import native
 from .state import Store
+from .transform import model_form, note_logits, step_form
 
 if TYPE_CHECKING:
     from ..ops.decode_attention.scratch import Scratch
@@ -40,12 +43,17 @@ def attend_token(
     Returns:
         [batch, query_heads, 1, value_dim] in the query's dtype.
     """
+    query, key, value = step_form(store, layer, query, key, value)
+    options = {"scaling": scaling, "valid": valid, "softcap": softcap, "sinks": sinks}
+    if store.backend() == NATIVE:
+        note_logits(store, layer, softcap, sinks)
+        return model_form(store, native.append_and_attend(store, layer, query, key, value, **options))
     append(store, layer, key, value, valid)
-    return attend_newest(store, layer, query, scaling=scaling, valid=valid, softcap=softcap, sinks=sinks)
+    return attend_newest(store, layer, query, **options)
 
 
 def append(store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
-    """Stores the newest token of every request; arguments as in `attend_token`."""
+    """Stores the newest token of every request, in the store's form; arguments as in `attend_token`."""
     append_token(
         store.window_key[layer],
         store.window_value[layer],
@@ -73,11 +81,13 @@ def attend_newest(
     """Attends from the newest token of every request, which `append` has stored; updates sums.
 
     Args:
+        query: as `query_form` returns it.
         held: joins the sums of several layers that attend to the same tokens; other arguments as in `attend_token`.
 
     Returns:
         [batch, query_heads, 1, value_dim] in the query's dtype.
     """
+    note_logits(store, layer, softcap, sinks)
     bounds = store.bounds(layer)
     output = decode_attention(
         query[:, :, 0],
@@ -99,7 +109,7 @@ def attend_newest(
         sinks=sinks,
         held=held,
     )
-    return output[:, :, None]
+    return model_form(store, output[:, :, None])
 
 
 def _scratch(store: Store, query: Tensor, max_tokens: int) -> Scratch | None:

@@ -31,7 +31,7 @@ def fork_store(store: Store) -> Store:
         _release_at_end(store)
     store.pool.share(store.owned_pages())
     twin = object.__new__(Store)
-    twin.__dict__.update(store.__dict__)
+    twin.__dict__.update(store.__dict__, native_calls=None)
     twin.twins.add(twin)
     _release_at_end(twin)
     return twin
@@ -57,7 +57,6 @@ def make_private(store: Store) -> None:
         store.pool, store.table = pool, table
         for name in ROW_STATE:
             setattr(store, name, getattr(store, name).clone())
-        store.alpha_high, store.alpha_low = store.alpha_high.clone(), store.alpha_low.clone()
         for name in ("flag", "invalid", "changed_past"):
             setattr(store, name, getattr(store, name).clone())
         store.padding = store.padding.copy()

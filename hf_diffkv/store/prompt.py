@@ -10,10 +10,12 @@ from torch import Tensor
 from ..memory import HIGH, LOW
 from ..ops.compact import NewTokens, StoredTokens, rewrite_rows, stored_tokens
 from ..ops.prefill_attention import StoredPast, prefill_attention
+from ..ops.quantize import compute_dtype
 from ..ops.segments import segments
-from ..policy import mean_significance
-from .budget import fit_layer
+from ..policy import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL, mean_significance
+from .levels import decide_levels
 from .state import Store
+from .transform import Entering, model_form, note_logits, query_form
 
 
 def attend_tokens(
@@ -47,44 +49,46 @@ def attend_tokens(
     """
     check_finite(store, key, value, valid)
     past = Past.read(store, layer)
+    new = Entering(store, layer, key, value, valid)
     options = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
-    output, received = attend_new(store, past, query, key, value, valid, mask, **options)
-    compress(store, layer, past, key, value, valid, received)
+    options |= {"mask": mask, "observation_window": store.observation_window}
+    output, received = attend_beside(store, layer, past, query, *new.beside(past), valid=valid, **options)
+    compress(store, layer, past, new, received.float())
     return output
 
 
-def attend_new(
+def attend_beside(
     store: Store,
+    layer: int,
     past: Past,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    valid: Tensor | None,
-    mask: Tensor | None,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attends from Q new tokens over a layer's past and themselves; changes nothing.
+    """`prefill_attention` from Q new tokens over a layer's past and themselves; changes nothing.
 
-    Returns:
-        [batch, query_heads, Q, value_dim], and what each key received, float32 [batch, heads, P + Q].
+    Args:
+        query: of the model; key, value: as `Entering.beside` has them.
     """
-    output, received = prefill_attention(
-        query,
-        key,
-        value,
-        valid=valid,
-        past=past.stored,
-        mask=mask,
-        observation_window=store.config.observation_window,
-        **options,
-    )
-    return output, received.float()
+    note_logits(store, layer, softcap, sinks)
+    stored = past.stored
+    query = query if stored is None else query_form(store, query)
+    output, received = prefill_attention(query, key, value, past=stored, softcap=softcap, sinks=sinks, **options)
+    return output if stored is None else model_form(store, output), received
 
 
 def check_finite(store: Store, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
     """Raises `ValueError` unless all real keys and values, [batch, heads, tokens, dim], can be stored."""
     for tensor in (key, value):
-        peak = tensor.abs().amax((1, 3))
+        if store.config.rotate:
+            # no element is larger than that, however a token is rotated
+            peak = torch.linalg.vector_norm(tensor, dim=3, dtype=compute_dtype(tensor.dtype)).amax(1)
+        else:
+            peak = tensor.abs().amax((1, 3))
         peak = peak if valid is None else torch.where(valid, peak, 0)
         if not bool((peak <= store.value_limit).all()):
             raise ValueError(store.value_message())
@@ -154,9 +158,7 @@ def _window_tokens(store: Store, layer: int) -> tuple[Tensor, Tensor]:
     return row, rank + start.repeat_interleave(store.num_heads)[row]
 
 
-def compress(
-    store: Store, layer: int, past: Past, key: Tensor, value: Tensor, valid: Tensor | None, received: Tensor
-) -> None:
+def compress(store: Store, layer: int, past: Past, new: Entering, received: Tensor) -> None:
     """Adds what was received, float32 [batch, heads, P + Q], levels the new tokens and levels the past anew.
 
     Raises:
@@ -164,7 +166,8 @@ def compress(
     """
     heads = store.num_heads
     rows = store.batch_size * heads
-    new_count = key.shape[2]
+    valid, new_count = new.valid, new.key.shape[2]
+    key, value, offset = new.stored()
     received = received.flatten(0, 1)
     past_width = received.shape[1] - new_count
     old_length = store.length[layer].clone()
@@ -183,22 +186,13 @@ def compress(
         previous.append(view.score[tokens.page, tokens.slot])
         scores.append(previous[tier] + past.gather(received, tier))
         means.append(mean_significance(scores[tier], view.position[tokens.page, tokens.slot], length[tokens.row]))
-    candidates = _candidates(store, layer, past, key, value, valid, old_length, received, past_width)
+    candidates = _candidates(store, layer, past, key, value, valid, offset, old_length, received, past_width)
     in_window = candidates.position >= (length - store.config.window)[candidates.row]
     leaving, window = candidates.select(~in_window), candidates.select(in_window)
     means.append(mean_significance(leaving.score, leaving.position, length[leaving.row]))
-    if store.config.max_bytes is not None:
-        fit_layer(store, layer, [past.tokens[HIGH].row, past.tokens[LOW].row, leaving.row], means, length)
-    high_threshold, low_threshold = (t.reshape(rows) for t in store.row_thresholds(layer))
-
-    def level(mean: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
-        high = mean >= high_threshold[row]
-        return high, ~high & (mean >= low_threshold[row])
-
-    stays = [level(means[tier], past.tokens[tier].row) for tier in (HIGH, LOW)]
-    keep = (stays[HIGH][0], stays[LOW][0] | stays[LOW][1])
-    high, low = level(means[2], leaving.row)
-    new = (leaving.select(high), leaving.select(low))
+    levels = decide_levels(store, layer, past.tokens, leaving, means, length)
+    keep = (levels[HIGH] == HIGH_LEVEL, levels[LOW] != PRUNED_LEVEL)
+    arriving = (leaving.select(levels[2] == HIGH_LEVEL), leaving.select(levels[2] == LOW_LEVEL))
 
     try:
         _write_scores(store, past, scores)
@@ -210,8 +204,8 @@ def compress(
             store.low_count[layer].view(rows),
             past.tokens,
             keep,
-            stays[HIGH][1],
-            new,
+            levels[HIGH] == LOW_LEVEL,
+            arriving,
             store.dtype,
         )
     except MemoryError:
@@ -219,6 +213,8 @@ def compress(
         store.length[layer] = old_length
         store.alpha_high[layer], store.alpha_low[layer] = old_alphas
         raise
+    if offset is not None:
+        store.key_offset[layer] = offset
     _fill_window(store, layer, window)
     start = (store.length[layer] - store.config.window).clamp(min=0)
     store.window_start[layer] = torch.maximum(store.window_start[layer], start)
@@ -238,15 +234,25 @@ def _candidates(
     key: Tensor,
     value: Tensor,
     valid: Tensor | None,
+    offset: Tensor | None,
     old_length: Tensor,
     received: Tensor,
     past_width: int,
 ) -> NewTokens:
-    """Every token that is exact now: what was in the window, and the new ones; sorted by row, then position."""
+    """Every token that is exact now: what was in the window, and the new ones; sorted by row, then position.
+
+    Args:
+        key, value: as they are to be stored.
+        offset: of all rows' keys, as `Entering.stored` returns it.
+    """
     heads, new_count = store.num_heads, key.shape[2]
     slot = past.window_token % store.window_slots
     score = store.window_score[layer].flatten(0, 1)[past.window_row, slot] + past.gather(received, 2)
-    window = NewTokens(past.window_row, *past.window(store, layer), score, past.window_token)
+    held_key, held_value = past.window(store, layer)
+    if offset is not None:
+        shift = (offset - store.key_offset[layer]).flatten(0, 1)[past.window_row]
+        held_key = (held_key - shift).to(held_key.dtype)
+    window = NewTokens(past.window_row, held_key, held_value, score, past.window_token)
     if valid is None:
         valid = torch.ones(store.batch_size, new_count, dtype=torch.bool, device=store.device)
     position = old_length[:, None] + valid.cumsum(-1) - 1

@@ -11,9 +11,9 @@ from ..memory import HIGH, LOW, NULL_PAGE, column
 from ..ops.compact import stored_tokens
 from ..ops.quantize import compute_dtype, load_tokens
 from ..ops.segments import segments
+from ..policy import HIGH_LEVEL, LOW_LEVEL, PADDING_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL
 from .state import Store
-
-PADDING_LEVEL, PRUNED_LEVEL, LOW_LEVEL, HIGH_LEVEL, WINDOW_LEVEL = -1, 0, 1, 2, 3
+from .transform import model_form, model_keys
 
 
 class IntegrityError(RuntimeError):
@@ -89,15 +89,22 @@ def read_tokens(store: Store, layer: int) -> LayerTokens:
     keys[row, position] = store.window_key[layer].flatten(0, 1)[row, slot].to(dtype)
     values[row, position] = store.window_value[layer].flatten(0, 1)[row, slot].to(dtype)
     score[row, position] = store.window_score[layer].flatten(0, 1)[row, slot]
+    keys, values = _as_the_model_had_them(store, layer, keys, values)
     for rows, position, recorded_keys, recorded_values in _recorded_tokens(store, layer):
         keys[rows, position], values[rows, position] = recorded_keys.to(dtype), recorded_values.to(dtype)
-    real = store.padding.mask()[:, None]
+    absent = level <= PRUNED_LEVEL
     return LayerTokens(
-        _to_logical(store, keys).masked_fill(~real[..., None], 0),
-        _to_logical(store, values).masked_fill(~real[..., None], 0),
-        _to_logical(store, score).masked_fill(~real, 0),
+        _to_logical(store, keys).masked_fill(absent[..., None], 0),
+        _to_logical(store, values).masked_fill(absent[..., None], 0),
+        _to_logical(store, score).masked_fill(absent, 0),
         level,
     )
+
+
+def _as_the_model_had_them(store: Store, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [rows, tokens, dim] as they are held, in the model's channels."""
+    keys, values = (part.unflatten(0, (store.batch_size, store.num_heads)) for part in (keys, values))
+    return model_keys(store, layer, keys).flatten(0, 1), model_form(store, values).flatten(0, 1)
 
 
 def payload(store: Store) -> Payload:

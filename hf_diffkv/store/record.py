@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.prefill_attention import prefill_attention
 from .fork import make_private
-from .prompt import Past, check_finite
+from .prompt import Past, attend_beside, check_finite
 from .shared import SharedStep, SharedTokens, attend_from_newest
 from .state import Store
+from .transform import Entering
 
 # Tokens that can be taken back; what a longer forward holds before them is stored at once.
 ROLLBACK_TOKENS = 256
@@ -49,7 +49,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A layer's tokens that are not stored yet.
+    """A layer's tokens that are not stored yet, as the model has them.
 
     Attributes:
         query: [batch, query_heads, tokens, key_dim]; key, value: [batch, heads, tokens, dim].
@@ -111,6 +111,10 @@ class Recorded:
             mask[:, :, first:, first:] = other.mask
         return mask
 
+    def entering(self, store: Store, layer: int) -> Entering:
+        """The tokens on their way into a layer of `store`."""
+        return Entering(store, layer, self.key, self.value, self.valid)
+
     def detached(self) -> Recorded:
         """A copy that keeps no larger tensor alive."""
         reads = tuple(replace(read, query=read.query.clone()) for read in self.reads)
@@ -156,15 +160,9 @@ def attend_recorded(store: Store, layer: int, new: Recorded) -> Tensor:
     past = Past.read(store, layer)
     before = store.recorded[layer]
     together = new if before is None else before.followed_by(new)
-    output, _ = prefill_attention(
-        together.query,
-        together.key,
-        together.value,
-        valid=together.valid,
-        past=past.stored,
-        mask=together.mask,
-        **new.options,
-    )
+    key, value = together.entering(store, layer).beside(past)
+    options = {"valid": together.valid, "mask": together.mask, **new.options}
+    output, _ = attend_beside(store, layer, past, together.query, key, value, **options)
     _keep(store, layer, together)
     return output[:, :, output.shape[2] - new.tokens :]
 
@@ -203,8 +201,8 @@ class SharedRecording:
         before = store.recorded[layer]
         together = self._new if before is None else before.followed_by(self._new)
         past = Past.read(store, layer)
-        tokens = (together.key, together.value, together.valid, together.mask)
-        output, _ = attend_from_newest(store, past, query, *tokens, **options)
+        entering = together.entering(store, layer)
+        output, _ = attend_from_newest(store, layer, past, query, entering, together.mask, **options)
         if last:
             _keep(store, layer, together)
         return output

@@ -82,9 +82,10 @@ def drop_unused_layers(store: Store, used: int) -> None:
     if used == store.num_layers:
         return
     make_private(store)
-    for name in (*ROW_STATE, "alpha_high", "alpha_low"):
+    for name in (*ROW_STATE, "layer_index"):
         setattr(store, name, getattr(store, name)[:used].clone())
     store.table.table = store.table.table[:used].clone()
     store.recorded = store.recorded[:used]
     store.num_layers = used
+    store.layers = store.layers[:used]
     store.forget_bounds()

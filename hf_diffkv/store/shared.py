@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..ops.decode_attention import Held
-from ..ops.prefill_attention import prefill_attention
 from .decode import append, attend_newest
-from .prompt import Past, attend_new, check_finite, compress
+from .prompt import Past, attend_beside, check_finite, compress
 from .state import Store
+from .transform import Entering, query_form, stored_form
 
 
 class SharedStep:
@@ -27,11 +27,12 @@ class SharedStep:
     def __init__(self, store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
         self._store, self._layer, self._valid = store, layer, valid
         self._held = Held()
-        append(store, layer, key, value, valid)
+        append(store, layer, *stored_form(store, layer, key, value), valid)
 
     def attend(self, query: Tensor, last: bool, **options: Any) -> Tensor:
         """One layer's attention, as `attend_token` returns it; `last`: no further layer reads these tokens."""
         self._held.last = last
+        query = query_form(self._store, query)
         return attend_newest(self._store, self._layer, query, valid=self._valid, held=self._held, **options)
 
 
@@ -43,52 +44,53 @@ class SharedTokens:
     ) -> None:
         check_finite(store, key, value, valid)
         self._store, self._layer = store, layer
-        self._key, self._value, self._valid, self._mask = key, value, valid, mask
+        self._new, self._mask = Entering(store, layer, key, value, valid), mask
         self._received: Tensor | None = None
 
     def attend(self, query: Tensor, last: bool, **options: Any) -> Tensor:
         """One layer's attention, from the newest tokens or all; the last one stores and compresses them."""
-        store, layer, key, value, valid = self._store, self._layer, self._key, self._value, self._valid
+        store, layer = self._store, self._layer
         past = Past.read(store, layer)
-        output, received = attend_from_newest(store, past, query, key, value, valid, self._mask, **options)
+        output, received = attend_from_newest(store, layer, past, query, self._new, self._mask, **options)
         self._received = received if self._received is None else torch.maximum(self._received, received)
         if last:
-            compress(store, layer, past, key, value, valid, self._received)
+            compress(store, layer, past, self._new, self._received)
         return output
 
 
 def attend_from_newest(
-    store: Store,
-    past: Past,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    valid: Tensor | None,
-    mask: Tensor | None,
-    **options: Any,
+    store: Store, layer: int, past: Past, query: Tensor, new: Entering, mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """`attend_new` from the newest n of the Q tokens.
+    """Attends from the newest n of the Q new tokens over a layer's past and all new ones; changes nothing.
 
     Args:
         query: [batch, query_heads, n, key_dim]; with n < Q, all n must see the same of the tokens before them.
+        mask: bool [batch, 1, Q, Q] or None.
+
+    Returns:
+        [batch, query_heads, n, value_dim], and what each key received, float32 [batch, heads, P + Q].
     """
+    (key, value), valid = new.beside(past), new.valid
+    options["observation_window"] = store.observation_window
     earlier = key.shape[2] - query.shape[2]
     if earlier == 0:
-        return attend_new(store, past, query, key, value, valid, mask, **options)
+        output, received = attend_beside(store, layer, past, query, key, value, valid=valid, mask=mask, **options)
+        return output, received.float()
     shown = torch.ones(key.shape[0], earlier, dtype=torch.bool, device=key.device)
     shown = shown if valid is None else shown & valid[:, :earlier]
     shown = shown if mask is None else shown & mask[:, 0, -1, :earlier]
-    output, received = prefill_attention(
+    output, received = attend_beside(
+        store,
+        layer,
+        past,
         query,
         key[:, :, earlier:],
         value[:, :, earlier:],
         valid=None if valid is None else valid[:, earlier:],
-        past=past.stored,
         past_key=key[:, :, :earlier],
         past_value=value[:, :, :earlier],
         past_valid=shown[:, None].expand(-1, key.shape[1], -1),
         mask=None if mask is None else mask[..., earlier:, earlier:],
-        observation_window=store.config.observation_window,
         **options,
     )
     return output, received.float() * _later_share(valid, key, earlier, received.shape[-1])[:, None]

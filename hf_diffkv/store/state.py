@@ -12,14 +12,18 @@ from torch import Tensor
 from ..config import DiffKVConfig
 from ..memory import HIGH, LOW, NULL_PAGE, PageLayout, PagePool, PageTable
 from ..memory.free_list import FREE
-from ..ops.backend import use_kernels
-from ..ops.compact import compact_step
+from ..ops.backend import REFERENCE, choose
+from ..ops.quantize import compute_dtype
+from ..ops.rotation import center_windows, rotation_matrix
 from ..ops.tiles import Bounds, build_tiles
-from ..policy import get_policy
+from ..policy import Policy, make_policy
+from ..policy.diffkv import DiffKV
+from .compaction import compact_round
 from .padding import Padding
 
 if TYPE_CHECKING:
     from ..ops.decode_attention.scratch import Scratch
+    from .native import NativeCalls
     from .record import Recorded
 
 # Generated tokens between two looks at the device; the host works with upper bounds in between.
@@ -31,7 +35,20 @@ LayerThreshold = Union[float, tuple[float, ...]]
 
 
 # tensors with a row for each (layer, request); everything a request is, beside its pages
-ROW_STATE = ("window_key", "window_value", "window_score", "high_count", "low_count", "length", "window_start")
+ROW_STATE = (
+    "window_key",
+    "window_value",
+    "window_score",
+    "high_count",
+    "low_count",
+    "length",
+    "window_start",
+    "alpha_high",
+    "alpha_low",
+    "key_offset",
+)
+# with thresholds of zero it keeps everything high
+PROTECTION = DiffKV()
 
 
 class Store:
@@ -46,6 +63,8 @@ class Store:
         batch_size, num_heads: requests and KV heads on this device.
         key_dim, value_dim: elements of one head.
         dtype, device: of the model's keys and values.
+        total_layers: compressed layers of the model; None takes `num_layers`.
+        first_head: index in the model of the first head here.
 
     Raises:
         ValueError: a precision that does not fit the head.
@@ -62,23 +81,38 @@ class Store:
         value_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        total_layers: int | None = None,
+        first_head: int = 0,
     ) -> None:
         self.config = config
-        self.policy = get_policy(config.policy)
+        self.policy = make_policy(config.policy, config.policy_options)
         self.num_layers, self.batch_size, self.num_heads = num_layers, batch_size, num_heads
         self.key_dim, self.value_dim = key_dim, value_dim
         # as tensors name it: "cuda" is cuda:0
         self.dtype, self.device = dtype, torch.empty(0, device=device).device
         self.layout = PageLayout.build(config.high, config.low, key_dim, value_dim, dtype.itemsize, config.page_bytes)
-        self.alpha_high = torch.zeros(num_layers, num_heads, device=device)
-        self.alpha_low = torch.zeros(num_layers, num_heads, device=device)
         self.window_slots = config.window + config.compaction_interval
+        # index of each layer and head in the model, among its compressed layers
+        self.total_layers = num_layers if total_layers is None else total_layers
+        self.layers = list(range(num_layers))
+        self.layer_index = torch.arange(num_layers, device=device)
+        self.head_index = torch.arange(first_head, first_head + num_heads, device=device)
         shape = (num_layers, batch_size, num_heads)
+        self.alpha_high = torch.zeros(shape, device=device)
+        self.alpha_low = torch.zeros(shape, device=device)
         self.window_key = torch.zeros(*shape, self.window_slots, key_dim, dtype=dtype, device=device)
         self.window_value = torch.zeros(*shape, self.window_slots, value_dim, dtype=dtype, device=device)
         self.window_score = torch.zeros(*shape, self.window_slots, device=device)
         self.high_count = torch.zeros(shape, dtype=torch.int32, device=device)
         self.low_count = torch.zeros(shape, dtype=torch.int32, device=device)
+        # what the keys of a row are held less by, rotated
+        centered = key_dim if config.center else 0
+        self.key_offset = torch.zeros(*shape, centered, dtype=compute_dtype(dtype), device=device)
+        # layers that are not centred, as their attention does not depend on differences of logits alone
+        self.uncentered: set[int] = set()
+        # whether the first tokens of some row may leave the window before the next refresh
+        self.centers_soon = False
         self.length = torch.zeros(num_layers, batch_size, dtype=torch.int64, device=device)
         self.window_start = torch.zeros(num_layers, batch_size, dtype=torch.int64, device=device)
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
@@ -99,8 +133,10 @@ class Store:
         self._low_bound = np.zeros(shape, dtype=np.int64)
         self._steps_left = 0
         self._bounds: list[Bounds] = []
-        self._all_bounds: Bounds | None = None
+        self.all_bounds: Bounds | None = None
         self.scratch: Scratch | None = None
+        # where native code finds everything, see native.py
+        self.native_calls: NativeCalls | None = None
         # tokens per row that tables and buffers are made for beforehand, so that they stay in place until then
         self.room = 0
         # the stores that share all memory with this one, itself included (see fork.py)
@@ -123,6 +159,19 @@ class Store:
         limit = self.config.max_bytes
         return None if limit is None else limit - self.taken
 
+    @property
+    def key_rotation(self) -> Tensor | None:
+        """Of keys and queries, [key_dim, key_dim]; None where they are held as they are."""
+        return self._rotation(self.key_dim)
+
+    @property
+    def value_rotation(self) -> Tensor | None:
+        """Of values, [value_dim, value_dim], likewise."""
+        return self._rotation(self.value_dim)
+
+    def _rotation(self, dim: int) -> Tensor | None:
+        return rotation_matrix(dim, self.key_offset.dtype, self.device) if self.config.rotate else None
+
     def owned_pages(self) -> Tensor:
         """int32 [n], the pages in the table."""
         table = self.table.table
@@ -141,7 +190,7 @@ class Store:
 
     def __getstate__(self) -> dict:
         """For copies and pickles: a fork takes along pages of its own."""
-        state = dict(self.__dict__)
+        state = dict(self.__dict__, native_calls=None)
         if self.twins is not None:
             pool, table = self.private_pages()
             state |= {"pool": pool, "table": table, "twins": None, "finalizer": None, "_steps_left": 0}
@@ -155,11 +204,15 @@ class Store:
     def _tensors(self) -> list[Tensor]:
         tensors = [self.window_key, self.window_value, self.window_score, self.high_count, self.low_count]
         tensors += [self.length, self.window_start, self.table.table, self.alpha_high, self.alpha_low]
-        tensors += [self.invalid, self.changed_past]
-        bounds = [*self._bounds, self._all_bounds] if self._all_bounds is not None else []
+        tensors += [self.layer_index, self.head_index, self.invalid, self.changed_past, self.key_offset]
+        bounds = [*self._bounds, self.all_bounds] if self.all_bounds is not None else []
         if self.scratch is not None:
             tensors += [t for t in vars(self.scratch).values() if isinstance(t, Tensor)]
         return tensors + [self.flag, *(t for bound in bounds for t in bound.tensors())]
+
+    def backend(self) -> str:
+        """What runs the ops on this store, one of `ops.backend.BACKENDS`."""
+        return choose(self.device, self.dtype, self.layout.high, self.layout.low)
 
     def check_budget(self, more: int) -> None:
         """Raises `MemoryError` unless `more` bytes outside the pool fit into the budget; sets the pool's limit."""
@@ -191,32 +244,47 @@ class Store:
             )
         self.pool.max_pages = int(pages)
 
+    def place_layer(self, layer: int, index: int) -> None:
+        """Says that `layer` is the model's compressed layer `index`."""
+        self.layers[layer] = index
+        self.layer_index[layer] = index
+
+    def is_protected(self, layer: int) -> bool:
+        """Whether the policy has no say in `layer`, which is high but for what `max_bytes` takes."""
+        count = self.config.protected_layers
+        return not count <= self.layers[layer] < self.total_layers - count
+
+    def policy_of(self, layer: int) -> Policy:
+        """What levels the tokens of `layer`."""
+        return PROTECTION if self.is_protected(layer) else self.policy
+
+    @property
+    def observation_window(self) -> int | None:
+        """How many of a prompt's last queries significance is taken from; None is all."""
+        chosen = self.config.observation_window
+        return self.policy.observation_window if chosen is None else chosen
+
     def set_thresholds(self, layer: int, alpha_high: LayerThreshold, alpha_low: LayerThreshold) -> None:
-        """Sets one layer's thresholds: one number, or one per head (else `ValueError`)."""
-        for name, target, value in (
-            ("alpha_high", self.alpha_high, alpha_high),
-            ("alpha_low", self.alpha_low, alpha_low),
-        ):
+        """Sets thresholds for a layer that is still empty: one number, or one per head (else `ValueError`)."""
+        for name, value in (("alpha_high", alpha_high), ("alpha_low", alpha_low)):
             if isinstance(value, tuple) and len(value) != self.num_heads:
                 raise ValueError(
                     f"{name} has {len(value)} entries per layer but layers have {self.num_heads} KV heads here; give "
                     f"{self.num_heads}, or under tensor parallelism call cache.attach(model) first."
                 )
+        alphas = (0.0, 0.0) if self.is_protected(layer) else self.policy.first_alphas(alpha_high, alpha_low)
+        for target, value in zip((self.alpha_high, self.alpha_low), alphas):
             target[layer] = torch.tensor(value, dtype=torch.float32)
 
     @property
     def value_limit(self) -> float:
-        """Largest magnitude of keys and values that can be stored."""
+        """Largest magnitude of elements, as they are held, that can be stored."""
         bits = (self.config.high, self.config.low)
-        if all(p.k_bits == 16 and p.v_bits == 16 for p in bits):
-            return torch.finfo(self.dtype).max
-        return min(FP16_RANGE, torch.finfo(self.dtype).max)
-
-    def row_thresholds(self, layer: slice | int) -> tuple[Tensor, Tensor]:
-        """The policy's thresholds, float32 [.., batch, heads], for the lengths as they are now."""
-        return self.policy.thresholds(
-            self.alpha_high[layer][..., None, :], self.alpha_low[layer][..., None, :], self.length[layer][..., None]
-        )
+        limit = torch.finfo(self.dtype).max
+        if not all(p.k_bits == 16 and p.v_bits == 16 for p in bits):
+            limit = min(FP16_RANGE, limit)
+        # the mean that is taken off keys is no larger than they are
+        return limit / 2 if self.config.center else limit
 
     def begin(self, tokens: int) -> None:
         """Starts a forward of `tokens` new tokens: runs the compaction that is due and makes room.
@@ -261,7 +329,7 @@ class Store:
         """Where everything is that a decode step reads or writes: a captured step is valid while this is the same."""
         held = [self.pool.free_list.ring, self.pool.free_list.state, self.table.table]
         held += [getattr(self, name) for name in ROW_STATE]
-        held += [self.alpha_high, self.alpha_low, self.flag, self.invalid]
+        held += [self.flag, self.invalid]
         held += [] if self.scratch is None else [t for t in vars(self.scratch).values() if isinstance(t, Tensor)]
         return (self.pool.address, *((tensor.data_ptr(), tensor.shape) for tensor in held))
 
@@ -278,8 +346,17 @@ class Store:
 
     def compact(self) -> None:
         """The device's part of a compaction: as many rounds as tokens left the windows."""
+        if self.centers_soon:
+            self._center_rows()
         for _ in range(self.config.compaction_interval):
-            self._compact()
+            compact_round(self)
+
+    def _center_rows(self) -> None:
+        """Fixes the key offset of rows whose first token is about to leave the window (see transform.py)."""
+        due = (self.window_start == 0) & (self.length > self.config.window)
+        for layer in self.uncentered:
+            due[layer] = False
+        center_windows(self.window_key, self.length, self.key_offset, due)
 
     def compaction_done(self, done: bool = True) -> None:
         """Notes that the compaction that was due has run, if `done`."""
@@ -287,47 +364,21 @@ class Store:
             self.compaction_due = False
             self.steps_since_compaction = 0
 
-    def _compact(self) -> None:
-        start = self.window_start
-        leaving = self.length - start > self.config.window
-        slot = (start % self.window_slots)[:, :, None, None].expand(-1, -1, self.num_heads, 1)
-        rows = self.num_layers * self.batch_size * self.num_heads
-        shape = (self.num_layers, self.batch_size, self.num_heads)
-        high, low = self.row_thresholds(slice(None))
-        compact_step(
-            self.pool.pages,
-            self.layout,
-            self.pool.free_list,
-            self.table.table.view(rows, -1),
-            self.high_count.view(rows),
-            self.low_count.view(rows),
-            self.window_key.gather(3, slot[..., None].expand(-1, -1, -1, -1, self.key_dim)).view(rows, -1),
-            self.window_value.gather(3, slot[..., None].expand(-1, -1, -1, -1, self.value_dim)).view(rows, -1),
-            self.window_score.gather(3, slot).view(rows),
-            start[:, :, None].expand(shape).reshape(rows),
-            leaving[:, :, None].expand(shape).reshape(rows),
-            self.length[:, :, None].expand(shape).reshape(rows),
-            high.reshape(rows),
-            low.reshape(rows),
-            bounds=self._all_bounds,
-            flag=self.flag,
-        )
-        start += leaving
-
     def refresh(self) -> None:
         """Makes room for the next `REFRESH_STEPS` steps. Reads the device once, and once more where the pool grows."""
         lookahead = REFRESH_STEPS + self.config.compaction_interval
-        self._high_bound, self._low_bound, has_low, free = self._look()
+        self._high_bound, self._low_bound, has_low, first_leave, free = self._look(lookahead)
+        self.centers_soon = first_leave and self.config.center and len(self.uncentered) < self.num_layers
         high, low = self.layout.high.capacity, self.layout.low.capacity
         pages_now = _ceil(self._high_bound, high) + _ceil(self._low_bound, low)
-        low_growth = np.where(has_low, lookahead, 0)[:, None]
+        low_growth = np.where(has_low, lookahead, 0)
         pages_then = _ceil(self._high_bound + lookahead, high), _ceil(self._low_bound + low_growth, low)
         longest = int((self._high_bound + self._low_bound).max()) + lookahead + self.window_slots
-        if use_kernels(self.device, self.dtype):
-            self._all_bounds = Bounds(longest)
-            self._bounds = [self._all_bounds] * self.num_layers
+        if self.backend() != REFERENCE:
+            self.all_bounds = Bounds(longest)
+            self._bounds = [self.all_bounds] * self.num_layers
         else:
-            self._all_bounds = self._tile(slice(None), longest, lookahead)
+            self.all_bounds = self._tile(slice(None), longest, lookahead)
             self._bounds = [self._tile(layer, longest, lookahead) for layer in range(self.num_layers)]
         self.ensure_width(max(int((self._high_bound + self._low_bound).max()) + lookahead, self.room))
         if self.room > 0:
@@ -336,18 +387,21 @@ class Store:
         self._ensure_free(int((pages_then[HIGH] + pages_then[LOW] - pages_now).sum()), free)
         self._steps_left = REFRESH_STEPS
 
-    def _look(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-        """All the host wants to know, in one copy: high and low counts, bool [layers, heads], free pages.
+    def _look(self, lookahead: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool, int]:
+        """All the host wants to know, in one copy: high and low counts, where low ones may come, bool, free pages.
 
-        A head whose thresholds are equal (False) never has low tokens. Raises as `check_values` does.
+        The first three are [layers, batch, heads]. The single bool is whether the first token of some row can leave
+        its window within `lookahead` tokens. Raises as `check_values` does.
         """
-        has_low = self.alpha_low < self.alpha_high
-        parts = [self.high_count, self.low_count, has_low, self.pool.free_list.state[FREE], *self._flags()]
+        has_low = self.policy.has_low(self.alpha_high, self.alpha_low)
+        first_leave = ((self.window_start == 0) & (self.length > self.config.window - lookahead)).any()
+        parts = [self.high_count, self.low_count, has_low, first_leave, self.pool.free_list.state[FREE]]
+        parts += self._flags()
         seen = torch.cat([part.reshape(-1).long() for part in parts]).cpu().numpy()
         pieces = np.split(seen, np.cumsum([part.numel() for part in parts])[:-1])
-        high, low, has_low, free = (piece.reshape(part.shape) for piece, part in zip(pieces, parts[:4]))
-        self._raise_for(*(bool(flag) for flag in pieces[4:]))
-        return high, low, has_low.astype(bool), int(free)
+        high, low, has_low, leave, free = (piece.reshape(part.shape) for piece, part in zip(pieces, parts[:5]))
+        self._raise_for(*(bool(flag) for flag in pieces[5:]))
+        return high, low, has_low.astype(bool), bool(leave), int(free)
 
     def _ensure_free(self, pages: int, free: int) -> None:
         try:
@@ -415,9 +469,11 @@ class Store:
             )
 
     def value_message(self) -> str:
+        rotated = "rotated " if self.config.rotate else ""
         return (
-            f"keys or values are NaN, infinite or beyond {self.value_limit:g}, which the cache cannot store; check the "
-            "model's dtype (float16 overflows: load it with dtype=torch.bfloat16) or use DiffKVConfig.lossless()."
+            f"{rotated}keys or values are NaN, infinite or beyond {self.value_limit:g}, which the cache cannot store; "
+            "check the model's dtype (float16 overflows: load it with dtype=torch.bfloat16) or use "
+            "DiffKVConfig.lossless()."
         )
 
 

@@ -49,6 +49,16 @@ def greedy(model: PreTrainedModel, **options: Any) -> tuple[Tensor, Tensor, Any]
     return result.sequences, torch.stack(result.logits), result.past_key_values
 
 
+def rounding(model: PreTrainedModel) -> Tensor:
+    """How far two dense computations of a model are apart: Gemma 4's tiny models amplify rounding a hundredfold."""
+    before, logits = model.config._attn_implementation, []
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        logits.append(greedy(model, past_key_values=DynamicCache(config=model.config))[1])
+    model.set_attn_implementation(before)
+    return (logits[0] - logits[1]).abs().max()
+
+
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.filterwarnings("ignore:this model has no plain full-attention layer")
 def test_family(name: str) -> None:
@@ -58,7 +68,8 @@ def test_family(name: str) -> None:
     lossless = DiffKVCache(model.config, LOSSLESS)
     actual = greedy(model, past_key_values=lossless)
     assert torch.equal(actual[0], expected[0])
-    torch.testing.assert_close(actual[1], expected[1], rtol=0, atol=1e-4)
+    difference = (actual[1] - expected[1]).abs().max()
+    assert difference < 1e-4 or difference < 2 * rounding(model)
     assert_layers(lossless, family)
     for layer_idx in family.compressed:
         assert torch.equal(lossless.levels(layer_idx), complete_levels(lossless, layer_idx))

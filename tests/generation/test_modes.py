@@ -9,11 +9,12 @@ import pytest
 import torch
 from tiny_models import PAD, ragged_prompts, tiny_model
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import AutoTokenizer, DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.evaluation.models import TINY_LM
 
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt_oss")
 LENGTHS = (90, 33, 64)
@@ -69,6 +70,18 @@ MODES = {
 def test_modes(name: str, mode: str) -> None:
     sequences = assert_same_tokens(tiny_model(name, "eager"), *ragged_prompts(LENGTHS), **MODES[mode])
     assert sequences.shape[1] == max(LENGTHS) + NEW_TOKENS
+
+
+@pytest.mark.oldest
+def test_stop_strings() -> None:
+    """Transformers passes the tokenizer on to attention."""
+    model, tokenizer = tiny_model("llama", "eager"), AutoTokenizer.from_pretrained(TINY_LM)
+    prompt = ragged_prompts(LENGTHS)
+    written = said(model, *prompt)[:, max(LENGTHS) :]
+    stops = [tokenizer.decode(row[8:10]) for row in written]
+    options = {"stop_strings": stops, "tokenizer": tokenizer, "pad_token_id": PAD}
+    sequences = assert_same_tokens(model, *prompt, **options)
+    assert sequences.shape[1] <= max(LENGTHS) + 10
 
 
 @pytest.mark.oldest
@@ -203,7 +216,11 @@ def test_assisted_decoding(name: str, where: str, crops: list[tuple[int, int]]) 
     options = {"max_new_tokens": 40}
     plain = said(model, ids, mask, past_key_values=DynamicCache(config=model.config), **options)
     options["assistant_model"] = assistant
-    expected = said(model, ids, mask, past_key_values=DynamicCache(config=model.config), **options)
+    try:
+        expected = said(model, ids, mask, past_key_values=DynamicCache(config=model.config), **options)
+    except RuntimeError as error:
+        # Gemma 2 with eager attention, on 5.17
+        pytest.skip(f"this release of transformers cannot do it with its own caches: {error}")
     assert torch.equal(expected, plain)
     assert not crops
 
@@ -223,7 +240,11 @@ def test_assisted_sampling(name: str, crops: list[tuple[int, int]]) -> None:
     options = {"assistant_model": assistant, "do_sample": True, "max_new_tokens": 40, "suppress_tokens": [PAD]}
     for each in (model, assistant):
         each.set_attn_implementation("eager")
-    expected = said(model, ids, mask, past_key_values=DynamicCache(config=model.config), **options)
+    try:
+        expected = said(model, ids, mask, past_key_values=DynamicCache(config=model.config), **options)
+    except RuntimeError as error:
+        # sliding windows with eager attention, on 5.17
+        pytest.skip(f"this release of transformers cannot do it with its own caches: {error}")
     assistant.generation_config.update(**LOSSLESS)
     assert torch.equal(said(model, ids, mask, **LOSSLESS, **options), expected)
     assert_both_happened(crops)

@@ -30,7 +30,7 @@ def generate(model, tokens: torch.Tensor, cache: DiffKVCache, new: int, **option
 
 
 def run(model, captured: bool, tokens: torch.Tensor, new: int, fields: dict | None = None, **options: object):
-    cache = DiffKVCache(model.config, DiffKVConfig(**FIELDS, cuda_graphs=captured, **(fields or {})))
+    cache = DiffKVCache(model.config, DiffKVConfig(**{**FIELDS, "cuda_graphs": captured, **(fields or {})}))
     output = generate(model, tokens, cache, new, **options)
     cache.check_integrity()
     return torch.stack(output.logits, 1), cache

@@ -80,6 +80,8 @@ class SimulatedAttention:
                 compaction_interval=config.compaction_interval,
                 observation_window=config.observation_window,
                 dtype=key.dtype,
+                rotate=config.rotate,
+                center=config.center,
             )
         return self.layers[layer_idx]
 

@@ -11,8 +11,10 @@ import pytest
 import torch
 from captured_steps import FIELDS, build, generate, run
 from recorded_graph import RecordedGraph
+from transformers import AutoTokenizer
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.evaluation.models import TINY_LM
 from hf_diffkv.integration import graphs
 from hf_diffkv.store import Store
 from hf_diffkv.store.read import IntegrityError
@@ -53,6 +55,28 @@ def test_the_same_text_across_refreshes_and_growth(steps, interval: int) -> None
     for index in cache.compressed_layers():
         assert torch.equal(cache.levels(index), eager.levels(index))
         assert torch.equal(cache.significance(index), eager.significance(index))
+
+
+@pytest.mark.parametrize(
+    "layers, fields",
+    [
+        (1, {"policy": "h2o", "policy_options": {"minimum": 2}, "max_bytes": 30_000}),
+        (1, {"policy": "random"}),
+        (2, {"policy": "share", "policy_options": {"prune": 0.3}}),
+        (3, {"policy": "streaming", "policy_options": {"sinks": 1}, "protected_layers": 1}),
+    ],
+    ids=lambda value: value["policy"] if isinstance(value, dict) else "",
+)
+def test_policies_are_captured(steps, layers: int, fields: dict) -> None:
+    model = build(layers)
+    tokens = torch.randint(0, 96, (1, 9), generator=torch.Generator().manual_seed(1))
+    expected, eager = run(model, False, tokens, 7, fields)
+    got, cache = run(model, True, tokens, 7, fields)
+    assert torch.equal(got, expected)
+    assert steps[0].replays == 5
+    store, other = cache.stores.stores[0], eager.stores.stores[0]
+    for name in ("high_count", "low_count", "window_start", "alpha_high", "alpha_low"):
+        assert torch.equal(getattr(store, name), getattr(other, name)), name
 
 
 def test_a_replay_repeats_what_was_captured(model, steps, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,6 +143,16 @@ def test_what_is_not_captured_runs_from_python(model, steps, options: dict) -> N
     assert torch.equal(*sequences)
     assert not RecordedGraph.made
     cache.check_integrity()
+
+
+def test_stop_strings_are_captured(model, steps) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TINY_LM)
+    tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(5))
+    options = {"stop_strings": ["no model writes this"], "tokenizer": tokenizer}
+    expected, _ = run(model, False, tokens, 6, **options)
+    got, _ = run(model, True, tokens, 6, **options)
+    assert torch.equal(got, expected)
+    assert steps[-1].replays == 4
 
 
 def test_autocast_is_not_captured(model, steps) -> None:

@@ -7,6 +7,8 @@ import logging
 import pytest
 import torch
 
+from hf_diffkv.config import Precision
+from hf_diffkv.memory import PageLayout
 from hf_diffkv.ops import backend
 
 pytest.importorskip("triton")
@@ -45,6 +47,36 @@ def test_amd_devices_run_kernels(device) -> None:
 def test_double_precision_and_cpus_run_the_reference(device) -> None:
     assert not backend.use_kernels(device((9, 0)), torch.float64)
     assert not backend.use_kernels(torch.device("cpu"), torch.float32)
+
+
+def test_cpus_run_native_code_where_it_is_built_and_has_a_form(monkeypatch) -> None:
+    cpu = torch.device("cpu")
+    layout = PageLayout.build(Precision(6, 4), Precision(5, 3), 64, 64, 2)
+    wide = PageLayout.build(Precision(8, 4), Precision(4, 2), 576, 576, 2)
+    monkeypatch.setattr(backend.library, "library", lambda: object())
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert backend.choose(cpu, dtype, layout.high, layout.low) == "native"
+    assert backend.choose(cpu, torch.float64, layout.high) == "reference"
+    assert backend.choose(cpu, torch.float32, wide.high) == "reference"
+    with backend.use_backend("reference"):
+        assert backend.choose(cpu, torch.float32, layout.high) == "reference"
+    with backend.use_backend("native"):
+        assert backend.choose(cpu, torch.float64, layout.high) == "reference"
+    monkeypatch.setattr(backend.library, "library", lambda: None)
+    assert backend.choose(cpu, torch.float32, layout.high) == "reference"
+
+
+def test_a_library_that_is_not_there_is_said_once(monkeypatch, caplog, tmp_path) -> None:
+    monkeypatch.setattr(backend.library, "PATH", tmp_path / "_lib.so")
+    for content, reason in ((None, "was not built"), (b"no library", "cannot be loaded")):
+        caplog.clear()
+        backend.library.library.cache_clear()
+        if content is not None:
+            backend.library.PATH.write_bytes(content)
+        with caplog.at_level(logging.WARNING, "hf_diffkv"):
+            assert [backend.choose(torch.device("cpu"), torch.float32) for _ in range(3)] == ["reference"] * 3
+        assert caplog.text.count(reason) == 1
+    backend.library.library.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..backend import use_kernels
-from . import reference
+from ..backend import KERNELS, NATIVE, choose
+from . import native, reference
 
 __all__ = ["append_token"]
 
@@ -23,8 +23,9 @@ def append_token(
     valid: Tensor | None = None,
 ) -> None:
     """Arguments as in `reference.append_token`."""
-    implementation = reference
-    if use_kernels(key.device, key.dtype):
+    backend = choose(key.device, key.dtype)
+    implementation = native if backend == NATIVE else reference
+    if backend == KERNELS:
         from . import launch as implementation
     implementation.append_token(
         window_key, window_value, window_score, length, invalid, key, value, limit=limit, valid=valid

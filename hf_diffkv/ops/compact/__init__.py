@@ -5,12 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...memory import FreeList, PageLayout
-from ..backend import use_kernels, without_autocast
+from ..backend import KERNELS, NATIVE, choose, without_autocast
 from ..tiles import Bounds
-from . import reference
+from . import native, reference
+from .reference import least_mean
 from .rewrite import NewTokens, StoredTokens, rewrite_rows, stored_tokens
 
-__all__ = ["NewTokens", "StoredTokens", "compact_step", "rewrite_rows", "stored_tokens"]
+__all__ = ["NewTokens", "StoredTokens", "compact_step", "least_mean", "rewrite_rows", "stored_tokens"]
 
 
 @without_autocast
@@ -40,7 +41,10 @@ def compact_step(
         flag: int32 [1] on the device; becomes non-zero if the round had to be called off.
     """
     rows = (page_table, high_count, low_count, key, value, score, position, leaving, length)
-    if use_kernels(pages.device, key.dtype):
+    backend = choose(pages.device, key.dtype, layout.high, layout.low)
+    if backend == NATIVE:
+        native.compact_step(pages, layout, free_list, *rows, high_threshold, low_threshold, flag=flag)
+    elif backend == KERNELS:
         from . import launch
 
         launch.compact_step(

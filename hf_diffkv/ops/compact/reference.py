@@ -87,6 +87,23 @@ def compact_step(
     low_count += append_low
 
 
+def least_mean(
+    pages: Tensor, layout: TierLayout, tier: int, page_table: Tensor, count: Tensor, length: Tensor
+) -> Tensor:
+    """Least mean significance of each row's tokens of one tier, float32 [rows]; +inf where a row has none.
+
+    Args:
+        layout: of the tier. page_table: int32 [rows, width]. count: int32 [rows]. length: int64 [rows].
+    """
+    width = page_table.shape[1]
+    page = torch.arange(width, device=pages.device)
+    ids = page_table[:, column(tier, page, width)].long()
+    view = segments(pages, layout)
+    mean = _mean(view.score[ids], view.position[ids], length[:, None, None])
+    slot = page[:, None] * layout.capacity + torch.arange(layout.capacity, device=pages.device)
+    return torch.where(slot < count[:, None, None], mean, torch.inf).amin((1, 2))
+
+
 def _mean(score: Tensor, position: Tensor, length: Tensor) -> Tensor:
     return score / (length - 1 - position).clamp(min=1).float()
 

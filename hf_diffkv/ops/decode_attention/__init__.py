@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ...memory import PageLayout
-from ..backend import use_kernels, without_autocast
+from ..backend import KERNELS, NATIVE, choose, use_kernels, without_autocast
 from ..tiles import Bounds
-from . import reference
+from . import native, reference
 from .held import Held
 
 if TYPE_CHECKING:
@@ -48,7 +48,10 @@ def decode_attention(
     """
     state = (pages, layout, page_table, high_count, low_count, window_key, window_value, window_score)
     options = {"scaling": scaling, "valid": valid, "softcap": softcap, "sinks": sinks, "held": held}
-    if use_kernels(query.device, query.dtype):
+    backend = choose(query.device, query.dtype, layout.high, layout.low)
+    if backend == NATIVE:
+        return native.decode_attention(query, *state, window_start, length, **options)
+    if backend == KERNELS:
         from . import launch
 
         return launch.decode_attention(

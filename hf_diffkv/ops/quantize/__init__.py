@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
 from ...memory import TierLayout
-from ..backend import use_kernels, without_autocast
-from . import reference
+from ..backend import KERNELS, NATIVE, choose, without_autocast
+from . import native, reference
 from .reference import compute_dtype, dequantize, quantize
 
 __all__ = ["compute_dtype", "dequantize", "load_tokens", "move_tokens", "quantize", "store_tokens"]
@@ -26,9 +28,7 @@ def store_tokens(
     dtype: torch.dtype,
 ) -> None:
     """Arguments as in `reference.store_tokens`."""
-    implementation = reference
-    if use_kernels(pages.device, dtype):
-        from . import launch as implementation
+    implementation = _implementation(pages.device, dtype, tier)
     implementation.store_tokens(pages, tier, page, slot, key, value, score, position, dtype)
 
 
@@ -37,9 +37,7 @@ def load_tokens(
     pages: Tensor, tier: TierLayout, page: Tensor, slot: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Arguments and results as in `reference.load_tokens`."""
-    implementation = reference
-    if use_kernels(pages.device, dtype):
-        from . import launch as implementation
+    implementation = _implementation(pages.device, dtype, tier)
     return implementation.load_tokens(pages, tier, page, slot, dtype)
 
 
@@ -59,7 +57,14 @@ def move_tokens(
         from_page, from_slot, to_page, to_slot: int64 [n]; no two targets are alike, and none is a source.
         dtype: the model's dtype.
     """
-    implementation = reference
-    if use_kernels(pages.device, dtype):
-        from . import launch as implementation
+    implementation = _implementation(pages.device, dtype, tier)
     implementation.move_tokens(pages, tier, from_page, from_slot, to_page, to_slot)
+
+
+def _implementation(device: torch.device, dtype: torch.dtype, tier: TierLayout) -> ModuleType:
+    backend = choose(device, dtype, tier)
+    if backend == KERNELS:
+        from . import launch
+
+        return launch
+    return native if backend == NATIVE else reference

@@ -1,0 +1,129 @@
+"""What the paper's case for different treatment rests on, measured on a model (DiffKV, figures 2, 4 and 5).
+
+For every layer and KV head: how far significance (mean attention a token receives from later queries, maximum over the
+query heads of the group) and value norms spread over the tokens, and how few tokens hold most of the significance.
+
+    python benchmarks/quality/attention.py --model smollm2 --output benchmarks/results/quality/attention
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from hf_diffkv.evaluation.environment import describe_environment
+from hf_diffkv.evaluation.models import resolve_model
+from hf_diffkv.evaluation.tasks import get_task
+from hf_diffkv.evaluation.tasks.base import Source
+
+TASKS = ("text", "dictionary", "key-value", "passage")
+# of a head's significance, that its critical tokens hold together
+COVERED = 0.95
+# newest tokens, which few queries have judged
+UNJUDGED = 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--tokens", type=int, default=1024, help="of each prompt (default: %(default)s)")
+    parser.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args()
+    path = resolve_model(options.model)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto", attn_implementation="eager").eval()
+    options.output.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for name in tqdm(TASKS, unit="prompt"):
+        document = get_task(name).documents(Source(tokenizer, 1, options.tokens))[0]
+        lines += [{"task": name, **head} for head in measure(model, document.context)]
+    settings = {"model": options.model, "tokens": options.tokens, **describe_environment(model.device)}
+    results = options.output / "heads.jsonl"
+    results.write_text("".join(json.dumps(line) + "\n" for line in [settings, *lines]))
+    plot_spread(lines, options.output / "spread.png")
+    plot_critical(lines, options.output / "critical.png")
+    print(f"Wrote {results}, spread.png and critical.png.")
+
+
+@torch.no_grad()
+def measure(model: Any, ids: tuple[int, ...]) -> list[dict[str, Any]]:
+    """One dictionary per layer and KV head."""
+    cache = DynamicCache(config=model.config)
+    output = model(torch.tensor([ids]), past_key_values=cache, output_attentions=True, logits_to_keep=1)
+    heads = []
+    for layer_idx, (attention, layer) in enumerate(zip(output.attentions, cache.layers)):
+        significance = mean_received(attention[0].float(), layer.keys.shape[1])[:, :-UNJUDGED]
+        norms = layer.values[0].float().norm(dim=-1)[:, :-UNJUDGED]
+        for head, (received, norm) in enumerate(zip(significance.numpy(), norms.numpy())):
+            heads.append(
+                {
+                    "layer": layer_idx,
+                    "head": head,
+                    "significance": np.percentile(received, [5, 25, 50, 75, 95, 100]).tolist(),
+                    "value_norm": np.percentile(norm, [5, 25, 50, 75, 95, 100]).tolist(),
+                    "critical": critical_share(received),
+                }
+            )
+    return heads
+
+
+def mean_received(attention: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """float32 [num_heads, tokens] from attention probabilities [query_heads, tokens, tokens]."""
+    tokens = attention.shape[-1]
+    later = attention.tril(-1).sum(1) / (tokens - 1 - torch.arange(tokens)).clamp(min=1)
+    return later.unflatten(0, (num_heads, -1)).amax(1)
+
+
+def critical_share(received: np.ndarray) -> float:
+    """The smallest share of the tokens that holds `COVERED` of what all received."""
+    ordered = np.sort(received)[::-1].cumsum()
+    return float((np.searchsorted(ordered, COVERED * ordered[-1]) + 1) / len(received))
+
+
+def plot_spread(lines: list[dict[str, Any]], path: Path) -> None:
+    """Ratio of the 95th to the 5th percentile within each head, by layer: significance against value norms."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(7.5, 4), layout="constrained")
+    for name, title, colour in (("significance", "significance", "#1b4f72"), ("value_norm", "value norm", "#b9770e")):
+        points = [(line["layer"], line[name][4] / max(line[name][0], 1e-12)) for line in lines]
+        axes.scatter(*zip(*points), s=9, alpha=0.6, color=colour, label=title)
+    axes.set(xlabel="layer", ylabel="95th / 5th percentile of a head's tokens", yscale="log")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def plot_critical(lines: list[dict[str, Any]], path: Path) -> None:
+    """Share of critical tokens of every head by layer, a colour for each prompt."""
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(7.5, 4), layout="constrained")
+    for task in dict.fromkeys(line["task"] for line in lines):
+        points = [(line["layer"], 100 * line["critical"]) for line in lines if line["task"] == task]
+        axes.scatter(*zip(*points), s=12, alpha=0.6, label=task)
+    axes.set(xlabel="layer", ylabel=f"tokens that hold {COVERED:.0%} of a head's significance, %")
+    axes.set_ylim(0, 100)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Writes the tables of docs/quality.md from the committed results, and copies their plots beside it.
+
+    python benchmarks/quality/document.py
+
+A table stands between `<!-- study: NAME METRIC,... -->` and `<!-- end -->`, METRIC as task/metric.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from hf_diffkv.evaluation.records import ENVIRONMENTS_NAME, RECORDS_NAME, Record, read_records
+from hf_diffkv.evaluation.report import Row, best_first, format_estimate, rows_of
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "quality"
+DOCUMENT = ROOT / "docs" / "quality.md"
+PICTURES = ROOT / "docs" / "quality"
+BLOCK = re.compile(r"(<!-- study: (?P<study>\S+) (?P<metrics>\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def main() -> None:
+    text = DOCUMENT.read_text()
+    DOCUMENT.write_text(filled(text))
+    PICTURES.mkdir(exist_ok=True)
+    for name in re.findall(r"\(quality/([^)]+\.png)\)", text):
+        # the picture quality/peers-text-kl.png is text-kl.png of the study peers
+        study, _, picture = name.partition("-")
+        found = next(path for path in RESULTS.glob(f"**/{study}/{picture}"))
+        shutil.copyfile(found, PICTURES / name)
+
+
+def filled(text: str) -> str:
+    """`text` with all tables made anew."""
+    return BLOCK.sub(lambda match: match[1] + table(match["study"], match["metrics"].split(",")) + match[4], text)
+
+
+def records_of(study: str) -> list[Record]:
+    """What a study of some model measured, `MODEL/NAME`."""
+    folder = RESULTS / study
+    return read_records([folder / RECORDS_NAME, *sorted(folder.glob(f"{ENVIRONMENTS_NAME}/*/{RECORDS_NAME}"))])
+
+
+def table(study: str, metrics: list[str]) -> str:
+    """Markdown: a row for each method by real bytes, the metrics with their 95 % intervals."""
+    keys = [tuple(metric.split("/")) for metric in metrics]
+    rows = _without_second_dense(best_first(rows_of(records_of(study))))
+    titles = {key: rows[0].cells[key].metric.title for key in keys}
+    head = ["method", "real bytes", "payload", *(f"{task}: {titles[task, name]}" for task, name in keys)]
+    lines = [head, ["---"] * len(head), *(_line(row, keys) for row in rows)]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def _without_second_dense(rows: list[Row]) -> list[Row]:
+    names = [row.method for row in rows]
+    return [row for index, row in enumerate(rows) if row.method not in names[:index]]
+
+
+def _line(row: Row, keys: list[tuple[str, str]]) -> list[str]:
+    ratio = "-" if row.ratio is None else f"{row.ratio:.1%}" + (" (simulated)" if row.simulated else "")
+    payload = "-" if row.payload_ratio is None else f"{row.payload_ratio:.1%}"
+    cells = []
+    for key in keys:
+        cell = row.cells[key]
+        text = str(cell) if cell.estimate is None else format_estimate(cell.metric, cell.estimate, interval=True)
+        cells.append(text)
+    return [f"`{row.method}`", ratio, payload, *cells]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""The papers' findings as runs of `hf-diffkv evaluate`: which methods on which tasks, and where the results go.
+
+    python benchmarks/quality/studies.py peers precisions --model smollm2
+
+A study that was interrupted goes on where it stopped. docs/quality.md is made of these folders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from hf_diffkv.cli import main as hf_diffkv
+
+RESULTS = Path(__file__).resolve().parents[1] / "results" / "quality"
+
+
+@dataclass(frozen=True)
+class Study:
+    """One question.
+
+    Attributes:
+        methods, tasks: as on the command line.
+        documents: of each task; None takes the task's own number.
+    """
+
+    methods: tuple[str, ...]
+    tasks: str = "dictionary,text"
+    documents: int | None = None
+
+
+# keys and values as the model has them, and rotated with keys centred
+PLAIN, TURNED = "rotate=false+center=false", "rotate=true+center=true"
+STUDIES = {
+    # accuracy against memory beside what users have (figure 11; LeanKV's figures)
+    "peers": Study(
+        (
+            "dense",
+            "diffkv:paper",
+            "diffkv:paper+K8V8",
+            "diffkv:paper+K8V4",
+            "diffkv:paper+3/0",
+            "diffkv:paper+K4V2g2/4",
+            "diffkv:paper+K4V4",
+            "diffkv:paper+K4V2",
+            "diffkv:paper+observation_window=64",
+            "quanto:4",
+            "hqq:4",
+            "fp8",
+            "quanto:2",
+            "hqq:2",
+            "kvpress:snapkv+0.57",
+            "kvpress:snapkv+0.71",
+            "kvpress:adakv-snapkv+0.57",
+            "kvpress:adakv-snapkv+0.71",
+            "kvpress:expected-attention+0.71",
+            "kvpress:streaming-llm+0.71",
+            "kvpress:keydiff+0.71",
+            "kvpress:tova+0.71",
+        )
+    ),
+    # the whole offline set for the methods that a user chooses between
+    "offline": Study(
+        (
+            "dense",
+            "diffkv:paper",
+            "diffkv:paper+K8V4",
+            "diffkv:paper+K4V2",
+            f"diffkv:{TURNED}+K6V4",
+            f"diffkv:{TURNED}+K5V3",
+            f"share:{TURNED}",
+            "quanto:4",
+            "hqq:4",
+            "quanto:2",
+            "snapkv:budget=0.3",
+            "random:budget=0.3",
+        ),
+        tasks="offline",
+    ),
+    # keys need more bits than values (figure 8)
+    "precisions": Study(
+        (
+            "dense",
+            *(
+                f"diffkv:paper+{name}"
+                for name in ("K8V8", "K8V4", "K4V8", "K8V2", "K2V8", "K4V4", "K4V2", "K2V4", "K4V1")
+            ),
+        )
+    ),
+    # a number of tokens that differs by head and request against one budget for all (figure 9), in the model's dtype
+    "pruning": Study(
+        (
+            "dense",
+            *(f"diffkv:lossless+{alpha}/{alpha}" for alpha in (0.05, 0.1, 0.2, 0.4)),
+            *(f"{name}:budget={budget}" for name in ("snapkv", "h2o", "pyramid", "random") for budget in (0.3, 0.5)),
+            "streaming",
+        )
+    ),
+    # thresholds (figure 10)
+    "thresholds": Study(
+        (
+            "dense",
+            *(f"diffkv:paper+{alpha}/0" for alpha in (0, 0.5, 1, 2, 3, 5)),
+            *(f"diffkv:paper+1/{alpha}" for alpha in (0.02, 0.05, 0.1)),
+        )
+    ),
+    # ways to choose what is high, and levels, on the same two precisions
+    "levels": Study(
+        (
+            "dense",
+            "diffkv:paper",
+            "leankv:high_cut=0.05",
+            "leankv:high_cut=0.2",
+            *(f"share:share=0.25+by={by}" for by in ("significance", "contribution", "random")),
+            *(f"share:share=0.25+by={by}+rotate=true+center=true" for by in ("significance", "contribution", "random")),
+            f"diffkv:{TURNED}+1/0",
+            f"diffkv:{TURNED}+K4V2",
+        )
+    ),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("studies", nargs="+", choices=sorted(STUDIES))
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="default: %(default)s")
+    options = parser.parse_args()
+    for name in options.studies:
+        study = STUDIES[name]
+        arguments = ["evaluate", "--model", options.model, "--methods", ",".join(study.methods), "--tasks", study.tasks]
+        arguments += [] if study.documents is None else ["--documents", str(study.documents)]
+        code = hf_diffkv([*arguments, "--output", str(options.output / options.model / name)])
+        if code:
+            return code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""`hf-diffkv calibrate`: the cheapest thresholds whose loss is within a limit, as a configuration."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..config_files import CONFIG_NAME, with_calibration
+from ..evaluation.command import DTYPES
+from ..evaluation.errors import EvaluationError
+from .candidates import Candidate, cheapest, closest, table
+from .sweep import ALPHA_HIGH, ALPHA_LOW, Grid, sweep
+from .texts import MATH, OFFLINE
+
+MAX_KL = 0.01
+DOCUMENTS, LENGTH, CONTINUED = 4, 1024, 256
+TABLE_NAME = "table.md"
+NONE_GOOD_ENOUGH = 1
+
+
+def add_command(commands: Any) -> None:
+    """Adds `calibrate` to an `argparse` command line."""
+    parser = commands.add_parser(
+        "calibrate",
+        help="find the cheapest thresholds for a model within a limit on what they lose",
+        description="Measures thresholds on real caches and writes the cheapest ones within the limit to "
+        f"OUTPUT/{CONFIG_NAME}, for DiffKVConfig.from_pretrained. What was measured is kept; run it again to go on. "
+        "Ends with exit code 1 where nothing is good enough.",
+    )
+    parser.set_defaults(run=calibrate)
+    add = parser.add_argument
+    add("--model", required=True, help="Hub id, folder, or a short name: smollm2, gemma3-270m, tiny-lm")
+    add("--output", type=Path, required=True, metavar="FOLDER", help="a folder; one that holds a run goes on with it")
+    add("--text", metavar="T", help=f"UTF-8 file, data set of the Hub, or {OFFLINE} (default: {MATH})")
+    limit = parser.add_mutually_exclusive_group()
+    limit.add_argument(
+        "--max-kl", type=float, metavar="X", help=f"mean KL to the dense cache, nats (default: {MAX_KL})"
+    )
+    limit.add_argument(
+        "--max-loss", type=float, metavar="Y", help="in the first figure of --task, below the dense cache's"
+    )
+    add("--task", metavar="T", help="of `hf-diffkv evaluate`, instead of a text")
+    add("--method", default="diffkv", metavar="M", help="other options of the cache, for example diffkv:K6V4/K4V2")
+    add("--alpha-high", type=_numbers, default=ALPHA_HIGH, metavar="A,B", help=f"default: {_listed(ALPHA_HIGH)}")
+    add("--alpha-low", type=_numbers, default=ALPHA_LOW, metavar="A,B", help=f"default: {_listed(ALPHA_LOW)}")
+    add("--per-layer", action="store_true", help="then go cheaper in single layers; takes twice as many runs as layers")
+    add("--documents", type=int, metavar="N", help=f"default: {DOCUMENTS}, or the task's own")
+    add("--length", type=int, metavar="N", help=f"tokens of a prompt (default: {LENGTH}, or the task's own)")
+    add("--seed", type=int, default=0, metavar="N", help="of the task's documents (default: %(default)s)")
+    add("--dtype", choices=DTYPES, default="auto", help="of the model (default: as it was saved)")
+    add("--device", help="for example cpu or cuda:0 (default: cuda where there is one)")
+    add("--retry", action="store_true", help="run again what failed before")
+    add("--quiet", action="store_true", help="no progress bar")
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    """Comma-separated thresholds in rising order."""
+    try:
+        values = sorted({float(part) for part in text.split(",") if part.strip()})
+    except ValueError:
+        values = []
+    if not values or not all(0 <= value < float("inf") for value in values):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers of at least 0, such as 1,2,3")
+    return tuple(values)
+
+
+def _listed(values: Sequence[float]) -> str:
+    return ",".join(f"{value:g}" for value in values)
+
+
+def calibrate(options: argparse.Namespace) -> int:
+    """Runs the command.
+
+    Raises:
+        EvaluationError: something the user can put right; what was measured is kept.
+    """
+    from ..evaluation.loading import load_config, load_model
+    from ..evaluation.methods import get_method
+    from ..evaluation.records import RunFolder
+    from .measuring import Bench
+
+    limit = _limit(options)
+    method = get_method(options.method)
+    _check_method(method, options.method)
+    model_config, tokenizer = load_config(options.model)
+    task, documents, source = _documents(options, tokenizer, model_config)
+    _check_length(documents, method.config_for(model_config).window)
+    model = load_model(options.model, options.dtype, options.device, options.quiet)
+    settings = {"model": options.model, "dtype": str(model.dtype).removeprefix("torch.")}
+    folder = RunFolder(options.output, settings)
+    run_options = {"retry": options.retry, "quiet": options.quiet}
+    bench = Bench(model, tokenizer, options.method, task, documents, folder, **run_options)
+    layers = len(method.new_cache(model).compressed_layers()) if options.per_layer else None
+    candidates = sweep(bench.measure, limit, Grid(options.alpha_high, options.alpha_low), layers)
+
+    text = table(candidates, limit, bench.title)
+    (options.output / TABLE_NAME).write_text(text)
+    print(text)
+    chosen = cheapest(candidates, limit)
+    path = options.output / CONFIG_NAME
+    if chosen is None:
+        # one of an earlier run had another limit
+        path.unlink(missing_ok=True)
+        print(f"hf-diffkv: {_none(candidates, limit, bench.title)}", file=sys.stderr)
+        return NONE_GOOD_ENOUGH
+    config = get_method(chosen.thresholds.method(options.method)).config_for(model_config)
+    block = {
+        **settings,
+        **source,
+        "digest": hashlib.sha256("".join(document.digest for document in documents).encode()).hexdigest()[:16],
+        "method": options.method,
+        "limit": {bench.loss_name: limit},
+        "chosen": chosen.to_dict(bench.loss_name),
+        "candidates": [candidate.to_dict(bench.loss_name) for candidate in candidates],
+        "versions": bench.environment,
+    }
+    with_calibration(config, block).save_pretrained(options.output)
+    print(f"Wrote {path}: {chosen.ratio:.1%} of the dense cache's bytes, {bench.title} {chosen.loss:.4f}.")
+    return 0
+
+
+def _limit(options: argparse.Namespace) -> float:
+    if (options.max_loss is None) != (options.task is None):
+        raise EvaluationError("--max-loss and --task go together.")
+    if options.task is not None and options.text is not None:
+        raise EvaluationError("--task has documents of its own; leave --text out.")
+    for name in ("documents", "length"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            raise EvaluationError(f"--{name} {getattr(options, name)}: give at least 1.")
+    limit = options.max_loss if options.task is not None else MAX_KL if options.max_kl is None else options.max_kl
+    if not 0 <= limit < float("inf"):
+        raise EvaluationError(f"a limit of {limit} cannot be kept; give a number of at least 0.")
+    return limit
+
+
+def _check_method(method: Any, name: str) -> None:
+    from ..evaluation.methods.diffkv import DiffKVMethod
+
+    if not isinstance(method, DiffKVMethod) or method.fields.get("policy", "diffkv") != "diffkv":
+        raise EvaluationError(f"--method {name}: only diffkv, with its own policy, goes by alpha_high and alpha_low.")
+
+
+def _documents(options: argparse.Namespace, tokenizer: Any, model_config: Any) -> tuple[Any, list[Any], dict[str, Any]]:
+    """Task, documents, and how the written configuration describes them."""
+    from ..evaluation.runner import check_fits, documents_of
+    from ..evaluation.tasks import get_task
+    from ..evaluation.tasks.base import Source
+    from .texts import documents, read_pieces
+
+    most = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if options.task is not None:
+        task = get_task(options.task)
+        found = documents_of(task, Source(tokenizer, options.documents or 0, options.length, options.seed, most))
+        source = {"task": options.task, "seed": options.seed}
+    else:
+        task, name = get_task("text"), options.text or MATH
+        count, length = options.documents or DOCUMENTS, options.length or LENGTH
+        source = {"text": name, "length": length, "continued": CONTINUED}
+        found = documents(read_pieces(name), tokenizer, count, length, CONTINUED)
+    check_fits(task, found, most)
+    return task, found, {**source, "documents": len(found)}
+
+
+def _check_length(documents: list[Any], window: int) -> None:
+    shortest = min(len(document.context) for document in documents)
+    if shortest <= window:
+        raise EvaluationError(
+            f"a prompt has {shortest} tokens, which the window of {window} holds uncompressed; raise --length."
+        )
+
+
+def _none(candidates: list[Candidate], limit: float, title: str) -> str:
+    best = closest(candidates)
+    if best is None:
+        return f"every configuration failed, the first with: {candidates[0].error}"
+    pair = best.thresholds
+    return (
+        f"nothing is good enough: the best is alpha_high={pair.alpha_high:g}, alpha_low={pair.alpha_low:g} with "
+        f"{title} {best.loss:.4f}, above {limit:g}, at {best.ratio:.1%} of the dense cache's bytes. Raise the limit, "
+        "lower --alpha-high, or give more bits with --method."
+    )

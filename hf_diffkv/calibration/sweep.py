@@ -1,0 +1,89 @@
+"""Which thresholds are tried: the paper's sweep, then single layers where that pays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ..config import Threshold
+from .candidates import Candidate, Thresholds, cheapest
+
+# DiffKV, SOSP 2025: alpha_high over integers with alpha_low = 0 first, then alpha_low
+ALPHA_HIGH = (1.0, 2.0, 3.0, 4.0, 5.0)
+ALPHA_LOW = (0.02, 0.04, 0.06, 0.08, 0.1)
+
+# a smaller one is noise
+NO_LOSS = 1e-6
+
+# measures thresholds, in order
+Measure = Callable[[Sequence[Thresholds]], list[Candidate]]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Values to try, from the most careful to the cheapest."""
+
+    alpha_high: tuple[float, ...] = ALPHA_HIGH
+    alpha_low: tuple[float, ...] = ALPHA_LOW
+
+
+def sweep(measure: Measure, limit: float, grid: Grid, layers: int | None = None) -> list[Candidate]:
+    """Everything that was measured on the way to the cheapest thresholds that lose at most `limit`.
+
+    Args:
+        layers: compressed layers of the model, to try layers by themselves as well; None does not.
+    """
+    found = measure([Thresholds(high, 0.0) for high in grid.alpha_high])
+    best = cheapest(found, limit)
+    if best is None:
+        return found
+    high = best.thresholds.alpha_high
+    found += measure([Thresholds(high, low) for low in grid.alpha_low if low <= high])
+    if layers is not None:
+        found += _by_layer(measure, limit, cheapest(found, limit), grid, layers)
+    return found
+
+
+def _by_layer(measure: Measure, limit: float, start: Candidate, grid: Grid, layers: int) -> list[Candidate]:
+    """Goes one step cheaper in as many layers as the limit allows, those first that save most for what they lose."""
+    steps = _steps(start.thresholds, grid)
+    moves = [(layer, step) for layer in range(layers) for step in steps]
+    found = measure([_moved(start.thresholds, [move], layers) for move in moves])
+    gains: dict[int, tuple[float, tuple[int, Thresholds]]] = {}
+    for move, candidate in zip(moves, found):
+        if candidate.error is None and candidate.ratio < start.ratio:
+            price = max(candidate.loss - start.loss, NO_LOSS)
+            gain = (start.ratio - candidate.ratio) / price
+            gains[move[0]] = max(gains.get(move[0], (0.0, move)), (gain, move), key=lambda pair: pair[0])
+    order = [move for _, move in sorted(gains.values(), key=lambda pair: -pair[0])]
+    # the longest beginning of the order that stays within the limit, by halving
+    least, most = 0, len(order)
+    while least < most:
+        middle = most if least == 0 and most == len(order) else (least + most + 1) // 2
+        candidate = measure([_moved(start.thresholds, order[:middle], layers)])[0]
+        found.append(candidate)
+        if cheapest([candidate], limit) is not None:
+            least = middle
+        else:
+            most = middle - 1
+    return found
+
+
+def _steps(thresholds: Thresholds, grid: Grid) -> list[Thresholds]:
+    """The next cheaper value of either threshold, where there is one."""
+    high, low = thresholds.alpha_high, thresholds.alpha_low
+    higher = [replace(thresholds, alpha_high=value) for value in sorted(grid.alpha_high) if value > high][:1]
+    lower = [replace(thresholds, alpha_low=value) for value in sorted(grid.alpha_low) if low < value <= high][:1]
+    return higher + lower
+
+
+def _moved(start: Thresholds, moves: Sequence[tuple[int, Thresholds]], layers: int) -> Thresholds:
+    each = [start] * layers
+    for layer, step in moves:
+        each[layer] = step
+    return Thresholds(_plain([pair.alpha_high for pair in each]), _plain([pair.alpha_low for pair in each]))
+
+
+def _plain(values: list[float]) -> Threshold:
+    """One number where all layers have the same."""
+    return values[0] if len(set(values)) == 1 else tuple(values)

@@ -1,0 +1,112 @@
+"""The text that thresholds are calibrated on, as documents: a prompt and what follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from ..evaluation.errors import EvaluationError
+from ..evaluation.tasks import Document
+from ..evaluation.tasks.competition_math import Math
+from ..evaluation.tasks.text import texts
+
+# the train split is what the paper calibrates on
+MATH = Math.repository
+# chapters of Python's language reference, which need no Hub
+OFFLINE = "offline"
+# columns of a data set that hold text, the first of these groups that is there
+COLUMNS = (("text",), ("problem", "solution"), ("question", "answer"), ("prompt", "completion"), ("content",))
+LABELS = {"problem": "Problem:\n", "solution": "Solution:\n"}
+SPLIT = "train"
+REMEDY = "give a text of your own: --text FILE"
+
+
+def documents(pieces: Iterable[str], tokenizer: Any, count: int, length: int, continued: int) -> list[Document]:
+    """Consecutive stretches of the joined pieces.
+
+    Args:
+        pieces: texts; no more are read than needed.
+        count: how many documents.
+        length, continued: tokens of each one's prompt and of what follows it.
+
+    Raises:
+        EvaluationError: the pieces end before.
+    """
+    start = tuple(tokenizer("").input_ids)
+    size = length - len(start) + continued
+    ids: list[int] = []
+    found: list[Document] = []
+    for piece in pieces:
+        ids += tokenizer(piece + "\n\n", add_special_tokens=False, verbose=False).input_ids
+        while len(ids) >= size and len(found) < count:
+            prompt, rest = (*start, *ids[: size - continued]), tuple(ids[size - continued : size])
+            found.append(Document(f"text-{len(found)}", prompt, continuation=rest))
+            ids = ids[size:]
+        if len(found) == count:
+            return found
+    tokens = len(found) * size + len(ids)
+    raise EvaluationError(
+        f"the text has {tokens} tokens, but {count} documents of {length} and {continued} more take {count * size}; "
+        "give a longer text, or lower --documents or --length."
+    )
+
+
+def read_pieces(name: str) -> Iterator[str]:
+    """The text called `name`: a UTF-8 file, `offline`, or a data set of the Hub (`owner/name` or `owner/name:config`).
+
+    Raises:
+        EvaluationError: it cannot be read; some of that only when the pieces are.
+    """
+    if name == OFFLINE:
+        return iter(texts())
+    path = Path(name)
+    if path.is_file():
+        try:
+            return iter([path.read_text(encoding="utf-8")])
+        except (OSError, UnicodeDecodeError) as error:
+            raise EvaluationError(f"cannot read {path}: {error}.") from error
+    if path.suffix or path.is_dir() or not _is_repository(name):
+        raise EvaluationError(f"--text {name}: there is no such file, and it is no data set of the Hub; {REMEDY}.")
+    return _data_set(name)
+
+
+def _is_repository(name: str) -> bool:
+    parts = name.partition(":")[0].split("/")
+    return len(parts) == 2 and all(parts)
+
+
+def _data_set(name: str) -> Iterator[str]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise EvaluationError(
+            f"the data set {name} needs the package datasets: pip install 'hf-diffkv[eval]'; or {REMEDY}."
+        ) from error
+    repository, _, config = name.partition(":")
+    configs = Math.configs if repository == MATH and not config else (config or None,)
+    try:
+        streams = [iter(datasets.load_dataset(repository, each, split=SPLIT, streaming=True)) for each in configs]
+        # subjects take turns
+        for row in chain.from_iterable(zip(*streams)):
+            yield _text_of(name, row)
+    except EvaluationError:
+        raise
+    except Exception as error:
+        # what reading a data set raises depends on its format, on the Hub and on the network
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise EvaluationError(
+            f"cannot read the data set {name} ({reason}); {REMEDY}, or take Python's language reference: "
+            f"--text {OFFLINE}."
+        ) from error
+
+
+def _text_of(name: str, row: dict[str, Any]) -> str:
+    for columns in COLUMNS:
+        if all(isinstance(row.get(column), str) for column in columns):
+            return "\n\n".join(LABELS.get(column, "") + row[column] for column in columns)
+    raise EvaluationError(
+        f"the data set {name} has the columns {sorted(row)}, none of which is known to hold text ("
+        f"{', '.join('+'.join(columns) for columns in COLUMNS)}); {REMEDY}."
+    )

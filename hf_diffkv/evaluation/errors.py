@@ -1,0 +1,18 @@
+"""What a user of an evaluation can put right."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class EvaluationError(ValueError):
+    """An evaluation that cannot be made as asked; the message says in one line what to change."""
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> EvaluationError:
+    """The error for a name that is not known, with what may have been meant."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"choose from {', '.join(names)}."
+    return EvaluationError(f"unknown {kind} {name!r}: {hint}")

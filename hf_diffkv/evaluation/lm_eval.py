@@ -1,0 +1,169 @@
+"""lm-evaluation-harness with any cache of `methods`.
+
+The harness finds models in its own registry and asks no installed package for more, so `hf-diffkv lm-eval` adds this
+one and hands over to the harness's command line. In Python: `lm_eval.simple_evaluate(model=DiffKVLM(...), ...)`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import DiffKVConfig
+from ..integration.cache import DiffKVCache
+from ..integration.errors import UnsupportedModelError
+from .errors import EvaluationError
+from .methods import get_method
+from .methods.dense import DENSE
+from .methods.diffkv import DiffKVMethod
+from .models import resolve_model
+from .session import Session
+
+try:
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.registry import model_registry
+    from lm_eval.models.huggingface import HFLM
+except ImportError as error:
+    raise EvaluationError(f"lm-evaluation-harness is needed: pip install 'hf-diffkv[eval]' ({error}).") from error
+
+NAME = "hf-diffkv"
+FIELDS = tuple(field.name for field in dataclasses.fields(DiffKVConfig))
+
+# shown as the harness shows its own
+_logger = logging.getLogger("lm_eval.models.hf_diffkv")
+
+
+class DiffKVLM(HFLM):
+    """The harness's Transformers model, generating with a cache of one method.
+
+    Args:
+        pretrained: folder, Hub id, short name (`resolve_model`), or a loaded model.
+        cache: a method, for example `diffkv`, `diffkv:K8V4`, `quanto:4`, `dense`.
+        batch_size: as of `HFLM`; other than 1 only with methods that hold several requests in one cache.
+        **kwargs: of `HFLM`; those that are fields of `DiffKVConfig` are options of `cache` instead.
+
+    Raises:
+        EvaluationError: a method that is not known, does not work with the model or with such batches; options that
+            are not its own; an encoder-decoder model.
+    """
+
+    def __init__(self, pretrained: Any, cache: str = "diffkv", batch_size: int | str = 1, **kwargs: Any) -> None:
+        fields = {name: kwargs.pop(name) for name in list(kwargs) if name in FIELDS}
+        self.method = get_method(method_name(cache, fields))
+        if self.method.environment is not None:
+            raise EvaluationError(
+                f"cache={cache} needs an environment of its own ({self.method.environment}); use `hf-diffkv evaluate`."
+            )
+        if not self.method.batches and str(batch_size) != "1":
+            raise EvaluationError(
+                f"batch_size={batch_size}: a cache of {self.method.label!r} holds one request; use batch_size=1."
+            )
+        self.cached_tokens = self.cached_bytes = 0
+        self.simulated, self.diffkv_config = False, None
+        try:
+            name = resolve_model(pretrained) if isinstance(pretrained, str) else pretrained
+        except ValueError as error:
+            raise EvaluationError(f"pretrained={pretrained}: {error}") from error
+        super().__init__(name, batch_size=batch_size, **kwargs)
+        try:
+            self.method.new_cache(self.model)
+        except (UnsupportedModelError, ValueError) as error:
+            raise EvaluationError(f"cache={self.method.label}: {error}") from error
+
+    def _get_backend(self, *args: Any, **kwargs: Any) -> None:
+        super()._get_backend(*args, **kwargs)
+        if self.backend != "causal":
+            raise EvaluationError("an encoder-decoder model cannot be used with --model hf-diffkv; use --model hf.")
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **kwargs: Any) -> Tensor:
+        """Generates for one batch, padded on the left, with a cache of its own: [batch, tokens], prompts included."""
+        session = Session(self.model, self.method)
+        cache = session.cache
+        with torch.no_grad(), self.method.attached(session):
+            written = super()._model_generate(context, max_length, stop, past_key_values=cache, **kwargs)
+        held = session.held()
+        self.cached_bytes += held.bytes
+        # the last token that is generated is never cached
+        generated = written.shape[1] - context.shape[1] - 1
+        self.cached_tokens += int(kwargs["attention_mask"].sum()) + context.shape[0] * generated
+        self.simulated |= held.simulated
+        self.diffkv_config = cache.config.to_dict() if isinstance(cache, DiffKVCache) else None
+        return written
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """What the model writes behind each request's context."""
+        texts = super().generate_until(requests, disable_tqdm)
+        if self.cached_tokens:
+            _logger.info("cache=%s: %d bytes per token", self.method.label, self.cached_bytes // self.cached_tokens)
+        return texts
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Only with the dense cache; `EvaluationError` otherwise."""
+        self._refuse_likelihood(requests)
+        return super().loglikelihood(requests, disable_tqdm)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Only with the dense cache; `EvaluationError` otherwise."""
+        self._refuse_likelihood(requests)
+        return super().loglikelihood_rolling(requests, disable_tqdm)
+
+    def _refuse_likelihood(self, requests: list[Instance]) -> None:
+        if self.method.label != DENSE:
+            tasks = ", ".join(sorted({request.task_name for request in requests if request.task_name}))
+            raise EvaluationError(
+                f"cache={self.method.label} cannot answer log-likelihood requests ({tasks}): they score a text in one "
+                "forward, which reads nothing from a cache, so every cache would give the same; use tasks that "
+                "generate, or cache=dense."
+            )
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness writes to its results: also the cache, and the real bytes it held per token at the end."""
+        info = {
+            "method": self.method.label,
+            "config": self.diffkv_config,
+            "tokens": self.cached_tokens,
+            "bytes": self.cached_bytes,
+            "bytes_per_token": self.cached_bytes / self.cached_tokens if self.cached_tokens else None,
+            "simulated": self.simulated,
+        }
+        return {**super().get_model_info(), "kv_cache": info}
+
+
+def method_name(cache: str, fields: dict[str, Any]) -> str:
+    """The method `cache` with fields of `DiffKVConfig` as further options.
+
+    Raises:
+        EvaluationError: fields given to another method.
+    """
+    if not fields:
+        return cache
+    if not isinstance(get_method(cache), DiffKVMethod):
+        raise EvaluationError(f"{', '.join(fields)}: options of cache=diffkv, not of cache={cache}; leave them out.")
+    values = "+".join(
+        f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in fields.items()
+    )
+    return f"{cache}{'+' if ':' in cache else ':'}{values}"
+
+
+def register() -> None:
+    """Lets the harness find this model as `hf-diffkv`; more than once is no harm."""
+    model_registry.register(NAME, target=DiffKVLM)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Hands `options.arguments` to the harness's command line."""
+    register()
+    before, sys.argv = sys.argv, ["lm-eval", *options.arguments]
+    try:
+        cli_evaluate()
+    finally:
+        sys.argv = before
+    return 0

@@ -1,0 +1,40 @@
+"""Ways to hold a KV cache, one small file each: `family` or `family:option+option+...`.
+
+A module registers a function that turns the options, a list of strings, into a `Method`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..errors import EvaluationError
+from ..registry import Registry
+from .base import Held, Method
+
+METHODS: Registry[Callable[[list[str]], Method]] = Registry("method", __name__)
+
+
+def method(name: str) -> Callable:
+    """Decorator for the function that builds the methods of a family."""
+    return METHODS.add(name)
+
+
+def get_method(text: str) -> Method:
+    """The method that `text` names, for example `dense`, `diffkv:3/0` or `quanto:4`.
+
+    Raises:
+        EvaluationError: an unknown family, with suggestions, or options it does not have.
+    """
+    family, _, options = text.strip().partition(":")
+    build = METHODS.find(family)
+    try:
+        built = build([option.strip() for option in options.split("+") if option.strip()])
+    except EvaluationError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise EvaluationError(f"method {text!r}: {error}") from error
+    built.label = text.strip()
+    return built
+
+
+__all__ = ["METHODS", "Held", "Method", "get_method", "method"]

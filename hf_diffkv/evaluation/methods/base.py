@@ -1,0 +1,140 @@
+"""What the runner asks of a way to hold a KV cache."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..decoding import decode_by_forwards, generate_options
+
+if TYPE_CHECKING:
+    from ..batch import Batch
+    from ..session import Session
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one cache.
+
+    Attributes:
+        bytes: what is really held: metadata, scores, tables and slack included.
+        payload_bytes: codes and uncompressed tokens alone, where a method can tell.
+        simulated: whether `bytes` is computed from kept tokens and not held.
+        levels: tokens per level over all layers and heads, where a method has levels.
+    """
+
+    bytes: int
+    payload_bytes: int | None = None
+    simulated: bool = False
+    levels: dict[str, int] | None = None
+
+    def share(self, part: float) -> Held:
+        """`part` of it all."""
+        return Held(
+            round(self.bytes * part),
+            None if self.payload_bytes is None else round(self.payload_bytes * part),
+            self.simulated,
+            None if self.levels is None else {name: round(count * part) for name, count in self.levels.items()},
+        )
+
+
+class Method(ABC):
+    """One way to hold a KV cache."""
+
+    label: str = ""
+    # the environment it runs in, where it cannot run in this one
+    environment: str | None = None
+    # its cache forgets tokens and does not count them: generate() would give those to come wrong positions
+    drops_tokens = False
+    # one cache takes several documents, padded on the left, each as if it were alone
+    batches = False
+    # padding is held like any other token
+    stores_padding = True
+    # whether several texts may go in at once, kept apart by a mask; see `Session.ask`
+    asks_at_once = True
+
+    @abstractmethod
+    def new_cache(self, model: Any) -> Any:
+        """An empty cache for `model`. Raises where the model does not work with it."""
+
+    def branch(self, cache: Any) -> Any:
+        """A cache that continues from the same tokens without changing `cache`."""
+        twin = copy.copy(cache)
+        # Transformers' dynamic layers replace their tensors and never write into them; those with a state do
+        twin.layers = [
+            copy.deepcopy(layer) if hasattr(layer, "conv_states") else copy.copy(layer) for layer in cache.layers
+        ]
+        return twin
+
+    @torch.no_grad()
+    def generate(
+        self, session: Session, ids: list[int], max_new_tokens: int, stop: tuple[str, ...], options: dict[str, Any]
+    ) -> str:
+        """Text behind `ids`; see `Session.generate`."""
+        if self.drops_tokens:
+            return decode_by_forwards(session, ids, max_new_tokens, stop, options)
+        whole = [*session.ids, *ids]
+        prompt = torch.tensor([whole], device=session.model.device)
+        with self.attached(session):
+            written = session.model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                past_key_values=session.cache,
+                max_new_tokens=max_new_tokens,
+                **generate_options(session.tokenizer, stop, options),
+            )[0].tolist()
+        # the last token that is written is not run any more
+        session.ids = written[: session.cache.get_seq_length()]
+        return session.tokenizer.decode(written[len(whole) :], skip_special_tokens=True)
+
+    def held(self, cache: Any) -> Held:
+        """What `cache` takes, in bytes."""
+        return Held(tensor_bytes(cache.layers))
+
+    @contextmanager
+    def attached(self, session: Session | Batch) -> Iterator[None]:
+        """Around every forward of `session`."""
+        yield
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.label!r})"
+
+
+def tensor_bytes(root: Any) -> int:
+    """Bytes of all distinct tensors reachable from `root` through attributes, containers and tensor subclasses.
+
+    A view counts as all of the memory that it keeps from being freed, but for those of sliding-window layers: they look
+    at what the last forward saw, which the next forward frees.
+    """
+    storages: dict[int, int] = {}
+    within_windows = 0
+    seen: set[int] = set()
+    queue = [root]
+    while queue:
+        item = queue.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            parts = item.__tensor_flatten__()[0] if hasattr(item, "__tensor_flatten__") else ()
+            if parts:
+                queue += [getattr(item, name) for name in parts]
+            else:
+                storage = item.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(item, dict):
+            queue += item.values()
+        elif isinstance(item, (list, tuple, set)):
+            queue += item
+        elif type(item).__module__.startswith(("transformers.", "hf_diffkv.")):
+            parts = dict(vars(item))
+            if getattr(item, "is_sliding", False) is True and item.is_initialized:
+                within_windows += sum(parts.pop(name).nbytes for name in ("keys", "values"))
+            queue += parts.values()
+    return sum(storages.values()) + within_windows

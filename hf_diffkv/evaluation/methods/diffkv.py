@@ -1,0 +1,133 @@
+"""Every configuration of this library: `diffkv`, `diffkv:K8V4`, `diffkv:3/0.02`, `diffkv:K6V4/K4V2+window=128`.
+
+Without options it is what `DiffKVConfig.for_model` takes. `KxVy` alone stores every token at one precision; `KxVy/KxVy`
+are the high and the low level; two numbers are `alpha_high/alpha_low`; `lossless` and `paper` are configurations of
+that name; `config=NAME` is one saved in a folder or on the Hub, by `hf-diffkv calibrate` say; anything else is a field
+of `DiffKVConfig` as field=value, the value as in JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ...config import DiffKVConfig, Precision
+from ..errors import EvaluationError
+from . import method
+from .base import Held, Method
+
+if TYPE_CHECKING:
+    from ..batch import Batch
+    from ..session import Session
+
+PRECISION = re.compile(r"K(\d+)V(\d+)(?:g(\d+)/(\d+))?")
+NUMBER = r"\d+(?:\.\d+)?"
+
+
+class DiffKVMethod(Method):
+    """A `DiffKVCache`.
+
+    Args:
+        fields: of `DiffKVConfig`; on top of what `for_model` chooses, unless `base` is given.
+        base: name of a class method of `DiffKVConfig` to start from.
+    """
+
+    batches = True
+    stores_padding = False
+
+    def __init__(self, fields: dict[str, Any], base: str | None = None) -> None:
+        self.fields, self.base = fields, base
+        # what is wrong with the fields is said before a model is loaded
+        self.config_for(None)
+
+    def config_for(self, model_config: Any) -> DiffKVConfig:
+        """The configuration of the caches of a model; without `model_config` only the fields are checked."""
+        if self.base is not None:
+            return getattr(DiffKVConfig, self.base)(**self.fields)
+        if model_config is None:
+            return DiffKVConfig.from_dict(self.fields)
+        return DiffKVConfig.for_model(model_config, **self.fields)
+
+    def new_cache(self, model: Any) -> Any:
+        from ...integration.cache import DiffKVCache
+
+        return DiffKVCache(model.config, self.config_for(model.config))
+
+    def branch(self, cache: Any) -> Any:
+        return cache.fork(1)[0]
+
+    def held(self, cache: Any) -> Held:
+        report = cache.memory()
+        payload = report.payload_bytes + report.other_bytes
+        return Held(report.bytes + report.other_bytes, payload, levels=report.tokens)
+
+    @contextmanager
+    def attached(self, session: Session | Batch) -> Iterator[None]:
+        model = session.model
+        before = model.config._attn_implementation
+        model.set_attn_implementation("diffkv")
+        try:
+            yield
+        finally:
+            model.set_attn_implementation(before)
+
+
+def parse_options(options: list[str]) -> tuple[dict[str, Any], str | None]:
+    """Fields of `DiffKVConfig` and the name of what to start from."""
+    fields: dict[str, Any] = {}
+    base = None
+    for option in options:
+        precisions = PRECISION.fullmatch(option)
+        levels = re.fullmatch(rf"({PRECISION.pattern})/({PRECISION.pattern})", option)
+        alphas = re.fullmatch(rf"({NUMBER})/({NUMBER})", option)
+        if option in ("lossless", "paper") and hasattr(DiffKVConfig, option):
+            base = option
+        elif precisions:
+            precision = _precision(precisions)
+            fields |= {"high": precision, "low": precision, "alpha_high": 0.0, "alpha_low": 0.0}
+        elif levels:
+            fields |= {name: _precision(PRECISION.fullmatch(levels[i])) for name, i in (("high", 1), ("low", 6))}
+        elif alphas:
+            fields |= {"alpha_high": float(alphas[1]), "alpha_low": float(alphas[2])}
+        elif option.startswith("config="):
+            fields |= _saved(option.partition("=")[2])
+        elif "=" in option:
+            name, _, value = option.partition("=")
+            fields[name] = parse_value(value)
+        else:
+            raise EvaluationError(
+                f"option {option!r} of a diffkv method is none of K8V4, K8V4/K4V2, 1/0 (alpha_high/alpha_low), "
+                "lossless, paper, config=NAME, or field=value of DiffKVConfig."
+            )
+    return fields, base
+
+
+def _precision(match: re.Match) -> Precision:
+    numbers = [int(group) for group in match.groups() if group is not None]
+    return Precision(*numbers)
+
+
+def _saved(name: str) -> dict[str, Any]:
+    try:
+        return DiffKVConfig.from_pretrained(name).to_dict()
+    except OSError as error:
+        raise EvaluationError(str(error)) from error
+
+
+def parse_value(text: str) -> Any:
+    """A value of an option: a precision, JSON, or the text as it is."""
+    precision = PRECISION.fullmatch(text)
+    if precision:
+        return _precision(precision)
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+@method("diffkv")
+def diffkv(options: list[str]) -> Method:
+    return DiffKVMethod(*parse_options(options))

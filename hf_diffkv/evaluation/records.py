@@ -1,0 +1,139 @@
+"""The results of a run: a folder with what was asked for and a JSON line for each method, task and document."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .errors import EvaluationError
+
+RUN_NAME = "run.json"
+RECORDS_NAME = "records.jsonl"
+# in a run's folder: a folder of the same kind for each environment that some of its methods need
+ENVIRONMENTS_NAME = "environments"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One method on one document.
+
+    Attributes:
+        digest: of the document's content.
+        metrics: name -> [sum, weight].
+        bytes, payload_bytes: of the cache when the document was in it; `simulated` where computed and not held.
+        dense_bytes: of the dense cache then.
+        seconds: of the whole document.
+        error: why the method failed; the figures are empty then.
+        details: whatever else the task tells, for example which answers were right.
+        environment: versions, commit, hardware.
+    """
+
+    method: str
+    task: str
+    document: str
+    digest: str
+    metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
+    bytes: int | None = None
+    payload_bytes: int | None = None
+    dense_bytes: int | None = None
+    simulated: bool = False
+    seconds: float = 0.0
+    error: str | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        return self.method, self.task, self.document, self.digest
+
+
+class RunFolder:
+    """Where a run writes; opening one that exists goes on with it.
+
+    Args:
+        settings: what makes figures comparable (model, dtype, seed); must equal those of a run that is continued.
+
+    Raises:
+        EvaluationError: the folder cannot be written, or holds a run with other settings.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        self.folder, self.settings = folder, settings
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._check_settings(settings)
+            self._mend()
+        except OSError as error:
+            raise EvaluationError(f"cannot write to {folder}: {error.strerror}.") from error
+
+    @property
+    def path(self) -> Path:
+        return self.folder / RECORDS_NAME
+
+    def _check_settings(self, settings: dict[str, Any]) -> None:
+        path = self.folder / RUN_NAME
+        if not path.exists():
+            path.write_text(json.dumps(settings, indent=2) + "\n")
+            return
+        try:
+            before = json.loads(path.read_text())
+        except ValueError as error:
+            raise EvaluationError(f"{path} is damaged; choose another --output.") from error
+        if not isinstance(before, dict):
+            raise EvaluationError(f"{path} is damaged; choose another --output.")
+        for name in sorted({*before, *settings}):
+            if before.get(name) != settings.get(name):
+                raise EvaluationError(
+                    f"{self.folder} holds a run with {name}={before.get(name)!r}, not {settings.get(name)!r}; choose "
+                    "another --output, or the same settings to go on with it."
+                )
+
+    def _mend(self) -> None:
+        """A run that was killed may have left half a line."""
+        if self.path.exists():
+            content = self.path.read_bytes()
+            if content and not content.endswith(b"\n"):
+                with open(self.path, "r+b") as file:
+                    file.truncate(content.rfind(b"\n") + 1)
+
+    def add(self, record: Record) -> None:
+        """Appends one line, complete or not at all."""
+        with open(self.path, "a") as file:
+            file.write(json.dumps(asdict(record)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def records(self) -> list[Record]:
+        """What was written here; of several with one key the last."""
+        return read_records([self.path]) if self.path.exists() else []
+
+    def all_records(self) -> list[Record]:
+        """The same with what was written in other environments."""
+        others = sorted((self.folder / ENVIRONMENTS_NAME).glob(f"*/{RECORDS_NAME}"))
+        return read_records([path for path in (self.path, *others) if path.exists()])
+
+
+def read_records(paths: list[Path]) -> list[Record]:
+    """The records in several files; of several with one key the last.
+
+    Raises:
+        EvaluationError: a file that is not there or not of such lines.
+    """
+    found: dict[tuple, Record] = {}
+    for path in paths:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise EvaluationError(f"cannot read {path}: {error.strerror}.") from error
+        except UnicodeDecodeError as error:
+            raise EvaluationError(f"{path} holds no records of an evaluation.") from error
+        for number, line in enumerate(lines, start=1):
+            try:
+                record = Record(**json.loads(line))
+            except (json.JSONDecodeError, TypeError) as error:
+                raise EvaluationError(f"{path}, line {number} is not a record of an evaluation.") from error
+            found[record.key] = record
+    return list(found.values())

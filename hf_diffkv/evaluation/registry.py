@@ -1,0 +1,54 @@
+"""Names for what modules of a package offer; a new module is found without being listed anywhere."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from .errors import unknown
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """What the modules of `package` register under a name, loaded on first use.
+
+    Args:
+        kind: what it is called in messages, for example "task".
+        package: full name of the package whose modules call `add`.
+    """
+
+    def __init__(self, kind: str, package: str) -> None:
+        self.kind, self.package = kind, package
+        self._entries: dict[str, T] = {}
+        self._loaded = False
+
+    def add(self, name: str) -> Callable[[T], T]:
+        """Decorator: registers what it decorates as `name`."""
+
+        def register(entry: T) -> T:
+            if name in self._entries:
+                raise ValueError(f"{self.kind} {name!r} is registered twice.")
+            self._entries[name] = entry
+            return entry
+
+        return register
+
+    def names(self) -> list[str]:
+        self._load()
+        return sorted(self._entries)
+
+    def find(self, name: str) -> T:
+        """The entry called `name`; `EvaluationError` with suggestions where there is none."""
+        self._load()
+        if name not in self._entries:
+            raise unknown(self.kind, name, self._entries)
+        return self._entries[name]
+
+    def _load(self) -> None:
+        if not self._loaded:
+            for module in pkgutil.iter_modules(importlib.import_module(self.package).__path__):
+                importlib.import_module(f"{self.package}.{module.name}")
+            self._loaded = True

@@ -1,0 +1,130 @@
+"""The table of a run: a row for each method, real bytes first, then what each task says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .methods.dense import DENSE
+from .records import Record
+from .statistics import Estimate, estimate
+from .tasks import Metric, get_task
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One metric of one method on one task; `estimate` is None where the method has no figure."""
+
+    metric: Metric
+    estimate: Estimate | None
+    failed: int = 0
+
+    def __str__(self) -> str:
+        return "failed" if self.estimate is None and self.failed else format_estimate(self.metric, self.estimate)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method.
+
+    Attributes:
+        ratio, payload_ratio: bytes / dense bytes over the documents of all tasks; None where unknown.
+        cells: (task, metric name) -> what it reached.
+        documents: how many it was run on, of those that some method was run on; fewer make a row incomparable.
+    """
+
+    method: str
+    ratio: float | None
+    payload_ratio: float | None
+    simulated: bool
+    cells: dict[tuple[str, str], Cell]
+    errors: tuple[str, ...]
+    documents: tuple[int, int]
+
+
+def rows_of(records: Iterable[Record]) -> list[Row]:
+    """A row for each method, in the order in which they come first in the records."""
+    records = list(records)
+    methods = list(dict.fromkeys(record.method for record in records))
+    tasks = list(dict.fromkeys(record.task for record in records))
+    documents = len({record.key[1:] for record in records})
+    rows = []
+    for method in methods:
+        mine = [record for record in records if record.method == method]
+        rows.append(_row(method, mine, tasks, documents))
+    return rows
+
+
+def _row(method: str, records: Sequence[Record], tasks: Sequence[str], documents: int) -> Row:
+    cells = {}
+    for task in tasks:
+        mine = [record for record in records if record.task == task]
+        good = [record for record in mine if record.error is None]
+        for metric in get_task(task).metrics:
+            sums = [tuple(record.metrics[metric.name]) for record in good if metric.name in record.metrics]
+            # a mean over the documents that worked would flatter a method that fails on the hard ones
+            whole = bool(sums) and len(good) == len(mine)
+            cells[task, metric.name] = Cell(metric, estimate(sums) if whole else None, len(mine) - len(good))
+    good = [record for record in records if record.error is None]
+    return Row(
+        method,
+        _quotient([(record.bytes, record.dense_bytes) for record in good]),
+        _quotient([(record.payload_bytes, record.dense_bytes) for record in good]),
+        any(record.simulated for record in good),
+        cells,
+        tuple(dict.fromkeys(record.error for record in records if record.error is not None)),
+        (len(records), documents),
+    )
+
+
+def _quotient(pairs: Sequence[tuple[int | None, int | None]]) -> float | None:
+    if not pairs or any(a is None or not b for a, b in pairs):
+        return None
+    return sum(a for a, _ in pairs) / sum(b for _, b in pairs)
+
+
+def format_estimate(metric: Metric, value: Estimate | None, interval: bool = False) -> str:
+    """The figure as a table shows it; with `interval` its bounds behind it."""
+    if value is None or not value.weight:
+        return "-"
+    if metric.digits is None:
+        text = f"{value.total:g} of {value.weight:g}"
+        return f"{text} ({value.low:.0%} to {value.high:.0%})" if interval else text
+    figure, low, high = (metric.transform(x) for x in (value.mean, value.low, value.high))
+    text = f"{figure:.{metric.digits}f}"
+    return f"{text} ({low:.{metric.digits}f} to {high:.{metric.digits}f})" if interval else text
+
+
+def markdown(records: Iterable[Record], interval: bool = False) -> str:
+    """A table in Markdown; below it what failed, why, and which methods were run on fewer documents than others."""
+    rows = best_first(rows_of(records))
+    columns = list(dict.fromkeys(key for row in rows for key in row.cells))
+    titles = {key: next(row.cells[key].metric.title for row in rows if key in row.cells) for key in columns}
+    head = ["method", "real bytes", "payload", *(f"{task}: {titles[task, name]}" for task, name in columns)]
+    lines = [head, ["---"] * len(head)]
+    for row in rows:
+        ratio = _percent(row.ratio) + (" (simulated)" if row.simulated else "")
+        cells = [_cell(row.cells.get(key), interval) for key in columns]
+        lines.append([row.method, ratio, _percent(row.payload_ratio), *cells])
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    notes = [f"- `{row.method}` failed: {error}" for row in rows for error in row.errors]
+    for row in rows:
+        count, documents = row.documents
+        if count < documents:
+            notes.append(f"- `{row.method}` was run on {count} of {documents} documents.")
+    return table + ("\n\n" + "\n".join(notes) if notes else "") + "\n"
+
+
+def _cell(cell: Cell | None, interval: bool) -> str:
+    if cell is None:
+        return "-"
+    return format_estimate(cell.metric, cell.estimate, interval) if cell.estimate is not None else str(cell)
+
+
+def _percent(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.1%}"
+
+
+def best_first(rows: Sequence[Row]) -> list[Row]:
+    """The dense cache, then by real bytes."""
+    return sorted(rows, key=lambda row: (row.method != DENSE, row.ratio is None, -(row.ratio or 0.0)))

@@ -1,0 +1,165 @@
+"""Runs methods on tasks, document by document, the dense cache first: it is what the others are compared with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from .batch import Batch
+from .environment import describe_environment
+from .errors import EvaluationError
+from .methods import Held, Method, get_method
+from .methods.dense import DENSE
+from .records import Record, RunFolder
+from .session import Session
+from .tasks import Document, Task
+from .tasks.base import Source, Sums
+
+
+def documents_of(task: Task, source: Source) -> list[Document]:
+    """The documents of a task, with its own count and length where `source` has 0 and None."""
+    return task.documents(replace(source, count=source.count or task.count, length=source.length or task.length))
+
+
+def check_fits(task: Task, documents: Sequence[Document], limit: int | None) -> None:
+    """Raises `EvaluationError` where a document is longer than the `limit` of the model."""
+    longest = max((document.tokens for document in documents), default=0)
+    if limit is not None and longest > limit:
+        raise EvaluationError(
+            f"task {task.name!r} needs {longest} tokens but the model's max_position_embeddings is {limit}; lower "
+            "--length or --max-new-tokens, or leave the task out."
+        )
+
+
+def run(
+    model: Any,
+    tokenizer: Any,
+    methods: Sequence[Method],
+    tasks: Sequence[tuple[Task, list[Document]]],
+    folder: RunFolder,
+    *,
+    batch_size: int = 1,
+    retry: bool = False,
+    quiet: bool = False,
+) -> None:
+    """Adds a record to `folder` for every method and document that has none.
+
+    Args:
+        tasks: with their documents.
+        batch_size: how many documents go into one cache, where task and method allow it.
+        retry: run again what failed before.
+        quiet: no progress bar.
+    """
+    done = {record.key: record for record in folder.records()}
+    if retry:
+        done = {key: record for key, record in done.items() if record.error is None}
+    environment = describe_environment(model.device)
+    work = sum(len(documents) for _, documents in tasks) * len(methods)
+    with tqdm(total=work, unit="run", disable=quiet or None, dynamic_ncols=True) as bar:
+        runner = _Runner(model, tokenizer, folder, environment, bar)
+        for task, documents in tasks:
+            size = batch_size if task.batches else 1
+            # documents of like length need little padding
+            documents = sorted(documents, key=lambda document: document.tokens) if size > 1 else documents
+            for start in range(0, len(documents), size):
+                group = documents[start : start + size]
+                missing = {method: [d for d in group if _key(method, task, d) not in done] for method in methods}
+                bar.update(len(group) * len(methods) - sum(map(len, missing.values())))
+                if any(missing.values()):
+                    runner.run(task, {method: found for method, found in missing.items() if found})
+
+
+class _Runner:
+    """Measures methods on documents and keeps the records."""
+
+    def __init__(self, model: Any, tokenizer: Any, folder: RunFolder, environment: dict[str, Any], bar: tqdm) -> None:
+        self.model, self.tokenizer, self.folder, self.environment, self.bar = model, tokenizer, folder, environment, bar
+
+    def run(self, task: Task, missing: dict[Method, list[Document]]) -> None:
+        """Measures each method on its documents and the dense cache on all of them, to compare with."""
+        documents = list({document.name: document for found in missing.values() for document in found}.values())
+        dense = next((method for method in missing if method.label == DENSE), None)
+        wanted = {document.name for document in missing.pop(dense, [])}
+        reference = {}
+        for document, record, observed in self._measure(dense or get_method(DENSE), task, documents, {}):
+            reference[document.name] = record, observed
+            if document.name in wanted:
+                self._keep(record)
+        for method, found in missing.items():
+            for document in found:
+                error = reference[document.name][0].error
+                if error is not None:
+                    self._keep(Record(*_key(method, task, document), error=f"dense: {error}"))
+            possible = [document for document in found if reference[document.name][0].error is None]
+            for _, record, _ in self._measure(method, task, possible, reference):
+                self._keep(record)
+
+    def _keep(self, record: Record) -> None:
+        record.environment.update(self.environment)
+        self.folder.add(record)
+        if record.error is not None:
+            self.bar.write(f"{record.method} failed on {record.document}: {record.error}")
+        self.bar.update(1)
+
+    def _measure(
+        self, method: Method, task: Task, documents: list[Document], dense: dict[str, tuple[Record, Any]]
+    ) -> Iterator[tuple[Document, Record, Any]]:
+        """The record of `method` and what it observed, document by document; what fails is a record that says why.
+
+        Args:
+            dense: by document what this gave for the dense cache; empty for the dense cache itself.
+        """
+        size = max(1, len(documents)) if task.batches and method.batches else 1
+        for start in range(0, len(documents), size):
+            group = documents[start : start + size]
+            self.bar.set_description(f"{group[0].name} {method.label}")
+            references = [dense[document.name][1] if dense else None for document in group]
+            started = time.perf_counter()
+            error, results = None, [None] * len(group)
+            try:
+                results = self._results(method, task, group, references)
+            except EvaluationError:
+                raise
+            except Exception as problem:
+                # whatever a cache of another library raises is a result and must not end the run
+                error = " ".join(f"{type(problem).__name__}: {problem}".split())
+            seconds = (time.perf_counter() - started) / len(group)
+            for document, result in zip(group, results):
+                key = _key(method, task, document)
+                if result is None:
+                    yield document, Record(*key, error=error, seconds=seconds), None
+                else:
+                    sums, observed, details = result
+                    reference = dense[document.name][0] if dense else None
+                    yield document, _record(key, sums, details, reference, seconds), observed
+
+    def _results(self, method: Method, task: Task, documents: list[Document], references: list[Any]) -> list[Any]:
+        if len(documents) > 1:
+            return task.measure_batch(Batch(self.model, method, self.tokenizer), documents, references)
+        return [task.measure(Session(self.model, method, self.tokenizer), documents[0], references[0])]
+
+
+def _key(method: Method, task: Task, document: Document) -> tuple[str, str, str, str]:
+    return method.label, task.name, document.name, document.digest
+
+
+def _record(key: tuple[str, ...], sums: Sums, details: dict[str, Any], dense: Record | None, seconds: float) -> Record:
+    held: Held = details.pop("held")
+    dense_bytes = held.bytes if dense is None else dense.bytes
+    if dense is not None and "tokens" in details:
+        # of a dense cache with as many tokens: a method that writes more must not seem to compress less
+        dense_bytes = round(dense_bytes * details["tokens"] / dense.details["tokens"])
+    return Record(
+        *key,
+        metrics=sums,
+        bytes=held.bytes,
+        payload_bytes=held.payload_bytes,
+        dense_bytes=dense_bytes,
+        simulated=held.simulated,
+        seconds=seconds,
+        details=details if held.levels is None else {**details, "levels": held.levels},
+    )

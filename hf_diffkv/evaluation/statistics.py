@@ -1,0 +1,81 @@
+"""Figures over documents, with their uncertainty: the bootstrap draws documents, the same ones for every method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+RESAMPLES = 2000
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over documents.
+
+    Attributes:
+        total, weight: what it is the quotient of.
+        low, high: the interval that holds it with `CONFIDENCE`, by the percentile bootstrap over documents; equal to
+            the mean where there is one document, which says nothing about others.
+    """
+
+    total: float
+    weight: float
+    low: float
+    high: float
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.weight if self.weight else float("nan")
+
+
+def estimate(sums: Sequence[tuple[float, float]]) -> Estimate:
+    """The mean of documents given as (sum, weight).
+
+    Raises:
+        ValueError: no documents.
+    """
+    values = np.asarray(sums, dtype=float).reshape(-1, 2)
+    low, high = _interval(_means(_draws(len(values)), values))
+    return Estimate(float(values[:, 0].sum()), float(values[:, 1].sum()), low, high)
+
+
+def difference(
+    mine: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, float]]
+) -> tuple[float, float, float]:
+    """Mean of one method minus that of another on the same documents, in the same order, and the interval of it.
+
+    Raises:
+        ValueError: not the same number of documents, or none.
+    """
+    if len(mine) != len(theirs):
+        raise ValueError("a paired difference needs the same documents of both methods.")
+    draws = _draws(len(mine))
+    first, second = (np.asarray(sums, dtype=float).reshape(-1, 2) for sums in (mine, theirs))
+    whole = np.ones((1, len(first)))
+    mean = float((_means(whole, first) - _means(whole, second))[0])
+    return (mean, *_interval(_means(draws, first) - _means(draws, second)))
+
+
+def _draws(count: int) -> np.ndarray:
+    """How often each document is in each resample, [RESAMPLES, count]; the same for all methods."""
+    if not count:
+        raise ValueError("there are no documents to take a mean of.")
+    return np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=RESAMPLES).astype(float)
+
+
+def _means(draws: np.ndarray, values: np.ndarray) -> np.ndarray:
+    totals = draws @ values
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return totals[:, 0] / totals[:, 1]
+
+
+def _interval(means: np.ndarray) -> tuple[float, float]:
+    known = means[np.isfinite(means)]
+    if not known.size:
+        return float("nan"), float("nan")
+    tail = 100 * (1 - CONFIDENCE) / 2
+    low, high = np.percentile(known, [tail, 100 - tail])
+    return float(low), float(high)

@@ -1,0 +1,108 @@
+// What Python hands over: plain structs that library.py fills from PageLayout and tensors, field for field.
+#pragma once
+#include <stdint.h>
+
+namespace diffkv {
+
+constexpr int64_t ABI_VERSION = 1;
+constexpr int MAX_TIERS = 4;
+constexpr int MAX_DIM = 512;
+
+enum Dtype : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+enum Status : int64_t { OK = 0, BAD_PAGE = 1, BAD_COUNT = 2, NO_MEMORY = 3 };
+
+// Keys or values of one tier; offsets and rows in bytes (memory/layout.py).
+struct Side {
+  int32_t bits, groups, dim, row, offset, metadata_offset;
+};
+
+struct Tier {
+  Side key, value;
+  int32_t capacity, score_offset, position_offset, unused;
+};
+
+struct Format {
+  int64_t page_bytes;
+  int32_t dtype, tiers;
+  Tier tier[MAX_TIERS];
+};
+
+// Page table [rows, width] and the counts [rows] of each tier.
+struct Rows {
+  uint8_t* pages;
+  int64_t page_count;
+  int32_t* table;
+  int32_t* count[MAX_TIERS];
+  int64_t width;
+};
+
+// One new token per request: appended where `key` is there, attended from where `query` is. Strides in elements.
+struct Step {
+  Format format;
+  Rows rows;                        // row = request * heads + head
+  void *window_key, *window_value;  // [rows, slots, dim]
+  float* window_score;              // [rows, slots]
+  int64_t *window_start, *length;   // [batch]
+  int64_t batch, heads, group, slots;
+  const void *key, *value;
+  int64_t key_batch, key_head, value_batch, value_head;
+  uint8_t* invalid;
+  const uint8_t* valid;  // [batch] or null
+  const void* query;
+  int64_t query_batch, query_head;
+  void* output;        // [batch, heads * group, value_dim]
+  const float* sinks;  // [heads * group] or null
+  float* received;     // [rows, received_stride] or null: what tokens received, joined over several layers
+  int64_t received_stride;
+  float limit, scaling, softcap;  // softcap 0: none
+  int32_t fold, hold, exact, threads;
+};
+
+// A round of compaction: the candidate of row r stands in slot position % slots of its window. `position`, `length`
+// and `leaving` have an entry for `heads` rows each.
+struct Compaction {
+  Format format;
+  Rows rows;
+  int64_t row_count, heads, slots, window;
+  const void *key, *value;  // [rows, slots, dim]
+  const float* score;       // [rows, slots]
+  const int64_t *position, *length;
+  const uint8_t* leaving;                          // null: where length - position > window
+  const float *high_threshold, *low_threshold;     // [rows]
+  int32_t* ring;
+  int64_t* state;    // free list: start, free, capacity
+  int32_t* flag;
+  int64_t* advance;  // counted up where a candidate left, or null
+  int64_t threads;
+};
+
+// Tokens of one tier (the format's first) by page and slot, int64 [count] each.
+struct Transfer {
+  Format format;
+  uint8_t* pages;
+  int64_t page_count, count;
+  const int64_t *page, *slot, *to_page, *to_slot;
+  void *key, *value;  // [count, dim] of `source`
+  int64_t key_stride, value_stride;
+  const float* score;
+  const int64_t* position;
+  int32_t source, threads;
+};
+
+// What every instruction set implements.
+struct Kernels {
+  int64_t (*step)(const Step&);
+  int64_t (*compact)(const Compaction&);
+  int64_t (*store)(const Transfer&);
+  int64_t (*load)(const Transfer&);
+};
+
+extern const Kernels portable_kernels, avx2_kernels, avx512_kernels, avx512vnni_kernels;
+
+// threads.cpp
+void parallel(int64_t tasks, int threads, void (*run)(void* context, int64_t task), void* context);
+// Memory of the calling thread, 64-byte aligned, valid until its next call of the same kind; null where there is none.
+void* call_scratch(int64_t bytes);
+void* worker_scratch(int64_t bytes);
+
+}  // namespace diffkv

@@ -1,0 +1,299 @@
+// Attention of one request's heads to some consecutive pieces of a row: logits, softmax relative to the largest of them,
+// weighted values. With key = scale * code + zero, logit = scale * (query . code) + zero * sum(query); values likewise.
+#pragma once
+#include <math.h>
+
+#include "rows.h"
+
+namespace diffkv {
+namespace {
+
+constexpr float LOG2_E = 1.44269504088896341f;
+
+// A share of a row; its results stay in memory until all shares of the row are there.
+struct Chunk {
+  int64_t row, first, pieces;  // its pieces
+  int64_t offset, tokens;      // its tokens among those of the row
+  int64_t first_chunk, chunks; // all chunks of the row
+  float *weights, *peak, *total, *output;  // [group, stride()], [group], [group], [group, padded value dim]
+
+  int64_t stride() const { return round_up(tokens, 16) + 16; }
+};
+
+// Buffers of one thread.
+struct Work {
+  Piece* pieces;
+  float *query, *query_sum, *query_factor, *weight_factor, *quads;
+  int8_t *query_upper, *query_lower, *weight_upper, *weight_lower;
+  float *key_scale, *key_zero, *value_scale, *value_zero;
+  float *weight, *received, *rows;
+  uint8_t* codes;
+
+  // Lays the buffers out from `memory` on, or only counts their bytes where that is null.
+  int64_t place(uint8_t* memory, const Step& step, int64_t pieces_at_most, int64_t tokens_at_most) {
+    const int64_t group = step.group, key = padded(step.format.tier[0].key.dim);
+    const int64_t value = padded(step.format.tier[0].value.dim), widest = larger(key, value);
+    const int64_t stride = round_up(tokens_at_most, 16) + 16;
+    int64_t used = 0;
+    auto take = [&](auto*& part, int64_t count) {
+      part = reinterpret_cast<decltype(part + 0)>(uintptr_t(memory) + used);
+      used += round_up(count * int64_t(sizeof(*part)), 64);
+    };
+    take(pieces, pieces_at_most);
+    take(query, group * key);
+    take(query_sum, group);
+    take(query_factor, group);
+    take(weight_factor, group);
+    take(quads, group * value);
+    take(query_upper, group * key);
+    take(query_lower, group * key);
+    take(weight_upper, group * STAGED_CODES);
+    take(weight_lower, group * STAGED_CODES);
+    take(key_scale, stride);
+    take(key_zero, stride);
+    take(value_scale, stride);
+    take(value_zero, stride);
+    take(weight, group * stride);
+    take(received, stride);
+    take(rows, STAGED_ROWS * widest);
+    take(codes, STAGED_CODES * widest + 64);
+    return used;
+  }
+};
+
+inline bool use_digits(const Step& step) { return HAS_DIGITS && !step.exact && step.format.dtype != FLOAT32; }
+
+inline void load_query(const Step& step, int64_t row, Work& work) {
+  const int dim = step.format.tier[0].key.dim;
+  const int64_t stride = padded(dim), request = row / step.heads, head = row % step.heads;
+  const float scale = step.scaling * LOG2_E;
+  with_dtype(step.format.dtype, [&](auto element) {
+    const auto* from = static_cast<const decltype(element)*>(step.query) + request * step.query_batch;
+    for (int64_t h = 0; h < step.group; h++) {
+      const auto* q = from + (head * step.group + h) * step.query_head;
+      float* to = work.query + h * stride;
+      float sum = 0;
+      for (int d = 0; d < dim; d++) sum += to[d] = to_float(q[d]) * scale;
+      for (int64_t d = dim; d < stride; d++) to[d] = 0;
+      work.query_sum[h] = sum;
+    }
+  });
+#if defined(__AVX512VNNI__)
+  if (!use_digits(step)) return;
+  for (int64_t h = 0; h < step.group; h++) {
+    int8_t *upper = work.query_upper + h * stride, *lower = work.query_lower + h * stride;
+    work.query_factor[h] = query_digits(work.query + h * stride, int(stride), upper, lower);
+  }
+#endif
+}
+
+// The query that enters products with codes, and so the sum that their zero points take.
+inline float sum_of_digits(const Work& work, int64_t stride, int64_t head) {
+  int64_t sum = 0;
+  for (int64_t d = head * stride; d < (head + 1) * stride; d++) sum += 128 * work.query_upper[d] + work.query_lower[d];
+  return float(sum) * work.query_factor[head];
+}
+
+// Products of all heads with the keys of a run of pieces of one tier, to `out` [group, stride].
+inline void key_products(const Step& step, Work& work, const Piece* begin, const Piece* end, float* out,
+                         int64_t stride) {
+  const Side& side = begin->tier->key;
+  const int64_t padding = padded(side.dim);
+  const int width = width_of(side), heads = int(step.group);
+  Cursor cursor = {begin, end, 0};
+  while (!cursor.done()) {
+    int count;
+    switch (form_of(side)) {
+      case CODES: {
+        const uint8_t* codes = work.codes;
+        if (side.bits == 8 && side.dim == padding) {
+          // bytes in rows of whole vectors need not be unpacked
+          codes = cursor.piece->key;
+          count = cursor.piece->count;
+          if (cursor.piece + 1 != end) prefetch(cursor.piece[1], false);
+          cursor.advance(count);
+        } else {
+          count = stage_codes(cursor, false, work.codes, STAGED_CODES);
+        }
+#if defined(__AVX512VNNI__)
+        if (use_digits(step)) {
+          dot_digits(codes, padding, count, work.query_upper, work.query_lower, work.query_factor, heads, out,
+                     stride);
+          break;
+        }
+#endif
+        dot_rows(codes, padding, count, work.query, padding, heads, width, out, stride);
+        break;
+      }
+      case STORED:
+        count = cursor.piece->count;
+        with_dtype(step.format.dtype, [&](auto element) {
+          const auto* rows = reinterpret_cast<const decltype(element)*>(cursor.piece->key);
+          dot_rows(rows, side.dim, count, work.query, padding, heads, width, out, stride);
+        });
+        cursor.advance(count);
+        break;
+      default:
+        count = stage_rows(cursor, false, step.format.dtype, work.rows, STAGED_ROWS);
+        for (int t = 0; width > side.dim && t < count; t++)
+          memset(work.rows + t * padding + side.dim, 0, (width - side.dim) * sizeof(float));
+        dot_rows(work.rows, padding, count, work.query, padding, heads, width, out, stride);
+    }
+    out += count;
+  }
+}
+
+// Adds values of a run weighted with `weight` [group, stride] to `output` and, as codes of quads, to work.quads.
+inline void value_sums(const Step& step, Work& work, const Piece* begin, const Piece* end, const float* weight,
+                       int64_t stride, float* output) {
+  const Side& side = begin->tier->value;
+  const int64_t padding = padded(side.dim);
+  const int width = width_of(side), heads = int(step.group);
+  Cursor cursor = {begin, end, 0};
+  while (!cursor.done()) {
+    int count;
+    switch (form_of(side)) {
+      case CODES:
+        count = stage_codes(cursor, true, work.codes, STAGED_CODES);
+#if defined(__AVX512VNNI__)
+        if (use_digits(step)) {
+          for (int h = 0; h < heads; h++) {
+            int8_t *upper = work.weight_upper + h * STAGED_CODES, *lower = work.weight_lower + h * STAGED_CODES;
+            float lost;
+            work.weight_factor[h] = weight_digits(weight + h * stride, count, upper, lower, lost);
+            // lost is only what codes differ from their middle, as the zero points have their whole weights
+            const Floats middle = splat(lost * 0.5f * float((1 << side.bits) - 1));
+            for (int64_t d = 0; d < padding; d += WIDTH) {
+              float* to = output + h * padding + d;
+              store(to, load(to) + middle);
+            }
+          }
+          transpose_quads(work.codes, padding, count);
+          add_digits(work.codes, padding, count, work.weight_upper, work.weight_lower, STAGED_CODES,
+                     work.weight_factor, heads, work.quads, padding);
+          break;
+        }
+#endif
+        add_rows(work.codes, padding, count, weight, stride, heads, width, output, padding);
+        break;
+      case STORED:
+        count = cursor.piece->count;
+        with_dtype(step.format.dtype, [&](auto element) {
+          const auto* rows = reinterpret_cast<const decltype(element)*>(cursor.piece->value);
+          add_rows(rows, side.dim, count, weight, stride, heads, width, output, padding);
+        });
+        cursor.advance(count);
+        break;
+      default:
+        count = stage_rows(cursor, true, step.format.dtype, work.rows, STAGED_ROWS);
+        add_rows(work.rows, padding, count, weight, stride, heads, width, output, padding);
+    }
+    weight += count;
+  }
+}
+
+// Scales and zero points of one side of all tokens; 1 and 0 where rows are not codes.
+inline void read_factors(const Piece* begin, const Piece* end, bool values, float* scale, float* zero) {
+  for (const Piece* piece = begin; piece != end; piece++) {
+    const Side& side = values ? piece->tier->value : piece->tier->key;
+    if (form_of(side) == CODES) {
+      read_metadata(piece->page, side, 0, piece->count, scale, zero);
+    } else {
+      for (int t = 0; t < piece->count; t++) scale[t] = 1, zero[t] = 0;
+    }
+    scale += piece->count;
+    zero += piece->count;
+  }
+}
+
+template <class Call>
+inline void each_run(const Piece* begin, const Piece* end, Call call) {
+  int64_t offset = 0;
+  while (begin != end) {
+    const Piece* next = begin;
+    int64_t tokens = 0;
+    for (; next != end && next->tier == begin->tier; next++) tokens += next->count;
+    call(begin, next, offset);
+    offset += tokens;
+    begin = next;
+  }
+}
+
+// Turns products of one head into weights relative to the largest; returns its logit and the weights' sum.
+inline void soften(const Step& step, const Work& work, float query_sum, int64_t tokens, float* logits, float& peak,
+                   float& total) {
+  const Floats sum_of_query = splat(query_sum), cap = splat(step.softcap * LOG2_E);
+  const Floats steepness = splat(step.softcap > 0 ? 2 / step.softcap : 0);
+  Floats top = splat(-INFINITY);
+  auto raw = [&](int64_t t) {
+    Floats x = fma(load(logits + t), load(work.key_scale + t), load(work.key_zero + t) * sum_of_query);
+    // tanh(y) = 1 - 2 / (exp(2 y) + 1)
+    if (step.softcap > 0) x = cap - 2 * cap / (exp2(x * steepness) + 1);
+    return x;
+  };
+  int64_t t = 0;
+  for (; t + WIDTH <= tokens; t += WIDTH) {
+    const Floats x = raw(t);
+    top = maximum(top, x);
+    store(logits + t, x);
+  }
+  if (t < tokens) {
+    Floats x = raw(t);
+    for (int i = int(tokens - t); i < WIDTH; i++) x[i] = -INFINITY;
+    top = maximum(top, x);
+    store(logits + t, x);
+  }
+  peak = largest(top);
+  const Floats shift = splat(peak);
+  Floats sums = {};
+  for (t = 0; t < tokens; t += WIDTH) {
+    const Floats x = load(logits + t), weight = exp2(x - shift);
+    const Floats kept = x > splat(-INFINITY) ? weight : Floats{};
+    sums += kept;
+    store(logits + t, kept);
+  }
+  total = sum(sums);
+}
+
+inline void attend_chunk(const Step& step, const Tier& window, const RowTokens& tokens, const Chunk& chunk,
+                         Work& work) {
+  const int64_t stride = chunk.stride(), group = step.group, key = padded(step.format.tier[0].key.dim);
+  const int64_t value = padded(step.format.tier[0].value.dim);
+  Piece *begin = work.pieces, *end = begin + chunk.pieces;
+  for (int64_t i = 0; i < chunk.pieces; i++) begin[i] = piece_at(step, window, tokens, chunk.first + i);
+  load_query(step, chunk.row, work);
+  each_run(begin, end, [&](const Piece* first, const Piece* last, int64_t offset) {
+    key_products(step, work, first, last, chunk.weights + offset, stride);
+  });
+  // what follows the last token takes part in vectors and is dropped
+  float* const factors[] = {work.key_scale, work.key_zero, work.value_scale, work.value_zero};
+  for (float* part : factors)
+    for (int64_t t = chunk.tokens; t < stride; t++) part[t] = 0;
+  read_factors(begin, end, false, work.key_scale, work.key_zero);
+  read_factors(begin, end, true, work.value_scale, work.value_zero);
+  memset(chunk.output, 0, group * value * sizeof(float));
+  memset(work.quads, 0, group * value * sizeof(float));
+  for (int64_t h = 0; h < group; h++) {
+    float* weights = chunk.weights + h * stride;
+    const float query_sum = use_digits(step) ? sum_of_digits(work, key, h) : work.query_sum[h];
+    soften(step, work, query_sum, chunk.tokens, weights, chunk.peak[h], chunk.total[h]);
+    Floats zeros = {};
+    for (int64_t t = 0; t < chunk.tokens; t += WIDTH) {
+      const Floats weight = load(weights + t);
+      zeros = fma(weight, load(work.value_zero + t), zeros);
+      store(work.weight + h * stride + t, weight * load(work.value_scale + t));
+    }
+    const Floats zero = splat(sum(zeros));
+    for (int64_t d = 0; d < value; d += WIDTH) store(chunk.output + h * value + d, zero);
+  }
+  each_run(begin, end, [&](const Piece* first, const Piece* last, int64_t offset) {
+    value_sums(step, work, first, last, work.weight + offset, stride, chunk.output);
+  });
+#if defined(__AVX512VNNI__)
+  if (use_digits(step))
+    for (int64_t h = 0; h < group; h++) add_from_quads(work.quads + h * value, int(value), chunk.output + h * value);
+#endif
+}
+
+}  // namespace
+}  // namespace diffkv

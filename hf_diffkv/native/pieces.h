@@ -1,0 +1,92 @@
+// What a row holds, as pieces of consecutive tokens: its pages tier by tier, then its window from the oldest token on.
+#pragma once
+#include "page.h"
+
+namespace diffkv {
+namespace {
+
+struct Piece {
+  const Tier* tier;
+  uint8_t* page;  // null in the window
+  const uint8_t *key, *value;
+  float* window_score;
+  int count;
+};
+
+struct RowTokens {
+  int64_t row;
+  int64_t count[MAX_TIERS], pages[MAX_TIERS];
+  int64_t window_first, window;  // slot of its oldest token, tokens
+  int64_t pieces, tokens;
+};
+
+// The window as a tier of its own, whose rows are what the model made.
+inline Tier window_tier(const Format& format) {
+  Tier tier = {};
+  Side Tier::* const sides[] = {&Tier::key, &Tier::value};
+  for (auto side : sides) {
+    (tier.*side).bits = 16;
+    (tier.*side).groups = 1;
+    (tier.*side).dim = (format.tier[0].*side).dim;
+    (tier.*side).row = int32_t((tier.*side).dim * element_bytes(format.dtype));
+  }
+  return tier;
+}
+
+// A row of a request whose newest token is real.
+inline RowTokens row_tokens(const Step& step, int64_t row) {
+  RowTokens tokens = {};
+  tokens.row = row;
+  for (int t = 0; t < step.format.tiers; t++) {
+    tokens.count[t] = step.rows.count[t][row];
+    tokens.pages[t] = pages_of(step.format.tier[t], tokens.count[t]);
+    tokens.pieces += tokens.pages[t];
+    tokens.tokens += tokens.count[t];
+  }
+  const int64_t request = row / step.heads, length = step.length[request];
+  tokens.window = smaller(larger<int64_t>(length - step.window_start[request], 0), step.slots);
+  tokens.window_first = (length - tokens.window) % step.slots;
+  tokens.pieces += (tokens.window > 0) + (tokens.window_first + tokens.window > step.slots);
+  tokens.tokens += tokens.window;
+  return tokens;
+}
+
+inline int piece_count(const Step& step, const RowTokens& tokens, int64_t index) {
+  for (int t = 0; t < step.format.tiers; t++) {
+    const int64_t capacity = step.format.tier[t].capacity;
+    if (index < tokens.pages[t]) return int(smaller(capacity, tokens.count[t] - index * capacity));
+    index -= tokens.pages[t];
+  }
+  const int64_t before_wrap = smaller(tokens.window, step.slots - tokens.window_first);
+  return int(index == 0 ? before_wrap : tokens.window - before_wrap);
+}
+
+inline Piece piece_at(const Step& step, const Tier& window, const RowTokens& tokens, int64_t index) {
+  Piece piece = {};
+  piece.count = piece_count(step, tokens, index);
+  for (int t = 0; t < step.format.tiers; t++) {
+    if (index < tokens.pages[t]) {
+      piece.tier = &step.format.tier[t];
+      piece.page = page_at(step.format, step.rows, tokens.row, t, index);
+      piece.key = piece.page + piece.tier->key.offset;
+      piece.value = piece.page + piece.tier->value.offset;
+      return piece;
+    }
+    index -= tokens.pages[t];
+  }
+  const int64_t slot = tokens.row * step.slots + (index == 0 ? tokens.window_first : 0);
+  piece.tier = &window;
+  piece.key = static_cast<const uint8_t*>(step.window_key) + slot * window.key.row;
+  piece.value = static_cast<const uint8_t*>(step.window_value) + slot * window.value.row;
+  piece.window_score = step.window_score + slot;
+  return piece;
+}
+
+inline void prefetch(const Piece& piece, bool values) {
+  const uint8_t* rows = values ? piece.value : piece.key;
+  const int bytes = (values ? piece.tier->value.row : piece.tier->key.row) * piece.count;
+  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(rows + i);
+}
+
+}  // namespace
+}  // namespace diffkv

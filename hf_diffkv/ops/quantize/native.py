@@ -1,0 +1,82 @@
+"""Quantising into pages, reading back and copying in native code."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...memory import TierLayout
+from ...native.library import address, call
+from ...native.structs import DTYPES, Transfer, format_of_tier
+
+
+def store_tokens(
+    pages: Tensor,
+    tier: TierLayout,
+    page: Tensor,
+    slot: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score: Tensor,
+    position: Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """Arguments as in the reference. Tokens sent to the null page are not written at all.
+
+    Raises:
+        CorruptMemoryError: a page or slot that is not there; nothing has changed.
+    """
+    count = page.numel()
+    if key.shape != (count, tier.key_dim) or value.shape != (count, tier.value_dim):
+        raise ValueError(
+            f"key {tuple(key.shape)} and value {tuple(value.shape)} must be [{count}, {tier.key_dim}] and "
+            f"[{count}, {tier.value_dim}]."
+        )
+    if key.dtype != value.dtype or key.dtype not in DTYPES:
+        key, value = key.float(), value.float()
+    key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
+    block, places = _block(pages, tier, dtype, page, slot)
+    score, position = score.float().contiguous(), position.to(torch.int64).contiguous()
+    block.key, block.value, block.source = address(key), address(value), DTYPES[key.dtype]
+    block.key_stride, block.value_stride = key.stride(0), value.stride(0)
+    block.score, block.position = address(score), address(position)
+    call("store", block)
+
+
+def load_tokens(
+    pages: Tensor, tier: TierLayout, page: Tensor, slot: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Reads tokens back: key [n, key_dim], value [n, value_dim] in float32; zeros for the null page."""
+    block, places = _block(pages, tier, dtype, page, slot)
+    key = torch.empty(page.numel(), tier.key_dim)
+    value = torch.empty(page.numel(), tier.value_dim)
+    block.key, block.value = address(key), address(value)
+    block.key_stride, block.value_stride = tier.key_dim, tier.value_dim
+    call("load", block)
+    return key, value
+
+
+def move_tokens(
+    pages: Tensor, tier: TierLayout, from_page: Tensor, from_slot: Tensor, to_page: Tensor, to_slot: Tensor
+) -> None:
+    """Copies tokens as they are stored; see the reference for the arguments."""
+    # a copy does not depend on the dtype
+    block, places = _block(pages, tier, torch.float32, from_page, from_slot)
+    to_page, to_slot = to_page.contiguous(), to_slot.contiguous()
+    block.to_page, block.to_slot = address(to_page), address(to_slot)
+    call("store", block)
+
+
+def _block(
+    pages: Tensor, tier: TierLayout, dtype: torch.dtype, page: Tensor, slot: Tensor
+) -> tuple[Transfer, tuple[Tensor, Tensor]]:
+    """The block of tokens at (page, slot), and what must live until it has run."""
+    if pages.dtype != torch.uint8 or pages.ndim != 2 or pages.shape[1] != tier.page_bytes or not pages.is_contiguous():
+        raise ValueError(
+            f"pages must be contiguous uint8 [pages, {tier.page_bytes}], not {pages.dtype} {tuple(pages.shape)}."
+        )
+    page, slot = page.contiguous(), slot.contiguous()
+    block = Transfer(format=format_of_tier(tier, dtype), page_count=pages.shape[0], count=page.numel())
+    block.pages, block.page, block.slot = address(pages), address(page), address(slot)
+    block.threads = torch.get_num_threads()
+    return block, (page, slot)

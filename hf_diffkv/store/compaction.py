@@ -1,0 +1,105 @@
+"""One round of Algorithm 1 over all rows of a store, by the thresholds its policy sets. Nothing is read by the host."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..memory import HIGH
+from ..ops.backend import NATIVE
+from ..ops.compact import compact_step, least_mean
+from ..policy import StepRows, relative_thresholds
+from . import native
+
+if TYPE_CHECKING:
+    from .state import Store
+
+
+def compact_round(store: Store) -> None:
+    """Sends the oldest token of every window that holds too many through Algorithm 1."""
+    leaving = store.length - store.window_start > store.config.window
+    state = _step_rows(store)
+    high, low = _thresholds(store, state)
+    if store.backend() == NATIVE:
+        native.compact(store, high, low)
+    else:
+        _compact(store, leaving, high, low)
+    if store.policy.adapts:
+        _adapt(store, state, leaving)
+
+
+def _compact(store: Store, leaving: Tensor, high: Tensor, low: Tensor) -> None:
+    """The round by the ops that take one candidate per row."""
+    start = store.window_start
+    slot = (start % store.window_slots)[:, :, None, None].expand(-1, -1, store.num_heads, 1)
+    shape = store.high_count.shape
+    rows = store.high_count.numel()
+    compact_step(
+        store.pool.pages,
+        store.layout,
+        store.pool.free_list,
+        store.table.table.view(rows, -1),
+        store.high_count.view(rows),
+        store.low_count.view(rows),
+        store.window_key.gather(3, slot[..., None].expand(-1, -1, -1, -1, store.key_dim)).view(rows, -1),
+        store.window_value.gather(3, slot[..., None].expand(-1, -1, -1, -1, store.value_dim)).view(rows, -1),
+        store.window_score.gather(3, slot).view(rows),
+        start[:, :, None].expand(shape).reshape(rows),
+        leaving[:, :, None].expand(shape).reshape(rows),
+        store.length[:, :, None].expand(shape).reshape(rows),
+        high.reshape(rows),
+        low.reshape(rows),
+        bounds=store.all_bounds,
+        flag=store.flag,
+    )
+    start += leaving
+
+
+def _step_rows(store: Store) -> StepRows:
+    """Views of the store's own tensors, which follow it; nothing is computed."""
+    return StepRows(
+        store.alpha_high,
+        store.alpha_low,
+        store.length[..., None],
+        store.window_start[..., None],
+        store.high_count,
+        store.low_count,
+        store.layer_index[:, None, None],
+        store.head_index,
+        lambda: _least_high_mean(store),
+    )
+
+
+def _least_high_mean(store: Store) -> Tensor:
+    shape, rows = store.high_count.shape, store.high_count.numel()
+    table, count = store.table.table.view(rows, -1), store.high_count.view(rows)
+    length = store.length[..., None].expand(shape).reshape(rows)
+    return least_mean(store.pool.pages, store.layout.high, HIGH, table, count, length).view(shape)
+
+
+def _thresholds(store: Store, state: StepRows) -> tuple[Tensor, Tensor]:
+    """High and low threshold of every row, float32 [layers, batch, heads]."""
+    given = store.policy.thresholds(state)
+    if store.config.max_bytes is not None and not store.policy.by_alphas:
+        given = tuple(map(torch.maximum, given, relative_thresholds(state)))
+    if store.config.protected_layers:
+        protected = _protected(store)
+        given = tuple(torch.where(protected, *pair) for pair in zip(relative_thresholds(state), given))
+    return tuple(threshold.expand(store.high_count.shape) for threshold in given)
+
+
+def _adapt(store: Store, state: StepRows, leaving: Tensor) -> None:
+    """Has the policy follow what the round did; in place, since captured steps read the thresholds where they stand."""
+    changes = leaving[..., None]
+    if store.config.protected_layers:
+        changes = changes & ~_protected(store)
+    for alpha, adapted in zip((store.alpha_high, store.alpha_low), store.policy.adapted(state)):
+        alpha.copy_(torch.where(changes, adapted, alpha))
+
+
+def _protected(store: Store) -> Tensor:
+    """bool [layers, 1, 1]: where the policy has no say."""
+    count, index = store.config.protected_layers, store.layer_index[:, None, None]
+    return (index < count) | (index >= store.total_layers - count)

@@ -1,0 +1,81 @@
+"""What the policy, and the byte budget on top of it, make of a layer's tokens after a forward of several tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..memory import HIGH, LOW
+from ..ops.compact import NewTokens, StoredTokens
+from ..ops.quantize import load_tokens
+from ..ops.segments import segments
+from ..policy import HIGH_LEVEL, LOW_LEVEL, WINDOW_LEVEL, Rows, Tokens
+from .budget import Weighed, fit_layer
+from .state import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def decide_levels(
+    store: Store,
+    layer: int,
+    stored: tuple[StoredTokens, StoredTokens],
+    leaving: NewTokens,
+    means: Sequence[Tensor],
+    length: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Levels of a layer's stored high, stored low and leaving tokens; sets the rows' relative thresholds.
+
+    Args:
+        stored: what each tier holds (high, low). leaving: tokens that leave the window.
+        means: float32 mean significance of each of the three.
+        length: int64 [rows], real tokens seen.
+
+    Returns:
+        int8 [n] of each of the three; no stored token rises.
+    """
+    tokens = _tokens(store, stored, leaving, means)
+    shape = store.alpha_high[layer].shape
+    alphas = (store.alpha_high[layer], store.alpha_low[layer])
+    start = torch.maximum(store.window_start[layer], store.length[layer] - store.config.window)
+    rows = Rows(
+        store.layers[layer],
+        store.total_layers,
+        store.head_index.repeat(store.batch_size),
+        length,
+        start.repeat_interleave(store.num_heads),
+        *(alpha.reshape(-1) for alpha in alphas),
+    )
+    decided = store.policy_of(layer).levels(tokens, rows)
+    for alpha, changed in zip(alphas, (decided.alpha_high, decided.alpha_low)):
+        if changed is not None:
+            alpha.copy_(changed.view(shape))
+    level = torch.minimum(decided.level, tokens.level)
+    if store.config.max_bytes is not None:
+        level = fit_layer(store, layer, Weighed(tokens.row, tokens.mean * length[tokens.row], level))
+    return level.split([mean.numel() for mean in means])
+
+
+def _tokens(
+    store: Store, stored: tuple[StoredTokens, StoredTokens], leaving: NewTokens, means: Sequence[Tensor]
+) -> Tokens:
+    rows, positions, norms = [], [], []
+    for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
+        page, slot = stored[tier].page, stored[tier].slot
+        rows.append(stored[tier].row)
+        positions.append(segments(store.pool.pages, layout).position[page, slot].long())
+        if store.policy.needs_value_norm:
+            _, value = load_tokens(store.pool.pages, layout, page, slot, store.dtype)
+            norms.append(value.float().norm(dim=-1))
+    norms.append(leaving.value.float().norm(dim=-1))
+    levels = [torch.full_like(m, n, dtype=torch.int8) for m, n in zip(means, (HIGH_LEVEL, LOW_LEVEL, WINDOW_LEVEL))]
+    return Tokens(
+        torch.cat([*rows, leaving.row]),
+        torch.cat(list(means)),
+        torch.cat([*positions, leaving.position]),
+        torch.cat(levels),
+        torch.cat(norms) if store.policy.needs_value_norm else None,
+    )

@@ -1,0 +1,122 @@
+"""The form in which a store holds keys and values: rotated, and keys less an offset of their row.
+
+A key k is held as R (k - mu) and a value v as R v, with a rotation R of the channels (ops/rotation.py) and a mean key
+mu of each (layer, request, KV head). Pages and window alike hold that form, so nothing inside a store knows of it:
+queries come in as R q, and what attention gives goes out rotated back. As (R q) . R (k - mu) = q . k - q . mu, and
+q . mu is the same for all tokens of a row, the softmax is what it was. It would not be beside an attention sink, nor
+under a softcap: layers that have one are rotated and not centred.
+
+mu is fixed when the first token of a row leaves the window, as the mean of all the row's keys until then, those of
+the forward that makes it leave included. Until then it is zero, and the window is centred anew when it is fixed.
+Afterwards it stays, also where the mean of later keys is another. A row of which nothing outside the window is left
+(tokens that a mask hides) starts over.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..ops.rotation import rotate, rotate_step
+from .state import Store
+
+if TYPE_CHECKING:
+    from .prompt import Past
+
+
+def stored_form(
+    store: Store, layer: int, key: Tensor, value: Tensor, offset: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of the model, [batch, heads, tokens, dim], as the store holds them.
+
+    Args:
+        offset: [batch, heads, key_dim], for rows whose offset is about to change; None takes the one they have.
+    """
+    offset = _offset(store, layer) if offset is None else offset
+    return rotate(key, store.key_rotation, offset), rotate(value, store.value_rotation)
+
+
+def step_form(store: Store, layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`query_form` and `stored_form` of one token per request."""
+    matrix = store.key_rotation
+    if matrix is not None and store.key_dim == store.value_dim:
+        return rotate_step(query, key, value, matrix, _offset(store, layer))
+    return query_form(store, query), *stored_form(store, layer, key, value)
+
+
+def query_form(store: Store, query: Tensor) -> Tensor:
+    """Queries [batch, query_heads, tokens, key_dim] to attend to what the store holds with."""
+    return rotate(query, store.key_rotation)
+
+
+def model_form(store: Store, output: Tensor) -> Tensor:
+    """What attention to the store's values gave, [batch, heads, tokens, value_dim], in the model's channels."""
+    matrix = store.value_rotation
+    return output if matrix is None else rotate(output, matrix.mT)
+
+
+def model_keys(store: Store, layer: int, key: Tensor) -> Tensor:
+    """Keys of the store, [batch, heads, tokens, key_dim] in the dtype of the computation, as the model had them."""
+    if store.config.center:
+        key = key + store.key_offset[layer][:, :, None]
+    matrix = store.key_rotation
+    return key if matrix is None else rotate(key, matrix.mT)
+
+
+def note_logits(store: Store, layer: int, softcap: float | None, sinks: Tensor | None) -> None:
+    """Notes whether a layer's attention depends on more than differences of its logits, so that it is not centred."""
+    if softcap is not None or sinks is not None:
+        store.uncentered.add(layer)
+
+
+def _offset(store: Store, layer: int) -> Tensor | None:
+    return store.key_offset[layer] if store.config.center else None
+
+
+class Entering:
+    """New tokens of one layer: as the model has them, and in the forms the store needs them in.
+
+    Args:
+        key, value: [batch, heads, tokens, dim]; valid: bool [batch, tokens], None where all are real.
+    """
+
+    def __init__(self, store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
+        self.key, self.value, self.valid = key, value, valid
+        self._store, self._layer = store, layer
+        self._beside_past: tuple[Tensor, Tensor] | None = None
+
+    def beside(self, past: Past) -> tuple[Tensor, Tensor]:
+        """Keys and values to attend to together with `past`."""
+        if past.stored is None:
+            return self.key, self.value
+        if self._beside_past is None:
+            self._beside_past = stored_form(self._store, self._layer, self.key, self.value)
+        return self._beside_past
+
+    def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Keys and values to store, and the offset of all rows [batch, heads, key_dim] then; None if it stays."""
+        offset = self._fixed_offset()
+        if offset is None and self._beside_past is not None:
+            return *self._beside_past, None
+        return *stored_form(self._store, self._layer, self.key, self.value, offset), offset
+
+    def _fixed_offset(self) -> Tensor | None:
+        store, layer = self._store, self._layer
+        window = store.config.window
+        # `seen` is no less than any row's length
+        if not store.config.center or layer in store.uncentered or store.seen <= window:
+            return None
+        held = store.length[layer]
+        length = held + (self.key.shape[2] if self.valid is None else self.valid.sum(-1))
+        due = (store.window_start[layer] == 0) & (length > window)
+        if not bool(due.any()):
+            return None
+        offset = store.key_offset[layer]
+        key = self.key if self.valid is None else self.key.masked_fill(~self.valid[:, None, :, None], 0.0)
+        total = rotate(key.sum(2, keepdim=True, dtype=offset.dtype), store.key_rotation)[:, :, 0]
+        in_window = torch.arange(store.window_slots, device=store.device) < held[:, None]
+        before = store.window_key[layer].to(offset.dtype).masked_fill(~in_window[:, None, :, None], 0.0).sum(2)
+        mean = (total + before + held[:, None, None] * offset) / length.clamp(min=1)[:, None, None]
+        return torch.where(due[:, None, None], mean, offset)

@@ -1,0 +1,75 @@
+"""Builds the native code for CPUs where a C++ compiler is there; without one the package installs and runs as well.
+
+The library is plain C++ that ctypes loads: it needs no headers of Python or PyTorch, so one wheel serves all
+releases of both. Everything else about the package is in pyproject.toml.
+"""
+
+import os
+import platform
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+SOURCES = Path("hf_diffkv/native")
+COMPILER = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-g0"]
+# numbers round as PyTorch's do: nothing is fused that is not written so
+COMPILER += ["-Wno-maybe-uninitialized", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
+# instruction sets beside the portable form, compiled from the same source and chosen at run time
+VARIANTS = {"avx2": AVX2, "avx512": AVX512, "avx512vnni": [*AVX512, "-mavx512vnni"]}
+
+
+class BuildNative(build_ext):
+    """Compiles `variant.cpp` once for each instruction set and links all of them into one library."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return os.path.join(*fullname.split(".")) + ".so"
+
+    def build_extension(self, ext: Extension) -> None:
+        extra = os.environ.get("HF_DIFFKV_NATIVE_FLAGS", "").split()
+        x86 = platform.machine().lower() in ("x86_64", "amd64")
+        objects, defined = self._compile("variant.cpp", "portable", extra), []
+        for name, flags in VARIANTS.items() if x86 else ():
+            try:
+                objects += self._compile("variant.cpp", name, [*flags, *extra])
+            except Exception as error:  # an older compiler: what it knows is built
+                self.warn(f"native code for {name} is left out: {error}")
+                continue
+            defined.append(f"-DDIFFKV_{name.upper()}")
+        objects += self._compile("dispatch.cpp", "common", [*defined, *(["-DDIFFKV_X86"] if x86 else []), *extra])
+        objects += self._compile("threads.cpp", "common", extra)
+        target = self.get_ext_fullpath(ext.name)
+        Path(target).parent.mkdir(parents=True, exist_ok=True)
+        libraries = ["dl"] if platform.system() == "Linux" else []
+        self.compiler.link_shared_object(
+            objects, target, libraries=libraries, extra_postargs=extra, target_lang="c++", build_temp=self.build_temp
+        )
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        return []
+
+    def _compile(self, source: str, variant: str, flags: list[str]) -> list[str]:
+        flags = [*COMPILER, f"-DDIFFKV_KERNELS={variant}_kernels", *flags]
+        folder = os.path.join(self.build_temp, variant)
+        return self.compiler.compile([str(SOURCES / source)], output_dir=folder, extra_postargs=flags)
+
+
+class AnyPythonWheel(bdist_wheel):
+    """A wheel for one platform and every Python, as the library does not use Python's ABI."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", super().get_tag()[2])
+
+
+NATIVE = Extension(
+    "hf_diffkv.native._lib",
+    sources=[str(path) for path in sorted(SOURCES.glob("*.cpp"))],
+    depends=[str(path) for path in sorted(SOURCES.glob("*.h"))],
+    language="c++",
+    optional=True,
+)
+
+setup(ext_modules=[NATIVE], cmdclass={"build_ext": BuildNative, "bdist_wheel": AnyPythonWheel})

@@ -1,0 +1,48 @@
+"""The small models and tokenizers of the tests here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_diffkv.evaluation.methods import METHODS
+from hf_diffkv.evaluation.tasks import TASKS
+
+TINY_LM = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(TINY_LM)
+
+
+@pytest.fixture(scope="session")
+def tiny_lm() -> Any:
+    return AutoModelForCausalLM.from_pretrained(TINY_LM, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def llama() -> Any:
+    """Random, two layers of two KV heads of 64, which all quantised caches can hold."""
+    return tiny_model("llama", head_dim=64)
+
+
+@pytest.fixture(scope="session")
+def gemma() -> Any:
+    """Random, a layer with a sliding window of 24 and one without."""
+    return tiny_model("gemma3_text")
+
+
+@pytest.fixture
+def names() -> Iterator[None]:
+    """Whatever a test registers is forgotten afterwards."""
+    before = [(registry, registry.names(), dict(registry._entries)) for registry in (METHODS, TASKS)]
+    yield
+    for registry, _, entries in before:
+        registry._entries = entries

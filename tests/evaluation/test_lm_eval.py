@@ -1,0 +1,178 @@
+"""The model for lm-evaluation-harness: a small task of its own, without the Hub."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+from functools import partialmethod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_diffkv.cli import main
+from hf_diffkv.evaluation.errors import EvaluationError
+
+lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed")
+
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+from hf_diffkv.evaluation.lm_eval import DiffKVLM, method_name, register  # noqa: E402
+
+TINY_LM = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"
+LENGTHS = (150, 400, 260)
+ANSWER = 4
+LOSSLESS = "diffkv:lossless"
+
+
+def prompts() -> list[tuple[str, str]]:
+    """Facts, a question about the first of them, and the answer, of very different lengths."""
+    rng = random.Random(0)
+    found = []
+    for length in LENGTHS:
+        facts = {"".join(rng.choices("abcdefgh", k=3)): f"{rng.randrange(10**4):04d}" for _ in range(length // 12)}
+        text = "".join(f"@{key}={value}\n    some filler text\n" for key, value in facts.items())[:length]
+        key, value = next(iter(facts.items()))
+        found.append((f"{text}\n?{key}=", value))
+    return found
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a task that generates and one that scores choices."""
+    folder = tmp_path_factory.mktemp("tasks")
+    lines = [{"prompt": text, "answer": answer, "choices": [answer, "12"]} for text, answer in prompts()]
+    (folder / "facts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    common = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "facts.jsonl")}, "cache_dir": str(folder / "cache")},
+        "test_split": "test",
+        "doc_to_text": "{{prompt}}",
+    }
+    generating = {
+        "task": "facts_written",
+        "output_type": "generate_until",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": ANSWER, "do_sample": False},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }
+    scoring = {
+        "task": "facts_scored",
+        "output_type": "multiple_choice",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": 0,
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+    for task in (generating, scoring):
+        (folder / f"{task['task']}.yaml").write_text(yaml.safe_dump({**common, **task}))
+    return folder
+
+
+def evaluate(tasks: Path, task: str, cache: str, batch_size: int = 1, **fields: Any) -> dict[str, Any]:
+    register()
+    arguments = {"pretrained": str(TINY_LM), "cache": cache, "dtype": "float32", **fields}
+    return lm_eval.simple_evaluate(
+        model="hf-diffkv",
+        model_args=arguments,
+        tasks=[task],
+        device="cpu",
+        batch_size=batch_size,
+        bootstrap_iters=0,
+        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+    )
+
+
+def texts(results: dict[str, Any]) -> list[str]:
+    return [sample["resps"][0][0] for sample in results["samples"]["facts_written"]]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    """What the model writes behind each prompt alone, without the harness."""
+    model = AutoModelForCausalLM.from_pretrained(TINY_LM, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(TINY_LM)
+    found = []
+    for text, _ in prompts():
+        ids = torch.tensor([tokenizer(text).input_ids])
+        written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=ANSWER, do_sample=False)
+        found.append(tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True).split("\n")[0])
+    return found
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("cache", ["dense", LOSSLESS])
+def test_a_lossless_cache_writes_what_the_dense_one_does(
+    tasks: Path, expected: list[str], cache: str, batch_size: int
+) -> None:
+    results = evaluate(tasks, "facts_written", cache, batch_size)
+    assert texts(results) == expected
+    right = sum(text == answer for text, (_, answer) in zip(expected, prompts()))
+    assert right > 0
+    assert results["results"]["facts_written"]["exact_match,none"] == pytest.approx(right / len(LENGTHS))
+
+
+def test_the_text_comes_from_the_cache(tasks: Path, expected: list[str]) -> None:
+    results = evaluate(tasks, "facts_written", "diffkv:K1V1+window=1", batch_size=3)
+    assert texts(results) != expected
+
+
+def test_real_bytes_are_in_the_results(tasks: Path) -> None:
+    dense = evaluate(tasks, "facts_written", "dense")["config"]["kv_cache"]
+    # keys and values of 6 layers with 2 heads of 64, float32
+    assert dense["bytes_per_token"] == 2 * 6 * 2 * 64 * 4
+    assert dense["tokens"] > sum(len(text) for text, _ in prompts())
+    coarse = evaluate(tasks, "facts_written", "diffkv", alpha_high=3, low="K4V4")["config"]["kv_cache"]
+    assert coarse["method"] == "diffkv:alpha_high=3+low=K4V4"
+    assert coarse["config"]["alpha_high"] == 3.0 and coarse["config"]["low"]["v_bits"] == 4
+    assert coarse["tokens"] == dense["tokens"] and coarse["bytes"] < dense["bytes"] and not coarse["simulated"]
+
+
+def test_log_likelihoods_are_refused(tasks: Path) -> None:
+    with pytest.raises(EvaluationError, match=r"diffkv:K8V4 cannot answer log-likelihood requests \(facts_scored\)"):
+        evaluate(tasks, "facts_scored", "diffkv:K8V4")
+    assert 0 <= evaluate(tasks, "facts_scored", "dense")["results"]["facts_scored"]["acc,none"] <= 1
+
+
+def test_rolling_log_likelihoods_are_refused() -> None:
+    model = DiffKVLM(str(TINY_LM), cache="diffkv", device="cpu")
+    with pytest.raises(EvaluationError, match="log-likelihood"):
+        model.loglikelihood_rolling([])
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("optimum.quanto"), reason="optimum-quanto is not installed")
+def test_other_methods_take_one_request_at_a_time(tasks: Path, expected: list[str]) -> None:
+    # what is short enough stays uncompressed in a quantized cache's residual
+    assert texts(evaluate(tasks, "facts_written", "quanto:4"))[0] == expected[0]
+    with pytest.raises(EvaluationError, match="batch_size=2: a cache of 'quanto:4' holds one request"):
+        evaluate(tasks, "facts_written", "quanto:4", batch_size=2)
+
+
+def test_methods_of_other_environments_are_refused() -> None:
+    with pytest.raises(EvaluationError, match="needs an environment of its own .kvpress.; use `hf-diffkv evaluate`"):
+        DiffKVLM("no-model", cache="kvpress:snapkv+0.5")
+
+
+def test_fields_become_options() -> None:
+    assert method_name("dense", {}) == "dense"
+    assert method_name("diffkv", {"alpha_high": 3, "high": "K8V8"}) == "diffkv:alpha_high=3+high=K8V8"
+    assert method_name("diffkv:3/0", {"alpha_low": [0.1, 0.2]}) == "diffkv:3/0+alpha_low=[0.1, 0.2]"
+    assert method_name("snapkv:budget=0.3", {"window": 9}) == "snapkv:budget=0.3+window=9"
+    with pytest.raises(EvaluationError, match="window: options of cache=diffkv, not of cache=dense"):
+        method_name("dense", {"window": 3})
+
+
+def test_command(tasks: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    # the harness has thousands of tasks, and listing them takes most of a minute
+    monkeypatch.setattr(TaskManager, "__init__", partialmethod(TaskManager.__init__, include_defaults=False))
+    arguments = ["--model", "hf-diffkv", "--model_args", f"pretrained={TINY_LM},cache={LOSSLESS}", "--device", "cpu"]
+    arguments += ["--include_path", str(tasks)]
+    assert main(["lm-eval", *arguments, "--tasks", "facts_written", "--batch_size", "3"]) == 0
+    assert "|facts_written|" in capsys.readouterr().out
+    assert main(["lm-eval", *arguments, "--tasks", "facts_scored"]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("hf-diffkv: cache=diffkv:lossless cannot answer log-likelihood requests (facts_scored)")

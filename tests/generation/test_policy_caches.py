@@ -1,0 +1,171 @@
+"""Caches of every policy: what a row has learnt goes with it, budgets hold on top, protected layers stay high."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from policy_simulation import uniform
+from runs import CONFIG, assert_close_contents, assert_equal_contents, model_of, started, tokens
+from safetensors.torch import load_file, save_file
+from tiny_models import ragged_prompts
+from transformers import PreTrainedModel
+
+from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.io import JSON_NAME, TENSORS_NAME, _checksum, _digest
+
+LENGTHS = (120, 33, 1, 64)
+POLICIES = {
+    "diffkv": {},
+    "leankv": {"high_cut": 0.4, "low_cut": 0.1},
+    "snapkv": {},
+    "h2o": {"minimum": 6},
+    "streaming": {},
+    "pyramid": {"budget": 0.4},
+    "random": {},
+    "share": {"share": 0.4, "prune": 0.2},
+}
+
+
+def config_of(policy: str, **options) -> DiffKVConfig:
+    fields = {"alpha_high": 1.0, "alpha_low": 0.5, "window": 8, "page_bytes": 512, **options}
+    return DiffKVConfig(policy=policy, policy_options=POLICIES[policy], **fields)
+
+
+def alphas(cache: DiffKVCache) -> list[torch.Tensor]:
+    (store,) = cache.stores.stores
+    store.settle()
+    return [store.alpha_high.clone(), store.alpha_low.clone()]
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return model_of()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_saved_caches_and_forks_continue_identically(model: PreTrainedModel, policy: str, tmp_path: Path) -> None:
+    run = started(model, LENGTHS, config_of(policy))
+    run.steps(tokens(4, 20))
+    run.cache.save_pretrained(tmp_path, model)
+    (fork,) = run.cache.fork(1)
+    others = [run.on(DiffKVCache.from_pretrained(tmp_path, model)), run.on(fork)]
+    before = alphas(fork)
+    expected = run.steps(tokens(4, 12, 1)), run.feed(*ragged_prompts((30, 0, 5, 9), 2)), run.steps(tokens(4, 12, 3))
+    assert all(torch.equal(*pair) for pair in zip(before, alphas(fork))), "a fork has thresholds of its own"
+    for other in others:
+        assert other.cache.config == run.cache.config
+        found = other.steps(tokens(4, 12, 1)), other.feed(*ragged_prompts((30, 0, 5, 9), 2))
+        found = (*found, other.steps(tokens(4, 12, 3)))
+        assert all(torch.equal(*pair) for pair in zip(found, expected))
+        assert_equal_contents(other.cache, run.cache)
+        assert all(torch.equal(*pair) for pair in zip(alphas(other.cache), alphas(run.cache)))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rows_that_are_reordered_stay_what_they_were(model: PreTrainedModel, policy: str) -> None:
+    """As beams do; nothing that a row does depends on where it stands."""
+    index = [3, 0, 0, 1]
+    run, straight = started(model, LENGTHS, config_of(policy)), started(model, LENGTHS, config_of(policy))
+    first = tokens(4, 20)
+    run.steps(first)
+    run.select(index)
+    more = tokens(4, 15, 5)
+    run.steps(more)
+    straight.steps(first)
+    # the same tokens for the rows as they stood; row 1 stands for its copy
+    for copy in (1, 2):
+        other = straight.on(straight.cache.fork(1)[0])
+        continued = torch.zeros_like(more)
+        for new, old in ((0, 3), (copy, 0), (3, 1)):
+            continued[old] = more[new]
+        other.steps(continued)
+        other.select(index)
+        rows = [0, copy, 3]
+        chosen = run.on(run.cache.fork(1)[0])
+        chosen.select(rows)
+        other.select(rows)
+        assert_close_contents(chosen.cache, other.cache)
+        for mine, theirs in zip(alphas(chosen.cache), alphas(other.cache)):
+            torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("interval", [1, 4])
+def test_max_bytes_holds_for_every_policy(model: PreTrainedModel, policy: str, interval: int) -> None:
+    def fed(max_bytes: int | None) -> DiffKVCache:
+        run = started(model, (200, 90, 150), config_of(policy, max_bytes=max_bytes, compaction_interval=interval))
+        for turn in range(2):
+            for seed in range(40):
+                run.feed(tokens(3, 1, seed))
+                if max_bytes is not None:
+                    assert run.cache.memory().bytes <= max_bytes
+            run.feed(*ragged_prompts((40, 3, 60), seed=turn))
+        run.cache.check_integrity()
+        return run.cache
+
+    free = fed(None).memory()
+    tight = int(free.bytes - 0.3 * (free.bytes - 60_000))
+    limited = fed(tight).memory()
+    assert limited.bytes <= tight
+    assert limited.tokens["window"] == free.tokens["window"]
+    assert policy == "streaming" or limited.tokens["pruned"] > free.tokens["pruned"] + 20
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_protected_layers_are_high(policy: str) -> None:
+    model = model_of(num_hidden_layers=5)
+    run = started(model, LENGTHS, config_of(policy, protected_layers=1))
+    plain = started(model, LENGTHS, config_of(policy))
+    for each in (run, plain):
+        each.steps(tokens(4, 20))
+        each.feed(*ragged_prompts((30, 0, 5, 9), 2))
+        each.steps(tokens(4, 20))
+    for layer in range(5):
+        levels = run.cache.levels(layer)
+        if layer in (0, 4):
+            assert set(levels.unique().tolist()) <= {-1, 2, 3}
+            assert (plain.cache.levels(layer) < 2).sum() > (levels < 2).sum()
+        else:
+            assert ((levels == 0) | (levels == 1)).any()
+    # nothing before the second layer differs
+    assert torch.equal(run.cache.significance(0)[:, :, -8:] > 0, plain.cache.significance(0)[:, :, -8:] > 0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_policies_know_which_layer_and_head_they_level(name: str, tmp_path: Path) -> None:
+    """Of the model's compressed layers, also in a cache that was loaded."""
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2} if name == "gemma2" else {}
+    model = model_of(name, num_hidden_layers=4, **kinds)
+    run = started(model, (60,), config_of("random"))
+    run.cache.save_pretrained(tmp_path, model)
+    loaded = run.on(DiffKVCache.from_pretrained(tmp_path, model))
+    for each in (run, loaded):
+        each.steps(tokens(1, 30))
+        for index, layer_idx in enumerate(each.cache.compressed_layers()):
+            levels = each.cache.levels(layer_idx)[0, :, :-8]
+            for head in range(2):
+                kept = [uniform(0, index, head, i) < 0.3 * 2**32 or i < 4 for i in range(levels.shape[1])]
+                assert (levels[head] == 2).tolist() == kept
+
+
+def test_caches_saved_before_thresholds_were_per_request(model: PreTrainedModel, tmp_path: Path) -> None:
+    """Format version 1: thresholds [layers, heads], and a configuration without options."""
+    run = started(model, LENGTHS, CONFIG)
+    run.steps(tokens(4, 10))
+    run.cache.save_pretrained(tmp_path, model)
+    tensors = load_file(tmp_path / TENSORS_NAME)
+    for name in ("store0.alpha_high", "store0.alpha_low"):
+        tensors[name] = tensors[name][:, 0].clone()
+    save_file(tensors, tmp_path / TENSORS_NAME)
+    content = json.loads((tmp_path / JSON_NAME).read_text())
+    content["format_version"] = 1
+    del content["config"]["policy_options"], content["config"]["protected_layers"], content["checksum"]
+    content["sha256"] = _digest(tmp_path / TENSORS_NAME)
+    content["checksum"] = _checksum(content)
+    (tmp_path / JSON_NAME).write_text(json.dumps(content))
+    loaded = run.on(DiffKVCache.from_pretrained(tmp_path, model))
+    assert torch.equal(loaded.steps(tokens(4, 12, 1)), run.steps(tokens(4, 12, 1)))
+    assert_equal_contents(loaded.cache, run.cache)

