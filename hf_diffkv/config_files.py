@@ -20,7 +20,7 @@ FIRST_FIELDS = {
     *("page_bytes", "max_bytes"),
 }
 # fields that some releases did not know, and what these did; others have defaults that change nothing
-ADDED_FIELDS = {"rotate": False, "center": False}
+ADDED_FIELDS = {"rotate": False, "center": False, "sinks": 0}
 
 
 def to_text(config: DiffKVConfig) -> str:

@@ -16,6 +16,7 @@ from ..ops.backend import REFERENCE, choose
 from ..ops.quantize import compute_dtype
 from ..ops.rotation import center_windows, rotation_matrix
 from ..ops.tiles import Bounds, build_tiles
+from ..ops.window import held_tokens, slots_of
 from ..policy import Policy, make_policy
 from ..policy.diffkv import DiffKV
 from .compaction import compact_round
@@ -43,6 +44,7 @@ ROW_STATE = (
     "low_count",
     "length",
     "window_start",
+    "sink_end",
     "alpha_high",
     "alpha_low",
     "key_offset",
@@ -54,8 +56,9 @@ PROTECTION = DiffKV()
 class Store:
     """Pages and windows of `num_layers` layers on one device.
 
-    A token of a request has an index among the request's real tokens (padding never counts); token i stands in slot
-    i % window_slots while it is in the window. Rows are (layer, request, head).
+    A token of a request has an index among the request's real tokens (padding never counts). Where the exact ones
+    stand in the window is said in ops/window.py: the sinks, those below `sink_end`, and those from `window_start` on,
+    which is no less. Rows are (layer, request, head).
 
     Args:
         config: the user's choices.
@@ -92,7 +95,7 @@ class Store:
         # as tensors name it: "cuda" is cuda:0
         self.dtype, self.device = dtype, torch.empty(0, device=device).device
         self.layout = PageLayout.build(config.high, config.low, key_dim, value_dim, dtype.itemsize, config.page_bytes)
-        self.window_slots = config.window + config.compaction_interval
+        self.sink_slots, self.window_slots = config.sinks, config.sinks + config.window + config.compaction_interval
         # index of each layer and head in the model, among its compressed layers
         self.total_layers = num_layers if total_layers is None else total_layers
         self.layers = list(range(num_layers))
@@ -114,7 +117,8 @@ class Store:
         # whether the first tokens of some row may leave the window before the next refresh
         self.centers_soon = False
         self.length = torch.zeros(num_layers, batch_size, dtype=torch.int64, device=device)
-        self.window_start = torch.zeros(num_layers, batch_size, dtype=torch.int64, device=device)
+        self.sink_end = torch.full_like(self.length, self.sink_slots)
+        self.window_start = self.sink_end.clone()
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
         self.invalid = torch.zeros((), dtype=torch.bool, device=device)
         self.changed_past = torch.zeros((), dtype=torch.bool, device=device)
@@ -172,6 +176,19 @@ class Store:
     def _rotation(self, dim: int) -> Tensor | None:
         return rotation_matrix(dim, self.key_offset.dtype, self.device) if self.config.rotate else None
 
+    def is_whole(self, layer: int | slice = slice(None)) -> Tensor:
+        """bool [layers, batch] or, of one layer, [batch]: where no token has left the window."""
+        return self.window_start[layer] == self.sink_end[layer]
+
+    def held_tokens(self, layer: int | slice = slice(None)) -> Tensor:
+        """int64 [layers, batch, window_slots], or without layers: the exact token in each slot, -1 for none."""
+        state = (self.window_start[layer], self.length[layer], self.sink_end[layer])
+        return held_tokens(*state, self.sink_slots, self.window_slots)
+
+    def slots_of(self, position: Tensor, sink_end: Tensor) -> Tensor:
+        """Slots of exact tokens; position, and what their requests have as `sink_end`: int64 that broadcast."""
+        return slots_of(position, sink_end, self.sink_slots, self.window_slots)
+
     def owned_pages(self) -> Tensor:
         """int32 [n], the pages in the table."""
         table = self.table.table
@@ -203,7 +220,7 @@ class Store:
 
     def _tensors(self) -> list[Tensor]:
         tensors = [self.window_key, self.window_value, self.window_score, self.high_count, self.low_count]
-        tensors += [self.length, self.window_start, self.table.table, self.alpha_high, self.alpha_low]
+        tensors += [self.length, self.window_start, self.sink_end, self.table.table, self.alpha_high, self.alpha_low]
         tensors += [self.layer_index, self.head_index, self.invalid, self.changed_past, self.key_offset]
         bounds = [*self._bounds, self.all_bounds] if self.all_bounds is not None else []
         if self.scratch is not None:
@@ -240,7 +257,7 @@ class Store:
         if pages < 1:
             raise MemoryError(
                 f"max_bytes={self.config.max_bytes} cannot even hold the windows and tables of this cache ({other} "
-                "bytes); raise max_bytes, or lower window or the batch size."
+                "bytes); raise max_bytes, or lower window, sinks or the batch size."
             )
         self.pool.max_pages = int(pages)
 
@@ -353,10 +370,10 @@ class Store:
 
     def _center_rows(self) -> None:
         """Fixes the key offset of rows whose first token is about to leave the window (see transform.py)."""
-        due = (self.window_start == 0) & (self.length > self.config.window)
+        due = self.is_whole() & (self.length - self.window_start > self.config.window)
         for layer in self.uncentered:
             due[layer] = False
-        center_windows(self.window_key, self.length, self.key_offset, due)
+        center_windows(self.window_key, self.held_tokens() >= 0, self.key_offset, due)
 
     def compaction_done(self, done: bool = True) -> None:
         """Notes that the compaction that was due has run, if `done`."""
@@ -394,7 +411,8 @@ class Store:
         its window within `lookahead` tokens. Raises as `check_values` does.
         """
         has_low = self.policy.has_low(self.alpha_high, self.alpha_low)
-        first_leave = ((self.window_start == 0) & (self.length > self.config.window - lookahead)).any()
+        near = self.length - self.window_start > self.config.window - lookahead
+        first_leave = (self.is_whole() & near).any()
         parts = [self.high_count, self.low_count, has_low, first_leave, self.pool.free_list.state[FREE]]
         parts += self._flags()
         seen = torch.cat([part.reshape(-1).long() for part in parts]).cpu().numpy()
