@@ -29,7 +29,9 @@ ROW_ALIGNMENT = 16
 PAGE_ALIGNMENT = 64
 TARGET_PAGE_BYTES = 6144
 MIN_TOKENS = 16
-GOOD_FILL = 0.995
+# a page that is filled so well is not made larger; those of odd sizes would become so large that the ends of rows, where
+# pages are not full, cost more than that gains
+GOOD_FILL = {32: 0.995, 16: 0.98}
 # more bits of codes than these take metadata of 32 bits in any case
 MOST_NARROW_BITS = 6
 NARROW_POSITIONS = 1 << 16
@@ -133,7 +135,7 @@ class PageLayout:
             fill = min(r.capacity(size) * r.token / size for r in rows.values())
             if fill > best_fill:
                 best, best_fill = size, fill
-            if fill >= GOOD_FILL:
+            if fill >= GOOD_FILL[metadata_bits]:
                 break
         return cls(
             high=_tier(high, rows[high], key_dim, value_dim, best),

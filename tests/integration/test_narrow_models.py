@@ -36,7 +36,6 @@ def test_levels_are_nearly_those_of_wide_pages() -> None:
         logits.append(torch.stack(steps))
         cache.check_integrity()
     levels = [torch.stack([cache.levels(i) for i in cache.compressed_layers()]) for cache in caches]
-    print((levels[0] != levels[1]).float().mean(),(chosen[0] - chosen[1]).abs().sum(-1).mean() if 0 else 0, [c.memory() for c in caches])
     assert 0 < float((levels[0] != levels[1]).float().mean()) < 0.05
     assert min(float((levels[1] == level).float().mean()) for level in (0, 1, 2)) > 0.02
     chosen = [torch.softmax(part, -1) for part in logits]
