@@ -80,8 +80,18 @@ def test_numbers_of_numpy_become_plain_ones() -> None:
 def test_what_the_paper_does_not_do_is_off_in_its_configuration() -> None:
     for config in (DiffKVConfig.paper(window=5), DiffKVConfig.lossless(window=5)):
         assert not config.rotate and not config.center and config.window == 5
+    assert DiffKVConfig.paper().metadata_bits == 32 and DiffKVConfig.paper(metadata_bits=16).metadata_bits == 16
     assert DiffKVConfig.paper(center=True).center and DiffKVConfig.lossless(rotate=True).rotate
     assert DiffKVConfig.from_json(DiffKVConfig(rotate=True, center=True).to_json()).rotate
+
+
+def test_metadata_bits() -> None:
+    assert DiffKVConfig().metadata_bits == 32
+    config = DiffKVConfig(metadata_bits=np.int64(16))
+    assert type(config.metadata_bits) is int and DiffKVConfig.from_json(config.to_json()) == config
+    for bits in (8, 0, 64, 16.0, "16", True, None):
+        with pytest.raises(ValueError, match=r"metadata_bits=.* is not supported; use one of \(16, 32\)"):
+            DiffKVConfig(metadata_bits=bits)
 
 
 @pytest.mark.parametrize("given", [None, DiffKVConfig(), 3])

@@ -54,7 +54,7 @@ class DiffKVCache(Cache):
             warnings.warn(
                 "this model has no plain full-attention layer, so DiffKVCache compresses nothing.", stacklevel=2
             )
-        self.stores = Stores(self.config, len(compressed))
+        self.stores = Stores(self.config, len(compressed), getattr(text_config, "max_position_embeddings", None))
         self.usage = Usage()
         for index, layer_idx in enumerate(compressed):
             layers[layer_idx] = DiffKVLayer(self.stores, index, len(self._readers.get(layer_idx, ())))

@@ -108,11 +108,11 @@ def _hide_paged(store: Store, moved: Tensor) -> None:
         tokens = stored_tokens(table, counts[tier], tier, layout)
         request = tokens.row // store.num_heads % store.batch_size
         view = segments(store.pool.pages, layout)
-        old = view.position[tokens.page, tokens.slot].long()
+        old = view.positions(tokens.page, tokens.slot).long()
         new = moved[request, old]
         share = _share(length[tokens.row] - 1 - old, remaining[request] - 1 - new)
-        view.score[tokens.page, tokens.slot] *= share
-        view.position[tokens.page, tokens.slot] = new.clamp(min=0).to(view.position.dtype)
+        view.write_scores(tokens.page, tokens.slot, view.scores(tokens.page, tokens.slot) * share)
+        view.write_positions(tokens.page, tokens.slot, new.clamp(min=0))
         stored.append(tokens)
         keep.append(new >= 0)
     nothing = no_tokens(store)

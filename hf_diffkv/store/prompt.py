@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..memory import HIGH, LOW
 from ..ops.compact import NewTokens, StoredTokens, rewrite_rows, stored_tokens
+from ..ops.narrow import score_noise
 from ..ops.prefill_attention import StoredPast, prefill_attention
 from ..ops.quantize import compute_dtype
 from ..ops.segments import segments
@@ -183,9 +184,9 @@ def compress(store: Store, layer: int, past: Past, new: Entering, received: Tens
     for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
         tokens = past.tokens[tier]
         view = segments(pages, layout)
-        previous.append(view.score[tokens.page, tokens.slot])
+        previous.append(view.scores(tokens.page, tokens.slot))
         scores.append(previous[tier] + past.gather(received, tier))
-        means.append(mean_significance(scores[tier], view.position[tokens.page, tokens.slot], length[tokens.row]))
+        means.append(mean_significance(scores[tier], view.positions(tokens.page, tokens.slot), length[tokens.row]))
     candidates = _candidates(store, layer, past, key, value, valid, offset, old_length, received, past_width)
     in_window = candidates.position >= (length - store.config.window)[candidates.row]
     leaving, window = candidates.select(~in_window), candidates.select(in_window)
@@ -195,7 +196,7 @@ def compress(store: Store, layer: int, past: Past, new: Entering, received: Tens
     arriving = (leaving.select(levels[2] == HIGH_LEVEL), leaving.select(levels[2] == LOW_LEVEL))
 
     try:
-        _write_scores(store, past, scores)
+        _write_scores(store, past, scores, length)
         rewrite_rows(
             store.pool,
             store.layout,
@@ -222,9 +223,12 @@ def compress(store: Store, layer: int, past: Past, new: Entering, received: Tens
     store.steps_since_compaction = 0
 
 
-def _write_scores(store: Store, past: Past, scores: list[Tensor]) -> None:
-    for tokens, layout, score in zip(past.tokens, (store.layout.high, store.layout.low), scores):
-        segments(store.pool.pages, layout).score[tokens.page, tokens.slot] = score
+def _write_scores(store: Store, past: Past, scores: list[Tensor], length: Tensor | None = None) -> None:
+    """Stores sums that have grown, `length` int64 [rows] being the rows' new one; None where they are as stored."""
+    for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
+        tokens = past.tokens[tier]
+        noise = None if length is None else score_noise(tokens.index, length[tokens.row], tier)
+        segments(store.pool.pages, layout).write_scores(tokens.page, tokens.slot, scores[tier], noise)
 
 
 def _candidates(

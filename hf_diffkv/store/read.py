@@ -57,7 +57,7 @@ def levels(store: Store, layer: int) -> Tensor:
     by_index = _by_index(store, torch.zeros((), dtype=torch.int8))
     for tier, layout, level in ((HIGH, store.layout.high, HIGH_LEVEL), (LOW, store.layout.low, LOW_LEVEL)):
         tokens = _tier(store, layer, tier)
-        position = segments(store.pool.pages, layout).position[tokens.page, tokens.slot].long()
+        position = segments(store.pool.pages, layout).positions(tokens.page, tokens.slot).long()
         by_index[tokens.row, position] = level
     index = torch.arange(by_index.shape[1], device=store.device)
     start, length = (t[layer].repeat_interleave(store.num_heads)[:, None] for t in (store.window_start, store.length))
@@ -78,10 +78,10 @@ def read_tokens(store: Store, layer: int) -> LayerTokens:
     for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
         tokens = _tier(store, layer, tier)
         view = segments(store.pool.pages, layout)
-        position = view.position[tokens.page, tokens.slot].long()
+        position = view.positions(tokens.page, tokens.slot).long()
         tier_keys, tier_values = load_tokens(store.pool.pages, layout, tokens.page, tokens.slot, store.dtype)
         keys[tokens.row, position], values[tokens.row, position] = tier_keys.to(dtype), tier_values.to(dtype)
-        score[tokens.row, position] = view.score[tokens.page, tokens.slot]
+        score[tokens.row, position] = view.scores(tokens.page, tokens.slot)
     index = torch.arange(keys.shape[1], device=store.device)
     start, length = (t[layer].repeat_interleave(store.num_heads)[:, None] for t in (store.window_start, store.length))
     row, position = ((index >= start) & (index < length)).nonzero(as_tuple=True)
@@ -157,8 +157,8 @@ def _check_tokens(store: Store, layer: int) -> None:
     for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
         tokens = _tier(store, layer, tier)
         view = segments(store.pool.pages, layout)
-        position = view.position[tokens.page, tokens.slot].long()
-        score = view.score[tokens.page, tokens.slot]
+        position = view.positions(tokens.page, tokens.slot).long()
+        score = view.scores(tokens.page, tokens.slot)
         _require(
             bool(((position >= 0) & (position < starts[tokens.row])).all()), "a stored token has no valid position"
         )

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..config import DiffKVConfig
 from ..memory import HIGH, LOW, NULL_PAGE, PageLayout, PagePool, PageTable
 from ..memory.free_list import FREE
+from ..memory.layout import NARROW_POSITIONS
 from ..ops.backend import REFERENCE, choose
 from ..ops.quantize import compute_dtype
 from ..ops.rotation import center_windows, rotation_matrix
@@ -65,6 +66,7 @@ class Store:
         dtype, device: of the model's keys and values.
         total_layers: compressed layers of the model; None takes `num_layers`.
         first_head: index in the model of the first head here.
+        max_positions: no request is to have more tokens, padding included; None where that is not known.
 
     Raises:
         ValueError: a precision that does not fit the head.
@@ -84,6 +86,7 @@ class Store:
         *,
         total_layers: int | None = None,
         first_head: int = 0,
+        max_positions: int | None = None,
     ) -> None:
         self.config = config
         self.policy = make_policy(config.policy, config.policy_options)
@@ -91,7 +94,12 @@ class Store:
         self.key_dim, self.value_dim = key_dim, value_dim
         # as tensors name it: "cuda" is cuda:0
         self.dtype, self.device = dtype, torch.empty(0, device=device).device
-        self.layout = PageLayout.build(config.high, config.low, key_dim, value_dim, dtype.itemsize, config.page_bytes)
+        few = max_positions is not None and max_positions <= NARROW_POSITIONS
+        self.layout = PageLayout.build(
+            *(config.high, config.low, key_dim, value_dim, dtype.itemsize, config.page_bytes),
+            metadata_bits=config.metadata_bits,
+            position_bytes=2 if few and config.metadata_bits == 16 else 4,
+        )
         self.window_slots = config.window + config.compaction_interval
         # index of each layer and head in the model, among its compressed layers
         self.total_layers = num_layers if total_layers is None else total_layers
@@ -290,15 +298,24 @@ class Store:
         """Starts a forward of `tokens` new tokens: runs the compaction that is due and makes room.
 
         Raises:
-            ValueError: see `check_values`.
+            ValueError: the tokens would be more than positions can count, or see `check_values`.
             MemoryError: there is no room; the cache is as it was.
         """
+        self.check_positions(tokens)
         self.settle()
         if tokens > 1:
             self.check_values()
         if tokens == 1 and self.seen > 0 and not self.recording:
             self.prepare_step()
         self.seen += tokens
+
+    def check_positions(self, tokens: int) -> None:
+        """Raises `ValueError` if pages cannot hold the positions of so many more tokens."""
+        if self.layout.high.position_bytes == 2 and self.seen + tokens > NARROW_POSITIONS:
+            raise ValueError(
+                f"{self.seen + tokens} tokens are beyond the model's max_position_embeddings and have positions that "
+                "16 bits cannot hold; use DiffKVConfig(metadata_bits=32)."
+            )
 
     @property
     def look_due(self) -> bool:
