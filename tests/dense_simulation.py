@@ -223,6 +223,8 @@ class LayerSimulation:
         self.observation_window = observation_window
         self.dtype = dtype
         self._transforms = rotate or center
+        # whether queries and outputs have the model's dtype in the form that is kept; native steps round neither there
+        self.rounds_rotated = True
         # what is rotated there and back again must come back as it was
         self.compute_dtype = torch.float64 if dtype == torch.float64 or self._transforms else torch.float32
         dims = (head_dim, value_dim or head_dim)
@@ -284,6 +286,7 @@ class LayerSimulation:
         sinks = None if sinks is None else sinks.detach().cpu().to(self.compute_dtype)
         valid = self._valid[:, self._valid.shape[1] - query.shape[2] :]
         given, rounded = query.detach().cpu().to(self.compute_dtype), self._transforms and self._has_past
+        rounded &= self.rounds_rotated
         if softcap is not None or sinks is not None:
             self._centers = False
         if rounded:

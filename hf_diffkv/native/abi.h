@@ -36,7 +36,8 @@ struct Rows {
   int64_t width;
 };
 
-// One new token per request: appended where `key` is there, attended from where `query` is. Strides in elements.
+// One new token per request: appended where `key` is there, attended from where `query` is. Strides in elements. What is
+// stored is rotated where `rotate` is set, keys less `key_offset`; query, key, value and output are the model's.
 struct Step {
   Format format;
   Rows rows;                        // row = request * heads + head
@@ -46,6 +47,7 @@ struct Step {
   int64_t batch, heads, group, slots;
   const void *key, *value;
   int64_t key_batch, key_head, value_batch, value_head;
+  const float* key_offset;  // [rows, key_dim] or null
   uint8_t* invalid;
   const uint8_t* valid;  // [batch] or null
   const void* query;
@@ -55,7 +57,7 @@ struct Step {
   float* received;     // [rows, received_stride] or null: what tokens received, joined over several layers
   int64_t received_stride;
   float limit, scaling, softcap;  // softcap 0: none
-  int32_t fold, hold, exact, threads;
+  int32_t fold, hold, exact, threads, rotate;
 };
 
 // A round of compaction: the candidate of row r stands in slot position % slots of its window. `position`, `length`

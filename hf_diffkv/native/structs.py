@@ -58,12 +58,12 @@ class Step(ctypes.Structure):
             long="batch heads group slots",
             pointer2="key value",
             long2="key_batch key_head value_batch value_head",
-            pointer3="invalid valid query",
+            pointer3="key_offset invalid valid query",
             long3="query_batch query_head",
             pointer4="output sinks received",
             long4="received_stride",
             float="limit scaling softcap",
-            int="fold hold exact threads",
+            int="fold hold exact threads rotate",
         ),
     ]
 

@@ -43,11 +43,11 @@ def attend_token(
     Returns:
         [batch, query_heads, 1, value_dim] in the query's dtype.
     """
-    query, key, value = step_form(store, layer, query, key, value)
     options = {"scaling": scaling, "valid": valid, "softcap": softcap, "sinks": sinks}
     if store.backend() == NATIVE:
         note_logits(store, layer, softcap, sinks)
-        return model_form(store, native.append_and_attend(store, layer, query, key, value, **options))
+        return native.append_and_attend(store, layer, query, key, value, **options)
+    query, key, value = step_form(store, layer, query, key, value)
     append(store, layer, key, value, valid)
     return attend_newest(store, layer, query, **options)
 

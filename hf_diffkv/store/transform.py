@@ -2,9 +2,9 @@
 
 A key k is held as R (k - mu) and a value v as R v, with a rotation R of the channels (ops/rotation.py) and a mean key
 mu of each (layer, request, KV head). Pages and window alike hold that form, so nothing inside a store knows of it:
-queries come in as R q, and what attention gives goes out rotated back. As (R q) . R (k - mu) = q . k - q . mu, and
-q . mu is the same for all tokens of a row, the softmax is what it was. It would not be beside an attention sink, nor
-under a softcap: layers that have one are rotated and not centred.
+queries come in as R q, and what attention gives goes out rotated back; a native step does both itself (native.py).
+As (R q) . R (k - mu) = q . k - q . mu, and q . mu is the same for all tokens of a row, the softmax is what it was. It
+would not be beside an attention sink, nor under a softcap: layers that have one are rotated and not centred.
 
 mu is fixed when the first token of a row leaves the window, as the mean of all the row's keys until then, those of
 the forward that makes it leave included. Until then it is zero, and the window is centred anew when it is fixed.
