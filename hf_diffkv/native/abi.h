@@ -91,15 +91,39 @@ struct Transfer {
   int32_t source, threads;
 };
 
+// [batch, heads, tokens, dim], each token's numbers together; strides in elements.
+struct Strided {
+  const void* data;
+  int64_t batch, head, token;
+};
+
+// Many new tokens per request, over what is stored, `before` exact tokens and themselves.
+struct Prompt {
+  const Step* stored;  // format, rows and window of what is stored, or null
+  int64_t batch, heads, group, length, before, stored_tokens, key_dim, value_dim;
+  Strided query, key, value, past_key, past_value;  // of `dtype`
+  const uint8_t* past_valid;                        // [batch, heads, before]
+  const uint8_t* valid;                             // [batch, length] or null
+  const uint8_t* mask;                              // [length, length] of each request, or null
+  int64_t mask_batch;
+  const float* sinks;  // [heads * group] or null
+  void* output;        // [batch, length, heads * group, value_dim], zeros
+  float* received;     // [batch * heads, stored_tokens + before + length], zeros
+  int64_t observed;    // how many of a request's last queries give significance
+  float scaling, softcap;
+  int32_t dtype, threads;
+};
+
 // What every instruction set implements.
 struct Kernels {
   int64_t (*step)(const Step&);
   int64_t (*compact)(const Compaction&);
   int64_t (*store)(const Transfer&);
   int64_t (*load)(const Transfer&);
+  int64_t (*prompt)(const Prompt&);
 };
 
-extern const Kernels portable_kernels, avx2_kernels, avx512_kernels, avx512vnni_kernels;
+extern const Kernels portable_kernels, avx2_kernels, avx512_kernels, avx512vnni_kernels, avx512bf16_kernels;
 
 // threads.cpp
 void parallel(int64_t tasks, int threads, void (*run)(void* context, int64_t task), void* context);
