@@ -103,7 +103,7 @@ def attend_newest(
         store.length[layer],
         scaling=scaling,
         bounds=bounds,
-        scratch=_scratch(store, query[:, :, 0], bounds.max_tokens),
+        scratch=prepare_scratch(store, query[:, :, 0], bounds.max_tokens),
         valid=valid,
         softcap=softcap,
         sinks=sinks,
@@ -112,8 +112,12 @@ def attend_newest(
     return model_form(store, output[:, :, None])
 
 
-def _scratch(store: Store, query: Tensor, max_tokens: int) -> Scratch | None:
-    """Buffers shared by all layers; grown in steps, since a captured graph keeps using them."""
+def prepare_scratch(store: Store, query: Tensor, max_tokens: int = 0) -> Scratch | None:
+    """Buffers shared by all layers; grown in steps, since a captured graph keeps using them.
+
+    Args:
+        query: [batch, query_heads, key_dim], of which the shape counts.
+    """
     held = store.scratch
     fits = held is not None and held.max_tokens >= max_tokens and held.output.shape[0] == store.rows_per_layer
     if not fits:

@@ -390,6 +390,16 @@ class Store:
         pages_now = _ceil(self._high_bound, high) + _ceil(self._low_bound, low)
         low_growth = np.where(has_low, lookahead, 0)
         pages_then = _ceil(self._high_bound + lookahead, high), _ceil(self._low_bound + low_growth, low)
+        self._bound_rows(lookahead)
+        self.ensure_width(max(int((self._high_bound + self._low_bound).max()) + lookahead, self.room))
+        if self.room > 0:
+            self.pool.free_list.reserve(self.table.table.numel())
+        self.update_limit()
+        self._ensure_free(int((pages_then[HIGH] + pages_then[LOW] - pages_now).sum()), free)
+        self._steps_left = REFRESH_STEPS
+
+    def _bound_rows(self, lookahead: int) -> None:
+        """Notes how long rows are until `lookahead` more tokens have left their windows."""
         longest = int((self._high_bound + self._low_bound).max()) + lookahead + self.window_slots
         if self.backend() != REFERENCE:
             self.all_bounds = Bounds(longest)
@@ -397,12 +407,6 @@ class Store:
         else:
             self.all_bounds = self._tile(slice(None), longest, lookahead)
             self._bounds = [self._tile(layer, longest, lookahead) for layer in range(self.num_layers)]
-        self.ensure_width(max(int((self._high_bound + self._low_bound).max()) + lookahead, self.room))
-        if self.room > 0:
-            self.pool.free_list.reserve(self.table.table.numel())
-        self.update_limit()
-        self._ensure_free(int((pages_then[HIGH] + pages_then[LOW] - pages_now).sum()), free)
-        self._steps_left = REFRESH_STEPS
 
     def _look(self, lookahead: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool, int]:
         """All the host wants to know, in one copy: high and low counts, where low ones may come, bool, free pages.
