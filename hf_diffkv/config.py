@@ -123,8 +123,8 @@ class DiffKVConfig:
     protected_layers: int = 0
     observation_window: int | None = None
     compaction_interval: int = 1
-    rotate: bool = False
-    center: bool = False
+    rotate: bool = True
+    center: bool = True
     metadata_bits: int = 32
     page_bytes: int | None = None
     max_bytes: int | None = None
@@ -212,12 +212,16 @@ class DiffKVConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DiffKVConfig:
-        """Builds a config from plain values; unknown keys raise `ValueError`."""
+        """Builds a config from plain values; unknown keys raise `ValueError`.
+
+        Keys that are missing have their defaults. Only where `values` is what `to_dict` of a release wrote that knew
+        fewer fields, these fields are what that release did: `rotate` and `center` False.
+        """
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(set(values) - set(known))
         if unknown:
             raise ValueError(f"unknown DiffKV config keys {unknown}; known keys are {known}.")
-        return cls(**values)
+        return cls(**config_files.completed(values))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""

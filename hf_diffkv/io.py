@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 2
 # in version 1 thresholds had no batch dimension, and keys and values were held as the model had them
 READABLE_VERSIONS = (1, 2)
-# fields of the configuration that earlier releases did not have, as they worked
-EARLIER = {"metadata_bits": 32}
-UNKNOWN_TO_1 = {"rotate": False, "center": False}
 JSON_NAME = "diffkv_cache.json"
 TENSORS_NAME = "diffkv_cache.safetensors"
 # what does not change the keys and values a model computes
@@ -111,8 +108,7 @@ def load_cache(
         raise CacheFileError(f"{folder} was saved with other model weights; load it with the model it is of.")
     if _digest(path) != content["sha256"]:
         raise CacheFileError(f"{path} is damaged (its checksum differs); save the cache again.")
-    added = UNKNOWN_TO_1 if content["format_version"] == 1 else {}
-    cache = cache_class(model.config, DiffKVConfig.from_dict({**EARLIER, **content["config"], **added}))
+    cache = cache_class(model.config, DiffKVConfig.from_dict(content["config"]))
     cache.attach(model)
     try:
         tensors = load_file(path, device="cpu" if devices else str(model.device))

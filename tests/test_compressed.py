@@ -157,7 +157,7 @@ def test_every_step_of_a_ragged_batch_equals_the_simulation() -> None:
     ids=str,
 )
 def test_low_precision_models(dtype: torch.dtype, prompts: str, steps: str) -> None:
-    pair = Pair(DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16), 3, heads=2, group=3, dim=32, dtype=dtype)
+    pair = Pair(DiffKVConfig.paper(alpha_high=1.0, alpha_low=0.5, window=16), 3, heads=2, group=3, dim=32, dtype=dtype)
     if prompts == "flash":
         # it rounds probabilities to bfloat16: by 2**-9 of an average of values of which none is above 5
         pair.output_tolerance = 5 * 2**-9

@@ -20,7 +20,7 @@ from hf_diffkv.integration.layer import DiffKVLayer
 
 # Transformers 5.17's own sliding layers return more keys than their mask has if nothing is cropped between two forwards
 SLIDING_LAYERS_RECORD = Version(transformers.__version__) >= Version("5.18")
-CONFIG = DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16)
+CONFIG = DiffKVConfig.paper(alpha_high=1.0, alpha_low=0.5, window=16)
 # under which these models keep many tokens at every level: alpha_high and alpha_low
 THRESHOLDS = {"llama": (1.0, 0.5), "gemma2": (1.2, 0.8), "gpt_oss": (0.8, 0.2)}
 

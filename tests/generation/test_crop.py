@@ -66,7 +66,7 @@ class Checked:
 @pytest.mark.parametrize("interval", [1, 3])
 def test_crop_equals_the_simulation_of_accepted_tokens(name: str, interval: int) -> None:
     alpha_high, alpha_low = THRESHOLDS[name]
-    config = DiffKVConfig(alpha_high=alpha_high, alpha_low=alpha_low, window=16, compaction_interval=interval)
+    config = DiffKVConfig.paper(alpha_high=alpha_high, alpha_low=alpha_low, window=16, compaction_interval=interval)
     with captured() as layers:
         run = started(model_of(name), LENGTHS, config)
         run.cache.activate_past_recording()
