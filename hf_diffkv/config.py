@@ -15,6 +15,7 @@ from typing import Any, Union
 from . import config_files
 
 SUPPORTED_BITS = (1, 2, 3, 4, 5, 6, 8, 16)
+METADATA_BITS = (16, 32)
 
 Threshold = Union[float, tuple[float, ...], tuple[tuple[float, ...], ...]]
 
@@ -102,6 +103,8 @@ class DiffKVConfig:
             large magnitude over all: fewer bits do. Costs no memory, and two small products per layer and step.
         center: keys are held less the mean key of their request and KV head. Layers with attention sinks or a
             softcap are not centred.
+        metadata_bits: bits of the scale and zero point of a quantisation group, of the significance and of the position
+            of a stored token: 32 each, or 16, with scales of 5 bits of mantissa and sums that are rounded at random.
         page_bytes: largest size of a unified page in bytes; None chooses the best filled size near 6 KiB.
         max_bytes: byte budget per device; None is unlimited.
         cuda_graphs: whether `generate()` on a CUDA device captures a decode step once and replays it; its
@@ -124,6 +127,7 @@ class DiffKVConfig:
     compaction_interval: int = 1
     rotate: bool = True
     center: bool = True
+    metadata_bits: int = 32
     page_bytes: int | None = None
     max_bytes: int | None = None
     cuda_graphs: bool = True
@@ -142,6 +146,9 @@ class DiffKVConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
         for name in ("sinks", "protected_layers"):
             object.__setattr__(self, name, _as_count(name, getattr(self, name), least=0))
+        if not _is_integer(self.metadata_bits) or self.metadata_bits not in METADATA_BITS:
+            raise ValueError(f"metadata_bits={self.metadata_bits!r} is not supported; use one of {METADATA_BITS}.")
+        object.__setattr__(self, "metadata_bits", int(self.metadata_bits))
         object.__setattr__(self, "policy_options", _checked_options(self.policy, self.policy_options))
         if _payload_bits(self.low) > _payload_bits(self.high):
             raise ValueError(
@@ -169,7 +176,7 @@ class DiffKVConfig:
     @classmethod
     def paper(cls, **kwargs: Any) -> DiffKVConfig:
         """What the paper describes, without what was added to it: no sinks, keys and values as the model has them."""
-        return cls(**{"rotate": False, "center": False, "sinks": 0, **kwargs})
+        return cls(**{"rotate": False, "center": False, "sinks": 0, "metadata_bits": 32, **kwargs})
 
     @classmethod
     def for_model(cls, model: Any, *, probe: bool = False, tokenizer: Any = None, **kwargs: Any) -> DiffKVConfig:

@@ -76,7 +76,8 @@ def probe_keys(
         text: what to read, of at least `tokens` tokens; None takes some that Python brings along.
         tokens: how many.
         bits: which numbers of bits.
-        config: how keys are held else: `rotate`, `center`, and the groups of its precisions; None is the default.
+        config: how keys are held else: `rotate`, `center`, `metadata_bits` and the groups of its precisions; None is
+            the default.
 
     Raises:
         ValueError: a text without a tokenizer, a text or number of tokens too short, bits that are not supported.
@@ -115,7 +116,7 @@ def _fields(bits: int, base: DiffKVConfig) -> dict[str, Any]:
     groups = {precision.k_bits: precision.k_groups for precision in (base.high, base.low)}
     precision = Precision(bits, 16, groups.get(bits, 1))
     fields = {"high": precision, "low": precision, "alpha_high": 0.0, "alpha_low": 0.0, "window": 1, "sinks": 0}
-    return {**fields, "rotate": base.rotate, "center": base.center}
+    return {**fields, "rotate": base.rotate, "center": base.center, "metadata_bits": base.metadata_bits}
 
 
 def _ids(model: Any, tokenizer: Any, text: str | None, tokens: int) -> list[int]:

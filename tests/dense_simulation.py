@@ -8,6 +8,7 @@ Shapes: B rows, Hq query heads, H KV heads, G = Hq / H, Q new columns, S columns
 Dv head dims.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -42,15 +43,38 @@ def quantise(x: Tensor, bits: int, groups: int = 1) -> tuple[Tensor, Tensor, Ten
     return torch.where(step == 0, 0.0, codes), scale, zero
 
 
+def quantise_narrow(x: Tensor, bits: int, groups: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with scales of 5 bits of mantissa, zero points of 6 bits, in float32; the range always has 0 in it."""
+    x = x.to(torch.float32).unflatten(-1, (groups, -1))
+    low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
+    top = 2**bits - 1
+    half = ((high - low) / torch.full_like(low, top)).to(torch.float16).to(torch.float64)
+    unit = 2.0 ** (half.clamp(min=2.0**-14).log2().floor() - 5)
+    scale = ((half / unit).round() * unit).clamp(max=63.0 * 2**10)
+    covered = (scale * top).to(torch.float32)
+    shift = ((covered - (low + high)) * 31.5 / torch.where(covered == 0, 1.0, covered)).round().clamp(0, 63)
+    zero = (-shift * scale * top * 65 / 4096).to(torch.float32)
+    step = scale.to(torch.float32)
+    codes = torch.round((x - zero) / torch.where(step == 0, 1.0, step)).clamp(0, top)
+    return torch.where(step == 0, 0.0, codes), step, torch.where(step == 0, 0.0, zero)
+
+
+def nearest_score(score: Tensor) -> Tensor:
+    """float32 sums above 2^-46 and below 2^18 with 10 bits of mantissa, halves to even; 0 stays."""
+    unit = 2.0 ** (score.double().clamp(min=2.0**-46).log2().floor() - 10)
+    return ((score.double() / unit).round() * unit).to(torch.float32)
+
+
 def decode(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     """float32 values of what `quantise` returned, groups joined again."""
     return (codes * scale.to(torch.float32) + zero.to(torch.float32)).flatten(-2)
 
 
-def round_trip(x: Tensor, bits: int, groups: int, dtype: torch.dtype) -> Tensor:
+def round_trip(x: Tensor, bits: int, groups: int, dtype: torch.dtype, narrow: bool = False) -> Tensor:
     """What remains of x after storing it; `dtype` is the model's, which 16 bits stand for. Keeps x's own dtype."""
-    stored = x.to(dtype) if bits == 16 else decode(*quantise(x, bits, groups))
-    return stored.to(x.dtype)
+    if bits == 16:
+        return x.to(dtype).to(x.dtype)
+    return decode(*(quantise_narrow if narrow and bits < 8 else quantise)(x, bits, groups)).to(x.dtype)
 
 
 def hadamard(size: int) -> list[list[int]]:
@@ -181,10 +205,14 @@ class LayerSimulation:
         rotate: bool = False,
         center: bool = False,
         rule: Rule | None = None,
+        metadata_bits: int = 32,
     ) -> None:
         if window < 1 or compaction_interval < 1 or (observation_window is not None and observation_window < 1):
             raise ValueError("window, compaction_interval and observation_window start at 1")
         self.high, self.low = high, low
+        self.narrow = metadata_bits == 16
+        # called with the sums where those of stored tokens are rounded at random; returns them so
+        self.round_sums: Callable[[Tensor], Tensor] = lambda sums: sums
         self.rule = rule or Rule()
         alpha_high, alpha_low = self.rule.first(alpha_high, alpha_low)
         shape = (batch_size, num_key_value_heads)
@@ -198,6 +226,8 @@ class LayerSimulation:
         self.observation_window = observation_window
         self.dtype = dtype
         self._transforms = rotate or center
+        # whether queries and outputs have the model's dtype in the form that is kept; native steps round neither there
+        self.rounds_rotated = True
         # what is rotated there and back again must come back as it was
         self.compute_dtype = torch.float64 if dtype == torch.float64 or self._transforms else torch.float32
         dims = (head_dim, value_dim or head_dim)
@@ -259,6 +289,7 @@ class LayerSimulation:
         sinks = None if sinks is None else sinks.detach().cpu().to(self.compute_dtype)
         valid = self._valid[:, self._valid.shape[1] - query.shape[2] :]
         given, rounded = query.detach().cpu().to(self.compute_dtype), self._transforms and self._has_past
+        rounded &= self.rounds_rotated
         if softcap is not None or sinks is not None:
             self._centers = False
         if rounded:
@@ -278,8 +309,10 @@ class LayerSimulation:
             if self._transforms:
                 self._fix_offsets(*self._exact)
             self._compress_prompt()
+            self._sums = self.round_sums(self._sums)
             self._steps = 0
         else:
+            self._sums = self.round_sums(self._sums)
             self._steps += 1
             if self._steps == self.compaction_interval:
                 if self._transforms:
@@ -485,8 +518,10 @@ class LayerSimulation:
                 # no further rounding to the model's dtype: it is in that, or was dequantised
                 kept = kept[0] @ self._rotations[0].T - offset, kept[1] @ self._rotations[1].T
                 kept = tuple(x.to(torch.promote_types(self.dtype, torch.float32)) for x in kept)
-            kept_keys = round_trip(kept[0], precision.k_bits, precision.k_groups, self.dtype)
-            kept_values = round_trip(kept[1], precision.v_bits, precision.v_groups, self.dtype)
+            kept_keys = round_trip(kept[0], precision.k_bits, precision.k_groups, self.dtype, self.narrow)
+            kept_values = round_trip(kept[1], precision.v_bits, precision.v_groups, self.dtype, self.narrow)
+            if self.narrow:
+                self._sums[row, head, tokens] = nearest_score(self._sums[row, head, tokens])
             if self._transforms:
                 kept_keys, kept_values = self._from_kept(kept_keys, 0, offset), self._from_kept(kept_values, 1)
             keys[tokens], values[tokens] = kept_keys, kept_values

@@ -9,8 +9,11 @@ import torch
 from dense_simulation import LayerSimulation, Rule, SimPrecision
 
 from hf_diffkv.config import DiffKVConfig, Precision
+from hf_diffkv.memory import HIGH, LOW
 from hf_diffkv.native import library
 from hf_diffkv.ops.backend import use_backend
+from hf_diffkv.ops.compact import stored_tokens
+from hf_diffkv.ops.segments import segments
 from hf_diffkv.store import Store, attend_token, attend_tokens, check_integrity, read_tokens
 
 LENGTHS = (1, 2, 63, 64, 65, 128, 192, 300)
@@ -40,7 +43,9 @@ class Pair:
         self.batch, self.heads, self.group, self.dim, self.dtype = batch, heads, group, dim, dtype
         # the layer's index in the model, and the model's layers
         index, layers = place
-        self.store = Store(config, 1, batch, heads, dim, dim, dtype, torch.device("cpu"), total_layers=layers)
+        self.store = Store(
+            config, 1, batch, heads, dim, dim, dtype, torch.device("cpu"), total_layers=layers, max_positions=4096
+        )
         self.store.place_layer(0, index)
         alpha_high = config.alpha_high[0] if isinstance(config.alpha_high, tuple) else config.alpha_high
         alpha_low = config.alpha_low[0] if isinstance(config.alpha_low, tuple) else config.alpha_low
@@ -61,7 +66,10 @@ class Pair:
             rotate=config.rotate,
             center=config.center,
             rule=rule,
+            metadata_bits=config.metadata_bits,
         )
+        if config.metadata_bits == 16:
+            self.simulation.round_sums = self.rounded_sums
         self.generator = torch.Generator().manual_seed(0)
 
     def draw(self, heads: int, tokens: int) -> torch.Tensor:
@@ -85,6 +93,20 @@ class Pair:
         # float32 rounding, or one step of the output's own dtype
         tolerance = max(self.tolerance, torch.finfo(self.dtype).eps)
         torch.testing.assert_close(output, expected, rtol=tolerance, atol=max(self.tolerance, self.output_tolerance))
+
+    def rounded_sums(self, sums: torch.Tensor) -> torch.Tensor:
+        """Sums of the simulation as the store holds them in its pages, which is one of the two nearest numbers."""
+        rounded, index = sums.clone(), self.simulation._index
+        for tier, layout in ((HIGH, self.store.layout.high), (LOW, self.store.layout.low)):
+            count = (self.store.high_count, self.store.low_count)[tier].view(-1)
+            tokens = stored_tokens(self.store.table.table[0].flatten(0, 1), count, tier, layout)
+            view = segments(self.store.pool.pages, layout)
+            row = tokens.row // self.heads
+            column = (index[row] == view.positions(tokens.page, tokens.slot)[:, None]).int().argmax(1)
+            rounded[row, tokens.row % self.heads, column] = view.scores(tokens.page, tokens.slot)
+        # and the sums themselves are sums of float32 numbers, in another order
+        assert ((rounded - sums).abs() <= sums * (2**-10 + 1e-5)).all()
+        return rounded
 
     def compare_levels(self) -> None:
         assert torch.equal(read_tokens(self.store, 0).levels, self.simulation.levels())
@@ -217,6 +239,30 @@ def test_precisions_and_groups(high: Precision, low: Precision) -> None:
     for _ in range(30):
         pair.forward(1)
         pair.compare()
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.parametrize(
+    "high, low",
+    [
+        (Precision(8, 4), Precision(4, 2)),
+        (Precision(6, 4), Precision(5, 3)),
+        (Precision(4, 16, 2), Precision(1, 4, 2, 4)),
+    ],
+    ids=lambda precision: precision.name,
+)
+def test_narrow_pages(high: Precision, low: Precision, interval: int) -> None:
+    """Prompt, steps, and further turns, whose gains round at random as well."""
+    config = DiffKVConfig(
+        high, low, alpha_high=1.0, alpha_low=0.5, window=8, metadata_bits=16, compaction_interval=interval
+    )
+    pair = Pair(config, 3, heads=2, group=2, dim=32)
+    assert pair.store.layout.high.position_bytes == 2
+    for tokens in (90, *[1] * 40, 20, *[1] * 20):
+        pair.forward(tokens, left_padding((90, 40, 7)) if tokens == 90 else None)
+        pair.compare()
+    counts = pair.level_counts()
+    assert all(counts[level] > 20 for level in (0, 1, 2)), counts
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ class DiffKVCache(Cache):
         check_model_config(model_config)
         text_config = model_config.get_text_config(decoder=True)
         self.model_fingerprint = model_fingerprint(model_config)
-        self.config = _resolve_config(model_config, config, kwargs)
+        self.config = resolve_config(model_config, config, kwargs)
         layers = cache_layers(text_config)
         self._readers = shared_layers(text_config)
         compressed = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
@@ -54,7 +54,7 @@ class DiffKVCache(Cache):
             warnings.warn(
                 "this model has no plain full-attention layer, so DiffKVCache compresses nothing.", stacklevel=2
             )
-        self.stores = Stores(self.config, len(compressed))
+        self.stores = Stores(self.config, len(compressed), getattr(text_config, "max_position_embeddings", None))
         self.usage = Usage()
         for index, layer_idx in enumerate(compressed):
             layers[layer_idx] = DiffKVLayer(self.stores, index, len(self._readers.get(layer_idx, ())))
@@ -353,7 +353,8 @@ def _config_of(model: Any) -> Any:
     return model.config
 
 
-def _resolve_config(model_config: Any, config: DiffKVConfig | None, fields: dict[str, Any]) -> DiffKVConfig:
+def resolve_config(model_config: Any, config: DiffKVConfig | None, fields: dict[str, Any]) -> DiffKVConfig:
+    """`config`, or what suits the model, with single fields on top. Raises `ValueError` as `DiffKVConfig` does."""
     if config is not None and not isinstance(config, DiffKVConfig):
         raise ValueError(f"config={config!r} must be a DiffKVConfig.")
     base = DiffKVConfig.for_model(model_config) if config is None else config

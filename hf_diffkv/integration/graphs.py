@@ -128,6 +128,7 @@ class DecodeStep:
         if store is None:
             self._warm = None
             return self.model(*args, **inputs)
+        store.check_positions(1)
         self._compacted |= store.compaction_due
         store.settle()
         self._reserve(store)

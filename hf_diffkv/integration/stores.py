@@ -24,14 +24,16 @@ class Stores:
     Args:
         config: the user's choices.
         num_layers: compressed layers of the model.
+        max_positions: tokens that a request of the model may have; None where that is not known.
 
     Raises:
         ValueError: thresholds given for another number of layers.
     """
 
-    def __init__(self, config: DiffKVConfig, num_layers: int) -> None:
+    def __init__(self, config: DiffKVConfig, num_layers: int, max_positions: int | None = None) -> None:
         self.config = config
         self.num_layers = num_layers
+        self.max_positions = max_positions
         for name in ("alpha_high", "alpha_low"):
             value = getattr(config, name)
             if isinstance(value, tuple) and len(value) != num_layers:
@@ -104,7 +106,7 @@ class Stores:
     def make_store(self, layers: int, batch_size: int, num_heads: int, *options: Any) -> Store:
         """A store for `layers` layers of this model; arguments as in `Store`."""
         first_head = self.tensor_parallel.rank * num_heads
-        sizes = {"total_layers": self.num_layers, "first_head": first_head}
+        sizes = {"total_layers": self.num_layers, "first_head": first_head, "max_positions": self.max_positions}
         return Store(self.config, layers, batch_size, num_heads, *options, **sizes)
 
     def _make_room_beside(self, store: Store) -> None:

@@ -5,8 +5,18 @@
 A row of b-bit codes is packed in bit planes: with P = 8 / b, byte j of a row holds, from its lowest bits up, elements
 j, j + D/P, j + 2 D/P, ... so that a kernel unpacks with shifts and never shuffles. Codes of 3, 5 and 6 bits have two
 fields, the low 2, 4 and 4 bits and the bits above; each field is packed as codes of so many bits are, and a row is the
-packed low fields, then the packed high fields. Metadata of one group is (fp16 scale, fp16 zero point); it is absent at
-16 bits. Scores are float32 sums, positions int32.
+packed low fields, then the packed high fields. Metadata is absent at 16 bits. The rest is wide or narrow:
+
+    metadata_bits          32                       16
+    metadata of a group    fp16 scale, fp16 zero    uint16; at 8 bits as in wide pages
+    score                  float32                  uint16
+    position               int32                    uint16, or int32 where positions may be above 65,535
+
+uint16 metadata of b-bit codes is 64 * s + z. The scale is the fp16 number whose bits are 32 * s: no sign, 5 bits of
+exponent, 5 of mantissa. The zero point is -z * scale * (2^b - 1) * 65 / 4096, which float32 holds exactly: about z / 63
+of the range that the codes cover, which always has 0 in it. A uint16 score s is the float32 number whose bits are
+s * 2^13 + 81 * 2^23, and 0 where s is 0: 6 bits of exponent, 10 of mantissa, up to 2^18. How all of it is rounded is
+said in `ops/narrow.py`.
 """
 
 from __future__ import annotations
@@ -19,10 +29,12 @@ ROW_ALIGNMENT = 16
 PAGE_ALIGNMENT = 64
 TARGET_PAGE_BYTES = 6144
 MIN_TOKENS = 16
-GOOD_FILL = 0.995
-METADATA_BYTES = 4
-SCORE_BYTES = 4
-POSITION_BYTES = 4
+# a page that is filled so well is not made larger; those of odd sizes would become so large that the ends of rows, where
+# pages are not full, cost more than that gains
+GOOD_FILL = {32: 0.995, 16: 0.98}
+# more bits of codes than these take metadata of 32 bits in any case
+MOST_NARROW_BITS = 6
+NARROW_POSITIONS = 1 << 16
 SPLIT_BITS = {3: (2, 1), 5: (4, 1), 6: (4, 2)}
 
 
@@ -38,6 +50,8 @@ class TierLayout:
     Attributes:
         capacity: tokens per page.
         key_row, value_row: bytes of one token's codes.
+        key_metadata, value_metadata: bytes of one group's metadata; 0 at 16 bits.
+        score_bytes, position_bytes: of one token.
         token_bytes: bytes of one token in all segments.
         *_offset: start of each segment within the page.
     """
@@ -51,6 +65,10 @@ class TierLayout:
     capacity: int
     key_row: int
     value_row: int
+    key_metadata: int
+    value_metadata: int
+    score_bytes: int
+    position_bytes: int
     token_bytes: int
     key_offset: int
     key_metadata_offset: int
@@ -83,6 +101,9 @@ class PageLayout:
         value_dim: int,
         element_bytes: int,
         page_bytes: int | None = None,
+        *,
+        metadata_bits: int = 32,
+        position_bytes: int = 4,
     ) -> PageLayout:
         """Chooses the page size that both tiers fill best.
 
@@ -90,13 +111,18 @@ class PageLayout:
             key_dim, value_dim: elements of one head's key and value.
             element_bytes: size of one element of the model's dtype (used at 16 bits).
             page_bytes: an upper limit on the size; None means `TARGET_PAGE_BYTES`.
+            metadata_bits: 32 for wide pages, 16 for narrow ones.
+            position_bytes: 4, or 2 in narrow pages if all positions are below `NARROW_POSITIONS`.
 
         Raises:
             ValueError: bits or groups that do not divide the head, or a page too small for one token.
         """
+        if (metadata_bits, position_bytes) not in ((32, 4), (16, 4), (16, 2)):
+            raise ValueError(f"there are no pages with metadata_bits={metadata_bits}, position_bytes={position_bytes}.")
         for name, precision in (("high", high), ("low", low)):
             _check_divides(name, precision, key_dim, value_dim)
-        rows = {p: _SegmentSizes.of(p, key_dim, value_dim, element_bytes) for p in (high, low)}
+        numbers = (metadata_bits // 8, position_bytes)
+        rows = {p: _SegmentSizes.of(p, key_dim, value_dim, element_bytes, *numbers) for p in (high, low)}
         smallest = rows[high].end(1 if page_bytes is not None else MIN_TOKENS)
         limit = max(TARGET_PAGE_BYTES, smallest) if page_bytes is None else page_bytes
         limit = limit // PAGE_ALIGNMENT * PAGE_ALIGNMENT
@@ -109,7 +135,7 @@ class PageLayout:
             fill = min(r.capacity(size) * r.token / size for r in rows.values())
             if fill > best_fill:
                 best, best_fill = size, fill
-            if fill >= GOOD_FILL:
+            if fill >= GOOD_FILL[metadata_bits]:
                 break
         return cls(
             high=_tier(high, rows[high], key_dim, value_dim, best),
@@ -125,15 +151,23 @@ class _SegmentSizes:
     sizes: tuple[int, int, int, int, int, int]
 
     @classmethod
-    def of(cls, precision: Precision, key_dim: int, value_dim: int, element_bytes: int) -> _SegmentSizes:
+    def of(
+        cls,
+        precision: Precision,
+        key_dim: int,
+        value_dim: int,
+        element_bytes: int,
+        number_bytes: int,
+        position_bytes: int,
+    ) -> _SegmentSizes:
         return cls(
             (
                 _row_bytes(precision.k_bits, key_dim, element_bytes),
-                METADATA_BYTES * precision.k_groups if precision.k_bits < 16 else 0,
+                _metadata_bytes(precision.k_bits, number_bytes) * precision.k_groups,
                 _row_bytes(precision.v_bits, value_dim, element_bytes),
-                METADATA_BYTES * precision.v_groups if precision.v_bits < 16 else 0,
-                SCORE_BYTES,
-                POSITION_BYTES,
+                _metadata_bytes(precision.v_bits, number_bytes) * precision.v_groups,
+                number_bytes,
+                position_bytes,
             )
         )
 
@@ -167,6 +201,13 @@ def _row_bytes(bits: int, dim: int, element_bytes: int) -> int:
     return dim * element_bytes if bits == 16 else dim * bits // 8
 
 
+def _metadata_bytes(bits: int, number_bytes: int) -> int:
+    """Of one group, where narrow pages have `number_bytes` of 2."""
+    if bits == 16:
+        return 0
+    return number_bytes if bits <= MOST_NARROW_BITS else 4
+
+
 def _per_byte(bits: int) -> int:
     """Codes that share a byte of the field with the fewest bits."""
     return max(1, 8 // min(fields(bits)))
@@ -185,6 +226,10 @@ def _tier(precision: Precision, rows: _SegmentSizes, key_dim: int, value_dim: in
         capacity=count,
         key_row=rows.sizes[0],
         value_row=rows.sizes[2],
+        key_metadata=rows.sizes[1] // precision.k_groups,
+        value_metadata=rows.sizes[3] // precision.v_groups,
+        score_bytes=rows.sizes[4],
+        position_bytes=rows.sizes[5],
         token_bytes=rows.token,
         key_offset=starts[0],
         key_metadata_offset=starts[1],

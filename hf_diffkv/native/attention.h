@@ -109,6 +109,7 @@ inline void write_output(const Step& step, const Chunk* chunks, int64_t count, i
       const float* part = chunks[c].output + h * stride;
       for (int d = 0; d < dim; d++) sums[d] += part[d] * share;
     }
+    if (step.rotate) rotate_back(sums, dim);
     with_dtype(step.format.dtype, [&](auto element) {
       auto* to = static_cast<decltype(element)*>(step.output) + (row * step.group + h) * dim;
       for (int d = 0; d < dim; d++) from_float(sums[d], to[d]);

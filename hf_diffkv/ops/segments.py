@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..memory import TierLayout
+from .narrow import score_of, stored_score
 
 
 @dataclass(frozen=True)
@@ -16,9 +17,10 @@ class Segments:
 
     Attributes:
         key, value: uint8 [pages, N, row bytes].
-        key_metadata, value_metadata: float16 [pages, N, groups, 2] of (scale, zero); None at 16 bits.
-        score: float32 [pages, N].
-        position: int32 [pages, N].
+        key_metadata, value_metadata: float16 [pages, N, groups, 2] of (scale, zero), or the bits of uint16 in int16
+            [pages, N, groups]; None at 16 bits.
+        score: float32 [pages, N], or the bits of uint16 in int16.
+        position: int32 [pages, N], or the bits of uint16 in int16.
     """
 
     key: Tensor
@@ -28,25 +30,60 @@ class Segments:
     score: Tensor
     position: Tensor
 
+    def scores(self, page: Tensor, slot: Tensor) -> Tensor:
+        """float32, of the shape of page and slot, int64 each."""
+        return as_scores(self.score[page, slot])
+
+    def positions(self, page: Tensor, slot: Tensor) -> Tensor:
+        """int32, likewise."""
+        return as_positions(self.position[page, slot])
+
+    def write_scores(self, page: Tensor, slot: Tensor, score: Tensor, noise: Tensor | None = None) -> None:
+        """Stores float32 scores; where they are narrow rounded by `noise` (`ops/narrow.py`), or to the nearest."""
+        self.score[page, slot] = score if self.score.dtype == torch.float32 else stored_score(score, noise)
+
+    def write_positions(self, page: Tensor, slot: Tensor, position: Tensor) -> None:
+        # of int32, the lower half are the bits of uint16
+        self.position[page, slot] = position.to(torch.int32).to(self.position.dtype)
+
+
+def as_scores(stored: Tensor) -> Tensor:
+    """Elements of `Segments.score` as float32."""
+    return stored if stored.dtype == torch.float32 else score_of(stored)
+
+
+def as_positions(stored: Tensor) -> Tensor:
+    """Elements of `Segments.position` as int32."""
+    return stored if stored.dtype == torch.int32 else stored.to(torch.int32) & 0xFFFF
+
 
 def segments(pages: Tensor, tier: TierLayout) -> Segments:
     """Views into `pages` (uint8 [count, page_bytes], rows contiguous); writing to them writes to the pages."""
-    count = pages.shape[0]
-    capacity = tier.capacity
-
-    def part(offset: int, token_bytes: int, dtype: torch.dtype) -> Tensor:
-        return pages[:, offset : offset + capacity * token_bytes].view(dtype)
-
-    def metadata(offset: int, bits: int, groups: int) -> Tensor | None:
-        if bits == 16:
-            return None
-        return part(offset, 4 * groups, torch.float16).unflatten(1, (capacity, groups, 2))
-
+    position_dtype = torch.int32 if tier.position_bytes == 4 else torch.int16
     return Segments(
-        key=part(tier.key_offset, tier.key_row, torch.uint8).unflatten(1, (capacity, tier.key_row)),
-        value=part(tier.value_offset, tier.value_row, torch.uint8).unflatten(1, (capacity, tier.value_row)),
-        key_metadata=metadata(tier.key_metadata_offset, tier.k_bits, tier.k_groups),
-        value_metadata=metadata(tier.value_metadata_offset, tier.v_bits, tier.v_groups),
-        score=part(tier.score_offset, 4, torch.float32).view(count, capacity),
-        position=part(tier.position_offset, 4, torch.int32).view(count, capacity),
+        key=segment(pages, tier, tier.key_offset, tier.key_row, torch.uint8).unflatten(1, (-1, tier.key_row)),
+        value=segment(pages, tier, tier.value_offset, tier.value_row, torch.uint8).unflatten(1, (-1, tier.value_row)),
+        key_metadata=_metadata(pages, tier, tier.key_metadata_offset, tier.key_metadata, tier.k_groups),
+        value_metadata=_metadata(pages, tier, tier.value_metadata_offset, tier.value_metadata, tier.v_groups),
+        score=score_segment(pages, tier),
+        position=segment(pages, tier, tier.position_offset, tier.position_bytes, position_dtype),
     )
+
+
+def segment(pages: Tensor, tier: TierLayout, offset: int, token_bytes: int, dtype: torch.dtype) -> Tensor:
+    """One segment of all pages, a view [pages, elements]."""
+    return pages[:, offset : offset + tier.capacity * token_bytes].view(dtype)
+
+
+def score_segment(pages: Tensor, tier: TierLayout) -> Tensor:
+    """`Segments.score`."""
+    dtype = torch.float32 if tier.score_bytes == 4 else torch.int16
+    return segment(pages, tier, tier.score_offset, tier.score_bytes, dtype)
+
+
+def _metadata(pages: Tensor, tier: TierLayout, offset: int, size: int, groups: int) -> Tensor | None:
+    if size == 0:
+        return None
+    shape = (tier.capacity, groups) if size == 2 else (tier.capacity, groups, 2)
+    dtype = torch.int16 if size == 2 else torch.float16
+    return segment(pages, tier, offset, size * groups, dtype).unflatten(1, shape)

@@ -156,5 +156,5 @@ def no_tokens(store: Store) -> NewTokens:
 def _relative(store: Store, tokens: StoredTokens, tier: int, length: Tensor) -> Tensor:
     """mean * N of stored tokens, float32 [n]."""
     view = segments(store.pool.pages, (store.layout.high, store.layout.low)[tier])
-    score, position = view.score[tokens.page, tokens.slot], view.position[tokens.page, tokens.slot]
+    score, position = view.scores(tokens.page, tokens.slot), view.positions(tokens.page, tokens.slot)
     return mean_significance(score, position, length[tokens.row]) * length[tokens.row]

@@ -17,6 +17,7 @@ from ..ops.segments import segments
 from .budget import no_tokens
 from .fork import make_private
 from .state import Store
+from .window import held_tokens, slots_of
 
 
 def check_shown(store: Store, shown: Tensor | None, tokens: int) -> Tensor | None:
@@ -108,11 +109,11 @@ def _hide_paged(store: Store, moved: Tensor) -> None:
         tokens = stored_tokens(table, counts[tier], tier, layout)
         request = tokens.row // store.num_heads % store.batch_size
         view = segments(store.pool.pages, layout)
-        old = view.position[tokens.page, tokens.slot].long()
+        old = view.positions(tokens.page, tokens.slot).long()
         new = moved[request, old]
         share = _share(length[tokens.row] - 1 - old, remaining[request] - 1 - new)
-        view.score[tokens.page, tokens.slot] *= share
-        view.position[tokens.page, tokens.slot] = new.clamp(min=0).to(view.position.dtype)
+        view.write_scores(tokens.page, tokens.slot, view.scores(tokens.page, tokens.slot) * share)
+        view.write_positions(tokens.page, tokens.slot, new.clamp(min=0))
         stored.append(tokens)
         keep.append(new >= 0)
     nothing = no_tokens(store)
@@ -123,7 +124,7 @@ def _hide_paged(store: Store, moved: Tensor) -> None:
 
 
 def _hide_in_windows(store: Store, moved: Tensor) -> None:
-    old = store.held_tokens()
+    old = held_tokens(store)
     by_layer = moved.expand(store.num_layers, -1, -1)
     new = by_layer.gather(2, old.clamp(min=0))
     layer, request, place = ((old >= 0) & (new >= 0)).nonzero(as_tuple=True)
@@ -138,7 +139,7 @@ def _hide_in_windows(store: Store, moved: Tensor) -> None:
     # a request of which everything is exact has all its sinks
     whole = start == end
     start, end = (torch.where(whole, store.sink_slots, index) for index in (start, end))
-    new_place = store.slots_of(new, end[layer, request])
+    new_place = slots_of(store, new, end[layer, request])
     share = _share(store.length[layer, request] - 1 - old, length[layer, request] - 1 - new)
     for state in (store.window_key, store.window_value, store.window_score):
         tokens = state[layer, request, :, place]

@@ -67,7 +67,7 @@ def _tokens(
     for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
         page, slot = stored[tier].page, stored[tier].slot
         rows.append(stored[tier].row)
-        positions.append(segments(store.pool.pages, layout).position[page, slot].long())
+        positions.append(segments(store.pool.pages, layout).positions(page, slot).long())
         if store.policy.needs_value_norm:
             _, value = load_tokens(store.pool.pages, layout, page, slot, store.dtype)
             norms.append(value.float().norm(dim=-1))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 STATE = (
     *("window_key", "window_value", "window_score", "high_count", "low_count"),
-    *("window_start", "length", "sink_end", "invalid"),
+    *("window_start", "length", "sink_end", "invalid", "key_offset"),
 )
 
 
@@ -54,6 +54,8 @@ class NativeCalls:
                 store.sink_slots,
             )
             block.invalid, block.limit = address(store.invalid), store.value_limit
+            block.rotate = store.config.rotate
+            block.key_offset = address(store.key_offset[layer]) if store.config.center else None
         block.rows.pages, block.rows.page_count = store.pool.address, store.pool.capacity
         block.key = None
         return block
@@ -94,7 +96,7 @@ def calls(store: Store) -> NativeCalls:
 
 
 def append_and_attend(store: Store, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Appends a token and attends from it, in one call; arguments and result as in `attend_token`, in store's form."""
+    """Appends a token and attends from it, in one call; arguments and result as in `attend_token`."""
     block = calls(store).step(store, layer)
     kept = set_token(block, key[:, :, 0], value[:, :, 0])
     output = attend(block, query, **options)

@@ -9,14 +9,15 @@ from torch import Tensor
 
 from ..memory import HIGH, LOW
 from ..ops.compact import NewTokens, StoredTokens, rewrite_rows, stored_tokens
+from ..ops.narrow import score_noise
 from ..ops.prefill_attention import StoredPast, prefill_attention
 from ..ops.quantize import compute_dtype
 from ..ops.segments import segments
-from ..ops.window import held_count
 from ..policy import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL, mean_significance
 from .levels import decide_levels
 from .state import Store
 from .transform import Entering, model_form, note_logits, query_form
+from .window import held_count, slots_of
 
 
 def attend_tokens(
@@ -153,8 +154,8 @@ class Past:
 
 def _window_tokens(store: Store, layer: int) -> tuple[Tensor, Tensor, Tensor]:
     """Row, token index and rank of everything in a layer's window, in row order, then by index."""
-    start, length, end = (t[layer] for t in (store.window_start, store.length, store.sink_end))
-    count = held_count(start, length, end).repeat_interleave(store.num_heads)
+    start, end = store.window_start[layer], store.sink_end[layer]
+    count = held_count(store, layer).repeat_interleave(store.num_heads)
     row = torch.repeat_interleave(torch.arange(count.numel(), device=store.device), count)
     rank = torch.arange(row.numel(), device=store.device) - (count.cumsum(0) - count)[row]
     request = row // store.num_heads
@@ -163,7 +164,7 @@ def _window_tokens(store: Store, layer: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def window_slot(store: Store, layer: int, row: Tensor, position: Tensor) -> Tensor:
     """Slots of exact tokens, given their rows of the layer."""
-    return store.slots_of(position, store.sink_end[layer][row // store.num_heads])
+    return slots_of(store, position, store.sink_end[layer][row // store.num_heads])
 
 
 def compress(store: Store, layer: int, past: Past, new: Entering, received: Tensor) -> None:
@@ -191,9 +192,9 @@ def compress(store: Store, layer: int, past: Past, new: Entering, received: Tens
     for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
         tokens = past.tokens[tier]
         view = segments(pages, layout)
-        previous.append(view.score[tokens.page, tokens.slot])
+        previous.append(view.scores(tokens.page, tokens.slot))
         scores.append(previous[tier] + past.gather(received, tier))
-        means.append(mean_significance(scores[tier], view.position[tokens.page, tokens.slot], length[tokens.row]))
+        means.append(mean_significance(scores[tier], view.positions(tokens.page, tokens.slot), length[tokens.row]))
     candidates = _candidates(store, layer, past, key, value, valid, offset, old_length, received, past_width)
     start = torch.maximum(store.window_start[layer], store.length[layer] - store.config.window)
     request = candidates.row // heads
@@ -205,7 +206,7 @@ def compress(store: Store, layer: int, past: Past, new: Entering, received: Tens
     arriving = (leaving.select(levels[2] == HIGH_LEVEL), leaving.select(levels[2] == LOW_LEVEL))
 
     try:
-        _write_scores(store, past, scores)
+        _write_scores(store, past, scores, length)
         rewrite_rows(
             store.pool,
             store.layout,
@@ -231,9 +232,12 @@ def compress(store: Store, layer: int, past: Past, new: Entering, received: Tens
     store.steps_since_compaction = 0
 
 
-def _write_scores(store: Store, past: Past, scores: list[Tensor]) -> None:
-    for tokens, layout, score in zip(past.tokens, (store.layout.high, store.layout.low), scores):
-        segments(store.pool.pages, layout).score[tokens.page, tokens.slot] = score
+def _write_scores(store: Store, past: Past, scores: list[Tensor], length: Tensor | None = None) -> None:
+    """Stores sums that have grown, `length` int64 [rows] being the rows' new one; None where they are as stored."""
+    for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
+        tokens = past.tokens[tier]
+        noise = None if length is None else score_noise(tokens.index, length[tokens.row], tier)
+        segments(store.pool.pages, layout).write_scores(tokens.page, tokens.slot, scores[tier], noise)
 
 
 def _candidates(

@@ -11,10 +11,10 @@ from ..memory import HIGH, LOW, NULL_PAGE, column
 from ..ops.compact import stored_tokens
 from ..ops.quantize import compute_dtype, load_tokens
 from ..ops.segments import segments
-from ..ops.window import held_count
 from ..policy import HIGH_LEVEL, LOW_LEVEL, PADDING_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL
 from .state import Store
 from .transform import model_form, model_keys
+from .window import exact_tokens, held_count
 
 
 class IntegrityError(RuntimeError):
@@ -58,7 +58,7 @@ def levels(store: Store, layer: int) -> Tensor:
     by_index = _by_index(store, torch.zeros((), dtype=torch.int8))
     for tier, layout, level in ((HIGH, store.layout.high, HIGH_LEVEL), (LOW, store.layout.low, LOW_LEVEL)):
         tokens = _tier(store, layer, tier)
-        position = segments(store.pool.pages, layout).position[tokens.page, tokens.slot].long()
+        position = segments(store.pool.pages, layout).positions(tokens.page, tokens.slot).long()
         by_index[tokens.row, position] = level
     _, row, position = exact_tokens(store, layer)
     by_index[row, position] = WINDOW_LEVEL
@@ -66,13 +66,6 @@ def levels(store: Store, layer: int) -> Tensor:
         by_index[rows, position] = WINDOW_LEVEL
     result = _to_logical(store, by_index)
     return result.masked_fill(~store.padding.mask()[:, None], PADDING_LEVEL)
-
-
-def exact_tokens(store: Store, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Slot, row and index, int64 [n] each, of the tokens in a layer's windows."""
-    token = store.held_tokens(layer).repeat_interleave(store.num_heads, dim=0)
-    row, slot = (token >= 0).nonzero(as_tuple=True)
-    return slot, row, token[row, slot]
 
 
 def read_tokens(store: Store, layer: int) -> LayerTokens:
@@ -85,10 +78,10 @@ def read_tokens(store: Store, layer: int) -> LayerTokens:
     for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
         tokens = _tier(store, layer, tier)
         view = segments(store.pool.pages, layout)
-        position = view.position[tokens.page, tokens.slot].long()
+        position = view.positions(tokens.page, tokens.slot).long()
         tier_keys, tier_values = load_tokens(store.pool.pages, layout, tokens.page, tokens.slot, store.dtype)
         keys[tokens.row, position], values[tokens.row, position] = tier_keys.to(dtype), tier_values.to(dtype)
-        score[tokens.row, position] = view.score[tokens.page, tokens.slot]
+        score[tokens.row, position] = view.scores(tokens.page, tokens.slot)
     slot, row, position = exact_tokens(store, layer)
     keys[row, position] = store.window_key[layer].flatten(0, 1)[row, slot].to(dtype)
     values[row, position] = store.window_value[layer].flatten(0, 1)[row, slot].to(dtype)
@@ -116,8 +109,7 @@ def payload(store: Store) -> Payload:
     store.settle()
     none = torch.zeros(store.batch_size, dtype=torch.int64, device=store.device)
     recorded = torch.stack([none if r is None else r.count() for r in store.recorded])
-    exact = held_count(store.window_start, store.length, store.sink_end)
-    window = (exact + recorded)[..., None].expand_as(store.high_count)
+    window = (held_count(store) + recorded)[..., None].expand_as(store.high_count)
     return Payload(store.high_count.long(), store.low_count.long(), window, store.length + recorded)
 
 
@@ -164,8 +156,8 @@ def _check_tokens(store: Store, layer: int) -> None:
     for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
         tokens = _tier(store, layer, tier)
         view = segments(store.pool.pages, layout)
-        position = view.position[tokens.page, tokens.slot].long()
-        score = view.score[tokens.page, tokens.slot]
+        position = view.positions(tokens.page, tokens.slot).long()
+        score = view.scores(tokens.page, tokens.slot)
         _require(
             bool(((position >= ends[tokens.row]) & (position < starts[tokens.row])).all()),
             "a stored token has no valid position",

@@ -12,15 +12,16 @@ from torch import Tensor
 from ..config import DiffKVConfig
 from ..memory import HIGH, LOW, NULL_PAGE, PageLayout, PagePool, PageTable
 from ..memory.free_list import FREE
+from ..memory.layout import NARROW_POSITIONS
 from ..ops.backend import REFERENCE, choose
 from ..ops.quantize import compute_dtype
-from ..ops.rotation import center_windows, rotation_matrix
+from ..ops.rotation import rotation_matrix
 from ..ops.tiles import Bounds, build_tiles
-from ..ops.window import held_tokens, slots_of
 from ..policy import Policy, make_policy
 from ..policy.diffkv import DiffKV
 from .compaction import compact_round
 from .padding import Padding
+from .window import center_rows, is_whole
 
 if TYPE_CHECKING:
     from ..ops.decode_attention.scratch import Scratch
@@ -56,9 +57,8 @@ PROTECTION = DiffKV()
 class Store:
     """Pages and windows of `num_layers` layers on one device.
 
-    A token of a request has an index among the request's real tokens (padding never counts). Where the exact ones
-    stand in the window is said in ops/window.py: the sinks, those below `sink_end`, and those from `window_start` on,
-    which is no less. Rows are (layer, request, head).
+    A token of a request has an index among the request's real tokens (padding never counts). The exact ones are the
+    sinks, below `sink_end`, and those from `window_start` on; ops/window.py. Rows are (layer, request, head).
 
     Args:
         config: the user's choices.
@@ -68,6 +68,7 @@ class Store:
         dtype, device: of the model's keys and values.
         total_layers: compressed layers of the model; None takes `num_layers`.
         first_head: index in the model of the first head here.
+        max_positions: no request is to have more tokens, padding included; None where that is not known.
 
     Raises:
         ValueError: a precision that does not fit the head.
@@ -87,6 +88,7 @@ class Store:
         *,
         total_layers: int | None = None,
         first_head: int = 0,
+        max_positions: int | None = None,
     ) -> None:
         self.config = config
         self.policy = make_policy(config.policy, config.policy_options)
@@ -94,7 +96,12 @@ class Store:
         self.key_dim, self.value_dim = key_dim, value_dim
         # as tensors name it: "cuda" is cuda:0
         self.dtype, self.device = dtype, torch.empty(0, device=device).device
-        self.layout = PageLayout.build(config.high, config.low, key_dim, value_dim, dtype.itemsize, config.page_bytes)
+        few = max_positions is not None and max_positions <= NARROW_POSITIONS
+        self.layout = PageLayout.build(
+            *(config.high, config.low, key_dim, value_dim, dtype.itemsize, config.page_bytes),
+            metadata_bits=config.metadata_bits,
+            position_bytes=2 if few and config.metadata_bits == 16 else 4,
+        )
         self.sink_slots, self.window_slots = config.sinks, config.sinks + config.window + config.compaction_interval
         # index of each layer and head in the model, among its compressed layers
         self.total_layers = num_layers if total_layers is None else total_layers
@@ -175,19 +182,6 @@ class Store:
 
     def _rotation(self, dim: int) -> Tensor | None:
         return rotation_matrix(dim, self.key_offset.dtype, self.device) if self.config.rotate else None
-
-    def is_whole(self, layer: int | slice = slice(None)) -> Tensor:
-        """bool [layers, batch] or, of one layer, [batch]: where no token has left the window."""
-        return self.window_start[layer] == self.sink_end[layer]
-
-    def held_tokens(self, layer: int | slice = slice(None)) -> Tensor:
-        """int64 [layers, batch, window_slots], or without layers: the exact token in each slot, -1 for none."""
-        state = (self.window_start[layer], self.length[layer], self.sink_end[layer])
-        return held_tokens(*state, self.sink_slots, self.window_slots)
-
-    def slots_of(self, position: Tensor, sink_end: Tensor) -> Tensor:
-        """Slots of exact tokens; position, and what their requests have as `sink_end`: int64 that broadcast."""
-        return slots_of(position, sink_end, self.sink_slots, self.window_slots)
 
     def owned_pages(self) -> Tensor:
         """int32 [n], the pages in the table."""
@@ -307,15 +301,24 @@ class Store:
         """Starts a forward of `tokens` new tokens: runs the compaction that is due and makes room.
 
         Raises:
-            ValueError: see `check_values`.
+            ValueError: the tokens would be more than positions can count, or see `check_values`.
             MemoryError: there is no room; the cache is as it was.
         """
+        self.check_positions(tokens)
         self.settle()
         if tokens > 1:
             self.check_values()
         if tokens == 1 and self.seen > 0 and not self.recording:
             self.prepare_step()
         self.seen += tokens
+
+    def check_positions(self, tokens: int) -> None:
+        """Raises `ValueError` if pages cannot hold the positions of so many more tokens."""
+        if self.layout.high.position_bytes == 2 and self.seen + tokens > NARROW_POSITIONS:
+            raise ValueError(
+                f"{self.seen + tokens} tokens are beyond the model's max_position_embeddings and have positions that "
+                "16 bits cannot hold; use DiffKVConfig(metadata_bits=32)."
+            )
 
     @property
     def look_due(self) -> bool:
@@ -364,16 +367,9 @@ class Store:
     def compact(self) -> None:
         """The device's part of a compaction: as many rounds as tokens left the windows."""
         if self.centers_soon:
-            self._center_rows()
+            center_rows(self)
         for _ in range(self.config.compaction_interval):
             compact_round(self)
-
-    def _center_rows(self) -> None:
-        """Fixes the key offset of rows whose first token is about to leave the window (see transform.py)."""
-        due = self.is_whole() & (self.length - self.window_start > self.config.window)
-        for layer in self.uncentered:
-            due[layer] = False
-        center_windows(self.window_key, self.held_tokens() >= 0, self.key_offset, due)
 
     def compaction_done(self, done: bool = True) -> None:
         """Notes that the compaction that was due has run, if `done`."""
@@ -390,6 +386,16 @@ class Store:
         pages_now = _ceil(self._high_bound, high) + _ceil(self._low_bound, low)
         low_growth = np.where(has_low, lookahead, 0)
         pages_then = _ceil(self._high_bound + lookahead, high), _ceil(self._low_bound + low_growth, low)
+        self._bound_rows(lookahead)
+        self.ensure_width(max(int((self._high_bound + self._low_bound).max()) + lookahead, self.room))
+        if self.room > 0:
+            self.pool.free_list.reserve(self.table.table.numel())
+        self.update_limit()
+        self._ensure_free(int((pages_then[HIGH] + pages_then[LOW] - pages_now).sum()), free)
+        self._steps_left = REFRESH_STEPS
+
+    def _bound_rows(self, lookahead: int) -> None:
+        """Notes how long rows are until `lookahead` more tokens have left their windows."""
         longest = int((self._high_bound + self._low_bound).max()) + lookahead + self.window_slots
         if self.backend() != REFERENCE:
             self.all_bounds = Bounds(longest)
@@ -397,12 +403,6 @@ class Store:
         else:
             self.all_bounds = self._tile(slice(None), longest, lookahead)
             self._bounds = [self._tile(layer, longest, lookahead) for layer in range(self.num_layers)]
-        self.ensure_width(max(int((self._high_bound + self._low_bound).max()) + lookahead, self.room))
-        if self.room > 0:
-            self.pool.free_list.reserve(self.table.table.numel())
-        self.update_limit()
-        self._ensure_free(int((pages_then[HIGH] + pages_then[LOW] - pages_now).sum()), free)
-        self._steps_left = REFRESH_STEPS
 
     def _look(self, lookahead: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool, int]:
         """All the host wants to know, in one copy: high and low counts, where low ones may come, bool, free pages.
@@ -411,8 +411,7 @@ class Store:
         its window within `lookahead` tokens. Raises as `check_values` does.
         """
         has_low = self.policy.has_low(self.alpha_high, self.alpha_low)
-        near = self.length - self.window_start > self.config.window - lookahead
-        first_leave = (self.is_whole() & near).any()
+        first_leave = (is_whole(self) & (self.length - self.window_start > self.config.window - lookahead)).any()
         parts = [self.high_count, self.low_count, has_low, first_leave, self.pool.free_list.state[FREE]]
         parts += self._flags()
         seen = torch.cat([part.reshape(-1).long() for part in parts]).cpu().numpy()

@@ -2,9 +2,9 @@
 
 A key k is held as R (k - mu) and a value v as R v, with a rotation R of the channels (ops/rotation.py) and a mean key
 mu of each (layer, request, KV head). Pages and window alike hold that form, so nothing inside a store knows of it:
-queries come in as R q, and what attention gives goes out rotated back. As (R q) . R (k - mu) = q . k - q . mu, and
-q . mu is the same for all tokens of a row, the softmax is what it was. It would not be beside an attention sink, nor
-under a softcap: layers that have one are rotated and not centred.
+queries come in as R q, and what attention gives goes out rotated back; a native step does both itself (native.py).
+As (R q) . R (k - mu) = q . k - q . mu, and q . mu is the same for all tokens of a row, the softmax is what it was. It
+would not be beside an attention sink, nor under a softcap: layers that have one are rotated and not centred.
 
 mu is fixed when the first token of a row leaves the window, as the mean of all the row's keys until then, those of
 the forward that makes it leave included. Until then it is zero, and the window is centred anew when it is fixed.
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..ops.rotation import rotate, rotate_step
 from .state import Store
+from .window import held_tokens, is_whole
 
 if TYPE_CHECKING:
     from .prompt import Past
@@ -110,13 +111,13 @@ class Entering:
             return None
         held = store.length[layer]
         length = held + (self.key.shape[2] if self.valid is None else self.valid.sum(-1))
-        due = store.is_whole(layer) & (length - store.window_start[layer] > window)
+        due = is_whole(store, layer) & (length - store.window_start[layer] > window)
         if not bool(due.any()):
             return None
         offset = store.key_offset[layer]
         key = self.key if self.valid is None else self.key.masked_fill(~self.valid[:, None, :, None], 0.0)
         total = rotate(key.sum(2, keepdim=True, dtype=offset.dtype), store.key_rotation)[:, :, 0]
-        in_window = store.held_tokens(layer) >= 0
+        in_window = held_tokens(store, layer) >= 0
         before = store.window_key[layer].to(offset.dtype).masked_fill(~in_window[:, None, :, None], 0.0).sum(2)
         mean = (total + before + held[:, None, None] * offset) / length.clamp(min=1)[:, None, None]
         return torch.where(due[:, None, None], mean, offset)

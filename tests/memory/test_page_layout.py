@@ -13,27 +13,38 @@ BITS = (1, 2, 3, 4, 5, 6, 8, 16)
 HIGH, LOW = Precision(8, 4), Precision(4, 2)
 
 
-def token_segments(precision: Precision, key_dim: int, value_dim: int, element_bytes: int) -> list[int]:
-    """Bytes of one token in each segment, by definition: codes, fp16 scale and zero per group, score, position."""
+def token_segments(
+    precision: Precision,
+    key_dim: int,
+    value_dim: int,
+    element_bytes: int,
+    metadata_bits: int = 32,
+    position_bytes: int = 4,
+) -> list[int]:
+    """Bytes of one token in each segment, by definition: codes, scale and zero per group, score, position."""
 
     def codes(bits: int, dim: int) -> int:
         return dim * (8 * element_bytes if bits == 16 else bits) // 8
 
     def metadata(bits: int, groups: int) -> int:
-        return 0 if bits == 16 else 2 * 2 * groups
+        return 0 if bits == 16 else (metadata_bits // 8 if bits < 8 else 4) * groups
 
     return [
         codes(precision.k_bits, key_dim),
         metadata(precision.k_bits, precision.k_groups),
         codes(precision.v_bits, value_dim),
         metadata(precision.v_bits, precision.v_groups),
-        4,
-        4,
+        metadata_bits // 8,
+        position_bytes,
     ]
 
 
-def check_tier(tier: TierLayout, precision: Precision, key_dim: int, value_dim: int, element_bytes: int) -> None:
-    sizes = token_segments(precision, key_dim, value_dim, element_bytes)
+def check_tier(
+    tier: TierLayout, precision: Precision, key_dim: int, value_dim: int, element_bytes: int, **numbers: int
+) -> None:
+    sizes = token_segments(precision, key_dim, value_dim, element_bytes, **numbers)
+    assert (tier.key_metadata * tier.k_groups, tier.value_metadata * tier.v_groups) == (sizes[1], sizes[3])
+    assert (tier.score_bytes, tier.position_bytes) == tuple(sizes[4:])
     assert (tier.key_row, tier.value_row) == (sizes[0], sizes[2])
     assert tier.token_bytes == sum(sizes)
     assert tier.payload_bits == 8 * (sizes[0] + sizes[2])
@@ -109,6 +120,45 @@ def test_sizes_without_waste(head_dim: int, page_bytes: int, high: int, low: int
     layout = PageLayout.build(HIGH, LOW, head_dim, head_dim, 2)
     assert (layout.page_bytes, layout.high.capacity, layout.low.capacity) == (page_bytes, high, low)
     assert high * layout.high.token_bytes == low * layout.low.token_bytes == page_bytes
+
+
+@pytest.mark.parametrize("numbers", [{"metadata_bits": 16, "position_bytes": 2}, {"metadata_bits": 16}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize(
+    "high, low",
+    [(HIGH, LOW), (Precision(6, 4), Precision(5, 3)), (Precision(16, 4, 1, 2), Precision(1, 8, 4, 2))],
+    ids=lambda precision: precision.name,
+)
+def test_narrow_pages(high: Precision, low: Precision, head_dim: int, numbers: dict[str, int]) -> None:
+    layout = PageLayout.build(high, low, head_dim, head_dim, 2, **numbers)
+    check_tier(layout.high, high, head_dim, head_dim, 2, **numbers)
+    check_tier(layout.low, low, head_dim, head_dim, 2, **numbers)
+
+
+@pytest.mark.parametrize(
+    "precision, head_dim, token_bytes",
+    [
+        (Precision(4, 2), 64, 56),
+        (Precision(5, 3), 64, 72),
+        (Precision(6, 4), 64, 88),
+        (Precision(4, 2), 128, 104),
+        (Precision(5, 3), 128, 136),
+        (Precision(6, 4), 128, 168),
+        (Precision(8, 4), 128, 202),
+        (Precision(8, 8), 128, 268),
+        (Precision(16, 16), 128, 516),
+    ],
+    ids=str,
+)
+def test_narrow_token_sizes(precision: Precision, head_dim: int, token_bytes: int) -> None:
+    layout = PageLayout.build(precision, precision, head_dim, head_dim, 2, metadata_bits=16, position_bytes=2)
+    assert layout.high.token_bytes == token_bytes
+
+
+@pytest.mark.parametrize("metadata_bits, position_bytes", [(8, 4), (32, 2), (16, 8)])
+def test_pages_that_are_not_there(metadata_bits: int, position_bytes: int) -> None:
+    with pytest.raises(ValueError, match=f"metadata_bits={metadata_bits}, position_bytes={position_bytes}"):
+        PageLayout.build(HIGH, LOW, 64, 64, 2, metadata_bits=metadata_bits, position_bytes=position_bytes)
 
 
 @pytest.mark.parametrize("limit", [256, 300, 1000, 4096, 20000])

@@ -5,6 +5,10 @@ Shares nothing with the package but the offsets of a `TierLayout`.
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+from typing import Union
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,12 +16,74 @@ from torch import Tensor
 from hf_diffkv.memory import HIGH, PageLayout, PagePool, TierLayout
 
 LOW_BITS = {3: 2, 5: 4, 6: 4}
+# of a group: fp16 scale and zero point, or one number of 16 bits
+Metadata = Union[tuple[np.float16, np.float16], int]
 
 
-def quantise_row(row: np.ndarray, bits: int, groups: int) -> tuple[list[int], list[tuple[np.float16, np.float16]]]:
-    """Codes of all elements of a float32 row and (scale, zero) of each group."""
+def narrow_metadata(low: np.float32, high: np.float32, bits: int) -> int:
+    """64 * scale + zero point of a group, in exact fractions but for the rounding to float32 that the format has."""
+    low, high = min(low, np.float32(0)), max(high, np.float32(0))
+    half = np.float16((high - low) / np.float32(2**bits - 1)).view(np.uint16)
+    # to 5 bits of mantissa, halves to even
+    scale = min(int(np.rint(half / 32)), 31 * 32 - 1)
+    covered = np.float32(narrow_scale(scale) * (2**bits - 1))
+    if covered == 0:
+        return scale << 6
+    zero = np.rint((covered - (low + high)) * np.float32(31.5) / covered)
+    return scale << 6 | int(min(max(zero, 0), 63))
+
+
+def narrow_scale(code: int) -> Fraction:
+    """5 bits of exponent, 5 of mantissa; the smallest exponent without the leading 1."""
+    exponent, mantissa = divmod(code, 32)
+    return Fraction(mantissa + 32 * (exponent > 0)) * Fraction(2) ** (max(exponent, 1) - 15 - 5)
+
+
+def scale_and_zero(metadata: Metadata, bits: int) -> tuple[float, float]:
+    if not isinstance(metadata, int):
+        return float(metadata[0]), float(metadata[1])
+    scale, zero = narrow_scale(metadata >> 6), metadata & 63
+    return float(scale), float(-zero * scale * (2**bits - 1) * Fraction(65, 4096))
+
+
+def narrow_score(score: float) -> int:
+    """The nearest of the numbers of 6 bits of exponent and 10 of mantissa, halves to even; numbers are not negative."""
+    if score < 2.0**-46:
+        return 0
+    exponent = math.floor(math.log2(score))
+    return min(1024 * (exponent + 46) + round((Fraction(score) / Fraction(2) ** exponent - 1) * 1024), 0xFFFF)
+
+
+def score_of(code: int) -> float:
+    return 0.0 if code == 0 else (1 + code % 1024 / 1024) * 2.0 ** (code // 1024 - 46)
+
+
+def noise_of(index: int, length: int, tier: int) -> int:
+    """The 13 random bits that are added to the sum of a row's index-th token of a tier."""
+    mixed = (index * 0x9E3779B1 + (2 * length + tier) * 0xB504F333) % 2**32
+    return (mixed ^ mixed >> 15) * 0x93CD3A2D % 2**32 >> 19
+
+
+def grown_score(total: float, index: int, length: int, tier: int, slack: float = 0.01) -> tuple[float, float]:
+    """The least and the largest narrow score that a sum may become; `slack`, in last places, is what it may be off."""
+    if total == 0:
+        return 0.0, 0.0
+    exponent = math.floor(math.log2(total))
+    place = 1024 * (exponent + 46) + (total / 2.0**exponent - 1) * 1024 + noise_of(index, length, tier) / 8192
+    return tuple(score_of(min(max(math.floor(place + side), 0), 0xFFFF)) for side in (-slack, slack))
+
+
+def quantise_row(row: np.ndarray, bits: int, groups: int, narrow: bool = False) -> tuple[list[int], list[Metadata]]:
+    """Codes of all elements of a float32 row and the metadata of each group."""
     codes, metadata = [], []
     for part in np.split(row.astype(np.float32), groups):
+        if narrow:
+            metadata.append(narrow_metadata(part.min(), part.max(), bits))
+            scale, zero = map(np.float32, scale_and_zero(metadata[-1], bits))
+            for x in part:
+                code = 0 if scale == 0 else np.rint((x - zero) / scale)
+                codes.append(int(min(max(code, 0), 2**bits - 1)))
+            continue
         low, high = part.min(), part.max()
         zero = np.float16(low)
         scale = np.float16((high - low) / np.float32(2**bits - 1))
@@ -28,12 +94,11 @@ def quantise_row(row: np.ndarray, bits: int, groups: int) -> tuple[list[int], li
     return codes, metadata
 
 
-def decode_row(codes: list[int], metadata: list[tuple[np.float16, np.float16]]) -> np.ndarray:
-    """float64 elements."""
+def decode_row(codes: list[int], metadata: list[Metadata], bits: int = 0) -> np.ndarray:
+    """float64 elements; narrow metadata needs the bits."""
     width = len(codes) // len(metadata)
-    return np.array(
-        [codes[i] * float(metadata[i // width][0]) + float(metadata[i // width][1]) for i in range(len(codes))]
-    )
+    pairs = [scale_and_zero(part, bits) for part in metadata]
+    return np.array([code * pairs[i // width][0] + pairs[i // width][1] for i, code in enumerate(codes)])
 
 
 def pack_row(codes: list[int], bits: int) -> bytes:
@@ -62,11 +127,29 @@ def _raw(row: np.ndarray, dtype: torch.dtype) -> bytes:
     return torch.from_numpy(np.ascontiguousarray(row)).to(dtype).view(torch.uint8).numpy().tobytes()
 
 
-def _sides(tier: TierLayout) -> tuple[tuple[int, int, int, int, int, int], ...]:
+def _sides(tier: TierLayout) -> tuple[tuple[int, int, int, int, int, bool], ...]:
+    """Bits, groups, bytes of a row, offsets of rows and metadata, and whether the metadata is narrow."""
+    narrow = tier.score_bytes == 2
     return (
-        (tier.k_bits, tier.k_groups, tier.key_dim, tier.key_row, tier.key_offset, tier.key_metadata_offset),
-        (tier.v_bits, tier.v_groups, tier.value_dim, tier.value_row, tier.value_offset, tier.value_metadata_offset),
+        (
+            tier.k_bits,
+            tier.k_groups,
+            tier.key_row,
+            tier.key_offset,
+            tier.key_metadata_offset,
+            narrow and tier.k_bits < 8,
+        ),
+        (
+            *(tier.v_bits, tier.v_groups, tier.value_row, tier.value_offset, tier.value_metadata_offset),
+            narrow and tier.v_bits < 8,
+        ),
     )
+
+
+def read_metadata(page: np.ndarray, offset: int, slot: int, groups: int, narrow: bool) -> list[Metadata]:
+    size = (2 if narrow else 4) * groups
+    data = page[offset + slot * size : offset + (slot + 1) * size]
+    return data.view("<u2").tolist() if narrow else [tuple(pair) for pair in data.view("<f2").reshape(groups, 2)]
 
 
 def write_token(
@@ -80,18 +163,24 @@ def write_token(
     dtype: torch.dtype,
 ) -> None:
     """Quantises one token into a page, uint8 [page_bytes]."""
-    for row, (bits, groups, _, row_bytes, offset, metadata_offset) in zip((key, value), _sides(tier)):
+    for row, (bits, groups, row_bytes, offset, metadata_offset, narrow) in zip((key, value), _sides(tier)):
         if bits == 16:
             data = _raw(row, dtype)
         else:
-            codes, metadata = quantise_row(row, bits, groups)
+            codes, metadata = quantise_row(row, bits, groups, narrow)
             data = pack_row(codes, bits)
-            start = metadata_offset + slot * 4 * groups
-            page[start : start + 4 * groups] = np.array(metadata, dtype="<f2").reshape(-1).view(np.uint8)
+            size = (2 if narrow else 4) * groups
+            words = np.array(metadata, dtype="<u2" if narrow else "<f2").reshape(-1).view(np.uint8)
+            page[metadata_offset + slot * size : metadata_offset + (slot + 1) * size] = words
         assert len(data) == row_bytes
         page[offset + slot * row_bytes : offset + (slot + 1) * row_bytes] = np.frombuffer(data, dtype=np.uint8)
-    page[tier.score_offset + 4 * slot :][:4] = np.array([score], dtype="<f4").view(np.uint8)
-    page[tier.position_offset + 4 * slot :][:4] = np.array([position], dtype="<i4").view(np.uint8)
+    if tier.score_bytes == 2:
+        data = np.array([narrow_score(float(np.float32(score)))], dtype="<u2")
+    else:
+        data = np.array([score], dtype="<f4")
+    page[tier.score_offset + tier.score_bytes * slot :][: tier.score_bytes] = data.view(np.uint8)
+    data = np.array([position], dtype=f"<u{tier.position_bytes}")
+    page[tier.position_offset + tier.position_bytes * slot :][: tier.position_bytes] = data.view(np.uint8)
 
 
 def read_token(
@@ -99,16 +188,17 @@ def read_token(
 ) -> tuple[np.ndarray, np.ndarray, float, int]:
     """Key and value in float64, score and position of one token."""
     rows = []
-    for bits, groups, _, row_bytes, offset, metadata_offset in _sides(tier):
+    for bits, groups, row_bytes, offset, metadata_offset, narrow in _sides(tier):
         data = page[offset + slot * row_bytes : offset + (slot + 1) * row_bytes].tobytes()
         if bits == 16:
             rows.append(torch.frombuffer(bytearray(data), dtype=dtype).double().numpy())
         else:
-            start = metadata_offset + slot * 4 * groups
-            metadata = page[start : start + 4 * groups].view("<f2").reshape(groups, 2)
-            rows.append(decode_row(unpack_row(data, bits), [tuple(pair) for pair in metadata]))
-    score = float(page[tier.score_offset + 4 * slot :][:4].view("<f4")[0])
-    position = int(page[tier.position_offset + 4 * slot :][:4].view("<i4")[0])
+            metadata = read_metadata(page, metadata_offset, slot, groups, narrow)
+            rows.append(decode_row(unpack_row(data, bits), metadata, bits))
+    data = page[tier.score_offset + tier.score_bytes * slot :][: tier.score_bytes]
+    score = score_of(int(data.view("<u2")[0])) if tier.score_bytes == 2 else float(data.view("<f4")[0])
+    data = page[tier.position_offset + tier.position_bytes * slot :][: tier.position_bytes]
+    position = int(data.view(f"<u{tier.position_bytes}")[0])
     return rows[0], rows[1], score, position
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hand_pages import HandStore
+from hand_pages import HandStore, grown_score
 from torch import Tensor
 
 from hf_diffkv.config import Precision
@@ -34,10 +34,12 @@ class Case:
         precisions: tuple[Precision, Precision] = (HIGH_PRECISION, LOW_PRECISION),
         dtype: torch.dtype = torch.float64,
         page_bytes: int | None = 512,
+        **numbers: int,
     ) -> None:
+        """numbers: of `PageLayout.build`, metadata_bits and position_bytes."""
         self.batch, self.heads, self.group, self.dtype = len(window), heads, group, dtype
         value_dim = value_dim or dim
-        self.layout = PageLayout.build(*precisions, dim, value_dim, dtype.itemsize, page_bytes)
+        self.layout = PageLayout.build(*precisions, dim, value_dim, dtype.itemsize, page_bytes, **numbers)
         self.store = HandStore(self.layout, high, low, dtype)
         self.generator = torch.Generator().manual_seed(0)
         stored = torch.tensor(high).view(self.batch, heads) + torch.tensor(low).view(self.batch, heads)
@@ -102,6 +104,16 @@ class Case:
         keys, values, scores = zip(*found)
         return np.stack(keys), np.stack(values), list(scores)
 
+    def check_scores(self, row: int, expected: np.ndarray, got: list[float]) -> None:
+        """Sums of a row's tokens as in `tokens`; narrow ones are rounded by the hash."""
+        if self.layout.high.score_bytes == 2:
+            length = int(self.length[row // self.heads])
+            places = [(index, length, tier) for tier in (0, 1) for index in range(int(self.store.counts[tier][row]))]
+            bounds = [grown_score(total, *place) for total, place in zip(expected, places)]
+            assert all(low <= score <= high for (low, high), score in zip(bounds, got))
+            expected, got = expected[len(places) :], got[len(places) :]
+        np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
+
     def check(self, slack: int = 0, valid: Tensor | None = None, softcap=None, sinks=None, tolerance=1e-9) -> None:
         rows = range(self.batch * self.heads)
         before = {
@@ -129,7 +141,7 @@ class Case:
                 np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
             received[:, -1] = 0
             after = self.tokens(row)
-            np.testing.assert_allclose(after[2], np.array(scores) + received.max(0), rtol=1e-6, atol=1e-6)
+            self.check_scores(row, np.array(scores) + received.max(0), after[2])
             assert np.array_equal(after[0], keys) and np.array_equal(after[1], values)
 
 
@@ -207,6 +219,26 @@ def test_precisions(high: Precision, low: Precision, dtype: torch.dtype) -> None
     tolerance = 1e-9 if dtype == torch.float64 else 2**-7
     case = Case([5, 0, 30], [9, 33, 0], [1, 4, 5], precisions=(high, low), dtype=dtype, page_bytes=1024)
     case.check(tolerance=tolerance)
+
+
+NARROW = [{"metadata_bits": 16, "position_bytes": 2}, {"metadata_bits": 16}]
+
+
+@pytest.mark.parametrize("numbers", NARROW, ids=str)
+@pytest.mark.parametrize(
+    "high, low",
+    [
+        (HIGH_PRECISION, LOW_PRECISION),
+        (Precision(6, 4), Precision(5, 3)),
+        (Precision(16, 4, 1, 2), Precision(1, 8, 2, 1)),
+        (Precision(4, 2, 2, 4), Precision(3, 1, 4, 1)),
+    ],
+    ids=lambda precision: precision.name,
+)
+def test_narrow_pages(high: Precision, low: Precision, numbers: dict) -> None:
+    case = Case([5, 0, 30, 40], [9, 33, 0, 12], [1, 4, 5, 2], precisions=(high, low), **numbers)
+    case.check()
+    case.check(valid=torch.tensor([True, False, True, True]))
 
 
 @pytest.mark.parametrize("bits", [3, 5, 6])

@@ -152,6 +152,10 @@ def test_a_range_too_small_for_a_scale(bits: int) -> None:
     assert (dequantize(packed, metadata, bits, 1, torch.float32) == 0.125).all()
 
 
+NUMBERS = [{}, {"metadata_bits": 16, "position_bytes": 2}, {"metadata_bits": 16}]
+
+
+@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
 @pytest.mark.parametrize(
     "precision, key_dim, value_dim, dtype",
     [
@@ -167,13 +171,19 @@ def test_a_range_too_small_for_a_scale(bits: int) -> None:
     ],
     ids=str,
 )
-def test_stored_tokens_byte_for_byte(precision: Precision, key_dim: int, value_dim: int, dtype: torch.dtype) -> None:
-    tier = PageLayout.build(precision, precision, key_dim, value_dim, dtype.itemsize, page_bytes=4096).high
+def test_stored_tokens_byte_for_byte(
+    precision: Precision, key_dim: int, value_dim: int, dtype: torch.dtype, numbers: dict
+) -> None:
+    sizes = (key_dim, value_dim, dtype.itemsize)
+    tier = PageLayout.build(precision, precision, *sizes, page_bytes=4096, **numbers).high
     count = 2 * tier.capacity
     place = torch.randperm(3 * tier.capacity, generator=torch.Generator().manual_seed(1))[:count]
     page, slot = 1 + place // tier.capacity, place % tier.capacity
     key, value = draw(count, key_dim).to(dtype), draw(count, value_dim, seed=1).to(dtype)
-    score, position = draw(count, seed=2).abs(), torch.randint(0, 1 << 30, (count,))
+    score, position = (
+        draw(count, seed=2).abs(),
+        torch.randint(0, 1 << (30 if tier.position_bytes == 4 else 16), (count,)),
+    )
     pages = torch.full((5, tier.page_bytes), 0xFF, dtype=torch.uint8)
     expected = pages.clone()
     store_tokens(pages, tier, page, slot, key, value, score, position, dtype)
@@ -197,12 +207,17 @@ def test_stored_tokens_byte_for_byte(precision: Precision, key_dim: int, value_d
         np.testing.assert_allclose(values[i].numpy(), read_value, rtol=1e-6, atol=1e-5)
 
 
+def size_of_metadata(bits: int, numbers: dict) -> int:
+    return 0 if bits == 16 else 2 if numbers and bits < 8 else 4
+
+
+@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
 @pytest.mark.parametrize(
     "precision", [Precision(8, 4), Precision(4, 2, 2, 4), Precision(16, 1), Precision(5, 3)], ids=str
 )
-def test_moved_tokens_keep_every_byte(precision: Precision) -> None:
+def test_moved_tokens_keep_every_byte(precision: Precision, numbers: dict) -> None:
     """Decoding and quantising again would change codes; moving must not, even where places overlap."""
-    tier = PageLayout.build(precision, precision, 32, 32, 2, page_bytes=2048).high
+    tier = PageLayout.build(precision, precision, 32, 32, 2, page_bytes=2048, **numbers).high
     capacity = tier.capacity
     pages = torch.randint(0, 256, (4, tier.page_bytes), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     before = pages.clone()
@@ -217,10 +232,10 @@ def test_moved_tokens_keep_every_byte(precision: Precision) -> None:
         for offset, size in (
             (tier.key_offset, tier.key_row),
             (tier.value_offset, tier.value_row),
-            (tier.key_metadata_offset, 0 if precision.k_bits == 16 else 4 * precision.k_groups),
-            (tier.value_metadata_offset, 0 if precision.v_bits == 16 else 4 * precision.v_groups),
-            (tier.score_offset, 4),
-            (tier.position_offset, 4),
+            (tier.key_metadata_offset, size_of_metadata(precision.k_bits, numbers) * precision.k_groups),
+            (tier.value_metadata_offset, size_of_metadata(precision.v_bits, numbers) * precision.v_groups),
+            (tier.score_offset, 2 if numbers else 4),
+            (tier.position_offset, numbers.get("position_bytes", 4)),
         ):
             data = before[from_page, offset + from_slot * size : offset + (from_slot + 1) * size]
             expected[to_page, offset + to_slot * size : offset + (to_slot + 1) * size] = data

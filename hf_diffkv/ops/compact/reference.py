@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...memory import HIGH, LOW, NULL_PAGE, FreeList, PageLayout, TierLayout, column
 from ..quantize import load_tokens, store_tokens
-from ..segments import segments
+from ..segments import as_positions, as_scores, segments
 from ..tiles import Tiles
 
 
@@ -63,7 +63,7 @@ def compact_step(
     victim_page, victim_slot = _locate(page_table, HIGH, layout.high, victim, demoted)
     moved_key, moved_value = load_tokens(pages, layout.high, victim_page, victim_slot, key.dtype)
     view = segments(pages, layout.high)
-    moved_score, moved_position = view.score[victim_page, victim_slot], view.position[victim_page, victim_slot]
+    moved_score, moved_position = view.scores(victim_page, victim_slot), view.positions(victim_page, victim_slot)
 
     slot = torch.where(displaced_high, victim, high_count.long())
     page, slot = _locate(page_table, HIGH, layout.high, slot, to_high)
@@ -99,7 +99,7 @@ def least_mean(
     page = torch.arange(width, device=pages.device)
     ids = page_table[:, column(tier, page, width)].long()
     view = segments(pages, layout)
-    mean = _mean(view.score[ids], view.position[ids], length[:, None, None])
+    mean = _mean(as_scores(view.score[ids]), as_positions(view.position[ids]), length[:, None, None])
     slot = page[:, None] * layout.capacity + torch.arange(layout.capacity, device=pages.device)
     return torch.where(slot < count[:, None, None], mean, torch.inf).amin((1, 2))
 
@@ -125,8 +125,8 @@ def _least_significant(
     entry = table[row[:, None], column(tier, page.clamp(max=width - 1), width)]
     ids = torch.where(page * capacity < count[row, None], entry, NULL_PAGE).flatten().long()
     view = segments(pages, layout)
-    position = view.position.index_select(0, ids).view(row.numel(), -1)
-    score = view.score.index_select(0, ids).view(row.numel(), -1)
+    position = as_positions(view.position.index_select(0, ids)).view(row.numel(), -1)
+    score = as_scores(view.score.index_select(0, ids)).view(row.numel(), -1)
     mean = score.div_((length[row, None].int() - 1 - position).clamp_(min=1))
     slot = tiles.first[full:, None] * capacity + torch.arange(tiles.pages * capacity, device=table.device)
     mean[full:].masked_fill_(slot >= count[row[full:], None], torch.inf)

@@ -118,7 +118,7 @@ def _demoted_tokens(
     page, slot = stored.page[demoted], stored.slot[demoted]
     key, value = load_tokens(pages, layout, page, slot, dtype)
     view = segments(pages, layout)
-    return NewTokens(stored.row[demoted], key, value, view.score[page, slot], view.position[page, slot].long())
+    return NewTokens(stored.row[demoted], key, value, view.scores(page, slot), view.positions(page, slot).long())
 
 
 def _close_holes(

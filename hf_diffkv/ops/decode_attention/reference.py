@@ -89,7 +89,7 @@ def decode_attention(
         received = held.received = [torch.maximum(*pair) for pair in zip(received, before)]
     if held is None or held.last:
         for piece, gained in zip(pieces, received):
-            piece.add_scores(gained)
+            piece.add_scores(gained, length.repeat_interleave(kv_heads))
         window_score += received[-1].view_as(window_score)
     return output.view(batch, kv_heads * group, -1).to(query.dtype)
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from ...memory import NULL_PAGE, PageLayout, column, fields
+from ..narrow import scale_and_zero, score_noise, score_of, stored_score
+from ..segments import score_segment, segment
 from ..tiles import Tiles
 
 CHUNK_ELEMENTS = 1 << 18
@@ -83,7 +85,8 @@ class TierAttention:
         pages: Tensor,
         dtype: torch.dtype,
     ) -> None:
-        self.layout, self.tiles, self.pages, self.dtype = (layout.high, layout.low)[tier], tiles, pages, dtype
+        self.tier, self.layout = tier, (layout.high, layout.low)[tier]
+        self.tiles, self.pages, self.dtype = tiles, pages, dtype
         capacity, width = self.layout.capacity, tables.shape[-1]
         page = tiles.first[:, None] + torch.arange(tiles.pages, device=tables.device)
         entry = tables[tiles.row[:, None], column(tier, page.clamp(max=width - 1), width)]
@@ -129,16 +132,26 @@ class TierAttention:
         share = torch.where(scoring[row, None] & (share > LOWEST_EXPONENT), torch.exp(share), 0.0)
         return self.weights.mul_(share[..., None]).amax(1).float()
 
-    def add_scores(self, received: Tensor) -> None:
-        """Adds what tokens received, float32 [tiles, tokens], to their sums."""
-        score = self._segment(self.layout.score_offset, 4, torch.float32)
-        score.index_copy_(0, self.ids, score.index_select(0, self.ids).add_(received.view(self.ids.numel(), -1)))
+    def add_scores(self, received: Tensor, length: Tensor) -> None:
+        """Adds what tokens received, float32 [tiles, tokens], to their sums; length: int64 [rows]."""
+        score = score_segment(self.pages, self.layout)
+        held, received = score.index_select(0, self.ids), received.view(self.ids.numel(), -1)
+        if self.layout.score_bytes == 4:
+            score.index_copy_(0, self.ids, held.add_(received))
+            return
+        index = self.tiles.first[:, None] * self.layout.capacity + torch.arange(
+            self.tiles.pages * self.layout.capacity, device=received.device
+        )
+        noise = score_noise(index, length[self.tiles.row, None], self.tier)
+        score.index_copy_(0, self.ids, stored_score(score_of(held) + received, noise.view_as(received)))
 
     def _logits(self, query: Tensor) -> Tensor:
         """[tiles, group, tokens] for queries [tiles, group, key_dim]."""
         layout = self.layout
         numbers = self._numbers(layout.key_offset, layout.key_row, layout.k_bits, layout.key_dim, query.dtype)
-        metadata = self._metadata(layout.key_metadata_offset, layout.k_bits, layout.k_groups, query.dtype)
+        metadata = self._metadata(
+            layout.key_metadata_offset, layout.key_metadata, layout.k_bits, layout.k_groups, query.dtype
+        )
         logits = query.new_empty(*query.shape[:2], self.tiles.pages * layout.capacity)
         scaled = query * _factors(layout.key_dim, layout.k_bits, query)
         for chunk, keys in numbers:
@@ -158,7 +171,9 @@ class TierAttention:
         """Weighted values [tiles, group, value_dim] for weights [tiles, group, tokens]."""
         layout, full = self.layout, self.tiles.full
         numbers = self._numbers(layout.value_offset, layout.value_row, layout.v_bits, layout.value_dim, weights.dtype)
-        metadata = self._metadata(layout.value_metadata_offset, layout.v_bits, layout.v_groups, weights.dtype)
+        metadata = self._metadata(
+            layout.value_metadata_offset, layout.value_metadata, layout.v_bits, layout.v_groups, weights.dtype
+        )
         output = weights.new_empty(*weights.shape[:2], layout.value_dim)
         for chunk, values in numbers:
             if metadata is None:
@@ -176,16 +191,18 @@ class TierAttention:
         return output
 
     def _segment(self, offset: int, token_bytes: int, dtype: torch.dtype) -> Tensor:
-        """One segment of all pages, a view [pages, elements]."""
-        return self.pages[:, offset : offset + self.layout.capacity * token_bytes].view(dtype)
+        return segment(self.pages, self.layout, offset, token_bytes, dtype)
 
-    def _metadata(self, offset: int, bits: int, groups: int, dtype: torch.dtype) -> Tensor | None:
+    def _metadata(self, offset: int, size: int, bits: int, groups: int, dtype: torch.dtype) -> Tensor | None:
         """(scale, zero) as [2, tiles, groups, tokens], zero for absent tokens; None at 16 bits."""
         if bits == 16:
             return None
-        held = self._segment(offset, 4 * groups, torch.float16).index_select(0, self.ids)
-        held = held.view(self.tiles.row.numel(), -1, groups, 2).permute(3, 0, 2, 1)
-        metadata = held.to(dtype, memory_format=torch.contiguous_format)
+        stored = torch.int16 if size == 2 else torch.float16
+        held = self._segment(offset, size * groups, stored).index_select(0, self.ids)
+        held = held.view(self.tiles.row.numel(), -1, groups, size // 2)
+        if size == 2:
+            held = torch.cat(scale_and_zero(held, bits), dim=-1)
+        metadata = held.permute(3, 0, 2, 1).to(dtype, memory_format=torch.contiguous_format)
         metadata[:, self.tiles.full :].masked_fill_(self.absent[:, None], 0.0)
         return metadata
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..backend import is_forced, use_kernels, without_autocast
-from . import flash, reference
+from ..backend import NATIVE, choose, is_forced, use_kernels, without_autocast
+from . import flash, native, reference
 from .past import StoredPast
 
 __all__ = ["KERNEL_HEAD_DIM", "StoredPast", "prefill_attention"]
@@ -20,10 +20,17 @@ KERNEL_HEAD_DIM = 512
 def prefill_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """Arguments and results as in `reference.prefill_attention`."""
     narrow = max(key.shape[-1], value.shape[-1]) <= KERNEL_HEAD_DIM
+    past = options.get("past")
+    narrow = narrow and (past is None or past.layout.high.score_bytes == 4)
     if use_kernels(query.device, query.dtype) and (narrow or is_forced("kernels")):
         from . import launch
 
         return launch.prefill_attention(query, key, value, **options)
-    if not is_forced("reference") and flash.can_attend(query, key, value, options.get("mask"), options.get("softcap")):
-        return flash.prefill_attention(query, key, value, **options)
-    return reference.prefill_attention(query, key, value, **options)
+    if is_forced("reference"):
+        return reference.prefill_attention(query, key, value, **options)
+    by_flash = flash.can_attend(query, key, value, options.get("mask"), options.get("softcap"))
+    by_native = choose(query.device, query.dtype) == NATIVE and native.can_attend(query, value)
+    if by_native and not (by_flash and flash.is_fast(query.dtype) and not is_forced(NATIVE)):
+        return native.prefill_attention(query, key, value, **options)
+    chosen = flash if by_flash else reference
+    return chosen.prefill_attention(query, key, value, **options)

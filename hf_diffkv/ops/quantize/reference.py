@@ -1,7 +1,7 @@
 """Asymmetric quantisation per token and group, in plain PyTorch (DiffKV, section 4; algorithm of docs/algorithm.md).
 
-zero = min, scale = (max - min) / (2^bits - 1), both rounded to fp16; codes are computed with the rounded pair, so that
-decoding what was stored is consistent. A scale of 0 decodes to the zero point exactly.
+zero = min, scale = (max - min) / (2^bits - 1), both rounded to fp16, or as `ops/narrow.py` has it; codes are computed
+with the rounded pair, so that decoding what was stored is consistent. A scale of 0 decodes to the zero point exactly.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from ...memory import TierLayout, fields
+from ..narrow import group_metadata, scale_and_zero
 from ..segments import segments
 
 
-def quantize(x: Tensor, bits: int, groups: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
+def quantize(
+    x: Tensor, bits: int, groups: int, dtype: torch.dtype | None = None, *, metadata_bytes: int = 4
+) -> tuple[Tensor, Tensor | None]:
     """Quantises the last dimension.
 
     Args:
@@ -21,22 +24,27 @@ def quantize(x: Tensor, bits: int, groups: int, dtype: torch.dtype | None = None
         bits: 1 to 6, or 8; 16 stores the dtype as it is.
         groups: equal contiguous groups of the last dimension.
         dtype: what to store at 16 bits, the model's dtype; None takes that of `x`.
+        metadata_bytes: of each group, 4 or 2.
 
     Returns:
-        Packed codes uint8 [..., dim * bits / 8] (16 bits: the raw bytes), and the metadata float16
-        [..., groups, 2] of (scale, zero), None at 16 bits.
+        Packed codes uint8 [..., dim * bits / 8] (16 bits: the raw bytes), and the metadata: float16
+        [..., groups, 2] of (scale, zero), or of 2 bytes the bits of uint16 in int16 [..., groups]; None at 16 bits.
     """
     if bits == 16:
         return x.to(dtype or x.dtype).contiguous().view(torch.uint8), None
     grouped = x.float().unflatten(-1, (groups, -1))
     low, high = grouped.aminmax(dim=-1, keepdim=True)
     levels = 2**bits - 1
-    scale = ((high - low) / levels).half()
-    zero = low.half()
-    step = scale.float()
-    codes = ((grouped - zero.float()) / torch.where(step == 0, 1.0, step)).round_().clamp_(0, levels)
+    if metadata_bytes == 2:
+        metadata = group_metadata(low, high, bits)
+        step, zero = scale_and_zero(metadata, bits)
+        metadata = metadata[..., 0]
+    else:
+        metadata = torch.cat([((high - low) / levels).half(), low.half()], dim=-1)
+        step, zero = metadata.float().split(1, dim=-1)
+    codes = ((grouped - zero) / torch.where(step == 0, 1.0, step)).round_().clamp_(0, levels)
     codes = torch.where(step == 0, 0.0, codes).to(torch.uint8).flatten(-2)
-    return _pack(codes, bits), torch.cat([scale, zero], dim=-1)
+    return _pack(codes, bits), metadata
 
 
 def dequantize(codes: Tensor, metadata: Tensor | None, bits: int, groups: int, dtype: torch.dtype) -> Tensor:
@@ -52,7 +60,10 @@ def dequantize(codes: Tensor, metadata: Tensor | None, bits: int, groups: int, d
     if bits == 16:
         return codes.contiguous().view(dtype).to(compute_dtype(dtype))
     grouped = unpack(codes, bits).float().unflatten(-1, (groups, -1))
-    scale, zero = metadata.float().split(1, dim=-1)
+    if metadata.dtype == torch.int16:
+        scale, zero = scale_and_zero(metadata[..., None], bits)
+    else:
+        scale, zero = metadata.float().split(1, dim=-1)
     return (grouped * scale + zero).flatten(-2).to(compute_dtype(dtype))
 
 
@@ -118,14 +129,18 @@ def store_tokens(
         dtype: the model's dtype, stored as it is at 16 bits.
     """
     view = segments(pages, tier)
-    view.key[page, slot], key_metadata = quantize(key, tier.k_bits, tier.k_groups, dtype)
-    view.value[page, slot], value_metadata = quantize(value, tier.v_bits, tier.v_groups, dtype)
+    view.key[page, slot], key_metadata = quantize(
+        key, tier.k_bits, tier.k_groups, dtype, metadata_bytes=tier.key_metadata
+    )
+    view.value[page, slot], value_metadata = quantize(
+        value, tier.v_bits, tier.v_groups, dtype, metadata_bytes=tier.value_metadata
+    )
     if key_metadata is not None:
         view.key_metadata[page, slot] = key_metadata
     if value_metadata is not None:
         view.value_metadata[page, slot] = value_metadata
-    view.score[page, slot] = score
-    view.position[page, slot] = position.to(torch.int32)
+    view.write_scores(page, slot, score)
+    view.write_positions(page, slot, position)
 
 
 def load_tokens(

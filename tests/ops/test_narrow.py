@@ -1,0 +1,120 @@
+"""Metadata and scores of 16 bits against exact fractions, and what rounding at random does to sums."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hand_pages import narrow_score, noise_of, pack_row, quantise_row, scale_and_zero, score_of
+from test_quantize_reference import draw
+
+from hf_diffkv.ops import narrow
+from hf_diffkv.ops.quantize.reference import dequantize, quantize
+
+BITS = (1, 2, 3, 4, 5, 6)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("bits", BITS)
+def test_codes_and_metadata(bits: int, groups: int) -> None:
+    x = draw(200, 48)
+    x[:4] = torch.stack([torch.zeros(48), torch.full((48,), 3.25), torch.full((48,), -7.0), torch.arange(48.0) * 1e-7])
+    packed, metadata = quantize(x, bits, groups, metadata_bytes=2)
+    assert metadata.shape == (200, groups) and metadata.dtype == torch.int16
+    for row in range(200):
+        codes, expected = quantise_row(x[row].numpy(), bits, groups, narrow=True)
+        assert [word & 0xFFFF for word in metadata[row].tolist()] == expected
+        assert packed[row].numpy().tobytes() == pack_row(codes, bits)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_every_scale_and_zero_point(bits: int) -> None:
+    """Zero points too are exact in float32."""
+    words = torch.arange(992 * 64).to(torch.int16)
+    scale, zero = narrow.scale_and_zero(words, bits)
+    exact = [scale_and_zero(word, bits) for word in range(0, 992 * 64, 31)]
+    assert torch.stack([scale, zero], dim=1)[::31].double().tolist() == [list(pair) for pair in exact]
+
+
+@pytest.mark.parametrize("bits, most", [(2, 1.013), (3, 1.013), (4, 1.013), (5, 1.02), (6, 1.06)])
+def test_the_error_is_nearly_that_of_wide_metadata(bits: int, most: float) -> None:
+    x = torch.randn(4000, 64, generator=torch.Generator().manual_seed(0))
+    errors = []
+    for size in (4, 2):
+        decoded = dequantize(*quantize(x, bits, 1, metadata_bytes=size), bits, 1, torch.float32)
+        errors.append(float((decoded - x).square().mean()))
+    assert errors[1] <= most * errors[0]
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_large_ranges_stay_finite(bits: int) -> None:
+    x = torch.tensor([[-32752.0, 32752.0], [0.0, 32752.0], [-32752.0, 0.0]]).repeat(1, 4)
+    decoded = dequantize(*quantize(x, bits, 1, metadata_bytes=2), bits, 1, torch.float32)
+    assert ((decoded - x).abs() <= 32752 * 2 * (1 / 32 + 1 / 63)).all()
+
+
+def test_scores_round_to_the_nearest() -> None:
+    scores = torch.cat(
+        [
+            torch.tensor([0.0, 1.0, 2.0**-46, 2.0**-47, 2.0**-45, 3e5, 1 + 2**-11, 1 + 3 * 2**-11, 2 - 2**-12, 1e-38]),
+            torch.rand(500, generator=torch.Generator().manual_seed(0)).double().mul(50).sub(30).exp2().float(),
+        ]
+    )
+    stored = narrow.stored_score(scores)
+    assert [code & 0xFFFF for code in stored.tolist()] == [narrow_score(score) for score in scores.tolist()]
+    assert narrow.score_of(stored).tolist() == [score_of(code & 0xFFFF) for code in stored.tolist()]
+
+
+def test_all_scores_stay_as_they_are_without_growth() -> None:
+    stored = torch.arange(1 << 16).to(torch.int16)
+    scores = narrow.score_of(stored)
+    assert torch.equal(narrow.stored_score(scores), stored)
+    for noise in (0, 8191):
+        assert torch.equal(narrow.stored_score(scores, torch.tensor(noise, dtype=torch.int32)), stored)
+
+
+def test_the_hash() -> None:
+    index, length = torch.arange(300), torch.tensor([[1], [77], [65536], [2**31 + 5]])
+    for tier in (0, 1):
+        noise = narrow.score_noise(index, length, tier)
+        assert noise.tolist() == [[noise_of(i, n, tier) for i in range(300)] for n in length[:, 0].tolist()]
+    assert narrow.score_noise(torch.tensor([0, 5, 4095]), torch.tensor([1, 300, 65536]), 1).tolist() == KNOWN
+
+
+# the numbers saved caches and other backends go by
+KNOWN = [216, 2254, 508]
+
+
+@pytest.mark.parametrize("gain", [1e-2, 1e-3, 1e-4, 1e-5])
+def test_sums_of_many_small_gains_are_right_on_average(gain: float) -> None:
+    """Of 4,096 tokens over 2,000 steps; rounding to the nearest would lose all of the smaller gains."""
+    tokens, steps = torch.arange(4096), 2000
+    stored = narrow.stored_score(1 + torch.rand(4096, generator=torch.Generator().manual_seed(0)))
+    start = narrow.score_of(stored).double()
+    nearest = stored
+    for step in range(steps):
+        noise = narrow.score_noise(tokens, torch.tensor(500 + step), tier=0)
+        stored = narrow.stored_score(narrow.score_of(stored) + gain, noise)
+        nearest = narrow.stored_score(narrow.score_of(nearest) + gain)
+    error = narrow.score_of(stored).double() - start - steps * gain
+    # additions in float32 have a bias of their own, of half their last place at most, mostly far less
+    own = steps * 2.0**-24 * np.mean((start + steps * gain).tolist()) / 10
+    assert abs(float(error.mean())) < 4 * float(error.std()) / math.sqrt(4096) + own
+    # each step's variance is at most gain * the last place
+    assert float(error.std()) < math.sqrt(steps * gain * float((start + steps * gain).max()) * 2**-10)
+    if gain <= 1e-4:
+        assert torch.equal(narrow.score_of(nearest).double(), start)
+
+
+def test_the_same_steps_give_the_same_sums() -> None:
+    gains = torch.rand(50, 64, generator=torch.Generator().manual_seed(0)) * 1e-3
+    runs = []
+    for _ in range(2):
+        stored = narrow.stored_score(torch.ones(64))
+        for step, gain in enumerate(gains):
+            noise = narrow.score_noise(torch.arange(64), torch.tensor(step), 1)
+            stored = narrow.stored_score(narrow.score_of(stored) + gain, noise)
+        runs.append(stored)
+    assert torch.equal(*runs)
