@@ -197,7 +197,9 @@ def _checked_options(given: ContinuousBatchingConfig) -> ContinuousBatchingConfi
         asked = any(value) if isinstance(value, tuple) else bool(value)
         # None offloads as much as there is room for
         if asked or name == "cpu_offload_space" and value is None:
-            raise ValueError(f'{name}={value!r} does not go with cache_implementation="diffkv": {reason}; leave it out.')
+            raise ValueError(
+                f'{name}={value!r} does not go with cache_implementation="diffkv": {reason}; leave it out.'
+            )
     options.use_cuda_graph = options.use_async_batching = options.allow_block_sharing = False
     options.max_blocks_per_request = 0
     return options
