@@ -124,8 +124,8 @@ class PageLayout:
         numbers = (metadata_bits // 8, position_bytes)
         rows = {p: _SegmentSizes.of(p, key_dim, value_dim, element_bytes, *numbers) for p in (high, low)}
         smallest = rows[high].end(1 if page_bytes is not None else MIN_TOKENS)
-        limit = max(TARGET_PAGE_BYTES, smallest) if page_bytes is None else page_bytes
-        limit = limit // PAGE_ALIGNMENT * PAGE_ALIGNMENT
+        largest = max(TARGET_PAGE_BYTES, _round_up(smallest, PAGE_ALIGNMENT)) if page_bytes is None else page_bytes
+        limit = largest // PAGE_ALIGNMENT * PAGE_ALIGNMENT
         if smallest > limit:
             raise ValueError(
                 f"page_bytes={page_bytes} cannot hold one {high.name} token of {smallest} bytes; raise page_bytes."
