@@ -183,7 +183,8 @@ def _new_cache(model: Any, job: Job) -> Any:
 
 def _warm_up(model: Any, prompt: torch.Tensor, job: Job) -> None:
     """First calls pay for kernels and thread pools; they must not fall into the measured time."""
-    window = DiffKVConfig.from_dict(job.config).window if job.cache == DIFFKV else 64
+    config = DiffKVConfig.from_dict(job.config) if job.cache == DIFFKV else DiffKVConfig()
+    window = config.window + config.sinks
     ids = prompt[:, -(window + 16) :]
     mask = torch.ones_like(ids)
     cache = _new_cache(model, job)

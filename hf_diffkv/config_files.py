@@ -20,7 +20,7 @@ FIRST_FIELDS = {
     *("page_bytes", "max_bytes"),
 }
 # fields that some releases did not know, and what these did; others have defaults that change nothing
-ADDED_FIELDS = {"rotate": False, "center": False, "metadata_bits": 32}
+ADDED_FIELDS = {"rotate": False, "center": False, "sinks": 0, "metadata_bits": 32}
 
 
 def to_text(config: DiffKVConfig) -> str:

@@ -102,7 +102,7 @@ def make_slots(
         config.high, config.low, shape.key_dim, shape.value_dim, shape.dtype.itemsize, config.page_bytes
     )
     per_row = max_bytes // (layout.page_bytes * num_layers * shape.num_heads)
-    fitting = per_row * max(layout.high.capacity, layout.low.capacity) + config.window
+    fitting = per_row * max(layout.high.capacity, layout.low.capacity) + config.window + config.sinks
     longest = fitting if tokens is None else min(fitting, tokens)
     options = {"max_tokens": max(1, longest), "max_bytes": max_bytes}
     one = Slots(config, num_layers, 1, *astuple(shape), **options)

@@ -44,7 +44,8 @@ struct Step {
   void *window_key, *window_value;  // [rows, slots, dim]
   float* window_score;              // [rows, slots]
   int64_t *window_start, *length;   // [batch]
-  int64_t batch, heads, group, slots;
+  const int64_t* sink_end;          // [batch] or null: tokens below it stand in the first sink_slots slots
+  int64_t batch, heads, group, slots, sink_slots;
   const void *key, *value;
   int64_t key_batch, key_head, value_batch, value_head;
   const float* key_offset;  // [rows, key_dim] or null
@@ -60,12 +61,12 @@ struct Step {
   int32_t fold, hold, exact, threads, rotate;
 };
 
-// A round of compaction: the candidate of row r stands in slot position % slots of its window. `position`, `length`
-// and `leaving` have an entry for `heads` rows each.
+// A round of compaction: the candidate of row r stands in its window's slot sink_slots + position % (slots -
+// sink_slots). `position`, `length` and `leaving` have an entry for `heads` rows each.
 struct Compaction {
   Format format;
   Rows rows;
-  int64_t row_count, heads, slots, window;
+  int64_t row_count, heads, slots, sink_slots, window;
   const void *key, *value;  // [rows, slots, dim]
   const float* score;       // [rows, slots]
   const int64_t *position, *length;

@@ -32,7 +32,9 @@ inline void append(const Step& step) {
   bool good = true;
   for (int64_t request = 0; request < step.batch; request++) {
     if (step.valid && !step.valid[request]) continue;
-    const int64_t slot = step.length[request] % step.slots;
+    const int64_t position = step.length[request];
+    const bool sink = step.sink_end && position < step.sink_end[request];
+    const int64_t slot = sink ? position : ring_slot(position, step.slots, step.sink_slots);
     with_dtype(step.format.dtype, [&](auto element) {
       using Element = decltype(element);
       for (int64_t head = 0; head < step.heads; head++) {

@@ -20,8 +20,8 @@ inline int64_t tokens_before(const Step& step, const RowTokens& tokens, int64_t 
     before += smaller(whole * step.format.tier[t].capacity, tokens.count[t]);
     piece -= tokens.pages[t];
   }
-  if (piece <= 0) return before;
-  return before + (piece == 1 ? smaller(tokens.window, step.slots - tokens.window_first) : tokens.window);
+  for (int i = 0; i < MAX_RUNS && i < piece; i++) before += tokens.window_run[i];
+  return before;
 }
 
 struct Attention {

@@ -54,8 +54,8 @@ class Step(ctypes.Structure):
         ("format", Format),
         ("rows", Rows),
         *_fields(
-            pointer="window_key window_value window_score window_start length",
-            long="batch heads group slots",
+            pointer="window_key window_value window_score window_start length sink_end",
+            long="batch heads group slots sink_slots",
             pointer2="key value",
             long2="key_batch key_head value_batch value_head",
             pointer3="key_offset invalid valid query",
@@ -75,7 +75,7 @@ class Compaction(ctypes.Structure):
         ("format", Format),
         ("rows", Rows),
         *_fields(
-            long="row_count heads slots window",
+            long="row_count heads slots sink_slots window",
             pointer="key value score position length leaving high_threshold low_threshold ring state flag advance",
             long2="threads",
         ),

@@ -86,19 +86,17 @@ def rotate_step(
 
 
 @without_autocast
-def center_windows(window_key: Tensor, length: Tensor, offset: Tensor, due: Tensor) -> None:
+def center_windows(window_key: Tensor, held: Tensor, offset: Tensor, due: Tensor) -> None:
     """Takes the mean off all keys of rows that are in the window as a whole, and adds it to their offset.
 
     Args:
-        window_key: [..., batch, heads, slots, dim], changed in place; the rows' tokens stand in the first slots.
-        length: int64 [..., batch], tokens of each request.
+        window_key: [..., batch, heads, slots, dim], changed in place.
+        held: bool [..., batch, slots], where a token stands.
         offset: [..., batch, heads, dim] in the dtype of the computation, changed in place.
         due: bool [..., batch], requests this is for; the others stay as they are.
     """
-    slots = window_key.shape[-2]
-    held = torch.arange(slots, device=length.device) < length[..., None]
     keys = window_key.to(offset.dtype)
-    mean = keys.masked_fill(~held[..., None, :, None], 0.0).sum(-2) / length.clamp(min=1)[..., None, None]
+    mean = keys.masked_fill(~held[..., None, :, None], 0.0).sum(-2) / held.sum(-1).clamp(min=1)[..., None, None]
     mean = torch.where(due[..., None, None], mean, 0.0)
     offset += mean
     window_key.copy_(keys - mean[..., None, :])

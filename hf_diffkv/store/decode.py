@@ -64,6 +64,8 @@ def append(store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor |
         value[:, :, 0],
         limit=store.value_limit,
         valid=valid,
+        sink_end=store.sink_end[layer],
+        sink_slots=store.sink_slots,
     )
 
 
@@ -108,6 +110,8 @@ def attend_newest(
         softcap=softcap,
         sinks=sinks,
         held=held,
+        sink_end=store.sink_end[layer],
+        sink_slots=store.sink_slots,
     )
     return model_form(store, output[:, :, None])
 

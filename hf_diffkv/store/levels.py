@@ -41,12 +41,13 @@ def decide_levels(
     shape = store.alpha_high[layer].shape
     alphas = (store.alpha_high[layer], store.alpha_low[layer])
     start = torch.maximum(store.window_start[layer], store.length[layer] - store.config.window)
+    outside = start - store.sink_end[layer]
     rows = Rows(
         store.layers[layer],
         store.total_layers,
         store.head_index.repeat(store.batch_size),
         length,
-        start.repeat_interleave(store.num_heads),
+        outside.repeat_interleave(store.num_heads),
         *(alpha.reshape(-1) for alpha in alphas),
     )
     decided = store.policy_of(layer).levels(tokens, rows)

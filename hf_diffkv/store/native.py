@@ -18,8 +18,10 @@ from ..ops.decode_attention.native import attend, layer_block
 if TYPE_CHECKING:
     from .state import Store
 
-STATE = ("window_key", "window_value", "window_score", "high_count", "low_count", "window_start", "length", "invalid")
-STATE += ("key_offset",)
+STATE = (
+    *("window_key", "window_value", "window_score", "high_count", "low_count"),
+    *("window_start", "length", "sink_end", "invalid", "key_offset"),
+)
 
 
 class NativeCalls:
@@ -48,6 +50,8 @@ class NativeCalls:
                 store.window_score[layer],
                 store.window_start[layer],
                 store.length[layer],
+                store.sink_end[layer],
+                store.sink_slots,
             )
             block.invalid, block.limit = address(store.invalid), store.value_limit
             block.rotate = store.config.rotate
@@ -74,6 +78,7 @@ class NativeCalls:
             )
             block.row_count = store.num_layers * store.rows_per_layer
             block.heads, block.slots, block.window = store.num_heads, store.window_slots, store.config.window
+            block.sink_slots = store.sink_slots
             block.advance = block.position
         return self._round
 

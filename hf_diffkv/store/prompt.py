@@ -17,6 +17,7 @@ from ..policy import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL, mean_significance
 from .levels import decide_levels
 from .state import Store
 from .transform import Entering, model_form, note_logits, query_form
+from .window import held_count, slots_of
 
 
 def attend_tokens(
@@ -111,15 +112,14 @@ class Past:
         counts = [store.high_count[layer].view(rows), store.low_count[layer].view(rows)]
         tiers = (store.layout.high, store.layout.low)
         past.tokens = tuple(stored_tokens(table.view(rows, -1), counts[t], t, tiers[t]) for t in (HIGH, LOW))
-        past.window_row, past.window_token = _window_tokens(store, layer)
+        past.window_row, past.window_token, window_rank = _window_tokens(store, layer)
         window_count = torch.bincount(past.window_row, minlength=rows)
         longest = int((counts[HIGH] + counts[LOW] + window_count).max())
         if longest == 0:
             return past
         first = past.tokens[HIGH].index
         second = past.tokens[LOW].index + counts[HIGH].long()[past.tokens[LOW].row]
-        start = store.window_start[layer].repeat_interleave(store.num_heads)
-        third = past.window_token - start[past.window_row] + (counts[HIGH] + counts[LOW]).long()[past.window_row]
+        third = window_rank + (counts[HIGH] + counts[LOW]).long()[past.window_row]
         past.ranks = [first, second, third]
         past.stored = StoredPast(
             store.pool.pages,
@@ -132,6 +132,8 @@ class Past:
             store.window_start[layer],
             store.length[layer],
             longest,
+            store.sink_end[layer],
+            store.sink_slots,
         )
         return past
 
@@ -139,7 +141,7 @@ class Past:
         return [self.tokens[HIGH].row, self.tokens[LOW].row, self.window_row]
 
     def window(self, store: Store, layer: int) -> tuple[Tensor, Tensor]:
-        slot = self.window_token % store.window_slots
+        slot = window_slot(store, layer, self.window_row, self.window_token)
         key = store.window_key[layer].flatten(0, 1)[self.window_row, slot]
         return key, store.window_value[layer].flatten(0, 1)[self.window_row, slot]
 
@@ -150,13 +152,19 @@ class Past:
         return received[self.rows()[part], self.ranks[part]]
 
 
-def _window_tokens(store: Store, layer: int) -> tuple[Tensor, Tensor]:
-    """Row and token index of everything in a layer's window, in row order."""
-    start, length = store.window_start[layer], store.length[layer]
-    count = (length - start).repeat_interleave(store.num_heads)
+def _window_tokens(store: Store, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Row, token index and rank of everything in a layer's window, in row order, then by index."""
+    start, end = store.window_start[layer], store.sink_end[layer]
+    count = held_count(store, layer).repeat_interleave(store.num_heads)
     row = torch.repeat_interleave(torch.arange(count.numel(), device=store.device), count)
     rank = torch.arange(row.numel(), device=store.device) - (count.cumsum(0) - count)[row]
-    return row, rank + start.repeat_interleave(store.num_heads)[row]
+    request = row // store.num_heads
+    return row, torch.where(rank < end[request], rank, rank + (start - end)[request]), rank
+
+
+def window_slot(store: Store, layer: int, row: Tensor, position: Tensor) -> Tensor:
+    """Slots of exact tokens, given their rows of the layer."""
+    return slots_of(store, position, store.sink_end[layer][row // store.num_heads])
 
 
 def compress(store: Store, layer: int, past: Past, new: Entering, received: Tensor) -> None:
@@ -188,7 +196,9 @@ def compress(store: Store, layer: int, past: Past, new: Entering, received: Tens
         scores.append(previous[tier] + past.gather(received, tier))
         means.append(mean_significance(scores[tier], view.positions(tokens.page, tokens.slot), length[tokens.row]))
     candidates = _candidates(store, layer, past, key, value, valid, offset, old_length, received, past_width)
-    in_window = candidates.position >= (length - store.config.window)[candidates.row]
+    start = torch.maximum(store.window_start[layer], store.length[layer] - store.config.window)
+    request = candidates.row // heads
+    in_window = (candidates.position < store.sink_end[layer][request]) | (candidates.position >= start[request])
     leaving, window = candidates.select(~in_window), candidates.select(in_window)
     means.append(mean_significance(leaving.score, leaving.position, length[leaving.row]))
     levels = decide_levels(store, layer, past.tokens, leaving, means, length)
@@ -217,8 +227,7 @@ def compress(store: Store, layer: int, past: Past, new: Entering, received: Tens
     if offset is not None:
         store.key_offset[layer] = offset
     _fill_window(store, layer, window)
-    start = (store.length[layer] - store.config.window).clamp(min=0)
-    store.window_start[layer] = torch.maximum(store.window_start[layer], start)
+    store.window_start[layer] = start
     store.forget_bounds()
     store.steps_since_compaction = 0
 
@@ -250,7 +259,7 @@ def _candidates(
         offset: of all rows' keys, as `Entering.stored` returns it.
     """
     heads, new_count = store.num_heads, key.shape[2]
-    slot = past.window_token % store.window_slots
+    slot = window_slot(store, layer, past.window_row, past.window_token)
     score = store.window_score[layer].flatten(0, 1)[past.window_row, slot] + past.gather(received, 2)
     held_key, held_value = past.window(store, layer)
     if offset is not None:
@@ -272,7 +281,7 @@ def _candidates(
 
 
 def _fill_window(store: Store, layer: int, tokens: NewTokens) -> None:
-    slot = tokens.position % store.window_slots
+    slot = window_slot(store, layer, tokens.row, tokens.position)
     store.window_key[layer].flatten(0, 1)[tokens.row, slot] = tokens.key.to(store.dtype)
     store.window_value[layer].flatten(0, 1)[tokens.row, slot] = tokens.value.to(store.dtype)
     store.window_score[layer].flatten(0, 1)[tokens.row, slot] = tokens.score

@@ -76,7 +76,9 @@ class Slots:
         shape = (num_layers, slots, num_heads, key_dim, value_dim, dtype, device)
         self.store = store = SlotStore(replace(config, max_bytes=None), *shape)
         store.set_all_thresholds(config.alpha_high, config.alpha_low)
-        self._first_alphas = {name: getattr(store, name)[:, 0].clone() for name in ("alpha_high", "alpha_low")}
+        # what a slot has without a request, where it is not zero
+        names = ("alpha_high", "alpha_low", "sink_end", "window_start")
+        self._empty = {name: getattr(store, name)[:, 0].clone() for name in names}
         # what a slot gets one by one are generated tokens
         store.seen = 1
         store.room = max_tokens
@@ -84,7 +86,7 @@ class Slots:
         prepare_scratch(store, torch.zeros(slots, query_heads, key_dim, dtype=dtype, device=device))
         pages = store.pages_within(max_bytes, max_tokens)
         self.longest = min(max_tokens, self._tokens_within(pages - 1))
-        if self.longest < min(max_tokens, store.config.window):
+        if self.longest < min(max_tokens, self._exact):
             raise MemoryError(
                 f"max_bytes={max_bytes} cannot hold {slots} requests at once and one of more than {self.longest} "
                 "tokens beside them; raise max_bytes, or allow fewer or shorter requests."
@@ -118,9 +120,14 @@ class Slots:
         return rows * self._row_pages(tokens)
 
     def _row_pages(self, tokens: int) -> int:
-        stored = tokens - self.store.config.window
+        stored = tokens - self._exact
         # both tiers may end in a page that is not full
         return -(-stored // self._page_tokens()) + 1 if stored > 0 else 0
+
+    @property
+    def _exact(self) -> int:
+        """Tokens that a request has before the first one leaves its window."""
+        return self.store.config.sinks + self.store.config.window
 
     def _page_tokens(self) -> int:
         return min(self.store.layout.high.capacity, self.store.layout.low.capacity)
@@ -128,7 +135,7 @@ class Slots:
     def _tokens_within(self, pages: int) -> int:
         """Tokens of the longest request that takes at most `pages` pages."""
         per_row = pages // (self.store.num_layers * self.store.num_heads)
-        return max(0, per_row - 1) * self._page_tokens() + self.store.config.window if per_row >= 0 else -1
+        return max(0, per_row - 1) * self._page_tokens() + self._exact if per_row >= 0 else -1
 
     def adopt(self) -> int:
         """Gives an idle slot to a request that has no tokens yet. Raises `MemoryError` where all are taken."""
@@ -144,7 +151,7 @@ class Slots:
             store.pool.free_list.give(table[table != NULL_PAGE])
             table.zero_()
             for name in ROW_STATE:
-                getattr(store, name)[:, slot] = self._first_alphas.get(name, 0)
+                getattr(store, name)[:, slot] = self._empty.get(name, 0)
             self._seen[slot] = 0
             self._held[:, slot] = 0
         self._staged.pop(slot, None)
@@ -193,7 +200,7 @@ class Slots:
             return self.pages_for(tokens)
         seen = self._seen[slot]
         if seen and tokens == 1:
-            return int(self._full[:, slot].sum()) if seen >= self.store.config.window else 0
+            return int(self._full[:, slot].sum()) if seen >= self._exact else 0
         return int(np.maximum(0, self._row_pages(seen + tokens) - self._held[:, slot]).sum())
 
     def reserve(self, slot: int, tokens: int) -> bool:
@@ -227,8 +234,8 @@ class Slots:
         self._stepping = torch.zeros(self.store.batch_size, dtype=torch.bool, device=device)
         self._stepping[self._step_slots] = True
         if steps:
-            window = self.store.config.window
-            self.store.centers_soon = self.store.config.center and any(self._seen[s] == window + 1 for s, _ in steps)
+            leaves = any(self._seen[slot] == self._exact + 1 for slot, _ in steps)
+            self.store.centers_soon = self.store.config.center and leaves
             self.store.begin(1)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:

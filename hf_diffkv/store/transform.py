@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..ops.rotation import rotate, rotate_step
 from .state import Store
+from .window import held_tokens, is_whole
 
 if TYPE_CHECKING:
     from .prompt import Past
@@ -106,17 +107,17 @@ class Entering:
         store, layer = self._store, self._layer
         window = store.config.window
         # `seen` is no less than any row's length
-        if not store.config.center or layer in store.uncentered or store.seen <= window:
+        if not store.config.center or layer in store.uncentered or store.seen <= window + store.sink_slots:
             return None
         held = store.length[layer]
         length = held + (self.key.shape[2] if self.valid is None else self.valid.sum(-1))
-        due = (store.window_start[layer] == 0) & (length > window)
+        due = is_whole(store, layer) & (length - store.window_start[layer] > window)
         if not bool(due.any()):
             return None
         offset = store.key_offset[layer]
         key = self.key if self.valid is None else self.key.masked_fill(~self.valid[:, None, :, None], 0.0)
         total = rotate(key.sum(2, keepdim=True, dtype=offset.dtype), store.key_rotation)[:, :, 0]
-        in_window = torch.arange(store.window_slots, device=store.device) < held[:, None]
+        in_window = held_tokens(store, layer) >= 0
         before = store.window_key[layer].to(offset.dtype).masked_fill(~in_window[:, None, :, None], 0.0).sum(2)
         mean = (total + before + held[:, None, None] * offset) / length.clamp(min=1)[:, None, None]
         return torch.where(due[:, None, None], mean, offset)

@@ -104,7 +104,9 @@ def _stored(past: StoredPast) -> Step:
     """What native code needs to know of a layer's pages and window."""
     score = past.window_key.new_empty(past.window_key.shape[:3], dtype=torch.float32)
     window = (past.window_key, past.window_value, score, past.window_start, past.length)
-    step = layer_block(past.layout, past.page_table, past.high_count, past.low_count, *window)
+    step = layer_block(
+        past.layout, past.page_table, past.high_count, past.low_count, *window, past.sink_end, past.sink_slots
+    )
     if past.pages.dtype != torch.uint8 or past.pages.shape[1] != past.layout.page_bytes:
         raise ValueError(f"pages must be uint8 [pages, {past.layout.page_bytes}], not {tuple(past.pages.shape)}.")
     step.rows.pages, step.rows.page_count = address(past.pages), past.pages.shape[0]

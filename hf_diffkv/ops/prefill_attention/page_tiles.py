@@ -101,10 +101,3 @@ def value_tile(base, slot, TIER: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.co
     rows = base + TIER.value_offset + slot * TIER.value_row
     metadata = base + TIER.value_metadata_offset + slot * (4 * TIER.v_groups)
     return stored_tile(rows, metadata, TIER.v_bits, TIER.v_groups, TIER.value_dim, WIDTH, PARTS, ELEMENT, DOT, MODE)
-
-
-@triton.jit
-def window_slots(token, first_slot, slots):
-    """Slots of a window's tokens."""
-    slot = first_slot + token
-    return tl.where(slot >= slots, slot - slots, slot).to(tl.int64)
