@@ -115,6 +115,8 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         finally:
             self._original_attn_impl = name
             self._stopping = True
+            if self.batch_processor is None:
+                self._cache = None
             if not self.is_running():
                 self._restore_attention()
 
@@ -125,8 +127,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
 
     def memory(self) -> ServingMemory | None:
         """What is held now; None where nothing runs."""
-        cache = self._cache if self.batch_processor is None else self.batch_processor.cache
-        return None if cache is None else cache.memory()
+        return None if self._cache is None else self._cache.memory()
 
     def _make_cache(self) -> ContinuousCache:
         options = self.continuous_batching_config
@@ -144,7 +145,9 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         if isinstance(self.batch_processor, DiffKVBatchProcessor):
             self.batch_processor.reset()
             return self.batch_processor
-        cache, self._cache = self._cache or self._make_cache(), None
+        if self._cache is None:
+            self._cache = self._make_cache()
+        cache = self._cache
         options = self.continuous_batching_config
         update_cb_config_after_cache_creation(
             cb_config=options, num_blocks=cache.num_blocks, max_batch_tokens=cache.max_batch_tokens
@@ -197,7 +200,9 @@ def _checked_options(given: ContinuousBatchingConfig) -> ContinuousBatchingConfi
         asked = any(value) if isinstance(value, tuple) else bool(value)
         # None offloads as much as there is room for
         if asked or name == "cpu_offload_space" and value is None:
-            raise ValueError(f'{name}={value!r} does not go with cache_implementation="diffkv": {reason}; leave it out.')
+            raise ValueError(
+                f'{name}={value!r} does not go with cache_implementation="diffkv": {reason}; leave it out.'
+            )
     options.use_cuda_graph = options.use_async_batching = options.allow_block_sharing = False
     options.max_blocks_per_request = 0
     return options
