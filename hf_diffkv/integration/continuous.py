@@ -18,8 +18,8 @@ from .continuous_cache import ContinuousCache, ServingMemory
 from .continuous_engine import (
     ContinuousBatchingManager,
     DiffKVBatchProcessor,
+    initialization,
     scheduler_class,
-    update_cb_config_after_cache_creation,
 )
 from .continuous_sizes import check_servable, free_bytes, make_slots, try_attention
 from .registration import can_switch, set_attention
@@ -149,7 +149,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
             self._cache = self._make_cache()
         cache = self._cache
         options = self.continuous_batching_config
-        update_cb_config_after_cache_creation(
+        initialization.update_cb_config_after_cache_creation(
             cb_config=options, num_blocks=cache.num_blocks, max_batch_tokens=cache.max_batch_tokens
         )
         self._use_prefix_sharing = False
