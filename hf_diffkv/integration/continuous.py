@@ -64,7 +64,8 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         self._config = resolve_config(model.config, fields.pop("config", None), fields)
         self._longest = _longest(model, workload_hints)
         self._cache: ContinuousCache | None = None
-        self._original_attn_impl = None
+        # the base would switch back while its loop may still be running
+        self._attention: str | None = None
         self._stopping = False
         self.model = model
         options = _checked_options(continuous_batching_config)
@@ -84,7 +85,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
             if not can_switch(model):
                 raise ValueError(f"the attention of {type(model).__name__} cannot be switched to {PAGED_NAME!r}.")
             set_attention(model, PAGED_NAME)
-            self._original_attn_impl = current
+            self._attention = current
         self._stopping = False
 
     def start(self) -> None:
@@ -94,7 +95,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         super().start()
 
     def _restore_attention(self) -> None:
-        name, self._original_attn_impl = self._original_attn_impl, None
+        name, self._attention = self._attention, None
         if name is not None:
             set_attention(self.model, name)
 
@@ -108,17 +109,12 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
         """As Transformers'; the model has its attention back when the last forward has run."""
-        # the base would switch while the loop may still be running
-        name, self._original_attn_impl = self._original_attn_impl, None
-        try:
-            super().stop(*args, **kwargs)
-        finally:
-            self._original_attn_impl = name
-            self._stopping = True
-            if self.batch_processor is None:
-                self._cache = None
-            if not self.is_running():
-                self._restore_attention()
+        self._stopping = True
+        super().stop(*args, **kwargs)
+        if self.batch_processor is None:
+            self._cache = None
+        if not self.is_running():
+            self._restore_attention()
 
     def _run_generation_loop(self) -> None:
         super()._run_generation_loop()
