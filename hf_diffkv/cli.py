@@ -53,8 +53,8 @@ class Commands(click.Group):
     name=NAME,
     help="DiffKV for Transformers models: a KV cache that keeps important tokens precise, others coarse, and can prune "
     "the rest.",
-    epilog="Each command has a --help of its own. Exit codes: 0 done, 1 it could not be done or came out badly, 2 wrong "
-    "usage, 130 interrupted.",
+    epilog="Each command has a --help of its own. Exit codes: 0 done, 1 it could not be done or came out badly, 2 "
+    "wrong usage, 130 interrupted.",
 )
 @click.version_option(__version__, prog_name=NAME, message="%(prog)s %(version)s")
 def hf_diffkv() -> None:

@@ -62,10 +62,10 @@ def calibrate(options: SimpleNamespace) -> None:
         EvaluationError: something the user can put right; what was measured is kept.
         Failure: nothing is good enough.
     """
+    from ..calibration.measuring import Bench
     from ..evaluation.loading import load_config, load_model
     from ..evaluation.methods import get_method
     from ..evaluation.records import RunFolder
-    from ..calibration.measuring import Bench
 
     limit = _limit(options)
     method = get_method(options.method)
@@ -127,10 +127,10 @@ def _check_method(method: Any, name: str) -> None:
 
 def _documents(options: SimpleNamespace, tokenizer: Any, model_config: Any) -> tuple[Any, list[Any], dict[str, Any]]:
     """Task, documents, and how the written configuration describes them."""
+    from ..calibration.texts import MATH, documents, read_pieces
     from ..evaluation.runner import check_fits, documents_of
     from ..evaluation.tasks import get_task
     from ..evaluation.tasks.base import Source
-    from ..calibration.texts import documents, read_pieces
 
     most = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
     if options.task is not None:

@@ -37,9 +37,9 @@ HELP = {
 @click.command(
     "chat",
     cls=Command,
-    help="Talk with a model, many turns on one cache. A line is a message; /memory, /levels, /reset, /save FOLDER, /help "
-    "and /quit are commands. Ctrl-C stops an answer; what was said stays. Where stdin is no terminal its lines are the "
-    "messages and the answers go to stdout.",
+    help="Talk with a model, many turns on one cache. A line is a message; /memory, /levels, /reset, /save FOLDER, "
+    "/help and /quit are commands. Ctrl-C stops an answer; what was said stays. Where stdin is no terminal its lines "
+    "are the messages and the answers go to stdout.",
 )
 @model_option(default="smollm2", show_default=True)
 @click.option("--system", metavar="TEXT", help="System message.")

@@ -47,7 +47,7 @@ def paragraph(text: str) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns, the first to the left; where they do not fit, a heading for each row and a line for each cell."""
+    """Aligned columns; where they do not fit, a heading for each row and a line for each cell."""
     lines = [list(header), *map(list, rows)]
     sizes = [max(map(len, column)) for column in zip(*lines)]
     if sum(sizes) + 2 * (len(sizes) - 1) <= width():

@@ -41,8 +41,8 @@ WORDS = 12
 @click.command(
     "inspect",
     cls=Command,
-    help="Say which layers of a model are compressed and what a token takes there. With PROMPT, run the model on it and "
-    "show what each layer keeps of it, and the text in the colours of its levels.",
+    help="Say which layers of a model are compressed and what a token takes there. With PROMPT, run the model on it "
+    "and show what each layer keeps of it, and the text in the colours of its levels.",
 )
 @chain(prompt_options, model_option(default="tiny-lm", show_default=True), config_options, running_options)
 @json_option

@@ -135,8 +135,8 @@ def _text(found: dict[str, Any]) -> str:
     lines = [
         paragraph(
             f"{megabytes(found['memory'])}: {megabytes(found['weights'])} weights, {megabytes(found['reserve'])} kept "
-            f"for activations, {megabytes(found['free'])} for caches. Longest context of {found['batch']} at once; largest "
-            f"batch of {found['context']:,} tokens each."
+            f"for activations, {megabytes(found['free'])} for caches. Longest context of {found['batch']} at once; "
+            f"largest batch of {found['context']:,} tokens each."
         ),
         "",
         table(header, rows),

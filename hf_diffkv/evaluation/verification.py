@@ -1,4 +1,4 @@
-"""Whether a configuration is right and good enough for a model: its next-token distributions against the dense cache's."""
+"""Whether a configuration is right and good enough for a model: its predictions against the dense cache's."""
 
 from __future__ import annotations
 
