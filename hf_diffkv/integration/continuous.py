@@ -18,8 +18,8 @@ from .continuous_cache import ContinuousCache, ServingMemory
 from .continuous_engine import (
     ContinuousBatchingManager,
     DiffKVBatchProcessor,
+    initialization,
     scheduler_class,
-    update_cb_config_after_cache_creation,
 )
 from .continuous_sizes import check_servable, free_bytes, make_slots, try_attention
 from .registration import can_switch, set_attention
@@ -64,7 +64,8 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         self._config = resolve_config(model.config, fields.pop("config", None), fields)
         self._longest = _longest(model, workload_hints)
         self._cache: ContinuousCache | None = None
-        self._original_attn_impl = None
+        # the base would switch back while its loop may still be running
+        self._attention: str | None = None
         self._stopping = False
         self.model = model
         options = _checked_options(continuous_batching_config)
@@ -84,7 +85,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
             if not can_switch(model):
                 raise ValueError(f"the attention of {type(model).__name__} cannot be switched to {PAGED_NAME!r}.")
             set_attention(model, PAGED_NAME)
-            self._original_attn_impl = current
+            self._attention = current
         self._stopping = False
 
     def start(self) -> None:
@@ -94,7 +95,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         super().start()
 
     def _restore_attention(self) -> None:
-        name, self._original_attn_impl = self._original_attn_impl, None
+        name, self._attention = self._attention, None
         if name is not None:
             set_attention(self.model, name)
 
@@ -108,15 +109,12 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
         """As Transformers'; the model has its attention back when the last forward has run."""
-        # the base would switch while the loop may still be running
-        name, self._original_attn_impl = self._original_attn_impl, None
-        try:
-            super().stop(*args, **kwargs)
-        finally:
-            self._original_attn_impl = name
-            self._stopping = True
-            if not self.is_running():
-                self._restore_attention()
+        self._stopping = True
+        super().stop(*args, **kwargs)
+        if self.batch_processor is None:
+            self._cache = None
+        if not self.is_running():
+            self._restore_attention()
 
     def _run_generation_loop(self) -> None:
         super()._run_generation_loop()
@@ -125,8 +123,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
 
     def memory(self) -> ServingMemory | None:
         """What is held now; None where nothing runs."""
-        cache = self._cache if self.batch_processor is None else self.batch_processor.cache
-        return None if cache is None else cache.memory()
+        return None if self._cache is None else self._cache.memory()
 
     def _make_cache(self) -> ContinuousCache:
         options = self.continuous_batching_config
@@ -144,9 +141,11 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         if isinstance(self.batch_processor, DiffKVBatchProcessor):
             self.batch_processor.reset()
             return self.batch_processor
-        cache, self._cache = self._cache or self._make_cache(), None
+        if self._cache is None:
+            self._cache = self._make_cache()
+        cache = self._cache
         options = self.continuous_batching_config
-        update_cb_config_after_cache_creation(
+        initialization.update_cb_config_after_cache_creation(
             cb_config=options, num_blocks=cache.num_blocks, max_batch_tokens=cache.max_batch_tokens
         )
         self._use_prefix_sharing = False

@@ -28,64 +28,65 @@ if _version() < OLDEST:
     )
 
 try:
+    from transformers.generation.continuous_batching import initialization
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
     from transformers.generation.continuous_batching.continuous_api import (
         ContinuousBatchingManager,
         ContinuousBatchProcessor,
     )
-    from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
-    from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState, RequestStatus
-    from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, FIFOScheduler, Scheduler
+    from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+    from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, Scheduler
 except ImportError as error:
-    raise ImportError(f"transformers {transformers.__version__} batches continuously otherwise: {error}; {_REMEDY}.")
+    raise ImportError(
+        f"transformers {transformers.__version__} batches continuously in another way ({error}); {_REMEDY}."
+    ) from error
 
-# methods that are overridden, called or taken the place of, and their parameters
-EXPECTED: dict[Any, tuple[str, ...]] = {
-    ContinuousBatchingManager.__init__: (
-        *("model", "generation_config", "continuous_batching_config", "workload_hints"),
+# what is overridden, called or taken the place of: owner, name, parameters
+EXPECTED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
+    (
+        ContinuousBatchingManager,
+        "__init__",
+        ("model", "generation_config", "continuous_batching_config", "workload_hints"),
     ),
-    ContinuousBatchingManager.switch_to_cb_friendly_attn: ("model", "auto_switch_to_flash"),
-    ContinuousBatchingManager.warmup: (),
-    ContinuousBatchProcessor.__init__: (
-        *("cache", "config", "generation_config", "continuous_batching_config", "logit_processor", "input_queue"),
-        *("cancel_queue", "output_router", "background_thread_status", "model_device", "model_dtype", "scheduler"),
-        "distributed_helper",
+    (ContinuousBatchingManager, "switch_to_cb_friendly_attn", ("model", "auto_switch_to_flash")),
+    (ContinuousBatchingManager, "_create_batch_processor", ()),
+    (ContinuousBatchingManager, "_run_generation_loop", ()),
+    (ContinuousBatchingManager, "warmup", ()),
+    (ContinuousBatchingManager, "start", ()),
+    (
+        ContinuousBatchProcessor,
+        "__init__",
+        (
+            *("cache", "config", "generation_config", "continuous_batching_config", "logit_processor", "input_queue"),
+            *("cancel_queue", "output_router", "background_thread_status", "model_device", "model_dtype", "scheduler"),
+            "distributed_helper",
+        ),
     ),
-    ContinuousBatchProcessor._handle_request_error: ("error", "state"),
-    Scheduler.__init__: ("cache", "safety_margin", "max_requests_per_batch"),
-    Scheduler.finish_request: ("request_id",),
-    FIFOScheduler.schedule_batch: ("token_budget", "cache_budget"),
-    update_cb_config_after_cache_creation: ("cb_config", "num_blocks", "max_batch_tokens"),
-}
+    (ContinuousBatchProcessor, "_handle_request_error", ("error", "state")),
+    (ContinuousBatchProcessor, "update_batch", ()),
+    (ContinuousBatchProcessor, "reset", ()),
+    (Scheduler, "__init__", ("cache", "safety_margin", "max_requests_per_batch")),
+    (Scheduler, "add_waiting_request", ("state",)),
+    (Scheduler, "schedule_batch", ("token_budget", "cache_budget")),
+    (Scheduler, "finish_request", ("request_id",)),
+    (initialization, "update_cb_config_after_cache_creation", ("cb_config", "num_blocks", "max_batch_tokens")),
+)
 FIELDS = ("request_id", "initial_tokens", "max_new_tokens", "_new_tokens_limit", "generated_tokens")
 
 
 def surprises() -> list[str]:
     """What of the installed release is not as it is relied on; empty where all is."""
-    found = []
-    for function, parameters in EXPECTED.items():
-        if _parameters(function) != parameters:
-            found.append(function.__qualname__)
-    # called by the engine on its cache
-    for name, method in vars(ContinuousCache).items():
-        theirs = getattr(PagedAttentionCache, name, None)
-        if inspect.isfunction(method) and inspect.isfunction(theirs) and not name.startswith("__"):
-            if _parameters(method) != _parameters(theirs):
-                found.append(theirs.__qualname__)
-    for name, parameters in (("add_waiting_request", ("state",)), ("clear_cancelled_requests", ())):
-        if _parameters(getattr(Scheduler, name, None)) != parameters:
-            found.append(f"Scheduler.{name}")
-    for owner, name in (
-        (ContinuousBatchingManager, "_create_batch_processor"),
-        (ContinuousBatchingManager, "_run_generation_loop"),
-        (ContinuousBatchProcessor, "update_batch"),
-        (ContinuousBatchProcessor, "reset"),
-    ):
-        if _parameters(getattr(owner, name, None)) != ():
-            found.append(f"{owner.__name__}.{name}")
+    # the engine calls these on its cache
+    ours = [name for name, member in vars(ContinuousCache).items() if inspect.isfunction(member)]
+    shared = [name for name in ours if hasattr(PagedAttentionCache, name) and not name.startswith("__")]
+    asked = [(PagedAttentionCache, name, _parameters(getattr(ContinuousCache, name))) for name in shared]
+    found = [
+        f"{owner.__name__}.{name}"
+        for owner, name, parameters in (*EXPECTED, *asked)
+        if _parameters(getattr(owner, name, None)) != parameters
+    ]
     fields = inspect.signature(RequestState).parameters
-    found += [f"RequestState.{name}" for name in FIELDS if name not in fields]
-    return found
+    return found + [f"RequestState.{name}" for name in FIELDS if name not in fields]
 
 
 def _parameters(function: Any) -> tuple[str, ...] | None:
@@ -153,13 +154,3 @@ def _nobody() -> RequestState:
     state = RequestState(request_id="", initial_tokens=[0], max_new_tokens=None)
     state._status = RequestStatus.DECODING
     return state
-
-
-__all__ = [
-    "ContinuousBatchingManager",
-    "DiffKVBatchProcessor",
-    "FutureRequestState",
-    "scheduler_class",
-    "surprises",
-    "update_cb_config_after_cache_creation",
-]

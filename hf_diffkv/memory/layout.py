@@ -29,8 +29,8 @@ ROW_ALIGNMENT = 16
 PAGE_ALIGNMENT = 64
 TARGET_PAGE_BYTES = 6144
 MIN_TOKENS = 16
-# a page that is filled so well is not made larger; those of odd sizes would become so large that the ends of rows, where
-# pages are not full, cost more than that gains
+# a page that is filled so well is not made larger: narrow tokens, of odd sizes, fill only large pages better, whose
+# last one of each row is the emptier
 GOOD_FILL = {32: 0.995, 16: 0.98}
 # more bits of codes than these take metadata of 32 bits in any case
 MOST_NARROW_BITS = 6
@@ -124,8 +124,8 @@ class PageLayout:
         numbers = (metadata_bits // 8, position_bytes)
         rows = {p: _SegmentSizes.of(p, key_dim, value_dim, element_bytes, *numbers) for p in (high, low)}
         smallest = rows[high].end(1 if page_bytes is not None else MIN_TOKENS)
-        limit = max(TARGET_PAGE_BYTES, smallest) if page_bytes is None else page_bytes
-        limit = limit // PAGE_ALIGNMENT * PAGE_ALIGNMENT
+        largest = max(TARGET_PAGE_BYTES, _round_up(smallest, PAGE_ALIGNMENT)) if page_bytes is None else page_bytes
+        limit = largest // PAGE_ALIGNMENT * PAGE_ALIGNMENT
         if smallest > limit:
             raise ValueError(
                 f"page_bytes={page_bytes} cannot hold one {high.name} token of {smallest} bytes; raise page_bytes."

@@ -4,21 +4,21 @@
 
 namespace diffkv {
 
-constexpr int64_t ABI_VERSION = 1;
+constexpr int64_t ABI_VERSION = 2;
 constexpr int MAX_TIERS = 4;
 constexpr int MAX_DIM = 512;
 
 enum Dtype : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 enum Status : int64_t { OK = 0, BAD_PAGE = 1, BAD_COUNT = 2, NO_MEMORY = 3 };
 
-// Keys or values of one tier; offsets and rows in bytes (memory/layout.py).
+// Keys or values of one tier; offsets, rows and the metadata of a group in bytes (memory/layout.py).
 struct Side {
-  int32_t bits, groups, dim, row, offset, metadata_offset;
+  int32_t bits, groups, dim, row, offset, metadata_offset, metadata_bytes;
 };
 
 struct Tier {
   Side key, value;
-  int32_t capacity, score_offset, position_offset, unused;
+  int32_t capacity, score_offset, position_offset, score_bytes, position_bytes;
 };
 
 struct Format {

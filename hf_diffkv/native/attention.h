@@ -140,10 +140,11 @@ inline void write_received(const Attention& attention, const Chunk& chunk, Work&
       joined[t] = received[t] = step.fold ? larger(joined[t], received[t]) : received[t];
   }
   if (step.hold) return;
+  const int64_t length = step.length[chunk.row / step.heads];
   for (int64_t i = 0; i < chunk.pieces; i++) {
     const Piece piece = piece_at(step, attention.window, tokens, chunk.first + i);
     if (piece.page) {
-      add_scores(piece.page, *piece.tier, 0, piece.count, received);
+      add_scores(piece.page, *piece.tier, piece.count, received, piece.tier_index, piece.first, length);
     } else {
       for (int t = 0; t < piece.count; t++) piece.window_score[t] += received[t];
     }

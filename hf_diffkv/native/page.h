@@ -2,7 +2,7 @@
 #pragma once
 #include <math.h>
 
-#include "simd.h"
+#include "narrow.h"
 
 namespace diffkv {
 namespace {
@@ -46,54 +46,127 @@ inline Status check_row(const Format& format, const Rows& rows, int64_t row) {
   return OK;
 }
 
-// (scale, zero) of `groups` groups of one token.
-inline void read_metadata(const uint8_t* page, const Side& side, int64_t slot, float* scale, float* zero) {
+inline void read_pair(const uint8_t* from, float& scale, float& zero) {
   float16 pair[2];
-  for (int g = 0; g < side.groups; g++) {
-    memcpy(pair, page + side.metadata_offset + (slot * side.groups + g) * 4, 4);
-    scale[g] = to_float(pair[0]);
-    zero[g] = to_float(pair[1]);
-  }
+  memcpy(pair, from, 4);
+  scale = to_float(pair[0]);
+  zero = to_float(pair[1]);
 }
 
-inline void write_metadata(uint8_t* page, const Side& side, int64_t slot, int group, float16 scale, float16 zero) {
-  const float16 pair[2] = {scale, zero};
-  memcpy(page + side.metadata_offset + (slot * side.groups + group) * 4, pair, 4);
+// (scale, zero) of one group.
+inline void read_group(const uint8_t* from, const Side& side, float& scale, float& zero) {
+  if (side.metadata_bytes == 2) return read_narrow(from, zero_factor(side.bits), scale, zero);
+  read_pair(from, scale, zero);
+}
+
+// Stores the metadata of a group with the elements [low, high]; what is read back is returned too.
+inline void write_group(uint8_t* page, const Side& side, int64_t slot, int group, float low, float high, float& scale,
+                        float& zero) {
+  uint8_t* to = page + side.metadata_offset + (slot * side.groups + group) * side.metadata_bytes;
+  if (side.metadata_bytes == 2) {
+    const uint16_t word = narrow_metadata(low, high, side.bits);
+    memcpy(to, &word, 2);
+  } else {
+    float16 pair[2];
+    from_float((high - low) / float((1 << side.bits) - 1), pair[0]);
+    from_float(low, pair[1]);
+    memcpy(to, pair, 4);
+  }
+  read_group(to, side, scale, zero);
+}
+
+// (scale, zero) of `groups` groups of one token.
+inline void read_metadata(const uint8_t* page, const Side& side, int64_t slot, float* scale, float* zero) {
+  const uint8_t* from = page + side.metadata_offset + slot * side.groups * side.metadata_bytes;
+  for (int g = 0; g < side.groups; g++) read_group(from + g * side.metadata_bytes, side, scale[g], zero[g]);
 }
 
 // The same of `count` tokens of one group each; up to WIDTH - 1 numbers after the last are overwritten.
 inline void read_metadata(const uint8_t* page, const Side& side, int64_t slot, int count, float* scale, float* zero) {
-  const uint8_t* from = page + side.metadata_offset + slot * 4;
+  const uint8_t* from = page + side.metadata_offset + slot * side.metadata_bytes;
   int t = 0;
 #if defined(__AVX512F__)
   for (; t < count; t += 16) {
     const int left = count - t;
     const __mmask16 there = left >= 16 ? 0xffff : (1u << left) - 1;
+    if (side.metadata_bytes == 2) {
+      const __m512i words = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(there, from + 2 * t));
+      const __m512i halves = _mm512_and_si512(_mm512_srli_epi32(words, 1), _mm512_set1_epi32(0x7fe0));
+      const __m512 scales = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(halves));
+      const __m512 levels = _mm512_cvtepi32_ps(_mm512_and_si512(words, _mm512_set1_epi32(ZERO_LEVELS)));
+      store(scale + t, scales);
+      store(zero + t, levels * scales * splat(zero_factor(side.bits)));
+      continue;
+    }
     const __m512i pairs = _mm512_maskz_loadu_epi32(there, from + 4 * t);
     store(scale + t, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(pairs)));
     store(zero + t, _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(pairs, 16))));
   }
 #endif
+  if (side.metadata_bytes == 2) {
+    const float factor = zero_factor(side.bits);
+    for (; t < count; t++) read_narrow(from + 2 * t, factor, scale[t], zero[t]);
+  }
+  for (; t < count; t++) read_pair(from + 4 * t, scale[t], zero[t]);
+}
+
+// Calls with a number of the type that a tier's scores have, and one of the type of its positions.
+template <class Call>
+inline auto with_numbers(const Tier& tier, Call call) {
+  if (tier.score_bytes == 4) return call(float(), int32_t());
+  if (tier.position_bytes == 4) return call(uint16_t(), int32_t());
+  return call(uint16_t(), uint16_t());
+}
+
+template <class Number>
+inline Number number_at(const uint8_t* page, int64_t offset, int64_t slot) {
+  Number number;
+  memcpy(&number, page + offset + slot * int64_t(sizeof(number)), sizeof(number));
+  return number;
+}
+
+template <class Number>
+inline void put_number(uint8_t* page, int64_t offset, int64_t slot, Number number) {
+  memcpy(page + offset + slot * int64_t(sizeof(number)), &number, sizeof(number));
+}
+
+// Adds to the scores of the first `count` tokens of a page, of which the first is a row's `index`-th of its tier.
+// `length` is the row's: together they are what narrow scores are rounded by.
+inline void add_scores(uint8_t* page, const Tier& tier, int count, const float* more, int tier_index, int64_t index,
+                       int64_t length) {
+  uint8_t* scores = page + tier.score_offset;
+  int t = 0;
+  if (tier.score_bytes == 4) {
+    float* sums = reinterpret_cast<float*>(scores);
+    for (; t < count; t++) sums[t] += more[t];
+    return;
+  }
+  const uint32_t start = uint32_t(index) * INDEX_FACTOR + (2 * uint32_t(length) + tier_index) * LENGTH_FACTOR;
+  Words step = {};
+  for (int i = 0; i < WIDTH; i++) step[i] = uint32_t(i) * INDEX_FACTOR;
+  for (; t + WIDTH <= count; t += WIDTH) {
+    const Ints noise = (Ints)hash_of(step + (start + uint32_t(t) * INDEX_FACTOR));
+    const Ints sum = (Ints)(load_numbers<Floats>(scores, t, uint16_t()) + load(more + t));
+    Ints code = (sum + noise - SCORE_BASE) >> SCORE_SHIFT;
+    code = code > 0 ? code : Ints{};
+    code = code < LARGEST_SCORE ? code : Ints{} + LARGEST_SCORE;
+    const Halves narrow = __builtin_convertvector(code, Halves);
+    memcpy(scores + 2 * t, &narrow, sizeof(narrow));
+  }
   for (; t < count; t++) {
-    float16 pair[2];
-    memcpy(pair, from + 4 * t, 4);
-    scale[t] = to_float(pair[0]);
-    zero[t] = to_float(pair[1]);
+    const float sum = score_of(number_at<uint16_t>(scores, 0, t)) + more[t];
+    put_number(scores, 0, t, narrow_score(sum, int32_t(hash_of(start + uint32_t(t) * INDEX_FACTOR))));
   }
 }
 
-// Adds to the scores of `count` tokens.
-inline void add_scores(uint8_t* page, const Tier& tier, int64_t slot, int count, const float* more) {
-  float* scores = reinterpret_cast<float*>(page + tier.score_offset) + slot;
-  for (int t = 0; t < count; t++) scores[t] += more[t];
-}
-
 inline float read_score(const uint8_t* page, const Tier& tier, int64_t slot) {
-  return reinterpret_cast<const float*>(page + tier.score_offset)[slot];
+  if (tier.score_bytes == 4) return number_at<float>(page, tier.score_offset, slot);
+  return score_of(number_at<uint16_t>(page, tier.score_offset, slot));
 }
 
 inline int32_t read_position(const uint8_t* page, const Tier& tier, int64_t slot) {
-  return reinterpret_cast<const int32_t*>(page + tier.position_offset)[slot];
+  if (tier.position_bytes == 4) return number_at<int32_t>(page, tier.position_offset, slot);
+  return number_at<uint16_t>(page, tier.position_offset, slot);
 }
 
 // Mean significance of a token: its score over the number of later queries. `last` is the newest token.
@@ -107,13 +180,13 @@ inline float least_mean(const uint8_t* page, const Tier& tier, int count, int32_
   int t = 0;
   if (count >= WIDTH) {
     Floats lowest = splat(INFINITY);
-    for (; t + WIDTH <= count; t += WIDTH) {
-      Ints position;
-      memcpy(&position, page + tier.position_offset + 4 * t, sizeof(position));
-      const Ints later = last - position;
-      const Floats weight = __builtin_convertvector(later > 1 ? later : Ints{} + 1, Floats);
-      lowest = minimum(lowest, load(reinterpret_cast<const float*>(page + tier.score_offset) + t) / weight);
-    }
+    with_numbers(tier, [&](auto score, auto position) {
+      for (; t + WIDTH <= count; t += WIDTH) {
+        const Ints later = last - load_numbers<Ints>(page + tier.position_offset, t, position);
+        const Floats weight = __builtin_convertvector(later > 1 ? later : Ints{} + 1, Floats);
+        lowest = minimum(lowest, load_numbers<Floats>(page + tier.score_offset, t, score) / weight);
+      }
+    });
     least = smallest(lowest);
   }
   for (; t < count; t++) least = smaller(least, mean_of(page, tier, t, last));
@@ -121,20 +194,30 @@ inline float least_mean(const uint8_t* page, const Tier& tier, int count, int32_
 }
 
 inline void write_token(uint8_t* page, const Tier& tier, int64_t slot, float score, int32_t position) {
-  reinterpret_cast<float*>(page + tier.score_offset)[slot] = score;
-  reinterpret_cast<int32_t*>(page + tier.position_offset)[slot] = position;
+  if (tier.score_bytes == 4) {
+    put_number(page, tier.score_offset, slot, score);
+  } else {
+    put_number(page, tier.score_offset, slot, nearest_score(score));
+  }
+  if (tier.position_bytes == 4) {
+    put_number(page, tier.position_offset, slot, position);
+  } else {
+    put_number(page, tier.position_offset, slot, uint16_t(position));
+  }
 }
 
 // Copies a token as it is stored, code for code.
 inline void copy_token(const uint8_t* from, int64_t slot, uint8_t* to, int64_t to_slot, const Tier& tier) {
+  auto copy = [&](int64_t offset, int64_t bytes) {
+    memcpy(to + offset + to_slot * bytes, from + offset + slot * bytes, bytes);
+  };
   const Side* const sides[] = {&tier.key, &tier.value};
   for (const Side* side : sides) {
-    memcpy(to + side->offset + to_slot * side->row, from + side->offset + slot * side->row, side->row);
-    if (!has_metadata(*side)) continue;
-    const int64_t bytes = 4 * side->groups;
-    memcpy(to + side->metadata_offset + to_slot * bytes, from + side->metadata_offset + slot * bytes, bytes);
+    copy(side->offset, side->row);
+    copy(side->metadata_offset, int64_t(side->groups) * side->metadata_bytes);
   }
-  write_token(to, tier, to_slot, read_score(from, tier, slot), read_position(from, tier, slot));
+  copy(tier.score_offset, tier.score_bytes);
+  copy(tier.position_offset, tier.position_bytes);
 }
 
 }  // namespace

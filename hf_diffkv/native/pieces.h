@@ -11,7 +11,8 @@ struct Piece {
   uint8_t* page;  // null in the window
   const uint8_t *key, *value;
   float* window_score;
-  int count;
+  int count, tier_index;
+  int64_t first;  // index of its first token among those of its tier
 };
 
 // Sinks, and the ring before and behind the place where it wraps.
@@ -82,6 +83,8 @@ inline Piece piece_at(const Step& step, const Tier& window, const RowTokens& tok
   for (int t = 0; t < step.format.tiers; t++) {
     if (index < tokens.pages[t]) {
       piece.tier = &step.format.tier[t];
+      piece.tier_index = t;
+      piece.first = index * piece.tier->capacity;
       piece.page = page_at(step.format, step.rows, tokens.row, t, index);
       piece.key = piece.page + piece.tier->key.offset;
       piece.value = piece.page + piece.tier->value.offset;

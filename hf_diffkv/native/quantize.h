@@ -49,13 +49,13 @@ inline void range_of(const float* x, int count, float& low, float& high) {
   }
 }
 
-inline void quantize_group(const float* x, int count, int bits, uint8_t* codes, float16& scale, float16& zero) {
-  float low, high;
+// Stores the metadata of a slot's group and makes the codes.
+inline void quantize_group(uint8_t* page, const Side& side, int64_t slot, int group, const float* x, int count,
+                           uint8_t* codes) {
+  float low, high, step, from;
   range_of(x, count, low, high);
-  const float levels = float((1 << bits) - 1);
-  from_float((high - low) / levels, scale);
-  from_float(low, zero);
-  const float step = to_float(scale), from = to_float(zero);
+  write_group(page, side, slot, group, low, high, step, from);
+  const float levels = float((1 << side.bits) - 1);
   if (step == 0) {
     memset(codes, 0, count);
     return;
@@ -83,11 +83,7 @@ inline void store_row(uint8_t* page, const Side& side, int32_t dtype, int64_t sl
   }
   uint8_t codes[MAX_DIM];
   const int size = side.dim / side.groups;
-  for (int g = 0; g < side.groups; g++) {
-    float16 scale, zero;
-    quantize_group(x + g * size, size, side.bits, codes + g * size, scale, zero);
-    write_metadata(page, side, slot, g, scale, zero);
-  }
+  for (int g = 0; g < side.groups; g++) quantize_group(page, side, slot, g, x + g * size, size, codes + g * size);
   pack(codes, side, to);
 }
 

@@ -9,7 +9,7 @@ import torch
 from ..memory import PageLayout, TierLayout
 
 MAX_TIERS = 4
-ABI_VERSION = 1
+ABI_VERSION = 2
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
@@ -24,11 +24,14 @@ def _fields(**kinds: str) -> list[tuple[str, type]]:
 class Side(ctypes.Structure):
     """Keys or values of one tier."""
 
-    _fields_ = _fields(int="bits groups dim row offset metadata_offset")
+    _fields_ = _fields(int="bits groups dim row offset metadata_offset metadata_bytes")
 
 
 class Tier(ctypes.Structure):
-    _fields_ = [("key", Side), ("value", Side), *_fields(int="capacity score_offset position_offset unused")]
+    _fields_ = [
+        *(("key", Side), ("value", Side)),
+        *_fields(int="capacity score_offset position_offset score_bytes position_bytes"),
+    ]
 
 
 class Format(ctypes.Structure):
@@ -141,8 +144,13 @@ def format_of_tier(tier: TierLayout, dtype: torch.dtype) -> Format:
 
 
 def _tier(tier: TierLayout) -> Tier:
-    key = Side(tier.k_bits, tier.k_groups, tier.key_dim, tier.key_row, tier.key_offset, tier.key_metadata_offset)
-    value = Side(
-        tier.v_bits, tier.v_groups, tier.value_dim, tier.value_row, tier.value_offset, tier.value_metadata_offset
+    key = Side(
+        *(tier.k_bits, tier.k_groups, tier.key_dim, tier.key_row),
+        *(tier.key_offset, tier.key_metadata_offset, tier.key_metadata),
     )
-    return Tier(key, value, tier.capacity, tier.score_offset, tier.position_offset)
+    value = Side(
+        *(tier.v_bits, tier.v_groups, tier.value_dim, tier.value_row),
+        *(tier.value_offset, tier.value_metadata_offset, tier.value_metadata),
+    )
+    numbers = (tier.score_offset, tier.position_offset, tier.score_bytes, tier.position_bytes)
+    return Tier(key, value, tier.capacity, *numbers)

@@ -11,8 +11,8 @@ from torch import Tensor
 from .backend import without_autocast
 from .quantize import compute_dtype
 
-# elements at a time, as the rotation is computed in float32
-CHUNK_ELEMENTS = 1 << 24
+# elements at a time of what is computed in float32
+CHUNK_ELEMENTS = 1 << 21
 
 
 @cache
@@ -55,12 +55,17 @@ def rotate(tensor: Tensor, matrix: Tensor | None, offset: Tensor | None = None) 
         return tensor
     if tensor.numel() <= CHUNK_ELEMENTS:
         return _rotate(tensor, matrix, offset)
-    step = max(1, CHUNK_ELEMENTS // tensor[:, :, :1].numel())
+    step = tokens_at_once(tensor)
     rotated = torch.empty_like(tensor, memory_format=torch.contiguous_format)
     for start in range(0, tensor.shape[2], step):
         part = slice(start, start + step)
         rotated[:, :, part] = _rotate(tensor[:, :, part], matrix, offset)
     return rotated
+
+
+def tokens_at_once(tensor: Tensor) -> int:
+    """How many tokens of [batch, heads, tokens, dim] are to be computed with in float32 at a time."""
+    return max(1, CHUNK_ELEMENTS // max(1, tensor[:, :, :1].numel()))
 
 
 def _rotate(tensor: Tensor, matrix: Tensor | None, offset: Tensor | None) -> Tensor:

@@ -71,7 +71,8 @@ def _tokens(
         if store.policy.needs_value_norm:
             _, value = load_tokens(store.pool.pages, layout, page, slot, store.dtype)
             norms.append(value.float().norm(dim=-1))
-    norms.append(leaving.value.float().norm(dim=-1))
+    if store.policy.needs_value_norm:
+        norms.append(leaving.value_norm())
     levels = [torch.full_like(m, n, dtype=torch.int8) for m, n in zip(means, (HIGH_LEVEL, LOW_LEVEL, WINDOW_LEVEL))]
     return Tokens(
         torch.cat([*rows, leaving.row]),

@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 
 from ..memory import HIGH, LOW
-from ..ops.compact import NewTokens, StoredTokens, rewrite_rows, stored_tokens
+from ..ops.compact import Given, NewTokens, StoredTokens, rewrite_rows, stored_tokens
 from ..ops.narrow import score_noise
 from ..ops.prefill_attention import StoredPast, prefill_attention
 from ..ops.quantize import compute_dtype
+from ..ops.rotation import tokens_at_once
 from ..ops.segments import segments
 from ..policy import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL, mean_significance
 from .levels import decide_levels
 from .state import Store
-from .transform import Entering, model_form, note_logits, query_form
+from .transform import Entering, PromptSource, model_form, note_logits, query_form
 from .window import held_count, slots_of
 
 
@@ -86,14 +87,19 @@ def attend_beside(
 def check_finite(store: Store, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
     """Raises `ValueError` unless all real keys and values, [batch, heads, tokens, dim], can be stored."""
     for tensor in (key, value):
-        if store.config.rotate:
-            # no element is larger than that, however a token is rotated
-            peak = torch.linalg.vector_norm(tensor, dim=3, dtype=compute_dtype(tensor.dtype)).amax(1)
-        else:
-            peak = tensor.abs().amax((1, 3))
+        peaks = [_peak(store, part) for part in tensor.split(tokens_at_once(tensor), dim=2)]
+        peak = torch.cat(peaks, dim=1)
         peak = peak if valid is None else torch.where(valid, peak, 0)
         if not bool((peak <= store.value_limit).all()):
             raise ValueError(store.value_message())
+
+
+def _peak(store: Store, tensor: Tensor) -> Tensor:
+    """The largest that an element of each token [batch, heads, tokens, dim] may be in the store, [batch, tokens]."""
+    if store.config.rotate:
+        # no element is larger than that, however a token is rotated
+        return torch.linalg.vector_norm(tensor, dim=3, dtype=compute_dtype(tensor.dtype)).amax(1)
+    return tensor.abs().amax((1, 3))
 
 
 class Past:
@@ -176,7 +182,7 @@ def compress(store: Store, layer: int, past: Past, new: Entering, received: Tens
     heads = store.num_heads
     rows = store.batch_size * heads
     valid, new_count = new.valid, new.key.shape[2]
-    key, value, offset = new.stored()
+    source, offset = new.stored()
     received = received.flatten(0, 1)
     past_width = received.shape[1] - new_count
     old_length = store.length[layer].clone()
@@ -195,7 +201,7 @@ def compress(store: Store, layer: int, past: Past, new: Entering, received: Tens
         previous.append(view.scores(tokens.page, tokens.slot))
         scores.append(previous[tier] + past.gather(received, tier))
         means.append(mean_significance(scores[tier], view.positions(tokens.page, tokens.slot), length[tokens.row]))
-    candidates = _candidates(store, layer, past, key, value, valid, offset, old_length, received, past_width)
+    candidates = _candidates(store, layer, past, source, valid, offset, old_length, received, past_width)
     start = torch.maximum(store.window_start[layer], store.length[layer] - store.config.window)
     request = candidates.row // heads
     in_window = (candidates.position < store.sink_end[layer][request]) | (candidates.position >= start[request])
@@ -244,8 +250,7 @@ def _candidates(
     store: Store,
     layer: int,
     past: Past,
-    key: Tensor,
-    value: Tensor,
+    source: PromptSource,
     valid: Tensor | None,
     offset: Tensor | None,
     old_length: Tensor,
@@ -255,33 +260,34 @@ def _candidates(
     """Every token that is exact now: what was in the window, and the new ones; sorted by row, then position.
 
     Args:
-        key, value: as they are to be stored.
+        source: the new ones.
         offset: of all rows' keys, as `Entering.stored` returns it.
     """
-    heads, new_count = store.num_heads, key.shape[2]
+    heads, new_count = store.num_heads, source.key.shape[2]
     slot = window_slot(store, layer, past.window_row, past.window_token)
     score = store.window_score[layer].flatten(0, 1)[past.window_row, slot] + past.gather(received, 2)
     held_key, held_value = past.window(store, layer)
     if offset is not None:
         shift = (offset - store.key_offset[layer]).flatten(0, 1)[past.window_row]
         held_key = (held_key - shift).to(held_key.dtype)
-    window = NewTokens(past.window_row, held_key, held_value, score, past.window_token)
+    window = NewTokens.of(past.window_row, Given(held_key, held_value), score, past.window_token)
     if valid is None:
         valid = torch.ones(store.batch_size, new_count, dtype=torch.bool, device=store.device)
     position = old_length[:, None] + valid.cumsum(-1) - 1
     row, column = valid.repeat_interleave(heads, dim=0).nonzero(as_tuple=True)
     new = NewTokens(
         row,
-        key.flatten(0, 1)[row, column],
-        value.flatten(0, 1)[row, column],
         received[row, past_width + column],
-        position.repeat_interleave(heads, dim=0)[row, column],
+        position[row // heads, column],
+        (source,),
+        row * new_count + column,
     )
     return window.merge(new)
 
 
 def _fill_window(store: Store, layer: int, tokens: NewTokens) -> None:
     slot = window_slot(store, layer, tokens.row, tokens.position)
-    store.window_key[layer].flatten(0, 1)[tokens.row, slot] = tokens.key.to(store.dtype)
-    store.window_value[layer].flatten(0, 1)[tokens.row, slot] = tokens.value.to(store.dtype)
+    key, value = tokens.read(slice(None))
+    store.window_key[layer].flatten(0, 1)[tokens.row, slot] = key.to(store.dtype)
+    store.window_value[layer].flatten(0, 1)[tokens.row, slot] = value.to(store.dtype)
     store.window_score[layer].flatten(0, 1)[tokens.row, slot] = tokens.score

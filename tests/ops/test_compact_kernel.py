@@ -129,9 +129,9 @@ class State:
             slot = index % tier_layout.capacity
             key, value = load_tokens(self.pages, tier_layout, page, slot, self.dtype)
             view = segments(self.pages, tier_layout)
-            for i, position in enumerate(view.position[page, slot].tolist()):
+            for i, position in enumerate(view.positions(page, slot).tolist()):
                 assert position not in found
-                found[position] = (tier, float(view.score[page, slot][i]), key[i], value[i])
+                found[position] = (tier, float(view.scores(page, slot)[i]), key[i], value[i])
         return found
 
 
@@ -169,8 +169,11 @@ def assert_steps_alike(state, steps, **thresholds):
         assert_alike(state, expected)
 
 
-def small_layout(high=K8V4, low=K4V2, key_dim=32, value_dim=32, page_bytes=1024, element_bytes=2):
-    return PageLayout.build(high, low, key_dim, value_dim, element_bytes, page_bytes=page_bytes)
+NARROW = [{"metadata_bits": 16, "position_bytes": 2}, {"metadata_bits": 16}]
+
+
+def small_layout(high=K8V4, low=K4V2, key_dim=32, value_dim=32, page_bytes=1024, element_bytes=2, **numbers):
+    return PageLayout.build(high, low, key_dim, value_dim, element_bytes, page_bytes=page_bytes, **numbers)
 
 
 def test_many_rows_over_many_steps():

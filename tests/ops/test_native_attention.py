@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from native_code import every_set, needs_native
-from test_decode_attention_reference import Case
+from test_decode_attention_reference import NARROW, Case
 from torch import Tensor
 
 from hf_diffkv.config import SUPPORTED_BITS, Precision
@@ -75,9 +75,12 @@ class NativeCase(Case):
             if self.length[request] > self.start[request]:
                 received[:, -1] = 0
             after = self.tokens(row)
-            gained = np.array(after[2]) - np.array(scores)
             accuracy = 2e-6 if self.dtype == torch.float32 else 2e-3
-            np.testing.assert_allclose(gained, received.max(0), rtol=0, atol=accuracy)
+            if self.layout.high.score_bytes == 4:
+                gained = np.array(after[2]) - np.array(scores)
+                np.testing.assert_allclose(gained, received.max(0), rtol=0, atol=accuracy)
+            else:
+                self.check_scores(row, np.array(scores) + received.max(0), after[2], accuracy)
             assert np.array_equal(after[0], keys) and np.array_equal(after[1], values)
 
 
@@ -159,6 +162,24 @@ def test_every_number_of_bits(bits: int, dim: int, dtype: torch.dtype) -> None:
 )
 def test_groups(high: Precision, low: Precision, dtype: torch.dtype) -> None:
     NativeCase([5, 0, 30], [9, 33, 0], [1, 4, 5], precisions=(high, low), dtype=dtype, page_bytes=1024).check()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("numbers", NARROW, ids=str)
+@pytest.mark.parametrize(
+    "high, low",
+    [
+        (K8V4, K4V2),
+        (Precision(6, 4), Precision(5, 3)),
+        (Precision(16, 4, 1, 2), Precision(1, 8, 2, 1)),
+        (Precision(4, 2, 2, 4), Precision(3, 1, 4, 1)),
+    ],
+    ids=lambda precision: precision.name,
+)
+def test_narrow_pages(high: Precision, low: Precision, numbers: dict, dtype: torch.dtype, threads) -> None:
+    case = NativeCase([5, 0, 30, 170], [9, 33, 0, 12], [1, 4, 5, 2], precisions=(high, low), dtype=dtype, **numbers)
+    case.check()
+    case.check(valid=torch.tensor([True, False, True, True]))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -11,7 +11,7 @@ import torch
 from native_code import every_set, needs_native
 from test_append import state as window_state
 from test_compact_kernel import State, run_reference, small_layout
-from test_quantize_kernel import PAGES, make_tokens, poisoned, tier_of
+from test_quantize_kernel import NARROW, PAGES, make_tokens, poisoned, tier_of
 
 from hf_diffkv.config import SUPPORTED_BITS, Precision
 from hf_diffkv.memory import LOW
@@ -66,9 +66,18 @@ def test_dims_groups_and_dtypes(precision, key_dim, value_dim, dtype) -> None:
     assert_stored_alike(tier, make_tokens(tier, 11, dtype), dtype)
 
 
+@pytest.mark.parametrize("numbers", NARROW, ids=str)
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
+def test_narrow_pages(bits: int, numbers: dict) -> None:
+    for precision, dims in ((Precision(bits, 4), (64, 40)), (Precision(5, bits, 2, 1 if bits == 16 else 4), (80, 96))):
+        tier = tier_of(precision, *dims, **numbers)
+        assert_stored_alike(tier, make_tokens(tier, 137, torch.float16), torch.float16)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_of_extreme_values(dtype: torch.dtype) -> None:
-    tier = tier_of(Precision(8, 3), 32, 32, dtype.itemsize)
+@pytest.mark.parametrize("numbers", [{}, *NARROW], ids=str)
+def test_rows_of_extreme_values(dtype: torch.dtype, numbers: dict) -> None:
+    tier = tier_of(Precision(6 if numbers else 8, 3), 32, 32, dtype.itemsize, **numbers)
     tokens = list(make_tokens(tier, 10, dtype))
     largest = 32752.0 if dtype != torch.float16 else 32736.0
     for row, part in enumerate(
@@ -84,6 +93,7 @@ def test_rows_of_extreme_values(dtype: torch.dtype) -> None:
         )
     ):
         tokens[2][row] = tokens[3][row] = part.to(dtype)
+    tokens[4][:6] = torch.tensor([0.0, 2.0**-46, 3e5, 1 + 2.0**-11, 1 + 3 * 2.0**-11, 1e-38])
     assert_stored_alike(tier, tokens, dtype)
 
 
@@ -107,14 +117,16 @@ def test_the_null_page_holds_nothing() -> None:
     assert (key[::2] == 0).all() and (value[::2] == 0).all() and (key[1::2] != 0).any()
 
 
+@pytest.mark.parametrize("numbers", [{}, *NARROW], ids=str)
 @pytest.mark.parametrize("precision", [K8V4, Precision(16, 3), Precision(5, 16, 2, 1)], ids=lambda p: p.name)
-def test_tokens_move_code_for_code(precision: Precision) -> None:
-    tier = tier_of(precision, 32, 40)
+def test_tokens_move_code_for_code(precision: Precision, numbers: dict) -> None:
+    tier = tier_of(precision, 32, 40, **numbers)
     tokens = make_tokens(tier, 60, torch.float16)
     pages = poisoned(tier)
     native.store_tokens(pages, tier, *tokens, torch.float16)
     expected = pages.clone()
-    moves = (tokens[0][:25], tokens[1][:25], tokens[0][30:55], tokens[1][30:55])
+    half = tokens[0].numel() // 2
+    moves = (tokens[0][:half], tokens[1][:half], tokens[0][half : 2 * half], tokens[1][half : 2 * half])
     native.move_tokens(pages, tier, *moves)
     reference.move_tokens(expected, tier, *moves)
     assert torch.equal(pages, expected)
@@ -182,9 +194,10 @@ def assert_steps_alike(state: State, steps: int, **thresholds: float) -> None:
         assert_alike(state, expected)
 
 
+@pytest.mark.parametrize("numbers", [{}, *NARROW], ids=str)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_compaction_of_many_rows_over_many_steps(threads: int) -> None:
-    layout = small_layout()
+def test_compaction_of_many_rows_over_many_steps(threads: int, numbers: dict) -> None:
+    layout = small_layout(**numbers)
     full = layout.high.capacity
     counts = [0, 1, full - 1, full, full + 1, 3 * full, 7, 0, 2, 5]
     torch.set_num_threads(threads)
@@ -264,3 +277,10 @@ def test_random_compactions(seed: int) -> None:
     thresholds = sorted(random.uniform(0, 2, 2))
     state = State(layout, *counts, seed=seed, spare=40)
     assert_steps_alike(state, 8, high=float(thresholds[1]), low=float(thresholds[0]))
+
+
+@pytest.mark.parametrize("high, low", [(Precision(6, 4), Precision(5, 3)), (Precision(4, 16, 2, 1), Precision(1, 8))])
+def test_compaction_in_narrow_pages(high: Precision, low: Precision) -> None:
+    for numbers in NARROW:
+        layout = small_layout(high, low, 64, 40, 2048, **numbers)
+        assert_steps_alike(State(layout, [9, 0, 70, 4], [3, 120, 0, 8], seed=2, spare=8), 4)

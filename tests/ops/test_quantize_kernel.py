@@ -18,8 +18,11 @@ from hf_diffkv.ops.segments import segments  # noqa: E402
 PAGES = 7
 
 
-def tier_of(precision, key_dim, value_dim, element_bytes=2):
-    return PageLayout.build(precision, precision, key_dim, value_dim, element_bytes, page_bytes=4096).high
+NARROW = [{"metadata_bits": 16, "position_bytes": 2}, {"metadata_bits": 16}]
+
+
+def tier_of(precision, key_dim, value_dim, element_bytes=2, **numbers):
+    return PageLayout.build(precision, precision, key_dim, value_dim, element_bytes, page_bytes=4096, **numbers).high
 
 
 def make_tokens(tier, count, dtype, seed=0):
@@ -30,7 +33,7 @@ def make_tokens(tier, count, dtype, seed=0):
     places = torch.randperm((PAGES - 1) * tier.capacity, generator=generator)[:count]
     page, slot = 1 + places // tier.capacity, places % tier.capacity
     score = torch.rand(count, generator=generator)
-    position = torch.randint(0, 1 << 20, (count,), generator=generator)
+    position = torch.randint(0, 1 << (20 if tier.position_bytes == 4 else 16), (count,), generator=generator)
     return page, slot, key, value, score, position
 
 

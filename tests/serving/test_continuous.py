@@ -22,7 +22,10 @@ from hf_diffkv.store.staging import stage
 LENGTHS = (5, 150, 80, 1, 12, 64, 190, 90)
 NEW = 12
 LOSSY = DiffKVConfig(alpha_high=1.0, alpha_low=0.4, window=16)
-AMPLE, TIGHT = 64 << 20, 560_000
+LOSSLESS = DiffKVConfig.lossless(window=8)
+# bytes; the smaller one holds two requests of CROWD
+AMPLE, TIGHT = 64 << 20, 130_000
+CROWD = (70, 60, 75, 50)
 
 
 def prompts(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[list[int]]:
@@ -45,7 +48,7 @@ def expected(model: PreTrainedModel, ids: list[int], new: int = NEW) -> list[int
     return model.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False)[0, len(ids) :].tolist()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model() -> PreTrainedModel:
     return tiny_model("llama")
 
@@ -109,7 +112,7 @@ def test_lossless_equals_generate(name: str, watch: Watch) -> None:
     model = tiny_model(name)
     given = prompts()
     want = [expected(model, ids) for ids in given]
-    outputs = model.generate_batch(given, request_config(DiffKVConfig.lossless()), chunks())
+    outputs = model.generate_batch(given, request_config(LOSSLESS), chunks())
     assert [output.generated_tokens for output in outputs.values()] == want
     assert model.config._attn_implementation == "sdpa"
     mixed = [forwards for forwards in watch.forwards.values() if len([n for n in forwards if n > 1]) > 1]
@@ -118,41 +121,66 @@ def test_lossless_equals_generate(name: str, watch: Watch) -> None:
 
 
 def test_preempted_requests_are_computed_anew(model: PreTrainedModel, watch: Watch) -> None:
-    given = prompts()
-    want = [expected(model, ids) for ids in given]
-    outputs = model.generate_batch(given, request_config(DiffKVConfig.lossless(), TIGHT), chunks())
+    given = prompts(CROWD)
+    want = [expected(model, ids, 32) for ids in given]
+    config = request_config(LOSSLESS, TIGHT, max_new_tokens=32)
+    outputs = model.generate_batch(given, config, chunks(safety_margin=0.0))
     assert [output.generated_tokens for output in outputs.values()] == want
     assert watch.preempted > 0
     assert TIGHT // 2 < max(watch.bytes) <= TIGHT
     watch.assert_nothing_left()
 
 
-@pytest.mark.parametrize("max_bytes", [AMPLE, 420_000])
-def test_lossy_requests_are_what_they_are_alone(max_bytes: int, watch: Watch) -> None:
+def starve_once(monkeypatch: pytest.MonkeyPatch, request_id: str, generated: int) -> None:
+    """Has the cache deny memory to one request after so many generated tokens, so that it is preempted."""
+    denied: list[bool] = []
+    can_store, storable = ContinuousCache.can_store_request_tokens, ContinuousCache.count_storable_requests
+
+    def deny(cache: ContinuousCache, state: Any, tokens: int, dry_run: bool = False) -> bool:
+        if not denied and state.request_id == request_id and state.generated_len() == generated:
+            denied.append(True)
+            return False
+        return can_store(cache, state, tokens, dry_run)
+
+    def none_fits(cache: ContinuousCache, needed: list[dict[str, int]]) -> int:
+        return 0 if denied and denied.pop() and not denied.append(False) else storable(cache, needed)
+
+    monkeypatch.setattr(ContinuousCache, "can_store_request_tokens", deny)
+    monkeypatch.setattr(ContinuousCache, "count_storable_requests", none_fits)
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+def test_lossy_requests_are_what_they_are_alone(preempted: bool, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same forwards on a `DiffKVCache` of its own leave the same tokens at the same levels, and say the same."""
     model = tiny_model("llama", dtype=torch.float64)
-    given = prompts()
+    given, max_bytes = prompts((5, 90, 1, 40, 130)), 300_000
+    if preempted:
+        starve_once(monkeypatch, "req_1", 4)
     outputs = model.generate_batch(given, request_config(LOSSY, max_bytes), chunks())
     assert max(watch.bytes) <= max_bytes
-    pruned = 0
+    assert watch.preempted == preempted
+    pruned = compared = 0
     for ids, (name, output) in zip(given, outputs.items()):
-        text, cache = ids + output.generated_tokens, DiffKVCache(model.config, LOSSY)
+        text, forwards = ids + output.generated_tokens, watch.forwards[name]
+        assert sum(forwards) == len(text) - 1
+        cache, at = DiffKVCache(model.config, LOSSY), 0
         model.set_attn_implementation("diffkv")
-        at, said = 0, []
-        for tokens in watch.forwards[name]:
+        # before it there may be parts of the prompt, and of what was said before a preemption
+        prompt_end = max((i for i, tokens in enumerate(forwards) if tokens > 1), default=0)
+        for index, tokens in enumerate(forwards):
             with torch.no_grad():
                 logits = model(torch.tensor([text[at : at + tokens]]), past_key_values=cache).logits
             at += tokens
-            said.append(int(logits[0, -1].argmax()))
-        assert at == len(text) - 1
-        # a preempted request's generated tokens became part of its prompt
-        last = next(i for i in range(len(said)) if sum(watch.forwards[name][: i + 1]) >= len(ids))
-        assert said[-1] == text[-1] and all(token in output.generated_tokens for token in said[last:])
+            if at >= len(ids) and index >= prompt_end:
+                assert int(logits[0, -1].argmax()) == text[at]
+                compared += 1
         for layer, mine in enumerate(watch.tokens[name]):
             assert torch.equal(mine.levels, cache.levels(layer))
             pruned += int((mine.levels < 1).sum())
         model.set_attn_implementation("sdpa")
     assert pruned > 0
+    # what one request had said before its preemption is not predicted again
+    assert compared == len(given) * NEW - (4 if preempted else 0)
     watch.assert_nothing_left()
 
 
@@ -180,7 +208,7 @@ def test_cancelled_requests_leave_nothing(model: PreTrainedModel, watch: Watch) 
     """Requests are cancelled while they wait, in their prompt and while decoding; the others end as they should."""
     rng = random.Random(0)
     given = prompts(tuple(rng.randint(1, 120) for _ in range(40)))
-    manager = serve(model, request_config(DiffKVConfig.lossless(), TIGHT), max_requests_per_batch=4)
+    manager = serve(model, request_config(LOSSLESS, TIGHT), max_requests_per_batch=4)
     cancelled, names = set(), []
     for ids in given:
         names.append(manager.add_request(ids, max_new_tokens=rng.randint(1, 8)))
@@ -201,7 +229,7 @@ def test_streaming_gives_every_token_and_stops(model: PreTrainedModel) -> None:
     ids = prompts((30,))[0]
     want = expected(model, ids, 8)
     stop = want[4]
-    manager = serve(model, request_config(DiffKVConfig.lossless()))
+    manager = serve(model, request_config(LOSSLESS))
     name = manager.add_request(ids, max_new_tokens=8, streaming=True, eos_token_id=stop)
     lengths = [len(result.generated_tokens) for result in manager.request_id_iter(name)]
     manager.stop()
@@ -211,7 +239,7 @@ def test_streaming_gives_every_token_and_stops(model: PreTrainedModel) -> None:
 
 def test_what_never_fits_is_refused_alone(model: PreTrainedModel, watch: Watch) -> None:
     given = prompts((20, 4000, 30)) + [[]]
-    outputs = list(model.generate_batch(given, request_config(DiffKVConfig.lossless(), TIGHT), chunks()).values())
+    outputs = list(model.generate_batch(given, request_config(LOSSLESS, TIGHT), chunks()).values())
     assert [outputs[i].generated_tokens for i in (0, 2)] == [expected(model, given[i]) for i in (0, 2)]
     assert "max_bytes" in outputs[1].error and "4000 prompt tokens" in outputs[1].error
     assert "prompt is empty" in outputs[3].error
@@ -261,7 +289,7 @@ def test_a_request_that_fails_fails_alone(
 
 def test_forks_share_a_prompt_and_go_their_own_way(model: PreTrainedModel, watch: Watch) -> None:
     given = prompts((50, 9))
-    config = request_config(DiffKVConfig.lossless(), num_return_sequences=3)
+    config = request_config(LOSSLESS, num_return_sequences=3, do_sample=True, top_k=1)
     outputs = model.generate_batch(given, config, chunks(max_requests_per_batch=8))
     assert len(outputs) == 6
     for index, output in enumerate(outputs.values()):
@@ -272,7 +300,7 @@ def test_forks_share_a_prompt_and_go_their_own_way(model: PreTrainedModel, watch
 
 def test_forks_without_room_are_computed_anew(model: PreTrainedModel, watch: Watch) -> None:
     given = prompts((40, 9))
-    config = request_config(DiffKVConfig.lossless(), num_return_sequences=3)
+    config = request_config(LOSSLESS, num_return_sequences=3, do_sample=True, top_k=1)
     outputs = model.generate_batch(given, config, chunks(max_requests_per_batch=2))
     for index, output in enumerate(outputs.values()):
         assert output.generated_tokens == expected(model, given[index // 3])
@@ -280,7 +308,7 @@ def test_forks_without_room_are_computed_anew(model: PreTrainedModel, watch: Wat
 
 
 def test_without_a_limit_a_request_goes_on_as_long_as_there_is_room(model: PreTrainedModel) -> None:
-    manager = serve(model, request_config(DiffKVConfig.lossless(), 150_000, max_new_tokens=None))
+    manager = serve(model, request_config(LOSSLESS, TIGHT, max_new_tokens=None))
     longest = manager.memory().longest
     name = manager.add_request(prompts((20,))[0])
     done = collect(manager, {name})
@@ -291,8 +319,8 @@ def test_without_a_limit_a_request_goes_on_as_long_as_there_is_room(model: PreTr
 @pytest.mark.parametrize("hard", [False, True])
 def test_stopping_ends(model: PreTrainedModel, hard: bool, watch: Watch) -> None:
     """A flush ends what was asked for, even where requests were preempted and those before them cancelled."""
-    manager = serve(model, request_config(DiffKVConfig.lossless(), TIGHT))
-    names = [manager.add_request(ids, max_new_tokens=40) for ids in prompts((150, 150, 150, 150))]
+    manager = serve(model, request_config(LOSSLESS, TIGHT), safety_margin=0.0)
+    names = [manager.add_request(ids, max_new_tokens=80) for ids in prompts(CROWD)]
     for _ in range(600):
         if watch.preempted:
             break
@@ -308,7 +336,7 @@ def test_stopping_ends(model: PreTrainedModel, hard: bool, watch: Watch) -> None
 def test_a_manager_is_used_again(model: PreTrainedModel) -> None:
     given = prompts((20, 9))
     want = [expected(model, ids) for ids in given]
-    config = request_config(DiffKVConfig.lossless())
+    config = request_config(LOSSLESS)
     for _ in range(2):
         outputs = model.generate_batch(given, config, chunks(), persistent_manager=True)
         assert [output.generated_tokens for output in outputs.values()] == want
@@ -320,7 +348,7 @@ def test_a_manager_is_used_again(model: PreTrainedModel) -> None:
 
 def test_a_share_of_free_memory_is_the_budget(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(continuous, "free_bytes", lambda device: 2_000_000)
-    config = request_config(DiffKVConfig.lossless(), None)
+    config = request_config(LOSSLESS, None)
     manager = model.init_continuous_batching(config, chunks(max_memory_percent=0.25))
     assert manager.memory().max_bytes == 500_000
     assert manager.memory().held_bytes <= 500_000

@@ -29,7 +29,9 @@ def prefill_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any)
     if is_forced("reference"):
         return reference.prefill_attention(query, key, value, **options)
     by_flash = flash.can_attend(query, key, value, options.get("mask"), options.get("softcap"))
-    by_native = choose(query.device, query.dtype) == NATIVE and native.can_attend(query, value)
+    past = options.get("past")
+    tiers = () if past is None else (past.layout.high, past.layout.low)
+    by_native = choose(query.device, query.dtype, *tiers) == NATIVE and native.can_attend(query, value)
     if by_native and not (by_flash and flash.is_fast(query.dtype) and not is_forced(NATIVE)):
         return native.prefill_attention(query, key, value, **options)
     chosen = flash if by_flash else reference
