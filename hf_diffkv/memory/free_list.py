@@ -88,7 +88,10 @@ class FreeList:
             int64 [rows]: a page id where needed, 0 (the null page) elsewhere.
         """
         rank = need.cumsum(0)
-        capacity = self.state[CAPACITY]
+        if not self.ring.numel():
+            # a pool without pages: none is needed
+            return torch.zeros_like(rank)
+        capacity = self.state[CAPACITY].clamp(min=1)
         pages = self.ring[(self.state[START] + rank - 1) % capacity].long()
         total = rank[-1]
         self.state[START] = (self.state[START] + total) % capacity

@@ -76,6 +76,14 @@ def test_take_at_most_one_gives_the_null_page_to_the_others() -> None:
     assert pages.free == 0
 
 
+def test_a_list_that_never_had_pages_gives_none_to_nobody() -> None:
+    pages = FreeList(torch.device("cpu"))
+    for _ in range(2):
+        assert pages.take_at_most_one(torch.tensor([False, False])).tolist() == [0, 0]
+        assert pages.state.tolist() == [0, 0, 0]
+        pages.reserve(3)
+
+
 def test_wrap_around_against_a_queue() -> None:
     """Hundreds of turns of a small ring behave as a first-in-first-out queue."""
     generator = torch.Generator().manual_seed(0)

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 def configuration(alpha_high: float = 1.0, alpha_low: float = 0.5, window: int = 4, **fields) -> DiffKVConfig:
     """Small pages, so that there are many."""
-    precisions = {"high": Precision(8, 4), "low": Precision(4, 2), "page_bytes": 192}
+    precisions = {"high": Precision(8, 4), "low": Precision(4, 2), "page_bytes": 192, "sinks": 0}
     return DiffKVConfig(**{**precisions, "alpha_high": alpha_high, "alpha_low": alpha_low, "window": window, **fields})
 
 
@@ -99,10 +99,13 @@ class SlotMachine(RuleBasedStateMachine):
         window=st.sampled_from([1, 4]),
         budget=st.sampled_from(sorted(BUDGETS)),
         center=st.booleans(),
+        sinks=st.sampled_from([0, 2]),
     )
-    def start(self, thresholds: tuple[float, float], window: int, budget: str, center: bool) -> None:
-        self.config = configuration(*thresholds, window=window, center=center, rotate=center)
-        self.slots = make_slots(self.config, BUDGETS[budget])
+    def start(self, thresholds: tuple[float, float], window: int, budget: str, center: bool, sinks: int) -> None:
+        self.config = configuration(*thresholds, window=window, center=center, rotate=center, sinks=sinks)
+        # the budgets are of what is beside sinks: keys, values and a sum of each
+        exact = sinks * LAYERS * SLOTS * HEADS * (2 * DIM + 1) * 4
+        self.slots = make_slots(self.config, BUDGETS[budget] + exact)
         self.requests: list[Request] = []
 
     def arrive(self, seed: int) -> None:
