@@ -29,8 +29,8 @@ ROW_ALIGNMENT = 16
 PAGE_ALIGNMENT = 64
 TARGET_PAGE_BYTES = 6144
 MIN_TOKENS = 16
-# a page that is filled so well is not made larger: narrow tokens, of odd sizes, fill only large pages better, whose last
-# one of each row is the emptier
+# a page filled so well is not made larger; narrow tokens have odd sizes, which fill only large pages better, and
+# the last page of each row is not full
 GOOD_FILL = {32: 0.995, 16: 0.98}
 # more bits of codes than these take metadata of 32 bits in any case
 MOST_NARROW_BITS = 6
