@@ -19,7 +19,8 @@ COMPILER += ["-Wno-maybe-uninitialized", "-fno-math-errno", "-fno-trapping-math"
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
 # instruction sets beside the portable form, compiled from the same source and chosen at run time
-VARIANTS = {"avx2": AVX2, "avx512": AVX512, "avx512vnni": [*AVX512, "-mavx512vnni"]}
+VNNI = [*AVX512, "-mavx512vnni"]
+VARIANTS = {"avx2": AVX2, "avx512": AVX512, "avx512vnni": VNNI, "avx512bf16": [*VNNI, "-mavx512bf16"]}
 
 
 class BuildNative(build_ext):

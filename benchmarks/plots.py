@@ -1,4 +1,4 @@
-"""Plots as PNG from the results of the GPU benchmarks, one file for each; needs matplotlib."""
+"""Plots as PNG from the results of the benchmarks, one file for each; needs matplotlib."""
 
 from __future__ import annotations
 
@@ -63,6 +63,20 @@ def decode(rows: list[dict], folder: Path) -> Path | None:
     return _save(figure, axes[0][0], folder / "decode_gpu.png")
 
 
+def decode_cpu(rows: list[dict], path: Path) -> Path:
+    """Time per token over context at batch 1, all caches: a row of panels per number of threads, a panel per model."""
+    found = [{**r, "shown": r["ms"][1]} for r in rows if r["batch"] == 1]
+    models, threads = sorted({r["model"] for r in found}), sorted({r["threads"] for r in found})
+    figure, axes = _subplots(len(threads), len(models), width=5, sharey=False)
+    for panels, count in zip(axes, threads):
+        for axis, model in zip(panels, models):
+            members = [r for r in found if (r["model"], r["threads"]) == (model, count)]
+            _lines(axis, members, "cache", "context", "shown")
+            axis.set(title=f"{model}, {count} thread{'s' * (count > 1)}", xlabel="context", ylim=(0, None))
+        panels[0].set_ylabel("ms per token")
+    return _save(figure, axes[0][-1], path, loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
+
+
 PLOTS: dict[str, Callable[[list[dict], Path], Path | None]] = {
     "attention_gpu": attention,
     "memory_manager_gpu": memory_manager,
@@ -71,13 +85,13 @@ PLOTS: dict[str, Callable[[list[dict], Path], Path | None]] = {
 }
 
 
-def _subplots(rows: int, columns: int, width: float = 4) -> tuple[Any, Any]:
+def _subplots(rows: int, columns: int, width: float = 4, sharey: bool = True) -> tuple[Any, Any]:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    return plt.subplots(rows, columns, figsize=(width * columns, 3.5 * rows), squeeze=False, sharey=True)
+    return plt.subplots(rows, columns, figsize=(width * columns, 3.5 * rows), squeeze=False, sharey=sharey)
 
 
 def _lines(axis: Any, rows: list[dict], label: str, x: str, y: str) -> None:
@@ -86,8 +100,8 @@ def _lines(axis: Any, rows: list[dict], label: str, x: str, y: str) -> None:
         axis.plot(*zip(*points), marker="o", markersize=3, label=name)
 
 
-def _save(figure: Any, with_legend: Any, path: Path) -> Path:
-    with_legend.legend()
+def _save(figure: Any, with_legend: Any, path: Path, **legend: Any) -> Path:
+    with_legend.legend(**legend)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     return path

@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer
 from transformers.utils import logging
 
-from .chat import chat_turns
+from .chat import Talk
 from .config import DiffKVConfig
 from .integration.cache import DiffKVCache
 from .integration.errors import HandOverError
@@ -32,6 +32,8 @@ DYNAMIC, DIFFKV = "DynamicCache", "DiffKV"
 # What a user can cause; anything else is a defect and keeps its traceback.
 EXPECTED = (ValueError, OSError, MemoryError, NotImplementedError, HandOverError, torch.OutOfMemoryError)
 WARM_UP_TOKENS = 3
+# as a shell says that a process was ended by SIGPIPE
+BROKEN_PIPE = 141
 # Ctrl-C reaches both processes; the one that waits says so, this one ends without a word
 NEW_PROCESS = (
     "import runpy, signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
@@ -52,8 +54,12 @@ class Job:
         chat: whether the turns are messages to a chat model.
         max_new_tokens: tokens generated per turn.
         config: fields of `DiffKVConfig` (DiffKV only).
+        system: system message of a chat; None leaves it to the template.
+        sampling: further arguments of `generate()`, used where `sample` is True.
         picture: where to plot the levels; None for no picture.
         stream: whether the text goes to stdout while it is generated.
+        echo: whether what the user added goes there as well; answers are kept apart by newlines otherwise.
+        quiet: no progress bar.
     """
 
     cache: str
@@ -66,8 +72,12 @@ class Job:
     seed: int
     sample: bool
     chat: bool = False
+    system: str | None = None
+    sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
     picture: str | None = None
     stream: bool = False
+    echo: bool = True
+    quiet: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,13 +85,15 @@ class Run:
     """What one run did.
 
     Attributes:
-        generated: token ids of every turn.
-        cache_bytes: what the cache really holds; payload_bytes: codes and window alone (DiffKV only).
+        text: all that followed the prompt; answers: what the model wrote in each turn; generated: its token ids.
+        cache_bytes: what the cache really holds; dense_bytes: what a dense one of the same tokens would (DiffKV only);
+            payload_bytes: codes and window alone (DiffKV only).
         peak_bytes: highest memory of the process or device; above_model_bytes: the same less what the loaded model
             took; peak_source: how they were measured. None where the platform cannot tell.
         prompt_seconds: time to the first token of the first turn.
         tokens_per_second: of decoding, first tokens of turns left out; None if there was nothing else.
         levels: tokens per level over layers, heads and requests (DiffKV only); layers: the same per layer and head.
+        num_layers: layers of the cache, compressed or not.
     """
 
     cache: str
@@ -99,6 +111,9 @@ class Run:
     levels: dict[str, int] | None = None
     layers: list[dict[str, Any]] | None = None
     note: str | None = None
+    dense_bytes: int | None = None
+    num_layers: int | None = None
+    answers: list[str] = dataclasses.field(default_factory=list)
 
 
 def run_in_fresh_process(job: Job) -> Run:
@@ -106,6 +121,7 @@ def run_in_fresh_process(job: Job) -> Run:
 
     Raises:
         RunError: the run failed for a reason that a user can act on, or the process died.
+        BrokenPipeError: nobody reads stdout any more.
     """
     with tempfile.TemporaryDirectory() as folder:
         job_path, run_path = Path(folder, "job.json"), Path(folder, "run.json")
@@ -117,6 +133,8 @@ def run_in_fresh_process(job: Job) -> Run:
         sys.stdout.flush()
         command = [sys.executable, "-c", NEW_PROCESS, str(job_path), str(run_path)]
         code = subprocess.run(command, env=environment).returncode
+        if code == BROKEN_PIPE:
+            raise BrokenPipeError
         if not run_path.exists():
             reason = "was killed, most likely for lack of memory" if code == -9 else f"ended with exit code {code}"
             raise RunError(f"the {job.cache} run {reason}.")
@@ -126,42 +144,46 @@ def run_in_fresh_process(job: Job) -> Run:
     return Run(**result)
 
 
+def execute_here(job: Job) -> Run:
+    """Runs `job` in this process.
+
+    Raises:
+        RunError: the run failed for a reason that a user can act on.
+        BrokenPipeError: nobody reads stdout any more.
+    """
+    try:
+        return execute(job)
+    except BrokenPipeError:
+        raise
+    except EXPECTED as error:
+        raise RunError(f"{job.cache}: {_reason(error)}") from error
+
+
 def execute(job: Job) -> Run:
-    """Runs `job` in this process."""
+    """Runs `job` in this process; what goes wrong is raised as it is."""
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     dtype = job.dtype if job.dtype == "auto" else getattr(torch, job.dtype)
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype).to(job.device).eval()
-    turns = chat_turns(tokenizer, job.turns) if job.chat else job.turns
-    prompt = tokenizer(turns[0], return_tensors="pt", add_special_tokens=not job.chat).input_ids.to(job.device)
+    cache = _new_cache(model, job)
+    talk = Talk(model, tokenizer, cache, chat=job.chat, system=job.system)
+    prompt = torch.tensor([talk.encode(job.turns[0])], device=job.device)
     _warm_up(model, prompt, job)
     peak = PeakMemory(torch.device(job.device))
-    cache = _new_cache(model, job)
     streamer = _TimedStreamer(tokenizer, job)
     torch.manual_seed(job.seed)
-    ids, generated = prompt, []
-    for number, turn in enumerate(turns):
+    options = {"max_new_tokens": job.max_new_tokens, "do_sample": job.sample, **(job.sampling if job.sample else {})}
+    generated = []
+    for number, turn in enumerate(job.turns):
         if number:
-            added = tokenizer(turn, return_tensors="pt", add_special_tokens=False).input_ids.to(job.device)
-            # the model may have ended its answer by itself
-            ended = job.chat and torch.equal(ids[:, -1:], added[:, :1])
-            ids = torch.cat([ids, added[:, int(ended) :]], dim=1)
-            streamer.say(f"\n> {job.turns[number]}\n" if job.chat else turn)
-        known = ids.shape[1]
-        ids = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
-            max_new_tokens=job.max_new_tokens,
-            do_sample=job.sample,
-            streamer=streamer,
-        )
-        generated.append(ids[0, known:].tolist())
+            streamer.say(f"\n> {turn}\n" if job.chat else turn)
+        generated.append(talk.answer(turn, streamer=streamer, **options))
     peak_bytes, above = peak.read()
     streamer.close()
     held, note = _held(cache, job)
     return Run(
         cache=job.cache,
-        text=tokenizer.decode(ids[0, prompt.shape[1] :], skip_special_tokens=True),
+        text=tokenizer.decode(talk.ids[0, prompt.shape[1] :], skip_special_tokens=True),
+        answers=[tokenizer.decode(ids, skip_special_tokens=True) for ids in generated],
         generated=generated,
         prompt_tokens=prompt.shape[1],
         seen_tokens=cache.get_seq_length(),
@@ -171,6 +193,7 @@ def execute(job: Job) -> Run:
         prompt_seconds=streamer.prompt_seconds,
         tokens_per_second=streamer.tokens_per_second,
         note=note,
+        num_layers=len(cache.layers),
         **held,
     )
 
@@ -183,7 +206,8 @@ def _new_cache(model: Any, job: Job) -> Any:
 
 def _warm_up(model: Any, prompt: torch.Tensor, job: Job) -> None:
     """First calls pay for kernels and thread pools; they must not fall into the measured time."""
-    window = DiffKVConfig.from_dict(job.config).window if job.cache == DIFFKV else 64
+    config = DiffKVConfig.from_dict(job.config) if job.cache == DIFFKV else DiffKVConfig()
+    window = config.window + config.sinks
     ids = prompt[:, -(window + 16) :]
     mask = torch.ones_like(ids)
     cache = _new_cache(model, job)
@@ -204,6 +228,7 @@ def _held(cache: Any, job: Job) -> tuple[dict[str, Any], str | None]:
             note = f"no picture: {error}"
     held = {
         "cache_bytes": report.bytes + report.other_bytes,
+        "dense_bytes": report.dense_bytes + report.other_bytes,
         "payload_bytes": report.payload_bytes + report.other_bytes,
         "levels": report.tokens,
         "layers": [dataclasses.asdict(layer) for layer in report.layers],
@@ -219,9 +244,13 @@ class _TimedStreamer(TextStreamer):
 
     def __init__(self, tokenizer: Any, job: Job) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.printing = job.stream
+        self.printing, self.echo, self.ends = job.stream, job.echo, True
         total = len(job.turns) * job.max_new_tokens
-        self.bar = None if job.stream else tqdm(total=total, unit="token", desc=job.cache, leave=False, disable=None)
+        self.bar = (
+            None
+            if job.stream
+            else tqdm(total=total, unit="token", desc=job.cache, leave=False, disable=job.quiet or None)
+        )
         self.arrivals: list[list[float]] = []
         self.started = time.perf_counter()
 
@@ -239,14 +268,22 @@ class _TimedStreamer(TextStreamer):
 
     def say(self, text: str) -> None:
         """Shows what the user added."""
-        if self.printing:
+        if self.echo:
+            self.write(text)
+        elif not self.ends:
+            self.write("\n")
+
+    def write(self, text: str) -> None:
+        if self.printing and text:
+            self.ends = text.endswith("\n")
             print(text, end="", flush=True)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        if self.printing:
-            print(text, end="", flush=True)
+        self.write(text)
 
     def close(self) -> None:
+        if not self.ends:
+            self.write("\n")
         if self.bar is not None:
             self.bar.close()
 
@@ -261,14 +298,21 @@ class _TimedStreamer(TextStreamer):
         return tokens / seconds if tokens else None
 
 
+def _reason(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def _main(job_path: str, run_path: str) -> None:
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
     job = Job(**json.loads(Path(job_path).read_text()))
+    if job.quiet or not sys.stderr.isatty():
+        logging.disable_progress_bar()
     try:
         result = dataclasses.asdict(execute(job))
+    except BrokenPipeError:
+        # whoever read the text has had enough
+        os._exit(BROKEN_PIPE)
     except EXPECTED as error:
-        result = {"error": " ".join(str(error).split()) or type(error).__name__}
+        result = {"error": _reason(error)}
     Path(run_path).write_text(json.dumps(result))
 
 

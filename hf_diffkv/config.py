@@ -91,6 +91,7 @@ class DiffKVConfig:
         alpha_high: threshold of the high level: one number, one per compressed layer, or one per layer and KV head.
         alpha_low: threshold of the low level, in the same forms; 0 never prunes. At most `alpha_high` everywhere.
         window: newest tokens of each request kept uncompressed in the model's dtype; at least 1.
+        sinks: first tokens of each request kept likewise, beside the window, and never pruned.
         policy: name of the rule that turns significance into levels (docs/policies.md); `alpha_high` and `alpha_low`
             are for `"diffkv"` only.
         policy_options: options of that policy, by name.
@@ -118,13 +119,14 @@ class DiffKVConfig:
     alpha_high: Threshold = 1.0
     alpha_low: Threshold = 0.0
     window: int = 64
+    sinks: int = 4
     policy: str = "diffkv"
     policy_options: Mapping[str, Any] = Options()
     protected_layers: int = 0
     observation_window: int | None = None
     compaction_interval: int = 1
-    rotate: bool = False
-    center: bool = False
+    rotate: bool = True
+    center: bool = True
     metadata_bits: int = 32
     page_bytes: int | None = None
     max_bytes: int | None = None
@@ -142,10 +144,11 @@ class DiffKVConfig:
         for name in ("rotate", "center", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
+        for name in ("sinks", "protected_layers"):
+            object.__setattr__(self, name, _as_count(name, getattr(self, name), least=0))
         if not _is_integer(self.metadata_bits) or self.metadata_bits not in METADATA_BITS:
             raise ValueError(f"metadata_bits={self.metadata_bits!r} is not supported; use one of {METADATA_BITS}.")
         object.__setattr__(self, "metadata_bits", int(self.metadata_bits))
-        object.__setattr__(self, "protected_layers", _as_count("protected_layers", self.protected_layers, least=0))
         object.__setattr__(self, "policy_options", _checked_options(self.policy, self.policy_options))
         if _payload_bits(self.low) > _payload_bits(self.high):
             raise ValueError(
@@ -168,13 +171,12 @@ class DiffKVConfig:
     def lossless(cls, **kwargs: Any) -> DiffKVConfig:
         """A configuration that stores everything as it is in the model's dtype and prunes nothing."""
         full = Precision(16, 16)
-        fields = {"high": full, "low": full, "alpha_high": 0.0, "alpha_low": 0.0, "rotate": False, "center": False}
-        return cls(**{**fields, **kwargs})
+        return cls.paper(**{"high": full, "low": full, "alpha_high": 0.0, "alpha_low": 0.0, **kwargs})
 
     @classmethod
     def paper(cls, **kwargs: Any) -> DiffKVConfig:
-        """What the paper describes, without what has been added to it since: keys and values as the model has them."""
-        return cls(**{"rotate": False, "center": False, "metadata_bits": 32, **kwargs})
+        """What the paper describes, without what was added to it: no sinks, keys and values as the model has them."""
+        return cls(**{"rotate": False, "center": False, "sinks": 0, "metadata_bits": 32, **kwargs})
 
     @classmethod
     def for_model(cls, model: Any, *, probe: bool = False, tokenizer: Any = None, **kwargs: Any) -> DiffKVConfig:
@@ -212,12 +214,17 @@ class DiffKVConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DiffKVConfig:
-        """Builds a config from plain values; unknown keys raise `ValueError`."""
+        """Builds a config from plain values; unknown keys raise `ValueError`.
+
+        Keys that are missing have their defaults. Only where `values` is what `to_dict` of a release wrote that knew
+        fewer fields, these fields are what that release did: `rotate` and `center` False,
+        `sinks` 0.
+        """
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(set(values) - set(known))
         if unknown:
             raise ValueError(f"unknown DiffKV config keys {unknown}; known keys are {known}.")
-        return cls(**values)
+        return cls(**config_files.completed(values))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""

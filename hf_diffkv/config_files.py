@@ -14,6 +14,13 @@ CONFIG_NAME = "diffkv_config.json"
 # key of what a configuration was chosen by, and where the object has it
 CALIBRATION = "calibration"
 CALIBRATION_ATTRIBUTE = "_calibration"
+# what `to_dict` of every release wrote, all of it
+FIRST_FIELDS = {
+    *("high", "low", "alpha_high", "alpha_low", "window", "policy", "observation_window", "compaction_interval"),
+    *("page_bytes", "max_bytes"),
+}
+# fields that some releases did not know, and what these did; others have defaults that change nothing
+ADDED_FIELDS = {"rotate": False, "center": False, "sinks": 0, "metadata_bits": 32}
 
 
 def to_text(config: DiffKVConfig) -> str:
@@ -22,6 +29,11 @@ def to_text(config: DiffKVConfig) -> str:
     if config.calibration is not None:
         values[CALIBRATION] = config.calibration
     return json.dumps(values, indent=2, sort_keys=True) + "\n"
+
+
+def completed(values: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a configuration, with those that `to_dict` of an earlier release did not write, if it did."""
+    return {**ADDED_FIELDS, **values} if set(values) >= FIRST_FIELDS else values
 
 
 def read(config_class: type[DiffKVConfig], name: str | os.PathLike, **kwargs: Any) -> DiffKVConfig:

@@ -15,6 +15,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 NAME = "diffkv"
+# attention of continuous batching
+PAGED_NAME = "diffkv_paged"
 CONFIGURATION = "transformers.generation.configuration_utils"
 GENERATION = "transformers.generation.utils"
 MODELS = "transformers.modeling_utils"

@@ -23,12 +23,10 @@ if TYPE_CHECKING:
     from .integration.devices import TensorParallel
     from .integration.stores import Stores
 
-FORMAT_VERSION = 2
-# in version 1 thresholds had no batch dimension, and keys and values were held as the model had them
-READABLE_VERSIONS = (1, 2)
-# fields of the configuration that earlier releases did not have, as they worked
-EARLIER = {"metadata_bits": 32}
-UNKNOWN_TO_1 = {"rotate": False, "center": False}
+FORMAT_VERSION = 3
+# in version 1 thresholds had no batch dimension, and keys and values were held as the model had them; up to version 2
+# there were no sinks
+READABLE_VERSIONS = (1, 2, 3)
 JSON_NAME = "diffkv_cache.json"
 TENSORS_NAME = "diffkv_cache.safetensors"
 # what does not change the keys and values a model computes
@@ -111,8 +109,7 @@ def load_cache(
         raise CacheFileError(f"{folder} was saved with other model weights; load it with the model it is of.")
     if _digest(path) != content["sha256"]:
         raise CacheFileError(f"{path} is damaged (its checksum differs); save the cache again.")
-    added = UNKNOWN_TO_1 if content["format_version"] == 1 else {}
-    cache = cache_class(model.config, DiffKVConfig.from_dict({**EARLIER, **content["config"], **added}))
+    cache = cache_class(model.config, DiffKVConfig.from_dict(content["config"]))
     cache.attach(model)
     try:
         tensors = load_file(path, device="cpu" if devices else str(model.device))
@@ -248,8 +245,9 @@ def _restore_store(
         raise CacheFileError("the page format of the saved cache differs from this version's; save the cache again.")
     for name in ROW_STATE:
         target = getattr(store, name)
-        # the key offset is empty where keys are not centred, and unknown to version 1
-        if target.numel():
+        # the key offset is empty where keys are not centred, and unknown to version 1, as sinks are to versions 1 and 2
+        known = name != "sink_end" or store.sink_slots or f"store{index}.{name}" in tensors
+        if target.numel() and known:
             saved = tensors[f"store{index}.{name}"][slots]
             target.copy_(saved if saved.ndim == target.ndim else saved[:, None])
     table = tensors[f"store{index}.table"][slots].to(device)

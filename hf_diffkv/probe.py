@@ -115,7 +115,7 @@ def without_fragile_level(config: DiffKVConfig, model: Any, tokenizer: Any = Non
 def _fields(bits: int, base: DiffKVConfig) -> dict[str, Any]:
     groups = {precision.k_bits: precision.k_groups for precision in (base.high, base.low)}
     precision = Precision(bits, 16, groups.get(bits, 1))
-    fields = {"high": precision, "low": precision, "alpha_high": 0.0, "alpha_low": 0.0, "window": 1}
+    fields = {"high": precision, "low": precision, "alpha_high": 0.0, "alpha_low": 0.0, "window": 1, "sinks": 0}
     return {**fields, "rotate": base.rotate, "center": base.center, "metadata_bits": base.metadata_bits}
 
 

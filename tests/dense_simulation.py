@@ -142,7 +142,7 @@ class Head:
     """One KV head of one row of a batch, all tokens of it.
 
     index: place among the row's real tokens [S], -1 for padding. level, mean, norm (of the value): [S]. alpha_high,
-    alpha_low: scalars that a rule may overwrite in place.
+    alpha_low: scalars that a rule may overwrite in place. sinks: as many first tokens are sinks.
     """
 
     head: int
@@ -153,6 +153,7 @@ class Head:
     norm: Tensor
     alpha_high: Tensor
     alpha_low: Tensor
+    sinks: int = 0
 
     def thresholds(self) -> tuple[Tensor, Tensor]:
         """Low and high threshold on the mean, in float32."""
@@ -196,6 +197,7 @@ class LayerSimulation:
         alpha_high: float | list[float],
         alpha_low: float | list[float],
         window: int = 64,
+        sinks: int = 0,
         compaction_interval: int = 1,
         observation_window: int | None = None,
         dtype: torch.dtype = torch.float32,
@@ -218,11 +220,14 @@ class LayerSimulation:
         self.alpha_low = torch.as_tensor(alpha_low, dtype=torch.float32).expand(shape).clone()
         if not ((self.alpha_low >= 0) & (self.alpha_low <= self.alpha_high)).all():
             raise ValueError("thresholds need 0 <= alpha_low <= alpha_high")
-        self.window = window
+        self.window, self._all_sinks = window, sinks
+        self._sinks = torch.full((batch_size,), sinks)  # tokens of each row with a smaller index are sinks
         self.compaction_interval = compaction_interval
         self.observation_window = observation_window
         self.dtype = dtype
         self._transforms = rotate or center
+        # whether queries and outputs have the model's dtype in the form that is kept; native steps round neither there
+        self.rounds_rotated = True
         # what is rotated there and back again must come back as it was
         self.compute_dtype = torch.float64 if dtype == torch.float64 or self._transforms else torch.float32
         dims = (head_dim, value_dim or head_dim)
@@ -284,6 +289,7 @@ class LayerSimulation:
         sinks = None if sinks is None else sinks.detach().cpu().to(self.compute_dtype)
         valid = self._valid[:, self._valid.shape[1] - query.shape[2] :]
         given, rounded = query.detach().cpu().to(self.compute_dtype), self._transforms and self._has_past
+        rounded &= self.rounds_rotated
         if softcap is not None or sinks is not None:
             self._centers = False
         if rounded:
@@ -324,7 +330,11 @@ class LayerSimulation:
         self._sums = torch.where(shown[:, None], self._sums * share[:, None], 0)
         self._keys, self._values = (torch.where(shown[:, None, :, None], x, 0) for x in (self._keys, self._values))
         self._levels = torch.where(shown[:, None], self._levels, PADDING)
+        self._sinks = torch.minimum(self._sinks, (shown & (self._index < self._sinks[:, None])).sum(-1))
         self._index, self._count = index, count
+        # where everything is exact, the first tokens are sinks again
+        left = ((index >= 0)[:, None] & (self._levels < WINDOW)).any(-1).any(-1)
+        self._sinks = torch.where(left, self._sinks, self._all_sinks)
 
     def levels(self) -> Tensor:
         """int8 [B, H, S]: -1 padding, 0 pruned, 1 low, 2 high, 3 window."""
@@ -385,7 +395,7 @@ class LayerSimulation:
         for row in range(self._levels.shape[0]):
             real = self._index[row] >= 0
             left = ((self._levels[row] >= PRUNED) & (self._levels[row] < WINDOW)).any()
-            if not self._centers or left or self._count[row] <= self.window:
+            if not self._centers or left or self._count[row] - self._sinks[row] <= self.window:
                 continue
             for head in range(self._levels.shape[1]):
                 keys = self._keys[row, head].clone()
@@ -459,6 +469,7 @@ class LayerSimulation:
             self._values[row, head].to(torch.float32).norm(dim=-1),
             self.alpha_high[row, head],
             self.alpha_low[row, head],
+            int(self._sinks[row]),
         )
 
     def _compress_prompt(self) -> None:
@@ -467,6 +478,7 @@ class LayerSimulation:
         for row in range(rows):
             # a token that left the window stays outside, even if tokens after it are hidden
             in_window = self._index[row] >= (self._count[row] - self.window).clamp(min=0)
+            in_window |= (self._index[row] >= 0) & (self._index[row] < self._sinks[row])
             for head in range(heads):
                 levels = self._levels[row, head]
                 outside = ~in_window | (levels != WINDOW)
@@ -483,7 +495,8 @@ class LayerSimulation:
         rows, heads = self._levels.shape[:2]
         for row in range(rows):
             for head in range(heads):
-                in_window = (self._levels[row, head] == WINDOW).nonzero().flatten().tolist()
+                in_window = self._levels[row, head] == WINDOW
+                in_window = (in_window & (self._index[row] >= self._sinks[row])).nonzero().flatten().tolist()
                 for candidate in in_window[: max(len(in_window) - self.window, 0)]:
                     for token, level in self.rule.step(self._head(row, head), candidate):
                         self._store(row, head, torch.tensor([token]), level)

@@ -187,7 +187,7 @@ class Share(Rule):
                 return [(candidate, PRUNED)]
             return [(candidate, HIGH if drawn >= 1 - self.share * (1 - self.prune) else LOW)]
         n = torch.tensor(float(head.n))
-        high_error, low_error = self.errors(head, int(head.index[candidate]))
+        high_error, low_error = self.errors(head, int(head.index[candidate]) - head.sinks)
         low = head.alpha_low / n
         if self.prune:
             low = low * torch.exp(4 * low_error)
@@ -202,7 +202,7 @@ class Share(Rule):
     def follow(self, head: Head, candidate: int) -> None:
         if self.by == "random":
             return
-        errors = self.errors(head, int(head.index[candidate]) + 1)
+        errors = self.errors(head, int(head.index[candidate]) - head.sinks + 1)
         for alpha, error, moves in zip((head.alpha_high, head.alpha_low), errors, (True, self.prune > 0)):
             if moves:
                 alpha.copy_((alpha * torch.exp(0.1 * error)).clamp(1e-6, 1e6))

@@ -19,7 +19,7 @@ from hf_diffkv.memory.reserve import Reservation
 from hf_diffkv.ops.prefill_attention import prefill_attention
 from hf_diffkv.store import Store, attend_token, attend_tokens, check_integrity, payload, select_rows
 
-TOKENS, HEADS, LAYERS, DIM = 4096, 2, 2, 128
+TOKENS, HEADS, LAYERS, DIM, SINKS = 4096, 2, 2, 128, 4
 CPU = torch.device("cpu")
 
 
@@ -76,11 +76,12 @@ def medians() -> tuple[tuple[float, ...], ...]:
     store = Store(DiffKVConfig(alpha_high=1e9), LAYERS, 1, HEADS, DIM, DIM, torch.bfloat16, CPU)
     store.begin(TOKENS)
     store.padding.append(TOKENS, None)
-    position = torch.arange(TOKENS - 64)
+    outside = slice(SINKS, TOKENS - 64)
+    position = torch.arange(TOKENS)[outside]
     result = []
     for layer in range(LAYERS):
         _, received = prefill_attention(*draw(TOKENS, layer), scaling=DIM**-0.5)
-        significance = received[0, :, : TOKENS - 64] / (TOKENS - 1 - position) * TOKENS
+        significance = received[0, :, outside] / (TOKENS - 1 - position) * TOKENS
         result.append(tuple(significance.median(-1).values.tolist()))
     return tuple(result)
 
@@ -102,7 +103,7 @@ def test_half_high_half_low_is_under_36_percent_of_dense() -> None:
     cache = DiffKVCache(model_config(), alpha_high=medians(), alpha_low=0.0)
     run_cache(cache, TOKENS, seed=0)
     counts = cache.memory().tokens
-    assert counts["pruned"] == 0 and counts["window"] == 64 * LAYERS * HEADS
+    assert counts["pruned"] == 0 and counts["window"] == (SINKS + 64) * LAYERS * HEADS
     assert abs(counts["high"] - counts["low"]) <= 0.01 * counts["high"]
     check_bytes(cache, 0.36)
     for step in range(3):

@@ -59,6 +59,7 @@ class Pair:
             alpha_high=list(alpha_high) if isinstance(alpha_high, tuple) else alpha_high,
             alpha_low=list(alpha_low) if isinstance(alpha_low, tuple) else alpha_low,
             window=config.window,
+            sinks=config.sinks,
             compaction_interval=config.compaction_interval,
             observation_window=self.store.observation_window,
             dtype=dtype,
@@ -157,7 +158,9 @@ def test_every_step_of_a_ragged_batch_equals_the_simulation() -> None:
     ids=str,
 )
 def test_low_precision_models(dtype: torch.dtype, prompts: str, steps: str) -> None:
-    pair = Pair(DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16), 3, heads=2, group=3, dim=32, dtype=dtype)
+    pair = Pair(
+        DiffKVConfig.paper(alpha_high=1.0, alpha_low=0.5, window=16, sinks=4), 3, heads=2, group=3, dim=32, dtype=dtype
+    )
     if prompts == "flash":
         # it rounds probabilities to bfloat16: by 2**-9 of an average of values of which none is above 5
         pair.output_tolerance = 5 * 2**-9

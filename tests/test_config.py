@@ -7,6 +7,7 @@ import dataclasses
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ CONFIGS = [
         alpha_high=((1.0, 2.0), (3.0, 4.0)),
         alpha_low=(0.5, 0.25),
         window=3,
+        sinks=7,
         observation_window=64,
         compaction_interval=4,
         page_bytes=4096,
@@ -51,10 +53,41 @@ def test_missing_and_malformed_files(tmp_path: Path) -> None:
         DiffKVConfig.from_json("[1, 2]")
 
 
-def test_defaults_are_the_papers() -> None:
+def test_defaults_are_the_papers_on_rotated_and_centred_keys() -> None:
     config = DiffKVConfig()
     assert (config.high.name, config.low.name, config.window) == ("K8V4", "K4V2", 64)
     assert config.compaction_interval == 1 and config.observation_window is None and config.max_bytes is None
+    assert config.rotate and config.center
+    assert config.sinks == 4
+    assert dataclasses.replace(config, rotate=False, center=False, sinks=0) == DiffKVConfig.paper()
+
+
+# what a release without `rotate`, `center` and `sinks` wrote into a file
+WRITTEN_BEFORE = {
+    **{"alpha_high": 3.0, "alpha_low": 0.5, "compaction_interval": 2, "max_bytes": None, "observation_window": None},
+    **{"page_bytes": None, "policy": "diffkv", "window": 32},
+    "high": {"k_bits": 8, "k_groups": 1, "v_bits": 4, "v_groups": 1},
+    "low": {"k_bits": 4, "k_groups": 1, "v_bits": 2, "v_groups": 1},
+}
+
+
+@pytest.mark.parametrize("more", [{}, {"cuda_graphs": False}], ids=str)
+def test_what_an_earlier_release_wrote_is_what_it_was(more: dict[str, Any], tmp_path: Path) -> None:
+    written = {**WRITTEN_BEFORE, **more}
+    (tmp_path / "diffkv_config.json").write_text(json.dumps(written))
+    plain = DiffKVConfig.paper(alpha_high=3.0, alpha_low=0.5, compaction_interval=2, window=32, **more)
+    assert not plain.rotate and not plain.center and plain.sinks == 0
+    assert DiffKVConfig.from_pretrained(tmp_path) == plain
+    assert DiffKVConfig.from_json(json.dumps(written)) == DiffKVConfig.from_dict(written) == plain
+    assert DiffKVConfig.from_dict({**written, "rotate": True, "center": True}) == dataclasses.replace(
+        plain, rotate=True, center=True
+    )
+
+
+def test_fields_given_by_hand_take_the_defaults(tmp_path: Path) -> None:
+    (tmp_path / "diffkv_config.json").write_text('{"alpha_high": 3.0}')
+    expected = DiffKVConfig(alpha_high=3.0)
+    assert DiffKVConfig.from_pretrained(tmp_path) == DiffKVConfig.from_dict({"alpha_high": 3.0}) == expected
 
 
 def test_lossless_prunes_and_quantises_nothing() -> None:
@@ -79,10 +112,12 @@ def test_numbers_of_numpy_become_plain_ones() -> None:
 
 def test_what_the_paper_does_not_do_is_off_in_its_configuration() -> None:
     for config in (DiffKVConfig.paper(window=5), DiffKVConfig.lossless(window=5)):
-        assert not config.rotate and not config.center and config.window == 5
+        assert not config.rotate and not config.center and config.sinks == 0 and config.window == 5
     assert DiffKVConfig.paper().metadata_bits == 32 and DiffKVConfig.paper(metadata_bits=16).metadata_bits == 16
     assert DiffKVConfig.paper(center=True).center and DiffKVConfig.lossless(rotate=True).rotate
-    assert DiffKVConfig.from_json(DiffKVConfig(rotate=True, center=True).to_json()).rotate
+    for rotate in (False, True):
+        config = DiffKVConfig(rotate=rotate, center=not rotate)
+        assert DiffKVConfig.from_json(config.to_json()) == config
 
 
 def test_metadata_bits() -> None:

@@ -33,7 +33,7 @@ class Run:
         dtype=torch.float32,
         **config,
     ) -> None:
-        self.config = DiffKVConfig(**config)
+        self.config = DiffKVConfig.paper(**config)
         self.heads, self.group, self.dim, self.dtype = heads, group, dim, dtype
         self.store = Store(self.config, layers, batch, heads, dim, dim, dtype, CPU)
         for layer in range(layers):

@@ -49,6 +49,7 @@ def pair_of(case: str, batch: int, interval: int = 1, **options: Any) -> Pair:
         policy=policy,
         policy_options=policy_options,
         window=WINDOW_TOKENS,
+        sinks=0,
         compaction_interval=interval,
         page_bytes=512,
         **options,
@@ -82,7 +83,7 @@ def outside(levels: Tensor) -> Tensor:
 
 
 def prompted(lengths: tuple[int, ...], policy: str, place: tuple[int, int] = (0, 1), **options: Any) -> Pair:
-    config = DiffKVConfig(policy=policy, policy_options=options, window=WINDOW_TOKENS, page_bytes=512)
+    config = DiffKVConfig(policy=policy, policy_options=options, window=WINDOW_TOKENS, sinks=0, page_bytes=512)
     pair = Pair(config, len(lengths), heads=3, group=1, dim=16, place=place)
     pair.store.begin(max(lengths))
     pair.store.padding.append(max(lengths), left_padding(lengths))
@@ -164,7 +165,9 @@ def test_random_is_a_matter_of_seed_layer_head_and_position() -> None:
 @pytest.mark.parametrize("spread", [0.0, 1.5])
 def test_generation_keeps_the_share(tokens: int, share: float, prune: float, spread: float) -> None:
     """500 tokens, with scores that are noise, or with tokens that differ from each other for good."""
-    config = DiffKVConfig(policy="share", policy_options={"share": share, "prune": prune}, window=16, page_bytes=512)
+    config = DiffKVConfig(
+        policy="share", policy_options={"share": share, "prune": prune}, window=16, sinks=0, page_bytes=512
+    )
     store = Store(config, 1, 2, 4, 16, 16, torch.float32, torch.device("cpu"))
     store.set_thresholds(0, 1.0, 0.0)
     generator = torch.Generator().manual_seed(0)

@@ -14,6 +14,7 @@ from hf_diffkv.probe import FRAGILE_KL, KeyProbe, probe_keys
 TINY_LM = Path(__file__).parents[1] / "examples" / "models" / "tiny-lm"
 TOKENS = 80
 STORED = 60
+PLAIN = {"rotate": False, "center": False}
 TEXT = Path(__file__).read_text()
 
 
@@ -74,7 +75,7 @@ def kl_of_rounded_keys(model: LlamaForCausalLM, ids: torch.Tensor, bits: int) ->
 
 def test_figures_are_those_of_rounded_keys() -> None:
     model, tokenizer = load(), AutoTokenizer.from_pretrained(TINY_LM)
-    probe = probe_keys(model, tokenizer, TEXT, TOKENS)
+    probe = probe_keys(model, tokenizer, TEXT, TOKENS, config=DiffKVConfig.paper())
     assert list(probe.kl) == [8, 6, 4, 2] and probe.tokens == TOKENS and probe.seconds > 0
     ids = torch.tensor([tokenizer(TEXT).input_ids[:TOKENS]])
     for bits in (6, 4, 2):
@@ -82,18 +83,19 @@ def test_figures_are_those_of_rounded_keys() -> None:
 
 
 def test_the_default_text_is_long_enough() -> None:
-    probe = probe_keys(load(), AutoTokenizer.from_pretrained(TINY_LM), bits=(4,))
+    probe = probe_keys(load(), AutoTokenizer.from_pretrained(TINY_LM), bits=(4,), config=DiffKVConfig.paper())
     assert probe.tokens == 200 and 0 < probe.kl[4] < FRAGILE_KL
 
 
-def test_a_trained_model_survives() -> None:
-    probe = probe_keys(load(), tokens=TOKENS, bits=(8, 4))
+@pytest.mark.parametrize("config", [None, DiffKVConfig.paper()], ids=["default", "plain"])
+def test_a_trained_model_survives(config: DiffKVConfig | None) -> None:
+    probe = probe_keys(load(), tokens=TOKENS, bits=(8, 4), config=config)
     assert probe.survives(8) and probe.survives(4)
 
 
 @pytest.mark.parametrize("broken", [scaled, biased])
 def test_outlier_channels_are_found(broken) -> None:
-    probe = probe_keys(broken(), tokens=TOKENS, bits=(8, 4))
+    probe = probe_keys(broken(), tokens=TOKENS, bits=(8, 4), config=DiffKVConfig.paper())
     assert probe.survives(8) and not probe.survives(4)
     assert "4 bits" in str(probe) and str(probe).count("(fragile)") == 1
 
@@ -105,38 +107,38 @@ def test_scaled_channels_change_nothing_without_quantisation() -> None:
 
 
 def test_centred_keys_survive_a_bias() -> None:
-    probe = probe_keys(biased(), tokens=TOKENS, bits=(4,), config=DiffKVConfig(rotate=True, center=True))
+    probe = probe_keys(biased(), tokens=TOKENS, bits=(4,))
     assert probe.survives(4)
 
 
 def test_groups_of_the_configuration_are_used() -> None:
     model = biased()
     # the outlier channels are in the second and in the last quarter
-    grouped = DiffKVConfig(low=Precision(4, 2, 4, 1))
-    kl = [probe_keys(model, tokens=TOKENS, bits=(4,), config=config).kl[4] for config in (None, grouped)]
+    configs = DiffKVConfig.paper(), DiffKVConfig.paper(low=Precision(4, 2, 4, 1))
+    kl = [probe_keys(model, tokens=TOKENS, bits=(4,), config=config).kl[4] for config in configs]
     assert kl[1] < 0.5 * kl[0]
 
 
 def test_the_low_level_is_left_out_of_fragile_models() -> None:
     assert DiffKVConfig.for_model(load(), probe=True) == DiffKVConfig.for_model(load()) == DiffKVConfig()
     model = biased()
-    config = DiffKVConfig.for_model(model, probe=True, window=8)
-    assert config == DiffKVConfig(alpha_high=0.0, window=8)
+    config = DiffKVConfig.for_model(model, probe=True, window=8, **PLAIN)
+    assert config == DiffKVConfig(alpha_high=0.0, window=8, **PLAIN)
     cache = DiffKVCache(model.config, config)
     model.set_attn_implementation("diffkv")
     model(torch.randint(128, (1, 100)), past_key_values=cache)
     tokens = cache.memory().tokens
-    assert tokens["low"] == tokens["pruned"] == 0 and tokens["high"] == 6 * 2 * 92
+    assert tokens["low"] == tokens["pruned"] == 0 and tokens["high"] == 6 * 2 * (100 - 8 - config.sinks)
 
 
 def test_pruning_stays_as_it_was() -> None:
-    config = DiffKVConfig.for_model(biased(), probe=True, alpha_high=3.0, alpha_low=0.04)
+    config = DiffKVConfig.for_model(biased(), probe=True, alpha_high=3.0, alpha_low=0.04, **PLAIN)
     assert (config.alpha_low, config.alpha_high) == (0.04, 0.04)
 
 
 @pytest.mark.parametrize(
     "fields",
-    [{"low": Precision(8, 2)}, {"high": Precision(4, 4)}, {"alpha_high": 0.0}, {"rotate": True, "center": True}],
+    [{**PLAIN, "low": Precision(8, 2)}, {**PLAIN, "high": Precision(4, 4)}, {**PLAIN, "alpha_high": 0.0}, {}],
     ids=["8-bit keys", "the same keys", "no low level", "centred"],
 )
 def test_levels_that_hold_the_keys_stay(fields: dict) -> None:
@@ -144,7 +146,7 @@ def test_levels_that_hold_the_keys_stay(fields: dict) -> None:
 
 
 def test_other_policies_get_one_precision() -> None:
-    fields = {"policy": "share", "policy_options": {}}
+    fields = {"policy": "share", "policy_options": {}, **PLAIN}
     config = DiffKVConfig.for_model(biased(), probe=True, **fields)
     assert config == DiffKVConfig(low=Precision(8, 4), **fields)
 

@@ -56,9 +56,10 @@ def check_pages(store: Store) -> None:
         level = levels(store, layer)
         for counts, _, number in tiers:
             assert torch.equal((level == number).sum(-1), counts[layer].long())
-        newest = (store.length[layer] - store.config.window).clamp(min=0)
-        assert (store.window_start[layer] <= newest).all()
-        assert torch.equal((level == 3).sum(-1)[:, 0], store.length[layer] - store.window_start[layer])
+        length, start, sinks = store.length[layer], store.window_start[layer], store.config.sinks
+        assert (start <= (length - store.config.window).clamp(min=sinks)).all()
+        exact = torch.minimum(length, torch.tensor(sinks)) + (length - start).clamp(min=0)
+        assert torch.equal((level == 3).sum(-1)[:, 0], exact)
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -71,17 +72,19 @@ class StoreMachine(RuleBasedStateMachine):
     @initialize(
         interval=st.sampled_from([1, 3]),
         window=st.sampled_from([1, 4]),
+        sinks=st.sampled_from([0, 3]),
         thresholds=st.sampled_from(THRESHOLDS),
         batch=st.integers(1, 3),
         data=st.data(),
     )
-    def start(self, interval: int, window: int, thresholds: tuple[float, float], batch: int, data) -> None:
+    def start(self, interval: int, window: int, sinks: int, thresholds: tuple[float, float], batch: int, data) -> None:
         config = DiffKVConfig(
             high=Precision(8, 4),
             low=Precision(4, 2),
             alpha_high=thresholds[0],
             alpha_low=thresholds[1],
             window=window,
+            sinks=sinks,
             compaction_interval=interval,
             page_bytes=192,
         )

@@ -106,6 +106,19 @@ STUDIES = {
             *(f"diffkv:paper+1/{alpha}" for alpha in (0.02, 0.05, 0.1)),
         )
     ),
+    # a model with channels of large magnitude (run it with --model gemma3-270m)
+    "outliers": Study(
+        (
+            "dense",
+            "diffkv:paper",
+            *(f"diffkv:{form}+{name}" for form in (PLAIN, TURNED) for name in ("K8V4", "K4V4", "K4V2")),
+            f"diffkv:{TURNED}+1/0",
+            f"diffkv:{TURNED}+K5V3",
+            f"share:{TURNED}",
+            "quanto:4",
+        ),
+        tasks="text",
+    ),
     # ways to choose what is high, and levels, on the same two precisions
     "levels": Study(
         (

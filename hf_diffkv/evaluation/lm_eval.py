@@ -6,11 +6,11 @@ one and hands over to the harness's command line. In Python: `lm_eval.simple_eva
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import logging
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -158,12 +158,11 @@ def register() -> None:
     model_registry.register(NAME, target=DiffKVLM)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Hands `options.arguments` to the harness's command line."""
+def run(arguments: Sequence[str]) -> None:
+    """Hands `arguments` to the harness's command line."""
     register()
-    before, sys.argv = sys.argv, ["lm-eval", *options.arguments]
+    before, sys.argv = sys.argv, ["lm-eval", *arguments]
     try:
         cli_evaluate()
     finally:
         sys.argv = before
-    return 0

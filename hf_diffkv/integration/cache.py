@@ -46,7 +46,7 @@ class DiffKVCache(Cache):
         check_model_config(model_config)
         text_config = model_config.get_text_config(decoder=True)
         self.model_fingerprint = model_fingerprint(model_config)
-        self.config = _resolve_config(model_config, config, kwargs)
+        self.config = resolve_config(model_config, config, kwargs)
         layers = cache_layers(text_config)
         self._readers = shared_layers(text_config)
         compressed = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
@@ -353,7 +353,8 @@ def _config_of(model: Any) -> Any:
     return model.config
 
 
-def _resolve_config(model_config: Any, config: DiffKVConfig | None, fields: dict[str, Any]) -> DiffKVConfig:
+def resolve_config(model_config: Any, config: DiffKVConfig | None, fields: dict[str, Any]) -> DiffKVConfig:
+    """`config`, or what suits the model, with single fields on top. Raises `ValueError` as `DiffKVConfig` does."""
     if config is not None and not isinstance(config, DiffKVConfig):
         raise ValueError(f"config={config!r} must be a DiffKVConfig.")
     base = DiffKVConfig.for_model(model_config) if config is None else config

@@ -13,12 +13,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.generation.utils import GenerationMixin
 
 from ..config import DiffKVConfig
-from ..import_hook import NAME, add_name, remove_name
+from ..import_hook import NAME, PAGED_NAME, add_name, remove_name
 from .attention import diffkv_attention, diffkv_mask
 from .cache import DiffKVCache
 from .errors import UnsupportedModelError
 from .graphs import DecodeStep, GraphRequest, wants_graphs
 from .models import check_model_config
+from .paged_attention import no_mask, paged_attention
 
 _logger = logging.getLogger("hf_diffkv")
 _original: Callable | None = None
@@ -33,6 +34,8 @@ def register() -> None:
         return
     AttentionInterface.register(NAME, diffkv_attention)
     AttentionMaskInterface.register(NAME, diffkv_mask)
+    AttentionInterface.register(PAGED_NAME, paged_attention)
+    AttentionMaskInterface.register(PAGED_NAME, no_mask)
     original = GenerationMixin._prepare_cache_for_generation
     parameters = list(inspect.signature(original).parameters)
     _original = original
@@ -49,6 +52,7 @@ def register() -> None:
     for owner, name, wrap in (
         (GenerationMixin, "_valid_auto_compile_criteria", _wrap_criteria),
         (PreTrainedModel, "get_compiled_call", _wrap_compiled_call),
+        (_batching_mixin(), "init_continuous_batching", _wrap_batching),
     ):
         method = getattr(owner, name, None)
         if method is not None:
@@ -72,6 +76,7 @@ def unregister() -> None:
     remove_name()
     for interface in (AttentionInterface, AttentionMaskInterface):
         interface._global_mapping.pop(NAME, None)
+        interface._global_mapping.pop(PAGED_NAME, None)
 
 
 def ensure_attention(model: Any) -> None:
@@ -82,7 +87,7 @@ def ensure_attention(model: Any) -> None:
     """
     check_model_config(model.config)
     text_config = model.config.get_text_config(decoder=True)
-    if not _can_switch(model):
+    if not can_switch(model):
         raise UnsupportedModelError(
             f"{type(model).__name__} does not use Transformers' attention interface, so its attention cannot be "
             "switched to 'diffkv'; use another cache."
@@ -105,7 +110,8 @@ def set_attention(model: Any, name: str) -> None:
         model.set_attn_implementation({part: name})
 
 
-def _can_switch(model: Any) -> bool:
+def can_switch(model: Any) -> bool:
+    """Whether the attention of `model` goes through Transformers' interface."""
     check = getattr(model, "_can_set_attn_implementation", None)
     return check is None or check()
 
@@ -236,6 +242,30 @@ def _wrap_criteria(original: Callable) -> Callable:
 
     valid._diffkv = True
     return valid
+
+
+def _batching_mixin() -> type:
+    """The class that offers continuous batching to models; any other where there is none."""
+    return next((cls for cls in GenerationMixin.__mro__ if "init_continuous_batching" in vars(cls)), GenerationMixin)
+
+
+def _wrap_batching(original: Callable) -> Callable:
+    """Has continuous batching use a compressed cache where `cache_implementation` says so."""
+
+    @functools.wraps(original)
+    def init(self: Any, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
+        chosen = self.generation_config if generation_config is None else generation_config
+        # a manager that was kept is used again, whatever is asked for
+        kept = getattr(self, "_cached_continuous_batching_manager", None) is not None
+        if _original is None or kept or getattr(chosen, "cache_implementation", None) != NAME:
+            return original(self, generation_config, *args, **kwargs)
+        # what it relies on is private to Transformers, and need not be there for anything else
+        from .continuous import make_manager
+
+        return make_manager(self, _cache_fields(chosen.cache_config), chosen, *args, **kwargs)
+
+    init._diffkv = True
+    return init
 
 
 def _wrap_compiled_call(original: Callable) -> Callable:

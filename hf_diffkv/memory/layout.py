@@ -23,14 +23,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..config import SUPPORTED_BITS, Precision
+from ..config import SUPPORTED_BITS, DiffKVConfig, Precision
 
 ROW_ALIGNMENT = 16
 PAGE_ALIGNMENT = 64
 TARGET_PAGE_BYTES = 6144
 MIN_TOKENS = 16
-# a page filled so well is not made larger; narrow tokens have odd sizes, which fill only large pages better, and
-# the last page of each row is not full
+# a page that is filled so well is not made larger: narrow tokens, of odd sizes, fill only large pages better, whose
+# last one of each row is the emptier
 GOOD_FILL = {32: 0.995, 16: 0.98}
 # more bits of codes than these take metadata of 32 bits in any case
 MOST_NARROW_BITS = 6
@@ -124,8 +124,8 @@ class PageLayout:
         numbers = (metadata_bits // 8, position_bytes)
         rows = {p: _SegmentSizes.of(p, key_dim, value_dim, element_bytes, *numbers) for p in (high, low)}
         smallest = rows[high].end(1 if page_bytes is not None else MIN_TOKENS)
-        limit = max(TARGET_PAGE_BYTES, smallest) if page_bytes is None else page_bytes
-        limit = limit // PAGE_ALIGNMENT * PAGE_ALIGNMENT
+        largest = max(TARGET_PAGE_BYTES, _round_up(smallest, PAGE_ALIGNMENT)) if page_bytes is None else page_bytes
+        limit = largest // PAGE_ALIGNMENT * PAGE_ALIGNMENT
         if smallest > limit:
             raise ValueError(
                 f"page_bytes={page_bytes} cannot hold one {high.name} token of {smallest} bytes; raise page_bytes."
@@ -141,6 +141,23 @@ class PageLayout:
             high=_tier(high, rows[high], key_dim, value_dim, best),
             low=_tier(low, rows[low], key_dim, value_dim, best),
             page_bytes=best,
+        )
+
+
+    @classmethod
+    def of(
+        cls, config: DiffKVConfig, key_dim: int, value_dim: int, element_bytes: int, max_positions: int | None
+    ) -> PageLayout:
+        """The format that a configuration asks for.
+
+        Args:
+            max_positions: no request has more tokens; None where that is not known. Others as in `build`.
+        """
+        few = max_positions is not None and max_positions <= NARROW_POSITIONS
+        return cls.build(
+            *(config.high, config.low, key_dim, value_dim, element_bytes, config.page_bytes),
+            metadata_bits=config.metadata_bits,
+            position_bytes=2 if few and config.metadata_bits == 16 else 4,
         )
 
 

@@ -36,16 +36,19 @@ struct Rows {
   int64_t width;
 };
 
-// One new token per request: appended where `key` is there, attended from where `query` is. Strides in elements.
+// One new token per request: appended where `key` is there, attended from where `query` is. Strides in elements. What is
+// stored is rotated where `rotate` is set, keys less `key_offset`; query, key, value and output are the model's.
 struct Step {
   Format format;
   Rows rows;                        // row = request * heads + head
   void *window_key, *window_value;  // [rows, slots, dim]
   float* window_score;              // [rows, slots]
   int64_t *window_start, *length;   // [batch]
-  int64_t batch, heads, group, slots;
+  const int64_t* sink_end;          // [batch] or null: tokens below it stand in the first sink_slots slots
+  int64_t batch, heads, group, slots, sink_slots;
   const void *key, *value;
   int64_t key_batch, key_head, value_batch, value_head;
+  const float* key_offset;  // [rows, key_dim] or null
   uint8_t* invalid;
   const uint8_t* valid;  // [batch] or null
   const void* query;
@@ -55,15 +58,15 @@ struct Step {
   float* received;     // [rows, received_stride] or null: what tokens received, joined over several layers
   int64_t received_stride;
   float limit, scaling, softcap;  // softcap 0: none
-  int32_t fold, hold, exact, threads;
+  int32_t fold, hold, exact, threads, rotate;
 };
 
-// A round of compaction: the candidate of row r stands in slot position % slots of its window. `position`, `length`
-// and `leaving` have an entry for `heads` rows each.
+// A round of compaction: the candidate of row r stands in its window's slot sink_slots + position % (slots -
+// sink_slots). `position`, `length` and `leaving` have an entry for `heads` rows each.
 struct Compaction {
   Format format;
   Rows rows;
-  int64_t row_count, heads, slots, window;
+  int64_t row_count, heads, slots, sink_slots, window;
   const void *key, *value;  // [rows, slots, dim]
   const float* score;       // [rows, slots]
   const int64_t *position, *length;
@@ -89,15 +92,39 @@ struct Transfer {
   int32_t source, threads;
 };
 
+// [batch, heads, tokens, dim], each token's numbers together; strides in elements.
+struct Strided {
+  const void* data;
+  int64_t batch, head, token;
+};
+
+// Many new tokens per request, over what is stored, `before` exact tokens and themselves.
+struct Prompt {
+  const Step* stored;  // format, rows and window of what is stored, or null
+  int64_t batch, heads, group, length, before, stored_tokens, key_dim, value_dim;
+  Strided query, key, value, past_key, past_value;  // of `dtype`
+  const uint8_t* past_valid;                        // [batch, heads, before]
+  const uint8_t* valid;                             // [batch, length] or null
+  const uint8_t* mask;                              // [length, length] of each request, or null
+  int64_t mask_batch;
+  const float* sinks;  // [heads * group] or null
+  void* output;        // [batch, length, heads * group, value_dim], zeros
+  float* received;     // [batch * heads, stored_tokens + before + length], zeros
+  int64_t observed;    // how many of a request's last queries give significance
+  float scaling, softcap;
+  int32_t dtype, threads;
+};
+
 // What every instruction set implements.
 struct Kernels {
   int64_t (*step)(const Step&);
   int64_t (*compact)(const Compaction&);
   int64_t (*store)(const Transfer&);
   int64_t (*load)(const Transfer&);
+  int64_t (*prompt)(const Prompt&);
 };
 
-extern const Kernels portable_kernels, avx2_kernels, avx512_kernels, avx512vnni_kernels;
+extern const Kernels portable_kernels, avx2_kernels, avx512_kernels, avx512vnni_kernels, avx512bf16_kernels;
 
 // threads.cpp
 void parallel(int64_t tasks, int threads, void (*run)(void* context, int64_t task), void* context);

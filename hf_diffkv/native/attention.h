@@ -20,8 +20,8 @@ inline int64_t tokens_before(const Step& step, const RowTokens& tokens, int64_t 
     before += smaller(whole * step.format.tier[t].capacity, tokens.count[t]);
     piece -= tokens.pages[t];
   }
-  if (piece <= 0) return before;
-  return before + (piece == 1 ? smaller(tokens.window, step.slots - tokens.window_first) : tokens.window);
+  for (int i = 0; i < MAX_RUNS && i < piece; i++) before += tokens.window_run[i];
+  return before;
 }
 
 struct Attention {
@@ -109,6 +109,7 @@ inline void write_output(const Step& step, const Chunk* chunks, int64_t count, i
       const float* part = chunks[c].output + h * stride;
       for (int d = 0; d < dim; d++) sums[d] += part[d] * share;
     }
+    if (step.rotate) rotate_back(sums, dim);
     with_dtype(step.format.dtype, [&](auto element) {
       auto* to = static_cast<decltype(element)*>(step.output) + (row * step.group + h) * dim;
       for (int d = 0; d < dim; d++) from_float(sums[d], to[d]);

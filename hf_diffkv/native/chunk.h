@@ -3,6 +3,7 @@
 #pragma once
 #include <math.h>
 
+#include "rotation.h"
 #include "rows.h"
 
 namespace diffkv {
@@ -72,8 +73,10 @@ inline void load_query(const Step& step, int64_t row, Work& work) {
     for (int64_t h = 0; h < step.group; h++) {
       const auto* q = from + (head * step.group + h) * step.query_head;
       float* to = work.query + h * stride;
+      for (int d = 0; d < dim; d++) to[d] = to_float(q[d]);
+      if (step.rotate) rotate(to, dim);
       float sum = 0;
-      for (int d = 0; d < dim; d++) sum += to[d] = to_float(q[d]) * scale;
+      for (int d = 0; d < dim; d++) sum += to[d] *= scale;
       for (int64_t d = dim; d < stride; d++) to[d] = 0;
       work.query_sum[h] = sum;
     }

@@ -54,7 +54,7 @@ inline Plan plan_row(const Compaction& round, int64_t row) {
   const int64_t request = row / round.heads;
   if (!leaves(round, request)) return plan;
   const int64_t position = round.position[request], later = round.length[request] - 1 - position;
-  const float score = round.score[row * round.slots + position % round.slots];
+  const float score = round.score[row * round.slots + ring_slot(position, round.slots, round.sink_slots)];
   const float mean = score / float(larger<int64_t>(later, 1));
   const float high = round.high_threshold[row], low = round.low_threshold[row];
   float least;
@@ -120,7 +120,7 @@ inline void move_row(const Compaction& round, const Plan& plan, int64_t row) {
   const Tier &high = round.format.tier[HIGH], &low = round.format.tier[LOW];
   const int32_t dtype = round.format.dtype;
   const int64_t position = round.position[row / round.heads];
-  const int64_t at = row * round.slots + position % round.slots;
+  const int64_t at = row * round.slots + ring_slot(position, round.slots, round.sink_slots);
   float key[MAX_DIM], value[MAX_DIM];
   int64_t slot;
   if (plan.demotes) {

@@ -1,6 +1,8 @@
 // The C interface, and which instruction set runs: the best one that was compiled and that the processor has.
 #include <string.h>
 
+#include <initializer_list>
+
 #include "abi.h"
 
 namespace diffkv {
@@ -19,10 +21,14 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 bool has_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+bool has_bf16() { return has_vnni() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 
 const Choice* choices(int& count) {
   static const Choice all[] = {
+#ifdef DIFFKV_AVX512BF16
+      {"avx512bf16", &avx512bf16_kernels, has_bf16()},
+#endif
 #ifdef DIFFKV_AVX512VNNI
       {"avx512vnni", &avx512vnni_kernels, has_vnni()},
 #endif
@@ -60,7 +66,10 @@ using namespace diffkv;
 
 // Bytes of the structs and the version in one number: a library of another build of the package is not used.
 EXPORT int64_t diffkv_abi() {
-  return ((ABI_VERSION * 10000 + sizeof(Step)) * 10000 + sizeof(Compaction)) * 10000 + sizeof(Transfer);
+  int64_t number = ABI_VERSION;
+  for (size_t bytes : {sizeof(Step), sizeof(Compaction), sizeof(Transfer), sizeof(Prompt)})
+    number = number * 10000 + int64_t(bytes);
+  return number;
 }
 EXPORT const char* diffkv_instructions() { return selected()->name; }
 // 0 where the library or the processor lacks them; null chooses the best.
@@ -73,3 +82,4 @@ EXPORT int64_t diffkv_step(const Step* step) { return selected()->kernels->step(
 EXPORT int64_t diffkv_compact(const Compaction* round) { return selected()->kernels->compact(*round); }
 EXPORT int64_t diffkv_store(const Transfer* tokens) { return selected()->kernels->store(*tokens); }
 EXPORT int64_t diffkv_load(const Transfer* tokens) { return selected()->kernels->load(*tokens); }
+EXPORT int64_t diffkv_prompt(const Prompt* prompt) { return selected()->kernels->prompt(*prompt); }

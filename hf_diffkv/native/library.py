@@ -16,7 +16,7 @@ from ..memory import TierLayout
 from . import structs
 
 PATH = Path(__file__).with_name("_lib.so")
-INSTRUCTIONS = ("avx512vnni", "avx512", "avx2", "portable")
+INSTRUCTIONS = ("avx512bf16", "avx512vnni", "avx512", "avx2", "portable")
 MAX_DIM = 512
 _ERRORS = {
     1: "an entry of the page table is no page of the pool",
@@ -51,7 +51,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def _declare(found: ctypes.CDLL) -> ctypes.CDLL:
-    for name in ("step", "compact", "store", "load"):
+    for name in ("step", "compact", "store", "load", "prompt"):
         function = getattr(found, f"diffkv_{name}")
         function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_void_p]
     found.diffkv_instructions.restype = ctypes.c_char_p
@@ -107,7 +107,7 @@ def check(status: int) -> None:
             f"{_ERRORS[status]}: the cache's memory was overwritten, or the call was given tensors that do not belong "
             "together. Call cache.reset() and start over."
         )
-    raise MemoryError("there is no memory for the buffers of a decode step.")
+    raise MemoryError("there is no memory for the buffers of an attention step.")
 
 
 def address(tensor: Tensor | None) -> int | None:

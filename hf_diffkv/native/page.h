@@ -7,6 +7,11 @@
 namespace diffkv {
 namespace {
 
+// Slot of a window's token that is no sink (ops/window.py).
+inline int64_t ring_slot(int64_t position, int64_t slots, int64_t sink_slots) {
+  return sink_slots + position % (slots - sink_slots);
+}
+
 constexpr int HIGH = 0;
 
 // Column of a row's index-th page: the first tier grows from the left, the second from the right.

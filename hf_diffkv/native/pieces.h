@@ -1,4 +1,5 @@
-// What a row holds, as pieces of consecutive tokens: its pages tier by tier, then its window from the oldest token on.
+// What a row holds, as pieces of consecutive tokens: its pages tier by tier, then its window: sinks, and the ring
+// from its oldest token on.
 #pragma once
 #include "page.h"
 
@@ -14,10 +15,14 @@ struct Piece {
   int64_t first;  // index of its first token among those of its tier
 };
 
+// Sinks, and the ring before and behind the place where it wraps.
+constexpr int MAX_RUNS = 3;
+
 struct RowTokens {
   int64_t row;
   int64_t count[MAX_TIERS], pages[MAX_TIERS];
-  int64_t window_first, window;  // slot of its oldest token, tokens
+  int64_t window;                                      // tokens
+  int64_t window_slot[MAX_RUNS], window_run[MAX_RUNS];  // they stand in runs: first slot, tokens
   int64_t pieces, tokens;
 };
 
@@ -45,9 +50,20 @@ inline RowTokens row_tokens(const Step& step, int64_t row) {
     tokens.tokens += tokens.count[t];
   }
   const int64_t request = row / step.heads, length = step.length[request];
-  tokens.window = smaller(larger<int64_t>(length - step.window_start[request], 0), step.slots);
-  tokens.window_first = (length - tokens.window) % step.slots;
-  tokens.pieces += (tokens.window > 0) + (tokens.window_first + tokens.window > step.slots);
+  const int64_t ring = step.slots - step.sink_slots;
+  const int64_t held = smaller(larger<int64_t>(length - step.window_start[request], 0), ring);
+  const int64_t sinks = step.sink_end ? smaller(smaller(length, step.sink_end[request]), step.sink_slots) : 0;
+  const int64_t first = ring_slot(length - held, step.slots, step.sink_slots);
+  const int64_t before_wrap = smaller(held, step.slots - first);
+  const int64_t slot[MAX_RUNS] = {0, first, step.sink_slots}, run[MAX_RUNS] = {sinks, before_wrap, held - before_wrap};
+  int runs = 0;
+  for (int i = 0; i < MAX_RUNS; i++) {
+    if (!run[i]) continue;
+    tokens.window_slot[runs] = slot[i];
+    tokens.window_run[runs++] = run[i];
+  }
+  tokens.window = held + sinks;
+  tokens.pieces += runs;
   tokens.tokens += tokens.window;
   return tokens;
 }
@@ -58,8 +74,7 @@ inline int piece_count(const Step& step, const RowTokens& tokens, int64_t index)
     if (index < tokens.pages[t]) return int(smaller(capacity, tokens.count[t] - index * capacity));
     index -= tokens.pages[t];
   }
-  const int64_t before_wrap = smaller(tokens.window, step.slots - tokens.window_first);
-  return int(index == 0 ? before_wrap : tokens.window - before_wrap);
+  return int(tokens.window_run[index]);
 }
 
 inline Piece piece_at(const Step& step, const Tier& window, const RowTokens& tokens, int64_t index) {
@@ -77,7 +92,7 @@ inline Piece piece_at(const Step& step, const Tier& window, const RowTokens& tok
     }
     index -= tokens.pages[t];
   }
-  const int64_t slot = tokens.row * step.slots + (index == 0 ? tokens.window_first : 0);
+  const int64_t slot = tokens.row * step.slots + tokens.window_slot[index];
   piece.tier = &window;
   piece.key = static_cast<const uint8_t*>(step.window_key) + slot * window.key.row;
   piece.value = static_cast<const uint8_t*>(step.window_value) + slot * window.value.row;

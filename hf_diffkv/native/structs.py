@@ -57,16 +57,16 @@ class Step(ctypes.Structure):
         ("format", Format),
         ("rows", Rows),
         *_fields(
-            pointer="window_key window_value window_score window_start length",
-            long="batch heads group slots",
+            pointer="window_key window_value window_score window_start length sink_end",
+            long="batch heads group slots sink_slots",
             pointer2="key value",
             long2="key_batch key_head value_batch value_head",
-            pointer3="invalid valid query",
+            pointer3="key_offset invalid valid query",
             long3="query_batch query_head",
             pointer4="output sinks received",
             long4="received_stride",
             float="limit scaling softcap",
-            int="fold hold exact threads",
+            int="fold hold exact threads rotate",
         ),
     ]
 
@@ -78,7 +78,7 @@ class Compaction(ctypes.Structure):
         ("format", Format),
         ("rows", Rows),
         *_fields(
-            long="row_count heads slots window",
+            long="row_count heads slots sink_slots window",
             pointer="key value score position length leaving high_threshold low_threshold ring state flag advance",
             long2="threads",
         ),
@@ -101,10 +101,33 @@ class Transfer(ctypes.Structure):
     ]
 
 
+class Strided(ctypes.Structure):
+    """[batch, heads, tokens, dim]."""
+
+    _fields_ = _fields(pointer="data", long="batch head token")
+
+
+class Prompt(ctypes.Structure):
+    """Many new tokens per request."""
+
+    _fields_ = [
+        *_fields(pointer="stored", long="batch heads group length before stored_tokens key_dim value_dim"),
+        *((name, Strided) for name in ("query", "key", "value", "past_key", "past_value")),
+        *_fields(
+            pointer="past_valid valid mask",
+            long="mask_batch",
+            pointer2="sinks output received",
+            long2="observed",
+            float="scaling softcap",
+            int="dtype threads",
+        ),
+    ]
+
+
 def abi() -> int:
     """What `diffkv_abi` returns of a library built from these structs."""
     number = ABI_VERSION
-    for struct in (Step, Compaction, Transfer):
+    for struct in (Step, Compaction, Transfer, Prompt):
         number = number * 10000 + ctypes.sizeof(struct)
     return number
 

@@ -2,6 +2,7 @@
 #include "append.h"
 #include "attention.h"
 #include "compact.h"
+#include "prompt.h"
 
 namespace diffkv {
 namespace {
@@ -16,6 +17,6 @@ int64_t step(const Step& step) {
 
 }  // namespace
 
-extern const Kernels DIFFKV_KERNELS = {step, compact, store_tokens, load_tokens};
+extern const Kernels DIFFKV_KERNELS = {step, compact, store_tokens, load_tokens, attend_prompt};
 
 }  // namespace diffkv

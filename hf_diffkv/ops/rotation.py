@@ -11,8 +11,8 @@ from torch import Tensor
 from .backend import without_autocast
 from .quantize import compute_dtype
 
-# elements at a time, as the rotation is computed in float32
-CHUNK_ELEMENTS = 1 << 24
+# elements at a time of what is computed in float32
+CHUNK_ELEMENTS = 1 << 21
 
 
 @cache
@@ -55,12 +55,17 @@ def rotate(tensor: Tensor, matrix: Tensor | None, offset: Tensor | None = None) 
         return tensor
     if tensor.numel() <= CHUNK_ELEMENTS:
         return _rotate(tensor, matrix, offset)
-    step = max(1, CHUNK_ELEMENTS // tensor[:, :, :1].numel())
+    step = tokens_at_once(tensor)
     rotated = torch.empty_like(tensor, memory_format=torch.contiguous_format)
     for start in range(0, tensor.shape[2], step):
         part = slice(start, start + step)
         rotated[:, :, part] = _rotate(tensor[:, :, part], matrix, offset)
     return rotated
+
+
+def tokens_at_once(tensor: Tensor) -> int:
+    """How many tokens of [batch, heads, tokens, dim] are to be computed with in float32 at a time."""
+    return max(1, CHUNK_ELEMENTS // max(1, tensor[:, :, :1].numel()))
 
 
 def _rotate(tensor: Tensor, matrix: Tensor | None, offset: Tensor | None) -> Tensor:
@@ -86,19 +91,17 @@ def rotate_step(
 
 
 @without_autocast
-def center_windows(window_key: Tensor, length: Tensor, offset: Tensor, due: Tensor) -> None:
+def center_windows(window_key: Tensor, held: Tensor, offset: Tensor, due: Tensor) -> None:
     """Takes the mean off all keys of rows that are in the window as a whole, and adds it to their offset.
 
     Args:
-        window_key: [..., batch, heads, slots, dim], changed in place; the rows' tokens stand in the first slots.
-        length: int64 [..., batch], tokens of each request.
+        window_key: [..., batch, heads, slots, dim], changed in place.
+        held: bool [..., batch, slots], where a token stands.
         offset: [..., batch, heads, dim] in the dtype of the computation, changed in place.
         due: bool [..., batch], requests this is for; the others stay as they are.
     """
-    slots = window_key.shape[-2]
-    held = torch.arange(slots, device=length.device) < length[..., None]
     keys = window_key.to(offset.dtype)
-    mean = keys.masked_fill(~held[..., None, :, None], 0.0).sum(-2) / length.clamp(min=1)[..., None, None]
+    mean = keys.masked_fill(~held[..., None, :, None], 0.0).sum(-2) / held.sum(-1).clamp(min=1)[..., None, None]
     mean = torch.where(due[..., None, None], mean, 0.0)
     offset += mean
     window_key.copy_(keys - mean[..., None, :])

@@ -42,7 +42,7 @@ class Rows(NamedTuple):
         layer, num_layers: index of the layer among the model's compressed layers, and how many there are.
         head: int64 [rows], index of the KV head in the model.
         length: int64 [rows], real tokens seen, N.
-        outside: int64 [rows], how many of them are outside the window, pruned ones included.
+        outside: int64 [rows], how many of them are neither in the window nor sinks, pruned ones included.
         alpha_high, alpha_low: float32 [rows], the relative thresholds of the rows.
     """
 
@@ -74,7 +74,8 @@ class StepRows(NamedTuple):
     Attributes:
         alpha_high, alpha_low: float32, the relative thresholds.
         length: int64 [layers, batch, 1], real tokens seen, N.
-        candidate: int64 [layers, batch, 1], position of the token that leaves: as many are outside the window.
+        candidate: int64 [layers, batch, 1], position of the token that leaves.
+        sinks: int64 [layers, batch, 1], as many first tokens are sinks.
         high_count, low_count: int32, tokens stored.
         layer: int64 [layers, 1, 1] and head: int64 [heads], as in `Rows`.
         least_mean: gives the least mean significance of each row's high tokens, float32, +inf where there are none.
@@ -84,11 +85,17 @@ class StepRows(NamedTuple):
     alpha_low: Tensor
     length: Tensor
     candidate: Tensor
+    sinks: Tensor
     high_count: Tensor
     low_count: Tensor
     layer: Tensor
     head: Tensor
     least_mean: Callable[[], Tensor]
+
+    @property
+    def outside(self) -> Tensor:
+        """int64 [layers, batch, 1], as in `Rows`, without the candidate."""
+        return self.candidate - self.sinks
 
 
 def option(default: Any, *, least: float | None = None, most: float | None = None, among: tuple = ()) -> Any:

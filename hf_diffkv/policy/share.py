@@ -98,7 +98,7 @@ class Share(Policy):
     def _errors(self, rows: StepRows) -> tuple[Tensor, Tensor]:
         """By how much there are too many high tokens, and too many at all, float32 [layers, batch, heads]."""
         kept = (rows.high_count + rows.low_count).float()
-        wanted = (1 - self.prune) * rows.candidate.float()
+        wanted = (1 - self.prune) * rows.outside.float()
         return tuple(
             ((have - want) / (BAND * of + 1)).clamp(-LARGEST_ERROR, LARGEST_ERROR)
             for have, want, of in ((rows.high_count, self.share * kept, kept), (kept, wanted, wanted))

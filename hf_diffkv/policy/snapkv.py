@@ -47,6 +47,6 @@ class SnapKV(Policy):
         half = self.pool // 2
         if half == 0 or tokens.row.numel() == 0:
             return tokens.mean
-        line = tokens.mean.new_zeros(rows.length.numel(), int(rows.outside.max()) + 2 * half)
+        line = tokens.mean.new_zeros(rows.length.numel(), int(tokens.position.max()) + 1 + 2 * half)
         line[tokens.row, tokens.position + half] = tokens.mean
         return functional.avg_pool1d(line[None], self.pool, stride=1)[0][tokens.row, tokens.position]

@@ -8,6 +8,7 @@ from .read import Payload, check_integrity, levels, payload, read_tokens
 from .record import Recorded, SharedRecording, attend_recorded, commit
 from .rows import drop_unused_layers, move_rows, prepare_rows, select_rows
 from .shared import SharedStep, SharedTokens
+from .slots import Slots
 from .state import Store
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "SharedRecording",
     "SharedStep",
     "SharedTokens",
+    "Slots",
     "Store",
     "attend_recorded",
     "attend_token",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..memory import HIGH, LOW
-from ..ops.compact import NewTokens, StoredTokens, rewrite_rows, stored_tokens
+from ..ops.compact import Given, NewTokens, StoredTokens, rewrite_rows, stored_tokens
 from ..ops.segments import segments
 from ..policy import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL, levels_between, mean_significance
 from .state import Store
@@ -144,13 +144,9 @@ def make_room(store: Store, pages: int) -> None:
 
 def no_tokens(store: Store) -> NewTokens:
     """Nothing to add to a row."""
-    return NewTokens(
-        torch.zeros(0, dtype=torch.int64, device=store.device),
-        torch.zeros(0, store.key_dim, dtype=store.dtype, device=store.device),
-        torch.zeros(0, store.value_dim, dtype=store.dtype, device=store.device),
-        torch.zeros(0, device=store.device),
-        torch.zeros(0, dtype=torch.int64, device=store.device),
-    )
+    none = torch.zeros(0, dtype=torch.int64, device=store.device)
+    score = torch.zeros(0, device=store.device)
+    return NewTokens.of(none, Given(score.view(0, 1), score.view(0, 1)), score, none)
 
 
 def _relative(store: Store, tokens: StoredTokens, tier: int, length: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from ..ops.backend import NATIVE
 from ..ops.compact import compact_step, least_mean
 from ..policy import StepRows, relative_thresholds
 from . import native
+from .window import slots_of
 
 if TYPE_CHECKING:
     from .state import Store
@@ -33,7 +34,7 @@ def compact_round(store: Store) -> None:
 def _compact(store: Store, leaving: Tensor, high: Tensor, low: Tensor) -> None:
     """The round by the ops that take one candidate per row."""
     start = store.window_start
-    slot = (start % store.window_slots)[:, :, None, None].expand(-1, -1, store.num_heads, 1)
+    slot = slots_of(store, start, store.sink_end)[:, :, None, None].expand(-1, -1, store.num_heads, 1)
     shape = store.high_count.shape
     rows = store.high_count.numel()
     compact_step(
@@ -64,6 +65,7 @@ def _step_rows(store: Store) -> StepRows:
         store.alpha_low,
         store.length[..., None],
         store.window_start[..., None],
+        store.sink_end[..., None],
         store.high_count,
         store.low_count,
         store.layer_index[:, None, None],

@@ -43,11 +43,11 @@ def attend_token(
     Returns:
         [batch, query_heads, 1, value_dim] in the query's dtype.
     """
-    query, key, value = step_form(store, layer, query, key, value)
     options = {"scaling": scaling, "valid": valid, "softcap": softcap, "sinks": sinks}
     if store.backend() == NATIVE:
         note_logits(store, layer, softcap, sinks)
-        return model_form(store, native.append_and_attend(store, layer, query, key, value, **options))
+        return native.append_and_attend(store, layer, query, key, value, **options)
+    query, key, value = step_form(store, layer, query, key, value)
     append(store, layer, key, value, valid)
     return attend_newest(store, layer, query, **options)
 
@@ -64,6 +64,8 @@ def append(store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor |
         value[:, :, 0],
         limit=store.value_limit,
         valid=valid,
+        sink_end=store.sink_end[layer],
+        sink_slots=store.sink_slots,
     )
 
 
@@ -103,17 +105,23 @@ def attend_newest(
         store.length[layer],
         scaling=scaling,
         bounds=bounds,
-        scratch=_scratch(store, query[:, :, 0], bounds.max_tokens),
+        scratch=prepare_scratch(store, query[:, :, 0], bounds.max_tokens),
         valid=valid,
         softcap=softcap,
         sinks=sinks,
         held=held,
+        sink_end=store.sink_end[layer],
+        sink_slots=store.sink_slots,
     )
     return model_form(store, output[:, :, None])
 
 
-def _scratch(store: Store, query: Tensor, max_tokens: int) -> Scratch | None:
-    """Buffers shared by all layers; grown in steps, since a captured graph keeps using them."""
+def prepare_scratch(store: Store, query: Tensor, max_tokens: int = 0) -> Scratch | None:
+    """Buffers shared by all layers; grown in steps, since a captured graph keeps using them.
+
+    Args:
+        query: [batch, query_heads, key_dim], of which the shape counts.
+    """
     held = store.scratch
     fits = held is not None and held.max_tokens >= max_tokens and held.output.shape[0] == store.rows_per_layer
     if not fits:

@@ -17,6 +17,7 @@ from ..ops.segments import segments
 from .budget import no_tokens
 from .fork import make_private
 from .state import Store
+from .window import held_tokens, slots_of
 
 
 def check_shown(store: Store, shown: Tensor | None, tokens: int) -> Tensor | None:
@@ -123,21 +124,26 @@ def _hide_paged(store: Store, moved: Tensor) -> None:
 
 
 def _hide_in_windows(store: Store, moved: Tensor) -> None:
-    slots = store.window_slots
-    old = store.window_start[..., None] + torch.arange(slots, device=store.device)
-    held = old < store.length[..., None]
+    old = held_tokens(store)
     by_layer = moved.expand(store.num_layers, -1, -1)
-    new = by_layer.gather(2, old.clamp(max=moved.shape[1] - 1))
-    layer, request, place = (held & (new >= 0)).nonzero(as_tuple=True)
+    new = by_layer.gather(2, old.clamp(min=0))
+    layer, request, place = ((old >= 0) & (new >= 0)).nonzero(as_tuple=True)
     old, new = old[layer, request, place], new[layer, request, place]
     # tokens of each request with a smaller index that remain
     remaining = torch.cat([moved.new_zeros(moved.shape[0], 1), (moved >= 0).cumsum(1)], dim=1)
     remaining = remaining.expand(store.num_layers, -1, -1)
-    start = remaining.gather(2, store.window_start[..., None])[..., 0]
-    length = remaining.gather(2, store.length[..., None])[..., 0]
+    start, end, length = (
+        remaining.gather(2, torch.minimum(index, store.length)[..., None])[..., 0]
+        for index in (store.window_start, store.sink_end, store.length)
+    )
+    # a request of which everything is exact has all its sinks
+    whole = start == end
+    start, end = (torch.where(whole, store.sink_slots, index) for index in (start, end))
+    new_place = slots_of(store, new, end[layer, request])
     share = _share(store.length[layer, request] - 1 - old, length[layer, request] - 1 - new)
     for state in (store.window_key, store.window_value, store.window_score):
-        tokens = state[layer, request, :, old % slots]
-        state[layer, request, :, new % slots] = tokens * share[:, None] if state is store.window_score else tokens
+        tokens = state[layer, request, :, place]
+        state[layer, request, :, new_place] = tokens * share[:, None] if state is store.window_score else tokens
     store.window_start.copy_(start)
+    store.sink_end.copy_(end)
     store.length.copy_(length)

@@ -41,12 +41,13 @@ def decide_levels(
     shape = store.alpha_high[layer].shape
     alphas = (store.alpha_high[layer], store.alpha_low[layer])
     start = torch.maximum(store.window_start[layer], store.length[layer] - store.config.window)
+    outside = start - store.sink_end[layer]
     rows = Rows(
         store.layers[layer],
         store.total_layers,
         store.head_index.repeat(store.batch_size),
         length,
-        start.repeat_interleave(store.num_heads),
+        outside.repeat_interleave(store.num_heads),
         *(alpha.reshape(-1) for alpha in alphas),
     )
     decided = store.policy_of(layer).levels(tokens, rows)
@@ -70,7 +71,8 @@ def _tokens(
         if store.policy.needs_value_norm:
             _, value = load_tokens(store.pool.pages, layout, page, slot, store.dtype)
             norms.append(value.float().norm(dim=-1))
-    norms.append(leaving.value.float().norm(dim=-1))
+    if store.policy.needs_value_norm:
+        norms.append(leaving.value_norm())
     levels = [torch.full_like(m, n, dtype=torch.int8) for m, n in zip(means, (HIGH_LEVEL, LOW_LEVEL, WINDOW_LEVEL))]
     return Tokens(
         torch.cat([*rows, leaving.row]),

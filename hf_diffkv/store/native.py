@@ -18,7 +18,10 @@ from ..ops.decode_attention.native import attend, layer_block
 if TYPE_CHECKING:
     from .state import Store
 
-STATE = ("window_key", "window_value", "window_score", "high_count", "low_count", "window_start", "length", "invalid")
+STATE = (
+    *("window_key", "window_value", "window_score", "high_count", "low_count"),
+    *("window_start", "length", "sink_end", "invalid", "key_offset"),
+)
 
 
 class NativeCalls:
@@ -47,8 +50,12 @@ class NativeCalls:
                 store.window_score[layer],
                 store.window_start[layer],
                 store.length[layer],
+                store.sink_end[layer],
+                store.sink_slots,
             )
             block.invalid, block.limit = address(store.invalid), store.value_limit
+            block.rotate = store.config.rotate
+            block.key_offset = address(store.key_offset[layer]) if store.config.center else None
         block.rows.pages, block.rows.page_count = store.pool.address, store.pool.capacity
         block.key = None
         return block
@@ -71,6 +78,7 @@ class NativeCalls:
             )
             block.row_count = store.num_layers * store.rows_per_layer
             block.heads, block.slots, block.window = store.num_heads, store.window_slots, store.config.window
+            block.sink_slots = store.sink_slots
             block.advance = block.position
         return self._round
 
@@ -88,7 +96,7 @@ def calls(store: Store) -> NativeCalls:
 
 
 def append_and_attend(store: Store, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Appends a token and attends from it, in one call; arguments and result as in `attend_token`, in store's form."""
+    """Appends a token and attends from it, in one call; arguments and result as in `attend_token`."""
     block = calls(store).step(store, layer)
     kept = set_token(block, key[:, :, 0], value[:, :, 0])
     output = attend(block, query, **options)

@@ -8,15 +8,17 @@ import torch
 from torch import Tensor
 
 from ..memory import HIGH, LOW
-from ..ops.compact import NewTokens, StoredTokens, rewrite_rows, stored_tokens
+from ..ops.compact import Given, NewTokens, StoredTokens, rewrite_rows, stored_tokens
 from ..ops.narrow import score_noise
 from ..ops.prefill_attention import StoredPast, prefill_attention
 from ..ops.quantize import compute_dtype
+from ..ops.rotation import tokens_at_once
 from ..ops.segments import segments
 from ..policy import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL, mean_significance
 from .levels import decide_levels
 from .state import Store
-from .transform import Entering, model_form, note_logits, query_form
+from .transform import Entering, PromptSource, model_form, note_logits, query_form
+from .window import held_count, slots_of
 
 
 def attend_tokens(
@@ -85,14 +87,19 @@ def attend_beside(
 def check_finite(store: Store, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
     """Raises `ValueError` unless all real keys and values, [batch, heads, tokens, dim], can be stored."""
     for tensor in (key, value):
-        if store.config.rotate:
-            # no element is larger than that, however a token is rotated
-            peak = torch.linalg.vector_norm(tensor, dim=3, dtype=compute_dtype(tensor.dtype)).amax(1)
-        else:
-            peak = tensor.abs().amax((1, 3))
+        peaks = [_peak(store, part) for part in tensor.split(tokens_at_once(tensor), dim=2)]
+        peak = torch.cat(peaks, dim=1)
         peak = peak if valid is None else torch.where(valid, peak, 0)
         if not bool((peak <= store.value_limit).all()):
             raise ValueError(store.value_message())
+
+
+def _peak(store: Store, tensor: Tensor) -> Tensor:
+    """The largest that an element of each token [batch, heads, tokens, dim] may be in the store, [batch, tokens]."""
+    if store.config.rotate:
+        # no element is larger than that, however a token is rotated
+        return torch.linalg.vector_norm(tensor, dim=3, dtype=compute_dtype(tensor.dtype)).amax(1)
+    return tensor.abs().amax((1, 3))
 
 
 class Past:
@@ -111,15 +118,14 @@ class Past:
         counts = [store.high_count[layer].view(rows), store.low_count[layer].view(rows)]
         tiers = (store.layout.high, store.layout.low)
         past.tokens = tuple(stored_tokens(table.view(rows, -1), counts[t], t, tiers[t]) for t in (HIGH, LOW))
-        past.window_row, past.window_token = _window_tokens(store, layer)
+        past.window_row, past.window_token, window_rank = _window_tokens(store, layer)
         window_count = torch.bincount(past.window_row, minlength=rows)
         longest = int((counts[HIGH] + counts[LOW] + window_count).max())
         if longest == 0:
             return past
         first = past.tokens[HIGH].index
         second = past.tokens[LOW].index + counts[HIGH].long()[past.tokens[LOW].row]
-        start = store.window_start[layer].repeat_interleave(store.num_heads)
-        third = past.window_token - start[past.window_row] + (counts[HIGH] + counts[LOW]).long()[past.window_row]
+        third = window_rank + (counts[HIGH] + counts[LOW]).long()[past.window_row]
         past.ranks = [first, second, third]
         past.stored = StoredPast(
             store.pool.pages,
@@ -132,6 +138,8 @@ class Past:
             store.window_start[layer],
             store.length[layer],
             longest,
+            store.sink_end[layer],
+            store.sink_slots,
         )
         return past
 
@@ -139,7 +147,7 @@ class Past:
         return [self.tokens[HIGH].row, self.tokens[LOW].row, self.window_row]
 
     def window(self, store: Store, layer: int) -> tuple[Tensor, Tensor]:
-        slot = self.window_token % store.window_slots
+        slot = window_slot(store, layer, self.window_row, self.window_token)
         key = store.window_key[layer].flatten(0, 1)[self.window_row, slot]
         return key, store.window_value[layer].flatten(0, 1)[self.window_row, slot]
 
@@ -150,13 +158,19 @@ class Past:
         return received[self.rows()[part], self.ranks[part]]
 
 
-def _window_tokens(store: Store, layer: int) -> tuple[Tensor, Tensor]:
-    """Row and token index of everything in a layer's window, in row order."""
-    start, length = store.window_start[layer], store.length[layer]
-    count = (length - start).repeat_interleave(store.num_heads)
+def _window_tokens(store: Store, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Row, token index and rank of everything in a layer's window, in row order, then by index."""
+    start, end = store.window_start[layer], store.sink_end[layer]
+    count = held_count(store, layer).repeat_interleave(store.num_heads)
     row = torch.repeat_interleave(torch.arange(count.numel(), device=store.device), count)
     rank = torch.arange(row.numel(), device=store.device) - (count.cumsum(0) - count)[row]
-    return row, rank + start.repeat_interleave(store.num_heads)[row]
+    request = row // store.num_heads
+    return row, torch.where(rank < end[request], rank, rank + (start - end)[request]), rank
+
+
+def window_slot(store: Store, layer: int, row: Tensor, position: Tensor) -> Tensor:
+    """Slots of exact tokens, given their rows of the layer."""
+    return slots_of(store, position, store.sink_end[layer][row // store.num_heads])
 
 
 def compress(store: Store, layer: int, past: Past, new: Entering, received: Tensor) -> None:
@@ -168,7 +182,7 @@ def compress(store: Store, layer: int, past: Past, new: Entering, received: Tens
     heads = store.num_heads
     rows = store.batch_size * heads
     valid, new_count = new.valid, new.key.shape[2]
-    key, value, offset = new.stored()
+    source, offset = new.stored()
     received = received.flatten(0, 1)
     past_width = received.shape[1] - new_count
     old_length = store.length[layer].clone()
@@ -187,8 +201,10 @@ def compress(store: Store, layer: int, past: Past, new: Entering, received: Tens
         previous.append(view.scores(tokens.page, tokens.slot))
         scores.append(previous[tier] + past.gather(received, tier))
         means.append(mean_significance(scores[tier], view.positions(tokens.page, tokens.slot), length[tokens.row]))
-    candidates = _candidates(store, layer, past, key, value, valid, offset, old_length, received, past_width)
-    in_window = candidates.position >= (length - store.config.window)[candidates.row]
+    candidates = _candidates(store, layer, past, source, valid, offset, old_length, received, past_width)
+    start = torch.maximum(store.window_start[layer], store.length[layer] - store.config.window)
+    request = candidates.row // heads
+    in_window = (candidates.position < store.sink_end[layer][request]) | (candidates.position >= start[request])
     leaving, window = candidates.select(~in_window), candidates.select(in_window)
     means.append(mean_significance(leaving.score, leaving.position, length[leaving.row]))
     levels = decide_levels(store, layer, past.tokens, leaving, means, length)
@@ -217,8 +233,7 @@ def compress(store: Store, layer: int, past: Past, new: Entering, received: Tens
     if offset is not None:
         store.key_offset[layer] = offset
     _fill_window(store, layer, window)
-    start = (store.length[layer] - store.config.window).clamp(min=0)
-    store.window_start[layer] = torch.maximum(store.window_start[layer], start)
+    store.window_start[layer] = start
     store.forget_bounds()
     store.steps_since_compaction = 0
 
@@ -235,8 +250,7 @@ def _candidates(
     store: Store,
     layer: int,
     past: Past,
-    key: Tensor,
-    value: Tensor,
+    source: PromptSource,
     valid: Tensor | None,
     offset: Tensor | None,
     old_length: Tensor,
@@ -246,33 +260,34 @@ def _candidates(
     """Every token that is exact now: what was in the window, and the new ones; sorted by row, then position.
 
     Args:
-        key, value: as they are to be stored.
+        source: the new ones.
         offset: of all rows' keys, as `Entering.stored` returns it.
     """
-    heads, new_count = store.num_heads, key.shape[2]
-    slot = past.window_token % store.window_slots
+    heads, new_count = store.num_heads, source.key.shape[2]
+    slot = window_slot(store, layer, past.window_row, past.window_token)
     score = store.window_score[layer].flatten(0, 1)[past.window_row, slot] + past.gather(received, 2)
     held_key, held_value = past.window(store, layer)
     if offset is not None:
         shift = (offset - store.key_offset[layer]).flatten(0, 1)[past.window_row]
         held_key = (held_key - shift).to(held_key.dtype)
-    window = NewTokens(past.window_row, held_key, held_value, score, past.window_token)
+    window = NewTokens.of(past.window_row, Given(held_key, held_value), score, past.window_token)
     if valid is None:
         valid = torch.ones(store.batch_size, new_count, dtype=torch.bool, device=store.device)
     position = old_length[:, None] + valid.cumsum(-1) - 1
     row, column = valid.repeat_interleave(heads, dim=0).nonzero(as_tuple=True)
     new = NewTokens(
         row,
-        key.flatten(0, 1)[row, column],
-        value.flatten(0, 1)[row, column],
         received[row, past_width + column],
-        position.repeat_interleave(heads, dim=0)[row, column],
+        position[row // heads, column],
+        (source,),
+        row * new_count + column,
     )
     return window.merge(new)
 
 
 def _fill_window(store: Store, layer: int, tokens: NewTokens) -> None:
-    slot = tokens.position % store.window_slots
-    store.window_key[layer].flatten(0, 1)[tokens.row, slot] = tokens.key.to(store.dtype)
-    store.window_value[layer].flatten(0, 1)[tokens.row, slot] = tokens.value.to(store.dtype)
+    slot = window_slot(store, layer, tokens.row, tokens.position)
+    key, value = tokens.read(slice(None))
+    store.window_key[layer].flatten(0, 1)[tokens.row, slot] = key.to(store.dtype)
+    store.window_value[layer].flatten(0, 1)[tokens.row, slot] = value.to(store.dtype)
     store.window_score[layer].flatten(0, 1)[tokens.row, slot] = tokens.score

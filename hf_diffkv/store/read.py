@@ -14,6 +14,7 @@ from ..ops.segments import segments
 from ..policy import HIGH_LEVEL, LOW_LEVEL, PADDING_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL
 from .state import Store
 from .transform import model_form, model_keys
+from .window import exact_tokens, held_count
 
 
 class IntegrityError(RuntimeError):
@@ -59,9 +60,8 @@ def levels(store: Store, layer: int) -> Tensor:
         tokens = _tier(store, layer, tier)
         position = segments(store.pool.pages, layout).positions(tokens.page, tokens.slot).long()
         by_index[tokens.row, position] = level
-    index = torch.arange(by_index.shape[1], device=store.device)
-    start, length = (t[layer].repeat_interleave(store.num_heads)[:, None] for t in (store.window_start, store.length))
-    by_index[(index >= start) & (index < length)] = WINDOW_LEVEL
+    _, row, position = exact_tokens(store, layer)
+    by_index[row, position] = WINDOW_LEVEL
     for rows, position, _, _ in _recorded_tokens(store, layer):
         by_index[rows, position] = WINDOW_LEVEL
     result = _to_logical(store, by_index)
@@ -82,10 +82,7 @@ def read_tokens(store: Store, layer: int) -> LayerTokens:
         tier_keys, tier_values = load_tokens(store.pool.pages, layout, tokens.page, tokens.slot, store.dtype)
         keys[tokens.row, position], values[tokens.row, position] = tier_keys.to(dtype), tier_values.to(dtype)
         score[tokens.row, position] = view.scores(tokens.page, tokens.slot)
-    index = torch.arange(keys.shape[1], device=store.device)
-    start, length = (t[layer].repeat_interleave(store.num_heads)[:, None] for t in (store.window_start, store.length))
-    row, position = ((index >= start) & (index < length)).nonzero(as_tuple=True)
-    slot = position % store.window_slots
+    slot, row, position = exact_tokens(store, layer)
     keys[row, position] = store.window_key[layer].flatten(0, 1)[row, slot].to(dtype)
     values[row, position] = store.window_value[layer].flatten(0, 1)[row, slot].to(dtype)
     score[row, position] = store.window_score[layer].flatten(0, 1)[row, slot]
@@ -112,7 +109,7 @@ def payload(store: Store) -> Payload:
     store.settle()
     none = torch.zeros(store.batch_size, dtype=torch.int64, device=store.device)
     recorded = torch.stack([none if r is None else r.count() for r in store.recorded])
-    window = (store.length - store.window_start + recorded)[..., None].expand_as(store.high_count)
+    window = (held_count(store) + recorded)[..., None].expand_as(store.high_count)
     return Payload(store.high_count.long(), store.low_count.long(), window, store.length + recorded)
 
 
@@ -147,20 +144,23 @@ def check_integrity(store: Store) -> None:
 
 
 def _check_tokens(store: Store, layer: int) -> None:
-    start, length = store.window_start[layer], store.length[layer]
-    held = length - start
-    _require(bool(((held >= 0) & (held <= store.window_slots)).all()), "a window holds more tokens than it has slots")
+    start, length, end = store.window_start[layer], store.length[layer], store.sink_end[layer]
+    ring = store.window_slots - store.sink_slots
+    _require(bool((length - start <= ring).all()), "a window holds more tokens than it has slots")
+    ordered = (0 <= end) & (end <= store.sink_slots) & (end <= start) & (start <= torch.maximum(length, end))
+    _require(bool(ordered.all()), "a window does not begin behind the sinks, or begins behind its end")
     seen = torch.zeros(
         store.batch_size * store.num_heads, int(length.max()) + 1, dtype=torch.int32, device=store.device
     )
-    starts = start.repeat_interleave(store.num_heads)
+    starts, ends = (t.repeat_interleave(store.num_heads) for t in (start, end))
     for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
         tokens = _tier(store, layer, tier)
         view = segments(store.pool.pages, layout)
         position = view.positions(tokens.page, tokens.slot).long()
         score = view.scores(tokens.page, tokens.slot)
         _require(
-            bool(((position >= 0) & (position < starts[tokens.row])).all()), "a stored token has no valid position"
+            bool(((position >= ends[tokens.row]) & (position < starts[tokens.row])).all()),
+            "a stored token has no valid position",
         )
         _require(bool((score.isfinite() & (score >= 0)).all()), "a stored token has no valid significance")
         seen.index_put_((tokens.row, position), torch.ones_like(position, dtype=torch.int32), accumulate=True)

@@ -15,12 +15,13 @@ from ..memory.free_list import FREE
 from ..memory.layout import NARROW_POSITIONS
 from ..ops.backend import REFERENCE, choose
 from ..ops.quantize import compute_dtype
-from ..ops.rotation import center_windows, rotation_matrix
+from ..ops.rotation import rotation_matrix
 from ..ops.tiles import Bounds, build_tiles
 from ..policy import Policy, make_policy
 from ..policy.diffkv import DiffKV
 from .compaction import compact_round
 from .padding import Padding
+from .window import center_rows, is_whole
 
 if TYPE_CHECKING:
     from ..ops.decode_attention.scratch import Scratch
@@ -44,6 +45,7 @@ ROW_STATE = (
     "low_count",
     "length",
     "window_start",
+    "sink_end",
     "alpha_high",
     "alpha_low",
     "key_offset",
@@ -55,8 +57,8 @@ PROTECTION = DiffKV()
 class Store:
     """Pages and windows of `num_layers` layers on one device.
 
-    A token of a request has an index among the request's real tokens (padding never counts); token i stands in slot
-    i % window_slots while it is in the window. Rows are (layer, request, head).
+    A token of a request has an index among the request's real tokens (padding never counts). The exact ones are the
+    sinks, below `sink_end`, and those from `window_start` on; ops/window.py. Rows are (layer, request, head).
 
     Args:
         config: the user's choices.
@@ -94,13 +96,8 @@ class Store:
         self.key_dim, self.value_dim = key_dim, value_dim
         # as tensors name it: "cuda" is cuda:0
         self.dtype, self.device = dtype, torch.empty(0, device=device).device
-        few = max_positions is not None and max_positions <= NARROW_POSITIONS
-        self.layout = PageLayout.build(
-            *(config.high, config.low, key_dim, value_dim, dtype.itemsize, config.page_bytes),
-            metadata_bits=config.metadata_bits,
-            position_bytes=2 if few and config.metadata_bits == 16 else 4,
-        )
-        self.window_slots = config.window + config.compaction_interval
+        self.layout = PageLayout.of(config, key_dim, value_dim, dtype.itemsize, max_positions)
+        self.sink_slots, self.window_slots = config.sinks, config.sinks + config.window + config.compaction_interval
         # index of each layer and head in the model, among its compressed layers
         self.total_layers = num_layers if total_layers is None else total_layers
         self.layers = list(range(num_layers))
@@ -122,7 +119,8 @@ class Store:
         # whether the first tokens of some row may leave the window before the next refresh
         self.centers_soon = False
         self.length = torch.zeros(num_layers, batch_size, dtype=torch.int64, device=device)
-        self.window_start = torch.zeros(num_layers, batch_size, dtype=torch.int64, device=device)
+        self.sink_end = torch.full_like(self.length, self.sink_slots)
+        self.window_start = self.sink_end.clone()
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
         self.invalid = torch.zeros((), dtype=torch.bool, device=device)
         self.changed_past = torch.zeros((), dtype=torch.bool, device=device)
@@ -211,7 +209,7 @@ class Store:
 
     def _tensors(self) -> list[Tensor]:
         tensors = [self.window_key, self.window_value, self.window_score, self.high_count, self.low_count]
-        tensors += [self.length, self.window_start, self.table.table, self.alpha_high, self.alpha_low]
+        tensors += [self.length, self.window_start, self.sink_end, self.table.table, self.alpha_high, self.alpha_low]
         tensors += [self.layer_index, self.head_index, self.invalid, self.changed_past, self.key_offset]
         bounds = [*self._bounds, self.all_bounds] if self.all_bounds is not None else []
         if self.scratch is not None:
@@ -248,7 +246,7 @@ class Store:
         if pages < 1:
             raise MemoryError(
                 f"max_bytes={self.config.max_bytes} cannot even hold the windows and tables of this cache ({other} "
-                "bytes); raise max_bytes, or lower window or the batch size."
+                "bytes); raise max_bytes, or lower window, sinks or the batch size."
             )
         self.pool.max_pages = int(pages)
 
@@ -364,16 +362,9 @@ class Store:
     def compact(self) -> None:
         """The device's part of a compaction: as many rounds as tokens left the windows."""
         if self.centers_soon:
-            self._center_rows()
+            center_rows(self)
         for _ in range(self.config.compaction_interval):
             compact_round(self)
-
-    def _center_rows(self) -> None:
-        """Fixes the key offset of rows whose first token is about to leave the window (see transform.py)."""
-        due = (self.window_start == 0) & (self.length > self.config.window)
-        for layer in self.uncentered:
-            due[layer] = False
-        center_windows(self.window_key, self.length, self.key_offset, due)
 
     def compaction_done(self, done: bool = True) -> None:
         """Notes that the compaction that was due has run, if `done`."""
@@ -390,6 +381,16 @@ class Store:
         pages_now = _ceil(self._high_bound, high) + _ceil(self._low_bound, low)
         low_growth = np.where(has_low, lookahead, 0)
         pages_then = _ceil(self._high_bound + lookahead, high), _ceil(self._low_bound + low_growth, low)
+        self._bound_rows(lookahead)
+        self.ensure_width(max(int((self._high_bound + self._low_bound).max()) + lookahead, self.room))
+        if self.room > 0:
+            self.pool.free_list.reserve(self.table.table.numel())
+        self.update_limit()
+        self._ensure_free(int((pages_then[HIGH] + pages_then[LOW] - pages_now).sum()), free)
+        self._steps_left = REFRESH_STEPS
+
+    def _bound_rows(self, lookahead: int) -> None:
+        """Notes how long rows are until `lookahead` more tokens have left their windows."""
         longest = int((self._high_bound + self._low_bound).max()) + lookahead + self.window_slots
         if self.backend() != REFERENCE:
             self.all_bounds = Bounds(longest)
@@ -397,12 +398,6 @@ class Store:
         else:
             self.all_bounds = self._tile(slice(None), longest, lookahead)
             self._bounds = [self._tile(layer, longest, lookahead) for layer in range(self.num_layers)]
-        self.ensure_width(max(int((self._high_bound + self._low_bound).max()) + lookahead, self.room))
-        if self.room > 0:
-            self.pool.free_list.reserve(self.table.table.numel())
-        self.update_limit()
-        self._ensure_free(int((pages_then[HIGH] + pages_then[LOW] - pages_now).sum()), free)
-        self._steps_left = REFRESH_STEPS
 
     def _look(self, lookahead: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool, int]:
         """All the host wants to know, in one copy: high and low counts, where low ones may come, bool, free pages.
@@ -411,7 +406,7 @@ class Store:
         its window within `lookahead` tokens. Raises as `check_values` does.
         """
         has_low = self.policy.has_low(self.alpha_high, self.alpha_low)
-        first_leave = ((self.window_start == 0) & (self.length > self.config.window - lookahead)).any()
+        first_leave = (is_whole(self) & (self.length - self.window_start > self.config.window - lookahead)).any()
         parts = [self.high_count, self.low_count, has_low, first_leave, self.pool.free_list.state[FREE]]
         parts += self._flags()
         seen = torch.cat([part.reshape(-1).long() for part in parts]).cpu().numpy()

@@ -2,9 +2,9 @@
 
 A key k is held as R (k - mu) and a value v as R v, with a rotation R of the channels (ops/rotation.py) and a mean key
 mu of each (layer, request, KV head). Pages and window alike hold that form, so nothing inside a store knows of it:
-queries come in as R q, and what attention gives goes out rotated back. As (R q) . R (k - mu) = q . k - q . mu, and
-q . mu is the same for all tokens of a row, the softmax is what it was. It would not be beside an attention sink, nor
-under a softcap: layers that have one are rotated and not centred.
+queries come in as R q, and what attention gives goes out rotated back; a native step does both itself (native.py).
+As (R q) . R (k - mu) = q . k - q . mu, and q . mu is the same for all tokens of a row, the softmax is what it was. It
+would not be beside an attention sink, nor under a softcap: layers that have one are rotated and not centred.
 
 mu is fixed when the first token of a row leaves the window, as the mean of all the row's keys until then, those of
 the forward that makes it leave included. Until then it is zero, and the window is centred anew when it is fixed.
@@ -14,13 +14,15 @@ Afterwards it stays, also where the mean of later keys is another. A row of whic
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..ops.rotation import rotate, rotate_step
+from ..ops.rotation import rotate, rotate_step, tokens_at_once
 from .state import Store
+from .window import held_tokens, is_whole
 
 if TYPE_CHECKING:
     from .prompt import Past
@@ -95,28 +97,69 @@ class Entering:
             self._beside_past = stored_form(self._store, self._layer, self.key, self.value)
         return self._beside_past
 
-    def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:
+    def stored(self) -> tuple[PromptSource, Tensor | None]:
         """Keys and values to store, and the offset of all rows [batch, heads, key_dim] then; None if it stays."""
+        store, layer = self._store, self._layer
         offset = self._fixed_offset()
         if offset is None and self._beside_past is not None:
-            return *self._beside_past, None
-        return *stored_form(self._store, self._layer, self.key, self.value, offset), offset
+            return PromptSource(*self._beside_past, None, None, None), None
+        held = _offset(store, layer) if offset is None else offset
+        return PromptSource(self.key, self.value, store.key_rotation, store.value_rotation, held), offset
 
     def _fixed_offset(self) -> Tensor | None:
         store, layer = self._store, self._layer
         window = store.config.window
         # `seen` is no less than any row's length
-        if not store.config.center or layer in store.uncentered or store.seen <= window:
+        if not store.config.center or layer in store.uncentered or store.seen <= window + store.sink_slots:
             return None
         held = store.length[layer]
         length = held + (self.key.shape[2] if self.valid is None else self.valid.sum(-1))
-        due = (store.window_start[layer] == 0) & (length > window)
+        due = is_whole(store, layer) & (length - store.window_start[layer] > window)
         if not bool(due.any()):
             return None
         offset = store.key_offset[layer]
-        key = self.key if self.valid is None else self.key.masked_fill(~self.valid[:, None, :, None], 0.0)
-        total = rotate(key.sum(2, keepdim=True, dtype=offset.dtype), store.key_rotation)[:, :, 0]
-        in_window = torch.arange(store.window_slots, device=store.device) < held[:, None]
+        total = rotate(self._sum_of_keys(offset.dtype), store.key_rotation)[:, :, 0]
+        in_window = held_tokens(store, layer) >= 0
         before = store.window_key[layer].to(offset.dtype).masked_fill(~in_window[:, None, :, None], 0.0).sum(2)
         mean = (total + before + held[:, None, None] * offset) / length.clamp(min=1)[:, None, None]
         return torch.where(due[:, None, None], mean, offset)
+
+    def _sum_of_keys(self, dtype: torch.dtype) -> Tensor:
+        """Over all real tokens, [batch, heads, 1, key_dim]."""
+        total = torch.zeros_like(self.key[:, :, :1], dtype=dtype)
+        step = tokens_at_once(self.key)
+        for start in range(0, self.key.shape[2], step):
+            key = self.key[:, :, start : start + step]
+            if self.valid is not None:
+                key = key.masked_fill(~self.valid[:, None, start : start + step, None], 0.0)
+            total += key.sum(2, keepdim=True, dtype=dtype)
+        return total
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """New tokens in the order of [batch, heads, tokens], in the store's form when they are read.
+
+    Attributes:
+        key, value: [batch, heads, tokens, dim] of the model.
+        key_rotation, value_rotation, offset: as `rotate` takes them; None leaves channels as they are.
+    """
+
+    key: Tensor
+    value: Tensor
+    key_rotation: Tensor | None
+    value_rotation: Tensor | None
+    offset: Tensor | None
+
+    def __len__(self) -> int:
+        return self.key.shape[0] * self.key.shape[1] * self.key.shape[2]
+
+    def read(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        heads, tokens = self.key.shape[1:3]
+        row, token = index // tokens, index % tokens
+        place = row // heads, row % heads, token
+        offset = None if self.offset is None else self.offset[place[:2]][None]
+        # as if each token were a head of its own
+        key = rotate(self.key[place][None, :, None], self.key_rotation, offset)
+        value = rotate(self.value[place][None, :, None], self.value_rotation)
+        return key[0, :, 0], value[0, :, 0]

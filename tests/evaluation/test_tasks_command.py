@@ -147,8 +147,8 @@ def refused(capsys: pytest.CaptureFixture[str], *options: object) -> str:
 def test_refusals(tmp_path: Path, instruct: Path, sets: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = ("--model", instruct, "--output", tmp_path / "run", "--methods", "dense")
     assert "--allow-code-execution" in refused(capsys, *run, "--tasks", "humaneval")
-    assert "--batch-size 0: give at least 1" in refused(capsys, *run, "--tasks", "gsm8k", "--batch-size", 0)
-    assert "--max-new-tokens 0: give at least 1" in refused(capsys, *run, "--tasks", "gsm8k", "--max-new-tokens", 0)
+    assert "'--batch-size': 0 is too few" in refused(capsys, *run, "--tasks", "gsm8k", "--batch-size", 0)
+    assert "'--max-new-tokens': 0 is too few" in refused(capsys, *run, "--tasks", "gsm8k", "--max-new-tokens", 0)
     long = refused(capsys, *run, "--tasks", "gsm8k", "--datasets-folder", sets, "--max-new-tokens", 4096)
     assert "max_position_embeddings is 4096; lower --length or --max-new-tokens" in long
     assert "cannot load the model" in refused(capsys, "--model", tmp_path / "none" / "x", *run[2:])
@@ -201,9 +201,7 @@ def test_programs_end_to_end(tmp_path: Path, instruct: Path) -> None:
 
 
 def test_suites_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["evaluate", "--list"])
-    assert ended.value.code == 0
+    assert main(["evaluate", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "suite ruler: " + ", ".join(suites()["ruler"]) in lines
     # the default has nothing that generates long texts or needs files

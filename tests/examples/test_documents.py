@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import transformers
 
-from hf_diffkv import DiffKVConfig, Precision, cli
+from hf_diffkv import DiffKVConfig, Precision
+from hf_diffkv.commands import load
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -66,7 +67,7 @@ def test_options_in_commands_exist(code: str, monkeypatch: pytest.MonkeyPatch) -
     for line in code.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         if words[:1] == ["hf-diffkv"]:
-            cli._parser().parse_args(words[1:])
+            load(words[1]).make_context(words[1], words[2:])
         if words[:1] == ["make"]:
             assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in words[1:])
         for word in words:

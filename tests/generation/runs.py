@@ -20,7 +20,7 @@ from hf_diffkv.integration.layer import DiffKVLayer
 
 # Transformers 5.17's own sliding layers return more keys than their mask has if nothing is cropped between two forwards
 SLIDING_LAYERS_RECORD = Version(transformers.__version__) >= Version("5.18")
-CONFIG = DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16)
+CONFIG = DiffKVConfig.paper(alpha_high=1.0, alpha_low=0.5, window=16, sinks=4)
 # under which these models keep many tokens at every level: alpha_high and alpha_low
 THRESHOLDS = {"llama": (1.0, 0.5), "gemma2": (1.2, 0.8), "gpt_oss": (0.8, 0.2)}
 
@@ -189,6 +189,7 @@ def simulation_of(config: DiffKVConfig, layer: Captured) -> LayerSimulation:
         alpha_high=config.alpha_high,
         alpha_low=config.alpha_low,
         window=config.window,
+        sinks=config.sinks,
         compaction_interval=config.compaction_interval,
         observation_window=config.observation_window,
         dtype=layer.key.dtype,

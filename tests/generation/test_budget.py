@@ -17,7 +17,9 @@ WINDOW = 16
 
 def budget(max_bytes: int | None, **options) -> DiffKVConfig:
     """Without the budget nothing is pruned."""
-    return DiffKVConfig(alpha_high=1.0, alpha_low=0.0, window=WINDOW, page_bytes=512, max_bytes=max_bytes, **options)
+    return DiffKVConfig(
+        alpha_high=1.0, alpha_low=0.0, window=WINDOW, sinks=0, page_bytes=512, max_bytes=max_bytes, **options
+    )
 
 
 def assert_within(cache: DiffKVCache) -> None:

@@ -66,7 +66,8 @@ class Checked:
 @pytest.mark.parametrize("interval", [1, 3])
 def test_crop_equals_the_simulation_of_accepted_tokens(name: str, interval: int) -> None:
     alpha_high, alpha_low = THRESHOLDS[name]
-    config = DiffKVConfig(alpha_high=alpha_high, alpha_low=alpha_low, window=16, compaction_interval=interval)
+    thresholds = {"alpha_high": alpha_high, "alpha_low": alpha_low}
+    config = DiffKVConfig.paper(**thresholds, window=16, sinks=4, compaction_interval=interval)
     with captured() as layers:
         run = started(model_of(name), LENGTHS, config)
         run.cache.activate_past_recording()

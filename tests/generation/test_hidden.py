@@ -121,7 +121,8 @@ class Followed:
 @pytest.mark.parametrize("name", THRESHOLDS)
 def test_compressed_tokens_equal_the_simulation_without_the_hidden_ones(name: str, interval: int) -> None:
     alpha_high, alpha_low = THRESHOLDS[name]
-    config = DiffKVConfig(alpha_high=alpha_high, alpha_low=alpha_low, window=16, compaction_interval=interval)
+    thresholds = {"alpha_high": alpha_high, "alpha_low": alpha_low}
+    config = DiffKVConfig.paper(**thresholds, window=16, sinks=4, compaction_interval=interval)
     with captured() as layers:
         run = started(model_of(name), LENGTHS, config)
         followed = Followed(run, layers, config)

@@ -80,6 +80,7 @@ class SimulatedAttention:
                 compaction_interval=config.compaction_interval,
                 observation_window=config.observation_window,
                 dtype=key.dtype,
+                sinks=config.sinks,
                 rotate=config.rotate,
                 center=config.center,
             )

@@ -181,6 +181,15 @@ def test_large_heads_still_get_sixteen_tokens_a_page() -> None:
     assert layout.high.capacity >= 16
 
 
+@pytest.mark.parametrize("metadata_bits", [16, 32])
+@pytest.mark.parametrize("dim", [80, 96, 128, 192, 256, 320, 512])
+def test_every_precision_has_a_page_by_default(dim: int, metadata_bits: int) -> None:
+    for k_bits, v_bits in itertools.product(BITS, BITS):
+        precision = Precision(k_bits, v_bits)
+        layout = PageLayout.build(precision, precision, dim, dim, 2, metadata_bits=metadata_bits)
+        assert layout.high.capacity >= 16
+
+
 @pytest.mark.parametrize(
     "high, low, key_dim, value_dim, message",
     [

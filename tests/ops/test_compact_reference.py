@@ -12,7 +12,7 @@ from hand_pages import HandStore, read_token, write_token
 
 from hf_diffkv.config import Precision
 from hf_diffkv.memory import HIGH, LOW, PageLayout, PagePool
-from hf_diffkv.ops.compact import NewTokens, rewrite_rows, stored_tokens
+from hf_diffkv.ops.compact import Given, NewTokens, rewrite_rows, stored_tokens
 from hf_diffkv.ops.compact.reference import compact_step
 from hf_diffkv.ops.tiles import build_tiles
 
@@ -271,10 +271,12 @@ class Rewrite:
 
 
 def _new_tokens(tokens: list[tuple[int, Token]]) -> NewTokens:
-    return NewTokens(
+    key, value = (
+        np.array(part).reshape(-1, DIM) for part in ([t.key for _, t in tokens], [t.value for _, t in tokens])
+    )
+    return NewTokens.of(
         torch.tensor([row for row, _ in tokens], dtype=torch.int64),
-        torch.tensor(np.array([t.key for _, t in tokens]).reshape(-1, DIM), dtype=DTYPE),
-        torch.tensor(np.array([t.value for _, t in tokens]).reshape(-1, DIM), dtype=DTYPE),
+        Given(torch.tensor(key, dtype=DTYPE), torch.tensor(value, dtype=DTYPE)),
         torch.tensor([t.score for _, t in tokens], dtype=torch.float32),
         torch.tensor([t.position for _, t in tokens], dtype=torch.int64),
     )

@@ -20,6 +20,15 @@ SINKS = torch.tensor([0.5, -2.0, 6.0, 30.0])
 HIGH, LOW, WINDOW = [[5, 0], [3, 9], [0, 0]], [[7, 0], [70, 1], [0, 0]], [4, 20, 0]
 
 
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which form of the op was called, instead of calling it."""
+    names: list[str] = []
+    for name in ("flash", "native", "reference"):
+        monkeypatch.setattr(getattr(op, name), "prefill_attention", lambda *_, name=name, **options: names.append(name))
+    return names
+
+
 def check(
     query: Tensor, key: Tensor, value: Tensor, *past: Any, dtype: torch.dtype = torch.bfloat16, **options: Any
 ) -> None:
@@ -145,14 +154,25 @@ def test_more_than_six_thousand_tokens() -> None:
     ],
 )
 def test_the_rest_is_left_to_the_reference(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: dict[str, Any], served: bool
+    called: list[str], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: dict[str, Any], served: bool
 ) -> None:
-    called = []
-    monkeypatch.setattr(flash, "prefill_attention", lambda *args, **kwargs: called.append("flash"))
-    monkeypatch.setattr(op.reference, "prefill_attention", lambda *args, **kwargs: called.append("reference"))
+    monkeypatch.setattr(op.native, "can_attend", lambda *tensors: False)
     parts = [part.to(dtype) for part in draw(1, 1, 1, 8, 16)]
     prefill_attention(*parts, scaling=0.25, **options)
     with use_backend("reference"):
         prefill_attention(*parts, scaling=0.25, **options)
     prefill_attention(*parts[:2], parts[2][..., :8], scaling=0.25)
     assert called == ["flash" if served else "reference", "reference", "reference"]
+
+
+@pytest.mark.parametrize("has_amx", [False, True])
+def test_native_code_runs_where_it_is_faster(called: list[str], monkeypatch: pytest.MonkeyPatch, has_amx: bool) -> None:
+    monkeypatch.setattr(op, "choose", lambda device, dtype, *tiers: op.NATIVE)
+    monkeypatch.setattr(op.native, "can_attend", lambda *tensors: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx, raising=False)
+    parts = draw(1, 1, 1, 8, 16)
+    for dtype, options in ((torch.bfloat16, {}), (torch.bfloat16, {"softcap": 5.0}), (torch.float16, {})):
+        prefill_attention(*(part.to(dtype) for part in parts), scaling=0.25, **options)
+    with use_backend("native"):
+        prefill_attention(*(part.bfloat16() for part in parts), scaling=0.25)
+    assert called == ["flash" if has_amx else "native", "native", "native", "native"]

@@ -21,12 +21,13 @@ def append_token(
     *,
     limit: float,
     valid: Tensor | None = None,
+    sink_end: Tensor | None = None,
+    sink_slots: int = 0,
 ) -> None:
     """Arguments as in `reference.append_token`."""
     backend = choose(key.device, key.dtype)
     implementation = native if backend == NATIVE else reference
     if backend == KERNELS:
         from . import launch as implementation
-    implementation.append_token(
-        window_key, window_value, window_score, length, invalid, key, value, limit=limit, valid=valid
-    )
+    options = {"limit": limit, "valid": valid, "sink_end": sink_end, "sink_slots": sink_slots}
+    implementation.append_token(window_key, window_value, window_score, length, invalid, key, value, **options)

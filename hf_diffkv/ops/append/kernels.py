@@ -9,20 +9,21 @@ import triton.language as tl
 # Triton would compile anew for sizes, and for addresses of single layers, that happen to be multiples of 16
 @triton.jit(
     do_not_specialize=[
-        *("window_score", "length", "invalid", "valid", "slots", "heads"),
+        *("window_score", "length", "invalid", "valid", "sink_end", "slots", "sink_slots", "heads"),
         *("key_batch", "key_head", "value_batch", "value_head"),
     ]
 )
 def append_kernel(
-    window_key, window_value, window_score, length, invalid, key, value, valid, limit, slots, heads,
-    key_batch, key_head, value_batch, value_head,
+    window_key, window_value, window_score, length, invalid, key, value, valid, sink_end, limit, slots, sink_slots,
+    heads, key_batch, key_head, value_batch, value_head,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One row (request, head) per program; `length` is counted up by a later launch, as all heads read it.
 
     Args:
         window_key, window_value [rows, slots, dim]; window_score float32 [rows, slots]; length int64 [batch];
-        invalid uint8 [1]; key, value [batch, heads, dim] with the strides given; valid uint8 [batch] or None.
+        invalid uint8 [1]; key, value [batch, heads, dim] with the strides given; valid uint8 [batch] or None;
+        sink_end int64 [batch] or None.
     """
     row = tl.program_id(0)
     batch = (row // heads).to(tl.int64)
@@ -30,7 +31,11 @@ def append_kernel(
     real = batch >= 0
     if valid is not None:
         real = tl.load(valid + batch) != 0
-    slot = row.to(tl.int64) * slots + tl.load(length + batch) % slots
+    position = tl.load(length + batch)
+    slot = sink_slots + position % (slots - sink_slots)
+    if sink_end is not None:
+        slot = tl.where(position < tl.load(sink_end + batch), position, slot)
+    slot += row.to(tl.int64) * slots
     key_lane = tl.arange(0, KEY_WIDTH)
     value_lane = tl.arange(0, VALUE_WIDTH)
     key_there = key_lane < tl.where(real, KEY_DIM, 0)

@@ -26,6 +26,8 @@ def append_token(
     *,
     limit: float,
     valid: Tensor | None = None,
+    sink_end: Tensor | None = None,
+    sink_slots: int = 0,
 ) -> None:
     """Arguments as in the reference; windows must be contiguous, as they are written in place."""
     check_dtype(key.dtype)
@@ -56,8 +58,10 @@ def append_token(
             key,
             value,
             flags,
+            sink_end,
             limit,
             slots,
+            sink_slots,
             heads,
             key.stride(0),
             key.stride(1),
@@ -77,10 +81,10 @@ def variants() -> list[KernelVariant]:
     signature = {
         **dict.fromkeys(("window_key", "window_value", "key", "value"), "*bf16"),
         "window_score": "*fp32",
-        "length": "*i64",
+        **dict.fromkeys(("length", "sink_end"), "*i64"),
         **dict.fromkeys(("invalid", "valid"), "*u8"),
         "limit": "fp32",
-        **dict.fromkeys(("slots", "heads", "key_batch", "key_head", "value_batch", "value_head"), "i32"),
+        **dict.fromkeys(("slots", "sink_slots", "heads", "key_batch", "key_head", "value_batch", "value_head"), "i32"),
     }
     return [
         KernelVariant(

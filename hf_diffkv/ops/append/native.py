@@ -20,6 +20,8 @@ def append_token(
     *,
     limit: float,
     valid: Tensor | None = None,
+    sink_end: Tensor | None = None,
+    sink_slots: int = 0,
 ) -> None:
     """Arguments as in the reference; windows must be contiguous, as they are written in place."""
     batch, heads, slots, key_dim = window_key.shape
@@ -37,7 +39,8 @@ def append_token(
         raise ValueError("windows must be contiguous, as they are written in place.")
     if key.dtype != window_key.dtype or value.dtype != window_value.dtype:
         raise ValueError(f"keys and values must be {window_key.dtype}, not {key.dtype} and {value.dtype}.")
-    block = Step(batch=batch, heads=heads, slots=slots, limit=limit)
+    block = Step(batch=batch, heads=heads, slots=slots, sink_slots=sink_slots, limit=limit)
+    block.sink_end = address(sink_end)
     block.format.dtype = DTYPES[key.dtype]
     block.format.tier[0].key.dim, block.format.tier[0].value.dim = key_dim, value_dim
     block.window_key, block.window_value = address(window_key), address(window_value)

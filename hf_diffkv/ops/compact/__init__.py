@@ -9,9 +9,10 @@ from ..backend import KERNELS, NATIVE, choose, without_autocast
 from ..tiles import Bounds
 from . import native, reference
 from .reference import least_mean
-from .rewrite import NewTokens, StoredTokens, rewrite_rows, stored_tokens
+from .rewrite import StoredTokens, rewrite_rows, stored_tokens
+from .tokens import Given, NewTokens
 
-__all__ = ["NewTokens", "StoredTokens", "compact_step", "least_mean", "rewrite_rows", "stored_tokens"]
+__all__ = ["Given", "NewTokens", "StoredTokens", "compact_step", "least_mean", "rewrite_rows", "stored_tokens"]
 
 
 @without_autocast

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...memory import HIGH, LOW, NULL_PAGE, PageLayout, PagePool, TierLayout, column
 from ..quantize import load_tokens, move_tokens, store_tokens
 from ..segments import segments
+from .tokens import Given, NewTokens
 
 
 @dataclass(frozen=True)
@@ -20,32 +21,6 @@ class StoredTokens:
     index: Tensor
     page: Tensor
     slot: Tensor
-
-
-@dataclass(frozen=True)
-class NewTokens:
-    """Tokens to add, sorted by row: row int64 [n], key and value [n, dim], score float32 [n], position int64 [n]."""
-
-    row: Tensor
-    key: Tensor
-    value: Tensor
-    score: Tensor
-    position: Tensor
-
-    def select(self, mask: Tensor) -> NewTokens:
-        return NewTokens(self.row[mask], self.key[mask], self.value[mask], self.score[mask], self.position[mask])
-
-    def merge(self, other: NewTokens) -> NewTokens:
-        """Both together, `self` before `other` within each row."""
-        order = torch.argsort(torch.cat([self.row, other.row]), stable=True)
-        dtype = torch.promote_types(self.key.dtype, other.key.dtype)
-        return NewTokens(
-            torch.cat([self.row, other.row])[order],
-            torch.cat([self.key.to(dtype), other.key.to(dtype)])[order],
-            torch.cat([self.value.to(dtype), other.value.to(dtype)])[order],
-            torch.cat([self.score, other.score])[order],
-            torch.cat([self.position, other.position])[order],
-        )
 
 
 def stored_tokens(table: Tensor, count: Tensor, tier: int, layout: TierLayout) -> StoredTokens:
@@ -118,7 +93,8 @@ def _demoted_tokens(
     page, slot = stored.page[demoted], stored.slot[demoted]
     key, value = load_tokens(pages, layout, page, slot, dtype)
     view = segments(pages, layout)
-    return NewTokens(stored.row[demoted], key, value, view.scores(page, slot), view.positions(page, slot).long())
+    score, position = view.scores(page, slot), view.positions(page, slot).long()
+    return NewTokens.of(stored.row[demoted], Given(key, value), score, position)
 
 
 def _close_holes(
@@ -159,4 +135,7 @@ def _append(
     rank = torch.arange(new.row.numel(), device=new.row.device) - (added.cumsum(0) - added)[new.row]
     index = kept[new.row] + rank
     page = table[new.row, column(tier, index // layout.capacity, table.shape[1])].long()
-    store_tokens(pages, layout, page, index % layout.capacity, new.key, new.value, new.score, new.position, dtype)
+    slot = index % layout.capacity
+    for part in new.parts():
+        contents = (*new.read(part), new.score[part], new.position[part])
+        store_tokens(pages, layout, page[part], slot[part], *contents, dtype)

@@ -39,6 +39,8 @@ def decode_attention(
     sinks: Tensor | None = None,
     scratch: Scratch | None = None,
     held: Held | None = None,
+    sink_end: Tensor | None = None,
+    sink_slots: int = 0,
 ) -> Tensor:
     """Arguments and result as in `reference.decode_attention`, except for:
 
@@ -48,6 +50,7 @@ def decode_attention(
     """
     state = (pages, layout, page_table, high_count, low_count, window_key, window_value, window_score)
     options = {"scaling": scaling, "valid": valid, "softcap": softcap, "sinks": sinks, "held": held}
+    options |= {"sink_end": sink_end, "sink_slots": sink_slots}
     backend = choose(query.device, query.dtype, layout.high, layout.low)
     if backend == NATIVE:
         return native.decode_attention(query, *state, window_start, length, **options)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .rows import STEP, columns, join_totals, row_counts, softmax_step, store_logits
+from .rows import STEP, columns, join_totals, row_counts, softmax_step, store_logits, window_slots
 from .tier_math import (
     add_raw_values,
     add_tier_values,
@@ -75,8 +75,8 @@ def attend_tier(state, query_row, heads, pages, table, logits, peaks, first, las
 
 
 @triton.jit
-def attend_window(state, query_row, heads, keys, values, logits, peaks, first, last, count, first_slot, slots,
-                  logit_scale, cap, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP: tl.constexpr,
+def attend_window(state, query_row, heads, keys, values, logits, peaks, first, last, count, place, slots,
+                  sink_slots, logit_scale, cap, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, GROUP: tl.constexpr,
                   RAW: tl.constexpr):  # fmt: skip
     """Tokens [first, last) of the window, `first` a multiple of STEP; arguments as in `attend_tier`."""
     old_peak, total, acc = state
@@ -89,8 +89,7 @@ def attend_window(state, query_row, heads, keys, values, logits, peaks, first, l
     for start in range(first, last, STEP):
         token = start + lane
         present = token < count
-        slot = first_slot + tl.minimum(token, count - 1)
-        slot = tl.where(slot >= slots, slot - slots, slot)
+        slot = window_slots(tl.minimum(token, count - 1), place, slots, sink_slots)
         rows = load_rows(keys + slot * KEY_DIM, KEY_DIM, padded(KEY_DIM))
         products = tl.dot(convert(rows, RAW), query[0], input_precision="ieee")
         peak, weight_sums, decay, weights, shifted = softmax_step(
@@ -105,14 +104,14 @@ def attend_window(state, query_row, heads, keys, values, logits, peaks, first, l
 # Triton would compile anew for sizes, and for addresses of single layers, that happen to be multiples of 16
 @triton.jit(
     do_not_specialize=[
-        *("page_table", "high_count", "low_count", "window_start", "length", "valid"),
-        *("table_width", "kv_heads", "slots", "splits", "positions", "blocks"),
+        *("page_table", "high_count", "low_count", "window_start", "length", "valid", "sink_end"),
+        *("table_width", "kv_heads", "slots", "sink_slots", "splits", "positions", "blocks"),
     ]
 )
 def attend_kernel(
     query, pages, page_table, high_count, low_count, window_key, window_value, window_start, length, valid,
-    partial_output, partial_peak, partial_total, logits, block_peak, logit_scale, cap,
-    table_width, kv_heads, slots, splits, positions, blocks,
+    sink_end, partial_output, partial_peak, partial_total, logits, block_peak, logit_scale, cap,
+    table_width, kv_heads, slots, sink_slots, splits, positions, blocks,
     HIGH: tl.constexpr, LOW: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
     MIN_BLOCKS: tl.constexpr, OPERAND: tl.constexpr, RAW: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
@@ -120,7 +119,8 @@ def attend_kernel(
 
     Args:
         query [rows, GROUP, key_dim]; pages uint8; page_table int32 [rows, table_width]; counts int32 [rows];
-        window_key, window_value [rows, slots, dim]; window_start, length int64 [batch]; valid uint8 [batch].
+        window_key, window_value [rows, slots, dim]; window_start, length int64 [batch]; valid uint8 [batch];
+        sink_end int64 [batch] or None.
         partial_output float32 [rows, splits, GROUP, value_dim]; partial_peak, partial_total [rows, splits, GROUP],
         peak -inf where a split had nothing to do and left its output unwritten.
         logits fp16 [rows, positions, columns(GROUP)]: high blocks, low blocks, window steps.
@@ -133,8 +133,8 @@ def attend_kernel(
     QUARTER: tl.constexpr = quarter(VALUE_DIM)
     COLUMNS: tl.constexpr = columns(GROUP)
     ELEMENT: tl.constexpr = query.dtype.element_ty
-    high, low, window, first_slot = row_counts(
-        high_count, low_count, window_start, length, valid, row, row // kv_heads, slots
+    high, low, window, place = row_counts(
+        high_count, low_count, window_start, length, valid, sink_end, row, row // kv_heads, slots, sink_slots
     )
     high_blocks = tl.cdiv(high, BLOCK)
     paged_blocks = high_blocks + tl.cdiv(low, BLOCK)
@@ -169,7 +169,7 @@ def attend_kernel(
         state, query_row, heads, window_key + wide_row * slots * KEY_DIM, window_value + wide_row * slots * VALUE_DIM,
         row_logits + paged_blocks * BLOCK * COLUMNS, row_peaks + paged_blocks * COLUMNS,
         tl.maximum(first - paged_blocks, 0) * BLOCK, tl.minimum((last - paged_blocks) * BLOCK, window), window,
-        first_slot, slots, logit_scale, cap, KEY_DIM, VALUE_DIM, GROUP, RAW,
+        place, slots, sink_slots, logit_scale, cap, KEY_DIM, VALUE_DIM, GROUP, RAW,
     )  # fmt: skip
     peak, total, acc = state
     part_row = (wide_row * splits + split) * GROUP + heads

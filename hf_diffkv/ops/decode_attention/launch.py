@@ -37,10 +37,10 @@ SHIPPED_TARGETS = {"cuda": ("sm_80", "sm_90"), "hip": ("gfx942",)}
 ARGUMENT_TYPES = {
     **dict.fromkeys(("query", "window_key", "window_value", "output"), "*bf16"),
     **dict.fromkeys(("page_table", "high_count", "low_count"), "*i32"),
-    **dict.fromkeys(("window_start", "length"), "*i64"),
+    **dict.fromkeys(("window_start", "length", "sink_end"), "*i64"),
     **dict.fromkeys(("partial_output", "partial_peak", "partial_total", "block_peak"), "*fp32"),
     **dict.fromkeys(("log_total", "window_score"), "*fp32"),
-    **dict.fromkeys(("table_width", "kv_heads", "slots", "splits", "positions", "blocks"), "i32"),
+    **dict.fromkeys(("table_width", "kv_heads", "slots", "sink_slots", "splits", "positions", "blocks"), "i32"),
     "pages": "*u8",
     "logits": "*fp16",
     "logit_scale": "fp32",
@@ -67,6 +67,8 @@ def decode_attention(
     sinks: Tensor | None = None,
     scratch: Scratch | None = None,
     held: Held | None = None,
+    sink_end: Tensor | None = None,
+    sink_slots: int = 0,
 ) -> Tensor:
     """Attention of the newest token of every request, see the reference for the other arguments.
 
@@ -116,10 +118,12 @@ def decode_attention(
         "window_start": window_start,
         "length": length,
         "valid": valid,
+        "sink_end": sink_end,
         "logits": scratch.logits,
         "block_peak": scratch.block_peak,
         "table_width": width,
         "slots": slots,
+        "sink_slots": sink_slots,
         "positions": scratch.logits.shape[1],
         "blocks": scratch.block_peak.shape[1],
         **sizes,

@@ -29,6 +29,8 @@ def decode_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     held: Held | None = None,
+    sink_end: Tensor | None = None,
+    sink_slots: int = 0,
 ) -> Tensor:
     """Arguments and result as in the reference, tiles aside.
 
@@ -37,7 +39,7 @@ def decode_attention(
         CorruptMemoryError: a table entry that is no page, or counts that do not fit the table; nothing has changed.
     """
     state = (page_table, high_count, low_count, window_key, window_value, window_score, window_start, length)
-    block = layer_block(layout, *state)
+    block = layer_block(layout, *state, sink_end, sink_slots)
     block.rows.pages, block.rows.page_count = address(pages), pages.shape[0]
     if pages.dtype != torch.uint8 or pages.shape[1] != layout.page_bytes or not pages.is_contiguous():
         raise ValueError(f"pages must be contiguous uint8 [pages, {layout.page_bytes}], not {tuple(pages.shape)}.")
@@ -54,6 +56,8 @@ def layer_block(
     window_score: Tensor,
     window_start: Tensor,
     length: Tensor,
+    sink_end: Tensor | None = None,
+    sink_slots: int = 0,
 ) -> Step:
     """What a call needs to know of a layer, while its tensors stay where they are; pages are the caller's to set.
 
@@ -72,6 +76,7 @@ def layer_block(
         ("window_score", window_score, torch.float32, (*rows, slots)),
         ("window_start", window_start, torch.int64, (batch,)),
         ("length", length, torch.int64, (batch,)),
+        ("sink_end", length if sink_end is None else sink_end, torch.int64, (batch,)),
     ):
         if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous {dtype} {shape}, not {tensor.dtype} {tuple(tensor.shape)}.")
@@ -80,7 +85,7 @@ def layer_block(
     block.rows.count[0], block.rows.count[1] = address(high_count), address(low_count)
     block.window_key, block.window_value = address(window_key), address(window_value)
     block.window_score, block.window_start = address(window_score), address(window_start)
-    block.length = address(length)
+    block.length, block.sink_end, block.sink_slots = address(length), address(sink_end), sink_slots
     return block
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...memory import HIGH, LOW, PageLayout
 from ..quantize import compute_dtype
 from ..tiles import Tiles
+from ..window import held_tokens
 from .held import Held
 from .reference_tier import Partials, TierAttention
 
@@ -35,6 +36,8 @@ def decode_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     held: Held | None = None,
+    sink_end: Tensor | None = None,
+    sink_slots: int = 0,
 ) -> Tensor:
     """Attention of the newest token of every request, which already stands in the window.
 
@@ -43,13 +46,14 @@ def decode_attention(
         pages: uint8 [pages, page_bytes]; the score segments of attended tokens are updated.
         page_table: int32 [batch, kv_heads, width].
         high_count, low_count: int32 [batch, kv_heads], tokens stored at each level.
-        window_key, window_value: [batch, kv_heads, slots, dim]; token i stands in slot i % slots.
+        window_key, window_value: [batch, kv_heads, slots, dim], where tokens stand is said in ops/window.py.
         window_score: float32 [batch, kv_heads, slots], updated.
-        window_start, length: int64 [batch], the window holds the tokens [window_start, length).
+        window_start, length: int64 [batch], the window holds the tokens [window_start, length), and the sinks.
         tiles: pieces that cover all high and all low pages of the batch * kv_heads rows.
         valid: bool [batch]; where False the newest token is padding: zeros are returned and nothing scores.
         scaling, softcap, sinks: as in `prefill_attention`.
         held: joins the attentions of several layers to the same tokens; None where this is the only one.
+        sink_end, sink_slots: int64 [batch], the tokens below are sinks, and slots for them; None without sinks.
 
     Returns:
         [batch, query_heads, value_dim] in the query's dtype. To each attended token but the newest its sum gains the
@@ -66,7 +70,8 @@ def decode_attention(
     scoring = valid.repeat_interleave(kv_heads)
     # padding may hold anything, and zero times infinity is not zero
     scaled = torch.where(scoring[:, None, None], scaled, 0.0)
-    window = _window_logits(scaled, window_key, window_start, length, softcap)
+    tokens = held_tokens(window_start, length, sink_end, sink_slots, window_key.shape[2])
+    window = _window_logits(scaled, window_key, tokens, softcap)
     merged = _window_partials(window, window_value, sinks, group)
     pieces = []
     for tier, counts in ((HIGH, high_count), (LOW, low_count)):
@@ -78,7 +83,7 @@ def decode_attention(
     output = torch.where(scoring[:, None, None], merged.output / total[..., None], 0.0)
     log_total = merged.peak + torch.log(total)
     received = [piece.received(log_total, scoring) for piece in pieces]
-    received.append(_window_received(window, log_total, length, scoring, kv_heads))
+    received.append(_window_received(window, log_total, tokens == length[:, None] - 1, scoring, kv_heads))
     if held is not None:
         before = received if held.received is None else held.received
         received = held.received = [torch.maximum(*pair) for pair in zip(received, before)]
@@ -89,16 +94,13 @@ def decode_attention(
     return output.view(batch, kv_heads * group, -1).to(query.dtype)
 
 
-def _window_logits(query: Tensor, key: Tensor, start: Tensor, length: Tensor, softcap: float | None) -> Tensor:
+def _window_logits(query: Tensor, key: Tensor, tokens: Tensor, softcap: float | None) -> Tensor:
     """Logits [rows, group, slots] of the window, -inf in empty slots."""
     batch, kv_heads, slots = key.shape[:3]
     logits = torch.bmm(query, key.reshape(batch * kv_heads, slots, -1).to(query.dtype).mT)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    # slot s holds the newest token i < length with i % slots == s
-    slot = torch.arange(slots, device=key.device)
-    token = length[:, None] - 1 - (length[:, None] - 1 - slot) % slots
-    present = (token >= start[:, None]).repeat_interleave(kv_heads, dim=0)
+    present = (tokens >= 0).repeat_interleave(kv_heads, dim=0)
     return logits.masked_fill(~present[:, None], -torch.inf)
 
 
@@ -118,9 +120,8 @@ def _window_partials(logits: Tensor, value: Tensor, sinks: Tensor | None, group:
     return Partials(safe, total, torch.bmm(weights, value.masked_fill(empty, 0.0)))
 
 
-def _window_received(logits: Tensor, log_total: Tensor, length: Tensor, scoring: Tensor, kv_heads: int) -> Tensor:
+def _window_received(logits: Tensor, log_total: Tensor, newest: Tensor, scoring: Tensor, kv_heads: int) -> Tensor:
     """Each slot's largest probability within the group, float32 [rows, slots]; 0 for the newest token."""
     received = torch.exp(logits - log_total[..., None]).amax(1)
-    newest = ((length - 1) % logits.shape[-1]).repeat_interleave(kv_heads)[:, None]
-    received.scatter_(1, newest, 0.0)
-    return torch.where(scoring[:, None], received, 0.0).float()
+    counted = scoring[:, None] & ~newest.repeat_interleave(kv_heads, dim=0)
+    return torch.where(counted, received, 0.0).float()

@@ -42,8 +42,9 @@ def join_totals(peak, total, new_peak, sums):
 
 
 @triton.jit
-def row_counts(high_count, low_count, window_start, length, valid, row, batch, slots):
-    """Tokens of a row at high, at low and in the window (0 where nothing is attended), and the window's first slot."""
+def row_counts(high_count, low_count, window_start, length, valid, sink_end, row, batch, slots, sink_slots):
+    """Tokens of a row at high, at low and in the window (0 where nothing is attended), and where the window's stand:
+    how many of them are sinks, and the slot of the first that is none."""
     end = tl.load(length + batch)
     start = tl.load(window_start + batch)
     active = end > 0
@@ -51,9 +52,23 @@ def row_counts(high_count, low_count, window_start, length, valid, row, batch, s
         active = tl.load(valid + batch) != 0
     high = tl.where(active, tl.load(high_count + row), 0)
     low = tl.where(active, tl.load(low_count + row), 0)
-    window = tl.where(active, tl.minimum(tl.maximum(end - start, 0).to(tl.int32), slots), 0)
-    first_slot = ((end - window) % slots).to(tl.int32)
-    return high, low, window, first_slot
+    ring = slots - sink_slots
+    window = tl.where(active, tl.minimum(tl.maximum(end - start, 0).to(tl.int32), ring), 0)
+    first_slot = sink_slots + ((end - window) % ring).to(tl.int32)
+    sinks = tl.full((), 0, tl.int32)
+    if sink_end is not None:
+        sinks = tl.minimum(tl.minimum(end, tl.load(sink_end + batch)).to(tl.int32), sink_slots)
+        sinks = tl.where(active, sinks, 0)
+    return high, low, window + sinks, (sinks, first_slot)
+
+
+@triton.jit
+def window_slots(token, place, slots, sink_slots):
+    """Slots of a window's tokens, sinks first; `place` from `row_counts`."""
+    sinks, first_slot = place
+    slot = first_slot + token - sinks
+    slot = tl.where(slot >= slots, slot - (slots - sink_slots), slot)
+    return tl.where(token < sinks, token, slot)
 
 
 @triton.jit

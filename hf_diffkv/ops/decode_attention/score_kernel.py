@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..narrow_kernel import narrow_score, score_noise, score_of
-from .rows import STEP, columns, row_counts
+from .rows import STEP, columns, row_counts, window_slots
 
 
 @triton.jit
@@ -58,13 +58,13 @@ def score_tier(pages, table, logits, peaks, held, place, log_total, heads, first
 
 @triton.jit(
     do_not_specialize=[
-        *("page_table", "high_count", "low_count", "window_score", "window_start", "length", "valid"),
-        *("table_width", "kv_heads", "slots", "splits", "positions", "blocks"),
+        *("page_table", "high_count", "low_count", "window_score", "window_start", "length", "valid", "sink_end"),
+        *("table_width", "kv_heads", "slots", "sink_slots", "splits", "positions", "blocks"),
     ]
 )
 def score_kernel(
-    pages, page_table, high_count, low_count, window_score, window_start, length, valid, logits, block_peak,
-    held, log_total, table_width, kv_heads, slots, splits, positions, blocks,
+    pages, page_table, high_count, low_count, window_score, window_start, length, valid, sink_end, logits,
+    block_peak, held, log_total, table_width, kv_heads, slots, sink_slots, splits, positions, blocks,
     HIGH: tl.constexpr, LOW: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
     TOKENS: tl.constexpr, FOLD: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
@@ -78,8 +78,8 @@ def score_kernel(
     """
     row = tl.program_id(0)
     split = tl.program_id(1)
-    high, low, window, first_slot = row_counts(
-        high_count, low_count, window_start, length, valid, row, row // kv_heads, slots
+    high, low, window, place = row_counts(
+        high_count, low_count, window_start, length, valid, sink_end, row, row // kv_heads, slots, sink_slots
     )
     high_tiles = tl.cdiv(high, TOKENS)
     paged_tiles = high_tiles + tl.cdiv(low, TOKENS)
@@ -122,7 +122,5 @@ def score_kernel(
             )  # fmt: skip
             gained = joined(gained, held, row_place + paged_blocks * BLOCK + token, present, FOLD, HOLD)
             if not HOLD:
-                slot = first_slot + token
-                slot = tl.where(slot >= slots, slot - slots, slot)
-                score = window_score + wide_row * slots + slot
+                score = window_score + wide_row * slots + window_slots(token, place, slots, sink_slots)
                 tl.store(score, tl.load(score, mask=present, other=0.0) + gained, mask=present)

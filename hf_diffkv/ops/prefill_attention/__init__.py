@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..backend import is_forced, use_kernels, without_autocast
-from . import flash, reference
+from ..backend import NATIVE, choose, is_forced, use_kernels, without_autocast
+from . import flash, native, reference
 from .past import StoredPast
 
 __all__ = ["KERNEL_HEAD_DIM", "StoredPast", "prefill_attention"]
@@ -24,6 +24,13 @@ def prefill_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any)
         from . import launch
 
         return launch.prefill_attention(query, key, value, **options)
-    if not is_forced("reference") and flash.can_attend(query, key, value, options.get("mask"), options.get("softcap")):
-        return flash.prefill_attention(query, key, value, **options)
-    return reference.prefill_attention(query, key, value, **options)
+    if is_forced("reference"):
+        return reference.prefill_attention(query, key, value, **options)
+    by_flash = flash.can_attend(query, key, value, options.get("mask"), options.get("softcap"))
+    past = options.get("past")
+    tiers = () if past is None else (past.layout.high, past.layout.low)
+    by_native = choose(query.device, query.dtype, *tiers) == NATIVE and native.can_attend(query, value)
+    if by_native and not (by_flash and flash.is_fast(query.dtype) and not is_forced(NATIVE)):
+        return native.prefill_attention(query, key, value, **options)
+    chosen = flash if by_flash else reference
+    return chosen.prefill_attention(query, key, value, **options)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..decode_attention.rows import row_counts
+from ..decode_attention.rows import row_counts, window_slots
 from .kernels import load_extent, load_rows, soft_cap
-from .page_tiles import as_operand, key_tile, load_columns, page_rows, row_columns, window_slots
+from .page_tiles import as_operand, key_tile, load_columns, page_rows, row_columns
 
 
 @triton.jit
@@ -175,13 +175,13 @@ def column_scores(
 
 @triton.jit(
     do_not_specialize=[
-        *("page_table", "high_count", "low_count", "window_start", "past_length", "length", "received_length"),
-        *("group", "heads", "kv_heads", "table_width", "slots", "window"),
+        *("page_table", "high_count", "low_count", "window_start", "past_length", "sink_end", "length"),
+        *("received_length", "group", "heads", "kv_heads", "table_width", "slots", "sink_slots", "window"),
     ]
 )
 def past_scores(
     query, lse, received, extents, pages, page_table, high_count, low_count, window_key, window_start, past_length,
-    length, received_length, group, heads, kv_heads, table_width, slots, window, scale, cap,
+    sink_end, length, received_length, group, heads, kv_heads, table_width, slots, sink_slots, window, scale, cap,
     query_batch, query_head, query_token,
     HIGH: tl.constexpr, LOW: tl.constexpr, KEY_WIDTH: tl.constexpr, KEY_PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, DOT: tl.constexpr, MODE: tl.constexpr, WINDOW: tl.constexpr,
@@ -192,7 +192,7 @@ def past_scores(
 
     Args:
         received: the stored tokens of a row stand at its front: high, low, window.
-        pages to past_length: as in `past_forward`.
+        pages to sink_end: as in `past_forward`.
     """
     batch = tl.program_id(2)
     parts = group // heads
@@ -204,8 +204,8 @@ def past_scores(
     if WINDOW:
         if extents is None:
             scorer = tl.maximum(end - window, 0)
-    high, low, held, first_slot = row_counts(
-        high_count, low_count, window_start, past_length, None, kv_row, batch, slots
+    high, low, held, place = row_counts(
+        high_count, low_count, window_start, past_length, None, sink_end, kv_row, batch, slots, sink_slots
     )
     block = tl.program_id(0)
     high_blocks = tl.cdiv(high, BLOCK_N)
@@ -230,7 +230,7 @@ def past_scores(
         real = token < low
     else:
         token = (block - paged_blocks) * BLOCK_N + lane
-        row = kv_row.to(tl.int64) * slots + window_slots(tl.minimum(token, held - 1), first_slot, slots)
+        row = kv_row.to(tl.int64) * slots + window_slots(tl.minimum(token, held - 1), place, slots, sink_slots)
         k = as_operand(load_columns(window_key + row * KEY_DIM, KEY_DIM, KEY_WIDTH, KEY_PARTS), DOT)
         j = high + low + token
         real = token < held

@@ -25,6 +25,12 @@ def can_attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, s
     return plain and known and query.device.type == "cpu" and query.dtype in DTYPES
 
 
+def is_fast(dtype: torch.dtype) -> bool:
+    """Whether two passes here take less time than one in native code: where PyTorch multiplies in AMX tiles."""
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return dtype == torch.bfloat16 and has_amx is not None and has_amx()
+
+
 def prefill_attention(
     query: Tensor,
     key: Tensor,

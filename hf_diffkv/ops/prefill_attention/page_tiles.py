@@ -109,10 +109,3 @@ def value_tile(base, slot, TIER: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.co
     return stored_tile(
         rows, metadata, SIZE, TIER.v_bits, TIER.v_groups, TIER.value_dim, WIDTH, PARTS, ELEMENT, DOT, MODE
     )  # fmt: skip
-
-
-@triton.jit
-def window_slots(token, first_slot, slots):
-    """Slots of a window's tokens."""
-    slot = first_slot + token
-    return tl.where(slot >= slots, slot - slots, slot).to(tl.int64)

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...memory import HIGH, LOW, PageLayout
 from ..compact import stored_tokens
 from ..quantize import compute_dtype, load_tokens
+from ..window import held_tokens
 
 
 @dataclass(frozen=True)
@@ -19,9 +20,11 @@ class StoredPast:
     Attributes:
         pages: uint8 [pages, page_bytes]. page_table: int32 [batch, kv_heads, width].
         high_count, low_count: int32 [batch, kv_heads], tokens stored at each level.
-        window_key, window_value: [batch, kv_heads, slots, dim] in the model's dtype; token i stands in slot i % slots.
-        window_start, length: int64 [batch], the window holds the tokens [window_start, length).
+        window_key, window_value: [batch, kv_heads, slots, dim] in the model's dtype; where tokens stand is said in
+            ops/window.py.
+        window_start, length: int64 [batch], the window holds the tokens [window_start, length), and the sinks.
         tokens: of the longest row, window included. A row's tokens rank high, low, window, each in stored order.
+        sink_end, sink_slots: int64 [batch], the tokens below are sinks, and slots for them; None without sinks.
     """
 
     pages: Tensor
@@ -34,6 +37,8 @@ class StoredPast:
     window_start: Tensor
     length: Tensor
     tokens: int
+    sink_end: Tensor | None = None
+    sink_slots: int = 0
 
     def dense(self) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, values [batch, kv_heads, tokens, dim] by rank, float32 (float64 models: float64), zeros behind a row's
@@ -54,11 +59,14 @@ class StoredPast:
             parts = load_tokens(self.pages, tiers[tier], tokens.page, tokens.slot, dtype)
             key[tokens.row, rank], value[tokens.row, rank] = (part.to(key.dtype) for part in parts)
             before = before + count
-        held = (self.length - self.window_start).repeat_interleave(kv_heads)
-        start = self.window_start.repeat_interleave(kv_heads)
         slots = self.window_key.shape[2]
+        place = held_tokens(self.window_start, self.length, self.sink_end, self.sink_slots, slots)
+        held = (place >= 0).sum(1).repeat_interleave(kv_heads)
+        # places of the tokens in their order, the empty ones last
+        order = torch.where(place < 0, torch.iinfo(place.dtype).max, place).argsort(1)
+        order = order.repeat_interleave(kv_heads, dim=0)
         row, index = (torch.arange(slots, device=device) < held[:, None]).nonzero(as_tuple=True)
-        slot, rank = (start[row] + index) % slots, before[row] + index
+        slot, rank = order[row, index], before[row] + index
         key[row, rank] = self.window_key.flatten(0, 1)[row, slot].to(key.dtype)
         value[row, rank] = self.window_value.flatten(0, 1)[row, slot].to(value.dtype)
         valid = torch.arange(self.tokens, device=device) < (before + held)[:, None]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..decode_attention.rows import row_counts
+from ..decode_attention.rows import row_counts, window_slots
 from .kernels import load_extent, online_softmax
-from .page_tiles import as_operand, key_tile, load_columns, page_rows, row_columns, value_tile, window_slots
+from .page_tiles import as_operand, key_tile, load_columns, page_rows, row_columns, value_tile
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def attend_pages(
 
 @triton.jit
 def attend_window(
-    state, q, keys, values, first, last, count, first_slot, slots, scale, cap,
+    state, q, keys, values, first, last, count, place, slots, sink_slots, scale, cap,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     KEY_PARTS: tl.constexpr, VALUE_PARTS: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -44,7 +44,7 @@ def attend_window(
     acc, peak, total = state
     for block in range(first, last):
         token = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        slot = window_slots(tl.minimum(token, count - 1), first_slot, slots)
+        slot = window_slots(tl.minimum(token, count - 1), place, slots, sink_slots).to(tl.int64)
         k = as_operand(load_columns(keys + slot * KEY_DIM, KEY_DIM, KEY_WIDTH, KEY_PARTS), DOT)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         peak, total, shrink, p = online_softmax(peak, total, s, (token < count)[None, :], scale, cap)
@@ -55,14 +55,14 @@ def attend_window(
 
 @triton.jit(
     do_not_specialize=[
-        *("page_table", "high_count", "low_count", "window_start", "past_length"),
-        *("table_width", "slots", "length", "group", "kv_heads"),
+        *("page_table", "high_count", "low_count", "window_start", "past_length", "sink_end"),
+        *("table_width", "slots", "sink_slots", "length", "group", "kv_heads"),
     ]
 )
 def past_forward(
-    query, pages, page_table, high_count, low_count, window_key, window_value, window_start, past_length, extents,
-    partial_output, partial_peak, partial_total, scale, cap,
-    table_width, slots, length, group, kv_heads, query_batch, query_head, query_token,
+    query, pages, page_table, high_count, low_count, window_key, window_value, window_start, past_length, sink_end,
+    extents, partial_output, partial_peak, partial_total, scale, cap,
+    table_width, slots, sink_slots, length, group, kv_heads, query_batch, query_head, query_token,
     HIGH: tl.constexpr, LOW: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     KEY_PARTS: tl.constexpr, VALUE_PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     DOT: tl.constexpr, MODE: tl.constexpr,
@@ -73,7 +73,7 @@ def past_forward(
 
     Args:
         query: [batch, query_heads, length, key_dim], strides as named. extents: as in `flash_forward`.
-        pages to window_start: as in `decode_attention`; past_length: int64 [batch], tokens seen before.
+        pages to window_start, sink_end: as in `decode_attention`; past_length: int64 [batch], tokens seen before.
         partial_output: float32 [splits, batch * kv_heads, length * group, value_dim]; partial_peak, partial_total:
             float32 [splits, batch * kv_heads, length * group], peak -inf where a split had nothing to do and left its
             output unwritten. Blocks of nothing but padding write nothing.
@@ -89,8 +89,8 @@ def past_forward(
     KEY_DIM: tl.constexpr = HIGH.key_dim
     VALUE_DIM: tl.constexpr = HIGH.value_dim
     ELEMENT: tl.constexpr = window_key.dtype.element_ty
-    high, low, window, first_slot = row_counts(
-        high_count, low_count, window_start, past_length, None, kv_row, batch, slots
+    high, low, window, place = row_counts(
+        high_count, low_count, window_start, past_length, None, sink_end, kv_row, batch, slots, sink_slots
     )
     high_blocks = tl.cdiv(high, BLOCK_N)
     paged_blocks = high_blocks + tl.cdiv(low, BLOCK_N)
@@ -126,7 +126,7 @@ def past_forward(
     wide_row = kv_row.to(tl.int64) * slots
     acc, peak, total = attend_window(
         state, q, window_key + wide_row * KEY_DIM, window_value + wide_row * VALUE_DIM,
-        tl.maximum(first - paged_blocks, 0), last - paged_blocks, window, first_slot, slots, scale, cap,
+        tl.maximum(first - paged_blocks, 0), last - paged_blocks, window, place, slots, sink_slots, scale, cap,
         KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH, KEY_PARTS, VALUE_PARTS, BLOCK_N, DOT,
     )  # fmt: skip
 

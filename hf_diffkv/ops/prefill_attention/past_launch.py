@@ -121,6 +121,8 @@ def check_past(past: StoredPast, query: Tensor, kv_heads: int, value_dim: int) -
         "window_start": (torch.int64, (batch,)),
         "length": (torch.int64, (batch,)),
     }
+    if past.sink_end is not None:
+        expected["sink_end"] = (torch.int64, (batch,))
     for name, (dtype, shape) in expected.items():
         tensor = getattr(past, name)
         if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
@@ -140,6 +142,8 @@ def _stored(past: StoredPast) -> dict[str, object]:
         "window_key": past.window_key,
         "window_start": past.window_start,
         "past_length": past.length,
+        "sink_end": past.sink_end,
         "table_width": past.page_table.shape[-1],
         "slots": past.window_key.shape[2],
+        "sink_slots": past.sink_slots,
     }

@@ -86,7 +86,7 @@ STORED = (
 # where a past is read; the other arguments are by kernel
 STORED_TYPES = {
     **dict.fromkeys(("high_count", "low_count", "page_table", "extents"), "*i32"),
-    **dict.fromkeys(("window_start", "past_length"), "*i64"),
+    **dict.fromkeys(("window_start", "past_length", "sink_end"), "*i64"),
     **dict.fromkeys(("partial_output", "partial_peak", "partial_total", "lse", "received"), "*fp32"),
     **dict.fromkeys(("scale", "cap"), "fp32"),
     "pages": "*u8",

@@ -1,14 +1,11 @@
-"""The command line: a real run end to end, its figures against an independent generation, and helpful errors."""
+"""`hf-diffkv generate`: a real run end to end, its figures against an independent generation, and what it prints."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+import io
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,9 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 
-from hf_diffkv import DiffKVCache, DiffKVConfig, __version__, compare, report
+from hf_diffkv import DiffKVCache, DiffKVConfig, compare, report
 from hf_diffkv.agreement import Agreement
-from hf_diffkv.cli import comparison_table, main
+from hf_diffkv.cli import main
+from hf_diffkv.commands.comparison import comparison, run_summary, same_tokens, word_difference
 from hf_diffkv.compare import DIFFKV, DYNAMIC, Job, Run
 from hf_diffkv.evaluation.models import TINY_LM
 from hf_diffkv.peak import PeakMemory
@@ -91,7 +89,7 @@ def test_generate_end_to_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     arguments = ["generate", "--prompt-file", str(tmp_path / "prompt.txt"), "--then", "?zzz=", "--max-new-tokens", "6"]
     arguments += ["--alpha-high", "1.5", "--alpha-low", "0.2", "--window", "16", "--high", "k8v8", "--low", "K4V4"]
     assert main([*arguments, "--output", str(output)]) == 0
-    printed = capfd.readouterr().out
+    printed = capfd.readouterr()
     figures = json.loads((output / "figures.json").read_text())
     dense, diffkv = figures["runs"][DYNAMIC], figures["runs"][DIFFKV]
 
@@ -101,13 +99,17 @@ def test_generate_end_to_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     assert (config["low"]["k_bits"], config["low"]["v_bits"]) == (4, 4)
     assert dense["prompt_tokens"] == diffkv["prompt_tokens"] == len(text)
     assert [len(ids) for ids in diffkv["generated"]] == [6, 6]
-    assert f"{text[-60:]}{diffkv['text']}" in printed
+    # nobody looks at stdout: it gets the text alone
+    assert printed.out == "".join(answer.removesuffix("\n") + "\n" for answer in diffkv["answers"])
+    assert [len(answer) for answer in diffkv["answers"]] == [6, 6] and figures["answers"] == diffkv["answers"]
+    assert diffkv["text"] == diffkv["answers"][0] + "?zzz=" + diffkv["answers"][1]
+    assert diffkv["dense_bytes"] == dense["cache_bytes"]
     assert diffkv["cache_bytes"] < dense["cache_bytes"]
     for count in (dense["cache_bytes"], diffkv["cache_bytes"], diffkv["payload_bytes"], diffkv["peak_bytes"]):
-        assert f"{count / 1e6:,.2f} MB" in printed
-    assert f"{diffkv['cache_bytes'] / dense['cache_bytes']:.1%}" in printed
+        assert f"{count / 1e6:,.2f} MB" in printed.err
+    assert f"{diffkv['cache_bytes'] / dense['cache_bytes']:.1%}" in printed.err
     for name, count in diffkv["levels"].items():
-        assert f"{name} {count:,} (" in printed
+        assert f"{name} {count:,} (" in " ".join(printed.err.split())
     assert min(run[key] for run in (dense, diffkv) for key in ("prompt_seconds", "tokens_per_second")) > 0
     if sys.platform == "linux":
         # the text alone is far below what a process with PyTorch and a model takes
@@ -185,17 +187,64 @@ def test_agreement(first, second, expected) -> None:
     assert dataclasses.astuple(Agreement.of(second, first)) == expected
 
 
-def test_table_tells_what_is_unknown_and_what_differs() -> None:
-    dense = run_of([[1, 2]], cache=DYNAMIC, cache_bytes=800_000, text="dense words", tokens_per_second=12.34)
-    compressed = run_of([[1, 3]])
-    table = comparison_table(compressed, dense, Agreement.of(compressed.generated, dense.generated))
+def test_comparison_tells_what_is_unknown_and_what_differs() -> None:
+    dense = run_of([[1, 2]], cache=DYNAMIC, cache_bytes=800_000, text="dense words here", tokens_per_second=12.34)
+    compressed = run_of([[1, 3]], text="other words here", num_layers=4, layers=[{}])
+    table = comparison(compressed, dense)
     lines = {line[:20].strip(): line.split() for line in table.splitlines()}
     assert lines["cache, real bytes"][-5:] == ["0.80", "MB", "0.40", "MB", "50.0%"]
     assert lines["cache, payload only"][-5:] == ["0.80", "MB", "0.30", "MB", "37.5%"]
     assert lines["peak memory"][-2:] == ["unknown", "unknown"]
     assert lines["decoding"][-3:] == ["12.3", "tok/s", "-"]
-    assert "1 of 2 tokens are equal (50%), the first 1 without a difference" in table
-    assert table.index("dense words") > 0
+    assert "The texts differ from token 2 on and share 80% of their words." in " ".join(table.split())
+    assert "[-dense-]{+other+} words here" in table
+    assert "1 of 4 layers are compressed" in table
+
+
+def test_summary_of_one_run() -> None:
+    text = run_summary(run_of([[1]], dense_bytes=800_000))
+    assert "0.40 MB" in text and "50.0%" in text and "saves nothing" not in text
+    assert "saves nothing" in run_summary(run_of([[1]], dense_bytes=400_000))
+
+
+def test_narrow_terminals_get_a_line_for_each_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    dense = run_of([[1, 2]], cache=DYNAMIC, cache_bytes=800_000)
+    lines = comparison(run_of([[1, 2]]), dense).splitlines()
+    assert max(map(len, lines)) <= 40
+    assert lines[lines.index("cache, real bytes") + 1 :][:3] == [
+        "  DynamicCache: 0.80 MB",
+        "  DiffKV: 0.40 MB",
+        "  DiffKV / dense: 50.0%",
+    ]
+    assert "Both caches wrote the same 2 tokens." in lines
+
+
+@pytest.mark.parametrize(
+    "first, second, expected",
+    [
+        ([[1, 2, 3]], [[1, 2, 3]], None),
+        ([[1, 2, 3]], [[9, 2, 3]], 0),
+        ([[1, 2, 3, 4]], [[1, 2]], 2),
+        ([[1, 2], [3, 4]], [[1, 2], [3, 5]], 3),
+    ],
+)
+def test_tokens_before_a_difference(first, second, expected) -> None:
+    assert same_tokens(run_of(first), run_of(second)) == expected
+    assert same_tokens(run_of(second), run_of(first)) == expected
+
+
+@pytest.mark.parametrize(
+    "old, new, share, marked",
+    [
+        ("a b", "a b", 1.0, "a b"),
+        ("a b", "a c", 2 / 3, "a [-b-]{+c+}"),
+        ("a b c", "a c", 3 / 4, "a [-b -]c"),
+        ("", "a", 0.0, "{+a+}"),
+    ],
+)
+def test_word_difference(old: str, new: str, share: float, marked: str) -> None:
+    assert word_difference(old, new) == (pytest.approx(share, abs=1e-9), marked)
 
 
 def test_clock_counts_prompts_and_decoding_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,56 +271,55 @@ def test_peak_memory_remembers_what_was_freed() -> None:
     assert highest > above
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--prompt-file", "no/such/file.txt"], "cannot read no/such/file.txt: No such file or directory."),
-        (["--prompt-file", str(TINY_LM / "model.safetensors")], "is not UTF-8 text."),
-        (["--prompt", ""], "nothing to continue"),
-        (["--prompt", "a", "--then", ""], "nothing to continue"),
-        (["--prompt", "a", "--max-new-tokens", "0"], "nothing to generate"),
-        (["--prompt", "a" * 4050], "max_position_embeddings is 4096; shorten the prompt"),
-        (["--prompt", "a" * 2000, "--then", "b" * 1969], "has 3969 tokens and 128 are to be generated"),
-        (["--prompt", "a", "--high", "INT8"], "--high INT8 is not a precision"),
-        (["--prompt", "a", "--low", "K7V4"], "--low K7V4: Precision.k_bits=7 is not supported"),
-        (["--prompt", "a", "--low", "K8V8", "--high", "K4V2"], "swap the two precisions"),
-        (["--prompt", "a", "--alpha-low", "2"], "alpha_low=2.0 is above alpha_high=1.0"),
-        (["--prompt", "a", "--window", "0"], "window=0 must be an integer of at least 1"),
-        (["--prompt", "a", "--device", "abacus"], "--device abacus cannot be used"),
-        (["--prompt", "a", "--device", "meta"], "--device meta cannot be used"),
-        (["--prompt", "a", "--output", "/proc"], "cannot write to /proc"),
-        (["--prompt", "a", "--model", "no/such/model/folder"], "cannot load the model no/such/model/folder"),
-        (["--prompt", "a", "--model", "smolm2"], "did you mean 'smollm2'?"),
-        (["--prompt", "a", "--chat"], "the tokenizer has no chat template"),
-        (["--prompt", "a", "--output", __file__], f"cannot write to {__file__}"),
-    ],
-)
-def test_mistakes_are_named_in_one_line(
-    arguments: list[str], message: str, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch
-) -> None:
+def test_text_that_just_fits_is_not_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started = []
+    monkeypatch.setattr(compare, "run_in_fresh_process", lambda job: started.append(job) or run_of([[1]]))
     monkeypatch.chdir(tmp_path)
-    assert main(["generate", *arguments]) == 2
-    printed = capfd.readouterr()
-    assert message in printed.err
-    assert printed.err.startswith("hf-diffkv: ") and printed.err.count("\n") == 1
-    assert printed.out == ""
+    arguments = ["generate", "--prompt", "a" * 2000, "--then", "b" * 1968]
+    assert main(arguments) == 0
+    assert [job.cache for job in started] == [DIFFKV, DYNAMIC]
+    # without --output nothing is written
     assert not list(tmp_path.iterdir())
 
 
-def test_text_that_just_fits_is_not_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_options_reach_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
-    monkeypatch.setattr("hf_diffkv.cli.run_in_fresh_process", lambda job: started.append(job) or run_of([[1]]))
-    arguments = ["generate", "--prompt", "a" * 2000, "--then", "b" * 1968, "--output", str(tmp_path)]
-    assert main(arguments) == 0
-    assert [job.cache for job in started] == [DIFFKV, DYNAMIC]
+    monkeypatch.setattr(compare, "run_in_fresh_process", lambda job: started.append(job) or run_of([[1]]))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("caf\u00e9\n".encode())))
+    sampling = ["--sample", "--seed", "3", "--temperature", "0.7", "--top-p", "0.9", "--top-k", "5"]
+    format_options = ["--high", "k8v8", "--rotate", "--no-center", "--window", "9", "--max-bytes", "1.5MiB"]
+    assert main(["generate", "-", *sampling, *format_options, "--alpha-low", "0.5", "--quiet"]) == 0
+    diffkv, dense = started
+    assert diffkv.turns == ["caf\u00e9"] and diffkv.quiet and not diffkv.echo and diffkv.stream
+    assert (diffkv.sample, diffkv.seed) == (True, 3)
+    assert diffkv.sampling == {"temperature": 0.7, "top_p": 0.9, "top_k": 5}
+    expected = DiffKVConfig(
+        high=(8, 8), rotate=True, center=False, window=9, max_bytes=3 << 19, alpha_high=1.0, alpha_low=0.5
+    )
+    assert DiffKVConfig.from_dict(diffkv.config) == expected
+    assert dataclasses.replace(dense, cache=DIFFKV, stream=True) == diffkv
 
 
-@pytest.mark.parametrize("arguments", [[], ["generate"], ["generate", "--prompt", "a", "--prompt-file", "b"]])
-def test_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    assert stop.value.code == 2
-    assert "usage: hf-diffkv" in capsys.readouterr().err
+def test_lossless_and_saved_configurations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started = []
+    monkeypatch.setattr(compare, "execute_here", lambda job: started.append(job) or run_of([[1]], dense_bytes=1))
+    DiffKVConfig(alpha_high=3.0, window=17).save_pretrained(tmp_path)
+    arguments = ["generate", "text", "--no-compare", "--quiet"]
+    assert main([*arguments, "--lossless", "--window", "5"]) == 0
+    assert main([*arguments, "--config", str(tmp_path), "--alpha-low", "0.25"]) == 0
+    configs = [DiffKVConfig.from_dict(job.config) for job in started]
+    assert configs[0] == DiffKVConfig.lossless(window=5)
+    assert configs[1] == DiffKVConfig(alpha_high=3.0, window=17, alpha_low=0.25)
+
+
+def test_json_of_one_run(capsys: pytest.CaptureFixture[str]) -> None:
+    text = PROMPT_FILE.read_text()[:300]
+    assert main(["generate", text, "--no-compare", "--json", "--max-new-tokens", "3", "--sample", "--top-k", "1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    run = found["runs"][DIFFKV]
+    assert found["answers"] == run["answers"] and len(run["generated"][0]) == 3 and run["prompt_tokens"] == 300
+    assert found["sampling"] == {"top_k": 1} and found["versions"]["torch"] == torch.__version__
+    assert "agreement" not in found and list(found["runs"]) == [DIFFKV]
 
 
 def test_model_that_cannot_be_compressed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -299,29 +347,6 @@ def test_model_that_cannot_be_compressed(tmp_path: Path, capfd: pytest.CaptureFi
     arguments = ["generate", "--model", str(tmp_path / "model"), "--prompt", "abc", "--output", str(tmp_path / "out")]
     assert main(arguments) == 2
     error = capfd.readouterr().err
-    assert "hf-diffkv: DiffKV: deepseek_v3 caches latents" in error
-    assert "Traceback" not in error
+    assert error.startswith("hf-diffkv: --model ") and "deepseek_v3 caches latents" in error
+    assert error.count("\n") == 1
     assert not (tmp_path / "out" / "figures.json").exists()
-
-
-def test_interrupt_ends_both_processes_in_one_line(tmp_path: Path) -> None:
-    """As by Ctrl-C, which reaches all processes of a terminal's foreground group."""
-    command = [sys.executable, "-m", "hf_diffkv", "generate", "--prompt", "a" * 600, "--max-new-tokens", "3000"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "bufsize": 0}
-    # a shell has what it runs in the background ignore the signal
-    pipes["preexec_fn"] = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    process = subprocess.Popen([*command, "--output", str(tmp_path)], start_new_session=True, **pipes)
-    written = process.stdout.read(70)
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate()
-    assert written.startswith(b"... aaa")
-    assert process.returncode == 130
-    assert errors.decode().endswith("\nhf-diffkv: interrupted.\n") and b"Traceback" not in errors
-
-
-def test_env(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["env"]) == 0
-    lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
-    assert lines["torch"] == torch.__version__
-    assert lines["hf-diffkv"].startswith(__version__)
-    assert {"python", "platform", "transformers", "triton", "accelerate", "threads"} <= set(lines)

@@ -2,86 +2,70 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import sys
-from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import click
+
+from ..calibration.candidates import Candidate, cheapest, closest, table
+from ..calibration.sweep import ALPHA_HIGH, ALPHA_LOW, Grid, sweep
 from ..config_files import CONFIG_NAME, with_calibration
-from ..evaluation.command import DTYPES
 from ..evaluation.errors import EvaluationError
-from .candidates import Candidate, cheapest, closest, table
-from .sweep import ALPHA_HIGH, ALPHA_LOW, Grid, sweep
-from .texts import MATH, OFFLINE
+from .console import Failure
+from .help import Command
+from .options import AtLeast, Numbers, model_option, quiet_option, running_options
 
 MAX_KL = 0.01
 DOCUMENTS, LENGTH, CONTINUED = 4, 1024, 256
 TABLE_NAME = "table.md"
-NONE_GOOD_ENOUGH = 1
 
 
-def add_command(commands: Any) -> None:
-    """Adds `calibrate` to an `argparse` command line."""
-    parser = commands.add_parser(
-        "calibrate",
-        help="find the cheapest thresholds for a model within a limit on what they lose",
-        description="Measures thresholds on real caches and writes the cheapest ones within the limit to "
-        f"OUTPUT/{CONFIG_NAME}, for DiffKVConfig.from_pretrained. What was measured is kept; run it again to go on. "
-        "Ends with exit code 1 where nothing is good enough.",
-    )
-    parser.set_defaults(run=calibrate)
-    add = parser.add_argument
-    add("--model", required=True, help="Hub id, folder, or a short name: smollm2, gemma3-270m, tiny-lm")
-    add("--output", type=Path, required=True, metavar="FOLDER", help="a folder; one that holds a run goes on with it")
-    add("--text", metavar="T", help=f"UTF-8 file, data set of the Hub, or {OFFLINE} (default: {MATH})")
-    limit = parser.add_mutually_exclusive_group()
-    limit.add_argument(
-        "--max-kl", type=float, metavar="X", help=f"mean KL to the dense cache, nats (default: {MAX_KL})"
-    )
-    limit.add_argument(
-        "--max-loss", type=float, metavar="Y", help="in the first figure of --task, below the dense cache's"
-    )
-    add("--task", metavar="T", help="of `hf-diffkv evaluate`, instead of a text")
-    add("--method", default="diffkv", metavar="M", help="other options of the cache, for example diffkv:K6V4/K4V2")
-    add("--alpha-high", type=_numbers, default=ALPHA_HIGH, metavar="A,B", help=f"default: {_listed(ALPHA_HIGH)}")
-    add("--alpha-low", type=_numbers, default=ALPHA_LOW, metavar="A,B", help=f"default: {_listed(ALPHA_LOW)}")
-    add("--per-layer", action="store_true", help="then go cheaper in single layers; takes twice as many runs as layers")
-    add("--documents", type=int, metavar="N", help=f"default: {DOCUMENTS}, or the task's own")
-    add("--length", type=int, metavar="N", help=f"tokens of a prompt (default: {LENGTH}, or the task's own)")
-    add("--seed", type=int, default=0, metavar="N", help="of the task's documents (default: %(default)s)")
-    add("--dtype", choices=DTYPES, default="auto", help="of the model (default: as it was saved)")
-    add("--device", help="for example cpu or cuda:0 (default: cuda where there is one)")
-    add("--retry", action="store_true", help="run again what failed before")
-    add("--quiet", action="store_true", help="no progress bar")
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    """Comma-separated thresholds in rising order."""
-    try:
-        values = sorted({float(part) for part in text.split(",") if part.strip()})
-    except ValueError:
-        values = []
-    if not values or not all(0 <= value < float("inf") for value in values):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers of at least 0, such as 1,2,3")
-    return tuple(values)
-
-
-def _listed(values: Sequence[float]) -> str:
+def _listed(values: tuple[float, ...]) -> str:
     return ",".join(f"{value:g}" for value in values)
 
 
-def calibrate(options: argparse.Namespace) -> int:
+@click.command(
+    "calibrate",
+    cls=Command,
+    help=f"Measure thresholds on real caches and write the cheapest ones within the limit to OUTPUT/{CONFIG_NAME}, for "
+    "DiffKVConfig.from_pretrained. What was measured is kept; run it again to go on. Ends with exit code 1 where "
+    "nothing is good enough.",
+)
+@model_option(required=True)
+@click.option("--output", type=Path, required=True, metavar="FOLDER", help="One that holds a run goes on with it.")
+@click.option(
+    "--text", metavar="T", help="UTF-8 file, data set of the Hub, or offline.  [default: EleutherAI/hendrycks_math]"
+)
+@click.option("--max-kl", type=float, metavar="X", help=f"Mean KL to the dense cache, nats.  [default: {MAX_KL}]")
+@click.option("--max-loss", type=float, metavar="Y", help="In the first figure of --task, below the dense cache's.")
+@click.option("--task", metavar="T", help="Of `hf-diffkv evaluate`, instead of a text.")
+@click.option("--method", default="diffkv", metavar="M", help="Other options of the cache, e.g. diffkv:K6V4/K4V2.")
+@click.option("--alpha-high", type=Numbers(), default=_listed(ALPHA_HIGH), metavar="A,B", help="Values to try.")
+@click.option("--alpha-low", type=Numbers(), default=_listed(ALPHA_LOW), metavar="A,B", help="Values to try.")
+@click.option("--per-layer", is_flag=True, help="Then go cheaper in single layers; takes twice as many runs as layers.")
+@click.option("--documents", type=AtLeast(), metavar="N", help=f"[default: {DOCUMENTS}, or the task's own]")
+@click.option("--length", type=AtLeast(), metavar="N", help=f"Of a prompt.  [default: {LENGTH}, or the task's own]")
+@click.option("--seed", type=int, default=0, metavar="N", help="Of the task's documents.")
+@running_options
+@click.option("--retry", is_flag=True, help="Run again what failed before.")
+@quiet_option
+def command(**given: Any) -> None:
+    calibrate(SimpleNamespace(**given))
+
+
+def calibrate(options: SimpleNamespace) -> None:
     """Runs the command.
 
     Raises:
         EvaluationError: something the user can put right; what was measured is kept.
+        Failure: nothing is good enough.
     """
+    from ..calibration.measuring import Bench
     from ..evaluation.loading import load_config, load_model
     from ..evaluation.methods import get_method
     from ..evaluation.records import RunFolder
-    from .measuring import Bench
 
     limit = _limit(options)
     method = get_method(options.method)
@@ -105,8 +89,7 @@ def calibrate(options: argparse.Namespace) -> int:
     if chosen is None:
         # one of an earlier run had another limit
         path.unlink(missing_ok=True)
-        print(f"hf-diffkv: {_none(candidates, limit, bench.title)}", file=sys.stderr)
-        return NONE_GOOD_ENOUGH
+        raise Failure(_none(candidates, limit, bench.title))
     config = get_method(chosen.thresholds.method(options.method)).config_for(model_config)
     block = {
         **settings,
@@ -120,17 +103,15 @@ def calibrate(options: argparse.Namespace) -> int:
     }
     with_calibration(config, block).save_pretrained(options.output)
     print(f"Wrote {path}: {chosen.ratio:.1%} of the dense cache's bytes, {bench.title} {chosen.loss:.4f}.")
-    return 0
 
 
-def _limit(options: argparse.Namespace) -> float:
+def _limit(options: SimpleNamespace) -> float:
     if (options.max_loss is None) != (options.task is None):
         raise EvaluationError("--max-loss and --task go together.")
     if options.task is not None and options.text is not None:
         raise EvaluationError("--task has documents of its own; leave --text out.")
-    for name in ("documents", "length"):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            raise EvaluationError(f"--{name} {getattr(options, name)}: give at least 1.")
+    if options.task is not None and options.max_kl is not None:
+        raise EvaluationError("--max-kl is for a text; with --task give --max-loss.")
     limit = options.max_loss if options.task is not None else MAX_KL if options.max_kl is None else options.max_kl
     if not 0 <= limit < float("inf"):
         raise EvaluationError(f"a limit of {limit} cannot be kept; give a number of at least 0.")
@@ -144,12 +125,12 @@ def _check_method(method: Any, name: str) -> None:
         raise EvaluationError(f"--method {name}: only diffkv, with its own policy, goes by alpha_high and alpha_low.")
 
 
-def _documents(options: argparse.Namespace, tokenizer: Any, model_config: Any) -> tuple[Any, list[Any], dict[str, Any]]:
+def _documents(options: SimpleNamespace, tokenizer: Any, model_config: Any) -> tuple[Any, list[Any], dict[str, Any]]:
     """Task, documents, and how the written configuration describes them."""
+    from ..calibration.texts import MATH, documents, read_pieces
     from ..evaluation.runner import check_fits, documents_of
     from ..evaluation.tasks import get_task
     from ..evaluation.tasks.base import Source
-    from .texts import documents, read_pieces
 
     most = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
     if options.task is not None:

@@ -1,0 +1,156 @@
+"""Models, caches, and contexts for the decode benchmark on a CPU.
+
+A context is filled without running its prompt: every cache is given the same random keys and values, and DiffKV the
+significance that its prompt attention would have found. What a later step costs depends on how many tokens of each
+level there are, not on what they say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel, QuantizedCache, StaticCache
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = {"tiny-lm": ROOT / "examples/models/tiny-lm", "smollm2": ROOT / "build/models/smollm2"}
+RANDOM = "llama-8x128"
+MODELS = (*FOLDERS, RANDOM)
+PLAIN = {"rotate": False, "center": False}
+ROTATED = {"rotate": True, "center": True}
+ALL_HIGH, ALL_LOW, MIXED = ({"alpha_high": high, "alpha_low": 0.0} for high in (0.0, 1e9, 1.0))
+# of a uniform level, both precisions are the same
+K8V4, K6V4, K5V3, K4V2 = Precision(8, 4), Precision(6, 4), Precision(5, 3), Precision(4, 2)
+DIFFKV = {
+    "DiffKV default": {},
+    "DiffKV K8V4": {"high": K8V4, "low": K4V2, **ALL_HIGH, **PLAIN},
+    "DiffKV K8V4 rotated": {"high": K8V4, "low": K4V2, **ALL_HIGH, **ROTATED},
+    "DiffKV K5V3 rotated": {"high": K5V3, "low": K4V2, **ALL_HIGH, **ROTATED},
+    "DiffKV K6V4/K4V2 rotated": {"high": K6V4, "low": K4V2, **MIXED, **ROTATED},
+    "DiffKV K4V2": {"high": K8V4, "low": K4V2, **ALL_LOW, **PLAIN},
+}
+
+
+def load_model(name: str, dtype: torch.dtype, layers: int) -> PreTrainedModel:
+    """One of `MODELS`; `layers` is for the random one, which has the shape of Llama-3-8B but for their number.
+
+    Raises:
+        FileNotFoundError: the model has not been fetched.
+    """
+    if name in FOLDERS:
+        if not FOLDERS[name].is_dir():
+            raise FileNotFoundError(f"{name} is not in {FOLDERS[name]}; fetch it with `make models`.")
+        return AutoModelForCausalLM.from_pretrained(FOLDERS[name], dtype=dtype).eval()
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=1 << 17,
+        rope_parameters={"rope_theta": 500000.0, "rope_type": "default"},
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def makers(model: PreTrainedModel, tokens: int, wanted: list[str] | None) -> dict[str, Callable[[], Cache]]:
+    """How to make each cache for so many tokens; without those whose backend is missing, and with only those whose name
+    contains one of `wanted`."""
+    config = model.config
+    made: dict[str, Callable[[], Cache]] = {
+        "DynamicCache": lambda: DynamicCache(config=config),
+        "StaticCache": lambda: StaticCache(config=config, max_cache_len=tokens),
+    }
+    for backend in ("quanto", "hqq"):
+        name = f"QuantizedCache {backend} 4 bit"
+        if wanted is not None and not any(part in name for part in wanted):
+            continue
+        try:
+            QuantizedCache(backend=backend, config=config, nbits=4)
+        except ImportError:
+            print(f"{name} is left out: {backend} is not installed", flush=True)
+            continue
+        made[name] = lambda backend=backend: QuantizedCache(backend=backend, config=config, nbits=4)
+    for name, fields in DIFFKV.items():
+        made[name] = lambda fields=fields: DiffKVCache(config, DiffKVConfig(**fields))
+    return {name: make for name, make in made.items() if wanted is None or any(part in name for part in wanted)}
+
+
+def attention_of(cache: Cache) -> str:
+    return "diffkv" if isinstance(cache, DiffKVCache) else "sdpa"
+
+
+@dataclass
+class Tokens:
+    """Queries, keys and values of all layers, [batch, heads, tokens, head_dim] each, and what keys have received.
+
+    received: float32 [batch, heads, tokens].
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    received: Tensor
+
+    @classmethod
+    def draw(cls, model: PreTrainedModel, batch: int, tokens: int) -> Tokens:
+        """Keys have a mean, and their significance is spread widely, as in pretrained models."""
+        config = model.config
+        heads, dim = config.num_key_value_heads, config.head_dim
+        generator = torch.Generator().manual_seed(tokens)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        key = normal(batch, heads, tokens, dim) + 2 * torch.sin(torch.arange(dim))
+        value = normal(batch, heads, tokens, dim)
+        query = normal(batch, config.num_attention_heads, 1, dim).expand(-1, -1, tokens, -1)
+        later = torch.arange(tokens, 0, -1)
+        received = later / tokens * torch.exp(1.5 * normal(batch, heads, tokens) - 1.5**2 / 2)
+        return cls(*(part.to(model.dtype) for part in (query, key, value)), received)
+
+
+@torch.no_grad()
+def attend_all(model: PreTrainedModel, cache: Cache, new: Tokens) -> None:
+    """Gives new tokens to every layer of a cache and attends from them, without the rest of the model."""
+    attention = ALL_ATTENTION_FUNCTIONS[attention_of(cache)]
+    for index, layer in enumerate(model.model.layers):
+        key, value = cache.update(new.key, new.value, index)
+        attention(layer.self_attn, new.query, key, value, None, scaling=layer.self_attn.scaling)
+
+
+@torch.no_grad()
+def fill(model: PreTrainedModel, cache: Cache, tokens: Tokens) -> None:
+    """Has every layer hold the tokens."""
+    if not isinstance(cache, DiffKVCache):
+        for index in range(model.config.num_hidden_layers):
+            cache.update(tokens.key, tokens.value, index)
+        return
+
+    def found(query: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(query), tokens.received.clone()
+
+    with mock.patch("hf_diffkv.store.prompt.prefill_attention", found):
+        attend_all(model, cache, tokens)
+
+
+def held_bytes(cache: Cache) -> int | None:
+    """What a cache takes; None where it does not say."""
+    if isinstance(cache, DiffKVCache):
+        return cache.memory().bytes
+    if isinstance(cache, QuantizedCache):
+        return None
+    return sum(part.numel() * part.element_size() for layer in cache.layers for part in (layer.keys, layer.values))

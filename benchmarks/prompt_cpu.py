@@ -1,0 +1,222 @@
+"""Time and peak memory of a prompt on a CPU: DynamicCache with scaled_dot_product_attention, and DiffKV.
+
+Caches take turns in one process, so that they share whatever else the machine does: figures are medians, and ratios of
+them are what counts. Peak memory above the loaded model is taken in a process of its own, for the prompt in one forward
+and in chunks. Before anything is timed, the lossless configuration must give DynamicCache's logits.
+
+    python benchmarks/prompt_cpu.py [--models random examples/models/tiny-lm] [--lengths 1024 4096 16384] [--threads 1]
+
+The model "random" is a Llama of four layers with 8 KV heads of 128, 32 query heads and a small MLP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+from transformers.cache_utils import Cache
+
+import hf_diffkv
+from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.native import library
+from hf_diffkv.peak import PeakMemory
+
+FOLDER = Path(__file__).parent
+TINY = FOLDER.parent / "examples" / "models" / "tiny-lm"
+DENSE = "DynamicCache"
+DIFFKV = {"DiffKV": {}, "DiffKV rotated, centred": {"rotate": True, "center": True}}
+
+
+def load(name: str, args: argparse.Namespace) -> transformers.PreTrainedModel:
+    dtype = getattr(torch, args.dtype)
+    if name != "random":
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=1024,
+        intermediate_size=2048,
+        num_hidden_layers=4,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=1 << 17,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    for layer in model.model.layers:
+        # attention of the initial weights would be all but uniform
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            projection.weight.data.mul_(3.0)
+    return model
+
+
+def caches(model: transformers.PreTrainedModel) -> dict[str, Callable[[], Cache]]:
+    config = model.config
+    made: dict[str, Callable[[], Cache]] = {DENSE: lambda: DynamicCache(config=config)}
+    for name, options in DIFFKV.items():
+        made[name] = lambda options=options: DiffKVCache(config, DiffKVConfig(**options))
+    return made
+
+
+@torch.no_grad()
+def prompt(model: transformers.PreTrainedModel, cache: Cache, tokens: torch.Tensor, chunk: int) -> torch.Tensor:
+    """Logits after the last of the tokens [1, n], read in chunks of so many; 0: all at once."""
+    model.set_attn_implementation("diffkv" if isinstance(cache, DiffKVCache) else "sdpa")
+    for part in tokens.split(chunk or tokens.shape[1], dim=1):
+        output = model(part, past_key_values=cache, logits_to_keep=1)
+    return output.logits[0, -1]
+
+
+def draw(model: transformers.PreTrainedModel, length: int) -> torch.Tensor:
+    return torch.randint(3, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(1))
+
+
+def check(model: transformers.PreTrainedModel) -> None:
+    """Lossless logits must be the dense ones, else no figure is worth printing."""
+    tokens = draw(model, 600)
+    dense = prompt(model, DynamicCache(config=model.config), tokens, 0).float()
+    lossless = DiffKVCache(model.config, DiffKVConfig.lossless())
+    for chunk in (0, 256):
+        lossless.reset()
+        got = prompt(model, lossless, tokens, chunk).float()
+        error = float((got - dense).square().mean().sqrt() / dense.std())
+        if not error < (1e-4 if model.dtype == torch.float32 else 0.05):
+            raise SystemExit(f"lossless logits differ by {error:.3g} of their spread; nothing is timed.")
+
+
+def time_prompts(model: transformers.PreTrainedModel, length: int, chunk: int, args: argparse.Namespace) -> list[dict]:
+    """Median milliseconds of each cache: of one thread its processor time, of several what passed."""
+    clock = time.thread_time if args.threads == 1 else time.perf_counter
+    tokens, made = draw(model, length), caches(model)
+    taken: dict[str, list[float]] = {name: [] for name in made}
+    for _ in range(args.repeats):
+        for name, make in made.items():
+            cache = make()
+            started = clock()
+            prompt(model, cache, tokens, chunk)
+            taken[name].append(1e3 * (clock() - started))
+            del cache
+    return [
+        {"length": length, "chunk": chunk, "cache": name, "ms": statistics.median(times), "of_all_ms": sorted(times)}
+        for name, times in taken.items()
+    ]
+
+
+def trim() -> None:
+    """Gives freed memory back to the system, which otherwise counts as resident."""
+    gc.collect()
+    if platform.system() == "Linux":
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def measure_memory(args: argparse.Namespace) -> None:
+    """Prints what this process takes at most beyond the loaded, warmed-up model."""
+    model = load(args.models[0], args)
+    make = caches(model)[args.memory_of]
+    prompt(model, make(), draw(model, 256), 128)
+    tokens = draw(model, args.lengths[0])
+    trim()
+    peak = PeakMemory(torch.device("cpu"))
+    cache = make()
+    prompt(model, cache, tokens, args.chunks[0])
+    print(json.dumps({"peak_bytes": peak.read()[1]}))
+
+
+def peak_of(name: str, model: str, length: int, chunk: int, args: argparse.Namespace) -> dict:
+    command = [sys.executable, __file__, "--memory-of", name, "--models", model, "--lengths", str(length)]
+    command += ["--chunks", str(chunk), "--dtype", args.dtype, "--threads", str(args.threads)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def environment(args: argparse.Namespace) -> dict:
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=FOLDER)
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor())
+    return {
+        "cpu": cpu,
+        "instructions": library.instructions(),
+        "threads": args.threads,
+        "dtype": args.dtype,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "hf_diffkv": hf_diffkv.__version__,
+        "commit": commit.stdout.strip(),
+    }
+
+
+def print_table(rows: list[dict]) -> None:
+    print("| model | tokens | chunk | cache | ms | of dense | peak MB | of dense |\n|---|---|---|---|---|---|---|---|")
+
+    def figure(row: dict, key: str, unit: float, form: str) -> list[str]:
+        case = [row[name] for name in ("model", "length", "chunk")]
+        same = [r for r in rows if r["cache"] == DENSE and [r[name] for name in ("model", "length", "chunk")] == case]
+        if key not in row:
+            return ["-", "-"]
+        return [format(row[key] / unit, form), f"{row[key] / same[0][key]:.2f}"]
+
+    for row in rows:
+        start = [Path(row["model"]).name, row["length"], row["chunk"] or "all", row["cache"]]
+        cells = [*start, *figure(row, "ms", 1, ".0f"), *figure(row, "peak_bytes", 1e6, ".1f")]
+        print("| " + " | ".join(map(str, cells)) + " |")
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["random", str(TINY)], help='folders, or "random"')
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
+    parser.add_argument("--chunks", type=int, nargs="+", default=[0, 1024], help="0: the prompt in one forward")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--no-memory", action="store_true", help="leave out the peak memory runs")
+    parser.add_argument("--no-time", action="store_true", help="leave out the timed runs")
+    parser.add_argument("--output", type=Path, default=FOLDER / "results" / "prompt_cpu.jsonl", help="appended to")
+    parser.add_argument("--memory-of", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse(arguments)
+    torch.set_num_threads(args.threads)
+    if args.memory_of:
+        measure_memory(args)
+        return
+    about, rows = environment(args), []
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    for name in args.models:
+        model = load(name, args)
+        check(model)
+        for length in args.lengths:
+            for chunk in (chunk for chunk in args.chunks if chunk < length):
+                case = [{"length": length, "chunk": chunk, "cache": cache} for cache in caches(model)]
+                case = case if args.no_time else time_prompts(model, length, chunk, args)
+                for row in case:
+                    row["model"] = name
+                    if not args.no_memory:
+                        row |= peak_of(row["cache"], name, length, chunk, args)
+                    print(json.dumps(row), file=sys.stderr, flush=True)
+                rows += case
+                with args.output.open("a") as file:
+                    file.writelines(json.dumps({**about, **row}) + "\n" for row in case)
+    print(" ".join(f"{key}={value}" for key, value in about.items()))
+    print_table(rows)
+
+
+if __name__ == "__main__":
+    main()

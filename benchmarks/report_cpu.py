@@ -1,0 +1,83 @@
+"""Tables, slopes and a plot of what `decode_cpu.py` wrote; of repeated measurements of one case the newest counts."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+
+import plots
+from tables import markdown
+
+CASE = ("device", "dtype", "model", "layers", "batch", "threads", "context", "cache")
+
+
+def read(path: Path) -> list[dict]:
+    """Rows of decode steps; lines of other formats are left out."""
+    newest: dict[tuple, dict] = {}
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        if row.get("kind") == "step":
+            newest[tuple(row[key] for key in CASE)] = row
+    return list(newest.values())
+
+
+def groups(rows: Iterable[dict], keys: tuple[str, ...]) -> dict[tuple, list[dict]]:
+    found: dict[tuple, list[dict]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return found
+
+
+def steps(rows: list[dict]) -> str:
+    """A table of all cases: medians, their quartiles, and ratios to DynamicCache and StaticCache."""
+    header = ("model", "threads", "batch", "context", "cache", "ms per token (quartiles)", "of DynamicCache")
+    header += ("of StaticCache", "attention ms (quartiles)", "of DynamicCache", "MB")
+    lines = []
+    for case, members in groups(rows, ("device", "dtype", *header[:4])).items():
+        by_name = {row["cache"]: row for row in members}
+
+        def ratio(row: dict, name: str, field: str, by_name: dict[str, dict] = by_name) -> float | None:
+            return row[field][1] / by_name[name][field][1] if name in by_name else None
+
+        for row in members:
+            size = None if row["cache_bytes"] is None else row["cache_bytes"] / 1e6
+            line = [*case[2:], row["cache"], _spread(row["ms"])]
+            line += [ratio(row, name, "ms") for name in ("DynamicCache", "StaticCache")]
+            lines.append([*line, _spread(row["attention_ms"]), ratio(row, "DynamicCache", "attention_ms"), size])
+    return markdown(header, lines)
+
+
+def slopes(rows: list[dict]) -> str:
+    """What one more token of context costs, by a line through the medians of batch 1."""
+    header = ("model", "threads", "cache", "us per 1,000 tokens of context", "ms at 0", "attention: us per 1,000")
+    lines = []
+    alone = [row for row in rows if row["batch"] == 1]
+    for case, members in groups(alone, ("device", "dtype", *header[:3])).items():
+        if len(members) < 2:
+            continue
+        contexts = [row["context"] for row in members]
+        whole, attention = (
+            statistics.linear_regression(contexts, [row[field][1] for row in members])
+            for field in ("ms", "attention_ms")
+        )
+        lines.append([*case[2:], 1e6 * whole.slope, whole.intercept, 1e6 * attention.slope])
+    return markdown(header, lines)
+
+
+def report(path: Path) -> None:
+    """Prints the tables, and draws the plot beside the results where matplotlib is installed."""
+    rows = read(path)
+    if not rows:
+        raise SystemExit(f"{path} holds no decode steps; run benchmarks/decode_cpu.py first.")
+    print(steps(rows), slopes(rows), sep="\n\n")
+    try:
+        print(f"\nplot: {plots.decode_cpu(rows, path.with_suffix('.png'))}")
+    except ImportError:
+        print("\nno plot: matplotlib is not installed")
+
+
+def _spread(quartiles: list[float]) -> str:
+    lower, median, upper = (f"{value:.3g}" for value in quartiles)
+    return f"{median} ({lower}-{upper})"

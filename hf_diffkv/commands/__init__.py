@@ -1,0 +1,30 @@
+"""The commands of `hf-diffkv`, one file each: a module of the command's name that holds its `command`.
+
+Nothing here imports PyTorch or Transformers before a command runs, so that help and usage errors come at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+# in the order of the help, with what each does in a line
+COMMANDS = {
+    "generate": "Generate with DiffKV and with a dense cache, and compare.",
+    "chat": "Talk with a model, many turns on one cache.",
+    "plan": "What fits into memory: context and batch, dense and DiffKV.",
+    "inspect": "What is compressed, and what is kept of a prompt.",
+    "verify": "Whether DiffKV is right, and good enough, for a model.",
+    "bench": "Time per token and memory of caches on this machine.",
+    "demo": "Both caches side by side in a browser.",
+    "evaluate": "Judge caches by what they keep at which real bytes.",
+    "calibrate": "Find the cheapest thresholds within a limit on the loss.",
+    "lm-eval": "lm-evaluation-harness with any of these caches.",
+    "env": "Versions and hardware, for a bug report.",
+}
+
+
+def load(name: str) -> click.Command:
+    """The command called `name`, one of `COMMANDS`."""
+    return importlib.import_module(f".{name.replace('-', '_')}", __name__).command

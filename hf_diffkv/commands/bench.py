@@ -1,0 +1,106 @@
+"""`hf-diffkv bench`: time per token and memory of caches, side by side on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import click
+
+from ..evaluation.errors import EvaluationError
+from .console import megabytes, one_line, paragraph, progress, table
+from .help import Command
+from .models import load_tokenizer, position_limit, supported_config, usable_device
+from .options import AtLeast, json_option, model_option, quiet_option, running_options
+
+DENSE = "dense"
+CACHES = "dense,static,quanto:4,diffkv,diffkv:K8V4"
+CONTEXT = 2048
+
+
+@click.command(
+    "bench",
+    cls=Command,
+    help="Fill caches with the same text and let them take turns generating in one process: milliseconds per token, "
+    "bytes held, seconds of the prompt. Caches are the methods of `hf-diffkv evaluate`, and static for Transformers' "
+    "StaticCache; dense is always among them. What needs a package that is missing is left out.",
+)
+@model_option(required=True)
+@click.option("--caches", metavar="A,B", default=CACHES, help="Which ones.")
+@click.option("--context", metavar="N", type=AtLeast(), help=f"Tokens of the prompt.  [default: {CONTEXT} or fewer]")
+@click.option("--steps", metavar="N", type=AtLeast(), default=16, help="Generated tokens that are timed.")
+@click.option("--text", metavar="T", default="offline", help="UTF-8 file, data set of the Hub, or offline.")
+@click.option("--threads", metavar="N", type=AtLeast(), help="Of PyTorch.  [default: its own choice]")
+@running_options
+@json_option
+@quiet_option
+def command(**given: Any) -> None:
+    options = SimpleNamespace(**given)
+    names = list(dict.fromkeys([DENSE, *(name.strip() for name in options.caches.split(",") if name.strip())]))
+    progress(f"loading {options.model}", options.quiet)
+    limit = position_limit(supported_config(options.model))
+
+    import torch
+
+    from ..calibration.texts import documents, read_pieces
+    from ..evaluation.environment import describe_environment
+    from ..evaluation.loading import load_model
+    from ..evaluation.timing import WARM_UP, time_steps, timed_method
+
+    further = WARM_UP + options.steps
+    context = options.context or max(1, min(CONTEXT, (limit or CONTEXT + further) - further))
+    if limit is not None and context + further > limit:
+        raise click.UsageError(
+            f"--context and --steps are {context + further} tokens together, but the model's max_position_embeddings "
+            f"is {limit}; lower them."
+        )
+    methods = []
+    for name in names:
+        try:
+            methods.append(timed_method(name, context + further))
+        except EvaluationError as error:
+            if "pip install" not in str(error):
+                raise
+            progress(f"{name} is left out: {one_line(error)}", options.quiet)
+    elsewhere = [method.label for method in methods if method.environment is not None]
+    if elsewhere:
+        raise click.UsageError(f"--caches {elsewhere[0]} needs an environment of its own; use `hf-diffkv evaluate`.")
+    device = usable_device(options.device)
+    (document,) = documents(read_pieces(options.text), load_tokenizer(options.model), 1, context, further)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    model = load_model(options.model, options.dtype, device, options.quiet)
+    ids = [*document.context, *document.continuation]
+    found = time_steps(model, methods, ids, options.steps, lambda message: progress(message, options.quiet))
+    environment = describe_environment(model.device)
+    if options.as_json:
+        rows = [dataclasses.asdict(each) for each in found]
+        click.echo(
+            json.dumps(
+                {"model": options.model, "context": context, "caches": rows, "environment": environment}, indent=2
+            )
+        )
+        return
+    click.echo(_text(found, context, environment))
+
+
+def _text(found: list[Any], context: int, environment: dict[str, Any]) -> str:
+    dense = found[0]
+    rows = [
+        (
+            each.name,
+            f"{each.ms_per_token:.1f} ms",
+            f"{each.ms_quartiles[0]:.1f} to {each.ms_quartiles[1]:.1f}",
+            megabytes(each.bytes),
+            f"{each.bytes / dense.bytes:.0%}",
+            f"{each.prompt_seconds:.2f} s",
+        )
+        for each in found
+    ]
+    header = ("cache", "per token", "half of them", "cache", "of dense", "prompt")
+    where = (
+        f"{context:,} tokens, {environment['device']}, {environment['threads']} threads, torch {environment['torch']}."
+    )
+    return f"{table(header, rows)}\n\n{paragraph(where)}"

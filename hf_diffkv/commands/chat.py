@@ -1,0 +1,260 @@
+"""`hf-diffkv chat`: a talk with a model, all turns on one cache."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .console import Failure, megabytes, one_line, paragraph, progress, to_terminal
+from .generate import SAMPLING, sampling_options
+from .help import Command
+from .inspect import level_table
+from .models import load_tokenizer, position_limit, supported_config, usable_device
+from .options import AtLeast, config_of, config_options, model_option, quiet_option, running_options
+
+if TYPE_CHECKING:
+    from ..chat import Talk
+
+TALK_NAME = "talk.json"
+HELP = {
+    "/memory": "what the cache takes",
+    "/levels": "what each layer keeps",
+    "/reset": "forget everything",
+    "/save FOLDER": "keep the talk; --load goes on with it",
+    "/help": "this list",
+    "/quit": "leave, as Ctrl-D does",
+}
+
+
+@click.command(
+    "chat",
+    cls=Command,
+    help="Talk with a model, many turns on one cache. A line is a message; /memory, /levels, /reset, /save FOLDER, "
+    "/help and /quit are commands. Ctrl-C stops an answer; what was said stays. Where stdin is no terminal its lines "
+    "are the messages and the answers go to stdout.",
+)
+@model_option(default="smollm2", show_default=True)
+@click.option("--system", metavar="TEXT", help="System message.")
+@click.option("--plain", is_flag=True, help="Continue each line as it is, without a chat template.")
+@click.option("--load", metavar="FOLDER", type=Path, help="Go on with a talk that /save kept.")
+@click.option("--max-new-tokens", metavar="N", type=AtLeast(), default=512, help="Per answer.")
+@sampling_options
+@config_options
+@running_options
+@quiet_option
+def command(**given: Any) -> None:
+    options = SimpleNamespace(**given)
+    sampling = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
+    if sampling and not options.sample:
+        raise click.UsageError(f"--{next(iter(sampling)).replace('_', '-')} is of no effect without --sample.")
+    if options.plain and options.system is not None:
+        raise click.UsageError("--system is of no effect with --plain.")
+    saved = None if options.load is None else _read_talk(options.load)
+    talk, limit = _start(options, saved)
+    session = _Session(talk, options, limit, {"do_sample": options.sample, **sampling})
+    for line in _lines(options):
+        if not session.take(line):
+            break
+
+
+def _start(options: SimpleNamespace, saved: dict[str, Any] | None) -> tuple[Talk, int | None]:
+    config = config_of(options)
+    progress(f"loading {options.model}", options.quiet)
+    model_config = supported_config(options.model)
+    tokenizer = load_tokenizer(options.model)
+
+    import torch
+
+    from ..chat import Talk, chat_turns
+    from ..evaluation.loading import load_model
+    from ..integration.cache import DiffKVCache
+
+    if not options.plain:
+        try:
+            chat_turns(tokenizer, ["one", "two"], options.system)
+        except Exception as error:
+            # templates raise what they like, for example where there is no system message
+            raise click.UsageError(
+                f"{options.model} cannot be talked with: {one_line(error)} Use --plain to have lines continued."
+            ) from error
+    device = usable_device(options.device)
+    model = load_model(options.model, options.dtype, device, options.quiet)
+    torch.manual_seed(options.seed)
+    try:
+        if saved is None:
+            cache, state = DiffKVCache(model.config, config), {}
+        else:
+            cache, state = DiffKVCache.from_pretrained(options.load, model), saved
+    except (ValueError, OSError) as error:
+        raise click.UsageError(one_line(error)) from error
+    return Talk(model, tokenizer, cache, chat=not options.plain, system=options.system, **state), position_limit(
+        model_config
+    )
+
+
+def _read_talk(folder: Path) -> dict[str, Any]:
+    try:
+        saved = json.loads((folder / TALK_NAME).read_text())
+        return {"ids": saved["ids"], "first": saved["first"]}
+    except OSError as error:
+        raise click.UsageError(f"cannot read {folder / TALK_NAME}: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise click.UsageError(f"{folder / TALK_NAME} is no saved talk.") from error
+
+
+def _lines(options: SimpleNamespace) -> Iterator[str]:
+    """What the user enters, line by line."""
+    if not sys.stdin.isatty():
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    try:
+        import readline  # noqa: F401  lets input() edit lines and remember them
+    except ImportError:
+        pass
+    progress("/help lists the commands, /quit or Ctrl-D leaves.", options.quiet)
+    stopped = False
+    while True:
+        try:
+            yield input("> ")
+            stopped = False
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            if stopped:
+                raise
+            stopped = True
+            print("\nCtrl-C again or /quit leaves.", flush=True)
+
+
+class _Session:
+    """One talk on the terminal.
+
+    Args:
+        limit: tokens the model takes; None where it does not say.
+        sampling: arguments of `generate()`.
+    """
+
+    def __init__(self, talk: Talk, options: SimpleNamespace, limit: int | None, sampling: dict[str, Any]) -> None:
+        self.talk, self.options, self.limit, self.sampling = talk, options, limit, sampling
+
+    def take(self, line: str) -> bool:
+        """Does what `line` asks for; whether the talk goes on."""
+        if not line.strip():
+            return True
+        if not line.startswith("/"):
+            self.answer(line)
+            return True
+        name, _, rest = line.strip().partition(" ")
+        if name == "/quit":
+            return False
+        actions = {"/memory": self.memory, "/levels": self.levels, "/reset": self.reset, "/help": self.help}
+        if name == "/save":
+            self.save(rest.strip())
+        elif name in actions:
+            actions[name]()
+        else:
+            self.complain(f"there is no command {name}; /help lists them.")
+        return True
+
+    def answer(self, message: str) -> None:
+        from transformers import StoppingCriteriaList, TextStreamer
+
+        from ..compare import EXPECTED
+
+        try:
+            held, new = self.talk.ids.shape[1] + len(self.talk.encode(message)), self.options.max_new_tokens
+            room = new if self.limit is None else min(new, self.limit - held)
+            if room < 1:
+                return self.complain(
+                    f"the talk has {held} tokens and the model takes {self.limit}; /reset begins anew."
+                )
+            streamer = TextStreamer(self.talk.tokenizer, skip_prompt=True, skip_special_tokens=True)
+            with _until_interrupted() as stop:
+                criteria = StoppingCriteriaList([stop])
+                options = {"streamer": streamer, "stopping_criteria": criteria, **self.sampling}
+                self.talk.answer(message, max_new_tokens=room, **options)
+            if stop.asked:
+                progress("(stopped)", self.options.quiet)
+        except BrokenPipeError:
+            raise
+        except EXPECTED as error:
+            self.complain(one_line(error))
+
+    def memory(self) -> None:
+        memory = self.talk.cache.memory()
+        held, whole = memory.bytes + memory.other_bytes, memory.dense_bytes + memory.other_bytes
+        tokens = self.talk.cache.get_seq_length()
+        if not tokens:
+            return print("The cache is empty.", flush=True)
+        layers = f"{len(memory.layers)} of {len(self.talk.cache.layers)} layers compressed"
+        text = f"{tokens:,} tokens take {megabytes(held)}, {held / whole:.1%} of a dense cache's {megabytes(whole)}"
+        print(paragraph(f"{text}; {layers}."), flush=True)
+
+    def levels(self) -> None:
+        if not self.talk.cache.get_seq_length():
+            return print("The cache is empty.", flush=True)
+        print(level_table(self.talk.cache.memory()), flush=True)
+
+    def reset(self) -> None:
+        self.talk.reset()
+        print("Everything is forgotten.", flush=True)
+
+    def help(self) -> None:
+        print("\n".join(f"{name:<14}{what}" for name, what in HELP.items()), flush=True)
+
+    def save(self, name: str) -> None:
+        if not name:
+            return self.complain("/save needs a folder.")
+        folder = Path(name)
+        state = {"model": self.options.model, "ids": self.talk.ids[0].tolist(), "first": self.talk.first}
+        try:
+            self.talk.cache.save_pretrained(folder)
+            (folder / TALK_NAME).write_text(json.dumps(state) + "\n")
+        except (OSError, ValueError) as error:
+            return self.complain(f"cannot save to {folder}: {one_line(error)}")
+        print(f"Wrote {folder}.", flush=True)
+
+    def complain(self, message: str) -> None:
+        """Says what is wrong; without a person to put it right the talk ends."""
+        if not sys.stdin.isatty():
+            raise Failure(message)
+        print(message, file=sys.stderr, flush=True)
+
+
+class _Stop:
+    """Stops `generate()` after the token at hand once it was asked to."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        import torch
+
+        return torch.full((input_ids.shape[0],), self.asked, dtype=torch.bool, device=input_ids.device)
+
+
+@contextmanager
+def _until_interrupted() -> Iterator[_Stop]:
+    """Within, Ctrl-C in a terminal asks the answer to stop, for the cache must not be left in the middle of a token."""
+    stop = _Stop()
+    if not (sys.stdin.isatty() and to_terminal()):
+        yield stop
+        return
+
+    def ask(*ignored: Any) -> None:
+        stop.asked = True
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,75 @@
+"""What commands write: progress to stderr, tables that fit the terminal, colours where they are wanted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+
+import click
+
+WIDEST = 100
+NARROWEST = 20
+
+
+class Failure(click.ClickException):
+    """What was asked cannot be done, or came out badly; ends with exit code 1. Usage errors end with 2."""
+
+    exit_code = 1
+
+
+def width() -> int:
+    """Columns to write in."""
+    return max(NARROWEST, min(WIDEST, shutil.get_terminal_size((80, 24)).columns))
+
+
+def progress(message: str, quiet: bool = False) -> None:
+    """A line on stderr about what is being done."""
+    if not quiet:
+        print(message, file=sys.stderr, flush=True)
+
+
+def to_terminal() -> bool:
+    """Whether a person reads stdout as it comes."""
+    return sys.stdout.isatty()
+
+
+def colours() -> bool:
+    """Whether stdout may be coloured (https://no-color.org)."""
+    return to_terminal() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def paragraph(text: str) -> str:
+    """`text` wrapped to the terminal."""
+    return textwrap.fill(" ".join(text.split()), width(), break_on_hyphens=False, break_long_words=False)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns; where they do not fit, a heading for each row and a line for each cell."""
+    lines = [list(header), *map(list, rows)]
+    sizes = [max(map(len, column)) for column in zip(*lines)]
+    if sum(sizes) + 2 * (len(sizes) - 1) <= width():
+        texts = []
+        for line in lines:
+            cells = [line[0].ljust(sizes[0]), *(cell.rjust(size) for cell, size in zip(line[1:], sizes[1:]))]
+            texts.append("  ".join(cells).rstrip())
+        return "\n".join(texts)
+    texts = []
+    for row in rows:
+        texts.append(row[0])
+        texts += [f"  {name + ': ' if name else ''}{cell}" for name, cell in zip(header[1:], row[1:]) if cell]
+    return "\n".join(texts)
+
+
+def one_line(error: BaseException | str) -> str:
+    """A message without line breaks."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def megabytes(count: int | None) -> str:
+    """Bytes for people, in powers of ten."""
+    if count is None:
+        return "unknown"
+    return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.2f} MB"

@@ -1,0 +1,157 @@
+"""`hf-diffkv evaluate`: methods against tasks, as a table and as plots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+
+from ..evaluation.errors import EvaluationError
+from .help import Command
+from .options import AtLeast, model_option, quiet_option, running_options
+
+# the suite of small tasks that need no Hub
+OFFLINE = "offline"
+DEFAULT_METHODS = "dense,diffkv,diffkv:K8V4,diffkv:K4V2,quanto:4"
+
+
+def _list(context: click.Context, param: click.Parameter, value: bool) -> None:
+    """Prints what there is and ends, as --help does."""
+    if not value or context.resilient_parsing:
+        return
+    from ..evaluation.methods import METHODS
+    from ..evaluation.tasks import suites
+
+    click.echo(f"methods: {', '.join(METHODS.names())}")
+    for suite, names in suites().items():
+        click.echo(f"suite {suite}: {', '.join(names)}")
+    context.exit()
+
+
+@click.command(
+    "evaluate",
+    cls=Command,
+    help="Run every method on every task with one model and write a line per method, task and document to "
+    "OUTPUT/records.jsonl, a table to OUTPUT/table.md and plots beside them. Run it again to go on.",
+)
+@model_option(required=True)
+@click.option("--methods", default=DEFAULT_METHODS, metavar="A,B", help="family:option+option, see --list.")
+@click.option("--tasks", default=OFFLINE, metavar="X,Y", help="Tasks or suites of them, see --list.")
+@click.option("--output", type=Path, required=True, metavar="FOLDER", help="One that holds a run goes on with it.")
+@click.option("--documents", type=AtLeast(), metavar="N", help="Per task.  [default: the task's own]")
+@click.option("--length", type=AtLeast(), metavar="N", help="Tokens of a prompt.  [default: the task's own]")
+@click.option("--seed", type=int, default=0, metavar="N", help="Of the documents.")
+@click.option(
+    "--max-new-tokens", type=AtLeast(), metavar="N", help="Of tasks that generate.  [default: the task's own]"
+)
+@click.option("--sample", is_flag=True, help="Draw tokens as the model's generation config says, not greedily.")
+@click.option(
+    "--batch-size",
+    type=AtLeast(),
+    default=1,
+    metavar="N",
+    help="Documents per cache, where tasks and methods allow it.",
+)
+@click.option(
+    "--datasets-folder", type=Path, metavar="FOLDER", help="NAME.jsonl or a saved data set per task; then the Hub."
+)
+@click.option("--allow-code-execution", is_flag=True, help="Run the programs that the model writes, on this machine.")
+@running_options
+@click.option("--retry", is_flag=True, help="Run again what failed before.")
+@quiet_option
+@click.option(
+    "--list", is_flag=True, is_eager=True, expose_value=False, callback=_list, help="Print methods and tasks."
+)
+def command(**given: Any) -> None:
+    evaluate(SimpleNamespace(**given))
+
+
+def evaluate(options: SimpleNamespace) -> None:
+    """Runs the command.
+
+    Raises:
+        EvaluationError: something the user can put right; what was measured is kept.
+    """
+    from ..evaluation.isolated import run_isolated
+    from ..evaluation.loading import load_config, load_model
+    from ..evaluation.methods import get_method
+    from ..evaluation.records import RunFolder
+    from ..evaluation.runner import check_fits, documents_of, run
+    from ..evaluation.tasks.base import Source
+
+    methods = [get_method(name) for name in _names("--methods", options.methods)]
+    tasks = _tasks(options.tasks)
+    config, tokenizer = load_config(options.model)
+    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    source = Source(
+        tokenizer,
+        options.documents or 0,
+        options.length,
+        options.seed,
+        limit,
+        options.max_new_tokens,
+        options.sample,
+        options.datasets_folder,
+        options.allow_code_execution,
+    )
+    prepared = [(task, documents_of(task, source)) for task in tasks]
+    for task, documents in prepared:
+        check_fits(task, documents, limit)
+    model = load_model(options.model, options.dtype, options.device, options.quiet)
+    dtype = str(model.dtype).removeprefix("torch.")
+    settings = {"model": options.model, "dtype": dtype, "seed": options.seed}
+    settings |= {name: getattr(options, name) for name in ("sample", "max_new_tokens") if getattr(options, name)}
+    folder = RunFolder(options.output, settings)
+    here = [method for method in methods if method.environment is None]
+    elsewhere = [method for method in methods if method.environment is not None]
+    failed: list[Any] = []
+    try:
+        batch_size, retry, quiet = options.batch_size, options.retry, options.quiet
+        run(model, tokenizer, here, prepared, folder, batch_size=batch_size, retry=retry, quiet=quiet)
+        # another process loads it again
+        del model
+        failed = run_isolated(
+            elsewhere,
+            prepared,
+            folder,
+            model=options.model,
+            device=options.device,
+            retry=options.retry,
+            quiet=options.quiet,
+        )
+    finally:
+        records = [*folder.all_records(), *failed]
+        if records:
+            _write_report(folder.folder, records, options.quiet)
+
+
+def _names(option: str, text: str) -> list[str]:
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise EvaluationError(f"{option} names nothing; see --list.")
+    return names
+
+
+def _tasks(text: str) -> list[Any]:
+    from ..evaluation.tasks import get_task, suites
+
+    known = suites()
+    names = [task for name in _names("--tasks", text) for task in known.get(name, [name])]
+    return [get_task(name) for name in dict.fromkeys(names)]
+
+
+def _write_report(folder: Path, records: list[Any], quiet: bool) -> None:
+    from ..evaluation.plots import plot_tasks
+    from ..evaluation.report import markdown
+
+    table = markdown(records)
+    (folder / "table.md").write_text(table)
+    if not quiet:
+        print(table)
+    try:
+        plot_tasks(records, folder)
+    except ImportError as error:
+        print(f"no plots: {error}")
+    print(f"Wrote {folder / 'records.jsonl'} and {folder / 'table.md'}.")

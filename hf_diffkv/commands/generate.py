@@ -1,0 +1,185 @@
+"""`hf-diffkv generate`: what a model writes with a DiffKV cache, beside what it writes with a dense one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..evaluation.models import resolve_model
+from .comparison import DENSE, DIFFKV, comparison, figures, run_summary
+from .console import Failure, progress, to_terminal
+from .env import versions
+from .help import Command
+from .models import hide_progress_bars, load_tokenizer, position_limit, supported_config, usable_device
+from .options import (
+    AtLeast,
+    chain,
+    config_of,
+    config_options,
+    json_option,
+    model_option,
+    prompt_options,
+    quiet_option,
+    read_prompt,
+    running_options,
+)
+
+if TYPE_CHECKING:
+    from ..compare import Job, Run
+
+SAMPLING = ("temperature", "top_p", "top_k")
+
+sampling_options = chain(
+    click.option("--sample", is_flag=True, help="Draw tokens at random instead of taking the likeliest."),
+    click.option("--seed", metavar="N", type=int, default=0, help="Of --sample."),
+    click.option("--temperature", metavar="X", type=click.FloatRange(min=0, min_open=True), help="Of --sample."),
+    click.option("--top-p", metavar="X", type=click.FloatRange(0, 1, min_open=True), help="Of --sample."),
+    click.option("--top-k", metavar="N", type=AtLeast(), help="Of --sample."),
+)
+
+
+@click.command(
+    "generate",
+    cls=Command,
+    help="Stream what a model writes behind PROMPT with a DiffKV cache, then compare memory, speed and text with "
+    "Transformers' DynamicCache. Each cache runs in a process of its own. Where stdout is no terminal it gets the "
+    "generated text alone, and the comparison goes to stderr.",
+)
+@prompt_options
+@model_option(default="tiny-lm", show_default=True)
+@click.option("--then", metavar="TEXT", multiple=True, help="A further turn on the same cache; repeatable.")
+@click.option("--chat", is_flag=True, help="PROMPT and each --then are messages, set by the model's chat template.")
+@click.option("--system", metavar="TEXT", help="System message of --chat.")
+@click.option("--max-new-tokens", metavar="N", type=AtLeast(), default=64, help="Per turn.")
+@sampling_options
+@click.option("--no-compare", is_flag=True, help="Leave the dense cache out.")
+@config_options
+@running_options
+@click.option("--output", metavar="FOLDER", type=Path, help="Write levels.png and figures.json there.")
+@json_option
+@quiet_option
+def command(**given: Any) -> None:
+    options = SimpleNamespace(**given)
+    job = _job(options)
+    if options.output is not None:
+        _make_folder(options.output)
+        picture = options.output / "levels.png"
+        picture.unlink(missing_ok=True)
+        job = dataclasses.replace(job, picture=str(picture))
+    runs = _run(job, options)
+    found = figures(job, runs, versions())
+    if options.as_json:
+        click.echo(json.dumps(found, indent=2))
+    elif not options.quiet:
+        summary = comparison(*runs) if len(runs) == 2 else run_summary(runs[0])
+        click.echo(summary, err=not to_terminal())
+    if options.output is not None:
+        _write(options, found, runs[0].note)
+
+
+def _job(options: SimpleNamespace) -> Job:
+    """The DiffKV run, after all that can be checked without loading the weights."""
+    text = read_prompt(options)
+    if text is None:
+        raise click.UsageError("there is no PROMPT; give one, or - to read it from stdin.")
+    turns = [text, *options.then]
+    if not all(turns):
+        raise click.UsageError("the prompt or a --then is empty; there is nothing to continue.")
+    sampling = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
+    if sampling and not options.sample:
+        raise click.UsageError(f"--{next(iter(sampling)).replace('_', '-')} is of no effect without --sample.")
+    if options.system is not None and not options.chat:
+        raise click.UsageError("--system is of no effect without --chat.")
+    if options.quiet and options.as_json:
+        raise click.UsageError("--quiet and --json do not go together; leave one out.")
+    config = config_of(options)
+    model_config = supported_config(options.model)
+    _check_length(options, turns, position_limit(model_config))
+    device = usable_device(options.device)
+
+    from ..compare import Job
+
+    terminal = to_terminal() and not options.quiet
+    return Job(
+        cache=DIFFKV,
+        model=resolve_model(options.model),
+        turns=turns,
+        max_new_tokens=options.max_new_tokens,
+        config=config.to_dict(),
+        dtype=options.dtype,
+        device=device,
+        seed=options.seed,
+        sample=options.sample,
+        chat=options.chat,
+        system=options.system,
+        sampling=sampling,
+        stream=not options.as_json,
+        echo=terminal,
+        quiet=options.quiet,
+    )
+
+
+def _run(job: Job, options: SimpleNamespace) -> list[Run]:
+    """The DiffKV run, and the dense one if it is wanted."""
+    from .. import compare
+
+    try:
+        progress(f"{'' if options.no_compare else '[1/2] '}{DIFFKV}: loading {options.model}", options.quiet)
+        if job.echo and job.stream:
+            print(f"... {job.turns[0][-60:]}", end="\n" if job.chat else "", flush=True)
+        if options.no_compare:
+            hide_progress_bars(options.quiet)
+            return [compare.execute_here(job)]
+        runs = [compare.run_in_fresh_process(job)]
+        progress(f"[2/2] {DENSE}, for comparison", options.quiet)
+        return [*runs, compare.run_in_fresh_process(dataclasses.replace(job, cache=DENSE, picture=None, stream=False))]
+    except compare.RunError as error:
+        raise Failure(str(error)) from error
+
+
+def _check_length(options: SimpleNamespace, turns: list[str], limit: int | None) -> None:
+    from ..chat import chat_turns
+
+    tokenizer = load_tokenizer(options.model)
+    try:
+        texts = chat_turns(tokenizer, turns, options.system) if options.chat else turns
+    except ValueError as error:
+        raise click.UsageError(f"--chat cannot be used with {options.model}: {error}") from error
+    except Exception as error:
+        # templates raise what they like, for example where there is no system message
+        raise click.UsageError(f"the chat template of {options.model} refuses: {error}") from error
+    plain = not options.chat
+    counts = [len(tokenizer(text, add_special_tokens=plain and i == 0).input_ids) for i, text in enumerate(texts)]
+    if not counts[0]:
+        raise click.UsageError("the prompt has no tokens; there is nothing to continue.")
+    new = len(turns) * options.max_new_tokens
+    if limit is not None and sum(counts) + new > limit:
+        raise click.UsageError(
+            f"the text has {sum(counts)} tokens and {new} are to be generated, but the model's max_position_embeddings "
+            f"is {limit}; shorten the prompt or lower --max-new-tokens."
+        )
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # found out now and not when all has been generated
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise click.UsageError(f"cannot write to {folder}: {error.strerror}.") from error
+
+
+def _write(options: SimpleNamespace, found: dict[str, Any], note: str | None) -> None:
+    path = options.output / "figures.json"
+    path.write_text(json.dumps(found, indent=2) + "\n")
+    if note:
+        progress(note, options.quiet)
+    written = [str(each) for each in (options.output / "levels.png", path) if each.exists()]
+    progress(f"\nWrote {' and '.join(written)}.", options.quiet)

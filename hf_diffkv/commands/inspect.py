@@ -1,0 +1,217 @@
+"""`hf-diffkv inspect`: which layers are compressed, and what is kept of a prompt."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..evaluation.models import resolve_model
+from .console import colours, megabytes, paragraph, progress, table
+from .help import Command
+from .models import load_tokenizer, position_limit, supported_config
+from .options import (
+    chain,
+    config_of,
+    config_options,
+    json_option,
+    model_option,
+    prompt_options,
+    quiet_option,
+    read_prompt,
+    running_options,
+)
+
+if TYPE_CHECKING:
+    from ..integration.cache import DiffKVCache
+
+LEVELS = ("pruned", "low", "high", "window")
+STYLES = {
+    "pruned": {"fg": "bright_black", "strikethrough": True},
+    "low": {"fg": "cyan"},
+    "high": {"fg": "blue", "bold": True},
+    "window": {"fg": "yellow"},
+}
+WORDS = 12
+
+
+@click.command(
+    "inspect",
+    cls=Command,
+    help="Say which layers of a model are compressed and what a token takes there. With PROMPT, run the model on it "
+    "and show what each layer keeps of it, and the text in the colours of its levels.",
+)
+@chain(prompt_options, model_option(default="tiny-lm", show_default=True), config_options, running_options)
+@json_option
+@quiet_option
+def command(**given: Any) -> None:
+    options = SimpleNamespace(**given)
+    text = read_prompt(options)
+    if text == "":
+        raise click.UsageError("the prompt is empty; there is nothing to look at.")
+    config = config_of(options)
+    progress(f"reading the configuration of {options.model}", options.quiet)
+    model_config = supported_config(options.model)
+    found = {"model": options.model, "config": config.to_dict(), **_layers(model_config, config, options)}
+    lines = [_layer_text(found)]
+    if text is not None:
+        ids, pieces = _tokens(options, text, position_limit(model_config))
+        cache = _run(options, config, ids)
+        kept = _kept(cache, pieces)
+        found |= kept
+        lines += ["", _kept_text(cache, kept)]
+    click.echo(json.dumps(found, indent=2) if options.as_json else "\n".join(lines))
+
+
+def _layers(model_config: Any, config: Any, options: SimpleNamespace) -> dict[str, Any]:
+    """Kinds of layers and what a token of one KV head takes in the compressed ones."""
+    from ..integration.cache import DiffKVCache
+    from ..memory import PageLayout
+    from ..planning import ModelShape
+
+    try:
+        cache = DiffKVCache(model_config, config)
+        shape = ModelShape.of(model_config, resolve_model(options.model))
+        compressed = cache.compressed_layers()
+        kinds = {name: [] for name in dict.fromkeys(type(layer).__name__ for layer in cache.layers)}
+        for index, layer in enumerate(cache.layers):
+            kinds[type(layer).__name__].append(index)
+        heads = {(shape.layers[i].key_dim, shape.layers[i].value_dim) for i in compressed}
+        pages = []
+        for key_dim, value_dim in sorted(heads):
+            size = shape.dtype.itemsize
+            layout = PageLayout.of(config, key_dim, value_dim, size, shape.limit)
+            levels = {
+                name: {"precision": precision.name, "token_bytes": tier.token_bytes, "tokens_per_page": tier.capacity}
+                for name, precision, tier in (("high", config.high, layout.high), ("low", config.low, layout.low))
+            }
+            dense = (key_dim + value_dim) * size
+            pages.append({"dense_token_bytes": dense, "page_bytes": layout.page_bytes, "levels": levels})
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    return {"layers": len(cache.layers), "compressed_layers": compressed, "kinds": kinds, "pages": pages}
+
+
+def _layer_text(found: dict[str, Any]) -> str:
+    lines = [
+        paragraph(f"{found['model']}: {len(found['compressed_layers'])} of {found['layers']} layers are compressed.")
+    ]
+    for kind, indices in found["kinds"].items():
+        if indices != found["compressed_layers"]:
+            lines.append(paragraph(f"Left as they are ({kind}): {', '.join(map(str, indices))}."))
+    for page in found["pages"]:
+        dense = page["dense_token_bytes"]
+        rows = [("dense", "", f"{dense}", "")]
+        for name, level in page["levels"].items():
+            size = level["token_bytes"]
+            rows.append((name, level["precision"], f"{size}", f"{size / dense:.0%}"))
+        lines += ["", table(("level", "precision", "bytes per token and head", "of dense"), rows)]
+    return "\n".join(lines)
+
+
+def _tokens(options: SimpleNamespace, text: str, limit: int | None) -> tuple[list[int], list[str]]:
+    """Ids of the tokens and their text."""
+    tokenizer = load_tokenizer(options.model)
+    encoded = tokenizer(text, return_offsets_mapping=tokenizer.is_fast, verbose=False)
+    ids = encoded["input_ids"]
+    if not ids:
+        raise click.UsageError("the prompt has no tokens; there is nothing to look at.")
+    if limit is not None and len(ids) > limit:
+        raise click.UsageError(
+            f"the prompt has {len(ids)} tokens, but the model's max_position_embeddings is {limit}; shorten it."
+        )
+    if not tokenizer.is_fast:
+        return ids, [tokenizer.decode([token]) for token in ids]
+    # a character of several tokens stands with its last one
+    ends = [0, *(end for _, end in encoded["offset_mapping"])]
+    return ids, [text[max(ends[: i + 1]) : end] for i, end in enumerate(ends[1:])]
+
+
+def _run(options: SimpleNamespace, config: Any, ids: list[int]) -> DiffKVCache:
+    import torch
+
+    from ..evaluation.loading import load_model
+    from ..integration.cache import DiffKVCache
+
+    progress(f"loading {options.model}", options.quiet)
+    model = load_model(options.model, options.dtype, options.device, options.quiet)
+    model.set_attn_implementation("diffkv")
+    cache = DiffKVCache(model.config, config)
+    progress(f"reading {len(ids):,} tokens", options.quiet)
+    with torch.no_grad():
+        model(
+            input_ids=torch.tensor([ids], device=model.device), past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
+    return cache
+
+
+def _kept(cache: DiffKVCache, pieces: list[str]) -> dict[str, Any]:
+    """Memory, and how many heads have each token at each level."""
+    import dataclasses
+
+    memory = cache.memory()
+    counts: dict[str, Any] = dict.fromkeys(LEVELS, 0)
+    for layer_idx in cache.compressed_layers():
+        levels = cache.levels(layer_idx)[0]
+        for code, name in enumerate(LEVELS):
+            counts[name] = counts[name] + (levels == code).sum(0)
+    lists = {name: count.tolist() for name, count in counts.items()} if cache.compressed_layers() else {}
+    return {
+        "bytes": memory.bytes + memory.other_bytes,
+        "dense_bytes": memory.dense_bytes + memory.other_bytes,
+        "levels": memory.tokens,
+        "heads": [dataclasses.asdict(layer) for layer in memory.layers],
+        "tokens": [
+            {"text": text, **{name: count[index] for name, count in lists.items()}} for index, text in enumerate(pieces)
+        ],
+    }
+
+
+def _kept_text(cache: DiffKVCache, kept: dict[str, Any]) -> str:
+    whole = kept["dense_bytes"]
+    lines = [
+        paragraph(
+            f"{len(kept['tokens']):,} tokens take {megabytes(kept['bytes'])}, {kept['bytes'] / whole:.1%} of a dense "
+            f"cache's {megabytes(whole)}, layers that are left as they are included."
+        )
+    ]
+    if kept["bytes"] >= whole:
+        lines.append(paragraph("So short a cache saves nothing: the window and partly filled pages outweigh it."))
+    lines += ["", level_table(cache.memory())]
+    if kept["levels"] and sum(kept["levels"].values()):
+        lines += ["", _coloured(kept["tokens"]) if colours() else _extremes(kept["tokens"])]
+    return "\n".join(lines)
+
+
+def level_table(memory: Any) -> str:
+    """Share of each level in the tokens of every compressed layer, over its heads."""
+    rows = []
+    for layer in memory.layers:
+        counts = [sum(getattr(layer, name)) for name in ("high", "low", "window", "pruned")]
+        rows.append((f"layer {layer.layer_idx}", *(f"{count / max(1, sum(counts)):.0%}" for count in counts)))
+    return table(("", "high", "low", "window", "pruned"), rows)
+
+
+def _level_of(token: dict[str, Any]) -> str:
+    """The level that most heads have a token at."""
+    return max(LEVELS, key=lambda name: token[name])
+
+
+def _coloured(tokens: list[dict[str, Any]]) -> str:
+    legend = "  ".join(click.style(name, **STYLES[name]) for name in ("high", "low", "window", "pruned"))
+    runs = groupby(tokens, _level_of)
+    text = "".join(click.style("".join(token["text"] for token in run), **STYLES[name]) for name, run in runs)
+    return f"The level that most heads have a token at: {legend}\n\n{text}"
+
+
+def _extremes(tokens: list[dict[str, Any]]) -> str:
+    """Which tokens most and fewest heads keep high."""
+    judged = [token for token in tokens if not token["window"]]
+    if not judged:
+        return "All tokens are in the window."
+    ranked = sorted(judged, key=lambda token: -token["high"])
+    names = [" ".join(repr(token["text"]) for token in part) for part in (ranked[:WORDS], ranked[: -WORDS - 1 : -1])]
+    return f"{paragraph(f'Most often high: {names[0]}')}\n{paragraph(f'Least often: {names[1]}')}"

@@ -1,0 +1,79 @@
+"""What a command asks of a model before it starts: that it exists, is supported, and takes so many tokens."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import click
+
+from ..evaluation.models import resolve_model
+from .console import one_line
+
+
+def supported_config(name: str) -> Any:
+    """The configuration of a model that DiffKV works with.
+
+    Raises:
+        click.UsageError: it cannot be loaded, or DiffKV does not work with it.
+    """
+    from transformers import AutoConfig
+
+    from ..integration.errors import UnsupportedModelError
+    from ..integration.models import cache_layers, check_model_config
+
+    config = loaded(AutoConfig, name)
+    try:
+        check_model_config(config)
+        cache_layers(config.get_text_config(decoder=True))
+    except UnsupportedModelError as error:
+        raise click.UsageError(f"--model {name}: {one_line(error)}") from error
+    return config
+
+
+def load_tokenizer(name: str) -> Any:
+    """The model's tokenizer. Raises `click.UsageError` where it cannot be loaded."""
+    from transformers import AutoTokenizer
+
+    return loaded(AutoTokenizer, name)
+
+
+def loaded(factory: Any, name: str) -> Any:
+    """`factory.from_pretrained` of what `name` stands for. Raises `click.UsageError` where it fails."""
+    # the error says it all
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    try:
+        return factory.from_pretrained(resolve_model(name))
+    except (OSError, ValueError, KeyError) as error:
+        raise click.UsageError(f"cannot load the model {name}: {one_line(error)}") from error
+
+
+def hide_progress_bars(quiet: bool) -> None:
+    """Of Transformers, where nobody would see them move or wants them."""
+    from transformers.utils import logging as transformers_logging
+
+    if quiet or not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+
+
+def position_limit(config: Any) -> int | None:
+    """How many tokens the model takes; None where its configuration does not say."""
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def usable_device(given: str | None) -> str:
+    """The device to run on.
+
+    Raises:
+        click.UsageError: it cannot be used.
+    """
+    import torch
+
+    if given is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=given).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise click.UsageError(f"--device {given} cannot be used: {str(error).splitlines()[0]}") from error
+    return given

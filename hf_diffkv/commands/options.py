@@ -1,0 +1,227 @@
+"""Options that several commands share, and what their values mean."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+
+from ..config import DiffKVConfig, Precision
+from ..evaluation.models import resolve_model
+from .console import one_line
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
+UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
+STDIN = "-"
+CONFIG_FIELDS = ("alpha_high", "alpha_low", "window", "high", "low", "rotate", "center", "max_bytes")
+# what a lossless configuration leaves open
+LOSSLESS_FIELDS = {"window", "max_bytes"}
+
+
+class Bytes(click.ParamType):
+    """A size such as 24GB, 512MiB or 1000000."""
+
+    name = "SIZE"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value.strip())
+        units = {unit.lower(): factor for unit, factor in UNITS.items()}
+        if match is None or match[2].lower() not in units:
+            self.fail(f"{value!r} is no size; write 24GB, 512MiB or a number of bytes.", param, context)
+        size = int(float(match[1]) * units[match[2].lower()])
+        if size < 1:
+            self.fail(f"{value!r} is nothing; give at least a byte.", param, context)
+        return size
+
+
+class PrecisionType(click.ParamType):
+    """Bits of keys and values, such as K8V4."""
+
+    name = "KxVy"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Precision:
+        if isinstance(value, Precision):
+            return value
+        match = re.fullmatch(r"K(\d+)V(\d+)", value, re.IGNORECASE)
+        if match is None:
+            self.fail(f"{value} is not a precision; write K, its bits, V, its bits, for example K8V4.", param, context)
+        try:
+            return Precision(int(match[1]), int(match[2]))
+        except ValueError as error:
+            self.fail(f"{value}: {error}", param, context)
+
+
+class Numbers(click.ParamType):
+    """Comma-separated numbers of at least 0, in rising order without repetition."""
+
+    name = "A,B"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> tuple[float, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            values = sorted({float(part) for part in value.split(",") if part.strip()})
+        except ValueError:
+            values = []
+        if not values or not all(0 <= each < float("inf") for each in values):
+            self.fail(f"{value!r} is no list of numbers of at least 0, such as 1,2,3", param, context)
+        return tuple(values)
+
+
+class AtLeast(click.IntRange):
+    """An integer of at least `least`, refused in plain words."""
+
+    def __init__(self, least: int = 1) -> None:
+        super().__init__(min=least)
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
+        try:
+            number = int(value)
+        except ValueError:
+            self.fail(f"{value!r} is not a whole number.", param, context)
+        if number < self.min:
+            self.fail(f"{number} is too few; give at least {self.min}.", param, context)
+        return number
+
+    def _describe_range(self) -> str:
+        return f"at least {self.min}"
+
+
+def chain(*decorators: Callable) -> Callable:
+    """Several options as one decorator, in the order of the help."""
+
+    def decorate(function: Callable) -> Callable:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return decorate
+
+
+def model_option(**attributes: Any) -> Callable:
+    """`--model`, as it is given; `resolve_model` says what `from_pretrained` takes for it."""
+    return click.option(
+        "--model",
+        metavar="M",
+        callback=_known,
+        help="Hub id, folder, or a short name: smollm2, gemma3-270m, tiny-lm (the checkout's).",
+        **attributes,
+    )
+
+
+def _known(context: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    try:
+        if value is not None:
+            resolve_model(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), context, param) from error
+    return value
+
+
+dtype_option = click.option(
+    "--dtype",
+    type=click.Choice(DTYPES),
+    metavar="T",
+    default="auto",
+    help="Of the model: float32, bfloat16, float16, or auto, as it was saved.",
+)
+running_options = chain(
+    dtype_option,
+    click.option("--device", metavar="D", help="For example cpu or cuda:0.  [default: cuda where there is one]"),
+)
+
+quiet_option = click.option("--quiet", is_flag=True, help="No progress, nothing but results.")
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else, on stdout."
+)
+
+# what a token takes
+format_options = chain(
+    click.option("--high", metavar="KxVy", type=PrecisionType(), help="Bits of keys and values of important tokens."),
+    click.option("--low", metavar="KxVy", type=PrecisionType(), help="Bits of keys and values of the others: K4V2."),
+    click.option("--window", metavar="N", type=AtLeast(), help="Newest tokens kept uncompressed."),
+    click.option("--rotate/--no-rotate", default=None, help="Hold keys and values rotated: fewer bits do."),
+    click.option("--center/--no-center", default=None, help="Hold keys less their mean."),
+    click.option("--config", metavar="NAME", help="A saved configuration: a folder, or a repository of the Hub."),
+)
+
+config_options = chain(
+    click.option("--alpha-high", metavar="X", type=float, help="Tokens of X times the average significance stay high."),
+    click.option("--alpha-low", metavar="X", type=float, help="Tokens below X times the average are pruned; 0: none."),
+    format_options,
+    click.option("--max-bytes", type=Bytes(), help="Budget per device, kept by pruning more, e.g. 20MB."),
+    click.option("--lossless", is_flag=True, help="Store everything as it is; to check an installation."),
+)
+
+
+# a text: as argument, by --prompt, or by --prompt-file
+prompt_options = chain(
+    click.argument("text", metavar="[PROMPT]", required=False),
+    click.option("--prompt", metavar="TEXT", help="The same as PROMPT; - reads it from stdin."),
+    click.option("--prompt-file", metavar="FILE", help="UTF-8; one newline at its end is dropped; - is stdin."),
+)
+
+
+def read_prompt(options: SimpleNamespace) -> str | None:
+    """The text of `prompt_options`; None where none is given.
+
+    Raises:
+        click.UsageError: more than one, or one that cannot be read.
+    """
+    given = [value for value in (options.text, options.prompt, options.prompt_file) if value is not None]
+    if len(given) > 1:
+        raise click.UsageError("give one of PROMPT, --prompt and --prompt-file.")
+    if not given:
+        return None
+    if given[0] == STDIN:
+        return read_file(STDIN)
+    return given[0] if options.prompt_file is None else read_file(options.prompt_file)
+
+
+def read_file(name: str) -> str:
+    """The text of a file, or of stdin where `name` is `-`, less one newline at its end.
+
+    Raises:
+        click.UsageError: it cannot be read.
+    """
+    try:
+        data = sys.stdin.buffer.read() if name == STDIN else Path(name).read_bytes()
+        return data.decode("utf-8").removesuffix("\n")
+    except OSError as error:
+        raise click.UsageError(f"cannot read {name}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"{'stdin' if name == STDIN else name} is not UTF-8 text.") from error
+
+
+def config_of(options: SimpleNamespace) -> DiffKVConfig:
+    """The configuration that `config_options` ask for, for `options.model`.
+
+    Raises:
+        click.UsageError: values that do not go together, or a saved configuration that cannot be read.
+    """
+    fields = {name: getattr(options, name, None) for name in CONFIG_FIELDS}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    lossless = getattr(options, "lossless", False)
+    if lossless and options.config is not None:
+        raise click.UsageError("--lossless and --config do not go together; leave one out.")
+    spoiling = sorted(set(fields) - LOSSLESS_FIELDS) if lossless else []
+    if spoiling:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in spoiling)
+        raise click.UsageError(f"--lossless stores everything as it is; leave {names} out.")
+    try:
+        if lossless:
+            return DiffKVConfig.lossless(**fields)
+        if options.config is not None:
+            saved = DiffKVConfig.from_pretrained(options.config)
+            return DiffKVConfig.from_dict({**saved.to_dict(), **fields})
+        return DiffKVConfig.for_model(resolve_model(options.model), **fields)
+    except (ValueError, OSError) as error:
+        raise click.UsageError(one_line(error)) from error

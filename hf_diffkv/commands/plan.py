@@ -1,0 +1,157 @@
+"""`hf-diffkv plan`: the longest context and the largest batch that fit, dense and with DiffKV."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..evaluation.models import resolve_model
+from .console import Failure, megabytes, paragraph, progress, table
+from .help import Command
+from .models import supported_config
+from .options import AtLeast, Bytes, chain, config_of, dtype_option, format_options, json_option, model_option
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..planning import ModelShape
+
+DEFAULT_CONTEXT = 8192
+SHARES = (0.0, 0.5, 1.0)
+
+size_options = chain(
+    click.option("--memory", type=Bytes(), required=True, help="Of the device, for example 24GB."),
+    click.option("--reserve", type=Bytes(), help="Kept free for activations.  [default: a tenth of --memory]"),
+    click.option("--weights", type=Bytes(), help="Of the model.  [default: of its files, or counted]"),
+    click.option("--batch", metavar="N", type=AtLeast(), default=1, help="Requests of the longest context."),
+    click.option(
+        "--context", metavar="N", type=AtLeast(), help="Tokens of the largest batch.  [default: 8192 or the model's]"
+    ),
+)
+
+
+@click.command(
+    "plan",
+    cls=Command,
+    help="Say which context and which batch fit into memory, from the model's configuration alone: no weights are "
+    "loaded, nothing runs. DiffKV's bytes count whole pages, windows and tables. How many tokens are at the high level "
+    "depends on model and text: `hf-diffkv inspect` measures it, --high-share sets it.",
+)
+@model_option(required=True)
+@size_options
+@click.option(
+    "--high-share", metavar="X", type=click.FloatRange(0, 1), multiple=True, help="Of the tokens.  [default: 0, 0.5, 1]"
+)
+@format_options
+@dtype_option
+@json_option
+def command(**given: Any) -> None:
+    options = SimpleNamespace(**given)
+    config = config_of(options)
+    progress(f"reading the configuration of {options.model}", options.as_json)
+    model_config = supported_config(options.model)
+
+    import torch
+
+    from ..planning import ModelShape
+
+    dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
+    shape = ModelShape.of(model_config, resolve_model(options.model), dtype)
+    weights = options.weights or shape.weight_bytes
+    if weights is None:
+        raise click.UsageError(f"the size of the weights of {options.model} cannot be told; give --weights.")
+    reserve = options.memory // 10 if options.reserve is None else options.reserve
+    free = options.memory - reserve - weights
+    if free <= 0:
+        raise Failure(
+            f"the weights take {megabytes(weights)}, which leaves nothing of {megabytes(options.memory)} less "
+            f"{megabytes(reserve)} for activations; give a device of more --memory, or a smaller --reserve."
+        )
+    context = options.context or min(DEFAULT_CONTEXT, shape.limit or DEFAULT_CONTEXT)
+    if shape.limit is not None and context > shape.limit:
+        raise click.UsageError(f"--context {context} is above the model's max_position_embeddings of {shape.limit}.")
+    try:
+        rows = [
+            {"cache": name, **_fit(bytes_of, shape, free, context, options.batch)}
+            for name, bytes_of in _caches(shape, config, options.high_share or SHARES).items()
+        ]
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    found = {
+        "model": options.model,
+        "memory": options.memory,
+        "weights": weights,
+        "reserve": reserve,
+        "free": free,
+        "batch": options.batch,
+        "context": context,
+        "limit": shape.limit,
+        "layers": len(shape.layers),
+        "compressed_layers": shape.num_compressed,
+        "caches": rows,
+    }
+    click.echo(json.dumps(found, indent=2) if options.as_json else _text(found))
+
+
+def _caches(shape: ModelShape, config: Any, shares: tuple[float, ...]) -> dict[str, Callable[[int], int]]:
+    """Bytes of one request by the number of its tokens, for each cache."""
+    from ..planning import FP8_BYTES
+
+    dense = str(shape.dtype).removeprefix("torch.")
+    found: dict[str, Callable[[int], int]] = {
+        f"dense, {dense}": shape.dense_bytes,
+        "dense, fp8": lambda tokens: shape.dense_bytes(tokens, FP8_BYTES),
+    }
+    for share in dict.fromkeys(sorted(shares, reverse=True)):
+        name = config.low.name if share == 0 else config.high.name if share == 1 else f"{share:.0%} {config.high.name}"
+        found[f"DiffKV, {name}"] = lambda tokens, share=share: shape.diffkv_bytes(tokens, config, share)
+    return found
+
+
+def _fit(
+    bytes_of: Callable[[int], int], shape: ModelShape, free: int, context: int, batch: int
+) -> dict[str, int | float]:
+    from ..planning import MOST_TOKENS, longest
+
+    most = shape.limit or MOST_TOKENS
+    return {
+        "bytes_per_token": bytes_of(context) / context,
+        "longest_context": longest(lambda tokens: batch * bytes_of(tokens) <= free, most),
+        "largest_batch": free // bytes_of(context),
+    }
+
+
+def _text(found: dict[str, Any]) -> str:
+    header = ("cache", "bytes per token", "longest context", "largest batch")
+    rows, reached = [], False
+    for row in found["caches"]:
+        whole = row["longest_context"] == found["limit"]
+        reached |= whole
+        longest = f"{row['longest_context']:,}{'*' if whole else ''}"
+        rows.append((row["cache"], f"{row['bytes_per_token']:,.0f}", longest, f"{row['largest_batch']:,}"))
+    lines = [
+        paragraph(
+            f"{megabytes(found['memory'])}: {megabytes(found['weights'])} weights, {megabytes(found['reserve'])} kept "
+            f"for activations, {megabytes(found['free'])} for caches. Longest context of {found['batch']} at once; "
+            f"largest batch of {found['context']:,} tokens each."
+        ),
+        "",
+        table(header, rows),
+        "",
+    ]
+    if reached:
+        lines.append(f"* all that the model takes ({found['limit']:,})")
+    if found["compressed_layers"] < found["layers"]:
+        lines.append(
+            paragraph(
+                f"DiffKV compresses {found['compressed_layers']} of {found['layers']} layers; the others are as in "
+                "the dense cache, and counted."
+            )
+        )
+    lines.append(
+        paragraph("A prompt needs memory of its own while it runs; long ones may need more than is kept for it.")
+    )
+    return "\n".join(lines)

@@ -1,0 +1,140 @@
+"""`hf-diffkv verify`: whether DiffKV is right, and good enough, for a model on a text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import click
+
+from .console import Failure, paragraph, progress, table
+from .help import Command
+from .models import load_tokenizer, position_limit, supported_config, usable_device
+from .options import (
+    AtLeast,
+    config_of,
+    config_options,
+    json_option,
+    model_option,
+    quiet_option,
+    running_options,
+)
+
+MAX_KL = 0.01
+LENGTH, CONTINUED = 1024, 128
+# from the cheapest to the most careful, tried where the configuration loses too much
+GENTLER = {"K8V4": {"high": (8, 4)}, "K8V8": {"high": (8, 8)}}
+
+
+@click.command(
+    "verify",
+    cls=Command,
+    help="Check DiffKV with a model: that a lossless cache gives the dense cache's predictions, how far those of the "
+    "default configuration (or the one given) are from them, teacher-forced on a text, and what it saves. Ends with "
+    "exit code 1 where something is wrong or the loss is above --max-kl, and then names a setting that does.",
+)
+@model_option(required=True)
+@click.option("--text", metavar="T", default="offline", help="UTF-8 file, data set of the Hub, or offline.")
+@click.option("--documents", metavar="N", type=AtLeast(), default=1, help="Stretches of the text.")
+@click.option("--length", metavar="N", type=AtLeast(), default=LENGTH, help="Tokens of a prompt.")
+@click.option("--continued", metavar="N", type=AtLeast(2), default=CONTINUED, help="Tokens behind it that are judged.")
+@click.option(
+    "--max-kl", metavar="X", type=click.FloatRange(min=0), default=MAX_KL, help="Mean KL to the dense cache, nats."
+)
+@config_options
+@running_options
+@json_option
+@quiet_option
+def command(**given: Any) -> None:
+    options = SimpleNamespace(**given)
+    if options.lossless:
+        raise click.UsageError("--lossless is measured anyway; leave it out.")
+    outcomes, verdict, good = _verify(options, config_of(options))
+    if options.as_json:
+        found = {"model": options.model, "good": good, "verdict": verdict, "max_kl": options.max_kl}
+        found["outcomes"] = [{**dataclasses.asdict(each), "ratio": each.ratio} for each in outcomes]
+        click.echo(json.dumps(found, indent=2))
+    else:
+        rows = [
+            (each.name, f"{each.kl:.5f}", f"{each.top1:.1%}", f"{each.bytes / 1e6:,.2f} MB", f"{each.ratio:.1%}")
+            for each in outcomes
+        ]
+        click.echo(table(("", "KL, nats", "same top-1", "cache", "of dense"), rows) + "\n")
+    if not good:
+        raise Failure(verdict)
+    if not options.as_json:
+        click.echo(paragraph(verdict))
+
+
+def _verify(options: SimpleNamespace, config: Any) -> tuple[list[Any], str, bool]:
+    """What was measured, the verdict, and whether all is well."""
+    if options.length <= config.window:
+        raise click.UsageError(
+            f"--length {options.length}: the window of {config.window} holds such a prompt uncompressed; give more."
+        )
+    progress(f"loading {options.model}", options.quiet)
+    limit = position_limit(supported_config(options.model))
+    if limit is not None and options.length + options.continued > limit:
+        raise click.UsageError(
+            f"--length and --continued are {options.length + options.continued} tokens together, but the model's "
+            f"max_position_embeddings is {limit}; lower them."
+        )
+    tokenizer = load_tokenizer(options.model)
+    device = usable_device(options.device)
+
+    from ..calibration.texts import documents, read_pieces
+    from ..evaluation.loading import load_model
+    from ..evaluation.methods import get_method
+    from ..evaluation.methods.diffkv import DiffKVMethod
+    from ..evaluation.verification import ROUNDING, cheapest, measure, references
+
+    found = documents(read_pieces(options.text), tokenizer, options.documents, options.length, options.continued)
+    model = load_model(options.model, options.dtype, device, options.quiet)
+    progress(f"dense cache: {options.documents} x {options.length + options.continued:,} tokens", options.quiet)
+    expected = references(model, get_method("dense"), found)
+
+    def run(name: str, fields: dict[str, Any], base: str | None = None) -> Any:
+        progress(f"DiffKV, {name}", options.quiet)
+        return measure(model, name, DiffKVMethod(fields, base), found, expected)
+
+    lossless = run("lossless", {}, "lossless")
+    if lossless.kl > ROUNDING:
+        return (
+            [lossless],
+            f"a lossless cache is {lossless.kl:.4f} nats from the dense one, more than rounding explains: DiffKV does "
+            "not work with this model. Please report it, with the output of `hf-diffkv env`.",
+            False,
+        )
+    chosen = run("chosen", config.to_dict())
+    outcomes = [lossless, chosen]
+    if chosen.kl <= options.max_kl:
+        return outcomes, _good(chosen, options.max_kl), True
+    for name, fields in GENTLER.items():
+        flat = {"high": fields["high"], "low": fields["high"], "alpha_high": 0.0, "alpha_low": 0.0}
+        outcomes.append(run(f"all {name}", {**config.to_dict(), **flat}))
+        if outcomes[-1].kl <= options.max_kl:
+            break
+    return outcomes, _bad(chosen, cheapest(outcomes[2:], options.max_kl), options.max_kl), False
+
+
+def _good(chosen: Any, limit: float) -> str:
+    found = f"Good: {chosen.kl:.4f} nats are within {limit:g}, the likeliest token is the same at {chosen.top1:.1%}"
+    if chosen.ratio >= 1:
+        return f"{found}, but so short a cache saves nothing; give the --length of your prompts."
+    return (
+        f"{found}, and the cache takes {chosen.ratio:.1%} of a dense one. `hf-diffkv calibrate` looks for a cheaper "
+        "setting."
+    )
+
+
+def _bad(chosen: Any, better: Any, limit: float) -> str:
+    lost = f"the configuration loses {chosen.kl:.4f} nats, more than {limit:g}, at {chosen.ratio:.1%} of a dense cache"
+    if better is None:
+        return f"{lost}, and so does every token at K8V8; raise --max-kl, or keep the dense cache for this model."
+    precision = better.name.removeprefix("all ")
+    return (
+        f"{lost}; use --alpha-high 0 --alpha-low 0 --high {precision}, which loses {better.kl:.4f} at "
+        f"{better.ratio:.1%}."
+    )

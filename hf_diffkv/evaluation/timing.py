@@ -1,0 +1,116 @@
+"""Time per generated token of several caches that take turns in one process, so that they share what else goes on."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import StaticCache
+
+from .methods import Method, get_method
+from .session import Session
+
+STATIC = "static"
+# steps that pay for kernels and thread pools
+WARM_UP = 2
+
+
+class StaticMethod(Method):
+    """Transformers' `StaticCache` of `max_cache_len` tokens."""
+
+    def __init__(self, max_cache_len: int) -> None:
+        self.max_cache_len, self.label = max_cache_len, STATIC
+
+    def new_cache(self, model: Any) -> Any:
+        return StaticCache(config=model.config, max_cache_len=self.max_cache_len)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One cache.
+
+    Attributes:
+        prompt_seconds: of the whole prompt, at once.
+        ms_per_token: median of the steps; ms_quartiles: the first and the third quarter of them.
+        bytes: what the cache held after the prompt.
+    """
+
+    name: str
+    prompt_seconds: float
+    ms_per_token: float
+    ms_quartiles: tuple[float, float]
+    bytes: int
+
+
+def timed_method(name: str, tokens: int) -> Method:
+    """The method called `name`, or `static`, for `tokens` tokens. Raises `EvaluationError` where there is none."""
+    return StaticMethod(tokens) if name == STATIC else get_method(name)
+
+
+def time_steps(
+    model: Any,
+    methods: Sequence[Method],
+    ids: Sequence[int],
+    steps: int,
+    report: Callable[[str], None] = lambda message: None,
+) -> list[Timing]:
+    """Runs the same prompt and the same further tokens with every method.
+
+    Args:
+        ids: prompt, then `WARM_UP + steps` tokens.
+        report: told what is being done.
+    """
+    prompt, rest = list(ids[: -WARM_UP - steps]), list(ids[-WARM_UP - steps :])
+    sessions, prompt_seconds, held = [], [], []
+    for method in methods:
+        report(f"{method.label}: reading {len(prompt):,} tokens")
+        session = Session(model, method)
+        prompt_seconds.append(_timed(session, prompt))
+        sessions.append(session)
+        held.append(session.held().bytes)
+    report(f"{steps} steps of each, in turn")
+    seconds: list[list[float]] = [[] for _ in methods]
+    for token in rest:
+        for session, times in zip(sessions, seconds):
+            times.append(_timed(session, [token]))
+    found = []
+    for index, method in enumerate(methods):
+        times = [1e3 * second for second in seconds[index][WARM_UP:]]
+        quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else [times[0]] * 3
+        found.append(
+            Timing(
+                method.label,
+                prompt_seconds[index],
+                statistics.median(times),
+                (quartiles[0], quartiles[2]),
+                held[index],
+            )
+        )
+    return found
+
+
+@torch.no_grad()
+def _timed(session: Session, ids: list[int]) -> float:
+    """Seconds of one forward; switching the attention implementation is not counted."""
+    device = session.model.device
+    arguments = {
+        "input_ids": torch.tensor([ids], device=device),
+        "position_ids": torch.arange(session.seen, session.seen + len(ids), device=device)[None],
+    }
+    with session.method.attached(session):
+        _wait(device)
+        started = time.perf_counter()
+        session.model(**arguments, past_key_values=session.cache, use_cache=True, logits_to_keep=1)
+        _wait(device)
+        taken = time.perf_counter() - started
+    session.ids += ids
+    return taken
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,229 @@
+"""What Transformers' continuous batching engine asks of a cache, answered by slots of one compressed store.
+
+The engine counts memory in blocks of a request; here a block is a page, and what a request will need is an upper bound
+of which the rest is given back after each forward. Names and arguments are those of `PagedAttentionCache`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..store import Slots
+from .errors import HandOverError
+
+
+@dataclass(frozen=True)
+class ServingMemory:
+    """What continuous batching holds at this moment.
+
+    Attributes:
+        requests: in flight, prompts under way included. slots: most there may be.
+        longest: tokens of the longest request that is admitted.
+        held_bytes: windows, tables, scratch and pages, free ones included, on the device.
+        peak_bytes: the most that was held after any forward. max_bytes: the budget.
+        free_share: of the pages that the budget allows, how many nobody has or was promised; 0 to 1.
+    """
+
+    requests: int
+    slots: int
+    longest: int
+    held_bytes: int
+    peak_bytes: int
+    max_bytes: int
+    free_share: float
+
+
+class _Pool:
+    """What the scheduler calls before it forms a batch, and the processor before it forks."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+
+    def try_to_free_sectors(self) -> None:
+        self._slots.settle()
+
+
+class _Allocator:
+    """What is asked of the layers of one kind; there is one kind."""
+
+    layer_type = "full_attention"
+    index = 0
+    blocks_per_sector = tokens_per_page = 1
+    read_trash_index = write_trash_index = 0
+
+    def __init__(self, cache: ContinuousCache) -> None:
+        self._cache = cache
+        self.bytes_per_block = cache.bytes_per_sector
+        # blocks have no content of their own to be swapped out
+        self.block_table: dict[str, list[int]] = {}
+
+    def get_seqlen_k(self, past_length: int, query_length: int) -> int:
+        return past_length + query_length
+
+    def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
+        return self._cache.need(request_id, query_length)
+
+
+class ContinuousCache:
+    """Stands where the engine has its `PagedAttentionCache`.
+
+    Args:
+        slots: hold the requests.
+        num_layers: of the model.
+        max_batch_tokens: tokens of a forward, all requests together.
+    """
+
+    # nothing is shared between requests, read by index, or read by a kernel of the engine
+    use_prefix_sharing = allow_block_sharing = False
+    read_cache_limit = max_blocks_per_request = max_decode_fast_path_length = 0
+    max_tokens_read = 1
+
+    def __init__(self, slots: Slots, num_layers: int, max_batch_tokens: int) -> None:
+        self.slots = slots
+        self.max_batch_tokens = max_batch_tokens
+        self.device, self.dtype = slots.store.device, slots.store.dtype
+        self.num_blocks = slots.store.pool.max_pages - 1
+        self.bytes_per_sector = slots.store.layout.page_bytes
+        self.pool = _Pool(slots)
+        self.cache_allocators = {_Allocator.layer_type: _Allocator(self)}
+        self.peak_bytes = slots.bytes
+        self._last_layer = num_layers - 1
+        self._slot_of: dict[str, int] = {}
+        self._coming: list[tuple[str, int]] = []
+
+    def memory(self) -> ServingMemory:
+        """What is held."""
+        slots = self.slots
+        sizes = (slots.bytes, self.peak_bytes, slots.max_bytes, self.compute_free_capacity())
+        return ServingMemory(len(self._slot_of), slots.store.batch_size, slots.longest, *sizes)
+
+    def check_request(self, prompt_tokens: int, max_new_tokens: int | None) -> int:
+        """How many new tokens a request may have, where there is room for it by itself.
+
+        Args:
+            max_new_tokens: None takes as many as there is room for.
+
+        Raises:
+            ValueError: there is not enough room, or no prompt.
+        """
+        if prompt_tokens == 0:
+            raise ValueError("the prompt is empty; a request needs at least one token.")
+        # the last token is never stored
+        allowed = self.slots.longest + 1 - prompt_tokens
+        wanted = 1 if max_new_tokens is None else max_new_tokens
+        if wanted > allowed:
+            raise ValueError(
+                f"a request of {prompt_tokens} prompt tokens and {wanted} new ones needs room for "
+                f"{prompt_tokens + wanted - 1}, but max_bytes={self.slots.max_bytes} and the longest request that was "
+                f"planned for leave room for {self.slots.longest}; shorten the prompt, lower max_new_tokens, or raise "
+                "max_bytes."
+            )
+        return allowed if max_new_tokens is None else max_new_tokens
+
+    def need(self, request_id: str, tokens: int) -> int:
+        """Pages that `tokens` more tokens of a request take at most."""
+        return self.slots.need(self._slot_of.get(request_id), tokens)
+
+    def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
+        slot = self._slot_of.get(state.request_id)
+        if slot is None and not self.slots.idle:
+            return False
+        if self.slots.need(slot, request_len) > self.slots.reservations.unreserved:
+            return False
+        if not dry_run:
+            if slot is None:
+                slot = self._slot_of[state.request_id] = self.slots.adopt()
+            self.slots.reserve(slot, request_len)
+        return True
+
+    def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
+        left = self.slots.reservations.unreserved
+        for count, needed in enumerate(list_blocks_needed):
+            left -= sum(needed.values())
+            if left < 0:
+                return count
+        return len(list_blocks_needed)
+
+    def compute_free_capacity(self, relative: bool = True) -> int | float:
+        free = max(0, self.slots.reservations.unreserved)
+        return free / max(1, self.num_blocks) if relative else free * self.bytes_per_sector
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        slot = self._slot_of.pop(request_id, None)
+        if slot is not None:
+            self.slots.release(slot)
+
+    def free_all_requests(self, clear_ledgers: bool = False) -> None:
+        for request_id in list(self._slot_of):
+            self.free_blocks(request_id)
+        self._coming.clear()
+        self.slots.settle()
+
+    def reset(self) -> None:
+        self.free_all_requests()
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        return 0
+
+    def count_new_complete_blocks(self, state: Any, request_len: int) -> dict[str, int]:
+        return {}
+
+    def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
+        return None
+
+    def evict_cached_blocks(self) -> bool:
+        return False
+
+    def prepare_fork_request(self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: dict) -> list[str]:
+        """Copies a request for each of `dst_req_ids` that there is room for; returns those."""
+        source = self._slot_of[src_state.request_id]
+        for count, request_id in enumerate(dst_req_ids):
+            twin = self.slots.fork(source)
+            if twin is None:
+                return dst_req_ids[:count]
+            self._slot_of[request_id] = twin
+        return dst_req_ids
+
+    def perform_cache_copy(self, copy_src_and_dst: dict) -> None:
+        return None
+
+    def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
+        raise NotImplementedError("no kernel of the engine reads this cache.")
+
+    def extend_read_and_write_indices(
+        self, request_id: str, past_length: int, query_length: int, read_index: list | None, write_index: list
+    ) -> None:
+        """Called for each request of a batch, in the order in which they are packed."""
+        if self.slots.seen(self._slot_of[request_id]) != past_length:
+            raise RuntimeError(
+                f"request {request_id} goes on after {past_length} tokens but "
+                f"{self.slots.seen(self._slot_of[request_id])} are stored; please report it."
+            )
+        self._coming.append((request_id, query_length))
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Attention of a layer; arguments and result as in `Slots.attend`."""
+        if layer == 0:
+            coming, self._coming = self._coming, []
+            self.slots.begin([(self._slot_of[request_id], tokens) for request_id, tokens in coming])
+        output = self.slots.attend(layer, query, key, value, **options)
+        if layer == self._last_layer:
+            self.peak_bytes = max(self.peak_bytes, self.slots.bytes)
+        return output
+
+    def take_failures(self) -> dict[str, Exception]:
+        """What went wrong in the forward that has just run, by request.
+
+        Raises:
+            HandOverError: the forward did not attend through this cache.
+        """
+        if self._coming:
+            raise HandOverError(
+                "the model ran without attending to its requests: its attention was switched while the manager was "
+                "running. Stop the manager before using the model otherwise, or use pause()."
+            )
+        failures = self.slots.take_failures()
+        return {name: failures[slot] for name, slot in self._slot_of.items() if slot in failures}

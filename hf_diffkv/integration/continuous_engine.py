@@ -1,0 +1,156 @@
+"""The parts of Transformers' continuous batching engine that are replaced, and whether they are what they should be.
+
+All names of Transformers here are private to it. They were read in release 5.23, and importing this module checks them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import transformers
+
+from .continuous_cache import ContinuousCache
+
+OLDEST = (5, 23)
+_REMEDY = "generate() works with this release; please report it with the release's number"
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in transformers.__version__.split(".")[:2])
+
+
+if _version() < OLDEST:
+    raise ImportError(
+        f"continuous batching with cache_implementation='diffkv' needs transformers>={'.'.join(map(str, OLDEST))}, and "
+        f"this is {transformers.__version__}; upgrade it, or leave cache_implementation out for continuous batching."
+    )
+
+try:
+    from transformers.generation.continuous_batching import initialization
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+    from transformers.generation.continuous_batching.continuous_api import (
+        ContinuousBatchingManager,
+        ContinuousBatchProcessor,
+    )
+    from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+    from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, Scheduler
+except ImportError as error:
+    raise ImportError(
+        f"transformers {transformers.__version__} batches continuously in another way ({error}); {_REMEDY}."
+    ) from error
+
+# what is overridden, called or taken the place of: owner, name, parameters
+EXPECTED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
+    (
+        ContinuousBatchingManager,
+        "__init__",
+        ("model", "generation_config", "continuous_batching_config", "workload_hints"),
+    ),
+    (ContinuousBatchingManager, "switch_to_cb_friendly_attn", ("model", "auto_switch_to_flash")),
+    (ContinuousBatchingManager, "_create_batch_processor", ()),
+    (ContinuousBatchingManager, "_run_generation_loop", ()),
+    (ContinuousBatchingManager, "warmup", ()),
+    (ContinuousBatchingManager, "start", ()),
+    (
+        ContinuousBatchProcessor,
+        "__init__",
+        (
+            *("cache", "config", "generation_config", "continuous_batching_config", "logit_processor", "input_queue"),
+            *("cancel_queue", "output_router", "background_thread_status", "model_device", "model_dtype", "scheduler"),
+            "distributed_helper",
+        ),
+    ),
+    (ContinuousBatchProcessor, "_handle_request_error", ("error", "state")),
+    (ContinuousBatchProcessor, "update_batch", ()),
+    (ContinuousBatchProcessor, "reset", ()),
+    (Scheduler, "__init__", ("cache", "safety_margin", "max_requests_per_batch")),
+    (Scheduler, "add_waiting_request", ("state",)),
+    (Scheduler, "schedule_batch", ("token_budget", "cache_budget")),
+    (Scheduler, "finish_request", ("request_id",)),
+    (initialization, "update_cb_config_after_cache_creation", ("cb_config", "num_blocks", "max_batch_tokens")),
+)
+FIELDS = ("request_id", "initial_tokens", "max_new_tokens", "_new_tokens_limit", "generated_tokens")
+
+
+def surprises() -> list[str]:
+    """What of the installed release is not as it is relied on; empty where all is."""
+    # the engine calls these on its cache
+    ours = [name for name, member in vars(ContinuousCache).items() if inspect.isfunction(member)]
+    shared = [name for name in ours if hasattr(PagedAttentionCache, name) and not name.startswith("__")]
+    asked = [(PagedAttentionCache, name, _parameters(getattr(ContinuousCache, name))) for name in shared]
+    found = [
+        f"{owner.__name__}.{name}"
+        for owner, name, parameters in (*EXPECTED, *asked)
+        if _parameters(getattr(owner, name, None)) != parameters
+    ]
+    fields = inspect.signature(RequestState).parameters
+    return found + [f"RequestState.{name}" for name in FIELDS if name not in fields]
+
+
+def _parameters(function: Any) -> tuple[str, ...] | None:
+    """Names of a function's parameters but `self`; None where there is no such function."""
+    if function is None:
+        return None
+    return tuple(name for name in inspect.signature(function).parameters if name != "self")
+
+
+if surprises():
+    raise ImportError(
+        f"transformers {transformers.__version__} changed {', '.join(surprises())}, which continuous batching with "
+        f"cache_implementation='diffkv' relies on; {_REMEDY}."
+    )
+
+
+class _Admission:
+    """Mixed into a scheduler: refuses what can never fit, and goes on where nothing is left to wait for."""
+
+    cache: ContinuousCache
+
+    def add_waiting_request(self, state: RequestState) -> None:
+        """Raises `ValueError` for a request that could not be finished by itself; the engine fails that one."""
+        limit = self.cache.check_request(len(state.initial_tokens), state.max_new_tokens)
+        if state.max_new_tokens is None:
+            state.max_new_tokens = state._new_tokens_limit = limit
+        super().add_waiting_request(state)
+
+    def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
+        # after a preemption, requests wait until another one has finished; it may have been cancelled instead
+        if not self.active_requests:
+            self.block_new_requests = False
+        return super().schedule_batch(token_budget, cache_budget)
+
+
+@functools.cache
+def scheduler_class(name: str) -> type[Scheduler]:
+    """The engine's scheduler of that name, with admission by the compressed cache."""
+    if name not in SCHEDULER_MAPPING:
+        raise ValueError(f"scheduler_type={name!r} is unknown; use one of {sorted(SCHEDULER_MAPPING)}.")
+    base = SCHEDULER_MAPPING[name]
+    return type(f"DiffKV{base.__name__}", (_Admission, base), {})
+
+
+class DiffKVBatchProcessor(ContinuousBatchProcessor):
+    """Fails a request whose part of a forward went wrong, and that one alone."""
+
+    cache: ContinuousCache
+
+    def update_batch(self) -> None:
+        """Hands out the new tokens of the forward that has just run."""
+        failures = self.cache.take_failures()
+        if failures:
+            for future in self.inputs_and_outputs.requests_in_batch:
+                state = future.state
+                if state.request_id in failures:
+                    self._handle_request_error(failures[state.request_id], state)
+                    self.scheduler.finish_request(state.request_id)
+                    # the token that was computed for it goes nowhere
+                    future.state = _nobody()
+        super().update_batch()
+
+
+def _nobody() -> RequestState:
+    state = RequestState(request_id="", initial_tokens=[0], max_new_tokens=None)
+    state._status = RequestStatus.DECODING
+    return state

@@ -1,0 +1,64 @@
+"""The attention function behind continuous batching: packed tokens of many requests, one row without padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from .attention import HARMLESS
+from .errors import HandOverError
+
+# what Transformers' engine passes along for caches of its own
+OF_THE_ENGINE = {"block_table", "logits_indices", "logits_processor_args", "read_index", "write_index"}
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' attention interface; each request attends causally to its own tokens, which `cache` knows.
+
+    Args:
+        query: [1, query_heads, tokens, head_dim]; key and value likewise with KV heads.
+        cache: what the engine passes to the model: has `attend` (`continuous_cache.py`).
+
+    Returns:
+        Output [1, tokens, query_heads, value_dim], and no attention weights.
+
+    Raises:
+        HandOverError: the cache did not come with the call, or an argument that this function cannot honour did.
+    """
+    name = type(module).__name__
+    if cache is None:
+        raise HandOverError(
+            f"{name} got no cache from the engine: either this forward is not its own (stop the manager before using "
+            "the model otherwise), or the model does not pass keyword arguments on to its attention and cannot be "
+            "batched continuously."
+        )
+    given = {**kwargs, "sliding_window": sliding_window, "attention_mask": attention_mask}
+    unknown = sorted(k for k, v in given.items() if v is not None and k not in HARMLESS | OF_THE_ENGINE)
+    if unknown:
+        raise HandOverError(
+            f"{name} passes {unknown} to its attention function, which the compressed cache cannot honour here; leave "
+            'cache_implementation="diffkv" out.'
+        )
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    output = cache.attend(module.layer_idx, query, key, value, scaling=scaling, softcap=softcap, sinks=s_aux)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def no_mask(*args: Any, **kwargs: Any) -> None:
+    """Transformers' mask interface: the cache knows which tokens belong together."""
+    return None

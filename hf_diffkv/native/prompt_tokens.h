@@ -1,0 +1,136 @@
+// The tokens that one row of a prompt attends to, packed for products: what is stored (as it ranks: pages tier by tier,
+// then the window), exact tokens before the prompt, and the prompt itself. Padding is left out.
+#pragma once
+#include <stdlib.h>
+
+#include "multiply.h"
+#include "pieces.h"
+#include "quantize.h"
+
+namespace diffkv {
+namespace {
+
+// Tokens of a tile: a multiple of PANEL, and of what is read at a time.
+constexpr int64_t TILE = 256, READ_TOKENS = 32;
+
+// Memory of one call.
+struct Buffer {
+  uint8_t* memory = nullptr;
+  explicit Buffer(int64_t bytes) {
+    void* found = nullptr;
+    if (!posix_memalign(&found, 64, size_t(larger<int64_t>(bytes, 64)))) memory = static_cast<uint8_t*>(found);
+  }
+  ~Buffer() { free(memory); }
+  Buffer(const Buffer&) = delete;
+};
+
+struct PromptRow {
+  int64_t request, head;
+  RowTokens stored;
+  const int32_t *shown, *real;  // exact tokens before the prompt, and of the prompt, that are there
+  int64_t past, tokens;         // before the prompt; all
+  uint8_t *keys, *values;       // packed, tile by tile
+
+  int64_t tiles() const { return (tokens + TILE - 1) / TILE; }
+  // Where a token stands in `received`.
+  int64_t column(const Prompt& prompt, int64_t token) const {
+    if (token < stored.tokens) return token;
+    if (token < past) return prompt.stored_tokens + shown[token - stored.tokens];
+    return prompt.stored_tokens + prompt.before + real[token - past];
+  }
+};
+
+inline int64_t units_of(int64_t dim, int64_t depth) { return (dim + depth - 1) / depth; }
+
+// Units of a packed tile of keys, and of values.
+template <class Unit>
+inline int64_t key_units(const Prompt& prompt) {
+  return panel_units(TILE, units_of(prompt.key_dim, depth_of(Unit())));
+}
+template <class Unit>
+inline int64_t value_units(const Prompt& prompt) {
+  return panel_units(prompt.value_dim, TILE / depth_of(Unit()));
+}
+
+// `count` stored tokens from the `first` on as floats.
+inline void read_stored(const Step& step, const RowTokens& tokens, bool values, int64_t first, int64_t count, float* to,
+                        int64_t stride) {
+  const Tier window = window_tier(step.format);
+  for (int64_t index = 0; count > 0; index++) {
+    const int64_t there = piece_count(step, tokens, index);
+    if (first >= there) {
+      first -= there;
+      continue;
+    }
+    const Piece piece = piece_at(step, window, tokens, index);
+    const Side& side = values ? piece.tier->value : piece.tier->key;
+    for (; first < there && count > 0; first++, count--, to += stride) {
+      if (piece.page)
+        decode_row(piece.page, side, step.format.dtype, first, to);
+      else
+        read_row(values ? piece.value : piece.key, step.format.dtype, first * side.dim, side.dim, to);
+    }
+    first = 0;
+  }
+}
+
+// READ_TOKENS keys or values of a row from the `first` on as floats; zeros behind the last.
+inline void read_tokens(const Prompt& prompt, const PromptRow& row, bool values, int64_t first, float* to,
+                        int64_t stride) {
+  const int64_t dim = values ? prompt.value_dim : prompt.key_dim;
+  const int64_t end = smaller(first + READ_TOKENS, row.tokens), stored = row.stored.tokens;
+  int64_t token = first;
+  if (token < stored) {
+    const int64_t count = smaller(end, stored) - token;
+    read_stored(*prompt.stored, row.stored, values, token, count, to, stride);
+    token += count;
+  }
+  for (; token < end; token++) {
+    const bool before = token < row.past;
+    const int64_t at = before ? row.shown[token - stored] : row.real[token - row.past];
+    const Strided& from = before ? (values ? prompt.past_value : prompt.past_key) : values ? prompt.value : prompt.key;
+    read_row(from.data, prompt.dtype, row.request * from.batch + row.head * from.head + at * from.token, int(dim),
+             to + (token - first) * stride);
+  }
+  for (; token < first + READ_TOKENS; token++) memset(to + (token - first) * stride, 0, size_t(dim) * sizeof(float));
+}
+
+// Keys become columns: units run along head_dim.
+template <class Unit>
+inline void pack_keys(const Prompt& prompt, const PromptRow& row, int64_t tile) {
+  const int64_t depth = depth_of(Unit()), units = units_of(prompt.key_dim, depth);
+  float rows[READ_TOKENS * (MAX_DIM + 1)];
+  const int64_t stride = prompt.key_dim + (prompt.key_dim % depth);
+  auto* to = reinterpret_cast<Unit*>(row.keys) + tile * key_units<Unit>(prompt);
+  for (int64_t first = 0; first < TILE; first += READ_TOKENS) {
+    if (stride != prompt.key_dim) memset(rows, 0, sizeof(rows));
+    read_tokens(prompt, row, false, tile * TILE + first, rows, stride);
+    for (int64_t t = 0; t < READ_TOKENS; t += WIDTH) {
+      Unit* panel = to + (first + t) / PANEL * PANEL * units + (first + t) % PANEL;
+      for (int64_t k = 0; k < units; k++)
+        for (int64_t i = 0; i < WIDTH; i++) make_unit(rows + (t + i) * stride + k * depth, 1, panel[k * PANEL + i]);
+    }
+  }
+}
+
+// Values stay rows: units run along the tokens.
+template <class Unit>
+inline void pack_values(const Prompt& prompt, const PromptRow& row, int64_t tile) {
+  const int64_t depth = depth_of(Unit()), dim = prompt.value_dim, stride = round_up(dim, WIDTH);
+  float rows[READ_TOKENS * (MAX_DIM + WIDTH)];
+  auto* to = reinterpret_cast<Unit*>(row.values) + tile * value_units<Unit>(prompt);
+  if (stride != dim) memset(rows, 0, sizeof(rows));
+  for (int64_t first = 0; first < TILE; first += READ_TOKENS) {
+    read_tokens(prompt, row, true, tile * TILE + first, rows, stride);
+    for (int64_t column = 0; column < dim; column += PANEL) {
+      const int64_t width = panel_width(column, dim);
+      Unit* panel = to + column * (TILE / depth) + first / depth * width;
+      for (int64_t k = 0; k < READ_TOKENS / depth; k++)
+        for (int64_t i = 0; i < width; i++)
+          make_unit(rows + k * depth * stride + column + i, stride, panel[k * width + i]);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace diffkv

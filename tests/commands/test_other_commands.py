@@ -1,0 +1,223 @@
+"""plan, chat, inspect, verify and bench: what they print, against caches and models asked directly."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.cli import main
+from hf_diffkv.evaluation.models import TINY_LM
+from hf_diffkv.planning import ModelShape
+
+TEXT = (TINY_LM.parents[1] / "prompts" / "recall.txt").read_text()
+FACTS = "@oak=5305 @elm=1177 key_dim: int, value_dim: int @ash=8642 @oak=5305 @elm=1177 ?oak="
+
+
+def found_by(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict:
+    assert main([*arguments, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+# plan
+
+
+def test_plan_fits_and_not_one_token_more(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["plan", "--model", "tiny-lm", "--memory", "12MB", "--batch", "2", "--context", "500", "--high-share", "1"]
+    found = found_by(capsys, *plan)
+    weights = (TINY_LM / "model.safetensors").stat().st_size
+    assert found["free"] == 12_000_000 - 1_200_000 - weights
+    dense, fp8, diffkv = found["caches"]
+    # 6 layers, 2 heads, keys and values of 64 elements in bfloat16
+    token = 6 * 2 * 2 * 64 * 2
+    assert (dense["cache"], dense["bytes_per_token"]) == ("dense, bfloat16", token)
+    assert dense["longest_context"] == found["free"] // (2 * token)
+    assert dense["largest_batch"] == found["free"] // (500 * token)
+    assert fp8["longest_context"] == found["free"] // token
+    shape = ModelShape.of(AutoModelForCausalLM.from_pretrained(TINY_LM).config, str(TINY_LM))
+    longest = diffkv["longest_context"]
+    sizes = [2 * shape.diffkv_bytes(tokens, DiffKVConfig(), 1.0) for tokens in (longest, longest + 1)]
+    assert sizes[0] <= found["free"] < sizes[1]
+    assert diffkv["cache"] == "DiffKV, K8V4" and longest > dense["longest_context"]
+
+
+def test_plan_marks_what_the_model_cannot_take(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["plan", "--model", "tiny-lm", "--memory", "1GB", "--low", "K2V1"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 40
+    assert "DiffKV, K2V1" in text and "DiffKV, 50% K8V4" in text
+    assert text.count("longest context: 4,096*") == 5 and "* all that the model takes (4,096)" in text
+
+
+# chat
+
+
+def talk(monkeypatch: pytest.MonkeyPatch, lines: list[str], *options: str) -> int:
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    return main(["chat", "--model", "tiny-lm", "--plain", "--max-new-tokens", "5", "--quiet", *options])
+
+
+def answers_by_hand() -> tuple[list[str], DiffKVCache]:
+    tokenizer, model = AutoTokenizer.from_pretrained(TINY_LM), AutoModelForCausalLM.from_pretrained(TINY_LM)
+    cache, text, answers = DiffKVCache(model.config), "", []
+    for turn in (FACTS, "?ash=", "?elm="):
+        ids = tokenizer(text + turn, return_tensors="pt")
+        output = model.generate(**ids, past_key_values=cache, max_new_tokens=5, do_sample=False)[0]
+        answers.append(tokenizer.decode(output[ids.input_ids.shape[1] :]))
+        text = tokenizer.decode(output)
+    return answers, cache
+
+
+def test_a_talk_on_one_cache_that_is_saved_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers, cache = answers_by_hand()
+    assert answers == ["5305\n", "8642\n", "1177\n"]
+    saved = str(tmp_path / "saved")
+    assert talk(monkeypatch, [FACTS, "", "?ash=", f"/save {saved}", "/reset", "/memory", "/quit", "?ash="]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert lines == ["5305", "8642", f"Wrote {saved}.", "Everything is forgotten.", "The cache is empty."]
+    assert talk(monkeypatch, ["?elm=", "/memory", "/levels", "/help"], "--load", saved) == 0
+    text = capsys.readouterr().out
+    held = cache.memory()
+    assert text.startswith("1177\n")
+    assert f"{cache.get_seq_length()} tokens take {held.bytes / 1e6:.2f} MB, {held.ratio:.1%}" in " ".join(text.split())
+    layer = held.layers[2]
+    counts = [sum(getattr(layer, name)) for name in ("high", "low", "window", "pruned")]
+    row = next(line for line in text.splitlines() if line.startswith("layer 2"))
+    assert row.split()[2:] == [f"{count / sum(counts):.0%}" for count in counts]
+    assert "/quit" in text
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [("/nope", "there is no command /nope"), ("/save", "/save needs a folder."), ("a" * 4096, "the talk has")],
+)
+def test_a_script_ends_at_what_cannot_be_done(
+    line: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert talk(monkeypatch, [line, "?oak="]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith(f"hf-diffkv: {said}") and printed.err.count("\n") == 1
+
+
+# inspect
+
+
+def test_inspect_counts_what_the_cache_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"alpha_high": 1.5, "alpha_low": 0.5, "window": 20}
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    found = found_by(capsys, "inspect", TEXT[:400], *options)
+    model = AutoModelForCausalLM.from_pretrained(TINY_LM)
+    model.set_attn_implementation("diffkv")
+    cache = DiffKVCache(model.config, **settings)
+    with torch.no_grad():
+        model(AutoTokenizer.from_pretrained(TINY_LM)(TEXT[:400], return_tensors="pt").input_ids, past_key_values=cache)
+    memory = cache.memory()
+    assert (found["bytes"], found["dense_bytes"], found["levels"]) == (memory.bytes, memory.dense_bytes, memory.tokens)
+    assert all(memory.tokens.values()), "the settings must bring about every level"
+    assert "".join(token["text"] for token in found["tokens"]) == TEXT[:400]
+    levels = torch.cat([cache.levels(i)[0] for i in range(6)])
+    for code, name in enumerate(("pruned", "low", "high", "window")):
+        assert [token[name] for token in found["tokens"]] == (levels == code).sum(0).tolist()
+    (page,) = found["pages"]
+    assert page["dense_token_bytes"] == 2 * 64 * 2
+    # more than the codes, which take 8 and 4 bits, and 4 and 2
+    sizes = [page["levels"][name]["token_bytes"] for name in ("high", "low")]
+    assert 64 + 32 < sizes[0] < 256 and 32 + 16 < sizes[1] < sizes[0]
+
+
+def test_inspect_without_a_prompt_needs_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import Gemma3TextConfig
+
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    Gemma3TextConfig(
+        num_hidden_layers=3,
+        layer_types=types,
+        hidden_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+    ).save_pretrained(tmp_path)
+    assert main(["inspect", "--model", str(tmp_path)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "1 of 3 layers are compressed." in text and "(DynamicSlidingWindowLayer): 0, 2." in text
+
+
+# verify
+
+
+def by_hand(config: DiffKVConfig | None, ids: torch.Tensor, length: int) -> tuple[torch.Tensor, int]:
+    """Log-probabilities behind each token after the prompt, and the bytes that were held of the prompt."""
+    model = AutoModelForCausalLM.from_pretrained(TINY_LM)
+    model.set_attn_implementation("sdpa" if config is None else "diffkv")
+    cache = None if config is None else DiffKVCache(model.config, config)
+    with torch.no_grad():
+        output = model(ids[:, :length], past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        held = 0 if config is None else cache.memory().bytes
+        logits = [model(ids[:, i : i + 1], past_key_values=cache).logits[0] for i in range(length, length + 16)]
+        logits.append(model(ids[:, length + 16 : -1], past_key_values=cache).logits[0])
+    return torch.cat(logits).float().log_softmax(-1), held
+
+
+def test_verify_measures_and_suggests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    run = ["verify", "--model", "tiny-lm", "--text", str(tmp_path / "text.txt"), "--length", "300", "--continued", "40"]
+    found = found_by(capsys, *run, "--alpha-high", "3", "--alpha-low", "1", "--max-kl", "0.001", code=1)
+    lossless, chosen, *gentler = found["outcomes"]
+    ids = AutoTokenizer.from_pretrained(TINY_LM)(TEXT, return_tensors="pt").input_ids[:, :340]
+    dense, _ = by_hand(None, ids, 300)
+    mine, held = by_hand(DiffKVConfig(alpha_high=3.0, alpha_low=1.0), ids, 300)
+    kl = (dense.exp() * (dense - mine)).sum(-1).mean()
+    assert chosen["kl"] == pytest.approx(float(kl), rel=1e-4) and chosen["kl"] > 0.001
+    assert chosen["top1"] == pytest.approx(float((dense.argmax(-1) == mine.argmax(-1)).float().mean()))
+    assert chosen["bytes"] == held
+    assert lossless["kl"] < 1e-3
+    assert [each["name"] for each in gentler] == ["all K8V4"] and gentler[0]["kl"] <= 0.001
+    assert not found["good"] and "use --alpha-high 0 --alpha-low 0 --high K8V4" in found["verdict"]
+
+
+def test_verify_of_what_is_good_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["verify", "--model", "tiny-lm", "--length", "300", "--continued", "8", "--max-kl", "10", "--quiet"]
+    assert main(run) == 0
+    printed = capsys.readouterr()
+    assert printed.err == "" and " ".join(printed.out.split()).count("Good: ") == 1
+    assert [line.split()[0] for line in printed.out.splitlines()[1:3]] == ["lossless", "chosen"]
+
+
+def test_verify_finds_a_cache_that_is_wrong(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A "lossless" configuration that loses much stands in for a model that does not work."""
+    wrong = DiffKVConfig(high=(2, 1), low=(2, 1), alpha_high=0.0, alpha_low=0.0)
+    monkeypatch.setattr(DiffKVConfig, "lossless", lambda **fields: wrong)
+    assert main(["verify", "--model", "tiny-lm", "--length", "300", "--continued", "20", "--quiet"]) == 1
+    assert "DiffKV does not work with this model" in capsys.readouterr().err
+
+
+# bench
+
+
+def test_bench_times_what_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["bench", "--model", "tiny-lm", "--context", "200", "--steps", "2", "--caches", "static,diffkv:lossless"]
+    found = found_by(capsys, *run)
+    assert found["context"] == 200 and found["environment"]["torch"] == torch.__version__
+    token = 6 * 2 * 2 * 64 * 2
+    held = {cache["name"]: cache["bytes"] for cache in found["caches"]}
+    assert list(held) == ["dense", "static", "diffkv:lossless"]
+    assert held["dense"] == 200 * token
+    # room for the steps, two of them to warm up, and a counter per layer at most
+    assert 204 * token <= held["static"] <= 204 * token + 6 * 16
+    assert held["diffkv:lossless"] > 200 * token
+    for cache in found["caches"]:
+        assert cache["prompt_seconds"] > 0
+        assert cache["ms_quartiles"][0] <= cache["ms_per_token"] <= cache["ms_quartiles"][1]

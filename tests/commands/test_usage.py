@@ -1,0 +1,222 @@
+"""Wrong uses of every command: one clear line on stderr, the right exit code, and no wait for PyTorch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from hf_diffkv import DiffKVConfig, __version__
+from hf_diffkv.cli import main
+from hf_diffkv.commands import COMMANDS, load
+from hf_diffkv.evaluation.models import TINY_LM
+
+TINY = ["--model", "tiny-lm"]
+ROOT = Path(__file__).parents[2]
+
+# found out before PyTorch is needed; None stands for a usage error of click's own words
+QUICK = [
+    (["genrate"], "there is no command 'genrate'; did you mean 'generate'?"),
+    (["qqq"], "there is no command 'qqq'; choose from generate, chat, plan"),
+    (["--verion"], "No such option '--verion'. Did you mean '--version'?"),
+    (["generate"], "there is no PROMPT; give one, or - to read it from stdin."),
+    (["generate", "a", "--prompt", "b"], "give one of PROMPT, --prompt and --prompt-file."),
+    (["generate", "--prompt", "a", "--prompt-file", "b"], "give one of PROMPT, --prompt and --prompt-file."),
+    (["generate", "a", "b"], "Got unexpected extra argument"),
+    (["generate", "--prompt"], "Option '--prompt' requires an argument."),
+    (["generate", "--prompt-file", "no/such/file.txt"], "cannot read no/such/file.txt: No such file or directory."),
+    (["generate", "--prompt-file", str(TINY_LM)], f"cannot read {TINY_LM}: Is a directory."),
+    (["generate", "--prompt-file", str(TINY_LM / "model.safetensors")], "model.safetensors is not UTF-8 text."),
+    (["generate", ""], "nothing to continue"),
+    (["generate", "a", "--then", ""], "nothing to continue"),
+    (["generate", "a", "--then"], "Option '--then' requires an argument."),
+    (["generate", "a", "--max-new-tokens", "0"], "'--max-new-tokens': 0 is too few; give at least 1."),
+    (["generate", "a", "--max-new-tokens", "many"], "'--max-new-tokens': 'many' is not a whole number."),
+    (["generate", "a", "--high", "INT8"], "INT8 is not a precision; write K, its bits, V, its bits"),
+    (["generate", "a", "--low", "K7V4"], "K7V4: Precision.k_bits=7 is not supported"),
+    (["generate", "a", "--alpha-low", "2"], "alpha_low=2.0 is above alpha_high=1.0"),
+    (["generate", "a", "--alpha-high", "-1"], "alpha_high=-1.0 must be a number of at least 0"),
+    (["generate", "a", "--alpha-high", "x"], "'--alpha-high': 'x' is not a valid float."),
+    (["generate", "a", "--window", "0"], "'--window': 0 is too few; give at least 1."),
+    (["generate", "a", "--max-bytes", "lots"], "'lots' is no size; write 24GB, 512MiB or a number of bytes."),
+    (["generate", "a", "--max-bytes", "0GB"], "'0GB' is nothing; give at least a byte."),
+    (["generate", "a", "--lossless", "--high", "K8V4"], "--lossless stores everything as it is; leave --high out."),
+    (["generate", "a", "--lossless", "--config", "x"], "--lossless and --config do not go together"),
+    (["generate", "a", "--config", str(ROOT)], "diffkv_config.json does not exist"),
+    (["generate", "a", "--temperature", "1"], "--temperature is of no effect without --sample."),
+    (["generate", "a", "--sample", "--top-p", "2"], "'--top-p': 2.0 is not in the range 0<x<=1."),
+    (["generate", "a", "--sample", "--temperature", "0"], "'--temperature': 0.0 is not in the range x>0."),
+    (["generate", "a", "--sample", "--top-k", "0"], "'--top-k': 0 is too few"),
+    (["generate", "a", "--seed", "x"], "'--seed': 'x' is not a valid integer."),
+    (["generate", "a", "--system", "b"], "--system is of no effect without --chat."),
+    (["generate", "a", "--json", "--quiet"], "--quiet and --json do not go together"),
+    (["generate", "a", "--dtype", "int8"], "'int8' is not one of 'auto', 'float32', 'bfloat16', 'float16'."),
+    (["generate", "a", "--model", "smolm2"], "did you mean 'smollm2'?"),
+    (["generate", "a", "--sampel"], "No such option '--sampel'."),
+    (["chat", "--max-new-tokens", "-1"], "'--max-new-tokens': -1 is too few"),
+    (["chat", "--top-p", "0.5"], "--top-p is of no effect without --sample."),
+    (["chat", "--plain", "--system", "a"], "--system is of no effect with --plain."),
+    (["chat", "--load", "no/such/folder"], "cannot read no/such/folder/talk.json: No such file or directory."),
+    (["chat", "hello"], "Got unexpected extra argument"),
+    (["plan", *TINY], "Missing option '--memory'."),
+    (["plan", "--memory", "1GB"], "Missing option '--model'."),
+    (["plan", *TINY, "--memory", "24 apples"], "'24 apples' is no size"),
+    (["plan", *TINY, "--memory", "1GB", "--batch", "0"], "'--batch': 0 is too few"),
+    (["plan", *TINY, "--memory", "1GB", "--high-share", "2"], "'--high-share': 2.0 is not in the range 0<=x<=1."),
+    (["inspect", ""], "the prompt is empty; there is nothing to look at."),
+    (["inspect", "--model", "tinylm"], "did you mean 'tiny-lm'?"),
+    (["verify"], "Missing option '--model'."),
+    (["verify", *TINY, "--lossless"], "--lossless is measured anyway; leave it out."),
+    (["verify", *TINY, "--max-kl", "-1"], "'--max-kl': -1.0 is not in the range x>=0."),
+    (["verify", *TINY, "--continued", "1"], "'--continued': 1 is too few; give at least 2."),
+    (["bench"], "Missing option '--model'."),
+    (["bench", *TINY, "--steps", "0"], "'--steps': 0 is too few"),
+    (["demo", "--port", "99999"], "--port 99999 is no port; give one up to 65535."),
+    (["env", "now"], "Got unexpected extra argument"),
+    (["evaluate", *TINY], "Missing option '--output'."),
+    (["evaluate", *TINY, "--output", "x", "--batch-size", "0"], "'--batch-size': 0 is too few"),
+    (["evaluate", "--model", "gemma-270m", "--output", "x"], "did you mean 'gemma3-270m'?"),
+    (["calibrate", *TINY, "--output", "x", "--alpha-high", "1,-2"], "'1,-2' is no list of numbers of at least 0"),
+    (["calibrate", *TINY], "Missing option '--output'."),
+]
+
+# these load a configuration or a tokenizer, or ask PyTorch for a device
+SLOW = [
+    (["generate", "a", "--low", "K8V8", "--high", "K4V2"], 2, "swap the two precisions"),
+    (["generate", "a" * 4050], 2, "max_position_embeddings is 4096; shorten the prompt"),
+    (["generate", "a" * 2000, "--then", "b" * 1969], 2, "has 3969 tokens and 128 are to be generated"),
+    (["generate", "a", "--chat"], 2, "--chat cannot be used with tiny-lm: the tokenizer has no chat template"),
+    (["generate", "a", "--device", "abacus"], 2, "--device abacus cannot be used: "),
+    (["generate", "a", "--device", "meta"], 2, "--device meta cannot be used: "),
+    (["generate", "a", "--output", __file__], 2, f"cannot write to {__file__}: "),
+    (["generate", "a", "--output", "/proc"], 2, "cannot write to /proc: "),
+    (["generate", "a", "--model", "no/such/model/folder"], 2, "cannot load the model no/such/model/folder: "),
+    (["inspect", "a" * 4097], 2, "the prompt has 4097 tokens, but the model's max_position_embeddings is 4096"),
+    (["inspect", "--model", str(ROOT / "docs"), "--quiet"], 2, "cannot load the model "),
+    (["inspect", "--window", "9", "--high", "K5V4", "--low", "K5V4", "--quiet", "--max-bytes", "9"], 0, ""),
+    (["chat", *TINY, "--quiet"], 2, "tiny-lm cannot be talked with: the tokenizer has no chat template"),
+    (["plan", *TINY, "--memory", "5MB"], 1, "the weights take 8.93 MB, which leaves nothing of 5.00 MB"),
+    (["plan", *TINY, "--memory", "1GB", "--context", "5000"], 2, "--context 5000 is above the model's"),
+    (["verify", *TINY, "--length", "64", "--quiet"], 2, "the window of 64 holds such a prompt uncompressed"),
+    (["verify", *TINY, "--length", "4000", "--quiet"], 2, "are 4128 tokens together"),
+    (["verify", *TINY, "--text", "no.txt", "--quiet"], 2, "--text no.txt: there is no such file"),
+    (["bench", *TINY, "--context", "4095", "--quiet"], 2, "are 4113 tokens together"),
+    (["bench", *TINY, "--caches", "dens", "--quiet"], 2, "unknown method 'dens': did you mean dense"),
+    (["bench", *TINY, "--caches", "kvpress:knorm+0.5", "--quiet"], 2, "needs an environment of its own"),
+]
+
+
+def name_of(case: tuple) -> str:
+    return " ".join(case[0])[:50]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("arguments, code, said", [(a, 2, m) for a, m in QUICK] + SLOW, ids=map(name_of, QUICK + SLOW))
+def test_a_wrong_use_gets_one_line(
+    arguments: list[str], code: int, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == code
+    printed = capfd.readouterr()
+    if code == 0:
+        return
+    assert printed.out == ""
+    *progress, line = printed.err.splitlines()
+    assert line.startswith("hf-diffkv: ") and said in line and "Traceback" not in printed.err
+    assert all(text.startswith(("loading ", "reading ")) for text in progress)
+    assert not list(tmp_path.iterdir())
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(QUICK) + len(SLOW) >= 60
+    used = {arguments[0] for arguments, *_ in QUICK + SLOW}
+    assert set(COMMANDS) - used == {"lm-eval"}, "lm-eval hands everything over"
+
+
+def test_help_and_usage_errors_load_no_pytorch() -> None:
+    """What takes seconds to import is not imported: this is what makes them quick."""
+    cases = [arguments for arguments, _ in QUICK]
+    cases += [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS if name != "lm-eval")]
+    program = (
+        "import json, sys; from hf_diffkv.cli import main\n"
+        "for case in json.loads(sys.argv[1]):\n"
+        "    main(case)\n"
+        "    heavy = {'torch', 'transformers', 'numpy', 'huggingface_hub', 'tokenizers'} & set(sys.modules)\n"
+        "    assert not heavy, (case, heavy)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, json.dumps(cases)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+@pytest.mark.parametrize("columns", ["40", "80", "200"])
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help_is_complete_and_fits(
+    name: str, columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    if name == "lm-eval":
+        pytest.skip("shows the help of the harness")
+    assert main([*([name] if name else []), "--help"]) == 0
+    text = capsys.readouterr().out
+    # a list with commas cannot be broken
+    assert all(len(line) <= int(columns) or len(line.split()) == 1 for line in text.splitlines())
+    words = " ".join(text.split())
+    for command, summary in COMMANDS.items() if not name else ():
+        assert command in words and summary in words
+    for option in load(name).params if name else ():
+        if isinstance(option, click.Option):
+            assert option.help and option.opts[0] in words
+
+
+def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("Usage: hf-diffkv") and "generate" in printed.err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"hf-diffkv {__version__}\n"
+
+
+def test_env(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    assert main(["env"]) == 0
+    lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert lines["torch"] == torch.__version__
+    assert lines["hf-diffkv"].startswith(__version__)
+    assert {"python", "platform", "transformers", "triton", "accelerate", "threads"} <= set(lines)
+    assert main(["env", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == lines
+
+
+@pytest.mark.parametrize(
+    "text, size",
+    [("24GB", 24_000_000_000), ("1.5KiB", 1536), ("512mib", 512 << 20), ("7", 7), ("2 TB", 2 * 10**12)],
+)
+def test_sizes(text: str, size: int) -> None:
+    from hf_diffkv.commands.options import Bytes
+
+    assert Bytes().convert(text, None, None) == size
+
+
+def test_a_saved_configuration_that_is_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    DiffKVConfig().save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved" / "diffkv_config.json").write_text("{}}")
+    assert main(["generate", "a", "--config", str(tmp_path / "saved")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "diffkv_config.json: " in line

@@ -1,0 +1,410 @@
+"""Continuous batching with the compressed cache: every request is what it would be by itself."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import VOCABULARY, tiny_model
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+
+from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.integration import continuous
+from hf_diffkv.integration.continuous import DiffKVBatchingManager
+from hf_diffkv.integration.continuous_cache import ContinuousCache
+from hf_diffkv.store import check_integrity, read_tokens
+from hf_diffkv.store.staging import stage
+
+LENGTHS = (5, 150, 80, 1, 12, 64, 190, 90)
+NEW = 12
+LOSSY = DiffKVConfig(alpha_high=1.0, alpha_low=0.4, window=16)
+LOSSLESS = DiffKVConfig.lossless(window=8)
+# bytes; the smaller one holds two requests of CROWD
+AMPLE, TIGHT = 64 << 20, 130_000
+CROWD = (70, 60, 75, 50)
+
+
+def prompts(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+
+
+def request_config(config: DiffKVConfig, max_bytes: int | None = AMPLE, **options: Any) -> GenerationConfig:
+    fields = {**config.to_dict(), "max_bytes": max_bytes}
+    given = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    return GenerationConfig(cache_implementation="diffkv", cache_config=fields, **{**given, **options})
+
+
+def chunks(tokens: int = 64, **options: Any) -> ContinuousBatchingConfig:
+    return ContinuousBatchingConfig(max_batch_tokens=tokens, **options)
+
+
+def expected(model: PreTrainedModel, ids: list[int], new: int = NEW) -> list[int]:
+    """What `generate()` says, with Transformers' own cache."""
+    return model.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False)[0, len(ids) :].tolist()
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return tiny_model("llama")
+
+
+class Watch:
+    """Records each request's forwards, its tokens at its end, and the most bytes held at any layer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.forwards: dict[str, list[int]] = defaultdict(list)
+        self.tokens: dict[str, list] = {}
+        self.bytes, self.requests, self.preempted, self.caches = [], 0, 0, []
+        original = {name: getattr(ContinuousCache, name) for name in ("attend", "free_blocks")}
+        extend = ContinuousCache.extend_read_and_write_indices
+
+        def watched_extend(cache: ContinuousCache, request_id: str, past: int, tokens: int, *indices: Any) -> None:
+            if past == 0:
+                self.forwards[request_id].clear()
+            self.forwards[request_id].append(tokens)
+            extend(cache, request_id, past, tokens, *indices)
+
+        def watched_attend(cache: ContinuousCache, layer: int, *args: Any, **kwargs: Any) -> Any:
+            output = original["attend"](cache, layer, *args, **kwargs)
+            self.bytes.append(cache.slots.bytes)
+            self.requests = max(self.requests, cache.memory().requests)
+            return output
+
+        def watched_free(cache: ContinuousCache, request_id: str, no_cache: bool = False) -> None:
+            if cache not in self.caches:
+                self.caches.append(cache)
+            slot = cache._slot_of.get(request_id)
+            self.preempted += no_cache and slot is not None
+            if slot is not None and cache.slots.seen(slot):
+                slots = cache.slots
+                slots.store.settle()
+                held = stage(slots.store, slot, slots.seen(slot), slots.store.pool)
+                self.tokens[request_id] = [read_tokens(held, layer) for layer in range(held.num_layers)]
+            original["free_blocks"](cache, request_id, no_cache)
+
+        monkeypatch.setattr(ContinuousCache, "attend", watched_attend)
+        monkeypatch.setattr(ContinuousCache, "free_blocks", watched_free)
+        monkeypatch.setattr(ContinuousCache, "extend_read_and_write_indices", watched_extend)
+
+    def assert_nothing_left(self) -> None:
+        for cache in self.caches:
+            slots = cache.slots
+            slots.settle()
+            check_integrity(slots.store)
+            assert slots.idle == slots.store.batch_size
+            assert slots.store.owned_pages().numel() == 0
+            assert slots.reservations.unreserved == slots.store.pool.max_pages - 1
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    return Watch(monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "granite", "mixtral"])
+def test_lossless_equals_generate(name: str, watch: Watch) -> None:
+    """Prompts in chunks of 64, mixed with generated tokens."""
+    model = tiny_model(name)
+    given = prompts()
+    want = [expected(model, ids) for ids in given]
+    outputs = model.generate_batch(given, request_config(LOSSLESS), chunks())
+    assert [output.generated_tokens for output in outputs.values()] == want
+    assert model.config._attn_implementation == "sdpa"
+    mixed = [forwards for forwards in watch.forwards.values() if len([n for n in forwards if n > 1]) > 1]
+    assert mixed and watch.requests > 2
+    watch.assert_nothing_left()
+
+
+def test_preempted_requests_are_computed_anew(model: PreTrainedModel, watch: Watch) -> None:
+    given = prompts(CROWD)
+    want = [expected(model, ids, 32) for ids in given]
+    config = request_config(LOSSLESS, TIGHT, max_new_tokens=32)
+    outputs = model.generate_batch(given, config, chunks(safety_margin=0.0))
+    assert [output.generated_tokens for output in outputs.values()] == want
+    assert watch.preempted > 0
+    assert TIGHT // 2 < max(watch.bytes) <= TIGHT
+    watch.assert_nothing_left()
+
+
+def starve_once(monkeypatch: pytest.MonkeyPatch, request_id: str, generated: int) -> None:
+    """Has the cache deny memory to one request after so many generated tokens, so that it is preempted."""
+    denied: list[bool] = []
+    can_store, storable = ContinuousCache.can_store_request_tokens, ContinuousCache.count_storable_requests
+
+    def deny(cache: ContinuousCache, state: Any, tokens: int, dry_run: bool = False) -> bool:
+        if not denied and state.request_id == request_id and state.generated_len() == generated:
+            denied.append(True)
+            return False
+        return can_store(cache, state, tokens, dry_run)
+
+    def none_fits(cache: ContinuousCache, needed: list[dict[str, int]]) -> int:
+        return 0 if denied and denied.pop() and not denied.append(False) else storable(cache, needed)
+
+    monkeypatch.setattr(ContinuousCache, "can_store_request_tokens", deny)
+    monkeypatch.setattr(ContinuousCache, "count_storable_requests", none_fits)
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+def test_lossy_requests_are_what_they_are_alone(preempted: bool, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same forwards on a `DiffKVCache` of its own leave the same tokens at the same levels, and say the same."""
+    model = tiny_model("llama", dtype=torch.float64)
+    given, max_bytes = prompts((5, 90, 1, 40, 130)), 300_000
+    if preempted:
+        starve_once(monkeypatch, "req_1", 4)
+    outputs = model.generate_batch(given, request_config(LOSSY, max_bytes), chunks())
+    assert max(watch.bytes) <= max_bytes
+    assert watch.preempted == preempted
+    pruned = compared = 0
+    for ids, (name, output) in zip(given, outputs.items()):
+        text, forwards = ids + output.generated_tokens, watch.forwards[name]
+        assert sum(forwards) == len(text) - 1
+        cache, at = DiffKVCache(model.config, LOSSY), 0
+        model.set_attn_implementation("diffkv")
+        # before it there may be parts of the prompt, and of what was said before a preemption
+        prompt_end = max((i for i, tokens in enumerate(forwards) if tokens > 1), default=0)
+        for index, tokens in enumerate(forwards):
+            with torch.no_grad():
+                logits = model(torch.tensor([text[at : at + tokens]]), past_key_values=cache).logits
+            at += tokens
+            if at >= len(ids) and index >= prompt_end:
+                assert int(logits[0, -1].argmax()) == text[at]
+                compared += 1
+        for layer, mine in enumerate(watch.tokens[name]):
+            assert torch.equal(mine.levels, cache.levels(layer))
+            pruned += int((mine.levels < 1).sum())
+        model.set_attn_implementation("sdpa")
+    assert pruned > 0
+    # what one request had said before its preemption is not predicted again
+    assert compared == len(given) * NEW - (4 if preempted else 0)
+    watch.assert_nothing_left()
+
+
+def collect(manager: DiffKVBatchingManager, wanted: set[str], patience: int = 60) -> dict[str, Any]:
+    """The final output of each request."""
+    done: dict[str, Any] = {}
+    for _ in range(patience):
+        if wanted <= set(done):
+            break
+        result = manager.get_result(timeout=1)
+        if result is not None and result.is_finished():
+            done[result.request_id] = result
+    assert wanted <= set(done), wanted - set(done)
+    return done
+
+
+def serve(model: PreTrainedModel, config: GenerationConfig, **options: Any) -> DiffKVBatchingManager:
+    manager = model.init_continuous_batching(config, chunks(**options))
+    assert isinstance(manager, DiffKVBatchingManager)
+    manager.start()
+    return manager
+
+
+def test_cancelled_requests_leave_nothing(model: PreTrainedModel, watch: Watch) -> None:
+    """Requests are cancelled while they wait, in their prompt and while decoding; the others end as they should."""
+    rng = random.Random(0)
+    given = prompts(tuple(rng.randint(1, 120) for _ in range(40)))
+    manager = serve(model, request_config(LOSSLESS, TIGHT), max_requests_per_batch=4)
+    cancelled, names = set(), []
+    for ids in given:
+        names.append(manager.add_request(ids, max_new_tokens=rng.randint(1, 8)))
+        if rng.random() < 0.2:
+            cancelled.add(rng.choice(names))
+            manager.cancel_request(sorted(cancelled)[-1])
+    done = collect(manager, set(names) - cancelled)
+    manager.stop()
+    assert not manager.is_running() and model.config._attn_implementation == "sdpa"
+    for name, ids in zip(names, given):
+        if name not in cancelled:
+            assert done[name].generated_tokens == expected(model, ids, len(done[name].generated_tokens))
+    assert max(watch.bytes) <= TIGHT
+    watch.assert_nothing_left()
+
+
+def test_streaming_gives_every_token_and_stops(model: PreTrainedModel) -> None:
+    ids = prompts((30,))[0]
+    want = expected(model, ids, 8)
+    stop = want[4]
+    manager = serve(model, request_config(LOSSLESS))
+    name = manager.add_request(ids, max_new_tokens=8, streaming=True, eos_token_id=stop)
+    lengths = [len(result.generated_tokens) for result in manager.request_id_iter(name)]
+    manager.stop()
+    end = want.index(stop) + 1
+    assert lengths == list(range(1, end + 1))
+
+
+def test_what_never_fits_is_refused_alone(model: PreTrainedModel, watch: Watch) -> None:
+    given = prompts((20, 4000, 30)) + [[]]
+    outputs = list(model.generate_batch(given, request_config(LOSSLESS, TIGHT), chunks()).values())
+    assert [outputs[i].generated_tokens for i in (0, 2)] == [expected(model, given[i]) for i in (0, 2)]
+    assert "max_bytes" in outputs[1].error and "4000 prompt tokens" in outputs[1].error
+    assert "prompt is empty" in outputs[3].error
+    watch.assert_nothing_left()
+
+
+def test_a_request_that_fails_fails_alone(
+    model: PreTrainedModel, watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys that are not finite come in one request's prompt, and in another one's fourth generated token."""
+    attend = ContinuousCache.attend
+
+    def spoiled(cache: ContinuousCache, layer: int, query: Any, key: Any, value: Any, **options: Any) -> Any:
+        if layer == 1:
+            at = 0
+            for name, forwards in packed(cache):
+                if (name, len(forwards)) in (("req_1", 1), ("req_2", 6)):
+                    key = key.clone()
+                    key[:, :, at] = torch.inf
+                at += forwards[-1]
+        return attend(cache, layer, query, key, value, **options)
+
+    order: list[str] = []
+
+    def packed(cache: ContinuousCache) -> list[tuple[str, list[int]]]:
+        return [(name, watch.forwards[name]) for name in order]
+
+    extend = ContinuousCache.extend_read_and_write_indices
+
+    def noted(cache: ContinuousCache, request_id: str, *args: Any) -> None:
+        if not cache._coming:
+            order.clear()
+        order.append(request_id)
+        extend(cache, request_id, *args)
+
+    monkeypatch.setattr(ContinuousCache, "attend", spoiled)
+    monkeypatch.setattr(ContinuousCache, "extend_read_and_write_indices", noted)
+    given = prompts((100, 80, 70, 33))
+    outputs = list(model.generate_batch(given, request_config(LOSSY), chunks()).values())
+    assert [bool(output.error) for output in outputs] == [False, True, True, False]
+    assert all("NaN" in outputs[i].error for i in (1, 2))
+    assert len(outputs[1].generated_tokens) == 0 and 0 < len(outputs[2].generated_tokens) < NEW
+    alone = model.generate_batch([given[3]], request_config(LOSSY), chunks())
+    assert outputs[3].generated_tokens == next(iter(alone.values())).generated_tokens
+    watch.assert_nothing_left()
+
+
+def test_forks_share_a_prompt_and_go_their_own_way(model: PreTrainedModel, watch: Watch) -> None:
+    given = prompts((50, 9))
+    config = request_config(LOSSLESS, num_return_sequences=3, do_sample=True, top_k=1)
+    outputs = model.generate_batch(given, config, chunks(max_requests_per_batch=8))
+    assert len(outputs) == 6
+    for index, output in enumerate(outputs.values()):
+        assert output.generated_tokens == expected(model, given[index // 3])
+    assert sum(n for forwards in watch.forwards.values() for n in forwards if n > 1) == 49 + 8
+    watch.assert_nothing_left()
+
+
+def test_forks_without_room_are_computed_anew(model: PreTrainedModel, watch: Watch) -> None:
+    given = prompts((40, 9))
+    config = request_config(LOSSLESS, num_return_sequences=3, do_sample=True, top_k=1)
+    outputs = model.generate_batch(given, config, chunks(max_requests_per_batch=2))
+    for index, output in enumerate(outputs.values()):
+        assert output.generated_tokens == expected(model, given[index // 3])
+    watch.assert_nothing_left()
+
+
+def test_without_a_limit_a_request_goes_on_as_long_as_there_is_room(model: PreTrainedModel) -> None:
+    manager = serve(model, request_config(LOSSLESS, TIGHT, max_new_tokens=None))
+    longest = manager.memory().longest
+    name = manager.add_request(prompts((20,))[0])
+    done = collect(manager, {name})
+    manager.stop()
+    assert len(done[name].generated_tokens) == longest + 1 - 20
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_stopping_ends(model: PreTrainedModel, hard: bool, watch: Watch) -> None:
+    """A flush ends what was asked for, even where requests were preempted and those before them cancelled."""
+    manager = serve(model, request_config(LOSSLESS, TIGHT), safety_margin=0.0)
+    names = [manager.add_request(ids, max_new_tokens=80) for ids in prompts(CROWD)]
+    for _ in range(600):
+        if watch.preempted:
+            break
+        manager.get_result(timeout=0.05)
+    assert watch.preempted
+    manager.cancel_request(names[0])
+    manager.stop(timeout=120, hard_stop=hard)
+    assert not manager.is_running()
+    assert model.config._attn_implementation == "sdpa"
+    watch.assert_nothing_left()
+
+
+def test_a_manager_is_used_again(model: PreTrainedModel) -> None:
+    given = prompts((20, 9))
+    want = [expected(model, ids) for ids in given]
+    config = request_config(LOSSLESS)
+    for _ in range(2):
+        outputs = model.generate_batch(given, config, chunks(), persistent_manager=True)
+        assert [output.generated_tokens for output in outputs.values()] == want
+        assert model.config._attn_implementation == "sdpa"
+    manager = model._cached_continuous_batching_manager
+    assert manager.memory().requests == 0
+    model.destroy_cached_continuous_batching_manager()
+
+
+def test_a_share_of_free_memory_is_the_budget(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(continuous, "free_bytes", lambda device: 2_000_000)
+    config = request_config(LOSSLESS, None)
+    manager = model.init_continuous_batching(config, chunks(max_memory_percent=0.25))
+    assert manager.memory().max_bytes == 500_000
+    assert manager.memory().held_bytes <= 500_000
+    manager.stop()
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_cuda_graph": True}, "use_cuda_graph=True"),
+        ({"use_async_batching": True}, "use_async_batching=True"),
+        ({"cpu_offload_space": 1.0}, "cpu_offload_space=1.0"),
+        ({"default_compile_level": 1}, "default_compile_level=1"),
+        ({"scheduler_type": "random"}, "scheduler_type='random'"),
+    ],
+)
+def test_options_of_the_engine_that_do_not_go(model: PreTrainedModel, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model.init_continuous_batching(request_config(LOSSY), ContinuousBatchingConfig(**options))
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("make", "config", "error", "message"),
+    [
+        (lambda: tiny_model("gemma3_text"), LOSSY, ValueError, "layers beside full attention"),
+        (lambda: tiny_model("deepseek_v3"), LOSSY, ValueError, "latents"),
+        (lambda: tiny_model("llama"), DiffKVConfig(compaction_interval=4), ValueError, "compaction_interval=4"),
+        (lambda: tiny_model("llama"), DiffKVConfig(alpha_high=(1.0,) * 3), ValueError, "alpha_high has 3 entries"),
+    ],
+)
+def test_models_and_fields_that_do_not_go(
+    make: Callable[[], PreTrainedModel], config: DiffKVConfig, error: type, message: str
+) -> None:
+    model = make()
+    with pytest.raises(error, match=message):
+        model.init_continuous_batching(request_config(config), chunks())
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_budget_that_holds_nothing(model: PreTrainedModel) -> None:
+    with pytest.raises(MemoryError, match="max_bytes=3000"):
+        model.generate_batch(prompts((5,)), request_config(LOSSY, 3000), chunks())
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_the_model_cannot_be_used_otherwise_meanwhile(model: PreTrainedModel) -> None:
+    manager = serve(model, request_config(LOSSY))
+    with pytest.raises(RuntimeError, match="got no cache from the engine"):
+        model(torch.tensor([[1, 2, 3]]))
+    manager.stop()
+
+
+def test_without_the_name_the_engine_is_untouched(model: PreTrainedModel) -> None:
+    ids = prompts((20,))[0]
+    outputs = model.generate_batch([ids], GenerationConfig(max_new_tokens=4, do_sample=False), chunks(num_blocks=8))
+    assert next(iter(outputs.values())).generated_tokens == expected(model, ids, 4)
+    assert not isinstance(model.init_continuous_batching(GenerationConfig()), DiffKVBatchingManager)

@@ -1,0 +1,114 @@
+"""What is planned from a configuration, against what caches hold once they exist."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    Gemma3TextConfig,
+    LlamaConfig,
+    Qwen3MoeConfig,
+)
+
+from hf_diffkv import DiffKVCache, DiffKVConfig, planning
+from hf_diffkv.evaluation.models import TINY_LM
+from hf_diffkv.planning import ModelShape, longest, stored_weight_bytes
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+}
+TYPES = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+CONFIGS = {
+    "llama": LlamaConfig(**SMALL),
+    "sliding": Gemma3TextConfig(**SMALL, sliding_window=16, layer_types=TYPES),
+    "experts": Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+}
+TOKENS = 300
+
+
+def run(config: Any, cache: Any, attention: str) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.set_attn_implementation(attention)
+    with torch.no_grad():
+        model(torch.randint(0, 64, (1, TOKENS)), past_key_values=cache, use_cache=True)
+    return model
+
+
+def tensor_bytes(cache: DynamicCache, window: int | None) -> int:
+    """Of keys and values; a sliding layer may hold more than it will keep."""
+    total = 0
+    for layer in cache.layers:
+        kept = TOKENS if not hasattr(layer, "sliding_window") else min(TOKENS, layer.sliding_window)
+        total += 2 * layer.keys[:, :, :kept].numel() * layer.keys.element_size()
+        assert not hasattr(layer, "sliding_window") or layer.sliding_window == window
+    return total
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_dense_bytes_and_weights_are_those_of_the_model(name: str) -> None:
+    config = CONFIGS[name]
+    shape = ModelShape.of(config, "no/such-model")
+    cache = DynamicCache(config=config)
+    model = run(config, cache, "sdpa")
+    window = 16 if name == "sliding" else None
+    fixed = sum(layer.fixed_bytes for layer in shape.layers)
+    # counters of sliding layers at most
+    assert 0 <= fixed <= 64
+    assert shape.dense_bytes(TOKENS) - fixed == pytest.approx(tensor_bytes(cache, window), rel=0.02 if window else 0)
+    assert shape.weight_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
+    assert shape.num_compressed == len(DiffKVCache(config).compressed_layers()) == (2 if window else 4)
+    assert shape.limit == 512
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_diffkv_bytes_are_those_of_a_cache(name: str, share: float) -> None:
+    alpha = 0.0 if share else 1e9
+    config = DiffKVConfig(alpha_high=alpha, alpha_low=0.0, window=20, center=True)
+    cache = DiffKVCache(CONFIGS[name], config)
+    run(CONFIGS[name], cache, "diffkv")
+    memory = cache.memory()
+    planned = ModelShape.of(CONFIGS[name], "no/such-model").diffkv_bytes(TOKENS, config, share)
+    rows = 2 * len(cache.compressed_layers())
+    page = cache.stores.stores[0].layout.page_bytes
+    # a spare page per row is planned for the tokens to come; a store has a null page and some counters
+    held = memory.bytes + memory.other_bytes
+    assert held - 2 * page <= planned <= held + (rows + 1) * page
+
+
+def test_shapes_by_name_are_those_by_running() -> None:
+    for name in ("llama", "sliding"):
+        config = CONFIGS[name]
+        running = planning._shapes_by_running(planning._without_weights(config, torch.float32), config)
+        named = planning._shapes_by_name(config)
+        plain = [(s.num_key_value_heads, s.key_dim, s.value_dim, s.window, s.compressed) for s in running]
+        assert plain == [(s.num_key_value_heads, s.key_dim, s.value_dim, s.window, s.compressed) for s in named]
+
+
+def test_weights_are_those_of_the_files() -> None:
+    config = AutoConfig.from_pretrained(TINY_LM)
+    size = (TINY_LM / "model.safetensors").stat().st_size
+    assert ModelShape.of(config, str(TINY_LM)).weight_bytes == stored_weight_bytes(str(TINY_LM)) == size
+    # in another dtype they are counted
+    doubled = ModelShape.of(config, str(TINY_LM), torch.float32)
+    assert 2 * size * 0.99 < doubled.weight_bytes <= 2 * size and doubled.dtype == torch.float32
+    assert stored_weight_bytes(str(Path(__file__).parent)) is None
+
+
+@pytest.mark.parametrize("most, bound, expected", [(10, 7, 7), (10, 10, 10), (10, 99, 10), (10, 0, 0), (0, 5, 0)])
+def test_longest(most: int, bound: int, expected: int) -> None:
+    assert longest(lambda number: number <= bound, most) == expected

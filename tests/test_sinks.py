@@ -1,0 +1,290 @@
+"""Sinks: the first tokens of a request stay exact, whatever else happens to it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_compressed import Pair, left_padding
+from test_policies import CASES, PLACE
+from test_rotated import RotatedPair, RotatedSharedPair, assert_offsets
+from tiny_models import ragged_prompts, tiny_model
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_diffkv import DiffKVCache, DiffKVConfig, IntegrityError
+from hf_diffkv.io import JSON_NAME, TENSORS_NAME, _checksum
+from hf_diffkv.native.library import library
+from hf_diffkv.ops.backend import use_backend
+from hf_diffkv.ops.window import held_count, held_tokens, slots_of
+from hf_diffkv.store import (
+    Store,
+    attend_token,
+    attend_tokens,
+    check_integrity,
+    commit,
+    fork_store,
+    hide_tokens,
+    read_tokens,
+    select_rows,
+)
+
+MIXED = {"alpha_high": 1.0, "alpha_low": 0.5}
+WINDOW_LEVEL = 3
+
+
+def exact(pair: Pair) -> Tensor:
+    return read_tokens(pair.store, 0).levels == WINDOW_LEVEL
+
+
+@pytest.mark.parametrize("sinks", [0, 1, 4, 11])
+def test_slots_are_those_of_a_window_filled_by_hand(sinks: int) -> None:
+    """Tokens are put in one by one; a dictionary says what stands where."""
+    slots, window = sinks + 5, 4
+    end = torch.tensor([sinks]) if sinks else None
+    held: dict[int, int] = {}
+    for token in range(40):
+        slot = int(slots_of(torch.tensor([token]), end, sinks, slots))
+        assert slot == token if token < sinks else sinks <= slot < slots
+        held[slot] = token
+        start = max(sinks, token + 1 - window)
+        held = {slot: token for slot, token in held.items() if token < sinks or token >= start}
+        state = torch.tensor([start]), torch.tensor([token + 1]), end
+        assert held_tokens(*state, sinks, slots)[0].tolist() == [held.get(slot, -1) for slot in range(slots)]
+        assert int(held_count(*state)) == len(held) == min(token + 1, sinks + window)
+
+
+@pytest.mark.parametrize("backend", ["reference", "native"])
+@pytest.mark.parametrize("sinks, interval", [(1, 1), (4, 1), (4, 3), (13, 2)])
+def test_every_step_equals_the_simulation(backend: str, sinks: int, interval: int) -> None:
+    """A ragged batch, rows shorter than the sinks among it; prompt, steps, a turn with padding, steps."""
+    dtype = torch.float64 if backend == "reference" else torch.float32
+    config = DiffKVConfig(**MIXED, window=8, sinks=sinks, compaction_interval=interval)
+    pair = Pair(config, 3, heads=2, group=2, dim=16, dtype=dtype)
+    if dtype == torch.float32:
+        # sums of `dim` numbers, back in the model's channels
+        pair.token_tolerance = 5e-6
+    if backend == "native" and library() is None:
+        pytest.skip("no native library")
+    pair.forward(20, left_padding((20, 3, 1)))
+    pair.compare()
+    for _ in range(25):
+        pair.forward(1)
+        pair.compare()
+    pair.forward(14, left_padding((14, 14, 5)).flip(1))
+    for _ in range(12):
+        pair.forward(1)
+        pair.compare()
+    assert exact(pair)[0, :, :sinks].all() and exact(pair).sum(-1).amax() <= sinks + 8 + interval
+
+
+def test_kernels() -> None:
+    """The whole store on the Triton kernels, in their interpreter; a row is shorter than the sinks at first."""
+    triton = pytest.importorskip("triton")
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("triton was imported without TRITON_INTERPRET=1")
+    config = DiffKVConfig(alpha_high=1.1, alpha_low=0.6, window=6, sinks=3)
+    pair = RotatedPair(config, 2, heads=1, group=2, dim=64, dtype=torch.float32)
+    pair.tolerance = 2e-3
+    with use_backend("kernels"):
+        pair.forward(5, left_padding((5, 2)))
+        for _ in range(8):
+            pair.forward(1)
+            pair.compare_levels()
+        pair.forward(20)
+        pair.compare_levels()
+        for _ in range(3):
+            pair.forward(1)
+        pair.compare_levels()
+    assert exact(pair)[0, :, :3].all()
+
+
+@pytest.mark.parametrize("chunks", [(1,) * 40, (2, 1, 3, 1, 1, 20, 12), (3, 37), (40,)], ids=str)
+def test_nothing_is_left_but_sinks_and_window(chunks: tuple[int, ...]) -> None:
+    """Everything else is pruned, and what is left is bit for bit what was fed."""
+    config = DiffKVConfig.paper(alpha_high=1e6, alpha_low=1e6, window=5, sinks=4)
+    pair = Pair(config, 2, heads=2, group=2, dim=16)
+    fed: list[Tensor] = []
+    draw = pair.draw
+    pair.draw = lambda heads, tokens: fed.append(draw(heads, tokens)) or fed[-1]
+    for tokens in chunks:
+        pair.forward(tokens)
+    held = read_tokens(pair.store, 0)
+    assert held.mask[0, 0].nonzero().flatten().tolist() == [0, 1, 2, 3, 35, 36, 37, 38, 39]
+    for found, part in ((held.keys, fed[1::3]), (held.values, fed[2::3])):
+        assert torch.equal(found, torch.cat(part, dim=2) * held.mask[..., None])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_policies_beside_sinks(case: str) -> None:
+    """Budgets and shares are of what is neither in the window nor a sink."""
+    policy, options, rule = CASES[case]
+    config = DiffKVConfig(policy=policy, policy_options=options, window=6, sinks=5, page_bytes=512)
+    pair = Pair(config, 2, heads=2, group=2, dim=16, place=PLACE, rule=rule)
+    for tokens in (40, *[1] * 12, 9, *[1] * 6):
+        pair.forward(tokens, left_padding((40, 7)) if tokens == 40 else None)
+        pair.compare()
+
+
+@pytest.mark.parametrize("sinks", [3, 4])
+@pytest.mark.parametrize("tokens, steps", [(30, 0), (30, 3), (10, 2), (5, 0)])
+@pytest.mark.parametrize("shown", ["some", "the last", "no sink", "all but a sink"])
+def test_hidden_sinks(sinks: int, tokens: int, steps: int, shown: str) -> None:
+    """Sinks that are left stay; where nothing outside is left, the first tokens are sinks again."""
+    config = DiffKVConfig(**MIXED, window=8, sinks=sinks)
+    pair = RotatedPair(config, 3, heads=2, group=2, dim=16)
+    pair.forward(tokens, left_padding((tokens, tokens - 3, 4)))
+    for _ in range(steps):
+        pair.forward(1)
+    pair.store.settle()
+    columns = torch.arange(pair.store.seen)
+    index = pair.simulation._index
+    mask = {
+        "some": torch.rand(3, pair.store.seen, generator=torch.Generator().manual_seed(0)) > 0.4,
+        "the last": (columns >= pair.store.seen - 3).expand(3, -1),
+        "no sink": index >= sinks,
+        "all but a sink": index == 1,
+    }[shown]
+    mask = mask & (index >= 0)
+    hide_tokens(pair.store, mask)
+    pair.simulation.hide(mask)
+    pair.compare()
+    for more in (*[1] * 10, 12, *[1] * 6):
+        pair.forward(more)
+        pair.compare()
+        assert_offsets(pair)
+
+
+@pytest.mark.parametrize("lengths", [(5, 3, 1, 2), (2, 2, 1, 1)], ids=str)
+def test_tokens_taken_back_into_the_sinks(lengths: tuple[int, ...]) -> None:
+    pair = RotatedSharedPair(DiffKVConfig(alpha_high=1.6, alpha_low=0.9, window=4, sinks=6))
+    pair.forward(max(lengths), left_padding(lengths))
+    pair.store.settle()
+    pair.store.recording = True
+    for tokens, rejected in ((4, 4), (6, 5), (1, 0), (4, 3), (9, 2), (1, 0), (6, 6), (3, 1), (1, 0), (8, 0)):
+        new = pair.draw_all(tokens)
+        pair.attend(new, new.queries)
+        commit(pair.store, rejected)
+        if rejected < tokens:
+            kept = new.part(0, tokens - rejected)
+            pair.simulate(kept, kept.queries, outputs=False)
+        pair.compare()
+        assert_offsets(pair)
+
+
+def test_chosen_repeated_and_forked_requests() -> None:
+    pair = RotatedPair(DiffKVConfig(**MIXED, window=8), 3, heads=2, group=2, dim=16)
+    pair.forward(30, left_padding((30, 3, 11)))
+    shown = pair.store.padding.mask()
+    shown[0, 1:3] = False
+    hide_tokens(pair.store, shown)
+    before, fork = read_tokens(pair.store, 0), fork_store(pair.store)
+    index = torch.tensor([2, 0, 0, 1])
+    select_rows(pair.store, index)
+    check_integrity(pair.store)
+    assert pair.store.sink_end[0].tolist() == [4, 2, 2, 4] and fork.sink_end[0].tolist() == [2, 4, 4]
+    for name in ("keys", "values", "levels", "score"):
+        assert torch.equal(getattr(read_tokens(pair.store, 0), name), getattr(before, name)[index])
+        assert torch.equal(getattr(read_tokens(fork, 0), name), getattr(before, name))
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_a_budget_never_takes_sinks(interval: int) -> None:
+    fields = {"alpha_high": 0.0, "alpha_low": 0.0, "window": 8, "page_bytes": 512, "compaction_interval": interval}
+    free, tight = (
+        RotatedPair(DiffKVConfig(**fields, **limit), 2, heads=2, group=2, dim=16, dtype=torch.float32)
+        for limit in ({}, {"max_bytes": 30_000})
+    )
+    for pair in (free, tight):
+        pair.simulation.forward = lambda query, key, value, **options: query.new_zeros(0)
+        pair.forward = lambda tokens, pair=pair: feed(pair, tokens)
+        for tokens in (300, *[1] * 150):
+            pair.forward(tokens)
+        check_integrity(pair.store)
+    assert tight.store.bytes <= 30_000 < free.store.bytes
+    assert (read_tokens(tight.store, 0).levels == 0).any()
+    mine, theirs = (read_tokens(pair.store, 0) for pair in (tight, free))
+    assert exact(tight)[:, :, :4].all() and torch.equal(mine.keys[:, :, :4], theirs.keys[:, :, :4])
+
+
+def feed(pair: Pair, tokens: int) -> None:
+    """A forward without a simulation beside it."""
+    first = pair.store.seen == 0
+    states = (pair.draw(heads, tokens) for heads in (pair.heads * pair.group, pair.heads, pair.heads))
+    pair.store.begin(tokens)
+    pair.store.padding.append(tokens, None)
+    (attend_token if tokens == 1 and not first else attend_tokens)(pair.store, 0, *states, scaling=0.25)
+
+
+def test_memory_counts_sinks() -> None:
+    shape = (2, 3, 2, 16, 16, torch.bfloat16, torch.device("cpu"))
+    none, four = (Store(DiffKVConfig(sinks=sinks), *shape) for sinks in (0, 4))
+    # keys, values and a sum of each
+    assert four.bytes - none.bytes == 2 * 3 * 2 * 4 * (2 * 16 * 2 + 4)
+
+
+@pytest.mark.parametrize("change", ["beyond the slots", "behind the window"])
+def test_integrity_finds_sinks_out_of_place(change: str) -> None:
+    pair = Pair(DiffKVConfig(**MIXED, window=8), 1, heads=2, group=2, dim=16)
+    pair.forward(30)
+    check_integrity(pair.store)
+    if change == "beyond the slots":
+        pair.store.sink_end += 1
+    else:
+        pair.store.window_start.fill_(3)
+        pair.store.length.fill_(8)
+    with pytest.raises(IntegrityError, match="behind the sinks"):
+        check_integrity(pair.store)
+
+
+def generate(model: PreTrainedModel, cache: DiffKVCache, ids: Tensor, mask: Tensor, count: int, **options) -> Tensor:
+    return model.generate(
+        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=count, do_sample=False, **options
+    )
+
+
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_saved_caches(sinks: int, tmp_path: Path) -> None:
+    """Also one as it was saved before there were sinks, without a word of them."""
+    model = tiny_model("llama", "diffkv", dtype=torch.float64)
+    ids, mask = ragged_prompts((30, 3))
+    cache = DiffKVCache(model.config, DiffKVConfig(**MIXED, window=8, sinks=sinks))
+    text = generate(model, cache, ids, mask, 6)
+    cache.save_pretrained(tmp_path)
+    if not sinks:
+        before_there_were_sinks(tmp_path)
+    loaded = DiffKVCache.from_pretrained(tmp_path, model)
+    assert loaded.config == cache.config
+    mask = torch.cat([mask, torch.ones(2, 6, dtype=mask.dtype)], 1)
+    assert torch.equal(*(generate(model, each, text, mask, 20) for each in (cache, loaded)))
+    for layer_idx in range(2):
+        for mine, theirs in zip(cache.dequantize(layer_idx), loaded.dequantize(layer_idx)):
+            assert torch.equal(mine, theirs)
+
+
+def before_there_were_sinks(folder: Path) -> None:
+    tensors = load_file(folder / TENSORS_NAME)
+    save_file({name: tensor for name, tensor in tensors.items() if "sink_end" not in name}, folder / TENSORS_NAME)
+    content = json.loads((folder / JSON_NAME).read_text())
+    del content["checksum"], content["config"]["sinks"]
+    digest = hashlib.sha256((folder / TENSORS_NAME).read_bytes()).hexdigest()
+    content |= {"format_version": 2, "sha256": digest}
+    (folder / JSON_NAME).write_text(json.dumps({**content, "checksum": _checksum(content)}))
+
+
+def test_beams_of_a_padded_batch() -> None:
+    """Everything is exact at every level, so the text is that of the dense cache."""
+    model = tiny_model("llama", "diffkv", dtype=torch.float64)
+    ids, mask = ragged_prompts((20, 3, 1))
+    expected = generate(model, DynamicCache(config=model.config), ids, mask, 24, num_beams=3)
+    cache = DiffKVCache(model.config, DiffKVConfig.lossless(window=8, sinks=4, alpha_high=1.0))
+    assert torch.equal(generate(model, cache, ids, mask, 24, num_beams=3), expected)
+    cache.check_integrity()
