@@ -143,7 +143,6 @@ class PageLayout:
             page_bytes=best,
         )
 
-
     @classmethod
     def of(
         cls, config: DiffKVConfig, key_dim: int, value_dim: int, element_bytes: int, max_positions: int | None
