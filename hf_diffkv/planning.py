@@ -145,12 +145,12 @@ def _head_bytes(
     layer: LayerShape, tokens: int, config: DiffKVConfig, high_share: float, element_bytes: int, limit: int | None
 ) -> int:
     layout = PageLayout.of(config, layer.key_dim, layer.value_dim, element_bytes, limit)
-    stored = max(0, tokens - config.window)
+    stored = max(0, tokens - config.window - config.sinks)
     high = min(stored, -int(-stored * high_share // 1))
     # one more page than is full is kept ready for the tokens to come
     pages = -(-high // layout.high.capacity) + -(-(stored - high) // layout.low.capacity) + 1
     width = -(-stored // min(layout.high.capacity, layout.low.capacity)) + 2
-    slots = config.window + config.compaction_interval
+    slots = config.sinks + config.window + config.compaction_interval
     window = slots * ((layer.key_dim + layer.value_dim) * element_bytes + INT)
     center = INT * layer.key_dim if config.center else 0
     return pages * (layout.page_bytes + INT) + INT * width + window + center + ROW_BYTES

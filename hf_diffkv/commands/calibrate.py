@@ -72,7 +72,8 @@ def calibrate(options: SimpleNamespace) -> None:
     _check_method(method, options.method)
     model_config, tokenizer = load_config(options.model)
     task, documents, source = _documents(options, tokenizer, model_config)
-    _check_length(documents, method.config_for(model_config).window)
+    config = method.config_for(model_config)
+    _check_length(documents, config.window + config.sinks)
     model = load_model(options.model, options.dtype, options.device, options.quiet)
     settings = {"model": options.model, "dtype": str(model.dtype).removeprefix("torch.")}
     folder = RunFolder(options.output, settings)
@@ -146,11 +147,11 @@ def _documents(options: SimpleNamespace, tokenizer: Any, model_config: Any) -> t
     return task, found, {**source, "documents": len(found)}
 
 
-def _check_length(documents: list[Any], window: int) -> None:
+def _check_length(documents: list[Any], exact: int) -> None:
     shortest = min(len(document.context) for document in documents)
-    if shortest <= window:
+    if shortest <= exact:
         raise EvaluationError(
-            f"a prompt has {shortest} tokens, which the window of {window} holds uncompressed; raise --length."
+            f"a prompt has {shortest} tokens, and {exact} are held uncompressed anyway; raise --length."
         )
 
 

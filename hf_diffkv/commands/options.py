@@ -19,9 +19,9 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
 UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
 STDIN = "-"
-CONFIG_FIELDS = ("alpha_high", "alpha_low", "window", "high", "low", "rotate", "center", "max_bytes")
+CONFIG_FIELDS = ("alpha_high", "alpha_low", "window", "sinks", "high", "low", "rotate", "center", "max_bytes")
 # what a lossless configuration leaves open
-LOSSLESS_FIELDS = {"window", "max_bytes"}
+LOSSLESS_FIELDS = {"window", "sinks", "max_bytes"}
 
 
 class Bytes(click.ParamType):
@@ -148,6 +148,7 @@ format_options = chain(
     click.option("--high", metavar="KxVy", type=PrecisionType(), help="Bits of keys and values of important tokens."),
     click.option("--low", metavar="KxVy", type=PrecisionType(), help="Bits of keys and values of the others: K4V2."),
     click.option("--window", metavar="N", type=AtLeast(), help="Newest tokens kept uncompressed."),
+    click.option("--sinks", metavar="N", type=AtLeast(0), help="First tokens kept uncompressed."),
     click.option("--rotate/--no-rotate", default=None, help="Hold keys and values rotated: fewer bits do."),
     click.option("--center/--no-center", default=None, help="Hold keys less their mean."),
     click.option("--config", metavar="NAME", help="A saved configuration: a folder, or a repository of the Hub."),

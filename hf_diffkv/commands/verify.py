@@ -70,9 +70,10 @@ def command(**given: Any) -> None:
 
 def _verify(options: SimpleNamespace, config: Any) -> tuple[list[Any], str, bool]:
     """What was measured, the verdict, and whether all is well."""
-    if options.length <= config.window:
+    if options.length <= config.window + config.sinks:
         raise click.UsageError(
-            f"--length {options.length}: the window of {config.window} holds such a prompt uncompressed; give more."
+            f"--length {options.length}: the window of {config.window} and the sinks hold such a prompt uncompressed; "
+            "give more."
         )
     progress(f"loading {options.model}", options.quiet)
     limit = position_limit(supported_config(options.model))

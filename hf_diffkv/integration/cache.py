@@ -139,7 +139,7 @@ class DiffKVCache(Cache):
         return memory_report(self)
 
     def levels(self, layer_idx: int) -> Tensor:
-        """int8 [batch, kv_heads, seen]: -1 padding, 0 pruned, 1 low, 2 high, 3 window.
+        """int8 [batch, kv_heads, seen]: -1 padding, 0 pruned, 1 low, 2 high, 3 window, sinks included.
 
         Under tensor parallelism, here and below, kv_heads are those of this rank.
         """

@@ -28,7 +28,7 @@ class LayerTokens:
     Attributes:
         keys, values: [batch, heads, seen, dim], zero where nothing is stored; float32 (float64 models: float64).
         score: float32 [batch, heads, seen], significance sums.
-        levels: int8 [batch, heads, seen]: -1 padding, 0 pruned, 1 low, 2 high, 3 window.
+        levels: int8 [batch, heads, seen]: -1 padding, 0 pruned, 1 low, 2 high, 3 window, sinks included.
     """
 
     keys: Tensor

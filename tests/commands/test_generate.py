@@ -287,14 +287,25 @@ def test_options_reach_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "run_in_fresh_process", lambda job: started.append(job) or run_of([[1]]))
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("caf\u00e9\n".encode())))
     sampling = ["--sample", "--seed", "3", "--temperature", "0.7", "--top-p", "0.9", "--top-k", "5"]
-    format_options = ["--high", "k8v8", "--rotate", "--no-center", "--window", "9", "--max-bytes", "1.5MiB"]
+    format_options = [
+        "--high",
+        "k8v8",
+        "--rotate",
+        "--no-center",
+        "--window",
+        "9",
+        "--sinks",
+        "2",
+        "--max-bytes",
+        "1.5MiB",
+    ]
     assert main(["generate", "-", *sampling, *format_options, "--alpha-low", "0.5", "--quiet"]) == 0
     diffkv, dense = started
     assert diffkv.turns == ["caf\u00e9"] and diffkv.quiet and not diffkv.echo and diffkv.stream
     assert (diffkv.sample, diffkv.seed) == (True, 3)
     assert diffkv.sampling == {"temperature": 0.7, "top_p": 0.9, "top_k": 5}
     expected = DiffKVConfig(
-        high=(8, 8), rotate=True, center=False, window=9, max_bytes=3 << 19, alpha_high=1.0, alpha_low=0.5
+        high=(8, 8), rotate=True, center=False, window=9, sinks=2, max_bytes=3 << 19, alpha_high=1.0, alpha_low=0.5
     )
     assert DiffKVConfig.from_dict(diffkv.config) == expected
     assert dataclasses.replace(dense, cache=DIFFKV, stream=True) == diffkv

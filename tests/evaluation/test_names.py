@@ -42,6 +42,15 @@ def test_lossless_is_not_a_preset() -> None:
     assert get_method("diffkv:lossless+window=32").config_for(LlamaConfig()) == DiffKVConfig.lossless(window=32)
 
 
+def test_other_methods_have_the_sinks_that_are_theirs() -> None:
+    config = LlamaConfig()
+    assert get_method("snapkv:budget=0.5").config_for(config).sinks == 0
+    assert get_method("snapkv:budget=0.5+sinks=4").config_for(config).sinks == 4
+    streaming = get_method("streaming:sinks=2").config_for(config)
+    assert streaming.sinks == 0 and streaming.policy_options == {"sinks": 2}
+    assert get_method("diffkv:K8V4").config_for(config).sinks == DiffKVConfig().sinks
+
+
 def test_options_of_the_others() -> None:
     assert (get_method("quanto").backend, get_method("quanto").bits) == ("quanto", 4)
     assert (get_method("quanto:2").backend, get_method("quanto:2").bits) == ("quanto", 2)

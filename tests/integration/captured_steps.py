@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 
-FIELDS = {"alpha_high": 1.1, "alpha_low": 0.5, "window": 4, "page_bytes": 512}
+FIELDS = {"alpha_high": 1.1, "alpha_low": 0.5, "window": 3, "sinks": 1, "page_bytes": 512}
 
 
 def build(layers: int, **options: object) -> PreTrainedModel:

@@ -25,12 +25,12 @@ from hf_diffkv.io import JSON_NAME, TENSORS_NAME, _checksum
 
 BOTH = {"rotate": True, "center": True}
 CONFIGS = {
-    "llama": DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16, **BOTH),
-    "qwen2": DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16, compaction_interval=3, **BOTH),
-    "gemma2": DiffKVConfig(alpha_high=1.2, alpha_low=0.8, window=16, **BOTH),
-    "gpt_oss": DiffKVConfig(alpha_high=0.8, alpha_low=0.2, window=16, **BOTH),
+    "llama": DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=12, **BOTH),
+    "qwen2": DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=12, compaction_interval=3, **BOTH),
+    "gemma2": DiffKVConfig(alpha_high=1.2, alpha_low=0.8, window=12, **BOTH),
+    "gpt_oss": DiffKVConfig(alpha_high=0.8, alpha_low=0.2, window=12, **BOTH),
 }
-# rows without a token outside the window, at its end, and beyond it
+# rows without a token outside the sinks and the window, at their end, and beyond it
 LENGTHS = (1, 2, 15, 16, 17, 90)
 
 
@@ -110,7 +110,7 @@ def test_captured_steps_through_the_end_of_the_window(steps, interval: int) -> N
     model = build(1)
     tokens = torch.randint(0, 96, (2, 3), generator=torch.Generator().manual_seed(1))
     mask = torch.tensor([[1, 1, 1], [0, 1, 1]])
-    fields = {"compaction_interval": interval, "window": 11, **BOTH}
+    fields = {"compaction_interval": interval, "window": 10, **BOTH}
     expected, eager = run(model, False, tokens, 24, fields, attention_mask=mask)
     got, cache = run(model, True, tokens, 24, fields, attention_mask=mask)
     assert torch.equal(got, expected)
@@ -161,14 +161,17 @@ def test_a_cache_saved_by_0_1_is_what_it_was(tmp_path: Path) -> None:
     """It has no offsets and its configuration names neither option: keys and values stand in the model's channels."""
     model = tiny_model("llama", "diffkv", dtype=torch.float64)
     ids, mask = ragged_prompts((30, 4))
-    cache = DiffKVCache(model.config, dataclasses.replace(CONFIGS["llama"], rotate=False, center=False))
+    config = dataclasses.replace(CONFIGS["llama"], rotate=False, center=False, sinks=0)
+    cache = DiffKVCache(model.config, config)
     text, _ = generate(model, cache, ids, mask, 6)
     cache.save_pretrained(tmp_path)
     path, description = tmp_path / TENSORS_NAME, tmp_path / JSON_NAME
     tensors = load_file(path)
-    save_file({name: tensor for name, tensor in tensors.items() if "key_offset" not in name}, path)
+    known = {name: tensor for name, tensor in tensors.items() if not name.endswith(("key_offset", "sink_end"))}
+    save_file(known, path)
     content = json.loads(description.read_text())
     del content["checksum"], content["config"]["rotate"], content["config"]["center"]
+    del content["config"]["sinks"], content["config"]["metadata_bits"]
     content |= {"format_version": 1, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
     description.write_text(json.dumps({**content, "checksum": _checksum(content)}))
     loaded = DiffKVCache.from_pretrained(tmp_path, model)

@@ -1,7 +1,7 @@
 """Other methods of the field on this library's pages, a method for each policy: `snapkv:budget=0.3`, `leankv`.
 
 Options are those of the policy and of `diffkv` methods. A policy that only keeps or drops tokens keeps them in the
-model's dtype unless a precision is given, as its paper does.
+model's dtype unless a precision is given, as its paper does. No first tokens are exact beside those of the policy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _build(name: str, options: list[str]) -> Method:
     for option in mine:
         field, _, value = option.partition("=")
         chosen[field] = parse_value(value)
-    return DiffKVMethod({**fields, "policy": name, "policy_options": chosen}, base)
+    return DiffKVMethod({"sinks": 0, **fields, "policy": name, "policy_options": chosen}, base)
 
 
 for _name in POLICIES:
