@@ -160,6 +160,13 @@ def test_every_number_of_bits(bits: int, dtype: torch.dtype) -> None:
 
 
 @every_dtype
+def test_a_past_in_narrow_pages(dtype: torch.dtype) -> None:
+    options = {"high": Precision(6, 4, 1, 2), "low": Precision(5, 3), "metadata_bits": 16, "position_bytes": 2}
+    past = hand_past(HIGH, LOW, WINDOW, key_dim=32, value_dim=64, dtype=dtype, **options)
+    check(*draw(3, 2, 2, 9, 32, 64), *past, dtype=dtype)
+
+
+@every_dtype
 def test_exact_tokens_between_the_stored_and_the_new_ones(dtype: torch.dtype) -> None:
     query, key, value = (part.to(dtype) for part in draw(3, 2, 2, 40, 16))
     past, stored_key, stored_value, there = hand_past(HIGH, LOW, WINDOW, dtype=dtype)
