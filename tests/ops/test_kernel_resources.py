@@ -56,7 +56,11 @@ def results(decode_names, tmp_path_factory):
     names += ["store_tokens-K8V4-g11-d128", "store_tokens-K4V2-g11-d128", "move_tokens-K8V4-K4V2-d128"]
     # where Triton 3.6 refuses to overlap the loads of two blocks
     names += ["past_forward-K8V4-K4V2-bf16-d128-padding-sm_100"]
-    names += ["past_forward-K6V4-K5V3-bf16-d128-padding-sm_90", "store_tokens-K5V3-g11-d64", "move_tokens-K6V4-K5V3-d64"]
+    names += [
+        "past_forward-K6V4-K5V3-bf16-d128-padding-sm_90",
+        "store_tokens-K5V3-g11-d64",
+        "move_tokens-K6V4-K5V3-d64",
+    ]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     match = f"^({'|'.join(map(re.escape, names))})$"

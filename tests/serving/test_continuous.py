@@ -288,10 +288,10 @@ def test_a_request_that_fails_fails_alone(
 
 
 def test_forks_share_a_prompt_and_go_their_own_way(model: PreTrainedModel, watch: Watch) -> None:
-    given = prompts((50, 9))
+    given = prompts((50, 9, 1))
     config = request_config(LOSSLESS, num_return_sequences=3, do_sample=True, top_k=1)
-    outputs = model.generate_batch(given, config, chunks(max_requests_per_batch=8))
-    assert len(outputs) == 6
+    outputs = model.generate_batch(given, config, chunks(max_requests_per_batch=16))
+    assert len(outputs) == 9
     for index, output in enumerate(outputs.values()):
         assert output.generated_tokens == expected(model, given[index // 3])
     assert sum(n for forwards in watch.forwards.values() for n in forwards if n > 1) == 49 + 8
