@@ -180,7 +180,8 @@ class ContinuousCache:
 
     def prepare_fork_request(self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: dict) -> list[str]:
         """Copies a request for each of `dst_req_ids` that there is room for; returns those."""
-        source = self._slot_of[src_state.request_id]
+        # a request that failed has none, and no children to come
+        source = self._slot_of.get(src_state.request_id)
         for count, request_id in enumerate(dst_req_ids):
             twin = self.slots.fork(source)
             if twin is None:
