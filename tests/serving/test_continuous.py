@@ -205,7 +205,7 @@ def serve(model: PreTrainedModel, config: GenerationConfig, **options: Any) -> D
 
 
 def test_cancelled_requests_leave_nothing(model: PreTrainedModel, watch: Watch) -> None:
-    """Requests are cancelled while they wait, in their prompt and while decoding; the others end as they should."""
+    """Requests are cancelled at random moments while others arrive; those that stay end as they should."""
     rng = random.Random(0)
     given = prompts(tuple(rng.randint(1, 120) for _ in range(40)))
     manager = serve(model, request_config(LOSSLESS, TIGHT), max_requests_per_batch=4)
