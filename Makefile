@@ -111,6 +111,7 @@ compile-kernels: $(READY)
 bench-cpu: $(READY)
 	$(BIN)/python benchmarks/decode_cpu.py
 	$(BIN)/python benchmarks/attention_cpu.py
+	$(BIN)/python benchmarks/prompt_cpu.py
 
 # With a GPU: the compiled kernels against their references, then all figures (docs/performance.md). The workers compile
 # side by side, and one whose device a kernel broke is replaced. The test of the device's memory wants it for itself.

@@ -183,7 +183,7 @@ def test_tokens_taken_back_into_the_sinks(lengths: tuple[int, ...]) -> None:
 def test_chosen_repeated_and_forked_requests() -> None:
     pair = RotatedPair(DiffKVConfig(**MIXED, window=8), 3, heads=2, group=2, dim=16)
     pair.forward(30, left_padding((30, 3, 11)))
-    shown = pair.store.padding.mask()
+    shown = pair.store.padding.mask().clone()
     shown[0, 1:3] = False
     hide_tokens(pair.store, shown)
     before, fork = read_tokens(pair.store, 0), fork_store(pair.store)

@@ -204,7 +204,7 @@ def _coloured(tokens: list[dict[str, Any]]) -> str:
     legend = "  ".join(click.style(name, **STYLES[name]) for name in ("high", "low", "window", "pruned"))
     runs = groupby(tokens, _level_of)
     text = "".join(click.style("".join(token["text"] for token in run), **STYLES[name]) for name, run in runs)
-    return f"The level that most heads have a token at: {legend}\n\n{text}"
+    return f"Coloured by the level of most heads:\n{legend}\n\n{text}"
 
 
 def _extremes(tokens: list[dict[str, Any]]) -> str:

@@ -31,7 +31,7 @@ POLICIES = {
 
 def config_of(policy: str, **options) -> DiffKVConfig:
     fields = {"alpha_high": 1.0, "alpha_low": 0.5, "window": 8, "page_bytes": 512, **options}
-    return DiffKVConfig(policy=policy, policy_options=POLICIES[policy], **fields)
+    return DiffKVConfig(policy=policy, policy_options=POLICIES[policy], sinks=0, **fields)
 
 
 def alphas(cache: DiffKVCache) -> list[torch.Tensor]:
