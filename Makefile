@@ -22,7 +22,7 @@ ALPHA_LOW ?= 0
 # kvpress pins an older Transformers, so it has an environment of its own
 KVPRESS := build/envs/kvpress
 
-.PHONY: setup native native-sanitize models kvpress evaluate test check format demo demo-smollm2 demo-tiny-lm space \
+.PHONY: setup native native-sanitize wheel models kvpress evaluate test check format demo demo-smollm2 demo-tiny-lm space \
 	compile-kernels bench-cpu test-gpu bench-gpu train-tiny-lm clean
 
 setup: $(READY)
@@ -59,13 +59,17 @@ models: $(READY)
 native: $(READY)
 	$(BIN)/python setup.py --quiet build_ext --inplace --force
 
+# A wheel for every Python of this platform into dist, tagged with the oldest glibc that the library runs on.
+wheel: $(READY)
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
 # The tests of native code with checks of every memory access and of undefined behaviour; then the library is built anew.
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g
 native-sanitize: $(READY)
 	HF_DIFFKV_NATIVE_FLAGS="$(SANITIZE)" $(BIN)/python setup.py --quiet build_ext --inplace --force
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
-		TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/ops/test_native_attention.py \
-		tests/ops/test_native_pages.py; status=$$?; $(MAKE) native; exit $$status
+		TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/ops/test_native_*.py; \
+		status=$$?; $(MAKE) native; exit $$status
 
 # Kernel tests run in Triton's interpreter, which must be chosen before Triton is imported anywhere in the process. One
 # thread per worker: the tensors of the tests are small.
@@ -111,6 +115,7 @@ compile-kernels: $(READY)
 bench-cpu: $(READY)
 	$(BIN)/python benchmarks/decode_cpu.py
 	$(BIN)/python benchmarks/attention_cpu.py
+	$(BIN)/python benchmarks/prompt_cpu.py
 
 # With a GPU: the compiled kernels against their references, then all figures (docs/performance.md). The workers compile
 # side by side, and one whose device a kernel broke is replaced. The test of the device's memory wants it for itself.

@@ -6,6 +6,7 @@ releases of both. Everything else about the package is in pyproject.toml.
 
 import os
 import platform
+import re
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -62,7 +63,20 @@ class AnyPythonWheel(bdist_wheel):
     """A wheel for one platform and every Python, as the library does not use Python's ABI."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        return ("py3", "none", super().get_tag()[2])
+        tag = super().get_tag()[2]
+        library = Path(self.get_finalized_command("build_ext").get_ext_fullpath(NATIVE.name))
+        return ("py3", "none", manylinux(tag, library.read_bytes()) if library.is_file() else tag)
+
+
+def manylinux(tag: str, library: bytes) -> str:
+    """A wheel's platform tag, where it is that of Linux, with the oldest glibc that has all the library asks for.
+
+    The names of symbol versions stand in the library as they are. Of libstdc++ it asks for nothing newer.
+    """
+    versions = [(int(major), int(minor)) for major, minor in re.findall(rb"GLIBC_(\d+)\.(\d+)", library)]
+    if not tag.startswith("linux_") or not versions:
+        return tag
+    return "manylinux_{}_{}_{}".format(*max(versions), tag.removeprefix("linux_"))
 
 
 NATIVE = Extension(

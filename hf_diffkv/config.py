@@ -179,6 +179,21 @@ class DiffKVConfig:
         return cls(**{"rotate": False, "center": False, "sinks": 0, "metadata_bits": 32, **kwargs})
 
     @classmethod
+    def preset(cls, name: str, **kwargs: Any) -> DiffKVConfig:
+        """A measured choice between memory and quality (docs/quality.md has the figures of each).
+
+        Args:
+            name: "quality", "balanced" or "small", from the most memory to the least.
+            **kwargs: fields that override the choice.
+
+        Raises:
+            ValueError: another name.
+        """
+        from .presets import preset_named
+
+        return cls(**{**preset_named(name), **kwargs})
+
+    @classmethod
     def for_model(cls, model: Any, *, probe: bool = False, tokenizer: Any = None, **kwargs: Any) -> DiffKVConfig:
         """The published thresholds where this model was calibrated, otherwise ones that never prune.
 

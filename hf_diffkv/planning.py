@@ -111,7 +111,7 @@ class ModelShape:
         total = 0
         for layer in self.layers:
             if layer.compressed:
-                total += layer.num_key_value_heads * _head_bytes(layer, tokens, config, high_share, size)
+                total += layer.num_key_value_heads * _head_bytes(layer, tokens, config, high_share, size, self.limit)
             else:
                 total += layer.dense_bytes(tokens, size)
         return total
@@ -141,8 +141,10 @@ def stored_weight_bytes(name: str) -> int | None:
     return sum(file.size or 0 for file in files if file.rfilename.endswith(".safetensors")) or None
 
 
-def _head_bytes(layer: LayerShape, tokens: int, config: DiffKVConfig, high_share: float, element_bytes: int) -> int:
-    layout = PageLayout.build(config.high, config.low, layer.key_dim, layer.value_dim, element_bytes, config.page_bytes)
+def _head_bytes(
+    layer: LayerShape, tokens: int, config: DiffKVConfig, high_share: float, element_bytes: int, limit: int | None
+) -> int:
+    layout = PageLayout.of(config, layer.key_dim, layer.value_dim, element_bytes, limit)
     stored = max(0, tokens - config.window - config.sinks)
     high = min(stored, -int(-stored * high_share // 1))
     # one more page than is full is kept ready for the tokens to come

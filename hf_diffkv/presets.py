@@ -1,4 +1,4 @@
-"""Published thresholds (DiffKV, SOSP 2025, evaluation section), by model name."""
+"""Configurations by name: ours, by what they take, and the published thresholds (DiffKV, SOSP 2025), by model."""
 
 from __future__ import annotations
 
@@ -21,6 +21,26 @@ SAFE: dict[str, Any] = {"alpha_low": 0.0, "alpha_high": 1.0}
 # The papers' runs of these families quantise in groups: 1 at 8 bits, 2 at 4 bits, 4 at 2 bits.
 GROUPED = re.compile(r"^(qwq|qwen3)\b")
 GROUPED_PRECISIONS: dict[str, Any] = {"high": Precision(8, 4, 1, 2), "low": Precision(4, 2, 2, 4)}
+
+
+def _uniform(k_bits: int, v_bits: int, **fields: Any) -> dict[str, Any]:
+    precision = Precision(k_bits, v_bits)
+    return {"high": precision, "low": precision, "alpha_high": 0.0, "alpha_low": 0.0, "metadata_bits": 16, **fields}
+
+
+# Every token at one precision: on small models that beat tokens at two precisions of the same bytes (docs/quality.md).
+PRESETS: dict[str, dict[str, Any]] = {
+    "quality": _uniform(8, 4),
+    "balanced": _uniform(5, 3, window=32),
+    "small": _uniform(4, 3, window=32),
+}
+
+
+def preset_named(name: str) -> dict[str, Any]:
+    """Config fields of one of `PRESETS`. Raises `ValueError` for another name."""
+    if name not in PRESETS:
+        raise ValueError(f"there is no preset {name!r}; choose one of {', '.join(map(repr, PRESETS))}.")
+    return PRESETS[name]
 
 
 def preset_for(model_config: Any) -> dict[str, Any]:

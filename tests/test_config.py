@@ -185,3 +185,22 @@ def test_fields_override_a_preset() -> None:
     config = DiffKVConfig.for_model("Qwen/Qwen3-8B", alpha_high=2.0, low=Precision(4, 4), window=5)
     assert (config.high, config.low) == (GROUPED[0], Precision(4, 4))
     assert (config.alpha_low, config.alpha_high, config.window) == (0.0, 2.0, 5)
+
+
+def test_presets_take_less_memory_in_turn() -> None:
+    uniform = {
+        name: DiffKVConfig.preset(name, page_bytes=4096, max_bytes=1 << 20) for name in ("quality", "balanced", "small")
+    }
+    assert [config.high.name for config in uniform.values()] == ["K8V4", "K5V3", "K4V3"]
+    for config in uniform.values():
+        # one precision: nothing falls below it, nothing is pruned
+        assert config.low == config.high and (config.alpha_high, config.alpha_low) == (0.0, 0.0)
+        assert config.rotate and config.center and config.metadata_bits == 16
+        assert (config.page_bytes, config.max_bytes) == (4096, 1 << 20)
+    assert DiffKVConfig.preset("small", window=8).window == 8
+
+
+@pytest.mark.parametrize("name", ["", "Small", "tiny", None])
+def test_unknown_presets_are_refused(name: object) -> None:
+    with pytest.raises(ValueError, match=r"no preset .*'quality', 'balanced', 'small'"):
+        DiffKVConfig.preset(name)

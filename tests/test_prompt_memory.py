@@ -81,5 +81,5 @@ def test_a_chunk_reads_the_past_from_its_pages() -> None:
     store = Store(DiffKVConfig(alpha_low=0.0), 1, 1, HEADS, DIM, DIM, torch.bfloat16, torch.device("cpu"))
     _, past = attend(store, TOKENS, seed=0)
     taken, _ = attend(store, 64, seed=1)
-    # nothing is pruned, so that the past is large: its positions and scores are read, keys and values are not copied
+    # nothing is pruned, so that the past is large; its positions and scores are read, its keys and values not copied
     assert taken < past

@@ -98,6 +98,7 @@ def _job(options: SimpleNamespace) -> Job:
         raise click.UsageError("--system is of no effect without --chat.")
     if options.quiet and options.as_json:
         raise click.UsageError("--quiet and --json do not go together; leave one out.")
+    progress(f"reading the configuration of {options.model}", options.quiet)
     config = config_of(options)
     model_config = supported_config(options.model)
     _check_length(options, turns, position_limit(model_config))

@@ -83,7 +83,7 @@ def _layers(model_config: Any, config: Any, options: SimpleNamespace) -> dict[st
         pages = []
         for key_dim, value_dim in sorted(heads):
             size = shape.dtype.itemsize
-            layout = PageLayout.build(config.high, config.low, key_dim, value_dim, size, config.page_bytes)
+            layout = PageLayout.of(config, key_dim, value_dim, size, shape.limit)
             levels = {
                 name: {"precision": precision.name, "token_bytes": tier.token_bytes, "tokens_per_page": tier.capacity}
                 for name, precision, tier in (("high", config.high, layout.high), ("low", config.low, layout.low))
@@ -204,7 +204,7 @@ def _coloured(tokens: list[dict[str, Any]]) -> str:
     legend = "  ".join(click.style(name, **STYLES[name]) for name in ("high", "low", "window", "pruned"))
     runs = groupby(tokens, _level_of)
     text = "".join(click.style("".join(token["text"] for token in run), **STYLES[name]) for name, run in runs)
-    return f"The level that most heads have a token at: {legend}\n\n{text}"
+    return f"Coloured by the level of most heads:\n{legend}\n\n{text}"
 
 
 def _extremes(tokens: list[dict[str, Any]]) -> str:

@@ -24,7 +24,7 @@ class ServingMemory:
         longest: tokens of the longest request that is admitted.
         held_bytes: windows, tables, scratch and pages, free ones included, on the device.
         peak_bytes: the most that was held after any forward. max_bytes: the budget.
-        free_share: of the pages that the budget allows, how many nobody has or was promised; 0 to 1.
+        free_share: of the pages that the budget allows, how many nobody has; 0 to 1.
     """
 
     requests: int
@@ -95,9 +95,10 @@ class ContinuousCache:
         self._coming: list[tuple[str, int]] = []
 
     def memory(self) -> ServingMemory:
-        """What is held."""
-        slots = self.slots
-        sizes = (slots.bytes, self.peak_bytes, slots.max_bytes, self.compute_free_capacity())
+        """What is held; may be asked by any thread, and changes nothing."""
+        slots, pool = self.slots, self.slots.store.pool
+        used = pool.capacity - 1 - pool.free_list.free
+        sizes = (slots.bytes, self.peak_bytes, slots.max_bytes, 1 - used / max(1, self.num_blocks))
         return ServingMemory(len(self._slot_of), slots.store.batch_size, slots.longest, *sizes)
 
     def check_request(self, prompt_tokens: int, max_new_tokens: int | None) -> int:
@@ -179,7 +180,8 @@ class ContinuousCache:
 
     def prepare_fork_request(self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: dict) -> list[str]:
         """Copies a request for each of `dst_req_ids` that there is room for; returns those."""
-        source = self._slot_of[src_state.request_id]
+        # a request that failed has none, and no children to come
+        source = self._slot_of.get(src_state.request_id)
         for count, request_id in enumerate(dst_req_ids):
             twin = self.slots.fork(source)
             if twin is None:

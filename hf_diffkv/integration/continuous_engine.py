@@ -71,7 +71,7 @@ EXPECTED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (Scheduler, "finish_request", ("request_id",)),
     (initialization, "update_cb_config_after_cache_creation", ("cb_config", "num_blocks", "max_batch_tokens")),
 )
-FIELDS = ("request_id", "initial_tokens", "max_new_tokens", "_new_tokens_limit", "generated_tokens")
+FIELDS = ("request_id", "initial_tokens", "max_new_tokens", "num_children", "_new_tokens_limit", "_status")
 
 
 def surprises() -> list[str]:
@@ -109,7 +109,12 @@ class _Admission:
     cache: ContinuousCache
 
     def add_waiting_request(self, state: RequestState) -> None:
-        """Raises `ValueError` for a request that could not be finished by itself; the engine fails that one."""
+        """Raises `ValueError` for a request that could not be finished by itself; the engine fails that one.
+
+        Likewise for one whose name another request has.
+        """
+        if state.request_id in self.active_requests or state.request_id in self.waiting_requests:
+            raise ValueError(f"request_id={state.request_id!r} belongs to a request that is not done; choose another.")
         limit = self.cache.check_request(len(state.initial_tokens), state.max_new_tokens)
         if state.max_new_tokens is None:
             state.max_new_tokens = state._new_tokens_limit = limit
@@ -135,6 +140,14 @@ class DiffKVBatchProcessor(ContinuousBatchProcessor):
     """Fails a request whose part of a forward went wrong, and that one alone."""
 
     cache: ContinuousCache
+
+    def _handle_request_error(self, error: Exception, state: RequestState) -> None:
+        # forks that are still to come are waited for as well
+        names = [f"{state.request_id}__child#{i}" for i in range(state.num_children)]
+        state.num_children = 0
+        super()._handle_request_error(error, state)
+        for name in names:
+            super()._handle_request_error(error, RequestState(name, state.initial_tokens))
 
     def update_batch(self) -> None:
         """Hands out the new tokens of the forward that has just run."""

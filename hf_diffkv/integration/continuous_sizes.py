@@ -98,9 +98,7 @@ def make_slots(
     Raises:
         MemoryError: not even one slot fits.
     """
-    layout = PageLayout.build(
-        config.high, config.low, shape.key_dim, shape.value_dim, shape.dtype.itemsize, config.page_bytes
-    )
+    layout = PageLayout.of(config, shape.key_dim, shape.value_dim, shape.dtype.itemsize, None)
     per_row = max_bytes // (layout.page_bytes * num_layers * shape.num_heads)
     fitting = per_row * max(layout.high.capacity, layout.low.capacity) + config.window + config.sinks
     longest = fitting if tokens is None else min(fitting, tokens)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..config import SUPPORTED_BITS, Precision
+from ..config import SUPPORTED_BITS, DiffKVConfig, Precision
 
 ROW_ALIGNMENT = 16
 PAGE_ALIGNMENT = 64
@@ -141,6 +141,22 @@ class PageLayout:
             high=_tier(high, rows[high], key_dim, value_dim, best),
             low=_tier(low, rows[low], key_dim, value_dim, best),
             page_bytes=best,
+        )
+
+    @classmethod
+    def of(
+        cls, config: DiffKVConfig, key_dim: int, value_dim: int, element_bytes: int, max_positions: int | None
+    ) -> PageLayout:
+        """The format that a configuration asks for.
+
+        Args:
+            max_positions: no request has more tokens; None where that is not known. Others as in `build`.
+        """
+        few = max_positions is not None and max_positions <= NARROW_POSITIONS
+        return cls.build(
+            *(config.high, config.low, key_dim, value_dim, element_bytes, config.page_bytes),
+            metadata_bits=config.metadata_bits,
+            position_bytes=2 if few and config.metadata_bits == 16 else 4,
         )
 
 

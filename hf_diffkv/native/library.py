@@ -110,6 +110,15 @@ def check(status: int) -> None:
     raise MemoryError("there is no memory for the buffers of an attention step.")
 
 
+def with_rows(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """The tensor, or a copy of it, with the elements of its last dim side by side; and its strides."""
+    strides = tensor.stride()
+    if strides[-1] == 1:
+        return tensor, strides
+    tensor = tensor.contiguous()
+    return tensor, tensor.stride()
+
+
 def address(tensor: Tensor | None) -> int | None:
     """Where a tensor's elements are."""
     return None if tensor is None else tensor.data_ptr()

@@ -125,6 +125,7 @@ inline int64_t attend_prompt(const Prompt& prompt) {
     row[i].request = i / prompt.heads;
     row[i].head = i % prompt.heads;
     if (prompt.stored) row[i].stored = row_tokens(*prompt.stored, i);
+    if (row[i].stored.tokens > prompt.stored_tokens) return BAD_COUNT;
     row[i].shown = list;
     const int64_t shown = list_set(prompt.past_valid + i * prompt.before, prompt.before, list);
     list += shown;

@@ -56,7 +56,15 @@ inline int64_t value_units(const Prompt& prompt) {
 inline void read_stored(const Step& step, const RowTokens& tokens, bool values, int64_t first, int64_t count, float* to,
                         int64_t stride) {
   const Tier window = window_tier(step.format);
-  for (int64_t index = 0; count > 0; index++) {
+  int64_t index = 0;
+  for (int t = 0; t < step.format.tiers; t++) {
+    const int64_t capacity = step.format.tier[t].capacity;
+    const int64_t skipped = first < tokens.count[t] ? first / capacity : tokens.pages[t];
+    index += skipped;
+    first -= smaller<int64_t>(skipped * capacity, tokens.count[t]);
+    if (skipped < tokens.pages[t]) break;
+  }
+  for (; count > 0; index++) {
     const int64_t there = piece_count(step, tokens, index);
     if (first >= there) {
       first -= there;

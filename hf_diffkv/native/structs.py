@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 
 import torch
 
@@ -132,8 +133,9 @@ def abi() -> int:
     return number
 
 
+@cache
 def format_of(layout: PageLayout, dtype: torch.dtype) -> Format:
-    """The format of pages that hold keys and values of `dtype`."""
+    """The format of pages that hold keys and values of `dtype`; blocks take copies of it."""
     tiers = (layout.high, layout.low)
     return Format(layout.page_bytes, DTYPES[dtype], len(tiers), (Tier * MAX_TIERS)(*map(_tier, tiers)))
 

@@ -45,7 +45,7 @@ def use_backend(name: str) -> Iterator[None]:
 def choose(device: torch.device, dtype: torch.dtype, *tiers: TierLayout) -> str:
     """Which of `BACKENDS` runs ops on keys and values of `dtype` on `device`, stored as `tiers` say."""
     if use_kernels(device, dtype):
-        return REFERENCE if any(tier.score_bytes == 2 for tier in tiers) else KERNELS
+        return KERNELS
     wanted = device.type == "cpu" if _forced is None else _forced == NATIVE
     return NATIVE if wanted and library.fits(dtype, *tiers) else REFERENCE
 

@@ -190,16 +190,3 @@ def portable_piece(packed, PIECE: tl.constexpr, BITS: tl.constexpr):
         if BITS - LOW == 1:
             high = high | packed[3] >> (PIECE * 2 + 1)
         return low & ((1 << LOW) - 1) | (high & ((1 << (BITS - LOW)) - 1)) << LOW
-
-
-@triton.jit
-def load_metadata(pointer):
-    """(scale, zero) in float32 from one 4-byte load: fp16 scale in the low half, fp16 zero point in the high half.
-
-    Args:
-        pointer: uint8 pointers, 4-byte aligned, of any shape.
-    """
-    word = tl.load(pointer.to(tl.pointer_type(tl.uint32)))
-    scale = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
-    zero = (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
-    return scale.to(tl.float32), zero.to(tl.float32)

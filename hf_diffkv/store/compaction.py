@@ -20,10 +20,13 @@ if TYPE_CHECKING:
 
 def compact_round(store: Store) -> None:
     """Sends the oldest token of every window that holds too many through Algorithm 1."""
-    leaving = store.length - store.window_start > store.config.window
+    in_native_code = store.backend() == NATIVE
+    leaving = None
+    if store.policy.adapts or not in_native_code:
+        leaving = store.length - store.window_start > store.config.window
     state = _step_rows(store)
     high, low = _thresholds(store, state)
-    if store.backend() == NATIVE:
+    if in_native_code:
         native.compact(store, high, low)
     else:
         _compact(store, leaving, high, low)

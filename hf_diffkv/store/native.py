@@ -5,6 +5,7 @@ What a call needs to know is filled in once and used again while the store's ten
 
 from __future__ import annotations
 
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -34,7 +35,7 @@ class NativeCalls:
 
     def fits(self, store: Store) -> bool:
         """Whether everything is where it was."""
-        return all(now is then for now, then in zip(_state(store), self._held))
+        return all(map(is_, _state(store), self._held))
 
     def step(self, store: Store, layer: int) -> Step:
         """The block of one layer's step, with nothing to append."""
@@ -98,7 +99,7 @@ def calls(store: Store) -> NativeCalls:
 def append_and_attend(store: Store, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     """Appends a token and attends from it, in one call; arguments and result as in `attend_token`."""
     block = calls(store).step(store, layer)
-    kept = set_token(block, key[:, :, 0], value[:, :, 0])
+    kept = set_token(block, key, value)
     output = attend(block, query, **options)
     del kept
     return output

@@ -88,8 +88,8 @@ class Slots:
         self.longest = min(max_tokens, self._tokens_within(pages - 1))
         if self.longest < min(max_tokens, self._exact):
             raise MemoryError(
-                f"max_bytes={max_bytes} cannot hold {slots} requests at once and one of more than {self.longest} "
-                "tokens beside them; raise max_bytes, or allow fewer or shorter requests."
+                f"max_bytes={max_bytes} holds no page beside the windows and tables of {slots} requests of up to "
+                f"{max_tokens} tokens; raise max_bytes, or allow fewer or shorter requests."
             )
         store.pool.max_pages = pages
         self.reservations = Reservations(store.pool)

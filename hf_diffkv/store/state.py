@@ -96,12 +96,7 @@ class Store:
         self.key_dim, self.value_dim = key_dim, value_dim
         # as tensors name it: "cuda" is cuda:0
         self.dtype, self.device = dtype, torch.empty(0, device=device).device
-        few = max_positions is not None and max_positions <= NARROW_POSITIONS
-        self.layout = PageLayout.build(
-            *(config.high, config.low, key_dim, value_dim, dtype.itemsize, config.page_bytes),
-            metadata_bits=config.metadata_bits,
-            position_bytes=2 if few and config.metadata_bits == 16 else 4,
-        )
+        self.layout = PageLayout.of(config, key_dim, value_dim, dtype.itemsize, max_positions)
         self.sink_slots, self.window_slots = config.sinks, config.sinks + config.window + config.compaction_interval
         # index of each layer and head in the model, among its compressed layers
         self.total_layers = num_layers if total_layers is None else total_layers

@@ -49,7 +49,7 @@ class Terminal:
 
         self.process = subprocess.Popen(command, **streams, cwd=folder, env=environment(**more), preexec_fn=foreground)
         os.close(inner)
-        self.text = ""
+        self.text, self.seen = "", 0
 
     def read(self) -> bool:
         """Takes what comes; False at the end."""
@@ -61,9 +61,10 @@ class Terminal:
         return bool(data)
 
     def wait_for(self, pattern: str) -> None:
-        start = len(self.text)
-        while not re.search(pattern, self.text[start:]):
+        """Reads on until `pattern` comes behind what was waited for before."""
+        while (found := re.compile(pattern).search(self.text, self.seen)) is None:
             assert self.read(), f"ended without {pattern!r}: {self.text[-500:]}"
+        self.seen = found.end()
 
     def type(self, text: str) -> None:
         os.write(self.end, text.encode())

@@ -219,5 +219,5 @@ def test_a_saved_configuration_that_is_broken(tmp_path: Path, capsys: pytest.Cap
     DiffKVConfig().save_pretrained(tmp_path / "saved")
     (tmp_path / "saved" / "diffkv_config.json").write_text("{}}")
     assert main(["generate", "a", "--config", str(tmp_path / "saved")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "diffkv_config.json: " in line
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("hf-diffkv: ") and "diffkv_config.json: " in line

@@ -28,6 +28,7 @@ def hand_past(
     dtype: torch.dtype = torch.float32,
     slots: int = 24,
     seed: int = 0,
+    **numbers: int,
 ) -> tuple[StoredPast, Tensor, Tensor, Tensor]:
     """A past with so many tokens ([batch][kv_heads], window [batch]) on scattered pages, and its keys and values.
 
@@ -40,7 +41,7 @@ def hand_past(
     rng = np.random.default_rng(seed)
     value_dim = value_dim or key_dim
     batch, heads = len(window), len(high_tokens[0])
-    layout = PageLayout.build(high, low, key_dim, value_dim, dtype.itemsize)
+    layout = PageLayout.build(high, low, key_dim, value_dim, dtype.itemsize, **numbers)
     counts = (sum(high_tokens, []), sum(low_tokens, []))
     store = HandStore(layout, *counts, dtype, seed)
     start = 5 + 7 * torch.arange(batch)

@@ -176,8 +176,9 @@ def small_layout(high=K8V4, low=K4V2, key_dim=32, value_dim=32, page_bytes=1024,
     return PageLayout.build(high, low, key_dim, value_dim, element_bytes, page_bytes=page_bytes, **numbers)
 
 
-def test_many_rows_over_many_steps():
-    layout = small_layout()
+@pytest.mark.parametrize("numbers", [{}, *NARROW], ids=str)
+def test_many_rows_over_many_steps(numbers):
+    layout = small_layout(**numbers)
     full = layout.high.capacity
     counts = [0, 1, full - 1, full, full + 1, 3 * full, 7, 0, 2, 5]
     state = State(layout, counts, counts[::-1], seed=1, spare=40)
@@ -202,6 +203,13 @@ def test_precisions_dims_and_dtypes(high, low, key_dim, value_dim, dtype):
     layout = small_layout(high, low, key_dim, value_dim, 4096, dtype.itemsize)
     state = State(layout, [9, 0, 30, 4], [3, 12, 0, 8], dtype=dtype, seed=2, spare=8)
     assert_steps_alike(state, 4)
+
+
+@pytest.mark.parametrize("high, low", [(Precision(6, 4), Precision(5, 3)), (Precision(4, 16, 2, 1), Precision(1, 8))])
+def test_narrow_pages(high, low):
+    for numbers in NARROW:
+        layout = small_layout(high, low, 64, 40, 2048, **numbers)
+        assert_steps_alike(State(layout, [9, 0, 70, 4], [3, 120, 0, 8], seed=2, spare=8), 4)
 
 
 def test_one_long_row_among_short_ones_is_searched_in_splits(monkeypatch):

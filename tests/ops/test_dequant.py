@@ -15,6 +15,7 @@ if isinstance(triton.language.sum, triton.JITFunction):
 import triton.language as tl  # noqa: E402
 
 from hf_diffkv.ops import dequant, packed_rows  # noqa: E402
+from hf_diffkv.ops.narrow_kernel import load_metadata  # noqa: E402
 from hf_diffkv.ops.quantize.reference import unpack as unpack_reference  # noqa: E402
 
 BITS = (1, 2, 3, 4, 5, 6, 8)
@@ -179,7 +180,7 @@ def test_portable_modes_match_the_reference(bits, dim):
 @triton.jit
 def metadata_kernel(pointer, out, COUNT: tl.constexpr):
     lane = tl.arange(0, COUNT)
-    scale, zero = dequant.load_metadata(pointer + 4 * lane)
+    scale, zero = load_metadata(pointer + 4 * lane, 4, 8)
     tl.store(out + 2 * lane, scale)
     tl.store(out + 2 * lane + 1, zero)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -160,6 +161,13 @@ def test_every_number_of_bits(bits: int, dtype: torch.dtype) -> None:
 
 
 @every_dtype
+def test_a_past_in_narrow_pages(dtype: torch.dtype) -> None:
+    options = {"high": Precision(6, 4, 1, 2), "low": Precision(5, 3), "metadata_bits": 16, "position_bytes": 2}
+    past = hand_past(HIGH, LOW, WINDOW, key_dim=32, value_dim=64, dtype=dtype, **options)
+    check(*draw(3, 2, 2, 9, 32, 64), *past, dtype=dtype)
+
+
+@every_dtype
 def test_exact_tokens_between_the_stored_and_the_new_ones(dtype: torch.dtype) -> None:
     query, key, value = (part.to(dtype) for part in draw(3, 2, 2, 40, 16))
     past, stored_key, stored_value, there = hand_past(HIGH, LOW, WINDOW, dtype=dtype)
@@ -231,12 +239,21 @@ def test_entries_outside_the_pool_are_refused(bad: int) -> None:
         native.prefill_attention(*parts, scaling=0.25, past=past)
 
 
+def test_counts_beyond_the_longest_row_are_refused() -> None:
+    past = hand_past(HIGH, LOW, WINDOW)[0]
+    parts = [part.float() for part in draw(3, 2, 2, 9, 16)]
+    with pytest.raises(CorruptMemoryError, match="counts more"):
+        native.prefill_attention(*parts, scaling=0.25, past=replace(past, tokens=past.tokens - 1))
+
+
 def test_tensors_that_do_not_fit_are_named() -> None:
     query, key, value = (part.float() for part in draw(1, 2, 2, 9, 16))
     with pytest.raises(ValueError, match="key"):
         native.prefill_attention(query, key[..., :8], value, scaling=0.25)
     with pytest.raises(ValueError, match="value"):
         native.prefill_attention(query, key, value[:, :, :8], scaling=0.25)
+    with pytest.raises(ValueError, match="past_valid"):
+        native.prefill_attention(query, key, value, scaling=0.25, past_key=key, past_value=value)
     with pytest.raises(ValueError, match="stored"):
         past = hand_past([[5, 0]], [[7, 0]], [4], key_dim=32)[0]
         native.prefill_attention(query, key, value, scaling=0.25, past=past)

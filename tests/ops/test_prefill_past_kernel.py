@@ -99,6 +99,12 @@ def test_precisions(high, low, small_tiles):  # noqa: F811
     check_past(hand_past([[37]], [[60]], [5], high=high, low=low, key_dim=16), draw(1, 1, 2, 5, 16))
 
 
+@pytest.mark.parametrize("numbers", [{"metadata_bits": 16, "position_bytes": 2}, {"metadata_bits": 16}], ids=str)
+@pytest.mark.parametrize("high, low", [*PAIRS[:1], *PAIRS[6:]], ids=lambda p: f"{p.name}-{p.k_groups}{p.v_groups}")
+def test_narrow_pages(high, low, numbers, small_tiles):  # noqa: F811
+    check_past(hand_past([[37]], [[60]], [5], high=high, low=low, key_dim=16, **numbers), draw(1, 1, 2, 5, 16))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("high", [K8V4, FULL], ids=lambda p: p.name)
 def test_low_precision_models(high, dtype):

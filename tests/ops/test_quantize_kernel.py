@@ -50,6 +50,25 @@ def assert_stored_alike(tier, tokens, dtype):
     return pages
 
 
+@pytest.mark.parametrize("numbers", NARROW, ids=str)
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 8, 16])
+def test_narrow_pages_are_byte_identical_to_the_reference(bits, numbers):
+    for precision, dims in ((Precision(bits, 4), (64, 40)), (Precision(5, bits, 2, 1 if bits == 16 else 4), (80, 96))):
+        tier = tier_of(precision, *dims, **numbers)
+        tokens = make_tokens(tier, 37, torch.float16)
+        tokens[4][:6] = torch.tensor([0.0, 2.0**-46, 3e5, 1 + 2.0**-11, 1 + 3 * 2.0**-11, 1e-38])
+        pages = assert_stored_alike(tier, tokens, torch.float16)
+        read = launch.load_tokens(pages, tier, tokens[0], tokens[1], torch.float16)
+        for got, want in zip(read, reference.load_tokens(pages, tier, tokens[0], tokens[1], torch.float16)):
+            assert torch.equal(got, want)
+        half = tokens[0].numel() // 2
+        moves = [part for half in (slice(half), slice(half, 2 * half)) for part in (tokens[0][half], tokens[1][half])]
+        expected = pages.clone()
+        launch.move_tokens(pages, tier, *moves)
+        reference.move_tokens(expected, tier, *moves)
+        assert torch.equal(pages, expected)
+
+
 @pytest.mark.parametrize("v_bits", [1, 2, 3, 4, 5, 6, 8, 16])
 @pytest.mark.parametrize("k_bits", [1, 2, 3, 4, 5, 6, 8, 16])
 def test_every_pair_of_bits_is_byte_identical_to_the_reference(k_bits, v_bits):
@@ -87,8 +106,9 @@ def test_dims_groups_and_dtypes(precision, key_dim, value_dim, dtype):
         assert torch.equal(got, want)
 
 
-def test_ties_and_ranges_round_like_the_reference():
-    tier = tier_of(Precision(4, 2), 16, 16)
+@pytest.mark.parametrize("numbers", [{}, *NARROW], ids=str)
+def test_ties_and_ranges_round_like_the_reference(numbers):
+    tier = tier_of(Precision(4, 2), 16, 16, **numbers)
     tokens = list(make_tokens(tier, 8, torch.float32))
     grid = torch.arange(16.0)
     tokens[2] = torch.stack(

@@ -205,7 +205,7 @@ def serve(model: PreTrainedModel, config: GenerationConfig, **options: Any) -> D
 
 
 def test_cancelled_requests_leave_nothing(model: PreTrainedModel, watch: Watch) -> None:
-    """Requests are cancelled while they wait, in their prompt and while decoding; the others end as they should."""
+    """Requests are cancelled at random moments while others arrive; those that stay end as they should."""
     rng = random.Random(0)
     given = prompts(tuple(rng.randint(1, 120) for _ in range(40)))
     manager = serve(model, request_config(LOSSLESS, TIGHT), max_requests_per_batch=4)
@@ -238,11 +238,25 @@ def test_streaming_gives_every_token_and_stops(model: PreTrainedModel) -> None:
 
 
 def test_what_never_fits_is_refused_alone(model: PreTrainedModel, watch: Watch) -> None:
-    given = prompts((20, 4000, 30)) + [[]]
-    outputs = list(model.generate_batch(given, request_config(LOSSLESS, TIGHT), chunks()).values())
-    assert [outputs[i].generated_tokens for i in (0, 2)] == [expected(model, given[i]) for i in (0, 2)]
-    assert "max_bytes" in outputs[1].error and "4000 prompt tokens" in outputs[1].error
-    assert "prompt is empty" in outputs[3].error
+    """With the forks that were to come of it."""
+    given = prompts((20, 4000)) + [[]]
+    config = request_config(LOSSLESS, TIGHT, num_return_sequences=2, do_sample=True, top_k=1)
+    outputs = list(model.generate_batch(given, config, chunks()).values())
+    assert [output.generated_tokens for output in outputs] == 2 * [expected(model, given[0])] + 4 * [[]]
+    assert all("max_bytes" in output.error and "4000 prompt tokens" in output.error for output in outputs[2:4])
+    assert all("prompt is empty" in output.error for output in outputs[4:])
+    watch.assert_nothing_left()
+
+
+def test_a_name_that_is_taken_is_refused(model: PreTrainedModel, watch: Watch) -> None:
+    manager = serve(model, request_config(LOSSLESS))
+    first, second = prompts((20, 9))
+    for ids in (first, second):
+        manager.add_request(ids, request_id="same", max_new_tokens=20)
+    results = [manager.get_result(timeout=60) for _ in range(2)]
+    manager.stop()
+    assert "request_id='same'" in results[0].error
+    assert results[1].generated_tokens == expected(model, first, 20)
     watch.assert_nothing_left()
 
 
@@ -288,10 +302,10 @@ def test_a_request_that_fails_fails_alone(
 
 
 def test_forks_share_a_prompt_and_go_their_own_way(model: PreTrainedModel, watch: Watch) -> None:
-    given = prompts((50, 9))
+    given = prompts((50, 9, 1))
     config = request_config(LOSSLESS, num_return_sequences=3, do_sample=True, top_k=1)
-    outputs = model.generate_batch(given, config, chunks(max_requests_per_batch=8))
-    assert len(outputs) == 6
+    outputs = model.generate_batch(given, config, chunks(max_requests_per_batch=16))
+    assert len(outputs) == 9
     for index, output in enumerate(outputs.values()):
         assert output.generated_tokens == expected(model, given[index // 3])
     assert sum(n for forwards in watch.forwards.values() for n in forwards if n > 1) == 49 + 8

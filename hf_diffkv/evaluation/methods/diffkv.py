@@ -2,8 +2,8 @@
 
 Without options it is what `DiffKVConfig.for_model` takes. `KxVy` alone stores every token at one precision; `KxVy/KxVy`
 are the high and the low level; two numbers are `alpha_high/alpha_low`; `lossless` and `paper` are configurations of
-that name; `config=NAME` is one saved in a folder or on the Hub, by `hf-diffkv calibrate` say; anything else is a field
-of `DiffKVConfig` as field=value, the value as in JSON.
+that name, and so are the presets `quality`, `balanced` and `small`; `config=NAME` is one saved in a folder or on the
+Hub, by `hf-diffkv calibrate` say; anything else is a field of `DiffKVConfig` as field=value, the value as in JSON.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ...config import DiffKVConfig, Precision
+from ...presets import PRESETS
 from ..errors import EvaluationError
 from . import method
 from .base import Held, Method
@@ -85,6 +86,8 @@ def parse_options(options: list[str]) -> tuple[dict[str, Any], str | None]:
         alphas = re.fullmatch(rf"({NUMBER})/({NUMBER})", option)
         if option in ("lossless", "paper") and hasattr(DiffKVConfig, option):
             base = option
+        elif option in PRESETS:
+            fields |= PRESETS[option]
         elif precisions:
             precision = _precision(precisions)
             fields |= {"high": precision, "low": precision, "alpha_high": 0.0, "alpha_low": 0.0}
@@ -100,7 +103,7 @@ def parse_options(options: list[str]) -> tuple[dict[str, Any], str | None]:
         else:
             raise EvaluationError(
                 f"option {option!r} of a diffkv method is none of K8V4, K8V4/K4V2, 1/0 (alpha_high/alpha_low), "
-                "lossless, paper, config=NAME, or field=value of DiffKVConfig."
+                f"lossless, paper, {', '.join(PRESETS)}, config=NAME, or field=value of DiffKVConfig."
             )
     return fields, base
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...native.library import address, call
+from ...native.library import address, call, with_rows
 from ...native.structs import DTYPES, Step
 
 
@@ -52,10 +52,13 @@ def append_token(
 
 
 def set_token(block: Step, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Has the block append key and value, [batch, heads, dim]; returns what must live until it has run."""
-    key = key if key.stride(-1) == 1 else key.contiguous()
-    value = value if value.stride(-1) == 1 else value.contiguous()
+    """Has the block append key and value, [batch, heads, dim] or [batch, heads, 1, dim].
+
+    Returns what must live until it has run.
+    """
+    key, key_strides = with_rows(key)
+    value, value_strides = with_rows(value)
     block.key, block.value = key.data_ptr(), value.data_ptr()
-    block.key_batch, block.key_head = key.stride()[:2]
-    block.value_batch, block.value_head = value.stride()[:2]
+    block.key_batch, block.key_head = key_strides[:2]
+    block.value_batch, block.value_head = value_strides[:2]
     return key, value

@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..narrow_kernel import load_positions, load_scores
 from ..scan import pair_ranks, sum_totals
 
 FREE_LIST_EXHAUSTED = tl.constexpr(1)
@@ -58,6 +59,8 @@ def least_significant(
     CAPACITY: tl.constexpr,
     SCORE_OFFSET: tl.constexpr,
     POSITION_OFFSET: tl.constexpr,
+    SCORE_BYTES: tl.constexpr,
+    POSITION_BYTES: tl.constexpr,
     PAGE_BYTES: tl.constexpr,
     TILE_PAGES: tl.constexpr,
     TILE_SLOTS: tl.constexpr,
@@ -76,8 +79,8 @@ def least_significant(
         index = entry[:, None] * CAPACITY + slot
         # whole pages are loaded, which keeps the loads wide; what stands in unused slots is dropped afterwards
         held = (entry < last)[:, None] & (slot < CAPACITY)
-        score = tl.load((base + SCORE_OFFSET).to(tl.pointer_type(tl.float32)) + slot, mask=held, other=0.0)
-        position = tl.load((base + POSITION_OFFSET).to(tl.pointer_type(tl.int32)) + slot, mask=held, other=0)
+        score = load_scores(base + SCORE_OFFSET, slot, held, SCORE_BYTES)
+        position = load_positions(base + POSITION_OFFSET, slot, held, POSITION_BYTES)
         exists = held & (index < count)
         mean = tl.where(exists, mean_significance(score, position, length), float("inf"))
         position = tl.where(exists, position, FARTHEST)
@@ -116,11 +119,15 @@ def find_victims_kernel(
     HIGH_CAPACITY: tl.constexpr,
     HIGH_SCORE_OFFSET: tl.constexpr,
     HIGH_POSITION_OFFSET: tl.constexpr,
+    HIGH_SCORE_BYTES: tl.constexpr,
+    HIGH_POSITION_BYTES: tl.constexpr,
     HIGH_TILE_PAGES: tl.constexpr,
     HIGH_TILE_SLOTS: tl.constexpr,
     LOW_CAPACITY: tl.constexpr,
     LOW_SCORE_OFFSET: tl.constexpr,
     LOW_POSITION_OFFSET: tl.constexpr,
+    LOW_SCORE_BYTES: tl.constexpr,
+    LOW_POSITION_BYTES: tl.constexpr,
     LOW_TILE_PAGES: tl.constexpr,
     LOW_TILE_SLOTS: tl.constexpr,
 ):
@@ -160,6 +167,8 @@ def find_victims_kernel(
             CAPACITY=HIGH_CAPACITY,
             SCORE_OFFSET=HIGH_SCORE_OFFSET,
             POSITION_OFFSET=HIGH_POSITION_OFFSET,
+            SCORE_BYTES=HIGH_SCORE_BYTES,
+            POSITION_BYTES=HIGH_POSITION_BYTES,
             PAGE_BYTES=PAGE_BYTES,
             TILE_PAGES=HIGH_TILE_PAGES,
             TILE_SLOTS=HIGH_TILE_SLOTS,
@@ -178,6 +187,8 @@ def find_victims_kernel(
             CAPACITY=LOW_CAPACITY,
             SCORE_OFFSET=LOW_SCORE_OFFSET,
             POSITION_OFFSET=LOW_POSITION_OFFSET,
+            SCORE_BYTES=LOW_SCORE_BYTES,
+            POSITION_BYTES=LOW_POSITION_BYTES,
             PAGE_BYTES=PAGE_BYTES,
             TILE_PAGES=LOW_TILE_PAGES,
             TILE_SLOTS=LOW_TILE_SLOTS,

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from ...config import Precision
 from ...memory import FreeList, PageLayout, TierLayout
-from ..quantize.launch import TRITON_DTYPES, check_dtype, check_pages, padded_width, tier_constants, unit_stride
+from ..quantize.launch import (
+    TRITON_DTYPES,
+    check_dtype,
+    check_pages,
+    number_constants,
+    padded_width,
+    tier_constants,
+    unit_stride,
+)
 from ..variant import KernelVariant
 from .kernels import assign_pages_kernel, find_victims_kernel, plan_rows_kernel
 from .move_kernel import move_tokens_kernel
@@ -189,8 +197,7 @@ def _search_constants(layout: PageLayout) -> dict[str, int]:
     for prefix, tier in (("HIGH_", layout.high), ("LOW_", layout.low)):
         pages, slots = _search_tile(tier)
         constants[prefix + "CAPACITY"] = tier.capacity
-        constants[prefix + "SCORE_OFFSET"] = tier.score_offset
-        constants[prefix + "POSITION_OFFSET"] = tier.position_offset
+        constants.update(number_constants(tier, prefix))
         constants[prefix + "TILE_PAGES"] = pages
         constants[prefix + "TILE_SLOTS"] = slots
     return constants
@@ -213,8 +220,7 @@ def _move_constants(layout: PageLayout, dtype: torch.dtype) -> dict[str, Any]:
     for prefix, tier in (("HIGH_", layout.high), ("LOW_", layout.low)):
         constants.update(tier_constants(tier, prefix))
         constants[prefix + "CAPACITY"] = tier.capacity
-        constants[prefix + "SCORE_OFFSET"] = tier.score_offset
-        constants[prefix + "POSITION_OFFSET"] = tier.position_offset
+        constants.update(number_constants(tier, prefix))
         constants[prefix + "KEY_WIDTH"] = padded_width(tier.key_dim, tier.k_bits)
         constants[prefix + "VALUE_WIDTH"] = padded_width(tier.value_dim, tier.v_bits)
     return constants

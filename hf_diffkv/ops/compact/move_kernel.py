@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..narrow_kernel import load_positions, load_scores
 from ..quantize.kernels import read_input, read_rows, tile_dims, write_rows, write_scalars
 from .kernels import column
 
@@ -32,8 +33,10 @@ def downgrade(
     DIM: tl.constexpr,
     HIGH_BITS: tl.constexpr,
     HIGH_GROUPS: tl.constexpr,
+    HIGH_METADATA: tl.constexpr,
     BITS: tl.constexpr,
     GROUPS: tl.constexpr,
+    METADATA: tl.constexpr,
     WIDTH: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
@@ -48,11 +51,15 @@ def downgrade(
         DIM=DIM,
         BITS=HIGH_BITS,
         GROUPS=HIGH_GROUPS,
+        METADATA=HIGH_METADATA,
         DTYPE=DTYPE,
     )
     fresh = read_input(rows, row, active & (demoted == 0), dim, exists, stride)
     x = tl.where(demoted[:, None, None], stored, fresh)
-    write_rows(x, dim, exists, codes, metadata, active, DIM=DIM, BITS=BITS, GROUPS=GROUPS, WIDTH=WIDTH, DTYPE=DTYPE)
+    write_rows(
+        x, dim, exists, codes, metadata, active, DIM=DIM, BITS=BITS, GROUPS=GROUPS, METADATA=METADATA, WIDTH=WIDTH,
+        DTYPE=DTYPE,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "width"])
@@ -80,12 +87,16 @@ def move_tokens_kernel(
     HIGH_V_GROUPS: tl.constexpr,
     HIGH_KEY_ROW: tl.constexpr,
     HIGH_VALUE_ROW: tl.constexpr,
+    HIGH_KEY_METADATA: tl.constexpr,
+    HIGH_VALUE_METADATA: tl.constexpr,
     HIGH_KEY_OFFSET: tl.constexpr,
     HIGH_KEY_METADATA_OFFSET: tl.constexpr,
     HIGH_VALUE_OFFSET: tl.constexpr,
     HIGH_VALUE_METADATA_OFFSET: tl.constexpr,
     HIGH_SCORE_OFFSET: tl.constexpr,
     HIGH_POSITION_OFFSET: tl.constexpr,
+    HIGH_SCORE_BYTES: tl.constexpr,
+    HIGH_POSITION_BYTES: tl.constexpr,
     HIGH_KEY_WIDTH: tl.constexpr,
     HIGH_VALUE_WIDTH: tl.constexpr,
     LOW_CAPACITY: tl.constexpr,
@@ -95,12 +106,16 @@ def move_tokens_kernel(
     LOW_V_GROUPS: tl.constexpr,
     LOW_KEY_ROW: tl.constexpr,
     LOW_VALUE_ROW: tl.constexpr,
+    LOW_KEY_METADATA: tl.constexpr,
+    LOW_VALUE_METADATA: tl.constexpr,
     LOW_KEY_OFFSET: tl.constexpr,
     LOW_KEY_METADATA_OFFSET: tl.constexpr,
     LOW_VALUE_OFFSET: tl.constexpr,
     LOW_VALUE_METADATA_OFFSET: tl.constexpr,
     LOW_SCORE_OFFSET: tl.constexpr,
     LOW_POSITION_OFFSET: tl.constexpr,
+    LOW_SCORE_BYTES: tl.constexpr,
+    LOW_POSITION_BYTES: tl.constexpr,
     LOW_KEY_WIDTH: tl.constexpr,
     LOW_VALUE_WIDTH: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -128,11 +143,9 @@ def move_tokens_kernel(
         page, low_slot = token_place(table, row, low_index, width, True, LOW_CAPACITY)
         low_base = pages + page * PAGE_BYTES
         high_key = high_base + HIGH_KEY_OFFSET + high_slot * HIGH_KEY_ROW
-        high_key_metadata = high_base + HIGH_KEY_METADATA_OFFSET + high_slot * (4 * HIGH_K_GROUPS)
+        high_key_metadata = high_base + HIGH_KEY_METADATA_OFFSET + high_slot * (HIGH_KEY_METADATA * HIGH_K_GROUPS)
         high_value = high_base + HIGH_VALUE_OFFSET + high_slot * HIGH_VALUE_ROW
-        high_value_metadata = high_base + HIGH_VALUE_METADATA_OFFSET + high_slot * (4 * HIGH_V_GROUPS)
-        high_score = (high_base + HIGH_SCORE_OFFSET).to(tl.pointer_type(tl.float32)) + high_slot
-        high_position = (high_base + HIGH_POSITION_OFFSET).to(tl.pointer_type(tl.int32)) + high_slot
+        high_value_metadata = high_base + HIGH_VALUE_METADATA_OFFSET + high_slot * (HIGH_VALUE_METADATA * HIGH_V_GROUPS)
 
         downgrade(
             key,
@@ -141,14 +154,16 @@ def move_tokens_kernel(
             high_key,
             high_key_metadata,
             low_base + LOW_KEY_OFFSET + low_slot * LOW_KEY_ROW,
-            low_base + LOW_KEY_METADATA_OFFSET + low_slot * (4 * LOW_K_GROUPS),
+            low_base + LOW_KEY_METADATA_OFFSET + low_slot * (LOW_KEY_METADATA * LOW_K_GROUPS),
             to_low,
             demoted,
             DIM=KEY_DIM,
             HIGH_BITS=HIGH_K_BITS,
             HIGH_GROUPS=HIGH_K_GROUPS,
+            HIGH_METADATA=HIGH_KEY_METADATA,
             BITS=LOW_K_BITS,
             GROUPS=LOW_K_GROUPS,
+            METADATA=LOW_KEY_METADATA,
             WIDTH=LOW_KEY_WIDTH,
             DTYPE=DTYPE,
         )
@@ -159,21 +174,23 @@ def move_tokens_kernel(
             high_value,
             high_value_metadata,
             low_base + LOW_VALUE_OFFSET + low_slot * LOW_VALUE_ROW,
-            low_base + LOW_VALUE_METADATA_OFFSET + low_slot * (4 * LOW_V_GROUPS),
+            low_base + LOW_VALUE_METADATA_OFFSET + low_slot * (LOW_VALUE_METADATA * LOW_V_GROUPS),
             to_low,
             demoted,
             DIM=VALUE_DIM,
             HIGH_BITS=HIGH_V_BITS,
             HIGH_GROUPS=HIGH_V_GROUPS,
+            HIGH_METADATA=HIGH_VALUE_METADATA,
             BITS=LOW_V_BITS,
             GROUPS=LOW_V_GROUPS,
+            METADATA=LOW_VALUE_METADATA,
             WIDTH=LOW_VALUE_WIDTH,
             DTYPE=DTYPE,
         )
         own_score = tl.load(score + row, mask=to_high | to_low, other=0.0)
         own_position = tl.load(position + row, mask=to_high | to_low, other=0).to(tl.int32)
-        moved_score = tl.load(high_score, mask=demoted, other=0.0)
-        moved_position = tl.load(high_position, mask=demoted, other=0)
+        moved_score = load_scores(high_base + HIGH_SCORE_OFFSET, high_slot, demoted, HIGH_SCORE_BYTES)
+        moved_position = load_positions(high_base + HIGH_POSITION_OFFSET, high_slot, demoted, HIGH_POSITION_BYTES)
         write_scalars(
             low_base,
             low_slot,
@@ -182,6 +199,8 @@ def move_tokens_kernel(
             to_low,
             SCORE_OFFSET=LOW_SCORE_OFFSET,
             POSITION_OFFSET=LOW_POSITION_OFFSET,
+            SCORE_BYTES=LOW_SCORE_BYTES,
+            POSITION_BYTES=LOW_POSITION_BYTES,
         )
 
         # the victim has been read by all threads before any overwrites its slot
@@ -197,6 +216,7 @@ def move_tokens_kernel(
             DIM=KEY_DIM,
             BITS=HIGH_K_BITS,
             GROUPS=HIGH_K_GROUPS,
+            METADATA=HIGH_KEY_METADATA,
             WIDTH=HIGH_KEY_WIDTH,
             DTYPE=DTYPE,
         )
@@ -211,6 +231,7 @@ def move_tokens_kernel(
             DIM=VALUE_DIM,
             BITS=HIGH_V_BITS,
             GROUPS=HIGH_V_GROUPS,
+            METADATA=HIGH_VALUE_METADATA,
             WIDTH=HIGH_VALUE_WIDTH,
             DTYPE=DTYPE,
         )
@@ -222,4 +243,6 @@ def move_tokens_kernel(
             to_high,
             SCORE_OFFSET=HIGH_SCORE_OFFSET,
             POSITION_OFFSET=HIGH_POSITION_OFFSET,
+            SCORE_BYTES=HIGH_SCORE_BYTES,
+            POSITION_BYTES=HIGH_POSITION_BYTES,
         )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...memory import PageLayout
-from ...native.library import address, call
+from ...native.library import address, call, with_rows
 from ...native.structs import Step, format_of
 from .held import Held
 
@@ -106,15 +106,16 @@ def attend(
     """
     form = block.format
     key_dim, value_dim = form.tier[0].key.dim, form.tier[0].value.dim
-    if query.shape[0] != block.batch or query.shape[1] % block.heads or query.shape[-1] != key_dim:
+    shape = query.shape
+    if shape[0] != block.batch or shape[1] % block.heads or shape[-1] != key_dim:
         raise ValueError(
-            f"query {tuple(query.shape)} must be [{block.batch}, a multiple of {block.heads} KV heads, {key_dim}]."
+            f"query {tuple(shape)} must be [{block.batch}, a multiple of {block.heads} KV heads, {key_dim}]."
         )
-    query = query if query.stride(-1) == 1 else query.contiguous()
-    output = torch.empty(*query.shape[:-1], value_dim, dtype=query.dtype)
+    query, strides = with_rows(query)
+    output = torch.empty(*shape[:-1], value_dim, dtype=query.dtype)
     block.query, block.output = query.data_ptr(), output.data_ptr()
-    block.query_batch, block.query_head = query.stride()[:2]
-    block.group = query.shape[1] // block.heads
+    block.query_batch, block.query_head = strides[:2]
+    block.group = shape[1] // block.heads
     block.scaling, block.softcap = scaling, softcap or 0.0
     block.threads = torch.get_num_threads()
     valid = None if valid is None else valid.to(torch.bool).contiguous()

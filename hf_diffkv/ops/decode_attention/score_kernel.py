@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..narrow_kernel import narrow_score, score_noise, score_of
 from .rows import STEP, columns, row_counts, window_slots
 
 
@@ -29,12 +30,12 @@ def joined(gained, held, place, present, FOLD: tl.constexpr, HOLD: tl.constexpr)
 
 
 @triton.jit
-def score_tier(pages, table, logits, peaks, held, place, log_total, heads, first, last, count,
+def score_tier(pages, table, logits, peaks, held, place, log_total, heads, first, last, count, length,
                DIRECTION: tl.constexpr, TIER: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
                TOKENS: tl.constexpr, FOLD: tl.constexpr, HOLD: tl.constexpr):  # fmt: skip
     """Tiles [first, last) of TOKENS tokens; every token has one owner, so nothing is atomic.
 
-    place: of the tier's first token in `held`.
+    place: of the tier's first token in `held`. length: of the row, which narrow scores are rounded by.
     """
     for tile in range(first, last):
         token = tile * TOKENS + tl.arange(0, TOKENS)
@@ -43,9 +44,16 @@ def score_tier(pages, table, logits, peaks, held, place, log_total, heads, first
         gained = joined(gained, held, place + token, present, FOLD, HOLD)
         if not HOLD:
             page = tl.load(table + DIRECTION * (token // TIER.capacity), mask=present, other=0)
-            score = pages + page.to(tl.int64) * TIER.page_bytes + TIER.score_offset + token % TIER.capacity * 4
-            score = score.to(tl.pointer_type(tl.float32))
-            tl.store(score, tl.load(score, mask=present, other=0.0) + gained, mask=present)
+            BYTES: tl.constexpr = TIER.score_bytes
+            score = pages + page.to(tl.int64) * TIER.page_bytes + TIER.score_offset + token % TIER.capacity * BYTES
+            if BYTES == 2:
+                score = score.to(tl.pointer_type(tl.uint16))
+                total = score_of(tl.load(score, mask=present, other=0)) + gained
+                noise = score_noise(token, length, 0 if DIRECTION > 0 else 1)
+                tl.store(score, narrow_score(total, noise), mask=present)
+            else:
+                score = score.to(tl.pointer_type(tl.float32))
+                tl.store(score, tl.load(score, mask=present, other=0.0) + gained, mask=present)
 
 
 @triton.jit(
@@ -91,15 +99,18 @@ def score_kernel(
         row_logits = logits + wide_row * positions * COLUMNS
         row_peaks = block_peak + wide_row * blocks * COLUMNS
         row_place = wide_row * positions
+        seen = None
+        if HIGH.score_bytes == 2:
+            seen = tl.load(length + row // kv_heads)
         score_tier(
             pages, table, row_logits, row_peaks, held, row_place, total, heads, tl.minimum(first, high_tiles),
-            tl.minimum(last, high_tiles), high, 1, HIGH, GROUP, BLOCK, TOKENS, FOLD, HOLD,
+            tl.minimum(last, high_tiles), high, seen, 1, HIGH, GROUP, BLOCK, TOKENS, FOLD, HOLD,
         )  # fmt: skip
         score_tier(
             pages, table + table_width - 1, row_logits + high_blocks * BLOCK * COLUMNS,
             row_peaks + high_blocks * COLUMNS, held, row_place + high_blocks * BLOCK, total, heads,
-            tl.maximum(first - high_tiles, 0), tl.minimum(last, paged_tiles) - high_tiles, low, -1, LOW, GROUP, BLOCK,
-            TOKENS, FOLD, HOLD,
+            tl.maximum(first - high_tiles, 0), tl.minimum(last, paged_tiles) - high_tiles, low, seen, -1, LOW, GROUP,
+            BLOCK, TOKENS, FOLD, HOLD,
         )  # fmt: skip
         for tile in range(tl.maximum(first - paged_tiles, 0), last - paged_tiles):
             token = tile * TOKENS + tl.arange(0, TOKENS)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..dequant import code_bias, load_metadata, pieces
+from ..dequant import code_bias, pieces
+from ..narrow_kernel import load_metadata
 from ..packed_rows import gather_codes, load_codes, load_lanes, stack_pieces
 
 
@@ -179,7 +180,8 @@ def tier_products(base, slot, query, sums, biases, TIER: tl.constexpr, ELEMENT: 
         TILES: tl.constexpr = key_tiles(TIER, MODE) // GROUPS
         PIECES: tl.constexpr = tile_pieces(TIER, MODE)
         DIM: tl.constexpr = TIER.key_dim // GROUPS
-        metadata = base + TIER.key_metadata_offset + slot * (4 * GROUPS)
+        SIZE: tl.constexpr = TIER.key_metadata
+        metadata = base + TIER.key_metadata_offset + slot * (SIZE * GROUPS)
         if PLANAR:
             PIECE: tl.constexpr = DIM // (TILES * PIECES)
             codes = load_pieces(keys, PIECE, TIER.k_bits, TIER.key_dim, False, MODE, OPERAND)
@@ -195,7 +197,7 @@ def tier_products(base, slot, query, sums, biases, TIER: tl.constexpr, ELEMENT: 
                 element = (group * DIM + lane)[None, :]
                 code = gather_codes(keys[:, None], element, (lane < DIM)[None, :], TIER.k_bits, TIER.key_dim)
                 raw = tl.dot(code.to(OPERAND), query[group], input_precision="ieee")
-            scale, zero = load_metadata(metadata + 4 * group)
+            scale, zero = load_metadata(metadata + SIZE * group, SIZE, TIER.k_bits)
             term = raw * scale[:, None] + zero[:, None] * sums[group][None, :]
             if group == 0:
                 products = term
@@ -272,7 +274,8 @@ def add_tier_values(acc, zeros, base, slot, weights, decay, TIER: tl.constexpr, 
     DIM: tl.constexpr = TIER.value_dim
     GROUPS: tl.constexpr = TIER.v_groups
     rows = base + TIER.value_offset + slot * TIER.value_row
-    metadata = base + TIER.value_metadata_offset + slot * (4 * GROUPS)
+    SIZE: tl.constexpr = TIER.value_metadata
+    metadata = base + TIER.value_metadata_offset + slot * (SIZE * GROUPS)
     if TIER.v_bits == 16:
         acc = add_raw_values(acc, rows.to(tl.pointer_type(ELEMENT)), weights, decay, DIM, RAW)
     elif planar_values(TIER):
@@ -281,7 +284,7 @@ def add_tier_values(acc, zeros, base, slot, weights, decay, TIER: tl.constexpr, 
         out = ()
         zeros_out = ()
         for group in tl.static_range(GROUPS):
-            scale, zero = load_metadata(metadata + 4 * group)
+            scale, zero = load_metadata(metadata + SIZE * group, SIZE, TIER.v_bits)
             zeros_out = zeros_out + (zeros[group] * decay[None, :] + weights * zero[:, None],)
             scaled = (weights * scale[:, None]).to(OPERAND)
             for part in tl.static_range(group * SHARED, group * SHARED + SHARED):
@@ -297,7 +300,7 @@ def add_tier_values(acc, zeros, base, slot, weights, decay, TIER: tl.constexpr, 
             element = tl.minimum(part * QUARTER + lane, DIM - 1)
             code = gather_codes(rows[:, None], element[None, :], None, TIER.v_bits, DIM)
             group = element // (DIM // GROUPS)
-            scale, zero = load_metadata(metadata[:, None] + 4 * group[None, :])
+            scale, zero = load_metadata(metadata[:, None] + SIZE * group[None, :], SIZE, TIER.v_bits)
             values = (code.to(tl.float32) * scale + zero).to(OPERAND)
             before = acc[part] * decay[None, :]
             out = out + (tl.dot(tl.trans(values), weights.to(OPERAND), before, input_precision="ieee"),)

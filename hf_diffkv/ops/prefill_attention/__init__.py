@@ -20,8 +20,6 @@ KERNEL_HEAD_DIM = 512
 def prefill_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """Arguments and results as in `reference.prefill_attention`."""
     narrow = max(key.shape[-1], value.shape[-1]) <= KERNEL_HEAD_DIM
-    past = options.get("past")
-    narrow = narrow and (past is None or past.layout.high.score_bytes == 4)
     if use_kernels(query.device, query.dtype) and (narrow or is_forced("kernels")):
         from . import launch
 

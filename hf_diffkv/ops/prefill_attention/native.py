@@ -46,6 +46,8 @@ def prefill_attention(
     batch, query_heads, length, key_dim = query.shape
     kv_heads, value_dim = key.shape[1], value.shape[-1]
     _check(query, key, value, past)
+    if past_key is not None and (past_value is None or past_valid is None):
+        raise ValueError("past_key needs past_value and past_valid.")
     stored = 0 if past is None else past.tokens
     before = 0 if past_key is None else past_key.shape[2]
     # laid out as models want it

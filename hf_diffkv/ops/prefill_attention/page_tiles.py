@@ -10,7 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..dequant import load_metadata, pieces
+from ..dequant import pieces
+from ..narrow_kernel import load_metadata
 from ..packed_rows import load_codes, load_lanes, stack_pieces
 
 
@@ -51,13 +52,14 @@ def decode(codes, scale, zero, DOT: tl.constexpr, MODE: tl.constexpr):
 
 
 @triton.jit
-def stored_tile(rows, metadata, BITS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-                PARTS: tl.constexpr, ELEMENT: tl.constexpr, DOT: tl.constexpr, MODE: tl.constexpr):  # fmt: skip
+def stored_tile(rows, metadata, SIZE: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr,
+                WIDTH: tl.constexpr, PARTS: tl.constexpr, ELEMENT: tl.constexpr, DOT: tl.constexpr,
+                MODE: tl.constexpr):  # fmt: skip
     """Keys or values of a page's tokens in DOT, [tokens, WIDTH].
 
     Args:
         rows, metadata: uint8 pointers [tokens].
-        ELEMENT: what 16-bit rows hold. MODE: as in `ops/dequant.py`.
+        SIZE: bytes of the metadata of a group. ELEMENT: what 16-bit rows hold. MODE: as in `ops/dequant.py`.
     """
     if BITS == 16:
         return as_operand(load_columns(rows.to(tl.pointer_type(ELEMENT)), DIM, WIDTH, PARTS), DOT)
@@ -69,13 +71,13 @@ def stored_tile(rows, metadata, BITS: tl.constexpr, GROUPS: tl.constexpr, DIM: t
         tiles = ()
         if PIECES % GROUPS == 0:
             for group in tl.static_range(GROUPS):
-                scale, zero = load_metadata(metadata + 4 * group)
+                scale, zero = load_metadata(metadata + SIZE * group, SIZE, BITS)
                 for piece in tl.static_range(group * PIECES // GROUPS, (group + 1) * PIECES // GROUPS):
                     tiles = tiles + (decode(codes[piece], scale[:, None], zero[:, None], DOT, MODE),)
         else:
             for piece in tl.static_range(PIECES):
                 group = tl.where(exists, (piece * PIECE + lane) // (DIM // GROUPS), 0)
-                scale, zero = load_metadata(metadata[:, None] + 4 * group[None, :])
+                scale, zero = load_metadata(metadata[:, None] + SIZE * group[None, :], SIZE, BITS)
                 tiles = tiles + (decode(codes[piece], scale, zero, DOT, MODE),)
         return stack_pieces(tiles, 0, PIECES)
 
@@ -91,13 +93,19 @@ def page_rows(pages, table, token, DIRECTION: tl.constexpr, TIER: tl.constexpr):
 def key_tile(base, slot, TIER: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, ELEMENT: tl.constexpr,
              DOT: tl.constexpr, MODE: tl.constexpr):  # fmt: skip
     rows = base + TIER.key_offset + slot * TIER.key_row
-    metadata = base + TIER.key_metadata_offset + slot * (4 * TIER.k_groups)
-    return stored_tile(rows, metadata, TIER.k_bits, TIER.k_groups, TIER.key_dim, WIDTH, PARTS, ELEMENT, DOT, MODE)
+    SIZE: tl.constexpr = TIER.key_metadata
+    metadata = base + TIER.key_metadata_offset + slot * (SIZE * TIER.k_groups)
+    return stored_tile(
+        rows, metadata, SIZE, TIER.k_bits, TIER.k_groups, TIER.key_dim, WIDTH, PARTS, ELEMENT, DOT, MODE
+    )  # fmt: skip
 
 
 @triton.jit
 def value_tile(base, slot, TIER: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, ELEMENT: tl.constexpr,
                DOT: tl.constexpr, MODE: tl.constexpr):  # fmt: skip
     rows = base + TIER.value_offset + slot * TIER.value_row
-    metadata = base + TIER.value_metadata_offset + slot * (4 * TIER.v_groups)
-    return stored_tile(rows, metadata, TIER.v_bits, TIER.v_groups, TIER.value_dim, WIDTH, PARTS, ELEMENT, DOT, MODE)
+    SIZE: tl.constexpr = TIER.value_metadata
+    metadata = base + TIER.value_metadata_offset + slot * (SIZE * TIER.v_groups)
+    return stored_tile(
+        rows, metadata, SIZE, TIER.v_bits, TIER.v_groups, TIER.value_dim, WIDTH, PARTS, ELEMENT, DOT, MODE
+    )  # fmt: skip

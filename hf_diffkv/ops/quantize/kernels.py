@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ..dequant import fields
+from ..narrow_kernel import narrow_metadata, pair_of, scale_and_zero, store_positions, store_scores
 from ..packed_rows import gather_codes
 
 
@@ -71,12 +72,14 @@ def write_rows(
     DIM: tl.constexpr,
     BITS: tl.constexpr,
     GROUPS: tl.constexpr,
+    METADATA: tl.constexpr,
     WIDTH: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """Quantises `x` (float32 [tokens, planes, WIDTH]) to the rows at `codes` and `metadata` (pointers [tokens]).
 
-    scale = (max - min) / (2^bits - 1) and zero = min are rounded to fp16, and codes are computed with the rounded pair.
+    scale = (max - min) / (2^bits - 1) and zero = min are rounded to fp16, or where the METADATA of a group has 2 bytes
+    as `narrow.py` says, and codes are computed with the rounded pair.
     """
     LEVELS: tl.constexpr = 2**BITS - 1
     GROUP_DIM: tl.constexpr = DIM // GROUPS
@@ -94,18 +97,25 @@ def write_rows(
                 member = exists & (dim // GROUP_DIM == group)
             low = tl.min(tl.min(tl.where(member, x, float("inf")), 2), 1)
             high = tl.max(tl.max(tl.where(member, x, float("-inf")), 2), 1)
-            scale = tl.div_rn(high - low, tl.zeros_like(low) + LEVELS).to(tl.float16)
-            zero = low.to(tl.float16)
-            step = scale.to(tl.float32)[:, None, None]
+            if METADATA == 2:
+                word = narrow_metadata(low, high, BITS)
+                step, zero_point = scale_and_zero(word, BITS)
+                step = step[:, None, None]
+            else:
+                scale = tl.div_rn(high - low, tl.zeros_like(low) + LEVELS).to(tl.float16)
+                zero = low.to(tl.float16)
+                step = scale.to(tl.float32)[:, None, None]
+                zero_point = zero.to(tl.float32)
             divisor = tl.where(step == 0.0, 1.0, step)
-            shifted = x - zero.to(tl.float32)[:, None, None]
+            shifted = x - zero_point[:, None, None]
             code = round_even(tl.div_rn(shifted, tl.zeros_like(x) + divisor))
             code = tl.minimum(tl.maximum(code, 0.0), LEVELS)
             code = tl.where(step == 0.0, 0.0, code).to(tl.int32)
             tile += tl.where(member, code, 0)
-            word = scale.to(tl.uint16, bitcast=True).to(tl.uint32)
-            word |= zero.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
-            tl.store(metadata.to(tl.pointer_type(tl.uint32)) + group, word, mask=active)
+            if METADATA == 4:
+                word = scale.to(tl.uint16, bitcast=True).to(tl.uint32)
+                word |= zero.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+            tl.store(metadata.to(tl.pointer_type(word.dtype)) + group, word, mask=active)
         COUNT: tl.constexpr = len(fields(BITS))
         LOW: tl.constexpr = fields(BITS)[0]
         write_field(tile, codes, active, DIM, LOW, WIDTH)
@@ -143,33 +153,38 @@ def read_rows(
     DIM: tl.constexpr,
     BITS: tl.constexpr,
     GROUPS: tl.constexpr,
+    METADATA: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """Dequantises elements `dim` (any [1, a, b]) of the rows at `codes` and `metadata` (pointers [tokens]), float32.
 
-    code * scale is exact in float32 (8 and 11 significant bits), so fusing the addition changes nothing.
+    code * scale is exact in float32 (8 and 11 significant bits), as are narrow zero points, so fusing the addition
+    changes nothing.
     """
     mask = active[:, None, None] & exists
     if BITS == 16:
         x = tl.load(codes.to(tl.pointer_type(DTYPE))[:, None, None] + dim, mask=mask, other=0.0).to(tl.float32)
     else:
         code = gather_codes(codes[:, None, None], dim, mask, BITS, DIM)
-        pointer = metadata.to(tl.pointer_type(tl.uint32))[:, None, None]
+        pointer = metadata.to(tl.pointer_type(tl.uint16 if METADATA == 2 else tl.uint32))[:, None, None]
         if GROUPS == 1:
             word = tl.load(pointer, mask=active[:, None, None], other=0)
         else:
             word = tl.load(pointer + dim // (DIM // GROUPS), mask=mask, other=0)
-        scale = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-        zero = (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        if METADATA == 2:
+            scale, zero = scale_and_zero(word, BITS)
+        else:
+            scale, zero = pair_of(word)
         x = code.to(tl.float32) * scale + zero
     return x
 
 
 @triton.jit
-def write_scalars(base, slot, score, position, active, SCORE_OFFSET: tl.constexpr, POSITION_OFFSET: tl.constexpr):
+def write_scalars(base, slot, score, position, active, SCORE_OFFSET: tl.constexpr, POSITION_OFFSET: tl.constexpr,
+                  SCORE_BYTES: tl.constexpr, POSITION_BYTES: tl.constexpr):  # fmt: skip
     """Writes the score (float32) and position (int32) of each token to the page at `base`."""
-    tl.store((base + SCORE_OFFSET).to(tl.pointer_type(tl.float32)) + slot, score, mask=active)
-    tl.store((base + POSITION_OFFSET).to(tl.pointer_type(tl.int32)) + slot, position.to(tl.int32), mask=active)
+    store_scores(base + SCORE_OFFSET, slot, score, active, SCORE_BYTES)
+    store_positions(base + POSITION_OFFSET, slot, position, active, POSITION_BYTES)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -193,12 +208,16 @@ def store_tokens_kernel(
     V_GROUPS: tl.constexpr,
     KEY_ROW: tl.constexpr,
     VALUE_ROW: tl.constexpr,
+    KEY_METADATA: tl.constexpr,
+    VALUE_METADATA: tl.constexpr,
     KEY_OFFSET: tl.constexpr,
     KEY_METADATA_OFFSET: tl.constexpr,
     VALUE_OFFSET: tl.constexpr,
     VALUE_METADATA_OFFSET: tl.constexpr,
     SCORE_OFFSET: tl.constexpr,
     POSITION_OFFSET: tl.constexpr,
+    SCORE_BYTES: tl.constexpr,
+    POSITION_BYTES: tl.constexpr,
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -220,11 +239,12 @@ def store_tokens_kernel(
         dim,
         exists,
         base + KEY_OFFSET + place * KEY_ROW,
-        base + KEY_METADATA_OFFSET + place * (4 * K_GROUPS),
+        base + KEY_METADATA_OFFSET + place * (KEY_METADATA * K_GROUPS),
         active,
         DIM=KEY_DIM,
         BITS=K_BITS,
         GROUPS=K_GROUPS,
+        METADATA=KEY_METADATA,
         WIDTH=KEY_WIDTH,
         DTYPE=DTYPE,
     )
@@ -234,11 +254,12 @@ def store_tokens_kernel(
         dim,
         exists,
         base + VALUE_OFFSET + place * VALUE_ROW,
-        base + VALUE_METADATA_OFFSET + place * (4 * V_GROUPS),
+        base + VALUE_METADATA_OFFSET + place * (VALUE_METADATA * V_GROUPS),
         active,
         DIM=VALUE_DIM,
         BITS=V_BITS,
         GROUPS=V_GROUPS,
+        METADATA=VALUE_METADATA,
         WIDTH=VALUE_WIDTH,
         DTYPE=DTYPE,
     )
@@ -250,6 +271,8 @@ def store_tokens_kernel(
         active,
         SCORE_OFFSET=SCORE_OFFSET,
         POSITION_OFFSET=POSITION_OFFSET,
+        SCORE_BYTES=SCORE_BYTES,
+        POSITION_BYTES=POSITION_BYTES,
     )
 
 
@@ -270,6 +293,8 @@ def load_tokens_kernel(
     V_GROUPS: tl.constexpr,
     KEY_ROW: tl.constexpr,
     VALUE_ROW: tl.constexpr,
+    KEY_METADATA: tl.constexpr,
+    VALUE_METADATA: tl.constexpr,
     KEY_OFFSET: tl.constexpr,
     KEY_METADATA_OFFSET: tl.constexpr,
     VALUE_OFFSET: tl.constexpr,
@@ -294,26 +319,28 @@ def load_tokens_kernel(
     dim, exists = tile_dims(KEY_DIM, K_BITS, KEY_WIDTH)
     x = read_rows(
         base + KEY_OFFSET + place * KEY_ROW,
-        base + KEY_METADATA_OFFSET + place * (4 * K_GROUPS),
+        base + KEY_METADATA_OFFSET + place * (KEY_METADATA * K_GROUPS),
         active,
         dim,
         exists,
         DIM=KEY_DIM,
         BITS=K_BITS,
         GROUPS=K_GROUPS,
+        METADATA=KEY_METADATA,
         DTYPE=DTYPE,
     )
     tl.store(key + row * KEY_DIM + dim, x, mask=inside & exists)
     dim, exists = tile_dims(VALUE_DIM, V_BITS, VALUE_WIDTH)
     x = read_rows(
         base + VALUE_OFFSET + place * VALUE_ROW,
-        base + VALUE_METADATA_OFFSET + place * (4 * V_GROUPS),
+        base + VALUE_METADATA_OFFSET + place * (VALUE_METADATA * V_GROUPS),
         active,
         dim,
         exists,
         DIM=VALUE_DIM,
         BITS=V_BITS,
         GROUPS=V_GROUPS,
+        METADATA=VALUE_METADATA,
         DTYPE=DTYPE,
     )
     tl.store(value + row * VALUE_DIM + dim, x, mask=inside & exists)

@@ -63,8 +63,7 @@ def store_tokens(
             key.stride(0),
             value.stride(0),
             **tier_constants(tier),
-            SCORE_OFFSET=tier.score_offset,
-            POSITION_OFFSET=tier.position_offset,
+            **number_constants(tier),
             PAGE_BYTES=tier.page_bytes,
             KEY_DIM=tier.key_dim,
             VALUE_DIM=tier.value_dim,
@@ -164,6 +163,13 @@ def tier_constants(tier: TierLayout, prefix: str = "") -> dict[str, int]:
     """The page format of a tier as kernel constants, each name led by `prefix`."""
     names = ("k_bits", "v_bits", "k_groups", "v_groups", "key_row", "value_row")
     names += ("key_offset", "key_metadata_offset", "value_offset", "value_metadata_offset")
+    names += ("key_metadata", "value_metadata")
+    return {prefix + name.upper(): getattr(tier, name) for name in names}
+
+
+def number_constants(tier: TierLayout, prefix: str = "") -> dict[str, int]:
+    """Where scores and positions are and what they take, likewise."""
+    names = ("score_offset", "position_offset", "score_bytes", "position_bytes")
     return {prefix + name.upper(): getattr(tier, name) for name in names}
 
 
@@ -204,11 +210,7 @@ def variants() -> list[KernelVariant]:
                 name=f"store_tokens-{suffix}",
                 kernel=store_tokens_kernel,
                 signature={**store, "key_stride": "i32", "value_stride": "i32"},
-                constexprs={
-                    **constants,
-                    "SCORE_OFFSET": tier.score_offset,
-                    "POSITION_OFFSET": tier.position_offset,
-                },
+                constexprs={**constants, **number_constants(tier)},
                 num_warps=NUM_WARPS,
             )
         )

@@ -1,0 +1,141 @@
+"""The numbers of narrow pages, bit for bit as in `narrow.py`, and reading and writing those of any page (Triton).
+
+BYTES is what a score or position, or the metadata of a group, takes: 2 in narrow pages, 4 in wide ones.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from . import narrow
+
+SCORE_SHIFT = tl.constexpr(narrow.SCORE_SHIFT)
+NOISE_SHIFT = tl.constexpr(32 - narrow.SCORE_SHIFT)
+BELOW_HALF = tl.constexpr((1 << narrow.SCORE_SHIFT - 1) - 1)
+SCORE_BASE = tl.constexpr(narrow.SCORE_BASE)
+LARGEST_SCORE = tl.constexpr(narrow.LARGEST_SCORE)
+LARGEST_SCALE = tl.constexpr(narrow.LARGEST_SCALE)
+ZERO_LEVELS = tl.constexpr(narrow.ZERO_LEVELS)
+HALF_LEVELS = tl.constexpr(narrow.ZERO_LEVELS / 2)
+INDEX_FACTOR = tl.constexpr(narrow.INDEX_FACTOR)
+LENGTH_FACTOR = tl.constexpr(narrow.LENGTH_FACTOR)
+MIX_FACTOR = tl.constexpr(narrow.MIX_FACTOR)
+
+
+@triton.constexpr_function
+def zero_factor(bits):
+    """What a zero point's 6 bits are multiplied with, beside the scale; all three products are exact."""
+    return -narrow.ZERO_STEP * (2**bits - 1)
+
+
+@triton.jit
+def load_metadata(pointer, BYTES: tl.constexpr, BITS: tl.constexpr):
+    """(scale, zero) in float32 of groups of codes of BITS bits.
+
+    Args:
+        pointer: uint8 pointers, aligned to BYTES, of any shape.
+    """
+    if BYTES == 2:
+        return scale_and_zero(tl.load(pointer.to(tl.pointer_type(tl.uint16))), BITS)
+    else:
+        return pair_of(tl.load(pointer.to(tl.pointer_type(tl.uint32))))
+
+
+@triton.jit
+def pair_of(word):
+    """From uint32: fp16 scale in the low half, fp16 zero point in the high half."""
+    scale = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+    zero = (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+    return scale.to(tl.float32), zero.to(tl.float32)
+
+
+@triton.jit
+def scale_and_zero(word, BITS: tl.constexpr):
+    """From uint16."""
+    word = word.to(tl.uint32)
+    scale = scale_of(word >> 6)
+    # the number whose bits these are is 2^23 and the 6 bits, which costs less than a conversion
+    levels = ((word & ZERO_LEVELS) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    return scale, levels * scale * zero_factor(BITS)
+
+
+@triton.jit
+def scale_of(code):
+    """float32 from the 10 bits of a scale, an integer."""
+    return (code << 5).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def narrow_metadata(low, high, BITS: tl.constexpr):
+    """uint16 of groups with the elements [low, high]."""
+    LEVELS: tl.constexpr = 2**BITS - 1
+    low = tl.minimum(low, 0.0)
+    high = tl.maximum(high, 0.0)
+    half = tl.div_rn(high - low, tl.zeros_like(low) + LEVELS).to(tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
+    scale = tl.minimum((half + 0xF + ((half >> 5) & 1)) >> 5, LARGEST_SCALE)
+    covered = scale_of(scale) * LEVELS
+    # a quotient, to which nothing is multiplied: no addition may be fused with it
+    zero = tl.div_rn((covered - (low + high)) * HALF_LEVELS, tl.where(covered == 0.0, 1.0, covered))
+    zero = tl.minimum(tl.maximum((zero + 12582912.0) - 12582912.0, 0.0), ZERO_LEVELS)
+    zero = tl.where(covered == 0.0, 0.0, zero).to(tl.int32)
+    return (scale << 6 | zero).to(tl.uint16)
+
+
+@triton.jit
+def score_noise(index, length, TIER: tl.constexpr):
+    """13 random bits, int32, for tokens by index within row and tier (int32) and by the row's length (scalar)."""
+    mixed = index.to(tl.uint32) * INDEX_FACTOR + (2 * length.to(tl.uint32) + TIER) * LENGTH_FACTOR
+    mixed = (mixed ^ (mixed >> 15)) * MIX_FACTOR
+    return (mixed >> NOISE_SHIFT).to(tl.int32)
+
+
+@triton.jit
+def score_of(code):
+    """float32 from the bits of uint16."""
+    code = code.to(tl.int32)
+    return tl.where(code == 0, 0, (code << SCORE_SHIFT) + SCORE_BASE).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def narrow_score(score, noise):
+    """uint16 of float32 scores; `noise` are 13 bits, int32."""
+    code = (score.to(tl.int32, bitcast=True) + noise - SCORE_BASE) >> SCORE_SHIFT
+    return tl.minimum(tl.maximum(code, 0), LARGEST_SCORE).to(tl.uint16)
+
+
+@triton.jit
+def load_scores(segment, slot, mask, BYTES: tl.constexpr):
+    """float32 scores of slots; segment: uint8 pointers to those of their pages. 0 where `mask` is not set."""
+    if BYTES == 2:
+        return score_of(tl.load(segment.to(tl.pointer_type(tl.uint16)) + slot, mask=mask, other=0))
+    else:
+        return tl.load(segment.to(tl.pointer_type(tl.float32)) + slot, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_scores(segment, slot, score, mask, BYTES: tl.constexpr):
+    """The inverse, for first scores: those of 2 bytes are rounded to the nearest."""
+    if BYTES == 2:
+        bits = score.to(tl.int32, bitcast=True)
+        noise = BELOW_HALF + ((bits >> SCORE_SHIFT) & 1)
+        tl.store(segment.to(tl.pointer_type(tl.uint16)) + slot, narrow_score(score, noise), mask=mask)
+    else:
+        tl.store(segment.to(tl.pointer_type(tl.float32)) + slot, score, mask=mask)
+
+
+@triton.jit
+def load_positions(segment, slot, mask, BYTES: tl.constexpr):
+    """int32 positions of slots, likewise."""
+    if BYTES == 2:
+        return tl.load(segment.to(tl.pointer_type(tl.uint16)) + slot, mask=mask, other=0).to(tl.int32)
+    else:
+        return tl.load(segment.to(tl.pointer_type(tl.int32)) + slot, mask=mask, other=0)
+
+
+@triton.jit
+def store_positions(segment, slot, position, mask, BYTES: tl.constexpr):
+    if BYTES == 2:
+        tl.store(segment.to(tl.pointer_type(tl.uint16)) + slot, position.to(tl.uint16), mask=mask)
+    else:
+        tl.store(segment.to(tl.pointer_type(tl.int32)) + slot, position.to(tl.int32), mask=mask)
