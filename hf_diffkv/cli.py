@@ -319,7 +319,9 @@ def _env(options: argparse.Namespace) -> int:
         lines[f"cuda:{index}"] = torch.cuda.get_device_name(index)
     from .native.library import instructions
 
-    lines["native code"] = instructions() or "not built: decoding on CPUs runs in PyTorch"
+    lines["native code"] = instructions() or (
+        "not built: decoding on CPUs runs in PyTorch; reinstall with a C++ compiler, or from a wheel"
+    )
     lines["threads"] = str(torch.get_num_threads())
     for name, value in lines.items():
         print(f"{name}: {value}")

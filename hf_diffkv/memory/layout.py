@@ -98,7 +98,7 @@ class PageLayout:
             _check_divides(name, precision, key_dim, value_dim)
         rows = {p: _SegmentSizes.of(p, key_dim, value_dim, element_bytes) for p in (high, low)}
         smallest = rows[high].end(1 if page_bytes is not None else MIN_TOKENS)
-        limit = max(TARGET_PAGE_BYTES, smallest) if page_bytes is None else page_bytes
+        limit = max(TARGET_PAGE_BYTES, _round_up(smallest, PAGE_ALIGNMENT)) if page_bytes is None else page_bytes
         limit = limit // PAGE_ALIGNMENT * PAGE_ALIGNMENT
         if smallest > limit:
             raise ValueError(
