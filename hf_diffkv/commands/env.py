@@ -25,7 +25,9 @@ def command(as_json: bool) -> None:
     lines: dict[str, Any] = versions()
     for index in range(torch.cuda.device_count()):
         lines[f"cuda:{index}"] = torch.cuda.get_device_name(index)
-    lines["native code"] = instructions() or "not built: decoding on CPUs runs in PyTorch"
+    lines["native code"] = instructions() or (
+        "not built: decoding on CPUs runs in PyTorch; reinstall with a C++ compiler, or from a wheel"
+    )
     lines["threads"] = str(torch.get_num_threads())
     click.echo(json.dumps(lines, indent=2) if as_json else "\n".join(f"{name}: {lines[name]}" for name in lines))
 

@@ -209,3 +209,13 @@ def test_what_does_not_divide_the_head(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         PageLayout.build(high, low, key_dim, value_dim, 2)
+
+
+@pytest.mark.parametrize("dim", [80, 128, 256])
+def test_tokens_that_are_larger_than_usual_pages(dim: int) -> None:
+    """The page grows to hold some of them, whatever the alignment makes of their size."""
+    for bits in BITS:
+        high = Precision(16, bits)
+        layout = PageLayout.build(high, LOW, dim, 64, 4)
+        check_tier(layout.high, high, dim, 64, 4)
+        assert layout.high.capacity >= 16
