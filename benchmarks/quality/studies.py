@@ -61,6 +61,19 @@ STUDIES = {
             "kvpress:tova+0.71",
         )
     ),
+    # what `DiffKVConfig.preset` gives, beside the paper, the default and the nearest peer
+    "presets": Study(
+        (
+            "dense",
+            "diffkv:quality",
+            "diffkv:paper",
+            "diffkv",
+            "diffkv:balanced",
+            "diffkv:small",
+            "quanto:4",
+        ),
+        tasks="offline",
+    ),
     # the whole offline set for the methods that a user chooses between
     "offline": Study(
         (
