@@ -148,4 +148,4 @@ def test_rows_that_pause_equal_the_simulation() -> None:
     cache = DiffKVCache(model.config, config)
     real = torch.cat([torch.ones(4, 1, dtype=torch.bool), goes_on], 1)
     torch.testing.assert_close(run(cache)[real], expected[real], rtol=1e-5, atol=1e-5)
-    assert_same_state(cache, simulation, least=40)
+    assert_same_state(cache, simulation, least=35)
