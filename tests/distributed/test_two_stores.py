@@ -189,7 +189,7 @@ def test_saved_and_loaded_on_other_devices(
     go_on(again, run)
 
 
-@pytest.mark.parametrize("max_bytes", [230_000, 400_000])
+@pytest.mark.parametrize("max_bytes", [250_000, 400_000])
 def test_stores_of_one_device_share_its_budget(model: PreTrainedModel, max_bytes: int) -> None:
     config = DiffKVConfig(alpha_high=1.0, alpha_low=0.0, window=16, page_bytes=512, max_bytes=max_bytes)
     sizes = []
