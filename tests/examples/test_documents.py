@@ -38,7 +38,9 @@ def test_python_runs(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(code, "document", "exec"), {})
-    assert printed.getvalue().startswith("9082\n") and "dense" in printed.getvalue()
+    assert printed.getvalue().startswith("9082\n")
+    # the memory of a cache, or of an engine
+    assert "dense" in printed.getvalue() or "held_bytes" in printed.getvalue()
 
 
 def test_one_liners_of_the_readme_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,15 +54,16 @@ def test_the_same_text_and_windows(steps, name: str) -> None:
     assert_same_windows(cache, eager)
 
 
-@pytest.mark.parametrize("padding", [False, True])
-def test_a_window_that_fills_up_on_the_way(steps, padding: bool) -> None:
-    """Steps run from Python until it is full; padding may still be in it then."""
+@pytest.mark.parametrize("padding, replays", [(False, 5), (True, 2)])
+def test_a_window_that_fills_up_on_the_way(steps, padding: bool, replays: int) -> None:
+    """Steps run from Python until it is full and a token of every row has left the exact ones, which fixes its offset;
+    padding may still be in it then."""
     model = sliding_model("qwen3")
     tokens, mask = ragged_prompts((4, 1 if padding else 4))
     expected, eager = run(model, False, tokens, 8, attention_mask=mask)
     got, cache = run(model, True, tokens, 8, attention_mask=mask)
     assert torch.equal(got, expected)
-    assert steps[0].captures == 1 and steps[0].replays == 5
+    assert steps[0].captures == 1 and steps[0].replays == replays
     assert_same_windows(cache, eager)
 
 
