@@ -79,7 +79,9 @@ class Case:
         return attend_token(self.store, 0, self.query, self.key, self.value, scaling=self.scaling, **options)
 
     def entered(self) -> tuple[Tensor, Tensor]:
-        slot = (int(self.store.length[0, 0]) - 1) % self.store.window_slots
+        # behind the sinks' slots the window is a ring
+        sinks = self.store.sink_slots
+        slot = sinks + (int(self.store.length[0, 0]) - 1) % (self.store.window_slots - sinks)
         return self.store.window_key[0, :, :, slot].double(), self.store.window_value[0, :, :, slot].double()
 
     def expected(self, softcap: float | None, sinks: Tensor | None) -> Tensor:
