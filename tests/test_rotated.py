@@ -209,7 +209,7 @@ def test_softcap_and_sinks_keep_a_layer_from_being_centred(options: dict) -> Non
 
 
 def test_one_layer_with_a_softcap_among_others() -> None:
-    store = Store(DiffKVConfig(**BOTH, window=4), 3, 1, 2, 16, 16, torch.float32, torch.device("cpu"))
+    store = Store(DiffKVConfig(**BOTH, window=4, sinks=0), 3, 1, 2, 16, 16, torch.float32, torch.device("cpu"))
     query, key = torch.ones(1, 4, 1, 16), torch.ones(1, 2, 1, 16)
     for step in range(6):
         store.begin(1)
@@ -274,7 +274,7 @@ def test_chosen_repeated_and_forked_requests_keep_their_offsets() -> None:
         assert torch.equal(getattr(after, name), getattr(before, name)[index])
 
 
-@pytest.mark.parametrize("forwards", [(1,) * 10, (12, 1), (3, 12)], ids=str)
+@pytest.mark.parametrize("forwards", [(1,) * 14, (12, 1), (3, 12)], ids=str)
 def test_hidden_tokens(forwards: tuple[int, ...]) -> None:
     """A row of which nothing outside the window is left is centred anew when tokens leave it again."""
     pair = RotatedPair(DiffKVConfig(**MIXED, **BOTH, window=8), 2, heads=2, group=2, dim=16)
@@ -370,7 +370,7 @@ def test_what_a_rotation_makes_too_large_is_refused(steps: int) -> None:
 def test_the_largest_keys_that_are_taken() -> None:
     """Just inside the limit, on both sides of zero, so that centring doubles them."""
     low = Precision(1, 1)
-    config = DiffKVConfig(low, low, alpha_high=0.0, window=8, rotate=False, center=True)
+    config = DiffKVConfig(low, low, alpha_high=0.0, window=8, sinks=0, rotate=False, center=True)
     pair = RotatedPair(config, 1, heads=1, group=1, dim=16)
     largest = 16376 * torch.tensor([1.0, -1.0] * 8, dtype=torch.float64)
     for step in range(12):
