@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import shutil
@@ -16,23 +15,31 @@ ROOT = Path(__file__).parents[1]
 NEEDED = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
 
 
-@pytest.fixture
-def manylinux(monkeypatch: pytest.MonkeyPatch):
-    setuptools = pytest.importorskip("setuptools")
-    monkeypatch.setattr(setuptools, "setup", lambda **options: None)
-    spec = importlib.util.spec_from_file_location("setup_of_this_project", ROOT / "setup.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.manylinux
+# in a process of its own: what other tests have imported may hide what setuptools brings along
+ASK = """
+import importlib.util, setuptools, sys
+setuptools.setup = lambda **options: None
+spec = importlib.util.spec_from_file_location("setup_of_this_project", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+print(module.manylinux(sys.argv[2], sys.argv[3].replace(" ", chr(0)).encode()))
+"""
 
 
-def test_the_tag_names_the_newest_glibc_that_is_asked_for(manylinux) -> None:
-    library = b"\0GLIBC_2.9\0GLIBC_2.27\0GLIBC_2.3.4\0GLIBCXX_3.4.30\0CXXABI_1.3.7\0"
-    assert manylinux("linux_x86_64", library) == "manylinux_2_27_x86_64"
-    assert manylinux("linux_aarch64", library) == "manylinux_2_27_aarch64"
+def tag(platform_name: str, strings: str) -> str:
+    """The tag of a library with these strings in it."""
+    pytest.importorskip("setuptools", minversion="77")
+    command = [sys.executable, "-c", ASK, str(ROOT / "setup.py"), platform_name, f" {strings} "]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_the_tag_names_the_newest_glibc_that_is_asked_for() -> None:
+    library = "GLIBC_2.9 GLIBC_2.27 GLIBC_2.3.4 GLIBCXX_3.4.30 CXXABI_1.3.7"
+    assert tag("linux_x86_64", library) == "manylinux_2_27_x86_64"
+    assert tag("linux_aarch64", library) == "manylinux_2_27_aarch64"
     # another C library, another system
-    assert manylinux("linux_x86_64", b"\0libc.musl\0") == "linux_x86_64"
-    assert manylinux("macosx_14_0_arm64", library) == "macosx_14_0_arm64"
+    assert tag("linux_x86_64", "libc.musl") == "linux_x86_64"
+    assert tag("macosx_14_0_arm64", library) == "macosx_14_0_arm64"
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to build native code with")
