@@ -21,7 +21,6 @@ from hf_diffkv.store import (
     Store,
     attend_token,
     attend_tokens,
-    commit,
     fork_store,
     hide_tokens,
     read_tokens,
@@ -317,12 +316,7 @@ def test_tokens_taken_back(interval: int) -> None:
     pair.store.settle()
     pair.store.recording = True
     for tokens, rejected in ((6, 4), (1, 0), (4, 3), (9, 2), (1, 0), (1, 0), (6, 6), (3, 1)):
-        new = pair.draw_all(tokens)
-        pair.attend(new, new.queries)
-        commit(pair.store, rejected)
-        if rejected < tokens:
-            kept = new.part(0, tokens - rejected)
-            pair.simulate(kept, kept.queries, outputs=False)
+        pair.forward_recorded(tokens, rejected)
         pair.compare()
         assert_offsets(pair)
 

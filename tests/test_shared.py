@@ -58,6 +58,15 @@ class SharedPair(Pair):
         self.attend(new, new.newest(newest, tokens), mask)
         self.simulate(new, new.newest(newest, tokens))
 
+    def forward_recorded(self, tokens: int, rejected: int) -> None:
+        """A forward while the store records, of which the last `rejected` tokens are taken back."""
+        new = self.draw_all(tokens)
+        self.attend(new, new.queries)
+        commit(self.store, rejected)
+        if rejected < tokens:
+            kept = new.part(0, tokens - rejected)
+            self.simulate(kept, kept.queries, outputs=False)
+
     def attend(self, new: Drawn, queries: list[Tensor], mask: Tensor | None = None) -> None:
         store, tokens = self.store, new.key.shape[2]
         first = store.seen == 0

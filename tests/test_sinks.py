@@ -30,7 +30,6 @@ from hf_diffkv.store import (
     attend_token,
     attend_tokens,
     check_integrity,
-    commit,
     fork_store,
     hide_tokens,
     read_tokens,
@@ -170,12 +169,7 @@ def test_tokens_taken_back_into_the_sinks(lengths: tuple[int, ...]) -> None:
     pair.store.settle()
     pair.store.recording = True
     for tokens, rejected in ((4, 4), (6, 5), (1, 0), (4, 3), (9, 2), (1, 0), (6, 6), (3, 1), (1, 0), (8, 0)):
-        new = pair.draw_all(tokens)
-        pair.attend(new, new.queries)
-        commit(pair.store, rejected)
-        if rejected < tokens:
-            kept = new.part(0, tokens - rejected)
-            pair.simulate(kept, kept.queries, outputs=False)
+        pair.forward_recorded(tokens, rejected)
         pair.compare()
         assert_offsets(pair)
 
