@@ -4,7 +4,8 @@ PYTHON ?= python3
 # An index or a folder of wheels may offer another build of the same version, for example one for CPUs.
 TORCH ?= torch==2.13.0
 VENV ?= .venv
-WORKERS ?= 2
+# processes that test side by side
+WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 8 ? cores : 8)))
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -22,7 +23,7 @@ ALPHA_LOW ?= 0
 # kvpress pins an older Transformers, so it has an environment of its own
 KVPRESS := build/envs/kvpress
 
-.PHONY: setup native native-sanitize wheel models kvpress evaluate test check format demo demo-smollm2 demo-tiny-lm space \
+.PHONY: setup native native-sanitize wheel models kvpress evaluate test test-all check format demo demo-smollm2 demo-tiny-lm space \
 	compile-kernels bench-cpu test-gpu bench-gpu train-tiny-lm clean
 
 setup: $(READY)
@@ -69,8 +70,13 @@ native-sanitize: $(READY)
 
 # Kernel tests run in Triton's interpreter, which must be chosen before Triton is imported anywhere in the process. One
 # thread per worker: the tensors of the tests are small.
+PYTEST = TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 test: $(READY)
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
+	$(PYTEST)
+
+# All tests, or, with PART=I/N, part I (from 0) of N of those that `test` leaves out (tests/quick.py).
+test-all: $(READY)
+	$(PYTEST) $(if $(PART),--rest $(PART),--all)
 
 check: $(READY)
 	$(BIN)/ruff check .

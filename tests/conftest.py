@@ -14,6 +14,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 import torch
 import transformers
+from quick import pytest_addoption, pytest_collection_modifyitems  # noqa: F401
 
 from hf_diffkv.evaluation.models import resolve_model
 from hf_diffkv.integration.graphs import DecodeStep

@@ -251,6 +251,7 @@ def test_precisions_and_groups(high: Precision, low: Precision) -> None:
     ],
     ids=lambda precision: precision.name,
 )
+@pytest.mark.sampled(6)
 def test_narrow_pages(high: Precision, low: Precision, interval: int) -> None:
     """Prompt, steps, and further turns, whose gains round at random as well."""
     config = DiffKVConfig(

@@ -239,6 +239,7 @@ def test_what_is_not_there(hub: Hub, tmp_path: Path) -> None:
     assert read("/no/such/folder").startswith(expected)
 
 
+@pytest.mark.slow
 def test_what_may_not_be_written(hub: Hub, tmp_path: Path) -> None:
     def push(name: str, **environment: str) -> str:
         return client(hub, tmp_path, f"DiffKVConfig().push_to_hub({name!r})", **environment)

@@ -146,6 +146,7 @@ def test_fault_2_ragged_batches_with_lengths_that_are_multiples_of_64(padding_si
     check_integrity(run.store)
 
 
+@pytest.mark.slow
 def test_fault_3_more_than_5760_tokens_in_a_head() -> None:
     run = Run(heads=1, dim=8, alpha_high=1.0, alpha_low=0.0)
     run.forward(6200)

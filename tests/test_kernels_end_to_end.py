@@ -32,6 +32,7 @@ if not triton.knobs.runtime.interpret:
     ],
     ids=lambda p: p.name,
 )
+@pytest.mark.sampled(100)
 def test_prompt_steps_and_turn(high: Precision, low: Precision) -> None:
     config = DiffKVConfig(high, low, alpha_high=1.1, alpha_low=0.6, window=8)
     pair = Pair(config, 2, heads=1, group=2, dim=32, dtype=torch.float32)
@@ -55,6 +56,7 @@ def test_prompt_steps_and_turn(high: Precision, low: Precision) -> None:
     [("h2o", {"minimum": 4}, H2O(minimum=4)), ("share", {"prune": 0.3}, Share(0, prune=0.3))],
     ids=["h2o", "share"],
 )
+@pytest.mark.sampled(100)
 def test_thresholds_that_policies_set(policy: str, options: dict, rule: Rule) -> None:
     config = DiffKVConfig(policy=policy, policy_options=options, window=8, page_bytes=1024)
     pair = Pair(config, 2, heads=1, group=1, dim=16, dtype=torch.float32, rule=rule)

@@ -63,6 +63,7 @@ def test_every_policy_has_a_case() -> None:
 
 @pytest.mark.parametrize("interval", [1, 4])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sampled(8)
 def test_every_step_equals_the_simulation(case: str, interval: int) -> None:
     """A padded prompt, 60 steps, a further turn with gaps, 40 steps of which some rows take no part in."""
     pair = pair_of(case, 4, interval)

@@ -93,6 +93,7 @@ def test_large_tensors_go_in_parts() -> None:
 
 
 @pytest.mark.parametrize("fields", EACH, ids=ids)
+@pytest.mark.sampled(100)
 def test_every_step_of_a_ragged_batch(fields: dict) -> None:
     pair = RotatedPair(DiffKVConfig(**MIXED, **fields), len(LENGTHS), heads=2, group=2, dim=16)
     pair.forward(max(LENGTHS), left_padding(LENGTHS))
@@ -106,6 +107,7 @@ def test_every_step_of_a_ragged_batch(fields: dict) -> None:
 
 @pytest.mark.parametrize("dim", [64, 80, 96, 128])
 @pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.sampled(6)
 def test_prompt_turn_and_steps_of_common_head_dims(dim: int, interval: int) -> None:
     config = DiffKVConfig(
         Precision(8, 4, 1, 2), Precision(4, 2, 2, 4), **MIXED, **BOTH, window=8, compaction_interval=interval
@@ -145,6 +147,7 @@ def test_models_of_low_precision(steps: str, dtype: torch.dtype, fields: dict) -
 
 @pytest.mark.parametrize("interval", [1, 2, 5])
 @pytest.mark.parametrize("first", [1, 3])
+@pytest.mark.sampled(6)
 def test_rows_reach_the_end_of_their_window_at_different_steps(first: int, interval: int) -> None:
     config = DiffKVConfig(**MIXED, **BOTH, window=12, compaction_interval=interval)
     pair = RotatedPair(config, 4, heads=2, group=2, dim=16)
@@ -375,6 +378,7 @@ def test_the_largest_keys_that_are_taken() -> None:
     assert (read_tokens(pair.store, 0).levels == 2).sum() == 4
 
 
+@pytest.mark.slow
 def test_kernels() -> None:
     """The whole store on the Triton kernels, in their interpreter."""
     triton = pytest.importorskip("triton")

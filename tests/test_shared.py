@@ -91,6 +91,7 @@ class SharedPair(Pair):
 
 @pytest.mark.parametrize("newest", [1, 5, 1000])
 @pytest.mark.parametrize("observed", [None, 3, 24])
+@pytest.mark.sampled(6)
 def test_prompt_steps_and_turns(newest: int, observed: int | None) -> None:
     pair = SharedPair(DiffKVConfig(alpha_high=1.6, alpha_low=0.9, window=8, observation_window=observed))
     pair.forward(90, left_padding(LENGTHS), newest)
@@ -166,6 +167,7 @@ def test_the_newest_queries_under_a_mask() -> None:
         torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.slow
 def test_kernels() -> None:
     """The Triton kernels of a generated token, in their interpreter."""
     pytest.importorskip("triton")

@@ -63,6 +63,7 @@ def test_slots_are_those_of_a_window_filled_by_hand(sinks: int) -> None:
 
 @pytest.mark.parametrize("backend", ["reference", "native"])
 @pytest.mark.parametrize("sinks, interval", [(1, 1), (4, 1), (4, 3), (13, 2)])
+@pytest.mark.sampled(6)
 def test_every_step_equals_the_simulation(backend: str, sinks: int, interval: int) -> None:
     """A ragged batch, rows shorter than the sinks among it; prompt, steps, a turn with padding, steps."""
     dtype = torch.float64 if backend == "reference" else torch.float32
@@ -85,6 +86,7 @@ def test_every_step_equals_the_simulation(backend: str, sinks: int, interval: in
     assert exact(pair)[0, :, :sinks].all() and exact(pair).sum(-1).amax() <= sinks + 8 + interval
 
 
+@pytest.mark.slow
 def test_kernels() -> None:
     """The whole store on the Triton kernels, in their interpreter; a row is shorter than the sinks at first."""
     triton = pytest.importorskip("triton")
@@ -123,6 +125,7 @@ def test_nothing_is_left_but_sinks_and_window(chunks: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sampled(6)
 def test_policies_beside_sinks(case: str) -> None:
     """Budgets and shares are of what is neither in the window nor a sink."""
     policy, options, rule = CASES[case]
@@ -136,6 +139,7 @@ def test_policies_beside_sinks(case: str) -> None:
 @pytest.mark.parametrize("sinks", [3, 4])
 @pytest.mark.parametrize("tokens, steps", [(30, 0), (30, 3), (10, 2), (5, 0)])
 @pytest.mark.parametrize("shown", ["some", "the last", "no sink", "all but a sink"])
+@pytest.mark.sampled(6)
 def test_hidden_sinks(sinks: int, tokens: int, steps: int, shown: str) -> None:
     """Sinks that are left stay; where nothing outside is left, the first tokens are sinks again."""
     config = DiffKVConfig(**MIXED, window=8, sinks=sinks)

@@ -44,6 +44,7 @@ def test_the_tag_names_the_newest_glibc_that_is_asked_for() -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to build native code with")
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="manylinux is for systems with glibc")
+@pytest.mark.slow
 def test_an_installed_wheel_loads_its_library(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", minversion="77")
     source, wheels, folder = (tmp_path / name for name in ("source", "wheels", "installed"))

@@ -18,6 +18,7 @@ def run(module, output: Path, *more: str) -> list[dict]:
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_attention(script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
     gpu = fake_gpu(monkeypatch, script)
     sizes = ["--batches", "1", "--contexts", "96", "--window", "8", "--configs", "K8V4", "30/40/30"]
@@ -89,6 +90,7 @@ def test_memory_manager_and_prompt(script, monkeypatch: pytest.MonkeyPatch, tmp_
     assert "of flash" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_decode(script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
     gpu = fake_gpu(monkeypatch, script)
     module = script("decode_gpu")

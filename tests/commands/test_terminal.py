@@ -13,6 +13,8 @@ import sys
 import termios
 from pathlib import Path
 
+import pytest
+
 from hf_diffkv.evaluation.models import TINY_LM
 
 ROOT = Path(__file__).parents[2]
@@ -92,6 +94,7 @@ def test_generate_is_interrupted_in_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "figures.json").exists()
 
 
+@pytest.mark.slow
 def test_a_run_in_this_process_is_interrupted_in_one_line(tmp_path: Path) -> None:
     terminal = Terminal(tmp_path, "generate", PROMPT, "--max-new-tokens", "3000", "--no-compare")
     terminal.wait_for(re.escape(PROMPT[-10:].splitlines()[-1]))
@@ -100,6 +103,7 @@ def test_a_run_in_this_process_is_interrupted_in_one_line(tmp_path: Path) -> Non
     assert terminal.lines[-2:] == ["hf-diffkv: interrupted.", ""] and "Traceback" not in terminal.text
 
 
+@pytest.mark.slow
 def test_a_talk_outlives_ctrl_c(tmp_path: Path) -> None:
     """An answer that is stopped leaves a cache that goes on."""
     terminal = Terminal(tmp_path, "chat", "--model", "tiny-lm", "--plain", "--max-new-tokens", "3000", NO_COLOR="1")
@@ -128,6 +132,7 @@ def test_a_talk_outlives_ctrl_c(tmp_path: Path) -> None:
     assert said and all(len(line) <= 40 for line in said)
 
 
+@pytest.mark.slow
 def test_inspect_colours_the_text(tmp_path: Path) -> None:
     text = PROMPT[:300]
     terminal = Terminal(tmp_path, "inspect", text)
@@ -137,6 +142,7 @@ def test_inspect_colours_the_text(tmp_path: Path) -> None:
     assert all(len(line) <= 40 for line in shown.removesuffix(f"{text}\n").splitlines() if "Loading" not in line)
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_had_enough(tmp_path: Path) -> None:
     """As `hf-diffkv generate ... | head -c 1`."""
     command = [sys.executable, "-m", "hf_diffkv", "generate", PROMPT, "--max-new-tokens", "3000"]

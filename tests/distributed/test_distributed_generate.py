@@ -53,6 +53,7 @@ def without_process(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in answer.items() if name != "process"} for answer in answers]
 
 
+@pytest.mark.slow
 def test_accelerate_launch(prompts: Path, alone: list[dict[str, Any]], tmp_path: Path) -> None:
     """Five prompts on two processes."""
     output = tmp_path / "answers.jsonl"
@@ -65,6 +66,7 @@ def test_accelerate_launch(prompts: Path, alone: list[dict[str, Any]], tmp_path:
     assert "process 1 of 2: 100%" in printed and "process 2 of 2" not in printed
 
 
+@pytest.mark.slow
 def test_more_processes_than_prompts(prompts: Path, alone: list[dict[str, Any]], tmp_path: Path) -> None:
     single, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     single.write_text(json.dumps({"prompt": alone[0]["prompt"]}) + "\n")

@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).with_name("tensor_parallel_run.py")
 RANKS = 2
 MODELS = ("llama", "qwen3")
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.oldest, pytest.mark.slow]
 
 
 class Found:
@@ -56,6 +56,7 @@ def assert_same(ranks: list[dict[str, Any]], one: dict[str, Any]) -> None:
     assert sum(rank["dense_bytes"] for rank in ranks) == one["dense_bytes"]
 
 
+@pytest.mark.slow
 def test_generate(found: Found) -> None:
     alone = generated(found.model)
     for name in CONFIGS:

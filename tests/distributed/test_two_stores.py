@@ -95,6 +95,7 @@ def test_turns_and_steps(model: PreTrainedModel, interval: int) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=["greedy", "beam", "lookup"]
 )
+@pytest.mark.sampled(100)
 def test_generate(model: PreTrainedModel, options: dict[str, Any]) -> None:
     ids, mask = ragged_prompts(LENGTHS if "prompt_lookup_num_tokens" not in options else (90,))
 
@@ -159,6 +160,7 @@ def test_tokens_taken_back(model: PreTrainedModel) -> None:
     ids=["fork", "deepcopy", "pickle"],
 )
 @pytest.mark.parametrize("steps", [0, 11])
+@pytest.mark.sampled(6)
 def test_copies(model: PreTrainedModel, duplicate: Callable, steps: int) -> None:
     split, one = pair(model)
     if steps:
@@ -261,6 +263,7 @@ def test_a_step_that_fails_in_its_first_layer(model: PreTrainedModel, interval: 
 @pytest.mark.parametrize("count", [1, 5], ids=["step", "turn"])
 @pytest.mark.parametrize("layer", [1, 2, 3])
 @pytest.mark.parametrize("first", [False, True], ids=["later", "first"])
+@pytest.mark.sampled(6)
 def test_an_interrupt_between_two_layers(model: PreTrainedModel, layer: int, count: int, first: bool) -> None:
     def interrupt(*args: Any) -> None:
         raise KeyboardInterrupt

@@ -49,6 +49,7 @@ def test_all_families_are_in_it() -> None:
     assert families == set(METHODS.names()) - {"kvpress"}
 
 
+@pytest.mark.slow
 def test_all_have_figures(records: dict) -> None:
     assert set(records) == {(task, method) for task in TASK_NAMES for method in METHOD_LABELS}
     for (task, _), record in records.items():
@@ -58,6 +59,7 @@ def test_all_have_figures(records: dict) -> None:
 
 
 @pytest.mark.parametrize("task", TASK_NAMES)
+@pytest.mark.sampled(3)
 def test_lossless_is_as_good_as_dense(task: str, records: dict) -> None:
     dense, lossless = records[task, "dense"], records[task, LOSSLESS]
     kl, count = lossless["metrics"]["kl"]

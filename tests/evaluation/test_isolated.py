@@ -95,6 +95,7 @@ def test_records_of_both_join(environment: Any, tmp_path: Path, capsys: Any) -> 
     assert f"| {PRESS} | 100.0% |" in (tmp_path / "run" / "table.md").read_text()
 
 
+@pytest.mark.slow
 def test_alone(environment: Any, tmp_path: Path) -> None:
     environment(WORKER)
     assert evaluate(tmp_path / "run", "--quiet", methods=PRESS) == 0
@@ -102,6 +103,7 @@ def test_alone(environment: Any, tmp_path: Path) -> None:
     assert f"| {PRESS} | 100.0% |" in (tmp_path / "run" / "table.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_refusal_of_the_other_process(environment: Any, tmp_path: Path) -> None:
     """Its folder holds a run of another model."""
     environment(WORKER)

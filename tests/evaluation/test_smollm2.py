@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
@@ -15,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 HANDBOOK = ROOT / "examples" / "prompts" / "museum.txt"
 
 
+@pytest.mark.slow
 def test_the_lossless_cache_writes_the_same_tokens(smollm2: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)

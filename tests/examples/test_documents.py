@@ -30,6 +30,7 @@ def blocks(language: str) -> list:
 
 
 @pytest.mark.parametrize("code", blocks("python"))
+@pytest.mark.sampled(100)
 def test_python_runs(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them ask tiny-lm for the fact `@ice=9082`."""
     if code.startswith("# torchrun"):

@@ -149,6 +149,7 @@ def runs() -> tuple[str, int, str, DiffKVCache]:
     return texts[0], dense_bytes, texts[1], compressed
 
 
+@pytest.mark.slow
 def test_make_space_serves_the_page(address: str) -> None:
     with urlopen(f"{address}/config", timeout=60) as answer:
         config = json.load(answer)
@@ -235,6 +236,7 @@ def gated(generation: Any) -> Iterator[tuple[str, Gate]]:
 
 @needs_browser
 @pytest.mark.parametrize("stopped", ["dense", "diffkv"])
+@pytest.mark.slow
 def test_stop(browser: Any, gated: tuple[str, Gate], stopped: str, runs: tuple[str, int, str, DiffKVCache]) -> None:
     """Partial texts stay, nothing is computed any more, and the next run is right."""
     address, gate = gated

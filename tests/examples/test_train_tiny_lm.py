@@ -174,6 +174,7 @@ def test_optimizer_covers_every_parameter_and_restores(example):
     assert [part.param_groups[0]["lr"] for part in optimizer.parts] == [0.125, 0.125]
 
 
+@pytest.mark.slow
 def test_short_run_lowers_the_loss_and_reloads(data, example, tmp_path):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -30,6 +30,7 @@ def assert_within(cache: DiffKVCache) -> None:
 @pytest.mark.parametrize("interval", [1, 4])
 @pytest.mark.parametrize("max_bytes", [130_000, 200_000])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.sampled(6)
 def test_a_budget_is_kept_at_every_step_and_turn(name: str, max_bytes: int, interval: int) -> None:
     model = model_of(name)
     max_bytes = max_bytes if name == "llama" else max_bytes // 2  # half of its layers are compressed

@@ -186,6 +186,7 @@ def models(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, PreTrainedM
 
 
 @pytest.mark.parametrize("part", range(4))
+@pytest.mark.sampled(6)
 def test_random_operations(models: tuple[PreTrainedModel, PreTrainedModel], part: int, tmp_path: Path) -> None:
     for seed in range(FIRST_SEED + part, FIRST_SEED + SEQUENCES // 2, 4):
         fuzz = None

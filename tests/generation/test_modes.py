@@ -67,6 +67,7 @@ MODES = {
 @pytest.mark.oldest
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sampled(3)
 def test_modes(name: str, mode: str) -> None:
     sequences = assert_same_tokens(tiny_model(name, "eager"), *ragged_prompts(LENGTHS), **MODES[mode])
     assert sequences.shape[1] == max(LENGTHS) + NEW_TOKENS
@@ -188,6 +189,7 @@ def assert_both_happened(crops: list[tuple[int, int]], limit: int = 40) -> None:
 @pytest.mark.oldest
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampling"])
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sampled(3)
 def test_prompt_lookup(name: str, sample: bool, crops: list[tuple[int, int]]) -> None:
     options = {"prompt_lookup_num_tokens": 4, "max_new_tokens": 40, "do_sample": sample, "temperature": 0.05}
     options = options if sample else {**options, "temperature": None}
@@ -208,6 +210,7 @@ def noisy(model: PreTrainedModel, share: float = 0.05) -> PreTrainedModel:
 @pytest.mark.oldest
 @pytest.mark.parametrize("where", ["main", "assistant", "both"])
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sampled(6)
 def test_assisted_decoding(name: str, where: str, crops: list[tuple[int, int]]) -> None:
     model, assistant = tiny_model(name, "eager"), noisy(tiny_model(name, "eager"))
     ids, mask = ragged_prompts((60,))
@@ -233,6 +236,7 @@ def test_assisted_decoding(name: str, where: str, crops: list[tuple[int, int]]) 
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sampled(6)
 def test_assisted_sampling(name: str, crops: list[tuple[int, int]]) -> None:
     model, assistant = tiny_model(name, "eager"), noisy(tiny_model(name, "eager"), 0.3)
     ids, mask = ragged_prompts((60,))

@@ -41,6 +41,7 @@ def store_of(cache: DiffKVCache) -> Store:
 @pytest.mark.parametrize("interval", [1, 3])
 @pytest.mark.parametrize("duplicate", [deep_copies, DiffKVCache.fork], ids=["deepcopy", "fork"])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.sampled(100)
 def test_a_reused_prefix_equals_independent_runs(name: str, duplicate: Callable, interval: int) -> None:
     config = DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16, compaction_interval=interval)
     model = model_of(name)
@@ -239,6 +240,7 @@ def assert_lossless_steps(runs: list[Run], steps: int) -> None:
 
 
 @pytest.mark.parametrize("before", [0, 3])
+@pytest.mark.sampled(100)
 def test_forks_that_decode_in_turns_leave_each_other_pages(before: int) -> None:
     """Pages that one fork made ready for its next steps are not taken by another."""
     run = started(model_of(), (20,), HUNGRY)

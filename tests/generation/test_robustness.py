@@ -18,6 +18,7 @@ LENGTHS = (90, 33, 1, 64)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.sampled(100)
 def test_six_threads_on_one_model(name: str) -> None:
     """Six caches, filled at the same time, hold what they hold when filled one after the other."""
     model = model_of(name)
@@ -58,6 +59,7 @@ class Failure(Exception):
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
 @pytest.mark.parametrize("error", [Failure, KeyboardInterrupt])
+@pytest.mark.sampled(6)
 def test_an_exception_in_a_stopping_criterion(error: type[BaseException], options: dict[str, Any]) -> None:
     model = model_of()
     batch = 1 if "prompt_lookup_num_tokens" in options else 2
@@ -106,6 +108,7 @@ def assert_can_be_reused(model: PreTrainedModel, cache: DiffKVCache) -> None:
 @pytest.mark.parametrize("count", [1, 5], ids=["step", "turn"])
 @pytest.mark.parametrize("recording", [False, True], ids=["plain", "recording"])
 @pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.sampled(6)
 def test_an_interrupt_in_the_middle_of_a_forward(place: str, count: int, recording: bool, interval: int) -> None:
     """Layers disagree then: nothing is damaged, going on is refused, starting over works."""
     config = DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16, compaction_interval=interval)
@@ -154,6 +157,7 @@ def test_an_interrupted_prompt() -> None:
 
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.sampled(100)
 def test_compiled_steps_equal_eager_ones(name: str, padding: bool) -> None:
     """One graph per step, whatever the length; a graph break would raise."""
     torch._dynamo.reset()
@@ -171,6 +175,7 @@ def test_compiled_steps_equal_eager_ones(name: str, padding: bool) -> None:
 
 
 @pytest.mark.parametrize("sample", [False, True], ids=["search", "sampling"])
+@pytest.mark.sampled(100)
 def test_long_beam_search_loses_no_page(sample: bool) -> None:
     """Four beams of 2,048 tokens, 500 of them generated: the memory of four independent rows."""
     model = tiny_model("llama", "diffkv", max_position_embeddings=2048)

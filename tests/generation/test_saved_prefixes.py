@@ -37,6 +37,7 @@ def saved(model: PreTrainedModel, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("interval", [1, 4])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.sampled(6)
 def test_a_loaded_cache_continues_identically(name: str, interval: int, tmp_path: Path) -> None:
     config = DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16, compaction_interval=interval)
     model = model_of(name)

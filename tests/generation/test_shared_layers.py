@@ -53,6 +53,7 @@ def attention_of(model: PreTrainedModel, layer_idx: int) -> torch.nn.Module:
 
 @both
 @pytest.mark.parametrize("chunk", [None, 50])
+@pytest.mark.sampled(100)
 def test_generation_equals_the_simulation(name: str, chunk: int | None) -> None:
     """Significance is shared by three layers, of which newer releases run two on the last token of a prompt only."""
     model = model_of(name, "eager")
@@ -69,6 +70,7 @@ def test_generation_equals_the_simulation(name: str, chunk: int | None) -> None:
 
 
 @both
+@pytest.mark.sampled(100)
 def test_lossless_generation_equals_a_dynamic_cache(name: str) -> None:
     model = model_of(name, "sdpa")
     ids, mask = ragged_prompts(LENGTHS)
@@ -148,6 +150,7 @@ def test_copies_go_on_alike(tmp_path: Path) -> None:
         assert_equal_contents(other.cache, run.cache)
 
 
+@pytest.mark.slow
 def test_compiled_steps_equal_eager_ones() -> None:
     torch._dynamo.reset()
     fewer = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": SHARING["layer_types"][:4]}

@@ -46,6 +46,7 @@ def compiled_graphs() -> int:
 
 
 @pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.slow
 def test_the_same_text_from_a_compiled_forward(steps, padding: int) -> None:
     """One graph and one capture, whatever is refreshed and grows; another cache uses the same graph."""
     model = build(2)
@@ -65,6 +66,7 @@ def test_the_same_text_from_a_compiled_forward(steps, padding: int) -> None:
     assert compiled_graphs() == 1
 
 
+@pytest.mark.slow
 def test_the_forward_is_left_alone_unless_asked(steps) -> None:
     model = build(1)
     torch._dynamo.utils.counters.clear()
@@ -74,6 +76,7 @@ def test_the_forward_is_left_alone_unless_asked(steps) -> None:
     assert compiled_graphs() == 0
 
 
+@pytest.mark.slow
 def test_inductor(steps, compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the compiler makes of the forward repeats right, a user's own one included."""
     monkeypatch.setitem(graphs.GRAPH_TYPES, "cpu", lambda device: RepeatedWork(steps[-1].cache.stores))
@@ -91,6 +94,7 @@ def test_inductor(steps, compiler: None, monkeypatch: pytest.MonkeyPatch) -> Non
         torch.testing.assert_close(cache.significance(index), eager.significance(index))
 
 
+@pytest.mark.slow
 def test_a_model_the_user_compiled(steps) -> None:
     model = build(1)
     given = prompt(4, 3)
@@ -106,6 +110,7 @@ def test_a_model_the_user_compiled(steps) -> None:
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.slow
 def test_a_failure_falls_back_to_the_eager_step(steps, caplog, fullgraph: bool) -> None:
     tried = []
 
@@ -138,6 +143,7 @@ def test_a_quantizer_that_cannot_be_compiled(steps, caplog, monkeypatch: pytest.
     assert "Quantizer cannot be compiled" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_model_that_asks_for_the_length_is_not_captured(steps, monkeypatch, caplog) -> None:
     """A compiled forward would take the length for a constant."""
     model = build(1)

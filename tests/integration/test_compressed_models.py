@@ -64,6 +64,7 @@ def assert_same_state(cache: DiffKVCache, simulation: SimulatedAttention, least:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.sampled(100)
 def test_generation_equals_the_simulation(name: str) -> None:
     model, config = tiny_model(name, dtype=torch.float64, attention="eager"), CONFIGS[name]
     ids, mask = ragged_prompts(LENGTHS)
@@ -77,6 +78,7 @@ def test_generation_equals_the_simulation(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.sampled(100)
 def test_a_second_turn_equals_the_simulation(name: str) -> None:
     """The rows of the batch get turns of different lengths: padding in the middle of the sequences."""
     model, config = tiny_model(name, dtype=torch.float64, attention="eager"), CONFIGS[name]
@@ -113,6 +115,7 @@ OTHER_CONFIGS = [
 
 @pytest.mark.parametrize("config", OTHER_CONFIGS)
 @pytest.mark.parametrize("chunk", [None, 50])
+@pytest.mark.sampled(6)
 def test_configurations_and_chunked_prompts(config: DiffKVConfig, chunk: int | None) -> None:
     model = tiny_model("llama", dtype=torch.float64, attention="eager")
     ids, mask = ragged_prompts((130, 1, 77, 16))

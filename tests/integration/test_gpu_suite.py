@@ -61,6 +61,7 @@ def kernels(load, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ("test_compaction", (2, 8)),
     ],
 )
+@pytest.mark.sampled(6)
 def test_kernels(kernels, name: str, arguments: tuple) -> None:
     getattr(kernels, name)(CPU, *arguments)
 
@@ -91,14 +92,17 @@ def captured(load, recorded, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_captured_steps(captured, steps) -> None:
     captured.test_replays_give_the_logits_of_eager_steps(CPU, steps, True, 5)
 
 
+@pytest.mark.slow
 def test_compiled_steps(captured, steps) -> None:
     captured.test_a_compiled_forward_is_captured_once(CPU, steps, True, 4)
     captured.test_no_replay_waits_between_refreshes(CPU, True, 16)
 
 
+@pytest.mark.slow
 def test_models_the_user_compiled(captured, steps) -> None:
     captured.test_a_model_the_user_compiled(CPU, steps, "default", True, 4)

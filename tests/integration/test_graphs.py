@@ -33,6 +33,7 @@ def model():
 
 
 @pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.slow
 def test_the_same_text_across_refreshes_and_growth(steps, interval: int) -> None:
     model = build(2)
     tokens = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -67,6 +68,7 @@ def test_the_same_text_across_refreshes_and_growth(steps, interval: int) -> None
     ],
     ids=lambda value: value["policy"] if isinstance(value, dict) else "",
 )
+@pytest.mark.sampled(100)
 def test_policies_are_captured(steps, layers: int, fields: dict) -> None:
     model = build(layers)
     tokens = torch.randint(0, 96, (1, 9), generator=torch.Generator().manual_seed(1))
@@ -89,6 +91,7 @@ def test_a_replay_repeats_what_was_captured(model, steps, monkeypatch: pytest.Mo
     assert steps[0].replays == 4
 
 
+@pytest.mark.slow
 def test_room_that_runs_out_is_made_and_captured_again(model, steps, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "MOST_TOKENS_AHEAD", 1)
     monkeypatch.setattr("hf_diffkv.store.decode.SCRATCH_TOKENS", 8)
@@ -99,6 +102,7 @@ def test_room_that_runs_out_is_made_and_captured_again(model, steps, monkeypatch
     assert steps[0].captures > 1 and steps[0].replays + steps[0].captures <= 15
 
 
+@pytest.mark.slow
 def test_a_pool_that_grows_under_a_budget_needs_no_other_capture(model, steps) -> None:
     tokens = torch.randint(0, 96, (1, 20), generator=torch.Generator().manual_seed(3))
     expected, _ = run(model, False, tokens, 12, {"max_bytes": 6000})
@@ -132,6 +136,7 @@ def test_a_second_turn_and_a_fork(model, steps) -> None:
     ],
     ids=lambda options: next(iter(options)),
 )
+@pytest.mark.slow
 def test_what_is_not_captured_runs_from_python(model, steps, options: dict) -> None:
     tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(5))
     cache = DiffKVCache(model.config, DiffKVConfig(**FIELDS))

@@ -59,6 +59,7 @@ def run(program: str) -> None:
         "hf_diffkv.training",
     ],
 )
+@pytest.mark.sampled(100)
 def test_registered_whatever_is_imported_first(first: str) -> None:
     run(f"import {first}\nassert registered() == [True] * 4\nassert not hooks()")
 
@@ -95,6 +96,7 @@ def test_neither_module_is_half_loaded_when_registering(tmp_path: Path, outer: s
 
 
 @pytest.mark.oldest
+@pytest.mark.slow
 def test_a_model_without_generate_can_be_left_on_diffkv() -> None:
     run(
         "from transformers import ViTConfig, ViTModel\n"
@@ -113,6 +115,7 @@ def test_name_is_known_before_pytorch_is_loaded() -> None:
     )
 
 
+@pytest.mark.slow
 def test_unregistered_before_anything_was_loaded() -> None:
     run(
         "hf_diffkv.unregister()\n"
@@ -124,11 +127,13 @@ def test_unregistered_before_anything_was_loaded() -> None:
     )
 
 
+@pytest.mark.slow
 def test_reloading_keeps_one_hook() -> None:
     run("importlib.reload(hf_diffkv)\nassert len(hooks()) == 1\nassert registered() == [True] * 4 and not hooks()")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.slow
 def test_a_forked_child_registers_for_itself() -> None:
     run(
         "import os\n"

@@ -142,6 +142,7 @@ assert GenerationMixin._prepare_cache_for_generation is not method
 """
 
 
+@pytest.mark.slow
 def test_importing_in_a_child_leaves_the_parent_alone() -> None:
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     result = subprocess.run(

@@ -91,6 +91,7 @@ assert all(after[3][name] is method for name, method in before[3].items())
 
 
 @pytest.mark.oldest
+@pytest.mark.slow
 def test_unregister_leaves_transformers_as_it_was_before_the_import() -> None:
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     result = subprocess.run(

@@ -39,6 +39,7 @@ def offsets(cache: DiffKVCache) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.sampled(100)
 def test_two_turns_equal_the_simulation(name: str) -> None:
     model, config = tiny_model(name, dtype=torch.float64, attention="eager"), CONFIGS[name]
     ids, mask = ragged_prompts(LENGTHS)
@@ -104,6 +105,7 @@ def test_autocast_leaves_the_rotation_alone(name: str) -> None:
 
 @pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.slow
 def test_captured_steps_through_the_end_of_the_window(steps, interval: int) -> None:
     """Centring a row runs from Python; before it and after it steps are replayed."""
     pytest.importorskip("triton")

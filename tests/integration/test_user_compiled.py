@@ -72,6 +72,7 @@ def by_layer(model: PreTrainedModel, **options: object) -> PreTrainedModel:
 
 
 @pytest.mark.oldest
+@pytest.mark.slow
 def test_inductor_over_many_refreshes(compiler: None) -> None:
     """The steps of all layers in order, none left out; another cache compiles nothing anew."""
     model = tiny_model("llama", num_hidden_layers=3, dtype=torch.float64)
@@ -86,12 +87,14 @@ def test_inductor_over_many_refreshes(compiler: None) -> None:
 
 @pytest.mark.parametrize("compile_model", [forward, in_place, wrapped, by_layer], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.sampled(100)
 def test_every_way_to_compile(name: str, compile_model: Callable) -> None:
     model = tiny_model(name, "diffkv")
     expected = generate(model)
     assert_same(generate(compile_model(model, backend="eager")), expected)
 
 
+@pytest.mark.slow
 def test_a_graph_that_breaks_before_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """`update` is compiled and the attention function runs from Python."""
     model = tiny_model("llama")
@@ -109,6 +112,7 @@ def test_a_graph_that_breaks_before_attention(monkeypatch: pytest.MonkeyPatch) -
     assert calls and not any(calls)
 
 
+@pytest.mark.slow
 def test_another_attention_function_is_found_out() -> None:
     model = forward(tiny_model("llama", "sdpa"), backend="eager")
     ids, mask = ragged_prompts((12,))

@@ -63,6 +63,7 @@ def check_compressed(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.sampled(100)
 def test_dtypes(dtype: torch.dtype) -> None:
     model = AutoModelForCausalLM.from_pretrained(TINY_LM, dtype=dtype)
     exact = answers(model, DynamicCache(config=model.config))
@@ -164,6 +165,7 @@ METHODS: dict[str, Callable[[torch.dtype], Any]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.sampled(6)
 def test_quantised_weights(method: str, dtype: torch.dtype) -> None:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     model = AutoModelForCausalLM.from_pretrained(TINY_LM, quantization_config=METHODS[method](dtype), dtype=dtype)

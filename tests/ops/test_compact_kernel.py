@@ -177,6 +177,7 @@ def small_layout(high=K8V4, low=K4V2, key_dim=32, value_dim=32, page_bytes=1024,
 
 
 @pytest.mark.parametrize("numbers", [{}, *NARROW], ids=str)
+@pytest.mark.slow
 def test_many_rows_over_many_steps(numbers):
     layout = small_layout(**numbers)
     full = layout.high.capacity
@@ -199,6 +200,7 @@ def test_many_rows_over_many_steps(numbers):
     ],
     ids=str,
 )
+@pytest.mark.sampled(6)
 def test_precisions_dims_and_dtypes(high, low, key_dim, value_dim, dtype):
     layout = small_layout(high, low, key_dim, value_dim, 4096, dtype.itemsize)
     state = State(layout, [9, 0, 30, 4], [3, 12, 0, 8], dtype=dtype, seed=2, spare=8)
@@ -392,6 +394,7 @@ def test_variants_name_every_parameter():
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.sampled(6)
 def test_rewriting_rows_leaves_the_same_bytes_as_the_reference(seed):
     twins = {}
     for backend in ("kernels", "reference"):

@@ -245,6 +245,7 @@ def test_common_precisions_match_the_reference(precisions, dtype):
     ],
     ids=lambda precision: precision.name,
 )
+@pytest.mark.sampled(6)
 def test_narrow_pages_match_the_reference(high, low, numbers, dtype):
     case = make_case([[70, 0]], [[33, 90]], [19], high=high, low=low, key_dim=64, group=2, dtype=dtype, **numbers)
     assert_like_reference(case)
@@ -252,6 +253,7 @@ def test_narrow_pages_match_the_reference(high, low, numbers, dtype):
 
 @pytest.mark.parametrize("v_bits", [1, 2, 3, 4, 5, 6, 8, 16])
 @pytest.mark.parametrize("k_bits", [1, 2, 3, 4, 5, 6, 8, 16])
+@pytest.mark.sampled(6)
 def test_every_pair_of_bits_matches_the_reference(k_bits, v_bits):
     precision = Precision(k_bits, v_bits)
     case = make_case([[37]], [[0]], [5], high=precision, low=precision, key_dim=32, group=1)

@@ -103,6 +103,7 @@ def as_word(packed):
 
 
 @pytest.mark.parametrize(("bits", "exact", "chosen"), [(bits, *choice) for bits in BITS for choice in choices(bits)])
+@pytest.mark.sampled(8)
 def test_assembly_unpacks_every_byte(bits, exact, chosen):
     constraints = dequant.constraints(bits, len(chosen)).split(",")
     outputs = sum("=" in c for c in constraints)

@@ -72,6 +72,7 @@ def results(decode_names, tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 def test_kernels_compile_without_spills(results):
     limits = kernel_report.SHARED_LIMITS
     wrong = [r for r in results if r["error"] or r["spills"] or r["stack"] or r["shared"] > limits[r["target"]]]

@@ -140,6 +140,7 @@ def test_softcap_and_sinks(softcap: float | None, sinks: Tensor | None) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("dim", [16, 128])
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
+@pytest.mark.sampled(8)
 def test_every_number_of_bits(bits: int, dim: int, dtype: torch.dtype) -> None:
     precisions = (Precision(16, bits), Precision(bits, min(bits, 8)))
     case = NativeCase([20, 0, 70], [9, 33, 0], [1, 4, 5], dim=dim, precisions=precisions, dtype=dtype, page_bytes=None)
@@ -176,6 +177,7 @@ def test_groups(high: Precision, low: Precision, dtype: torch.dtype) -> None:
     ],
     ids=lambda precision: precision.name,
 )
+@pytest.mark.sampled(8)
 def test_narrow_pages(high: Precision, low: Precision, numbers: dict, dtype: torch.dtype, threads) -> None:
     case = NativeCase([5, 0, 30, 170], [9, 33, 0, 12], [1, 4, 5, 2], precisions=(high, low), dtype=dtype, **numbers)
     case.check()
@@ -186,6 +188,7 @@ def test_narrow_pages(high: Precision, low: Precision, numbers: dict, dtype: tor
 @pytest.mark.parametrize(
     "dim, value_dim", [(8, 8), (64, 64), (72, 72), (80, 80), (96, 96), (128, 128), (256, 256), (24, 8), (512, 64)]
 )
+@pytest.mark.sampled(8)
 def test_head_dims(dim: int, value_dim: int, dtype: torch.dtype) -> None:
     for precisions in ((K8V4, K4V2), (Precision(16, 6), Precision(5, 3))):
         options = {"dim": dim, "value_dim": value_dim, "precisions": precisions, "dtype": dtype}
@@ -193,6 +196,7 @@ def test_head_dims(dim: int, value_dim: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.sampled(8)
 def test_one_long_and_many_short_rows(threads, dtype: torch.dtype) -> None:
     NativeCase([900] + [2] * 8, [700] + [1] * 8, [5] + [1, 2, 3, 4] * 2, dtype=dtype).check()
 
@@ -211,6 +215,7 @@ def test_large_logits_do_not_overflow(threads) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.sampled(8)
 def test_several_layers_join_what_tokens_receive(threads, dtype: torch.dtype) -> None:
     case = NativeCase([5, 0, 917], [9, 33, 40], [1, 4, 5], dtype=dtype)
     twin = NativeCase([5, 0, 917], [9, 33, 40], [1, 4, 5], dtype=dtype)
@@ -272,6 +277,7 @@ SEEDS = int(os.environ.get("DIFFKV_FUZZ_SEEDS", "6"))
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.sampled(8)
 def test_random_rows(seed: int, threads) -> None:
     random = np.random.default_rng(seed)
     batch, heads = random.integers(1, 4), random.integers(1, 3)

@@ -47,6 +47,7 @@ def assert_stored_alike(tier, tokens, dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("v_bits", SUPPORTED_BITS)
 @pytest.mark.parametrize("k_bits", SUPPORTED_BITS)
+@pytest.mark.sampled(8)
 def test_every_pair_of_bits(k_bits: int, v_bits: int) -> None:
     tier = tier_of(Precision(k_bits, v_bits), 64, 40)
     assert_stored_alike(tier, make_tokens(tier, 137, torch.float16), torch.float16)
@@ -61,6 +62,7 @@ def test_every_pair_of_bits(k_bits: int, v_bits: int) -> None:
 @pytest.mark.parametrize(
     "key_dim, value_dim", [(8, 16), (24, 8), (80, 80), (96, 64), (128, 128), (256, 256), (512, 128)]
 )
+@pytest.mark.sampled(8)
 def test_dims_groups_and_dtypes(precision, key_dim, value_dim, dtype) -> None:
     tier = tier_of(precision, key_dim, value_dim, dtype.itemsize)
     assert_stored_alike(tier, make_tokens(tier, 11, dtype), dtype)
@@ -196,6 +198,7 @@ def assert_steps_alike(state: State, steps: int, **thresholds: float) -> None:
 
 @pytest.mark.parametrize("numbers", [{}, *NARROW], ids=str)
 @pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.sampled(8)
 def test_compaction_of_many_rows_over_many_steps(threads: int, numbers: dict) -> None:
     layout = small_layout(**numbers)
     full = layout.high.capacity

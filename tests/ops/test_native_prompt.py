@@ -82,12 +82,14 @@ def test_values_of_another_dim(dim: int, value_dim: int, dtype: torch.dtype) -> 
 
 @every_dtype
 @pytest.mark.parametrize("length", [1, 2, 48, 49, 256, 257, 600])
+@pytest.mark.sampled(8)
 def test_lengths(length: int, dtype: torch.dtype, threads: None) -> None:
     check(*draw(2, 1, 2, length, 16), dtype=dtype)
 
 
 @every_dtype
 @pytest.mark.parametrize("observation_window", [None, 1, 7, 1000])
+@pytest.mark.sampled(8)
 def test_padding_and_observation_window(observation_window: int | None, dtype: torch.dtype) -> None:
     options = {"observation_window": observation_window, "dtype": dtype}
     check(*draw(5, 2, 2, 40, 16), **options)
@@ -114,6 +116,7 @@ def test_a_request_of_padding_alone_is_zero() -> None:
 @every_dtype
 @pytest.mark.parametrize("softcap", [None, 2.0, 50.0])
 @pytest.mark.parametrize("sinks", [None, SINKS])
+@pytest.mark.sampled(8)
 def test_softcap_and_sinks(softcap: float | None, sinks: Tensor | None, dtype: torch.dtype) -> None:
     check(*draw(5, 2, 2, 40, 16), softcap=softcap, sinks=sinks, dtype=dtype)
     check(*draw(5, 2, 2, 40, 16), softcap=softcap, sinks=sinks, valid=RAGGED, dtype=dtype)
@@ -121,6 +124,7 @@ def test_softcap_and_sinks(softcap: float | None, sinks: Tensor | None, dtype: t
 
 @every_dtype
 @pytest.mark.parametrize("length", [40, 300])
+@pytest.mark.sampled(8)
 def test_masks(length: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     mask = torch.rand(3, 1, length, length, generator=generator) > 0.6
@@ -137,6 +141,7 @@ def test_masks(length: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("observation_window", [None, 3])
 @pytest.mark.parametrize("sinks", [None, SINKS])
 @pytest.mark.parametrize("length", [1, 40])
+@pytest.mark.sampled(8)
 def test_a_past_of_different_lengths_per_head(
     length: int, sinks: Tensor | None, observation_window: int | None, dtype: torch.dtype
 ) -> None:
@@ -146,6 +151,7 @@ def test_a_past_of_different_lengths_per_head(
     check(*draw(3, 2, 2, length, 16), *past, valid=RAGGED[:3, -length:], **options)
 
 
+@pytest.mark.sampled(8)
 def test_a_past_of_several_tiles(threads: None) -> None:
     past = hand_past([[300, 0], [31, 200]], [[40, 500], [220, 0]], [21, 5])
     check(*draw(2, 2, 3, 70, 16), *past)
@@ -154,6 +160,7 @@ def test_a_past_of_several_tiles(threads: None) -> None:
 
 @every_dtype
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
+@pytest.mark.sampled(8)
 def test_every_number_of_bits(bits: int, dtype: torch.dtype) -> None:
     precisions = {"high": Precision(16, bits, 1, 2), "low": Precision(bits, min(bits, 8), 4, 1)}
     past = hand_past(HIGH, LOW, WINDOW, key_dim=32, value_dim=64, dtype=dtype, **precisions)
@@ -260,6 +267,7 @@ def test_tensors_that_do_not_fit_are_named() -> None:
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("DIFFKV_FUZZ_SEEDS", "3"))))
+@pytest.mark.sampled(8)
 def test_random_prompts(seed: int, threads: None) -> None:
     generator = torch.Generator().manual_seed(seed)
 

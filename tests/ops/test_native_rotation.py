@@ -110,6 +110,7 @@ class Case:
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("dims", [(8, 8), (24, 40), (64, 64), (72, 80), (96, 96), (128, 128), (256, 512)], ids=str)
+@pytest.mark.sampled(8)
 def test_tokens_enter_rotated_centred_and_rounded_once(dims: tuple[int, int], dtype: torch.dtype) -> None:
     case = Case(dims, dtype)
     offset = case.store.key_offset[0].double()
@@ -142,6 +143,7 @@ def test_tokens_are_those_of_the_matrix_product(dim: int, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("dims", [(8, 8), (24, 40), (64, 64), (72, 80), (96, 96), (128, 128), (256, 512)], ids=str)
+@pytest.mark.sampled(8)
 def test_outputs_in_the_models_channels(dims: tuple[int, int], dtype: torch.dtype) -> None:
     Case(dims, dtype).check()
 

@@ -155,6 +155,7 @@ PADDED = {
 
 @pytest.mark.parametrize("window", [None, 1, 7, 1000])
 @pytest.mark.parametrize("rows", PADDED.values(), ids=PADDED.keys())
+@pytest.mark.sampled(6)
 def test_padding_is_not_read_and_yields_zeros(rows, window, small_tiles):
     valid = padding(*rows)
     inputs = make_inputs(len(rows), 2, 1, valid.shape[1], 16)
@@ -182,6 +183,7 @@ def test_one_long_and_many_short_requests(small_tiles):
             assert relative_error(got[1], want[1]) < 1e-3 or length == 1
 
 
+@pytest.mark.slow
 def test_a_window_reads_its_queries_only(small_tiles, monkeypatch):
     inputs = make_inputs(2, 2, 1, 100, 16, past=21) | {"observation_window": 9}
     want = reference.prefill_attention(**inputs)
@@ -214,6 +216,7 @@ def dense_past(batch, kv_heads, tokens, key_dim, value_dim=None):
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("length, past, stored", [(1, 1, None), (1, 40, 9), (35, 15, None), (35, 17, 33)])
+@pytest.mark.sampled(6)
 def test_a_dense_past_of_different_lengths_per_head(past, length, stored, window, small_tiles):
     inputs = make_inputs(2, 2, 2, length, 16, 24, past=stored) | dense_past(2, 2, past, 16, 24)
     counts = torch.tensor([[past, past // 2], [0, 1]])
@@ -242,6 +245,7 @@ def test_an_empty_dense_past_is_no_past():
 
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("softcap, sinks", [(5.0, False), (None, True), (2.0, True)])
+@pytest.mark.sampled(6)
 def test_soft_cap_and_sinks(softcap, sinks, window, small_tiles):
     inputs = make_inputs(1, 4, 2, 40, 16, past=21)
     inputs |= {"softcap": softcap, "observation_window": window}
@@ -258,6 +262,7 @@ def test_a_large_logit_saturates_the_soft_cap():
 
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.sampled(6)
 def test_a_mask_replaces_the_causal_rule(shared, window, small_tiles):
     inputs = make_inputs(2, 2, 1, 45, 16, past=11)
     generator = torch.Generator().manual_seed(0)

@@ -52,6 +52,7 @@ def assert_stored_alike(tier, tokens, dtype):
 
 @pytest.mark.parametrize("numbers", NARROW, ids=str)
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 8, 16])
+@pytest.mark.sampled(6)
 def test_narrow_pages_are_byte_identical_to_the_reference(bits, numbers):
     for precision, dims in ((Precision(bits, 4), (64, 40)), (Precision(5, bits, 2, 1 if bits == 16 else 4), (80, 96))):
         tier = tier_of(precision, *dims, **numbers)
@@ -71,6 +72,7 @@ def test_narrow_pages_are_byte_identical_to_the_reference(bits, numbers):
 
 @pytest.mark.parametrize("v_bits", [1, 2, 3, 4, 5, 6, 8, 16])
 @pytest.mark.parametrize("k_bits", [1, 2, 3, 4, 5, 6, 8, 16])
+@pytest.mark.sampled(6)
 def test_every_pair_of_bits_is_byte_identical_to_the_reference(k_bits, v_bits):
     tier = tier_of(Precision(k_bits, v_bits), 64, 64)
     tokens = make_tokens(tier, 37, torch.float16)
@@ -96,6 +98,7 @@ def test_every_pair_of_bits_is_byte_identical_to_the_reference(k_bits, v_bits):
     ids=lambda p: p.name,
 )
 @pytest.mark.parametrize("key_dim, value_dim", [(8, 16), (80, 80), (96, 64), (128, 128), (256, 256)])
+@pytest.mark.sampled(6)
 def test_dims_groups_and_dtypes(precision, key_dim, value_dim, dtype):
     tier = tier_of(precision, key_dim, value_dim, dtype.itemsize)
     tokens = make_tokens(tier, 11, dtype)

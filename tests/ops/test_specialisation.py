@@ -73,6 +73,7 @@ def check(launches: dict[str, list[dict[str, tuple]]]) -> None:
     assert not wrong, sorted(wrong, key=str)
 
 
+@pytest.mark.slow
 def test_a_generation_compiles_every_kernel_once(launches) -> None:
     """One request and one KV head: what belongs to one layer stands at any address."""
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 64}

@@ -110,6 +110,7 @@ ROUTES = [
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.sampled(6)
 def test_all_ways_to_choose_the_cache(route: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     exact = generated(model, tokenizer, DynamicCache(config=model.config))
     assert exact[0].startswith("5305")

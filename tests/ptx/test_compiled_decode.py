@@ -88,6 +88,7 @@ def check(case: Case, splits: int | None = 3, **options: object) -> torch.Tensor
         (Precision(16, 8), Precision(2, 16), 64, 4, torch.bfloat16),
     ],
 )
+@pytest.mark.sampled(100)
 def test_levels_and_window(high, low, dim, group, dtype, emulator) -> None:
     check(make_case(*ROWS, high=high, low=low, key_dim=dim, group=group, dtype=dtype))
     assert [name for name, _ in emulator.launched] == KERNELS
@@ -114,6 +115,7 @@ def test_the_order_of_blocks_does_not_matter(order, emulator) -> None:
     assert torch.equal(attend(case.copy(), 4), first)
 
 
+@pytest.mark.slow
 def test_padding_soft_cap_and_sinks(emulator) -> None:
     case = make_case([[20], [20]], [[9], [9]], [12, 12], key_dim=64, group=4, dtype=torch.bfloat16)
     sinks = torch.tensor([0.5, -2.0, 3.0, 1.0])

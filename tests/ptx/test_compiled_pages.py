@@ -33,6 +33,7 @@ FULL, K6V3 = Precision(16, 16), Precision(6, 3)
         (Precision(16, 1), 64, torch.float16),
     ],
 )
+@pytest.mark.sampled(100)
 def test_tokens_are_stored_and_read(precision, dim, dtype, emulator) -> None:
     tier = tier_of(precision, dim, dim, dtype.itemsize)
     tokens = make_tokens(tier, 37, dtype)
@@ -106,6 +107,7 @@ def test_tokens_are_appended(dtype, dim, emulator) -> None:
         (FULL, K8V4, 80, torch.float32),
     ],
 )
+@pytest.mark.sampled(100)
 def test_levels_are_compacted(high, low, dim, dtype, emulator) -> None:
     layout = small_layout(high, low, dim, dim, 4096, dtype.itemsize)
     full = layout.high.capacity
@@ -116,6 +118,7 @@ def test_levels_are_compacted(high, low, dim, dtype, emulator) -> None:
 
 
 @cases("order", ["ascending", "descending"], ["random"])
+@pytest.mark.sampled(100)
 def test_many_blocks_of_rows_in_any_order(order, emulator) -> None:
     """More rows than one block plans, and rows that are searched in splits."""
     emulator.order = order

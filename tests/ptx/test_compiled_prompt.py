@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
+import pytest
 import torch
 from hand_past import hand_past
 from selection import cases
@@ -55,6 +56,7 @@ def test_a_prompt(dim, dtype, length, emulator) -> None:
 
 
 @cases("dim, dtype", [(64, torch.float16)], [(dim, torch.bfloat16) for dim in (80, 128, 256)])
+@pytest.mark.slow
 def test_a_long_compressed_past(dim, dtype, emulator) -> None:
     """Loads that run ahead of their use need some rounds to be seen wrong."""
     held = hand_past([[200]], [[210]], [200], key_dim=dim, dtype=dtype, slots=210)
@@ -82,6 +84,7 @@ def test_a_long_compressed_past(dim, dtype, emulator) -> None:
         (Precision(8, 4, 4, 4), Precision(4, 2, 4, 4), 128, torch.bfloat16, "both levels and a window"),
     ],
 )
+@pytest.mark.sampled(100)
 def test_a_compressed_past(high, low, dim, dtype, rows, emulator, monkeypatch) -> None:
     monkeypatch.setattr(past_launch, "choose_splits", lambda *_: 2)
     held = hand_past(*ROWS[rows], high=high, low=low, key_dim=dim, dtype=dtype)
@@ -91,6 +94,7 @@ def test_a_compressed_past(high, low, dim, dtype, rows, emulator, monkeypatch) -
         assert names == ["past_forward", "flash_forward", "past_scores", "column_scores"]
 
 
+@pytest.mark.slow
 def test_matrix_products_of_warp_groups(hopper) -> None:
     """The prompt kernels for sm_90, where matrices are read from shared memory by the products themselves."""
     held = hand_past([[40]], [[90]], [10], key_dim=64, dtype=torch.bfloat16)
@@ -101,6 +105,7 @@ def test_matrix_products_of_warp_groups(hopper) -> None:
 
 
 @cases("dtype, dim", [(torch.bfloat16, 64)], [(torch.bfloat16, 128), (torch.bfloat16, 256), (torch.float16, 80)])
+@pytest.mark.slow
 def test_everything_at_once(dtype, dim, emulator) -> None:
     """A mask, soft-capping, sinks and an observation window over both kinds of past."""
     length, tokens = 35, 21
@@ -124,6 +129,7 @@ def test_everything_at_once(dtype, dim, emulator) -> None:
 
 
 @cases("order", ["descending"], ["random"])
+@pytest.mark.slow
 def test_the_order_of_blocks_does_not_matter(order, emulator, monkeypatch) -> None:
     """Several programs add to the same scores by atomic maxima; the first launch leaves them apart."""
     monkeypatch.setattr(past_launch, "choose_splits", lambda *_: 3)

@@ -89,11 +89,13 @@ ALWAYS = [EVERY[0], EVERY[4], EVERY[6], EVERY[7]]
 
 
 @cases("run, name, pattern, replacement", ALWAYS, [case for case in EVERY if case not in ALWAYS])
+@pytest.mark.sampled(100)
 def test_damage_is_seen(run, name, pattern, replacement, ampere: Emulator) -> None:
     check_damage(run, name, pattern, replacement, ampere)
 
 
 @cases("name, pattern, replacement", FOR_HOPPER[:1], FOR_HOPPER[1:])
+@pytest.mark.slow
 def test_damage_to_products_of_warp_groups_is_seen(name, pattern, replacement, hopper: Emulator) -> None:
     check_damage(prompt, name, pattern, replacement, hopper)
 

@@ -107,6 +107,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "granite", "mixtral"])
+@pytest.mark.sampled(3)
 def test_lossless_equals_generate(name: str, watch: Watch) -> None:
     """Prompts in chunks of 64, mixed with generated tokens."""
     model = tiny_model(name)
@@ -331,6 +332,7 @@ def test_without_a_limit_a_request_goes_on_as_long_as_there_is_room(model: PreTr
 
 
 @pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.sampled(100)
 def test_stopping_ends(model: PreTrainedModel, hard: bool, watch: Watch) -> None:
     """A flush ends what was asked for, even where requests were preempted and those before them cancelled."""
     manager = serve(model, request_config(LOSSLESS, TIGHT), safety_margin=0.0)

@@ -205,6 +205,7 @@ class SlotMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("backend", ["reference", "native"])
+@pytest.mark.sampled(100)
 def test_requests_are_what_they_would_be_alone(backend: str) -> None:
     with use_backend(backend):
         run_state_machine_as_test(SlotMachine, settings=SETTINGS)

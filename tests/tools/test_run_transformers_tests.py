@@ -51,6 +51,7 @@ def runner() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_tests_are_sorted_by_what_the_cache_does_to_them(runner: ModuleType, tmp_path: Path) -> None:
     folder = tmp_path / "tests" / "models" / "llama"
     folder.mkdir(parents=True)
@@ -69,6 +70,7 @@ def test_tests_are_sorted_by_what_the_cache_does_to_them(runner: ModuleType, tmp
     assert after["test_generates"]["attended"] == 6  # three forwards of two layers
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_no_checkout(runner: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="transformers checkout"):
         runner.run(tmp_path, "llama", True, 300, "")

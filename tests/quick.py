@@ -1,0 +1,61 @@
+"""Which tests a run takes: `make test` the quick ones, `make test-all` all.
+
+A test marked `slow` is left out of a quick run; of the cases of one marked `sampled(n)` it takes the first and one in
+about n of the others, always the same ones. `--rest I/N` takes part I of N of what a quick run leaves out instead, so that
+N such runs have run everything. Where the command line names files or tests, all of them are meant.
+"""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import pytest
+
+
+def _part(text: str) -> tuple[int, int]:
+    """Raises `ValueError` unless it is two integers, 0 <= I < N."""
+    index, count = map(int, text.split("/"))
+    if not 0 <= index < count:
+        raise ValueError(text)
+    return index, count
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also the slow tests, and every case of the sampled ones")
+    parser.addoption(
+        "--rest", type=_part, metavar="I/N", help="part I (from 0) of N of the tests a quick run leaves out"
+    )
+
+
+def _quick(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The tests of a quick run."""
+    quick, functions = set(), set()
+    for item in items:
+        every = max((marker.args[0] for marker in item.iter_markers("sampled")), default=1)
+        function = item.nodeid.split("[")[0]
+        chosen = function not in functions or zlib.crc32(item.name.encode()) % every == 0
+        functions.add(function)
+        if chosen and not item.get_closest_marker("slow"):
+            quick.add(item)
+    return quick
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("all") or _named(config):
+        return
+    rest, quick = config.getoption("rest"), _quick(items)
+    taken, left = [], []
+    for item in items:
+        if rest is None:
+            wanted = item in quick
+        else:
+            wanted = item not in quick and zlib.crc32(item.nodeid.encode()) % rest[1] == rest[0]
+        (taken if wanted else left).append(item)
+    config.hook.pytest_deselected(items=left)
+    items[:] = taken
+
+
+def _named(config: pytest.Config) -> bool:
+    """Whether the command line names files or folders, and not just all tests, which is what workers are told."""
+    return any((config.rootpath / arg).resolve() not in (config.rootpath, Path(__file__).parent) for arg in config.args)
