@@ -181,6 +181,7 @@ def test_low_precision_models(dtype: torch.dtype, prompts: str, steps: str) -> N
 
 
 @pytest.mark.parametrize("interval", [1, 2, 5, 16])
+@pytest.mark.sampled(100)
 def test_compaction_interval(interval: int) -> None:
     config = DiffKVConfig(alpha_high=1.0, alpha_low=0.6, window=8, compaction_interval=interval)
     pair = Pair(config, 3, heads=2, group=1, dim=16)
@@ -232,6 +233,7 @@ def test_observation_window(observation_window: int) -> None:
     ],
     ids=lambda precision: precision.name,
 )
+@pytest.mark.sampled(4)
 def test_precisions_and_groups(high: Precision, low: Precision) -> None:
     pair = Pair(DiffKVConfig(high, low, alpha_high=1.1, alpha_low=0.6, window=4), 2, heads=2, group=2, dim=32)
     pair.forward(70, left_padding((70, 33)))

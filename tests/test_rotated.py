@@ -122,6 +122,7 @@ def test_prompt_turn_and_steps_of_common_head_dims(dim: int, interval: int) -> N
 @pytest.mark.parametrize("fields", EACH, ids=ids)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("steps", ["reference", "native"])
+@pytest.mark.sampled(4)
 def test_models_of_low_precision(steps: str, dtype: torch.dtype, fields: dict) -> None:
     """Tokens come to the last bit: one rounding when they enter, and one more when their row is centred later."""
     pair = RotatedPair(DiffKVConfig(**MIXED, **fields, window=16), 3, heads=2, group=3, dim=16, dtype=dtype)

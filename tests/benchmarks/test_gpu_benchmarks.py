@@ -20,6 +20,7 @@ def run(module: ModuleType, output: Path, *more: str) -> list[dict]:
     return rows
 
 
+@pytest.mark.slow
 def test_attention(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     module = script("attention_gpu")
     rows = run(module, tmp_path / "attention_gpu.jsonl", "--models", "llama-3-8b", "--commit", "abc123")

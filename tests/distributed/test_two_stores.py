@@ -75,6 +75,7 @@ def go_on(split: Run, one: Run, seed: int = 0) -> None:
 
 
 @pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.sampled(100)
 def test_turns_and_steps(model: PreTrainedModel, interval: int) -> None:
     split, one = pair(model, DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16, compaction_interval=interval))
     go_on(split, one)
@@ -123,6 +124,7 @@ def test_generate(model: PreTrainedModel, options: dict[str, Any]) -> None:
     ],
     ids=["reorder", "repeat", "select"],
 )
+@pytest.mark.sampled(100)
 def test_rows(model: PreTrainedModel, choose: Callable) -> None:
     split, one = pair(model)
     index = torch.arange(4)
@@ -174,6 +176,7 @@ def test_copies(model: PreTrainedModel, duplicate: Callable, steps: int) -> None
 
 
 @pytest.mark.parametrize("saved, loaded", [(2, 1), (2, 2), (1, 2)])
+@pytest.mark.sampled(100)
 def test_saved_and_loaded_on_other_devices(
     model: PreTrainedModel, saved: int, loaded: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +195,7 @@ def test_saved_and_loaded_on_other_devices(
 
 
 @pytest.mark.parametrize("max_bytes", [250_000, 400_000])
+@pytest.mark.sampled(100)
 def test_stores_of_one_device_share_its_budget(model: PreTrainedModel, max_bytes: int) -> None:
     config = DiffKVConfig(alpha_high=1.0, alpha_low=0.0, window=16, page_bytes=512, max_bytes=max_bytes)
     sizes = []

@@ -74,6 +74,7 @@ def test_an_environment_that_is_missing(made: bool, environment: Any, tmp_path: 
     assert list(records(tmp_path / "run")) == ["dense"]
 
 
+@pytest.mark.slow
 def test_records_of_both_join(environment: Any, tmp_path: Path, capsys: Any) -> None:
     folder = environment(WORKER)
     assert evaluate(tmp_path / "run") == 0

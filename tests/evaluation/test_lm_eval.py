@@ -105,6 +105,7 @@ def expected() -> list[str]:
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("cache", ["dense", LOSSLESS])
+@pytest.mark.sampled(100)
 def test_a_lossless_cache_writes_what_the_dense_one_does(
     tasks: Path, expected: list[str], cache: str, batch_size: int
 ) -> None:

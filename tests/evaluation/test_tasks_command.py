@@ -50,6 +50,7 @@ def texts(records: list[dict[str, Any]], method: str = "dense") -> dict[str, str
     ("model_type", "template"),
     [("llama", "plain"), ("llama", "instruct"), ("qwen2", "instruct"), ("qwen3", "hybrid"), ("qwen2", "thinking")],
 )
+@pytest.mark.sampled(100)
 def test_kinds_of_models(model_type: str, template: str, tmp_path: Path, sets: Path) -> None:
     model = save_model(tmp_path / "model", model_type, template)
     records = evaluate(
@@ -166,6 +167,7 @@ def test_other_options_need_another_folder(
     assert "max_new_tokens=3, not 4" in message
 
 
+@pytest.mark.slow
 def test_without_the_hub(tmp_path: Path, instruct: Path) -> None:
     command = [
         sys.executable,

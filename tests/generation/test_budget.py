@@ -66,6 +66,7 @@ def test_tighter_thresholds_stand_where_they_stood() -> None:
 
 
 @pytest.mark.parametrize("beams, max_bytes", [(1, 130_000), (2, 200_000)])
+@pytest.mark.sampled(100)
 def test_a_budget_is_kept_inside_generate(beams: int, max_bytes: int) -> None:
     model, sizes = model_of(), []
     cache = DiffKVCache(model.config, budget(max_bytes))

@@ -50,6 +50,7 @@ def ends(run: Run, counts: tuple[int, ...]) -> None:
 @pytest.mark.oldest
 @pytest.mark.parametrize("interval", [1, 3])
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sampled(4)
 def test_a_conversation_of_uneven_answers(name: str, interval: int) -> None:
     """`generate` pads the rows that finish early; from the next turn on the mask hides that padding."""
     model = tiny_model(name, "eager")
@@ -277,6 +278,7 @@ def test_where_the_host_must_not_wait_it_is_noticed_later(monkeypatch: pytest.Mo
         forks[2].cache.check_integrity()
 
 
+@pytest.mark.slow
 def test_compiled_steps() -> None:
     torch._dynamo.reset()
     eager, compiled = started(model_of(), LENGTHS), started(model_of(), LENGTHS)

@@ -67,7 +67,7 @@ MODES = {
 @pytest.mark.oldest
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 def test_modes(name: str, mode: str) -> None:
     sequences = assert_same_tokens(tiny_model(name, "eager"), *ragged_prompts(LENGTHS), **MODES[mode])
     assert sequences.shape[1] == max(LENGTHS) + NEW_TOKENS
@@ -88,6 +88,7 @@ def test_stop_strings() -> None:
 @pytest.mark.oldest
 @pytest.mark.parametrize("mode", ["greedy", "beam search", "sampling"])
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sampled(4)
 def test_requests_that_finish_early(name: str, mode: str) -> None:
     """Left-padded requests stop at different steps; the others go on beside their padding."""
     options = {**MODES[mode], "eos_token_id": list(range(3, 14))}
@@ -125,6 +126,7 @@ class Collected(BaseStreamer):
 @pytest.mark.oldest
 @pytest.mark.parametrize("options", [{}, {"prompt_lookup_num_tokens": 4}], ids=["greedy", "lookup"])
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sampled(4)
 def test_streaming(name: str, options: dict[str, Any]) -> None:
     model = tiny_model(name, "eager")
     ids, mask = repeated_prompt()

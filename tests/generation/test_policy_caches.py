@@ -46,7 +46,7 @@ def model() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(100)
 def test_saved_caches_and_forks_continue_identically(model: PreTrainedModel, policy: str, tmp_path: Path) -> None:
     run = started(model, LENGTHS, config_of(policy))
     run.steps(tokens(4, 20))
@@ -96,7 +96,7 @@ def test_rows_that_are_reordered_stay_what_they_were(model: PreTrainedModel, pol
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("interval", [1, 4])
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(100)
 def test_max_bytes_holds_for_every_policy(model: PreTrainedModel, policy: str, interval: int) -> None:
     def fed(max_bytes: int | None) -> DiffKVCache:
         run = started(model, (200, 90, 150), config_of(policy, max_bytes=max_bytes, compaction_interval=interval))

@@ -126,7 +126,7 @@ def pickled(cache: DiffKVCache) -> DiffKVCache:
 @pytest.mark.parametrize("interval", [1, 4])
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(100)
 def test_copies_continue_identically(name: str, duplicate: Callable, interval: int) -> None:
     config = DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16, compaction_interval=interval)
     talk = Conversation(model_of(name), *ragged_prompts(LENGTHS), config)

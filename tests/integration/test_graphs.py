@@ -112,6 +112,7 @@ def test_a_pool_that_grows_under_a_budget_needs_no_other_capture(model, steps) -
     assert cache.memory().bytes <= 6000 and cache.stores.stores[0].pool.capacity > 2
 
 
+@pytest.mark.slow
 def test_a_second_turn_and_a_fork(model, steps) -> None:
     tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(3))
     turn = torch.randint(0, 96, (1, 5), generator=torch.Generator().manual_seed(4))
@@ -150,6 +151,7 @@ def test_what_is_not_captured_runs_from_python(model, steps, options: dict) -> N
     cache.check_integrity()
 
 
+@pytest.mark.slow
 def test_stop_strings_are_captured(model, steps) -> None:
     tokenizer = AutoTokenizer.from_pretrained(TINY_LM)
     tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(5))
@@ -169,6 +171,7 @@ def test_autocast_is_not_captured(model, steps) -> None:
     cache.check_integrity()
 
 
+@pytest.mark.slow
 def test_a_model_that_asks_for_the_length_is_not_captured(model, steps, monkeypatch, caplog) -> None:
     tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(6))
     expected, _ = run(model, False, tokens, 5)
@@ -203,6 +206,7 @@ def test_a_host_read_in_the_model_is_not_captured(model, steps, monkeypatch, cap
     assert len(steps) == 1
 
 
+@pytest.mark.slow
 def test_a_full_device_is_no_reason_to_give_up(model, steps, monkeypatch, caplog) -> None:
     tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(6))
     capture = RecordedGraph.capture
@@ -220,6 +224,7 @@ def test_a_full_device_is_no_reason_to_give_up(model, steps, monkeypatch, caplog
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "linear"])
+@pytest.mark.sampled(100)
 def test_rotary_frequencies_that_change_with_the_length(steps, kind: str) -> None:
     """Models read the length off the device at every step, to choose them."""
     rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
@@ -263,6 +268,7 @@ def form(kernel: InterpretedFunction, args: tuple, kwargs: dict) -> tuple:
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.sampled(100)
 def test_a_capture_compiles_nothing(model, steps, monkeypatch: pytest.MonkeyPatch, masked: bool, batch: int) -> None:
     """What it launches was compiled for the step from Python before it, and loaded, which a capture forbids."""
     forms: dict[bool, set] = {False: set(), True: set()}

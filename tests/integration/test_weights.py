@@ -92,6 +92,7 @@ def test_a_cache_keeps_its_dtype() -> None:
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.sampled(100)
 def test_autocast_stores_what_attention_gets(dtype: torch.dtype) -> None:
     model = AutoModelForCausalLM.from_pretrained(TINY_LM, dtype=torch.float32)
     with torch.autocast("cpu", dtype=dtype):

@@ -317,6 +317,7 @@ def test_pages_given_back_serve_the_same_rewrite() -> None:
 
 
 @pytest.mark.parametrize("missing", [0, 1])
+@pytest.mark.slow
 def test_without_room_nothing_changes(missing: int) -> None:
     """With one page less than the result needs the rewrite fails before it writes; with all of them it works."""
     have = Rewrite(2, extra=0).rows.pool.capacity - 1

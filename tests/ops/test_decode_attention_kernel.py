@@ -226,6 +226,7 @@ def assert_like_reference(case, *, tolerance=None, **options):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("precisions", [(K8V4, K4V2), (Precision(8, 8), K8V4), (K16V16, K16V16)])
+@pytest.mark.sampled(4)
 def test_common_precisions_match_the_reference(precisions, dtype):
     high, low = precisions
     case = make_case([[70, 0]], [[33, 150]], [19], high=high, low=low, key_dim=64, group=4, dtype=dtype)
@@ -292,6 +293,7 @@ def test_quantisation_groups_match_the_reference(high, low, key_dim, value_dim):
         (192, 128, 8),
     ],
 )
+@pytest.mark.sampled(4)
 def test_head_shapes_match_the_reference(key_dim, value_dim, group):
     case = make_case([[40]], [[41]], [18], key_dim=key_dim, value_dim=value_dim, group=group)
     assert_like_reference(case, splits=2)
@@ -419,6 +421,7 @@ def stored_by_hand(case, row):
 
 @pytest.mark.parametrize("high, low", [(K8V4, K4V2), (Precision(6, 4), Precision(5, 3))])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.sampled(4)
 def test_matches_dense_attention_in_float32(dtype, high, low):
     case = make_case([[45, 20]], [[30, 61]], [17], high=high, low=low, group=3, dtype=dtype)
     mine = case.copy()

@@ -79,6 +79,7 @@ def test_kernels_compile_without_spills(results):
     assert not wrong, wrong
 
 
+@pytest.mark.slow
 def test_dequantisation_stays_below_its_instruction_ceiling(results, decode_names):
     for name, ceilings in CEILINGS.items():
         found = [r for r in results if r["name"] in decode_names[name] and r["target"] == "sm_90"]

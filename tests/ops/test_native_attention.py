@@ -95,6 +95,7 @@ def test_heads_of_one_request_differ(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 16])
+@pytest.mark.sampled(4)
 def test_group_sizes(group: int, dtype: torch.dtype) -> None:
     NativeCase([5, 12], [9, 0], [2, 4], group=group, dtype=dtype).check()
 
@@ -161,6 +162,7 @@ def test_every_number_of_bits(bits: int, dim: int, dtype: torch.dtype) -> None:
     ],
     ids=lambda precision: precision.name,
 )
+@pytest.mark.sampled(4)
 def test_groups(high: Precision, low: Precision, dtype: torch.dtype) -> None:
     NativeCase([5, 0, 30], [9, 33, 0], [1, 4, 5], precisions=(high, low), dtype=dtype, page_bytes=1024).check()
 

@@ -220,6 +220,7 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
         torch.set_num_threads(1)
 
 
+@pytest.mark.sampled(4)
 def test_more_tokens_than_a_full_block_has_room_for() -> None:
     length, dim = 30000, 8
     query, key, value = (part.float() for part in draw(1, 1, 1, length, dim))

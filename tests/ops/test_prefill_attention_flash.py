@@ -83,6 +83,7 @@ def test_a_row_of_padding_alone_is_zero() -> None:
 @pytest.mark.parametrize("observation_window", [None, 3, 1000])
 @pytest.mark.parametrize("sinks", [None, SINKS])
 @pytest.mark.parametrize("length", [1, 9, 40])
+@pytest.mark.sampled(4)
 def test_a_past_of_different_lengths_per_head(
     length: int, sinks: Tensor | None, observation_window: int | None
 ) -> None:

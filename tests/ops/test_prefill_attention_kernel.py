@@ -102,6 +102,7 @@ def dense(query, key, value, scaling):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("length", [1, 2, 65, 130])
+@pytest.mark.sampled(4)
 def test_a_prompt_matches_dense_attention_and_the_reference(length, dtype):
     inputs = make_inputs(1, 4, 2, length, 64, dtype=dtype)
     got = check(inputs, dtype)

@@ -236,6 +236,7 @@ def test_large_logits_do_not_overflow() -> None:
     check(query * 300, key * 10, value, tolerance=1e-9)
 
 
+@pytest.mark.slow
 def test_more_than_six_thousand_tokens() -> None:
     length, dim = 6200, 8
     query, key, value = draw(1, 1, 2, length, dim)

@@ -94,6 +94,7 @@ def test_levels_and_window(high, low, dim, group, dtype, emulator) -> None:
     assert [name for name, _ in emulator.launched] == KERNELS
 
 
+@pytest.mark.slow
 def test_long_rows_reach_every_part_of_the_loops(emulator) -> None:
     """Loads that run ahead of their use need some rounds to be seen wrong."""
     case = make_case([[300]], [[330]], [100], key_dim=64, group=4, dtype=torch.bfloat16, slots=128)

@@ -151,6 +151,7 @@ def starve_once(monkeypatch: pytest.MonkeyPatch, request_id: str, generated: int
 
 
 @pytest.mark.parametrize("preempted", [False, True])
+@pytest.mark.sampled(100)
 def test_lossy_requests_are_what_they_are_alone(preempted: bool, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same forwards on a `DiffKVCache` of its own leave the same tokens at the same levels, and say the same."""
     model = tiny_model("llama", dtype=torch.float64)

@@ -160,6 +160,7 @@ def test_what_an_interrupted_run_left_is_made_anew(tool: ModuleType, folder: Pat
     AutoModelForCausalLM.from_pretrained(folder / "smollm2")
 
 
+@pytest.mark.slow
 def test_a_model_of_another_file_is_made_anew(tool: ModuleType, folder: Path) -> None:
     (folder / "smollm2").mkdir(parents=True)
     (folder / "smollm2" / ".ready").write_text("0" * 64)

@@ -146,6 +146,7 @@ def test_logged_every_few_steps(tmp_path: Path) -> None:
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("options", [{}, {"bf16": True, "gradient_checkpointing": True}], ids=["plain", "bf16"])
+@pytest.mark.sampled(100)
 def test_training_is_the_same_with_it(options: dict[str, Any], tmp_path: Path) -> None:
     """Bit for bit, with dropout and shuffled data."""
     found = []
