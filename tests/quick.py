@@ -1,8 +1,8 @@
 """Which tests a run takes: `make test` the quick ones, `make test-all` all.
 
 A test marked `slow` is left out of a quick run; of the cases of one marked `sampled(n)` it takes the first and one in
-about n of the rest, always the same. `--rest I/N` takes part I of N of what a quick run leaves out instead, so that N such
-runs have run everything. Where the command line names files or tests, all of them are meant.
+about n of the rest, always the same. `--rest I/N` takes part I of N of what a quick run leaves out instead, so that N
+such runs have run everything. Where the command line names files or tests, all of them are meant.
 """
 
 from __future__ import annotations
