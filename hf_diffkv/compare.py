@@ -227,9 +227,9 @@ def _held(cache: Any, job: Job) -> tuple[dict[str, Any], str | None]:
         except ImportError as error:
             note = f"no picture: {error}"
     held = {
-        "cache_bytes": report.bytes + report.other_bytes,
-        "dense_bytes": report.dense_bytes + report.other_bytes,
-        "payload_bytes": report.payload_bytes + report.other_bytes,
+        "cache_bytes": report.bytes,
+        "dense_bytes": report.dense_bytes,
+        "payload_bytes": report.payload_bytes,
         "levels": report.tokens,
         "layers": [dataclasses.asdict(layer) for layer in report.layers],
     }

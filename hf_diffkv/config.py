@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import math
 import numbers
@@ -13,16 +14,11 @@ from pathlib import Path
 from typing import Any, Union
 
 from . import config_files
+from .precision import Precision, as_precision, is_integer
 
-SUPPORTED_BITS = (1, 2, 3, 4, 5, 6, 8, 16)
 METADATA_BITS = (16, 32)
 
 Threshold = Union[float, tuple[float, ...], tuple[tuple[float, ...], ...]]
-
-
-def _is_integer(value: Any) -> bool:
-    """Also of NumPy, where numbers often come from."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 class Options(dict):
@@ -41,44 +37,6 @@ class Options(dict):
 
 
 @dataclass(frozen=True)
-class Precision:
-    """Bits of keys and values and the quantisation groups of each token.
-
-    Args:
-        k_bits: bits per key element: 1 to 6, 8, or 16 (16 keeps the model's own dtype).
-        v_bits: bits per value element, likewise.
-        k_groups: equal groups of `head_dim` with their own scale and zero point, for keys.
-        v_groups: the same for values.
-
-    Raises:
-        ValueError: bits that are not supported or groups below 1.
-    """
-
-    k_bits: int
-    v_bits: int
-    k_groups: int = 1
-    v_groups: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("k_bits", "v_bits"):
-            bits = getattr(self, name)
-            if not _is_integer(bits) or bits not in SUPPORTED_BITS:
-                raise ValueError(f"Precision.{name}={bits!r} is not supported; use one of {SUPPORTED_BITS}.")
-        for name in ("k_groups", "v_groups"):
-            groups = getattr(self, name)
-            if not _is_integer(groups) or groups < 1:
-                raise ValueError(f"Precision.{name}={groups!r} must be an integer of at least 1.")
-        for name in ("k_bits", "v_bits", "k_groups", "v_groups"):
-            # plain numbers, which JSON knows
-            object.__setattr__(self, name, int(getattr(self, name)))
-
-    @property
-    def name(self) -> str:
-        """The papers' name of the precision, for example `K8V4`."""
-        return f"K{self.k_bits}V{self.v_bits}"
-
-
-@dataclass(frozen=True)
 class DiffKVConfig:
     """Every choice of a `DiffKVCache` (algorithm: DiffKV, SOSP 2025, sections 4 and 5).
 
@@ -86,7 +44,7 @@ class DiffKVConfig:
     `alpha_low / N` on at `low`, below that it is pruned.
 
     Args:
-        high: precision of important tokens.
+        high: precision of important tokens: a `Precision`, or its name, for example "K8V4".
         low: precision of less important tokens; may not need more bytes than `high`.
         alpha_high: threshold of the high level: one number, one per compressed layer, or one per layer and KV head.
         alpha_low: threshold of the low level, in the same forms; 0 never prunes. At most `alpha_high` everywhere.
@@ -134,7 +92,7 @@ class DiffKVConfig:
 
     def __post_init__(self) -> None:
         for name in ("high", "low"):
-            object.__setattr__(self, name, _as_precision(name, getattr(self, name)))
+            object.__setattr__(self, name, as_precision(name, getattr(self, name)))
         for name in ("alpha_high", "alpha_low"):
             object.__setattr__(self, name, _as_threshold(name, getattr(self, name)))
         self._check_order()
@@ -146,7 +104,7 @@ class DiffKVConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
         for name in ("sinks", "protected_layers"):
             object.__setattr__(self, name, _as_count(name, getattr(self, name), least=0))
-        if not _is_integer(self.metadata_bits) or self.metadata_bits not in METADATA_BITS:
+        if not is_integer(self.metadata_bits) or self.metadata_bits not in METADATA_BITS:
             raise ValueError(f"metadata_bits={self.metadata_bits!r} is not supported; use one of {METADATA_BITS}.")
         object.__setattr__(self, "metadata_bits", int(self.metadata_bits))
         object.__setattr__(self, "policy_options", _checked_options(self.policy, self.policy_options))
@@ -232,13 +190,15 @@ class DiffKVConfig:
         """Builds a config from plain values; unknown keys raise `ValueError`.
 
         Keys that are missing have their defaults. Only where `values` is what `to_dict` of a release wrote that knew
-        fewer fields, these fields are what that release did: `rotate` and `center` False,
-        `sinks` 0.
+        fewer fields, these fields are what that release did: `rotate` and `center` False, `sinks` 0, `metadata_bits`
+        32.
         """
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(set(values) - set(known))
         if unknown:
-            raise ValueError(f"unknown DiffKV config keys {unknown}; known keys are {known}.")
+            close = [match for name in unknown for match in difflib.get_close_matches(name, known, n=1)]
+            hint = f" (did you mean {', '.join(map(repr, close))}?)" if close else ""
+            raise ValueError(f"unknown DiffKV config keys {unknown}{hint}; known keys are {known}.")
         return cls(**config_files.completed(values))
 
     def to_dict(self) -> dict[str, Any]:
@@ -307,21 +267,6 @@ class DiffKVConfig:
         return config_files.read(cls, name, **kwargs)
 
 
-def _as_precision(name: str, value: Any) -> Precision:
-    if isinstance(value, Precision):
-        return value
-    if isinstance(value, dict):
-        known = [field.name for field in dataclasses.fields(Precision)]
-        if set(value) - set(known):
-            raise ValueError(f"unknown keys {sorted(set(value) - set(known))} in {name}; known keys are {known}.")
-        if not {"k_bits", "v_bits"} <= set(value):
-            raise ValueError(f"{name}={value!r} must have both k_bits and v_bits.")
-        return Precision(**value)
-    if isinstance(value, (tuple, list)) and 2 <= len(value) <= 4:
-        return Precision(*value)
-    raise ValueError(f"{name}={value!r} is not a Precision; use Precision(k_bits, v_bits) or [k_bits, v_bits].")
-
-
 def _as_threshold(name: str, value: Any) -> Threshold:
     if isinstance(value, (list, tuple)):
         if not value:
@@ -359,7 +304,7 @@ def _paired(low: Threshold, high: Threshold) -> list[tuple[float, float]] | None
 
 
 def _as_count(name: str, value: Any, least: int = 1) -> int:
-    if not _is_integer(value) or value < least:
+    if not is_integer(value) or value < least:
         raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
     return int(value)
 

@@ -36,42 +36,75 @@ class MemoryReport:
     """Memory of a cache.
 
     Attributes:
-        bytes: what the devices hold for the compressed layers: whole pages, windows, tables, free list, counters.
-        other_bytes: what Transformers' own layers (sliding window, linear) hold; not in `bytes`.
-        dense_bytes: what an uncompressed cache of the same tokens and layers would hold.
-        payload_bytes: codes and window alone, the figure the papers give; no metadata, scores or page slack.
+        compressed_bytes: what the devices hold for the compressed layers: whole pages, windows, tables, free list,
+            counters.
+        compressed_dense_bytes: what an uncompressed cache of the same tokens would hold for them.
+        other_bytes: what Transformers' own layers (sliding window, linear) hold, compressed or not.
+        payload_bytes: `bytes` with the compressed layers' codes and windows alone, the figure the papers give; no
+            metadata, scores or page slack.
         tokens: token count over layers, heads and requests, by level: high, low, window, pruned.
         layers: the same per layer and head.
+        num_layers: layers of the cache, compressed or not.
+        thresholds: alpha_high and alpha_low, the highest of any request and head, where `max_bytes` has raised them;
+            else None.
     """
 
-    bytes: int
+    compressed_bytes: int
+    compressed_dense_bytes: int
     other_bytes: int
-    dense_bytes: int
     payload_bytes: int
     tokens: dict[str, int]
     layers: tuple[LayerReport, ...]
+    num_layers: int
+    thresholds: tuple[float, float] | None = None
+
+    @property
+    def bytes(self) -> int:
+        """What the whole cache holds, in bytes."""
+        return self.compressed_bytes + self.other_bytes
+
+    @property
+    def dense_bytes(self) -> int:
+        """What it would hold uncompressed."""
+        return self.compressed_dense_bytes + self.other_bytes
 
     @property
     def ratio(self) -> float:
         """bytes / dense_bytes; 0 for an empty cache."""
-        return self.bytes / self.dense_bytes if self.dense_bytes else 0.0
+        return _quotient(self.bytes, self.dense_bytes)
+
+    @property
+    def compressed_ratio(self) -> float:
+        """The same of the compressed layers alone."""
+        return _quotient(self.compressed_bytes, self.compressed_dense_bytes)
 
     @property
     def payload_ratio(self) -> float:
         """payload_bytes / dense_bytes; 0 for an empty cache."""
-        return self.payload_bytes / self.dense_bytes if self.dense_bytes else 0.0
+        return _quotient(self.payload_bytes, self.dense_bytes)
 
     def __str__(self) -> str:
-        counts = ", ".join(f"{name} {count}" for name, count in self.tokens.items())
-        return (
+        parts = [
             f"{self.bytes / 1e6:.2f} MB of {self.dense_bytes / 1e6:.2f} MB dense ({self.ratio:.1%}; payload "
-            f"{self.payload_ratio:.1%}); tokens: {counts}"
-        )
+            f"{self.payload_ratio:.1%})"
+        ]
+        if len(self.layers) < self.num_layers and self.layers:
+            parts.append(
+                f"{len(self.layers)} of {self.num_layers} layers compressed, to {self.compressed_ratio:.1%} of theirs"
+            )
+        parts.append("tokens: " + ", ".join(f"{name} {count}" for name, count in self.tokens.items()))
+        if self.thresholds is not None:
+            parts.append("max_bytes has raised alpha_high to {:.3g}, alpha_low to {:.3g}".format(*self.thresholds))
+        if self.ratio >= 1:
+            parts.append("too few tokens to save memory")
+        return "; ".join(parts)
 
 
 def memory_report(cache: DiffKVCache) -> MemoryReport:
     """Reads the devices; see `MemoryReport`."""
-    counts = {id(store): payload(store) for store in cache.stores.stores}
+    stores = cache.stores.stores
+    counts = {id(store): payload(store) for store in stores}
+    other = _stock_bytes(cache)
     layers = []
     dense = held_payload = 0
     for layer_idx in cache.compressed_layers():
@@ -87,14 +120,25 @@ def memory_report(cache: DiffKVCache) -> MemoryReport:
         held_payload += int(window.sum()) * token
         held_payload += int(high.sum()) * store.layout.high.payload_bits // 8
         held_payload += int(low.sum()) * store.layout.low.payload_bits // 8
+    tightened = [store for store in stores if store.tightening]
     return MemoryReport(
-        bytes=sum(store.bytes for store in cache.stores.stores),
-        other_bytes=_stock_bytes(cache),
-        dense_bytes=dense,
-        payload_bytes=held_payload,
+        compressed_bytes=sum(store.bytes for store in stores),
+        compressed_dense_bytes=dense,
+        other_bytes=other,
+        payload_bytes=held_payload + other,
         tokens={name: sum(sum(getattr(layer, name)) for layer in layers) for name in LEVELS},
         layers=tuple(layers),
+        num_layers=len(cache.layers),
+        thresholds=tuple(
+            max(float(getattr(store, name).max()) for store in tightened) for name in ("alpha_high", "alpha_low")
+        )
+        if tightened
+        else None,
     )
+
+
+def _quotient(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
 
 
 def _dense_token_bytes(store: Store) -> int:
@@ -107,7 +151,8 @@ def _stock_bytes(cache: DiffKVCache) -> int:
     for layer_idx, layer in enumerate(cache.layers):
         if layer_idx in compressed:
             continue
-        tensors = [value for value in vars(layer).values() if hasattr(value, "element_size")]
+        # a counter is no memory
+        tensors = [value for value in vars(layer).values() if getattr(value, "ndim", 0)]
         total += sum(t.numel() * t.element_size() for t in tensors)
     return total
 
@@ -127,10 +172,17 @@ def plot_levels(cache: DiffKVCache, path: str | Path, title: str | None = None) 
         raise ValueError("the cache holds nothing yet; generate with it first.")
     heads = sum(len(layer.high) for layer in report.layers)
     figure = _bars(pyplot, report) if heads <= MAX_BARS else _maps(pyplot, report)
-    figure.suptitle(title or f"{report.bytes / 1e6:,.2f} MB held, {report.ratio:.1%} of a dense cache")
+    figure.suptitle(title or _title(report))
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
     return Path(path)
+
+
+def _title(report: MemoryReport) -> str:
+    whole = f"{report.bytes / 1e6:,.2f} MB held, {report.ratio:.1%} of a dense cache"
+    if len(report.layers) == report.num_layers:
+        return whole
+    return f"{whole}\n{len(report.layers)} of {report.num_layers} layers compressed, to {report.compressed_ratio:.1%}"
 
 
 def _shares(layer: LayerReport) -> dict[str, list[float]]:

@@ -103,6 +103,24 @@ def test_plain_values_become_precisions_and_tuples() -> None:
     assert hash(config) == hash(DiffKVConfig.from_json(config.to_json()))
 
 
+@pytest.mark.parametrize("precision", [Precision(8, 4), Precision(4, 2, 2, 4), Precision(16, 16)])
+def test_precisions_by_name(precision: Precision) -> None:
+    groups = (precision.k_groups, precision.v_groups)
+    name = precision.name + ("g{}/{}".format(*groups) if groups != (1, 1) else "")
+    assert Precision.parse(name) == precision == DiffKVConfig(high=name, low="K1V1").high
+
+
+@pytest.mark.parametrize("name", ["8V4", "K8", "K8V4g2", "k8v4", "K7V4", ""])
+def test_what_is_no_precision(name: str) -> None:
+    with pytest.raises(ValueError, match=f"high='{name}'"):
+        DiffKVConfig(high=name)
+
+
+def test_a_misspelt_field() -> None:
+    with pytest.raises(ValueError, match="did you mean 'alpha_high'"):
+        DiffKVConfig.from_dict({"alpha_hihg": 1})
+
+
 def test_numbers_of_numpy_become_plain_ones() -> None:
     precision = Precision(np.int64(8), np.int32(4))
     config = DiffKVConfig(high=precision, alpha_high=[np.float32(1.5)], window=np.int64(5), max_bytes=np.int64(10**9))

@@ -152,7 +152,7 @@ class Generator:
         except EXPECTED as error:
             raise InputError(" ".join(str(error).split()) or type(error).__name__) from error
         memory = cache.memory()
-        compressed.cache_bytes = memory.bytes + memory.other_bytes
+        compressed.cache_bytes = memory.bytes
         pieces = task.pieces + self._pieces(compressed.tokens[:-1])
         levels = {layer_idx: cache.levels(layer_idx)[0].cpu() for layer_idx in cache.compressed_layers()}
         agreement = Agreement.of([compressed.tokens], [dense.tokens])

@@ -40,7 +40,7 @@ def message(text: str, error: bool = False) -> str:
 def figures(result: Result) -> str:
     """Bytes, speed and agreement of both runs."""
     dense, compressed, memory = result.dense, result.compressed, result.memory
-    payload = memory.payload_bytes + memory.other_bytes
+    payload = memory.payload_bytes
     whole = max(1, dense.cache_bytes)
     rows = [
         ("cache, real bytes", _bytes(dense.cache_bytes, whole), _bytes(compressed.cache_bytes, whole)),

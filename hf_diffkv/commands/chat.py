@@ -191,7 +191,7 @@ class _Session:
 
     def memory(self) -> None:
         memory = self.talk.cache.memory()
-        held, whole = memory.bytes + memory.other_bytes, memory.dense_bytes + memory.other_bytes
+        held, whole = memory.bytes, memory.dense_bytes
         tokens = self.talk.cache.get_seq_length()
         if not tokens:
             return print("The cache is empty.", flush=True)

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..evaluation.loading import hide_progress_bars
 from ..evaluation.models import resolve_model
 from .comparison import DENSE, DIFFKV, comparison, figures, run_summary
 from .console import Failure, progress, to_terminal
 from .env import versions
 from .help import Command
-from .models import hide_progress_bars, load_tokenizer, position_limit, supported_config, usable_device
+from .models import load_tokenizer, position_limit, supported_config, usable_device
 from .options import (
     AtLeast,
     chain,

@@ -160,8 +160,8 @@ def _kept(cache: DiffKVCache, pieces: list[str]) -> dict[str, Any]:
             counts[name] = counts[name] + (levels == code).sum(0)
     lists = {name: count.tolist() for name, count in counts.items()} if cache.compressed_layers() else {}
     return {
-        "bytes": memory.bytes + memory.other_bytes,
-        "dense_bytes": memory.dense_bytes + memory.other_bytes,
+        "bytes": memory.bytes,
+        "dense_bytes": memory.dense_bytes,
         "levels": memory.tokens,
         "heads": [dataclasses.asdict(layer) for layer in memory.layers],
         "tokens": [

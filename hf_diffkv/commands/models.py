@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from typing import Any
 
 import click
@@ -47,14 +46,6 @@ def loaded(factory: Any, name: str) -> Any:
         return factory.from_pretrained(resolve_model(name))
     except (OSError, ValueError, KeyError) as error:
         raise click.UsageError(f"cannot load the model {name}: {one_line(error)}") from error
-
-
-def hide_progress_bars(quiet: bool) -> None:
-    """Of Transformers, where nobody would see them move or wants them."""
-    from transformers.utils import logging as transformers_logging
-
-    if quiet or not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()
 
 
 def position_limit(config: Any) -> int | None:

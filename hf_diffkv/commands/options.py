@@ -50,11 +50,9 @@ class PrecisionType(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Precision:
         if isinstance(value, Precision):
             return value
-        match = re.fullmatch(r"K(\d+)V(\d+)", value, re.IGNORECASE)
-        if match is None:
-            self.fail(f"{value} is not a precision; write K, its bits, V, its bits, for example K8V4.", param, context)
         try:
-            return Precision(int(match[1]), int(match[2]))
+            # groups are written with a small letter
+            return Precision.parse(value.replace("k", "K").replace("v", "V"))
         except ValueError as error:
             self.fail(f"{value}: {error}", param, context)
 

@@ -41,10 +41,8 @@ def load_model(name: str, dtype: str = "auto", device: str | None = None, quiet:
     """
     import torch
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    if quiet or not sys.stderr.isatty():
-        logging.disable_progress_bar()
+    hide_progress_bars(quiet)
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -53,6 +51,14 @@ def load_model(name: str, dtype: str = "auto", device: str | None = None, quiet:
         chosen = dtype if dtype == "auto" else getattr(torch, dtype)
         model = AutoModelForCausalLM.from_pretrained(resolve_model(name), dtype=chosen)
         return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+
+
+def hide_progress_bars(quiet: bool) -> None:
+    """Of Transformers, where nobody would see them move or wants them."""
+    from transformers.utils import logging
+
+    if quiet or not sys.stderr.isatty():
+        logging.disable_progress_bar()
 
 
 @contextmanager

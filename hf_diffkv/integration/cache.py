@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,8 +32,9 @@ class DiffKVCache(Cache):
     keep Transformers' own layers.
 
     Args:
-        model_config: the model's `PretrainedConfig`.
-        config: a `DiffKVConfig`; None takes `DiffKVConfig.for_model(model_config)`.
+        model_config: the model's `PretrainedConfig`, or the model itself.
+        config: a `DiffKVConfig`, or a dict of its fields on top of `DiffKVConfig.for_model(model_config)`, which None
+            takes as it is.
         **kwargs: single fields of `DiffKVConfig`, on top of `config`.
 
     Raises:
@@ -42,7 +43,9 @@ class DiffKVCache(Cache):
             attend to a selection of tokens, models without attention.
     """
 
-    def __init__(self, model_config: Any, config: DiffKVConfig | None = None, **kwargs: Any) -> None:
+    def __init__(self, model_config: Any, config: DiffKVConfig | Mapping | None = None, **kwargs: Any) -> None:
+        if hasattr(getattr(model_config, "config", None), "get_text_config"):
+            model_config = model_config.config
         check_model_config(model_config)
         text_config = model_config.get_text_config(decoder=True)
         self.model_fingerprint = model_fingerprint(model_config)
@@ -353,9 +356,11 @@ def _config_of(model: Any) -> Any:
     return model.config
 
 
-def resolve_config(model_config: Any, config: DiffKVConfig | None, fields: dict[str, Any]) -> DiffKVConfig:
+def resolve_config(model_config: Any, config: DiffKVConfig | Mapping | None, fields: dict[str, Any]) -> DiffKVConfig:
     """`config`, or what suits the model, with single fields on top. Raises `ValueError` as `DiffKVConfig` does."""
+    if isinstance(config, Mapping):
+        config, fields = None, {**config, **fields}
     if config is not None and not isinstance(config, DiffKVConfig):
-        raise ValueError(f"config={config!r} must be a DiffKVConfig.")
+        raise ValueError(f"config={config!r} must be a DiffKVConfig, or a dict of its fields.")
     base = DiffKVConfig.for_model(model_config) if config is None else config
     return DiffKVConfig.from_dict({**base.to_dict(), **fields}) if fields else base

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import logging
@@ -126,6 +127,18 @@ def _cache_fields(cache_config: Any) -> dict[str, Any]:
     return dict(cache_config)
 
 
+def _warn_of_unused(generation_config: Any, wanted: bool) -> None:
+    """Warns of fields that are ours where no cache of ours is asked for."""
+    given = generation_config.cache_config
+    known = {field.name for field in dataclasses.fields(DiffKVConfig)}
+    ours = isinstance(given, DiffKVConfig) or (isinstance(given, Mapping) and given and set(given) <= known)
+    if ours and not wanted and generation_config.cache_implementation is None:
+        warnings.warn(
+            "cache_config has fields of DiffKVConfig, which nothing reads without cache_implementation='diffkv'.",
+            stacklevel=4,
+        )
+
+
 def _check_options(model: Any, cache: DiffKVCache, generation_config: Any) -> None:
     """Raises `ValueError` for options of `generate()` that contradict a cache given to it."""
     if generation_config.use_cache is False:
@@ -193,6 +206,7 @@ def _wrap(original: Callable) -> Callable:
             _check_prompt(cache, generation_config, model_kwargs)
             cache.attach(self)
         elif not wanted or cache is not None or generation_config.use_cache is False:
+            _warn_of_unused(generation_config, wanted)
             return original(self, generation_config, model_kwargs, *args, **kwargs)
         else:
             _check_padding(generation_config, model_kwargs)

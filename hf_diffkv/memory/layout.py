@@ -23,7 +23,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..config import SUPPORTED_BITS, DiffKVConfig, Precision
+from ..config import DiffKVConfig
+from ..precision import SUPPORTED_BITS, Precision
 
 ROW_ALIGNMENT = 16
 PAGE_ALIGNMENT = 64

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 
-from ..config import SUPPORTED_BITS
 from ..memory import layout
+from ..precision import SUPPORTED_BITS
 
 PORTABLE = 0
 PTX = 1

@@ -7,6 +7,7 @@ never go back.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 
 import torch
@@ -101,6 +102,7 @@ def fit_layer(store: Store, layer: int, tokens: Weighed) -> Tensor:
     strength = fit(store, *alphas, tokens, allowed)
     if strength == 0:
         return tokens.level
+    _note(store, strength)
     level = tokens.below(*_least(*alphas, strength)).level
     for alpha, fitted in zip((store.alpha_high, store.alpha_low), tightened(*alphas, strength)):
         alpha[layer] = fitted.view(alpha[layer].shape)
@@ -131,6 +133,7 @@ def make_room(store: Store, pages: int) -> None:
     levels = [torch.full_like(part, level, dtype=torch.int8) for part, level in zip(relative, (HIGH_LEVEL, LOW_LEVEL))]
     held = Weighed(torch.cat([part.row for part in stored]), torch.cat(relative), torch.cat(levels)).below(*alphas)
     strength = fit(store, *alphas, held, int(TARGET * (limit - pages)))
+    _note(store, strength)
     new_alphas = tightened(*alphas, strength)
     high, low = held.below(*new_alphas).level.split([part.numel() for part in relative])
     keep, demoted = (high == HIGH_LEVEL, low != PRUNED_LEVEL), high == LOW_LEVEL
@@ -140,6 +143,17 @@ def make_room(store: Store, pages: int) -> None:
     for alpha, tight in zip(alphas, new_alphas):
         alpha.copy_(tight)
     store.forget_bounds()
+
+
+def _note(store: Store, strength: float) -> None:
+    """Warns where the budget tightens a store's thresholds for the first time."""
+    if strength and not store.tightening:
+        warnings.warn(
+            f"max_bytes={store.config.max_bytes} is full: from here on the least significant tokens are kept less "
+            "precisely or pruned (cache.memory() has the thresholds).",
+            stacklevel=2,
+        )
+    store.tightening = max(store.tightening, strength)
 
 
 def no_tokens(store: Store) -> NewTokens:

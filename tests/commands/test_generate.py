@@ -138,7 +138,7 @@ def test_maps_of_many_heads_show_the_shares() -> None:
         report.LayerReport(0, high=(1, 2), low=(3, 2), window=(4, 4), pruned=(2, 2)),
         report.LayerReport(5, high=(5,), low=(0,), window=(5,), pruned=(0,)),
     ]
-    figure = report._maps(pyplot, report.MemoryReport(0, 0, 0, 0, {}, tuple(layers)))
+    figure = report._maps(pyplot, report.MemoryReport(0, 0, 0, 0, {}, tuple(layers), num_layers=2))
     nan = float("nan")
     expected = [
         [[0.1, 0.2], [0.5, nan]],

@@ -23,7 +23,7 @@ def budget(max_bytes: int | None, **options) -> DiffKVConfig:
 
 
 def assert_within(cache: DiffKVCache) -> None:
-    assert cache.memory().bytes <= cache.config.max_bytes
+    assert cache.memory().compressed_bytes <= cache.config.max_bytes
     cache.check_integrity()
 
 
@@ -43,14 +43,15 @@ def test_a_budget_is_kept_at_every_step_and_turn(name: str, max_bytes: int, inte
         run.feed(*ragged_prompts((20 + 30 * turn, 3, 60), seed=turn))
         assert_within(run.cache)
     memory = run.cache.memory()
-    assert memory.bytes > 0.75 * max_bytes, "most of the budget is used"
+    assert memory.compressed_bytes > 0.75 * max_bytes, "most of the budget is used"
     assert memory.tokens["pruned"] > 100
 
     free = started(model, LENGTHS, budget(None, compaction_interval=interval))
     for turn in range(4):
         free.steps(tokens(3, 30))
         free.feed(*ragged_prompts((20 + 30 * turn, 3, 60), seed=turn))
-    assert free.cache.memory().bytes > 1.2 * max_bytes and free.cache.memory().tokens["pruned"] == 0
+    unlimited = free.cache.memory()
+    assert unlimited.compressed_bytes > 1.2 * max_bytes and unlimited.tokens["pruned"] == 0
 
 
 def test_tighter_thresholds_stand_where_they_stood() -> None:
@@ -83,6 +84,17 @@ def test_a_budget_is_kept_inside_generate(beams: int, max_bytes: int) -> None:
     assert len(sizes) == 120
     assert max(sizes) <= max_bytes
     assert cache.memory().tokens["pruned"] > 100
+
+
+def test_thresholds_that_a_budget_raises_are_said_once() -> None:
+    with pytest.warns(UserWarning, match="max_bytes=130000 is full") as caught:
+        run = started(model_of(), LENGTHS, budget(130_000))
+        run.steps(tokens(3, 40))
+    assert len(caught) == 1
+    memory, (store,) = run.cache.memory(), run.cache.stores.stores
+    assert memory.thresholds == (float(store.alpha_high.max()), float(store.alpha_low.max()))
+    assert memory.thresholds[0] > 1 and "raised alpha_high to" in str(memory)
+    assert started(model_of(), LENGTHS, budget(None)).cache.memory().thresholds is None
 
 
 @pytest.mark.parametrize("repeats", [2, 4])

@@ -120,7 +120,7 @@ def test_rejected_tokens_leave_no_trace() -> None:
         run.crop(7)
     assert all(torch.equal(*pair) for pair in zip(before, contents(run.cache)))
     # a bit per column is kept in a buffer that grows ahead
-    assert replace(run.cache.memory(), bytes=memory.bytes) == memory
+    assert replace(run.cache.memory(), compressed_bytes=memory.compressed_bytes) == memory
     assert run.cache.stores.stores[0].pool.capacity == pages
     run.cache.check_integrity()
     assert torch.equal(run.feed(tokens(4, 1, 9)), twin.feed(tokens(4, 1, 9)))
@@ -221,7 +221,7 @@ def test_recorded_tokens_count_and_show_as_window() -> None:
         assert (run.cache.significance(layer_idx)[:, :, -6:] == 0).all()
     run.crop(6)
     after = run.cache.memory()
-    assert replace(after, bytes=before.bytes) == before
+    assert replace(after, compressed_bytes=before.compressed_bytes) == before
     assert after.bytes < before.bytes + 4 * 96
 
 

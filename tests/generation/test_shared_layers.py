@@ -173,18 +173,18 @@ def test_the_read_layer_takes_less_memory() -> None:
     run = started(model, (600,), DiffKVConfig(alpha_high=4.0, alpha_low=2.0, window=16))
     report = run.cache.memory()
     of_each = 600 * 2 * 2 * 16 * 8  # tokens, heads, keys and values, elements, bytes
-    assert report.dense_bytes == 2 * of_each and report.bytes < report.dense_bytes / 2
+    assert report.compressed_dense_bytes == 2 * of_each and report.compressed_ratio < 0.5
     assert report.layers[1].layer_idx == READ and sum(report.layers[1].pruned) > 100
 
 
 def test_a_budget_is_kept() -> None:
     model = model_of()
     free = started(model, LENGTHS, CONFIG)
-    limit = free.cache.memory().bytes
+    limit = free.cache.memory().compressed_bytes
     run = started(model, LENGTHS, DiffKVConfig(alpha_high=0.0, alpha_low=0.0, window=16, max_bytes=limit))
     run.steps(tokens(3, 10))
     run.feed(tokens(3, 30))
-    assert run.cache.memory().bytes <= limit
+    assert run.cache.memory().compressed_bytes <= limit
     run.cache.check_integrity()
     assert all(sum(layer.pruned) for layer in run.cache.memory().layers)
 

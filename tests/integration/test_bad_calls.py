@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,10 +83,21 @@ def test_a_cache_made_for_another_model(layers: int) -> None:
     generate(own, past_key_values=cache)
 
 
-@pytest.mark.parametrize("wrong", [lambda model: model, lambda model: "some/model", lambda model: DiffKVConfig()])
+@pytest.mark.parametrize("wrong", [lambda model: model.forward, lambda model: "a/b", lambda model: DiffKVConfig()])
 def test_what_is_no_configuration(wrong: Callable) -> None:
     with raises(ValueError, "model_config is a", "DiffKVCache(model.config)"):
         DiffKVCache(wrong(tiny_model("llama")))
+
+
+@pytest.mark.parametrize("ours", [{"window": 9}, DiffKVConfig(window=9)], ids=["fields", "configuration"])
+def test_a_configuration_that_nothing_reads(ours: Any) -> None:
+    model = tiny_model("llama")
+    with pytest.warns(UserWarning, match="cache_implementation='diffkv'"):
+        generate(model, cache_config=ours)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate(model, cache_config={})
+        generate(model, cache_implementation="diffkv", cache_config=ours)
 
 
 def test_layers_that_do_not_exist() -> None:

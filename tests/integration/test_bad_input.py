@@ -81,7 +81,7 @@ BAD_FIELDS = [
     ({"high": {"k_bits": 8, "vbits": 4}}, ("vbits", "high", "v_bits")),
     ({"high": (8.0, 4)}, ("k_bits=8.0", "(1, 2, 3, 4, 5, 6, 8, 16)")),
     ({"high": {"k_bits": 8}}, ("high", "both k_bits and v_bits")),
-    ({"low": "K4V2"}, ("low='K4V2'", "Precision(k_bits, v_bits)")),
+    ({"low": "int4"}, ("low='int4'", "write it as 'K8V4'")),
     ({"policy": "nothing"}, ("policy='nothing'", "diffkv")),
     ({"policy": "snapvk"}, ("policy='snapvk'", "did you mean 'snapkv'")),
     ({"policy": 3}, ("policy=3", "name")),

@@ -97,8 +97,28 @@ def test_sizes() -> None:
     memory = cache.memory()
     real = sum(LENGTHS) + 3 * len(LENGTHS)
     assert sum(memory.tokens.values()) == real * 2
-    assert memory.dense_bytes == real * 2 * (16 + 16) * 8
-    assert memory.other_bytes > 0 and memory.bytes > memory.payload_bytes > 0
+    dense = real * 2 * (16 + 16) * 8
+    assert memory.compressed_dense_bytes == dense and memory.dense_bytes == dense + memory.other_bytes
+    assert memory.other_bytes == sum(t.nbytes for t in (cache.layers[0].keys, cache.layers[0].values))
+    assert memory.bytes == memory.compressed_bytes + memory.other_bytes > memory.payload_bytes > 0
+    assert f"1 of 2 layers compressed, to {memory.compressed_bytes / dense:.1%} of theirs" in str(memory)
+    assert "too few tokens" not in str(memory)
+    few = Conversation(model, torch.full((1, 4), 5), torch.ones(1, 4, dtype=torch.int64)).cache
+    assert few.memory().ratio > 1 and "too few tokens to save memory" in str(few.memory())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: DiffKVCache(model, CONFIG),
+        lambda model: DiffKVCache(model.config, {"window": CONFIG.window, "sinks": CONFIG.sinks}),
+        lambda model: DiffKVCache(model.config, {"window": 3}, window=CONFIG.window, sinks=CONFIG.sinks),
+    ],
+    ids=["model", "fields", "fields and options"],
+)
+def test_ways_to_make_a_cache(make: Callable) -> None:
+    config = make(model_of("llama")).config
+    assert (config.window, config.sinks) == (CONFIG.window, CONFIG.sinks)
 
 
 @pytest.mark.oldest

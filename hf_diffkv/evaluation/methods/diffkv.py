@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ...config import DiffKVConfig, Precision
+from ...config import DiffKVConfig
+from ...precision import NAME, Precision
 from ...presets import PRESETS
 from ..errors import EvaluationError
 from . import method
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from ..batch import Batch
     from ..session import Session
 
-PRECISION = re.compile(r"K(\d+)V(\d+)(?:g(\d+)/(\d+))?")
 NUMBER = r"\d+(?:\.\d+)?"
 
 
@@ -62,8 +62,7 @@ class DiffKVMethod(Method):
 
     def held(self, cache: Any) -> Held:
         report = cache.memory()
-        payload = report.payload_bytes + report.other_bytes
-        return Held(report.bytes + report.other_bytes, payload, levels=report.tokens)
+        return Held(report.bytes, report.payload_bytes, levels=report.tokens)
 
     @contextmanager
     def attached(self, session: Session | Batch) -> Iterator[None]:
@@ -81,18 +80,17 @@ def parse_options(options: list[str]) -> tuple[dict[str, Any], str | None]:
     fields: dict[str, Any] = {}
     base = None
     for option in options:
-        precisions = PRECISION.fullmatch(option)
-        levels = re.fullmatch(rf"({PRECISION.pattern})/({PRECISION.pattern})", option)
+        levels = re.fullmatch(rf"({NAME.pattern})/({NAME.pattern})", option)
         alphas = re.fullmatch(rf"({NUMBER})/({NUMBER})", option)
         if option in ("lossless", "paper") and hasattr(DiffKVConfig, option):
             base = option
         elif option in PRESETS:
             fields |= PRESETS[option]
-        elif precisions:
-            precision = _precision(precisions)
+        elif NAME.fullmatch(option):
+            precision = Precision.parse(option)
             fields |= {"high": precision, "low": precision, "alpha_high": 0.0, "alpha_low": 0.0}
         elif levels:
-            fields |= {name: _precision(PRECISION.fullmatch(levels[i])) for name, i in (("high", 1), ("low", 6))}
+            fields |= {"high": Precision.parse(levels[1]), "low": Precision.parse(levels[6])}
         elif alphas:
             fields |= {"alpha_high": float(alphas[1]), "alpha_low": float(alphas[2])}
         elif option.startswith("config="):
@@ -108,11 +106,6 @@ def parse_options(options: list[str]) -> tuple[dict[str, Any], str | None]:
     return fields, base
 
 
-def _precision(match: re.Match) -> Precision:
-    numbers = [int(group) for group in match.groups() if group is not None]
-    return Precision(*numbers)
-
-
 def _saved(name: str) -> dict[str, Any]:
     try:
         return DiffKVConfig.from_pretrained(name).to_dict()
@@ -122,9 +115,8 @@ def _saved(name: str) -> dict[str, Any]:
 
 def parse_value(text: str) -> Any:
     """A value of an option: a precision, JSON, or the text as it is."""
-    precision = PRECISION.fullmatch(text)
-    if precision:
-        return _precision(precision)
+    if NAME.fullmatch(text):
+        return Precision.parse(text)
     try:
         return json.loads(text)
     except json.JSONDecodeError:
