@@ -18,24 +18,19 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTra
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
+from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.evaluation.methods.base import tensor_bytes
+from hf_diffkv.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"tiny-lm": ROOT / "examples/models/tiny-lm", "smollm2": ROOT / "build/models/smollm2"}
 RANDOM = "llama-8x128"
 MODELS = (*FOLDERS, RANDOM)
-PLAIN = {"rotate": False, "center": False}
-ROTATED = {"rotate": True, "center": True}
-ALL_HIGH, ALL_LOW, MIXED = ({"alpha_high": high, "alpha_low": 0.0} for high in (0.0, 1e9, 1.0))
-# of a uniform level, both precisions are the same
-K8V4, K6V4, K5V3, K4V2 = Precision(8, 4), Precision(6, 4), Precision(5, 3), Precision(4, 2)
 DIFFKV = {
-    "DiffKV default": {},
-    "DiffKV K8V4": {"high": K8V4, "low": K4V2, **ALL_HIGH, **PLAIN},
-    "DiffKV K8V4 rotated": {"high": K8V4, "low": K4V2, **ALL_HIGH, **ROTATED},
-    "DiffKV K5V3 rotated": {"high": K5V3, "low": K4V2, **ALL_HIGH, **ROTATED},
-    "DiffKV K6V4/K4V2 rotated": {"high": K6V4, "low": K4V2, **MIXED, **ROTATED},
-    "DiffKV K4V2": {"high": K8V4, "low": K4V2, **ALL_LOW, **PLAIN},
+    **{f"DiffKV {name}": DiffKVConfig.preset(name) for name in PRESETS},
+    "DiffKV K4V2": DiffKVConfig.preset("small", high="K4V2", low="K4V2"),
+    "DiffKV K8V4/K4V2": DiffKVConfig(metadata_bits=16),
+    "DiffKV paper": DiffKVConfig.paper(),
 }
 
 
@@ -84,8 +79,8 @@ def makers(model: PreTrainedModel, tokens: int, wanted: list[str] | None) -> dic
             print(f"{name} is left out: {backend} is not installed", flush=True)
             continue
         made[name] = lambda backend=backend: QuantizedCache(backend=backend, config=config, nbits=4)
-    for name, fields in DIFFKV.items():
-        made[name] = lambda fields=fields: DiffKVCache(config, DiffKVConfig(**fields))
+    for name, choices in DIFFKV.items():
+        made[name] = lambda choices=choices: DiffKVCache(config, choices)
     return {name: make for name, make in made.items() if wanted is None or any(part in name for part in wanted)}
 
 
@@ -147,10 +142,6 @@ def fill(model: PreTrainedModel, cache: Cache, tokens: Tokens) -> None:
         attend_all(model, cache, tokens)
 
 
-def held_bytes(cache: Cache) -> int | None:
-    """What a cache takes; None where it does not say."""
-    if isinstance(cache, DiffKVCache):
-        return cache.memory().bytes
-    if isinstance(cache, QuantizedCache):
-        return None
-    return sum(part.numel() * part.element_size() for layer in cache.layers for part in (layer.keys, layer.values))
+def held_bytes(cache: Cache) -> int:
+    """What a cache takes."""
+    return cache.memory().bytes if isinstance(cache, DiffKVCache) else tensor_bytes(cache.layers)

@@ -77,6 +77,19 @@ def decode_cpu(rows: list[dict], path: Path) -> Path:
     return _save(figure, axes[0][-1], path, loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
 
 
+def bytes_cpu(rows: list[dict], path: Path) -> Path:
+    """Megabytes held over context at batch 1, all caches, a panel per model."""
+    threads = min(r["threads"] for r in rows)
+    found = [{**r, "mb": r["cache_bytes"] / 1e6} for r in rows if r["batch"] == 1 and r["threads"] == threads]
+    models = sorted({r["model"] for r in found})
+    figure, (panels,) = _subplots(1, len(models), width=5, sharey=False)
+    for axis, model in zip(panels, models):
+        _lines(axis, [r for r in found if r["model"] == model], "cache", "context", "mb")
+        axis.set(title=model, xlabel="context", ylim=(0, None))
+    panels[0].set_ylabel("megabytes")
+    return _save(figure, panels[-1], path, loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
+
+
 PLOTS: dict[str, Callable[[list[dict], Path], Path | None]] = {
     "attention_gpu": attention,
     "memory_manager_gpu": memory_manager,

@@ -42,10 +42,10 @@ def steps(rows: list[dict]) -> str:
             return row[field][1] / by_name[name][field][1] if name in by_name else None
 
         for row in members:
-            size = None if row["cache_bytes"] is None else row["cache_bytes"] / 1e6
             line = [*case[2:], row["cache"], _spread(row["ms"])]
             line += [ratio(row, name, "ms") for name in ("DynamicCache", "StaticCache")]
-            lines.append([*line, _spread(row["attention_ms"]), ratio(row, "DynamicCache", "attention_ms"), size])
+            lines.append([*line, _spread(row["attention_ms"]), ratio(row, "DynamicCache", "attention_ms")])
+            lines[-1].append(row["cache_bytes"] / 1e6)
     return markdown(header, lines)
 
 
@@ -73,7 +73,8 @@ def report(path: Path) -> None:
         raise SystemExit(f"{path} holds no decode steps; run benchmarks/decode_cpu.py first.")
     print(steps(rows), slopes(rows), sep="\n\n")
     try:
-        print(f"\nplot: {plots.decode_cpu(rows, path.with_suffix('.png'))}")
+        for draw, suffix in ((plots.decode_cpu, ".png"), (plots.bytes_cpu, "-bytes.png")):
+            print(f"\nplot: {draw(rows, path.with_name(path.stem + suffix))}")
     except ImportError:
         print("\nno plot: matplotlib is not installed")
 

@@ -6,7 +6,7 @@ import os
 import re
 from typing import Any
 
-from .config import Precision
+from .precision import Precision
 
 # model name -> (alpha_low, alpha_high); a sibling release (Llama-3.1, a distillation) was not calibrated
 CALIBRATED: dict[str, tuple[float, float]] = {
@@ -23,16 +23,16 @@ GROUPED = re.compile(r"^(qwq|qwen3)\b")
 GROUPED_PRECISIONS: dict[str, Any] = {"high": Precision(8, 4, 1, 2), "low": Precision(4, 2, 2, 4)}
 
 
-def _uniform(k_bits: int, v_bits: int, **fields: Any) -> dict[str, Any]:
-    precision = Precision(k_bits, v_bits)
+def _uniform(name: str, **fields: Any) -> dict[str, Any]:
+    precision = Precision.parse(name)
     return {"high": precision, "low": precision, "alpha_high": 0.0, "alpha_low": 0.0, "metadata_bits": 16, **fields}
 
 
 # Every token at one precision: on small models that beat tokens at two precisions of the same bytes (docs/quality.md).
 PRESETS: dict[str, dict[str, Any]] = {
-    "quality": _uniform(8, 4),
-    "balanced": _uniform(5, 3, window=32),
-    "small": _uniform(4, 3, window=32),
+    "quality": _uniform("K8V4"),
+    "balanced": _uniform("K5V4", window=32),
+    "small": _uniform("K4V3g2/1", window=32),
 }
 
 

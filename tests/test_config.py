@@ -209,12 +209,13 @@ def test_presets_take_less_memory_in_turn() -> None:
     uniform = {
         name: DiffKVConfig.preset(name, page_bytes=4096, max_bytes=1 << 20) for name in ("quality", "balanced", "small")
     }
-    assert [config.high.name for config in uniform.values()] == ["K8V4", "K5V3", "K4V3"]
+    assert [config.high.name for config in uniform.values()] == ["K8V4", "K5V4", "K4V3"]
     for config in uniform.values():
         # one precision: nothing falls below it, nothing is pruned
         assert config.low == config.high and (config.alpha_high, config.alpha_low) == (0.0, 0.0)
         assert config.rotate and config.center and config.metadata_bits == 16
         assert (config.page_bytes, config.max_bytes) == (4096, 1 << 20)
+    assert (uniform["small"].high.k_groups, uniform["small"].high.v_groups) == (2, 1)
     assert DiffKVConfig.preset("small", window=8).window == 8
 
 

@@ -32,7 +32,9 @@ class Study:
 
 
 # keys and values as the model has them, and rotated with keys centred
-PLAIN, TURNED = "rotate=false+center=false", "rotate=true+center=true"
+PLAIN, TURNED = "rotate=false+center=false+sinks=0", "rotate=true+center=true+sinks=0"
+# the paper's two levels, rotated and centred, with exact first tokens
+LEVELS = "K8V4/K4V2+1/0"
 STUDIES = {
     # accuracy against memory beside what users have (figure 11; LeanKV's figures)
     "peers": Study(
@@ -66,13 +68,15 @@ STUDIES = {
         (
             "dense",
             "diffkv:quality",
+            "diffkv:balanced+K6V4",
             "diffkv:paper",
-            "diffkv",
+            f"diffkv:{LEVELS}",
             "diffkv:balanced",
+            "diffkv:balanced+K5V3",
             "diffkv:small",
+            "diffkv:small+K4V3",
             "quanto:4",
-        ),
-        tasks="offline",
+        )
     ),
     # the whole offline set for the methods that a user chooses between
     "offline": Study(
@@ -81,9 +85,9 @@ STUDIES = {
             "diffkv:paper",
             "diffkv:paper+K8V4",
             "diffkv:paper+K4V2",
-            f"diffkv:{TURNED}+K6V4",
-            f"diffkv:{TURNED}+K5V3",
-            f"share:{TURNED}",
+            "diffkv:quality",
+            "diffkv:balanced",
+            "diffkv:small",
             "quanto:4",
             "hqq:4",
             "quanto:2",

@@ -29,14 +29,14 @@ def test_all_caches_in_turns(script, tmp_path: Path, capsys: pytest.CaptureFixtu
             # 6 layers of 2 heads
             assert sum(row["tokens"].values()) == 12 * row["batch"] * row["context"]
     held = {row["cache"]: row["tokens"] for row in rows if row["context"] == 150 and row["cache"] in names}
-    assert held["DiffKV K8V4"]["low"] == 0 and held["DiffKV K4V2"]["high"] == 0
-    assert held["DiffKV default"]["high"] > 0 and held["DiffKV default"]["low"] > 0
+    assert held["DiffKV balanced"]["low"] == 0
+    assert held["DiffKV paper"]["high"] > 0 and held["DiffKV paper"]["low"] > 0
     shown = capsys.readouterr().out
-    assert "| tiny-lm | 1 | 3 | 90 | DiffKV K5V3 rotated |" in shown and "| tiny-lm | 1 | StaticCache |" in shown
+    assert "| tiny-lm | 1 | 3 | 90 | DiffKV balanced |" in shown and "| tiny-lm | 1 | StaticCache |" in shown
     assert output.with_suffix(".png").stat().st_size > 1000
     before = output.read_text()
     module.main(["--report", "--output", str(output)])
-    assert "| tiny-lm | 1 | 3 | 90 | DiffKV K5V3 rotated |" in capsys.readouterr().out
+    assert "| tiny-lm | 1 | 3 | 90 | DiffKV balanced |" in capsys.readouterr().out
     assert output.read_text() == before
 
 

@@ -18,7 +18,7 @@ FIELDS = {
         "high": Precision(4, 2, 2, 4), "low": Precision(4, 2, 2, 4), "alpha_high": 2.0, "alpha_low": 1.0,
     },
     "diffkv:balanced+window=16": {
-        **{"high": Precision(5, 3), "low": Precision(5, 3), "alpha_high": 0.0, "alpha_low": 0.0},
+        **{"high": Precision(5, 4), "low": Precision(5, 4), "alpha_high": 0.0, "alpha_low": 0.0},
         **{"metadata_bits": 16, "window": 16},
     },
     "diffkv:K8V8/K4V4": {"high": Precision(8, 8), "low": Precision(4, 4)},
