@@ -17,8 +17,6 @@ MODELS ?= smollm2 gemma3-270m
 MODEL ?= smollm2
 RECALL_PROMPT := examples/prompts/recall.txt
 RECALL_KEYS := sky tin jar hen red fox oak
-ALPHA_HIGH ?= 1
-ALPHA_LOW ?= 0
 
 # kvpress pins an older Transformers, so it has an environment of its own
 KVPRESS := build/envs/kvpress
@@ -89,7 +87,8 @@ format: $(READY)
 demo: demo-$(MODEL)
 
 # One thread: such small models have too little work for more.
-GENERATE = OMP_NUM_THREADS=1 $(BIN)/hf-diffkv generate --alpha-high $(ALPHA_HIGH) --alpha-low $(ALPHA_LOW) --output demo_output
+GENERATE = OMP_NUM_THREADS=1 $(BIN)/hf-diffkv generate $(if $(ALPHA_HIGH),--alpha-high $(ALPHA_HIGH)) \
+	$(if $(ALPHA_LOW),--alpha-low $(ALPHA_LOW)) --output demo_output
 
 ASK_TINY_LM = echo "Facts in $(RECALL_PROMPT):" $$(grep -o '^@[a-z]*=[0-9]*' $(RECALL_PROMPT)); \
 	$(GENERATE) --prompt-file $(RECALL_PROMPT) $(foreach key,$(RECALL_KEYS),--then '?$(key)=') --max-new-tokens 5

@@ -153,7 +153,10 @@ class DiffKVConfig:
 
     @classmethod
     def for_model(cls, model: Any, *, probe: bool = False, tokenizer: Any = None, **kwargs: Any) -> DiffKVConfig:
-        """The published thresholds where this model was calibrated, otherwise ones that never prune.
+        """The published thresholds where this model was calibrated, otherwise `preset("balanced")`.
+
+        Where `kwargs` choose levels (precisions, thresholds, a policy), what they leave open is the paper's: two levels,
+        and thresholds that never prune.
 
         Args:
             model: a Transformers model, its `PretrainedConfig`, or the model's name or folder as a string.
@@ -168,7 +171,8 @@ class DiffKVConfig:
         from .presets import preset_for
 
         model_config = model if hasattr(model, "get_text_config") else getattr(model, "config", model)
-        config = cls(**{**preset_for(model_config), **kwargs})
+        cls._check_names(kwargs)
+        config = cls(**{**preset_for(model_config, kwargs), **kwargs})
         if not probe:
             return config
         if model_config is model:
@@ -193,13 +197,17 @@ class DiffKVConfig:
         fewer fields, these fields are what that release did: `rotate` and `center` False, `sinks` 0, `metadata_bits`
         32.
         """
+        cls._check_names(values)
+        return cls(**config_files.completed(values))
+
+    @classmethod
+    def _check_names(cls, values: Mapping[str, Any]) -> None:
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(set(values) - set(known))
         if unknown:
             close = [match for name in unknown for match in difflib.get_close_matches(name, known, n=1)]
             hint = f" (did you mean {', '.join(map(repr, close))}?)" if close else ""
             raise ValueError(f"unknown DiffKV config keys {unknown}{hint}; known keys are {known}.")
-        return cls(**config_files.completed(values))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection
 from typing import Any
 
 from .precision import Precision
@@ -17,6 +18,9 @@ CALIBRATED: dict[str, tuple[float, float]] = {
     r"qwq-32b(-preview)?": (0.0, 3.0),
 }
 SAFE: dict[str, Any] = {"alpha_low": 0.0, "alpha_high": 1.0}
+# of models whose thresholds were not published, where none of these fields is chosen
+DEFAULT_PRESET = "balanced"
+LEVEL_FIELDS = {"high", "low", "alpha_high", "alpha_low", "policy", "policy_options", "protected_layers"}
 
 # The papers' runs of these families quantise in groups: 1 at 8 bits, 2 at 4 bits, 4 at 2 bits.
 GROUPED = re.compile(r"^(qwq|qwen3)\b")
@@ -43,8 +47,12 @@ def preset_named(name: str) -> dict[str, Any]:
     return PRESETS[name]
 
 
-def preset_for(model_config: Any) -> dict[str, Any]:
-    """Config fields for a model: calibrated where published, otherwise thresholds that never prune."""
+def preset_for(model_config: Any, given: Collection[str] = ()) -> dict[str, Any]:
+    """Config fields for a model: calibrated where published, otherwise a preset, or thresholds that never prune.
+
+    Args:
+        given: fields that somebody chooses; where one of `LEVEL_FIELDS` is among them, no preset is taken.
+    """
     if isinstance(model_config, (str, os.PathLike)):
         name = os.fspath(model_config)
     elif hasattr(model_config, "_name_or_path"):
@@ -54,10 +62,8 @@ def preset_for(model_config: Any) -> dict[str, Any]:
             f"a {type(model_config).__name__} is no model; pass the model, model.config, or the model's name or folder."
         )
     name = (name or "").lower().replace("_", "-").rstrip("/").rsplit("/", 1)[-1]
-    fields = dict(SAFE)
+    grouped = GROUPED_PRECISIONS if GROUPED.match(name) else {}
     for pattern, (alpha_low, alpha_high) in CALIBRATED.items():
         if re.fullmatch(pattern, name):
-            fields = {"alpha_low": alpha_low, "alpha_high": alpha_high}
-    if GROUPED.match(name):
-        fields.update(GROUPED_PRECISIONS)
-    return fields
+            return {"alpha_low": alpha_low, "alpha_high": alpha_high, **grouped}
+    return {**SAFE, **grouped} if grouped or LEVEL_FIELDS & set(given) else dict(PRESETS[DEFAULT_PRESET])

@@ -178,15 +178,7 @@ UNCALIBRATED = (0.0, 1.0)
         ("Qwen/Qwen2.5-32B", (0.0, 3.0), PLAIN),
         ("Qwen/QwQ-32B", (0.0, 3.0), GROUPED),
         ("Qwen/Qwen3-8B", UNCALIBRATED, GROUPED),
-        ("meta-llama/Llama-3.1-8B", UNCALIBRATED, PLAIN),
-        ("meta-llama/Llama-3.1-8B-Instruct", UNCALIBRATED, PLAIN),
-        ("meta-llama/Llama-3.2-3B", UNCALIBRATED, PLAIN),
-        ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", UNCALIBRATED, PLAIN),
-        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", UNCALIBRATED, PLAIN),
-        ("Qwen/Qwen2.5-Math-7B", UNCALIBRATED, PLAIN),
-        ("Qwen/Qwen2.5-72B", UNCALIBRATED, PLAIN),
-        ("someone/my-finetune", UNCALIBRATED, PLAIN),
-        ("", UNCALIBRATED, PLAIN),
+        ("Qwen/Qwen3-30B-A3B", UNCALIBRATED, GROUPED),
     ],
 )
 def test_thresholds_of_published_models(
@@ -197,6 +189,24 @@ def test_thresholds_of_published_models(
     for config in map(DiffKVConfig.for_model, (name, Path(name), model_config)):
         assert (config.alpha_low, config.alpha_high) == alphas
         assert (config.high, config.low) == precisions
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-3B"),
+        *("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"),
+        *("Qwen/Qwen2.5-Math-7B", "Qwen/Qwen2.5-72B", "someone/my-finetune", ""),
+    ],
+)
+def test_other_models_take_a_preset_unless_levels_are_chosen(name: str) -> None:
+    assert DiffKVConfig.for_model(name) == DiffKVConfig.preset("balanced")
+    assert DiffKVConfig.for_model(name, window=128) == DiffKVConfig.preset("balanced", window=128)
+    chosen = ({"alpha_high": 3.0}, {"low": "K4V4"}, {"alpha_low": 0.01}, {"policy": "snapkv"}, {"protected_layers": 1})
+    for fields in chosen:
+        assert DiffKVConfig.for_model(name, **fields) == DiffKVConfig(**fields)
+    with pytest.raises(ValueError, match="did you mean 'window'"):
+        DiffKVConfig.for_model(name, windw=5)
 
 
 def test_fields_override_a_preset() -> None:

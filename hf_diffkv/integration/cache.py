@@ -362,5 +362,6 @@ def resolve_config(model_config: Any, config: DiffKVConfig | Mapping | None, fie
         config, fields = None, {**config, **fields}
     if config is not None and not isinstance(config, DiffKVConfig):
         raise ValueError(f"config={config!r} must be a DiffKVConfig, or a dict of its fields.")
-    base = DiffKVConfig.for_model(model_config) if config is None else config
-    return DiffKVConfig.from_dict({**base.to_dict(), **fields}) if fields else base
+    if config is None:
+        return DiffKVConfig.for_model(model_config, **fields)
+    return DiffKVConfig.from_dict({**config.to_dict(), **fields}) if fields else config
