@@ -155,8 +155,8 @@ class DiffKVConfig:
     def for_model(cls, model: Any, *, probe: bool = False, tokenizer: Any = None, **kwargs: Any) -> DiffKVConfig:
         """The published thresholds where this model was calibrated, otherwise `preset("balanced")`.
 
-        Where `kwargs` choose levels (precisions, thresholds, a policy), what they leave open is the paper's: two levels,
-        and thresholds that never prune.
+        Where `kwargs` choose levels (precisions, thresholds, a policy), the rest is the paper's: two levels and
+        thresholds that never prune.
 
         Args:
             model: a Transformers model, its `PretrainedConfig`, or the model's name or folder as a string.
