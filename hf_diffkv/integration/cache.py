@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..config import DiffKVConfig
-from ..io import load_cache, model_fingerprint, save_cache
+from ..io import load_cache, save_cache
 from ..report import MemoryReport, memory_report
+from ..snapshot import model_fingerprint
 from ..store import check_integrity, commit, fork_store, levels, move_rows, prepare_rows, read_tokens
 from .devices import TensorParallel, are_apart, layer_devices
 from .errors import HandOverError, stopped_halfway
