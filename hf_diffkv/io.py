@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 
 from .snapshot import (
     CacheFileError,
@@ -88,11 +88,16 @@ def load_cache(
     return cache
 
 
-def load_snapshot(folder: Path, parallel: TensorParallel, device: torch.device) -> Snapshot:
-    """Reads what `save_snapshot` wrote; on a CPU the tensors stay mapped to the file.
+def load_snapshot(folder: Path, parallel: TensorParallel, device: torch.device | None = None) -> Snapshot:
+    """Reads what `save_snapshot` wrote.
+
+    Args:
+        device: of the tensors; on a CPU they stay mapped to the file. None reads them into memory of their own, from
+            one look at the file, which another process may remove meanwhile.
 
     Raises:
         FileNotFoundError: there is no saved cache.
+        OSError: with `device=None`, the files cannot be read.
         CacheFileError: the files are damaged, or newer than this version.
     """
     json_path, path = _paths(folder, parallel)
@@ -103,10 +108,11 @@ def load_snapshot(folder: Path, parallel: TensorParallel, device: torch.device) 
                 "processes as load it."
             )
     content = _read_json(json_path)
-    if _digest(path) != content["sha256"]:
+    data = path.read_bytes() if device is None else None
+    if (_digest(path) if data is None else hashlib.sha256(data).hexdigest()) != content["sha256"]:
         raise CacheFileError(f"{path} is damaged (its checksum differs); save the cache again.")
     try:
-        return Snapshot(content, load_file(path, device=str(device)))
+        return Snapshot(content, load_file(path, device=str(device)) if data is None else load(data))
     except (SafetensorError, OSError) as error:
         raise CacheFileError(f"{path} cannot be read: {error}") from error
 

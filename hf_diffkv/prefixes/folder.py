@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from filelock import FileLock
 from safetensors import SafetensorError
 
@@ -110,9 +109,7 @@ class FolderTier:
 
     def get(self, name: str) -> Snapshot:
         """Raises as `load_snapshot`, and `OSError` where files cannot be read."""
-        snapshot = load_snapshot(self.folder / name, TensorParallel(), torch.device("cpu"))
-        # apart from the file, which may go
-        return Snapshot(snapshot.content, {key: tensor.clone() for key, tensor in snapshot.tensors.items()})
+        return load_snapshot(self.folder / name, TensorParallel())
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:

@@ -133,12 +133,15 @@ class Hierarchy:
     def _enter(self, depth: int, name: str, snapshot: Snapshot) -> bool:
         """Whether a tier takes a prefix, moving others down for it."""
         tier = self.tiers[depth]
+        if tier.holds(name):
+            return True
         cost = tier.cost(snapshot)
         if cost > tier.limit:
-            return tier.holds(name)
+            return False
         try:
             with tier.exclusive():
                 if tier.holds(name):
+                    # another process was faster
                     return True
                 sizes = tier.sizes()
                 ranks = {held: self.rank(held) for held in sizes}

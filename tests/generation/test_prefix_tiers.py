@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,35 @@ def test_moves_between_tiers(rooms: tuple[int, ...], tmp_path: Path, monkeypatch
     stats = store.stats
     for tier, room in zip(TIERS, rooms):
         assert (stats.bytes_written[tier] > 0) == (stats.bytes_read[tier] > 0) == (stats.hits[tier] > 0) == (room > 0)
+
+
+def test_threads(tmp_path: Path) -> None:
+    """Four of them add and read at the same time; there is room for three of six prefixes in memory."""
+    model = model_of(num_hidden_layers=1)
+    cache = started(model, (30,)).cache
+    one = PrefixStore(model, CONFIG)
+    one.insert(range(30), cache)
+    size = next(iter(one)).bytes
+    store = PrefixStore(model, CONFIG, device_bytes=3 * size, folder=tmp_path, folder_bytes=3 * size)
+
+    def work(seed: int) -> int:
+        draw, hits = random.Random(seed), 0
+        for _ in range(30):
+            ids = [draw.randrange(6), *range(3, 32)]
+            if draw.random() < 0.5:
+                store.insert(ids, cache.fork(1)[0])
+            else:
+                restored = store.lookup([*ids, 1])
+                restored.check_integrity()
+                hits += restored.get_seq_length() == 30
+            assert sum(store._tiers.tiers[0].sizes().values()) <= 3 * size
+        return hits
+
+    with ThreadPoolExecutor(4) as threads:
+        hits = sum(threads.map(work, range(4)))
+    assert hits == sum(store.stats.hits.values()) > 10
+    # nothing is under way
+    assert [entry.score for entry in store] == [0] * len(store)
 
 
 def test_who_gives_way() -> None:
