@@ -2,8 +2,9 @@
 
 The prefix is computed anew, taken from memory, or read from disk: with a `DynamicCache` (copied, torch.load,
 safetensors) and with a `PrefixStore` of default configuration. All ways take turns in one process; figures are medians
-with their quartiles, of what passed. Files are read with and without the system's page cache holding them. Before
-anything is timed, what comes back must give the very logits that the same cache would have given had it stayed.
+with their quartiles, of what passed and of the processor's time, which other work on the machine hardly changes. Files
+are read with and without the system's page cache holding them. Before anything is timed, what comes back must give the
+very logits that the same cache would have given had it stayed.
 
     python benchmarks/prefix_store.py [--model tiny-lm] [--lengths 512 1024 2048] [--threads 1] [--repeats 7]
     python benchmarks/prefix_store.py --report      # the table of what has been measured
@@ -131,34 +132,38 @@ def measure(model: PreTrainedModel, args: argparse.Namespace, length: int) -> li
         made = ways(model, ids, Path(folder))
         total: dict[str, list[float]] = {name: [] for name in made}
         loading: dict[str, list[float]] = {name: [] for name in made}
+        computing: dict[str, list[float]] = {name: [] for name in made}
         for turn in range(args.repeats + 1):
             for name, way in made.items():
                 if way.files is not None:
                     drop_from_page_cache(way.files)
-                started = time.perf_counter()
+                started, busy = time.perf_counter(), time.process_time()
                 cache = way.get()
                 loaded = time.perf_counter()
                 first_token(model, cache, ids)
                 if turn:  # the first one warms up
                     total[name].append(time.perf_counter() - started)
+                    computing[name].append(time.process_time() - busy)
                     loading[name].append(loaded - started)
             print(f"  {length} tokens, turn {turn} of {args.repeats}", file=sys.stderr, flush=True)
     case = {"model": args.model, "prefix": length, "question": QUESTION, "threads": args.threads, "turns": args.repeats}
-    return [
-        {**case, "way": name, "ms": quartiles(total[name]), "loading_ms": quartiles(loading[name]), **way.sizes}
-        for name, way in made.items()
-    ]
+    rows = []
+    for name, way in made.items():
+        taken = {"ms": total[name], "cpu_ms": computing[name], "loading_ms": loading[name]}
+        times = {field: quartiles(seconds) for field, seconds in taken.items()}
+        rows.append({**case, "way": name, **times, **way.sizes})
+    return rows
 
 
 def report(path: Path) -> None:
     found = json.loads(path.read_text())
     print(" ".join(f"{key}={value}" for key, value in found["about"].items()))
-    print("| prefix | way | ms to the first token (quartiles) | of which loading | MB held | MB of files |")
-    print("|---|---|---|---|---|---|")
+    print("| prefix | way | ms to the first token (quartiles) | processor | of which loading | MB held | MB of files |")
+    print("|---|---|---|---|---|---|---|")
     for row in found["rows"]:
         low, median, high = row["ms"]
         sizes = (f"{row[name] / 1e6:.1f}" if name in row else "" for name in ("memory_bytes", "file_bytes"))
-        times = f"{median:.0f} ({low:.0f}-{high:.0f}) | {row['loading_ms'][1]:.1f}"
+        times = f"{median:.0f} ({low:.0f}-{high:.0f}) | {row['cpu_ms'][1]:.0f} | {row['loading_ms'][1]:.1f}"
         print(f"| {row['prefix']} | {row['way']} | {times} | {' | '.join(sizes)} |")
 
 

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from .integration.cache import DiffKVCache
     from .integration.devices import TensorParallel
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 # in version 1 thresholds had no batch dimension, and keys and values were held as the model had them; up to version 2
-# there were no sinks
-READABLE_VERSIONS = (1, 2, 3)
+# there were no sinks, up to version 3 no layers with several states
+READABLE_VERSIONS = (1, 2, 3, 4)
 JSON_NAME = "diffkv_cache.json"
 TENSORS_NAME = "diffkv_cache.safetensors"
 

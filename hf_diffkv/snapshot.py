@@ -210,16 +210,27 @@ def _describe_stock(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> dict
         if isinstance(value, Tensor):
             tensors[f"{prefix}.{name}"] = value.clone()
             described["tensors"].append(name)
-        elif value is None or isinstance(value, (bool, int, float, str)):
-            described["plain"][name] = value
-        elif isinstance(value, (torch.dtype, torch.device)):
-            described["plain"][name] = {type(value).__name__: str(value)}
         else:
-            raise ValueError(
-                f"a {type(layer).__name__} holds {name}={type(value).__name__}, which cannot be saved; caches of this "
-                "model can only be copied with copy.deepcopy."
-            )
+            described["plain"][name] = _describe_value(layer, name, value, prefix, tensors)
     return described
+
+
+def _describe_value(layer: Any, name: str, value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (torch.dtype, torch.device)):
+        return {type(value).__name__: str(value)}
+    if isinstance(value, Tensor):
+        tensors[f"{prefix}.{name}"] = value.clone()
+        return {"tensor": name}
+    if isinstance(value, dict) and all(type(key) is int for key in value):
+        # several states of one layer, by number
+        items = value.items()
+        return {"states": [[key, _describe_value(layer, f"{name}.{key}", v, prefix, tensors)] for key, v in items]}
+    raise ValueError(
+        f"a {type(layer).__name__} holds {name}={type(value).__name__}, which cannot be saved; caches of this "
+        "model can only be copied with copy.deepcopy."
+    )
 
 
 def _restore_stock(
@@ -227,12 +238,17 @@ def _restore_stock(
 ) -> None:
     if described["type"] != type(layer).__name__:
         raise CacheFileError(f"{prefix} was a {described['type']} and now is a {type(layer).__name__}.")
-    for name in described["tensors"]:
+    values = {name: {"tensor": name} for name in described["tensors"]} | described["plain"]
+    for name, value in values.items():
+        setattr(layer, name, _restore_value(value, prefix, tensors, device))
+
+
+def _restore_value(value: Any, prefix: str, tensors: dict[str, Tensor], device: torch.device) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
         # some layers write into their tensors
-        setattr(layer, name, tensors[f"{prefix}.{name}"].to(device, copy=True))
-    for name, value in described["plain"].items():
-        if isinstance(value, dict) and "dtype" in value:
-            value = getattr(torch, value["dtype"].removeprefix("torch."))
-        elif isinstance(value, dict):
-            value = device
-        setattr(layer, name, value)
+        return tensors[f"{prefix}.{value['tensor']}"].to(device, copy=True)
+    if "states" in value:
+        return {key: _restore_value(state, prefix, tensors, device) for key, state in value["states"]}
+    return getattr(torch, value["dtype"].removeprefix("torch.")) if "dtype" in value else device
