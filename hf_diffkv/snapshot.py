@@ -190,7 +190,9 @@ def _restore_store(
     table = tensors[f"store{index}.table"][slots].to(device)
     used = table != NULL_PAGE
     pages = tensors[f"store{index}.pages"]
-    pages = pages[(table[used] - 1).long().to(pages.device)].to(device)
+    if slots != list(range(described["num_layers"])):
+        pages = pages[(table[used] - 1).long().to(pages.device)]
+    pages = pages.to(device)
     store.pool.ensure_free(pages.shape[0])
     _, fresh = store.pool.free_list.take(torch.tensor([pages.shape[0]], device=device))
     store.pool.pages[fresh] = pages
