@@ -128,9 +128,11 @@ def model_fingerprint(model_config: Any) -> str:
 
 
 def weights_fingerprint(model: Any) -> str:
-    """Digest of a few elements of every parameter."""
+    """Digest of a few elements of every parameter. Raises `ValueError` where they are not in memory."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
+        if parameter.is_meta:
+            raise ValueError(f"{name} is offloaded, so model cannot be told from others; load it without offloading.")
         # under tensor parallelism, what this rank holds
         parameter = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         flat = parameter.detach().flatten()

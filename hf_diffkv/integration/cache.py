@@ -189,7 +189,7 @@ class DiffKVCache(Cache):
 
         Raises:
             ValueError: tokens that may still be taken back (call `crop(0)`), a layer that cannot be saved, or a
-                `model` with another configuration than the cache was made for.
+                `model` with another configuration than the cache was made for, or with offloaded weights.
         """
         if model is not None and self.model_fingerprint != model_fingerprint(config_of(model)):
             raise ValueError("the configuration of model is not the one this cache was made for; pass its own model.")

@@ -74,7 +74,8 @@ class PrefixStore:
         folder_bytes: most that the files in it may take, those of other models too; None is unlimited.
 
     Raises:
-        ValueError: `model` is not a model or is tensor-parallel, a negative limit, or `folder_bytes` without `folder`.
+        ValueError: `model` is not a model, is tensor-parallel or has offloaded weights, a negative limit, or
+            `folder_bytes` without `folder`.
         UnsupportedModelError: a model that a `DiffKVCache` cannot work with.
     """
 
@@ -158,7 +159,8 @@ class PrefixStore:
 
         Raises:
             ValueError: another model, configuration or number of requests, padding, fewer ids than the cache holds,
-                or tokens that may still be taken back.
+                tokens that may still be taken back, or a layer of Transformers' own that cannot be saved.
+            HandOverError: a forward of the cache stopped halfway.
         """
         ids = as_tokens("input_ids", input_ids)
         length = self._check_cache(ids, cache)
