@@ -89,10 +89,10 @@ class PrefixStore:
         folder: str | os.PathLike | None = None,
         folder_bytes: int | None = None,
     ) -> None:
-        limits = {"device_bytes": device_bytes, "host_bytes": host_bytes, "folder_bytes": folder_bytes}
-        for name, limit in limits.items():
-            if limit is not None and (not isinstance(limit, int) or limit < 0):
-                raise ValueError(f"{name}={limit!r} must be a number of bytes, 0 or more.")
+        limit = math.inf if folder_bytes is None else folder_bytes
+        for name, value in (("device_bytes", device_bytes), ("host_bytes", host_bytes), ("folder_bytes", limit)):
+            if not isinstance(value, (int, float)) or not value >= 0:
+                raise ValueError(f"{name}={value!r} must be a number of bytes, 0 or more.")
         if folder is None and folder_bytes is not None:
             raise ValueError("folder_bytes is given without folder; name the folder, or leave both out.")
         config_of(model)
@@ -104,7 +104,6 @@ class PrefixStore:
         parts = [FORMAT_VERSION, self._model, self._weights, str(model.dtype), self.config.to_dict()]
         self._fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
         memory = _memory_tiers(model.device, device_bytes, host_bytes)
-        limit = math.inf if folder_bytes is None else folder_bytes
         self._tiers = Hierarchy(memory, None if folder is None else FolderTier(Path(folder), limit), self._fingerprint)
         if folder is not None:
             self._tiers.open_folder()

@@ -151,6 +151,7 @@ CALLS = {
     "nothing to compute": (lambda store, cache: store.prefill([]), "torch.float32|no tokens"),
     "no folder": (lambda store, cache: store.save(), "has no folder"),
     "limit": (lambda store, cache: PrefixStore(store.model, host_bytes=-1), "host_bytes=-1"),
+    "no limit": (lambda store, cache: PrefixStore(store.model, device_bytes=None), "device_bytes=None"),
     "limit of what": (lambda store, cache: PrefixStore(store.model, folder_bytes=5), "without folder"),
     "offloaded": (lambda store, cache: PrefixStore(model_of().to("meta")), "is offloaded"),
     "no model": (lambda store, cache: PrefixStore(store.model.config), "pass the model itself"),
