@@ -193,7 +193,8 @@ def main(arguments: list[str] | None = None) -> None:
         for length in args.lengths:
             found["rows"] += measure(model, args, length)
             # written at once, so that a run that is cut keeps what it has
-            args.output.write_text(json.dumps(found, indent=2) + "\n")
+            rows = ",\n".join(json.dumps(row) for row in found["rows"])
+            args.output.write_text(f'{{"about": {json.dumps(found["about"])}, "rows": [\n{rows}\n]}}\n')
     report(args.output)
 
 
