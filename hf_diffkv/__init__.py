@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from .integration.cache import DiffKVCache
     from .integration.errors import HandOverError, UnsupportedModelError
     from .integration.usage import CacheInUseError
-    from .io import CacheFileError
+    from .prefixes import PrefixStore
     from .report import MemoryReport, plot_levels
+    from .snapshot import CacheFileError
     from .store.read import IntegrityError
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ __all__ = [
     "IntegrityError",
     "MemoryReport",
     "Precision",
+    "PrefixStore",
     "UnsupportedModelError",
     "plot_levels",
     "register",
@@ -36,12 +38,13 @@ __all__ = [
 
 # loaded on first use, since they need PyTorch and Transformers
 _LAZY = {
-    "CacheFileError": "io",
+    "CacheFileError": "snapshot",
     "CacheInUseError": "integration.usage",
     "DiffKVCache": "integration.cache",
     "HandOverError": "integration.errors",
     "IntegrityError": "store.read",
     "MemoryReport": "report",
+    "PrefixStore": "prefixes",
     "UnsupportedModelError": "integration.errors",
     "plot_levels": "report",
 }

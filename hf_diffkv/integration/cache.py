@@ -13,8 +13,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..config import DiffKVConfig
-from ..io import load_cache, model_fingerprint, save_cache
+from ..io import load_cache, save_cache
 from ..report import MemoryReport, memory_report
+from ..snapshot import model_fingerprint
 from ..store import check_integrity, commit, fork_store, levels, move_rows, prepare_rows, read_tokens
 from .devices import TensorParallel, are_apart, layer_devices
 from .errors import HandOverError, stopped_halfway
@@ -191,9 +192,9 @@ class DiffKVCache(Cache):
 
         Raises:
             ValueError: tokens that may still be taken back (call `crop(0)`), a layer that cannot be saved, or a
-                `model` with another configuration than the cache was made for.
+                `model` with another configuration than the cache was made for, or with offloaded weights.
         """
-        if model is not None and self.model_fingerprint != model_fingerprint(_config_of(model)):
+        if model is not None and self.model_fingerprint != model_fingerprint(config_of(model)):
             raise ValueError("the configuration of model is not the one this cache was made for; pass its own model.")
         self.check_handover()
         save_cache(self, save_directory, model)
@@ -207,7 +208,7 @@ class DiffKVCache(Cache):
             CacheFileError: the files are damaged, newer than this version, or belong to another model.
             ValueError: `model` is not a model.
         """
-        _config_of(model)
+        config_of(model)
         return load_cache(cls, save_directory, model, TensorParallel.of(model), layer_devices(model))
 
     def fork(self, n: int) -> list[DiffKVCache]:
@@ -350,7 +351,8 @@ def _check_croppable(layer: Any, tokens_to_remove: int) -> None:
         )
 
 
-def _config_of(model: Any) -> Any:
+def config_of(model: Any) -> Any:
+    """The configuration of `model`. Raises `ValueError` where it is not a model."""
     if not hasattr(getattr(model, "config", None), "get_text_config"):
         raise ValueError(f"model is a {type(model).__name__}; pass the model itself, not its configuration or name.")
     return model.config

@@ -18,7 +18,7 @@ from runs import CONFIG, Run, assert_equal_contents, contents, model_of, started
 from tiny_models import ragged_prompts
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_diffkv import DiffKVCache, DiffKVConfig, HandOverError
+from hf_diffkv import DiffKVCache, DiffKVConfig, HandOverError, PrefixStore
 from hf_diffkv.integration.layer import DiffKVLayer
 from hf_diffkv.integration.stores import Stores
 from hf_diffkv.store import Store
@@ -190,6 +190,19 @@ def test_saved_and_loaded_on_other_devices(
         monkeypatch.setattr("hf_diffkv.integration.cache.layer_devices", lambda model: devices)
     again = run.on(DiffKVCache.from_pretrained(tmp_path, model))
     assert len(again.cache.stores.stores) == max(saved, loaded)
+    assert_equal_contents(again.cache, run.cache)
+    go_on(again, run)
+
+
+def test_a_prefix_kept_for_two_devices(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    with two_stores():
+        run = started(model, (90,))
+    devices = {0: torch.device("cpu"), 1: torch.device("cpu"), 2: torch.device("cpu:0"), 3: torch.device("cpu:0")}
+    monkeypatch.setattr("hf_diffkv.prefixes.store.layer_devices", lambda model: devices)
+    store = PrefixStore(model, CONFIG)
+    assert store.insert(run.ids, run.cache)
+    again = run.on(store.lookup(torch.cat([run.ids, tokens(1, 1)], 1)))
+    assert len(again.cache.stores.stores) == 2
     assert_equal_contents(again.cache, run.cache)
     go_on(again, run)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from tiny_models import tiny_model
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv import DiffKVCache, DiffKVConfig, PrefixStore
 
 
 def build(dtype: torch.dtype) -> PreTrainedModel:
@@ -101,3 +102,30 @@ def test_copies_and_forks_on_a_gpu(device) -> None:
             torch.testing.assert_close(model(tokens[:, :1], past_key_values=other).logits, expected)
             other.check_integrity()
     cache.check_integrity()
+
+
+def test_prefixes_from_every_tier(device, tmp_path: Path) -> None:
+    """The same logits as on the cache that stayed; from the host's memory, which is page-locked, and from a folder."""
+    model = build(torch.bfloat16).to(device)
+    model.set_attn_implementation("diffkv")
+    config = DiffKVConfig(window=16)
+    cache = DiffKVCache(model.config, config)
+    tokens = torch.randint(0, 256, (1, 300), device=device)
+    room, tiers = {"device_bytes": 0, "host_bytes": 0, "folder": tmp_path}, ["device", "host", "disk"]
+    stores = [PrefixStore(model, config, **{**room, limit: 1 << 24}) for limit in ("device_bytes", "host_bytes")]
+    stores.append(PrefixStore(model, config, **room))
+    with torch.no_grad():
+        model(tokens[:, :-9], past_key_values=cache)
+        assert all(store.insert(tokens, cache) for store in stores)
+        expected = model(tokens[:, -9:], past_key_values=cache).logits
+        for store, tier in zip(stores, tiers):
+            restored = store.lookup(tokens)
+            assert torch.equal(model(tokens[:, -9:], past_key_values=restored).logits, expected)
+            restored.check_integrity()
+            # on a CPU the two are one
+            held = {"device", tier} if device.type == "cpu" and tier == "host" else {tier}
+            assert {entry.tier for entry in store} <= held
+    if device.type == "cuda":
+        snapshots = [next(iter(store._tiers.tiers[depth]._held.values())) for depth, store in enumerate(stores[:2])]
+        assert all(tensor.is_cuda for tensor in snapshots[0].tensors.values())
+        assert all(tensor.is_pinned() for tensor in snapshots[1].tensors.values())

@@ -79,6 +79,10 @@ def test_models(load, name: str, arguments: tuple) -> None:
     getattr(load("test_models_on_gpu"), name)(CPU, *arguments)
 
 
+def test_prefixes(load, tmp_path: Path) -> None:
+    load("test_models_on_gpu").test_prefixes_from_every_tier(CPU, tmp_path)
+
+
 @pytest.fixture
 def captured(load, recorded, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Captures are recorded, so what is compiled is compiled to the same operations."""

@@ -1,0 +1,178 @@
+"""All tiers of a store: what moves up and down between them, and who gives way."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Union
+
+from ..snapshot import Snapshot
+from .folder import NAME, FolderTier
+from .tiers import MemoryTier, Rank, choose_victims
+
+Tier = Union[MemoryTier, FolderTier]
+
+
+@dataclass
+class Entry:
+    """What is known of a prefix, wherever it is held: its tokens, and when and how often it was used."""
+
+    length: int
+    used: int = 0
+    score: int = 0
+    hits: int = 0
+
+
+class Hierarchy:
+    """Prefixes by name in tiers, the fastest first.
+
+    Memory holds a prefix in one tier at most; the folder keeps its copy of what was read from it. What a tier has no
+    room for goes to the next one.
+
+    Args:
+        memory: tiers of memory.
+        folder: the tier behind them, if any.
+        fingerprint: how names in the folder begin that can be used; others only take room there.
+    """
+
+    def __init__(self, memory: list[MemoryTier], folder: FolderTier | None, fingerprint: str) -> None:
+        self.tiers: list[Tier] = [*memory, *([] if folder is None else [folder])]
+        self.folder, self.fingerprint = folder, fingerprint
+        self.entries: dict[str, Entry] = {}
+        self.written = {tier.name: 0 for tier in self.tiers}
+        self._clock = 0
+
+    def open_folder(self) -> None:
+        """Says what cannot be used, and keeps to the limit where earlier processes had a larger one."""
+        others = sum(not name.startswith(self.fingerprint) for name in self.folder.names())
+        if others:
+            warn(
+                f"{self.folder.folder} holds {others} prefixes of another model, configuration or version; they are "
+                "not used here, count towards folder_bytes, and go when their room is needed."
+            )
+        try:
+            with self.folder.exclusive():
+                sizes = self.folder.sizes()
+                ranks = {name: self.rank(name) for name in sizes}
+                missing = sum(sizes.values()) - self.folder.limit
+                self.folder.remove(choose_victims(ranks, sizes, Rank(1, 0), missing))
+        except OSError as error:
+            warn(f"cannot write into {self.folder.folder}: {error}; prefixes in it can only be read.")
+
+    def refresh(self) -> None:
+        """Learns what other processes have added to the folder and removed from it."""
+        if self.folder is None:
+            return
+        names = {name for name in self.folder.names() if name.startswith(self.fingerprint)}
+        for name in names - self.entries.keys():
+            self.entries[name] = Entry(int(NAME.fullmatch(name)[2]), self.folder.used(name))
+        self._drop_lost([name for name in self.entries if name not in names])
+
+    def tier_of(self, name: str) -> Tier | None:
+        """The fastest tier that holds a prefix."""
+        return next((tier for tier in self.tiers if tier.holds(name)), None)
+
+    def rank(self, name: str) -> Rank:
+        """Who goes first among prefixes, of other models too."""
+        entry, used = self.entries.get(name), 0 if self.folder is None else self.folder.used(name)
+        return Rank(0, used) if entry is None else Rank(entry.score, max(entry.used, used))
+
+    def by_rank(self) -> list[str]:
+        """Names of all prefixes, the last to give way first."""
+        return sorted(self.entries, key=self.rank, reverse=True)
+
+    def note_use(self, name: str) -> None:
+        """Makes a prefix the one used last."""
+        self._clock = max(time.time_ns(), self._clock + 1)
+        self.entries[name].used = self._clock
+        if self.folder is not None:
+            self.folder.note_use(name, self._clock)
+
+    def add(self, name: str, length: int, snapshot: Snapshot) -> None:
+        """Takes a new prefix in, where some tier has room for it."""
+        self.entries[name] = Entry(length)
+        self.note_use(name)
+        self._place(name, snapshot, 0)
+        self._drop_lost([name])
+
+    def promote(self, name: str, tier: Tier, snapshot: Snapshot) -> None:
+        """Brings what was read from `tier` into the first one that takes it."""
+        if tier is self.tiers[0]:
+            return
+        if tier is not self.folder:
+            # its room is there again if it cannot rise
+            tier.remove([name])
+        self._place(name, snapshot, 0)
+
+    def save(self) -> None:
+        """Copies what memory holds into the folder, as far as it takes it."""
+        for name in self.by_rank():
+            tier = self.tier_of(name)
+            if tier is not None and tier is not self.folder:
+                self._enter(len(self.tiers) - 1, name, tier.get(name))
+
+    def remove(self, names: Iterable[str], tiers: list[Tier] | None = None) -> None:
+        """Drops prefixes from `tiers`, or from all of them."""
+        names = list(names)
+        for tier in self.tiers if tiers is None else tiers:
+            try:
+                with tier.exclusive():
+                    tier.remove([name for name in names if tier.holds(name)])
+            except OSError as error:
+                warn(f"prefixes cannot be removed: {error}")
+        self._drop_lost(names)
+
+    def _place(self, name: str, snapshot: Snapshot, first: int) -> None:
+        """Into the first tier from `first` on that takes it; into none where no tier does."""
+        for depth in range(first, len(self.tiers)):
+            if self._enter(depth, name, snapshot):
+                return
+
+    def _enter(self, depth: int, name: str, snapshot: Snapshot) -> bool:
+        """Whether a tier takes a prefix, moving others down for it."""
+        tier = self.tiers[depth]
+        if tier.holds(name):
+            return True
+        cost = tier.cost(snapshot)
+        if cost > tier.limit:
+            return False
+        try:
+            with tier.exclusive():
+                if tier.holds(name):
+                    # another process was faster
+                    return True
+                sizes = tier.sizes()
+                ranks = {held: self.rank(held) for held in sizes}
+                victims = choose_victims(ranks, sizes, self.rank(name), sum(sizes.values()) + cost - tier.limit)
+                if victims is None:
+                    return False
+                self._demote(depth, victims)
+                tier.put(name, snapshot, self.entries[name].used)
+        except OSError as error:
+            warn(f"a prefix cannot be written: {error}")
+            return False
+        self.written[tier.name] += cost
+        return True
+
+    def _demote(self, depth: int, names: list[str]) -> None:
+        tier = self.tiers[depth]
+        if tier is self.folder:
+            tier.remove(names)
+        else:
+            for name in names:
+                snapshot = tier.get(name)
+                tier.remove([name])
+                self._place(name, snapshot, depth + 1)
+        self._drop_lost(names)
+
+    def _drop_lost(self, names: list[str]) -> None:
+        for name in names:
+            if self.tier_of(name) is None:
+                self.entries.pop(name, None)
+
+
+def warn(message: str) -> None:
+    """About files: the store goes on without them."""
+    warnings.warn(message, RuntimeWarning, stacklevel=2)

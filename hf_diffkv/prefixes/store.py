@@ -1,0 +1,384 @@
+"""`PrefixStore`: prefixes of requests, compressed, in memory and on disk, found by their tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..config import DiffKVConfig
+from ..integration.cache import DiffKVCache, config_of
+from ..integration.devices import TensorParallel, layer_devices
+from ..io import FORMAT_VERSION
+from ..snapshot import (
+    CacheFileError,
+    Snapshot,
+    model_fingerprint,
+    restore_snapshot,
+    take_snapshot,
+    weights_fingerprint,
+)
+from .folder import FolderTier
+from .hierarchy import Hierarchy, Tier, warn
+from .requests import Requests
+from .stats import PrefixEntry, PrefixStats
+from .tiers import MemoryTier
+from .tokens import as_tokens, digest, digests
+
+TOKENS = "input_ids"
+
+
+class _Hit(NamedTuple):
+    name: str
+    tier: Tier
+    snapshot: Snapshot
+
+
+class PrefixStore:
+    """Keeps what requests left in their caches, so that later requests that begin alike need not compute it again.
+
+        store = PrefixStore(model, device_bytes=1 << 30, folder="prefixes")
+        cache = store.lookup(input_ids)
+        output = model.generate(input_ids, past_key_values=cache)
+        store.insert(output, cache)
+
+    A prefix is kept as a whole and compressed, in every tier: the pages, windows and counts of one request, which
+    `lookup` copies into a cache that goes on as if it had never been away. A prefix is found by a hash of its tokens,
+    which are then compared. Where it does not fit into the device's memory it goes to the host's, then to the
+    folder; a hit brings it back up.
+
+    Who gives way is decided by CaR's score: a request adds 1 to the prefix it will use when `look_ahead` announces
+    it, 1 when `lookup` dispatches it, and takes both back when it is finished: inserted, or its cache dropped. The
+    smallest score goes first, among equals the one used longest ago.
+
+    On a CPU, device and host are one tier, "device", with the bytes of both. Requests are looked up one at a time
+    (batch of 1). A store may be used from several threads, and its folder by several processes and models at once.
+
+    Args:
+        model: whose caches these are. Its weights are sampled once: make a new store after changing them.
+        config: of the caches; None takes `DiffKVConfig.for_model`.
+        device_bytes: most that prefixes may take in the memory of the model's devices, all together.
+        host_bytes: the same for page-locked memory of the host.
+        folder: where prefixes go that memory has no room for; made if missing. None: nowhere.
+        folder_bytes: most that the files in it may take, those of other models too; None is unlimited.
+
+    Raises:
+        ValueError: `model` is not a model, is tensor-parallel or has offloaded weights, a negative limit, or
+            `folder_bytes` without `folder`.
+        UnsupportedModelError: a model that a `DiffKVCache` cannot work with.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: DiffKVConfig | None = None,
+        *,
+        device_bytes: int = 1 << 30,
+        host_bytes: int = 0,
+        folder: str | os.PathLike | None = None,
+        folder_bytes: int | None = None,
+    ) -> None:
+        limit = math.inf if folder_bytes is None else folder_bytes
+        for name, value in (("device_bytes", device_bytes), ("host_bytes", host_bytes), ("folder_bytes", limit)):
+            if not isinstance(value, (int, float)) or not value >= 0:
+                raise ValueError(f"{name}={value!r} must be a number of bytes, 0 or more.")
+        if folder is None and folder_bytes is not None:
+            raise ValueError("folder_bytes is given without folder; name the folder, or leave both out.")
+        config_of(model)
+        if TensorParallel.of(model).size > 1:
+            raise ValueError("a prefix store works in one process; load the model without tp_plan.")
+        self.model = model
+        self.config = DiffKVCache(model.config, config).config
+        self._model, self._weights = model_fingerprint(model.config), weights_fingerprint(model)
+        parts = [FORMAT_VERSION, self._model, self._weights, str(model.dtype), self.config.to_dict()]
+        self._fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+        memory = _memory_tiers(model.device, device_bytes, host_bytes)
+        self._tiers = Hierarchy(memory, None if folder is None else FolderTier(Path(folder), limit), self._fingerprint)
+        if folder is not None:
+            self._tiers.open_folder()
+        self._requests = Requests()
+        self._lookups = self._tokens = self._tokens_reused = 0
+        self._hits, self._read = ({tier.name: 0 for tier in self._tiers.tiers} for _ in range(2))
+        self._lookup_seconds, self._seconds_per_token = 0.0, None
+        self._lock = threading.RLock()
+
+    def lookup(self, input_ids: Any) -> DiffKVCache:
+        """A cache that holds the longest stored prefix of `input_ids`, to be passed on with all of them.
+
+        At least one token is left to compute. The cache is the caller's own; it is empty where nothing was found.
+
+        Args:
+            input_ids: the whole prompt, integers [1, tokens] or [tokens], without padding.
+
+        Raises:
+            ValueError: several rows, or no integers.
+        """
+        ids = as_tokens("input_ids", input_ids)
+        with self._session():
+            started = time.perf_counter()
+            cache, hit = self._resume(ids)
+            entry = None if hit is None else self._tiers.entries[hit.name]
+            self._requests.dispatch(digest(ids), entry, cache)
+            if hit is not None:
+                self._hits[hit.tier.name] += 1
+                self._read[hit.tier.name] += hit.snapshot.bytes
+                entry.hits += 1
+                self._tiers.note_use(hit.name)
+                self._tiers.promote(*hit)
+            self._lookups += 1
+            self._tokens += ids.numel()
+            self._tokens_reused += cache.get_seq_length()
+            self._lookup_seconds += time.perf_counter() - started
+        return cache
+
+    def insert(self, input_ids: Any, cache: DiffKVCache) -> bool:
+        """Stores what `cache` holds: one request, at its end or wherever it stands.
+
+        A prefix is always all that the cache holds. A cache cannot be cut to fewer tokens exactly: later tokens have
+        decided about the levels of earlier ones. To store a boundary within a prompt, stop there: `prefill`.
+
+        Args:
+            input_ids: the tokens that the model was called with, and possibly more, such as the last one that
+                `generate` returned; integers [1, tokens] or [tokens].
+            cache: of this store's model and configuration; it may go on to be used.
+
+        Returns:
+            Whether the store holds the prefix now; False where no tier has room, or only for more wanted prefixes.
+
+        Raises:
+            ValueError: another model, configuration or number of requests, padding, fewer ids than the cache holds,
+                tokens that may still be taken back, or a layer of Transformers' own that cannot be saved.
+            HandOverError: a forward of the cache stopped halfway.
+        """
+        ids = as_tokens("input_ids", input_ids)
+        length = self._check_cache(ids, cache)
+        ids = ids[:length].clone()
+        with self._session():
+            self._requests.finish(cache)
+            name = self._name(ids)
+            if name in self._tiers.entries:
+                self._tiers.note_use(name)
+            elif length:
+                snapshot = take_snapshot(cache, self._weights)
+                snapshot.tensors[TOKENS] = ids
+                self._tiers.add(name, length, snapshot)
+            return name in self._tiers.entries
+
+    def prefill(self, input_ids: Any) -> bool:
+        """Computes and stores a prefix that many requests will begin with: a system prompt, a document.
+
+        Does nothing where it is stored already. A request that continues it equals one whose prompt came in these two
+        parts, which with compression is not quite the same as one that came as a whole.
+
+        Args:
+            input_ids: all tokens of the prefix, integers [1, tokens] or [tokens].
+
+        Returns:
+            As `insert`.
+
+        Raises:
+            ValueError: several rows, no integers, or no tokens.
+        """
+        ids = as_tokens("input_ids", input_ids)
+        if ids.numel() == 0:
+            raise ValueError("input_ids holds no tokens; a prefix has at least one.")
+        if ids in self:
+            return True
+        cache = self.lookup(ids)
+        self._compute(ids, cache)
+        return self.insert(ids, cache)
+
+    def look_ahead(self, prompts: Sequence[Any]) -> None:
+        """Announces the requests that come next; what they will use stays in faster tiers.
+
+        Args:
+            prompts: all that wait and are to count, each as for `lookup`. They replace those of the call before; an
+                empty list announces nothing. A request that is looked up leaves by itself.
+
+        Raises:
+            ValueError: as `lookup`; nothing has changed then.
+        """
+        waiting = [as_tokens("prompts", prompt) for prompt in prompts]
+        with self._session():
+            window = []
+            for ids in waiting:
+                name = next(self._candidates(ids), None)
+                window.append((digest(ids), self._tiers.entries.get(name)))
+            self._requests.announce(window)
+
+    def save(self) -> None:
+        """Writes what memory holds into the folder as well, as far as there is room; else it ends with the process.
+
+        Raises:
+            ValueError: the store has no folder.
+        """
+        if self._tiers.folder is None:
+            raise ValueError("this store has no folder; give PrefixStore one.")
+        with self._session():
+            self._tiers.save()
+
+    def clear(self) -> None:
+        """Drops all prefixes of this model and configuration, also from the folder. Statistics stay."""
+        with self._session():
+            self._tiers.remove(list(self._tiers.entries))
+
+    def measure(self, tokens: int = 512) -> float:
+        """Seconds per token of a prompt of `tokens` random tokens, computed twice; then `stats` has `seconds_saved`.
+
+        Attention's share grows with the length, so for longer prefixes what was saved is more than is said.
+        """
+        limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None) or tokens
+        tokens = max(2, min(tokens, limit - 1))
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(self.model.get_input_embeddings().num_embeddings, (tokens,), generator=generator)
+        for _ in range(2):
+            started = time.perf_counter()
+            self._compute(ids, DiffKVCache(self.model.config, self.config))
+            seconds = time.perf_counter() - started
+        self._seconds_per_token = seconds / tokens
+        return self._seconds_per_token
+
+    @property
+    def stats(self) -> PrefixStats:
+        """What happened so far."""
+        with self._lock:
+            return PrefixStats(
+                lookups=self._lookups,
+                hits=dict(self._hits),
+                tokens=self._tokens,
+                tokens_reused=self._tokens_reused,
+                bytes_read=dict(self._read),
+                bytes_written=dict(self._tiers.written),
+                lookup_seconds=self._lookup_seconds,
+                seconds_per_token=self._seconds_per_token,
+            )
+
+    def __len__(self) -> int:
+        with self._session():
+            return len(self._tiers.entries)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __contains__(self, input_ids: Any) -> bool:
+        """Whether exactly these tokens are stored."""
+        ids = as_tokens("input_ids", input_ids)
+        with self._session():
+            return self._name(ids) in self._tiers.entries
+
+    def __iter__(self) -> Iterator[PrefixEntry]:
+        """All prefixes, the last to give way first."""
+        with self._session():
+            sizes = {tier.name: tier.sizes() for tier in self._tiers.tiers}
+            found = []
+            for name in self._tiers.by_rank():
+                entry = self._tiers.entries[name]
+                tiers = [tier for tier, held in sizes.items() if name in held]
+                if tiers:
+                    size, on_disk = sizes[tiers[0]][name], tiers[-1] == FolderTier.name
+                    found.append(PrefixEntry(entry.length, tiers[0], size, on_disk, entry.hits, entry.score))
+        return iter(found)
+
+    def __repr__(self) -> str:
+        with self._session():
+            held = []
+            for tier in self._tiers.tiers:
+                sizes = tier.sizes()
+                limit = "" if tier.limit == math.inf else f" of {tier.limit / 1e6:.1f}"
+                held.append(f"{tier.name} {len(sizes)} ({sum(sizes.values()) / 1e6:.1f}{limit} MB)")
+            return f"PrefixStore({len(self._tiers.entries)} prefixes: {', '.join(held)})"
+
+    @contextmanager
+    def _session(self) -> Iterator[None]:
+        """One caller at a time, who knows what has ended and what other processes have done."""
+        with self._lock:
+            self._requests.settle()
+            self._tiers.refresh()
+            yield
+
+    def _name(self, ids: Tensor) -> str:
+        return f"{self._fingerprint}-{ids.numel()}-{digest(ids)}"
+
+    def _candidates(self, ids: Tensor) -> Iterator[str]:
+        """Names of stored prefixes of `ids` that leave a token to compute, the longest first."""
+        lengths = {entry.length for entry in self._tiers.entries.values() if entry.length < ids.numel()}
+        for length, found in sorted(digests(ids, lengths).items(), reverse=True):
+            name = f"{self._fingerprint}-{length}-{found}"
+            if name in self._tiers.entries:
+                yield name
+
+    def _resume(self, ids: Tensor) -> tuple[DiffKVCache, _Hit | None]:
+        """A cache that goes on from the longest prefix that can be read, and what that is."""
+        for name in self._candidates(ids):
+            tier = self._tiers.tier_of(name)
+            try:
+                snapshot = tier.get(name)
+                if not self._is_of(snapshot, ids):
+                    continue
+                cache = restore_snapshot(DiffKVCache, snapshot, self.model, layer_devices(self.model))
+            except (CacheFileError, FileNotFoundError) as error:
+                # another process may have removed it meanwhile
+                if tier.holds(name):
+                    warn(f"a stored prefix is damaged and is removed: {error}")
+                self._tiers.remove([name], [tier])
+                continue
+            except OSError as error:
+                warn(f"a stored prefix cannot be read, its tokens are computed: {error}")
+                continue
+            return cache, _Hit(name, tier, snapshot)
+        return DiffKVCache(self.model.config, self.config), None
+
+    def _is_of(self, snapshot: Snapshot, ids: Tensor) -> bool:
+        """Whether a snapshot is of this model, this configuration and these very tokens."""
+        content, tokens = snapshot.content, snapshot.tensors.get(TOKENS)
+        if tokens is None or (content["model"], content["weights"]) != (self._model, self._weights):
+            return False
+        same = DiffKVConfig.from_dict(content["config"]) == self.config
+        return same and torch.equal(tokens.cpu(), ids[: tokens.numel()])
+
+    def _check_cache(self, ids: Tensor, cache: DiffKVCache) -> int:
+        """How many tokens `cache` holds; raises `ValueError` as `insert` says."""
+        if not isinstance(cache, DiffKVCache):
+            raise ValueError(f"cache is a {type(cache).__name__}; a prefix store holds what a DiffKVCache holds.")
+        if cache.model_fingerprint != self._model or cache.config != self.config:
+            raise ValueError(
+                "cache has another model or configuration than this store; take it from store.lookup, or make a store "
+                "for it."
+            )
+        cache.check_handover()
+        cache.stores.check_complete()
+        length = cache.get_seq_length()
+        if length > ids.numel():
+            raise ValueError(
+                f"input_ids has {ids.numel()} tokens but the cache holds {length}; pass all that it was given."
+            )
+        for store in cache.stores.stores:
+            if store.batch_size != 1 or not bool(store.padding.mask().all()):
+                raise ValueError(
+                    "the cache holds several requests, padding or hidden tokens; a prefix store takes one request "
+                    "without either."
+                )
+        return length
+
+    def _compute(self, ids: Tensor, cache: DiffKVCache) -> None:
+        """Has `cache`, which may hold some first tokens of `ids`, hold them all."""
+        ids = ids[None].to(self.model.device)
+        options = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1}
+        self.model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **options)
+
+
+def _memory_tiers(device: torch.device, device_bytes: int, host_bytes: int) -> list[MemoryTier]:
+    if device.type == "cpu":
+        return [MemoryTier("device", device_bytes + host_bytes, device)]
+    return [MemoryTier("device", device_bytes, device), MemoryTier("host", host_bytes, device, to_host=True)]

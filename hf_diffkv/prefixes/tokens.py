@@ -1,0 +1,46 @@
+"""Token ids as they are stored, and what they are found by."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DIGEST_BYTES = 16
+
+
+def as_tokens(name: str, value: Any) -> Tensor:
+    """int64 [tokens] on the CPU, from ids [tokens] or [1, tokens].
+
+    Raises:
+        ValueError: of another shape, no integers, or more than one request.
+    """
+    ids = torch.as_tensor(value)
+    if ids.ndim == 2 and ids.shape[0] != 1:
+        raise ValueError(
+            f"{name} has {ids.shape[0]} rows; a prefix store works on one request at a time: call it for each row."
+        )
+    if ids.ndim not in (1, 2) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise ValueError(
+            f"{name} is {ids.dtype} {tuple(ids.shape)}; it must be token ids, integers [1, tokens] or [tokens]."
+        )
+    return ids.detach().reshape(-1).to("cpu", torch.int64)
+
+
+def digests(ids: Tensor, lengths: Iterable[int]) -> dict[int, str]:
+    """Hash of the first n ids for every n in `lengths`, in one pass over `ids` (int64 [tokens])."""
+    content = memoryview(ids.contiguous().numpy()).cast("B")
+    running, done, found = hashlib.blake2b(digest_size=DIGEST_BYTES), 0, {}
+    for length in sorted(set(lengths)):
+        running.update(content[8 * done : 8 * length])
+        done = length
+        found[length] = running.copy().hexdigest()
+    return found
+
+
+def digest(ids: Tensor) -> str:
+    """Hash of all `ids`, int64 [tokens]."""
+    return digests(ids, [ids.numel()])[ids.numel()]
