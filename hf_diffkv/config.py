@@ -155,6 +155,19 @@ class DiffKVConfig:
                 f"low={self.low.name} needs more bits per token than high={self.high.name}; swap the two precisions."
             )
 
+    @property
+    def selects(self) -> bool:
+        """Whether what becomes of a token depends on its significance.
+
+        False where all tokens end at one precision whatever they receive: the policy is "diffkv", nothing is pruned
+        (`alpha_low` is 0 everywhere, no `max_bytes`), and `alpha_high` is 0 everywhere or both precisions are the same.
+        Such caches keep neither sums nor positions of stored tokens, and do no work for them.
+        """
+        if self.policy != "diffkv" or self.max_bytes is not None:
+            return True
+        pairs = _paired(self.alpha_low, self.alpha_high)
+        return any(low > 0 or (high > 0 and self.high != self.low) for low, high in pairs)
+
     def _check_order(self) -> None:
         low, high = self.alpha_low, self.alpha_high
         pairs = _paired(low, high)

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from .integration.devices import TensorParallel
     from .integration.stores import Stores
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 # in version 1 thresholds had no batch dimension, and keys and values were held as the model had them; up to version 2
-# there were no sinks
-READABLE_VERSIONS = (1, 2, 3)
+# there were no sinks; up to version 3 all pages had scores and positions
+READABLE_VERSIONS = (1, 2, 3, 4)
+FIRST_WITHOUT_SCORES = 4
 JSON_NAME = "diffkv_cache.json"
 TENSORS_NAME = "diffkv_cache.safetensors"
 # what does not change the keys and values a model computes
@@ -109,7 +110,13 @@ def load_cache(
         raise CacheFileError(f"{folder} was saved with other model weights; load it with the model it is of.")
     if _digest(path) != content["sha256"]:
         raise CacheFileError(f"{path} is damaged (its checksum differs); save the cache again.")
-    cache = cache_class(model.config, DiffKVConfig.from_dict(content["config"]))
+    config = DiffKVConfig.from_dict(content["config"])
+    if not config.selects and content["format_version"] < FIRST_WITHOUT_SCORES:
+        raise CacheFileError(
+            f"{folder} was saved by an earlier hf_diffkv, in pages with scores and positions, which caches of its "
+            "configuration do not have any more; read its text with the model again and save the new cache."
+        )
+    cache = cache_class(model.config, config)
     cache.attach(model)
     try:
         tensors = load_file(path, device="cpu" if devices else str(model.device))

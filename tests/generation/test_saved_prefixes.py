@@ -142,7 +142,7 @@ def test_truncated_files(model: PreTrainedModel, saved: Path, name: str, share: 
         DiffKVCache.from_pretrained(saved, model)
 
 
-@pytest.mark.parametrize("version, words", [(4, "upgrade"), (1000, "upgrade"), (0, "again"), ("x", ""), (None, "")])
+@pytest.mark.parametrize("version, words", [(5, "upgrade"), (1000, "upgrade"), (0, "again"), ("x", ""), (None, "")])
 def test_other_versions(model: PreTrainedModel, saved: Path, version: Any, words: str) -> None:
     content = json.loads((saved / JSON_NAME).read_text())
     content["format_version"] = version

@@ -1,4 +1,4 @@
-"""Launcher of the compaction kernels: four launches, no read of the device, whatever the load."""
+"""Launcher of the compaction kernels: at most four launches, no read of the device, whatever the load."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def compact_step(
     position: Tensor,
     leaving: Tensor,
     length: Tensor,
-    high_threshold: Tensor,
-    low_threshold: Tensor,
+    high_threshold: Tensor | None,
+    low_threshold: Tensor | None,
     *,
     max_tokens: int,
     flag: Tensor | None = None,
@@ -71,35 +71,37 @@ def compact_step(
         return flag
     key, value = unit_stride(key), unit_stride(value)
     score, position, length = score.contiguous(), position.contiguous(), length.contiguous()
-    high_threshold, low_threshold = high_threshold.contiguous(), low_threshold.contiguous()
+    thresholds = [None if each is None else each.contiguous() for each in (high_threshold, low_threshold)]
     leaving = leaving.contiguous().view(torch.uint8)
 
-    splits, split_pages = _splits(layout, rows, max_tokens)
+    splits, split_pages = _splits(layout, rows, max_tokens) if layout.selects else (0, 0)
     blocks = triton.cdiv(rows, PLAN_ROWS)
-    victim_mean = torch.empty(splits, rows, dtype=torch.float32, device=device)
-    victim_position, victim_index = torch.empty(2, splits, rows, dtype=torch.int32, device=device)
+    victims = (None, None, None)
+    if layout.selects:
+        mean = torch.empty(splits, rows, dtype=torch.float32, device=device)
+        victims = (mean, *torch.empty(2, splits, rows, dtype=torch.int32, device=device))
     plan = torch.empty(4, rows, dtype=torch.int32, device=device)
     totals = torch.empty(3, blocks, dtype=torch.int32, device=device)
     taken = torch.empty(1, dtype=torch.int32, device=device)
 
     constants = _move_constants(layout, key.dtype)
-    candidates = (score, position, leaving, length, high_threshold, low_threshold)
-    victims = (victim_mean, victim_position, victim_index)
+    candidates = (score, position, leaving, length, *thresholds)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        find_victims_kernel[(rows, splits)](
-            pages,
-            page_table,
-            high_count,
-            low_count,
-            *candidates,
-            *victims,
-            rows,
-            width,
-            splits,
-            split_pages,
-            **_search_constants(layout),
-            num_warps=4,
-        )
+        if layout.selects:
+            find_victims_kernel[(rows, splits)](
+                pages,
+                page_table,
+                high_count,
+                low_count,
+                *candidates,
+                *victims,
+                rows,
+                width,
+                splits,
+                split_pages,
+                **_search_constants(layout),
+                num_warps=4,
+            )
         plan_rows_kernel[(blocks,)](
             high_count,
             low_count,

@@ -105,7 +105,6 @@ def decode_attention(
     logit_scale, cap = scaling * LOG2_E, None
     if softcap is not None:
         logit_scale, cap = 2 * scaling * LOG2_E / softcap, softcap * LOG2_E
-    joining = _joining(held, scratch.logits)
     grid = (rows, scratch.splits)
     constants = kernel_constants(layout, group, config)
     sizes = {"kv_heads": kv_heads, "splits": scratch.splits}
@@ -124,8 +123,8 @@ def decode_attention(
         "table_width": width,
         "slots": slots,
         "sink_slots": sink_slots,
-        "positions": scratch.logits.shape[1],
-        "blocks": scratch.block_peak.shape[1],
+        "positions": scratch.logits.shape[1] if layout.selects else 0,
+        "blocks": scratch.block_peak.shape[1] if layout.selects else 0,
         **sizes,
     }
     with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
@@ -153,6 +152,9 @@ def decode_attention(
             **partials,
             **constants["merge"],
         )
+        if not layout.selects:
+            return output
+        joining = _joining(held, scratch.logits)
         score_kernel[grid](
             window_score=window_score,
             log_total=scratch.log_total,
