@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -283,19 +284,34 @@ def variants() -> list[KernelVariant]:
             constexprs={**_plan_constants(layout), "CHUNK": TOTALS_CHUNK},
         ),
     ]
-    for high, low, dim in (
-        (Precision(8, 4), Precision(4, 2), 64),
-        (Precision(8, 4), Precision(4, 2), 128),
-        (Precision(8, 4), Precision(4, 2), 256),
-        (Precision(8, 4), Precision(4, 2), 512),
-        (Precision(8, 8), Precision(8, 4), 128),
-        (Precision(16, 16), Precision(16, 16), 128),
-        (Precision(6, 4), Precision(5, 3), 64),
-        (Precision(6, 4), Precision(5, 3), 128),
+    unscored = {"metadata_bits": 16, "position_bytes": 0}
+    absent = dict.fromkeys(("high_threshold", "low_threshold", "victim_mean", "victim_position", "victim_index"))
+    plan = found[1]
+    found.append(
+        replace(
+            plan,
+            name="plan_rows-K5V3_unscored-d128",
+            signature={name: kind for name, kind in plan.signature.items() if name not in absent},
+            constexprs=_plan_constants(PageLayout.build(Precision(5, 3), Precision(5, 3), 128, 128, 2, **unscored))
+            | absent,
+        )
+    )
+    for high, low, dim, numbers in (
+        (Precision(8, 4), Precision(4, 2), 64, {}),
+        (Precision(8, 4), Precision(4, 2), 128, {}),
+        (Precision(8, 4), Precision(4, 2), 256, {}),
+        (Precision(8, 4), Precision(4, 2), 512, {}),
+        (Precision(8, 8), Precision(8, 4), 128, {}),
+        (Precision(16, 16), Precision(16, 16), 128, {}),
+        (Precision(6, 4), Precision(5, 3), 64, {}),
+        (Precision(6, 4), Precision(5, 3), 128, {}),
+        (Precision(5, 3), Precision(5, 3), 64, unscored),
+        (Precision(5, 3), Precision(5, 3), 128, unscored),
     ):
+        levels = f"{high.name}_unscored" if numbers else f"{high.name}-{low.name}"
         found.append(
             KernelVariant(
-                name=f"move_tokens-{high.name}-{low.name}-d{dim}",
+                name=f"move_tokens-{levels}-d{dim}",
                 kernel=move_tokens_kernel,
                 signature={
                     "pages": "*u8",
@@ -311,7 +327,7 @@ def variants() -> list[KernelVariant]:
                     "key_stride": "i32",
                     "value_stride": "i32",
                 },
-                constexprs=_move_constants(PageLayout.build(high, low, dim, dim, 2), torch.bfloat16),
+                constexprs=_move_constants(PageLayout.build(high, low, dim, dim, 2, **numbers), torch.bfloat16),
                 num_warps=1,
             )
         )

@@ -165,12 +165,14 @@ def attend_kernel(
         state, query_row, heads, pages, table, row_logits, row_peaks, tl.minimum(first, high_blocks),
         tl.minimum(last, high_blocks), high, logit_scale, cap, 1, HIGH, GROUP, BLOCK, ELEMENT, OPERAND, RAW, MODE,
     )  # fmt: skip
-    state = attend_tier(
-        state, query_row, heads, pages, table + table_width - 1, behind(row_logits, high_blocks * BLOCK * COLUMNS),
-        behind(row_peaks, high_blocks * COLUMNS), tl.maximum(first - high_blocks, 0),
-        tl.minimum(last, paged_blocks) - high_blocks, low, logit_scale, cap, -1, LOW, GROUP, BLOCK, ELEMENT,
-        OPERAND, RAW, MODE,
-    )  # fmt: skip
+    # without scores no token is low
+    if LOW.score_bytes > 0:
+        state = attend_tier(
+            state, query_row, heads, pages, table + table_width - 1, behind(row_logits, high_blocks * BLOCK * COLUMNS),
+            behind(row_peaks, high_blocks * COLUMNS), tl.maximum(first - high_blocks, 0),
+            tl.minimum(last, paged_blocks) - high_blocks, low, logit_scale, cap, -1, LOW, GROUP, BLOCK, ELEMENT,
+            OPERAND, RAW, MODE,
+        )  # fmt: skip
     state = attend_window(
         state, query_row, heads, window_key + wide_row * slots * KEY_DIM, window_value + wide_row * slots * VALUE_DIM,
         behind(row_logits, paged_blocks * BLOCK * COLUMNS), behind(row_peaks, paged_blocks * COLUMNS),
