@@ -113,8 +113,8 @@ def load_cache(
     config = DiffKVConfig.from_dict(content["config"])
     if not config.selects and content["format_version"] < FIRST_WITHOUT_SCORES:
         raise CacheFileError(
-            f"{folder} was saved by an earlier hf_diffkv, in pages with scores and positions, which caches of its "
-            "configuration do not have any more; read its text with the model again and save the new cache."
+            f"{folder} was saved by an earlier hf_diffkv, in pages with scores and positions, which this one does not "
+            "keep for such a configuration; read its text with the model again and save the new cache."
         )
     cache = cache_class(model.config, config)
     cache.attach(model)

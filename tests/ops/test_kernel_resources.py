@@ -14,7 +14,6 @@ pytest.importorskip("triton")
 
 from hf_diffkv import kernel_report  # noqa: E402
 
-UNSCORED = "decode_attend-K5V3_unscored-d128-g4-cuda"
 # instructions per dequantised element of the decode loops at head_dim 128 on sm_90
 CEILINGS = {"K8V4-K4V2": (2.8, 2.6), "K6V4-K5V3": (2.8, 3.2), "K4V3-K3V2": (2.8, 2.8)}
 
@@ -62,8 +61,6 @@ def results(decode_names, tmp_path_factory):
         "store_tokens-K5V3-g11-d64",
         "move_tokens-K6V4-K5V3-d64",
     ]
-    # pages without scores, of which much is left out
-    names += [UNSCORED]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     match = f"^({'|'.join(map(re.escape, names))})$"
@@ -87,8 +84,6 @@ def test_dequantisation_stays_below_its_instruction_ceiling(results, decode_name
         assert found
         for result in found:
             assert all(need <= most for need, most in zip(result["per_element"], ceilings, strict=True)), result
-    unscored = next(r for r in results if r["name"] == UNSCORED and r["target"] == "sm_90")
-    assert len(unscored["per_element"]) == 1 and unscored["per_element"][0] <= 3.2
 
 
 def test_every_variant_names_all_parameters_once():
