@@ -55,7 +55,7 @@ class DiffKVConfig:
         policy_options: options of that policy, by name.
         protected_layers: so many first and so many last compressed layers are kept entirely at `high`.
         observation_window: how many of a prompt's last queries significance is taken from; None takes all, or as many
-            as the policy's paper does.
+            as the policy's paper does. Nothing is taken where no token is chosen by it (`selects`).
         compaction_interval: generated tokens between two compactions; 1 is the paper.
         rotate: keys and values are held rotated by a Hadamard matrix with random signs, which spreads channels of
             large magnitude over all: fewer bits do. Costs no memory, and two small products per layer and step.
@@ -63,6 +63,7 @@ class DiffKVConfig:
             softcap are not centred.
         metadata_bits: bits of the scale and zero point of a quantisation group, of the significance and of the position
             of a stored token: 32 each, or 16, with scales of 5 bits of mantissa and sums that are rounded at random.
+            Tokens have neither significance nor position where none is chosen by it (`selects`).
         page_bytes: largest size of a unified page in bytes; None chooses the best filled size near 6 KiB.
         max_bytes: byte budget per device; None is unlimited.
         cuda_graphs: whether `generate()` on a CUDA device captures a decode step once and replays it; its
@@ -112,6 +113,19 @@ class DiffKVConfig:
             raise ValueError(
                 f"low={self.low.name} needs more bits per token than high={self.high.name}; swap the two precisions."
             )
+
+    @property
+    def selects(self) -> bool:
+        """Whether what becomes of a token depends on its significance.
+
+        False where all tokens end at one precision whatever they receive: the policy is "diffkv", nothing is pruned
+        (`alpha_low` is 0 everywhere, no `max_bytes`), and `alpha_high` is 0 everywhere or both precisions are the same.
+        Such caches keep neither sums nor positions of stored tokens, and do no work for them.
+        """
+        if self.policy != "diffkv" or self.max_bytes is not None:
+            return True
+        pairs = _paired(self.alpha_low, self.alpha_high)
+        return any(low > 0 or (high > 0 and self.high != self.low) for low, high in pairs)
 
     def _check_order(self) -> None:
         low, high = self.alpha_low, self.alpha_high

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save_file
 
+from .config import DiffKVConfig
 from .snapshot import (
     CacheFileError,
     Snapshot,
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 4
 # in version 1 thresholds had no batch dimension, and keys and values were held as the model had them; up to version 2
-# there were no sinks, up to version 3 no layers with several states
+# there were no sinks; up to version 3 no layers with several states, and all pages had scores and positions
 READABLE_VERSIONS = (1, 2, 3, 4)
+FIRST_WITHOUT_SCORES = 4
 JSON_NAME = "diffkv_cache.json"
 TENSORS_NAME = "diffkv_cache.safetensors"
 
@@ -111,6 +113,11 @@ def load_snapshot(folder: Path, parallel: TensorParallel, device: torch.device |
     data = path.read_bytes() if device is None else None
     if (_digest(path) if data is None else hashlib.sha256(data).hexdigest()) != content["sha256"]:
         raise CacheFileError(f"{path} is damaged (its checksum differs); save the cache again.")
+    if content["format_version"] < FIRST_WITHOUT_SCORES and not DiffKVConfig.from_dict(content["config"]).selects:
+        raise CacheFileError(
+            f"{folder} was saved by an earlier hf_diffkv, in pages with scores and positions, which this one does not "
+            "keep for such a configuration; read its text with the model again and save the new cache."
+        )
     try:
         return Snapshot(content, load_file(path, device=str(device)) if data is None else load(data))
     except (SafetensorError, OSError) as error:

@@ -48,8 +48,8 @@ class KernelResources:
         spills: bytes of spill loads and stores in the code (AMD: spilled vector registers).
         stack, shared: bytes per thread and per program.
         instructions: of the whole kernel; 0 on AMD.
-        per_element: instructions per dequantised element in the high and in the low tier's loop; empty for kernels
-            that do not dequantise in a loop, and on AMD.
+        per_element: instructions per dequantised element in the loop of the high and, where there is one, of the low
+            tier; empty for kernels that do not dequantise in a loop, and on AMD.
         error: why it did not compile; empty if it did.
     """
 
@@ -172,7 +172,8 @@ def disassembly(text: str) -> list[tuple[int, str, int | None]]:
 def _per_element(code: Sequence[tuple[int, str, int | None]], variant: KernelVariant) -> tuple[float, ...]:
     """Instructions per key and value element of the high and the low tier's loop of a decode kernel.
 
-    These are its first two innermost loops with matrix instructions; one iteration takes BLOCK tokens of a tier.
+    These are its first two innermost loops with matrix instructions; one iteration takes BLOCK tokens of a tier. Where
+    pages have no scores, there is no low tier.
     """
     constants = variant.constexprs
     if not {"HIGH", "LOW", "BLOCK"} <= set(constants):
@@ -182,7 +183,8 @@ def _per_element(code: Sequence[tuple[int, str, int | None]], variant: KernelVar
     bodies = [[op for address, op, _ in code if first <= address <= last] for first, last in sorted(inner)]
     bodies = [body for body in bodies if any(re.match(r"[HIQ]G?MMA\b", op) for op in body)]
     found = []
-    for body, tier in zip(bodies, (constants["HIGH"], constants["LOW"])):
+    tiers = [constants["HIGH"]] + [constants["LOW"]] * (constants["LOW"].score_bytes > 0)
+    for body, tier in zip(bodies, tiers):
         elements = constants["BLOCK"] * (tier.key_dim + tier.value_dim)
         found.append(round(32 * variant.num_warps * len(body) / elements, 3))
     return tuple(found)

@@ -299,7 +299,7 @@ def test_fault_10_group_sizes(group: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fault_10_a_tier_of_16_bits(dtype: torch.dtype) -> None:
     """What is stored is then the token itself."""
-    run = Run(high=FULL, low=FULL, alpha_high=1.0, alpha_low=0.0, window=4, dtype=dtype)
+    run = Run(high=FULL, low=Precision(16, 16, 2, 2), alpha_high=1.0, alpha_low=0.0, window=4, dtype=dtype)
     fed = run.forward(60)
     for _ in range(10):
         fed += run.forward(1)

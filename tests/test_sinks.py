@@ -20,7 +20,7 @@ from tiny_models import ragged_prompts, tiny_model
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_diffkv import DiffKVCache, DiffKVConfig, IntegrityError
+from hf_diffkv import DiffKVCache, DiffKVConfig, IntegrityError, Precision
 from hf_diffkv.io import JSON_NAME, TENSORS_NAME, _checksum
 from hf_diffkv.native.library import library
 from hf_diffkv.ops.backend import use_backend
@@ -283,6 +283,8 @@ def test_beams_of_a_padded_batch() -> None:
     model = tiny_model("llama", "diffkv", dtype=torch.float64)
     ids, mask = ragged_prompts((20, 3, 1))
     expected = generate(model, DynamicCache(config=model.config), ids, mask, 24, num_beams=3)
-    cache = DiffKVCache(model.config, DiffKVConfig.lossless(window=8, sinks=4, alpha_high=1.0))
+    cache = DiffKVCache(
+        model.config, DiffKVConfig.lossless(low=Precision(16, 16, 2, 2), window=8, sinks=4, alpha_high=1.0)
+    )
     assert torch.equal(generate(model, cache, ids, mask, 24, num_beams=3), expected)
     cache.check_integrity()

@@ -57,13 +57,16 @@ class Case:
         def precision() -> Precision:
             return Precision(*(int(choose(*SUPPORTED_BITS)) for _ in range(2)), choose(1, 1, 2), choose(1, 1, 2, 4))
 
-        alphas = sorted(random.uniform(0, 2, 2))
+        alpha_low, alpha_high = sorted(random.uniform(0, 2, 2))
+        # without thresholds there are no scores
+        alpha_low, alpha_high = choose((0.0, alpha_high), (alpha_low, alpha_high), (0.0, 0.0))
         low, high = sorted((precision(), precision()), key=lambda p: p.k_bits + p.v_bits)
         config = DiffKVConfig(
             high,
             low,
-            alpha_high=float(alphas[1]),
-            alpha_low=float(choose(0.0, alphas[0])),
+            alpha_high=float(alpha_high),
+            alpha_low=float(alpha_low),
+            metadata_bits=int(choose(16, 32)),
             window=int(random.integers(1, 40)),
             compaction_interval=int(choose(1, 1, 2, 5)),
             rotate=bool(choose(True, False)),

@@ -160,8 +160,17 @@ class DiffKVCache(Cache):
         return tokens.keys, tokens.values, tokens.mask
 
     def significance(self, layer_idx: int) -> Tensor:
-        """float32 [batch, kv_heads, seen]: the sum of attention each stored token received from later queries."""
+        """float32 [batch, kv_heads, seen]: the sum of attention each stored token received from later queries.
+
+        Raises:
+            ValueError: the configuration never chooses between tokens, so no sums are kept.
+        """
         layer = self._compressed(layer_idx)
+        if not self.config.selects:
+            raise ValueError(
+                "this cache keeps no significance, as its configuration keeps every token at one precision; give "
+                "DiffKVConfig two precisions with alpha_high above 0, or alpha_low above 0."
+            )
         return read_tokens(layer.store, layer.slot).score
 
     def check_integrity(self) -> None:
@@ -214,7 +223,7 @@ class DiffKVCache(Cache):
     def fork(self, n: int) -> list[DiffKVCache]:
         """`n` caches that continue from the same tokens and share this one's memory until they change.
 
-        The first forward of a fork copies what it shares: every forward adds to the significance of all tokens, which
+        The first forward of a fork copies what it shares: a forward adds to the significance of all tokens, which
         stands beside them. Layers of Transformers' own are copied.
 
         Raises:

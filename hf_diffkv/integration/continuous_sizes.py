@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -98,7 +98,7 @@ def make_slots(
     Raises:
         MemoryError: not even one slot fits.
     """
-    layout = PageLayout.of(config, shape.key_dim, shape.value_dim, shape.dtype.itemsize, None)
+    layout = PageLayout.of(replace(config, max_bytes=None), shape.key_dim, shape.value_dim, shape.dtype.itemsize, None)
     per_row = max_bytes // (layout.page_bytes * num_layers * shape.num_heads)
     fitting = per_row * max(layout.high.capacity, layout.low.capacity) + config.window + config.sinks
     longest = fitting if tokens is None else min(fitting, tokens)

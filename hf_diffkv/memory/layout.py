@@ -12,6 +12,9 @@ packed low fields, then the packed high fields. Metadata is absent at 16 bits. T
     score                  float32                  uint16
     position               int32                    uint16, or int32 where positions may be above 65,535
 
+Pages of configurations that never choose between tokens (`DiffKVConfig.selects`) have no scores and no positions. All
+tokens of a row are high then, in the order of their positions and without gaps behind the sinks.
+
 uint16 metadata of b-bit codes is 64 * s + z. The scale is the fp16 number whose bits are 32 * s: no sign, 5 bits of
 exponent, 5 of mantissa. The zero point is -z * scale * (2^b - 1) * 65 / 4096, which float32 holds exactly: about z / 63
 of the range that the codes cover, which always has 0 in it. A uint16 score s is the float32 number whose bits are
@@ -52,7 +55,7 @@ class TierLayout:
         capacity: tokens per page.
         key_row, value_row: bytes of one token's codes.
         key_metadata, value_metadata: bytes of one group's metadata; 0 at 16 bits.
-        score_bytes, position_bytes: of one token.
+        score_bytes, position_bytes: of one token; both 0 where pages have neither.
         token_bytes: bytes of one token in all segments.
         *_offset: start of each segment within the page.
     """
@@ -93,6 +96,11 @@ class PageLayout:
     low: TierLayout
     page_bytes: int
 
+    @property
+    def selects(self) -> bool:
+        """Whether pages hold what tokens are chosen by, scores and positions."""
+        return self.high.score_bytes > 0
+
     @classmethod
     def build(
         cls,
@@ -113,12 +121,13 @@ class PageLayout:
             element_bytes: size of one element of the model's dtype (used at 16 bits).
             page_bytes: an upper limit on the size; None means `TARGET_PAGE_BYTES`.
             metadata_bits: 32 for wide pages, 16 for narrow ones.
-            position_bytes: 4, or 2 in narrow pages if all positions are below `NARROW_POSITIONS`.
+            position_bytes: 4, or 2 in narrow pages if all positions are below `NARROW_POSITIONS`; 0 for pages that
+                have neither scores nor positions.
 
         Raises:
             ValueError: bits or groups that do not divide the head, or a page too small for one token.
         """
-        if (metadata_bits, position_bytes) not in ((32, 4), (16, 4), (16, 2)):
+        if (metadata_bits, position_bytes) not in ((32, 4), (32, 0), (16, 4), (16, 2), (16, 0)):
             raise ValueError(f"there are no pages with metadata_bits={metadata_bits}, position_bytes={position_bytes}.")
         for name, precision in (("high", high), ("low", low)):
             _check_divides(name, precision, key_dim, value_dim)
@@ -154,10 +163,11 @@ class PageLayout:
             max_positions: no request has more tokens; None where that is not known. Others as in `build`.
         """
         few = max_positions is not None and max_positions <= NARROW_POSITIONS
+        position_bytes = 2 if few and config.metadata_bits == 16 else 4
         return cls.build(
             *(config.high, config.low, key_dim, value_dim, element_bytes, config.page_bytes),
             metadata_bits=config.metadata_bits,
-            position_bytes=2 if few and config.metadata_bits == 16 else 4,
+            position_bytes=position_bytes if config.selects else 0,
         )
 
 
@@ -183,7 +193,7 @@ class _SegmentSizes:
                 _metadata_bytes(precision.k_bits, number_bytes) * precision.k_groups,
                 _row_bytes(precision.v_bits, value_dim, element_bytes),
                 _metadata_bytes(precision.v_bits, number_bytes) * precision.v_groups,
-                number_bytes,
+                number_bytes if position_bytes else 0,
                 position_bytes,
             )
         )

@@ -4,7 +4,7 @@
 
 namespace diffkv {
 
-constexpr int64_t ABI_VERSION = 2;
+constexpr int64_t ABI_VERSION = 3;
 constexpr int MAX_TIERS = 4;
 constexpr int MAX_DIM = 512;
 
@@ -18,7 +18,8 @@ struct Side {
 
 struct Tier {
   Side key, value;
-  int32_t capacity, score_offset, position_offset, score_bytes, position_bytes;
+  int32_t capacity, score_offset, position_offset;
+  int32_t score_bytes, position_bytes;  // 0 where pages have neither: no token is chosen by what it received
 };
 
 struct Format {
@@ -71,7 +72,7 @@ struct Compaction {
   const float* score;       // [rows, slots]
   const int64_t *position, *length;
   const uint8_t* leaving;                          // null: where length - position > window
-  const float *high_threshold, *low_threshold;     // [rows]
+  const float *high_threshold, *low_threshold;     // [rows]; null where pages have no scores: all candidates are high
   int32_t* ring;
   int64_t* state;    // free list: start, free, capacity
   int32_t* flag;
@@ -109,7 +110,7 @@ struct Prompt {
   int64_t mask_batch;
   const float* sinks;  // [heads * group] or null
   void* output;        // [batch, length, heads * group, value_dim], zeros
-  float* received;     // [batch * heads, stored_tokens + before + length], zeros
+  float* received;     // [batch * heads, stored_tokens + before + length], zeros; null where nobody wants it
   int64_t observed;    // how many of a request's last queries give significance
   float scaling, softcap;
   int32_t dtype, threads;

@@ -62,7 +62,7 @@ inline int64_t Attention::plan(int64_t target, uint8_t* memory, int64_t& bytes) 
       chunk.tokens = offset - chunk.offset;
       chunk.first_chunk = first_chunk;
       chunk.chunks = (tokens.pieces + pieces - 1) / pieces;
-      take(chunk.weights, group * chunk.stride());
+      if (has_scores(step->format.tier[HIGH])) take(chunk.weights, group * chunk.stride());
       take(chunk.peak, group);
       take(chunk.total, group);
       take(chunk.output, group * value);
@@ -154,19 +154,20 @@ inline void write_received(const Attention& attention, const Chunk& chunk, Work&
 
 inline void finish_chunk(const Attention& attention, int64_t index, Work& work) {
   const Chunk& chunk = attention.chunks[index];
-  write_received(attention, chunk, work);
+  if (chunk.weights) write_received(attention, chunk, work);
   if (chunk.first_chunk == index)
     write_output(*attention.step, attention.chunks + index, chunk.chunks, chunk.row);
 }
 
 inline void run_attend(void* context, int64_t index) {
   Attention& attention = *static_cast<Attention*>(context);
-  const Chunk& chunk = attention.chunks[index];
+  Chunk chunk = attention.chunks[index];
   Work work;
   if (!buffers(attention, work)) {
     attention.failed = true;
     return;
   }
+  if (!chunk.weights) chunk.weights = work.weight;
   attend_chunk(*attention.step, attention.window, row_tokens(*attention.step, chunk.row), chunk, work);
   if (chunk.chunks == 1) finish_chunk(attention, index, work);
 }

@@ -16,7 +16,9 @@ struct Chunk {
   int64_t row, first, pieces;  // its pieces
   int64_t offset, tokens;      // its tokens among those of the row
   int64_t first_chunk, chunks; // all chunks of the row
-  float *weights, *peak, *total, *output;  // [group, stride()], [group], [group], [group, padded value dim]
+  // [group, stride()], [group], [group], [group, padded value dim]; without scores nobody asks for weights later, and they
+  // stand in a thread's buffer
+  float *weights, *peak, *total, *output;
 
   int64_t stride() const { return round_up(tokens, 16) + 16; }
 };
@@ -55,7 +57,7 @@ struct Work {
     take(value_scale, stride);
     take(value_zero, stride);
     take(weight, group * stride);
-    take(received, stride);
+    take(received, has_scores(step.format.tier[HIGH]) ? stride : 0);
     take(rows, STAGED_ROWS * widest);
     take(codes, STAGED_CODES * widest + 64);
     return used;

@@ -53,6 +53,10 @@ inline Plan plan_row(const Compaction& round, int64_t row) {
   Plan plan = {};
   const int64_t request = row / round.heads;
   if (!leaves(round, request)) return plan;
+  if (!has_scores(round.format.tier[HIGH])) {
+    plan.to_high = true;
+    return plan;
+  }
   const int64_t position = round.position[request], later = round.length[request] - 1 - position;
   const float score = round.score[row * round.slots + ring_slot(position, round.slots, round.sink_slots)];
   const float mean = score / float(larger<int64_t>(later, 1));

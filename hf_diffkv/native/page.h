@@ -28,6 +28,7 @@ inline uint8_t* page_at(const Format& format, const Rows& rows, int64_t row, int
 inline int64_t pages_of(const Tier& tier, int64_t count) { return (count + tier.capacity - 1) / tier.capacity; }
 
 inline bool has_metadata(const Side& side) { return side.bits < 16; }
+inline bool has_scores(const Tier& tier) { return tier.score_bytes > 0; }
 
 // Whether a row's counts fit its table and its entries are pages of the pool, the null page excluded.
 inline Status check_row(const Format& format, const Rows& rows, int64_t row) {
@@ -194,6 +195,7 @@ inline float least_mean(const uint8_t* page, const Tier& tier, int count, int32_
 }
 
 inline void write_token(uint8_t* page, const Tier& tier, int64_t slot, float score, int32_t position) {
+  if (!has_scores(tier)) return;
   if (tier.score_bytes == 4) {
     put_number(page, tier.score_offset, slot, score);
   } else {

@@ -15,9 +15,10 @@ struct PromptRows {
   const Prompt* prompt;
   PromptRow* rows;
   int64_t count, tiles, queries, shares;
-  float* given;  // [count, group, shares, tiles * TILE]
+  float* given;  // [count, group, shares, tiles * TILE], or null where nobody wants it
 
   float* sums(int64_t row, int64_t member, int64_t share) const {
+    if (!given) return nullptr;
     return given + ((row * prompt->group + member) * shares + share) * tiles * TILE;
   }
   void pack(int64_t task) const {
@@ -37,7 +38,7 @@ struct PromptRows {
     if (!memory) return false;
     work.place(memory, *prompt, queries, tiles);
     float* to = sums(index, member, share);
-    memset(to, 0, size_t(tiles * TILE) * sizeof(float));
+    if (to) memset(to, 0, size_t(tiles * TILE) * sizeof(float));
     for (int64_t first = share * queries; first < real; first += shares * queries) {
       const Block block = {row.head * prompt->group + member, first, smaller(queries, real - first)};
       attend_block(*prompt, row, block, queries, work, to);
@@ -77,17 +78,18 @@ inline int64_t attend_rows(const Prompt& prompt, PromptRow* rows, int64_t count)
     real = larger(real, rows[i].tokens - rows[i].past);
   }
   if (!real) return OK;
-  const int64_t tiles = (tokens + TILE - 1) / TILE, queries = queries_of(tokens);
+  const int64_t tiles = (tokens + TILE - 1) / TILE, queries = queries_of(prompt, tokens);
   const int64_t shares = smaller((real + queries - 1) / queries, SHARES);
   const int64_t at_once = smaller(count, 1 + 4 * prompt.threads / (prompt.group * shares));
   const int64_t key_bytes = tiles * key_units<Unit>(prompt) * int64_t(sizeof(Unit));
   const int64_t value_bytes = tiles * value_units<Unit>(prompt) * int64_t(sizeof(Unit));
   const Buffer packed(at_once * (key_bytes + value_bytes));
-  const Buffer given(at_once * prompt.group * shares * tiles * TILE * int64_t(sizeof(float)));
+  const int64_t sums = prompt.received ? at_once * prompt.group * shares * tiles * TILE : 0;
+  const Buffer given(sums * int64_t(sizeof(float)));
   if (!packed.memory || !given.memory) return NO_MEMORY;
   for (int64_t first = 0; first < count; first += at_once) {
     const PromptRows<Unit> work = {&prompt, rows + first, smaller(at_once, count - first), tiles, queries, shares,
-                                   reinterpret_cast<float*>(given.memory)};
+                                   sums ? reinterpret_cast<float*>(given.memory) : nullptr};
     for (int64_t i = 0; i < work.count; i++) {
       work.rows[i].keys = packed.memory + i * (key_bytes + value_bytes);
       work.rows[i].values = work.rows[i].keys + key_bytes;
@@ -105,6 +107,7 @@ inline int64_t attend_rows(const Prompt& prompt, PromptRow* rows, int64_t count)
              },
              &job);
     if (job.failed) return NO_MEMORY;
+    if (!sums) continue;
     parallel(work.count, prompt.threads,
              [](void* context, int64_t task) { static_cast<Job*>(context)->work->join(task); }, &job);
   }

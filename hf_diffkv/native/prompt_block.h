@@ -1,5 +1,6 @@
-// Exact attention of some queries of one head to all tokens they see, tile by tile with a running maximum, and what each
-// token receives from them: the weights of all tiles are kept, and summed over the queries once their totals are known.
+// Exact attention of some queries of one head to all tokens they see, tile by tile with a running maximum, and, where it
+// is wanted, what each token receives from them: the weights of all tiles are kept then, and summed over the queries once
+// their totals are known.
 #pragma once
 #include <math.h>
 
@@ -11,10 +12,11 @@ namespace {
 constexpr float LOG2_OF_E = 1.44269504088896341f;
 // Weights below 2^LOWEST of a query's largest are zero: products of smaller ones would be slow, subnormal numbers.
 constexpr float LOWEST = -60;
-// Queries at a time, fewer where their weights would take more than so many numbers.
+// Queries at a time, fewer where the weights that are kept would take more than so many numbers.
 constexpr int64_t QUERIES = 4 * PRODUCT_ROWS, WEIGHTS = 1 << 20;
 
-inline int64_t queries_of(int64_t tokens) {
+inline int64_t queries_of(const Prompt& prompt, int64_t tokens) {
+  if (!prompt.received) return QUERIES;
   const int64_t room = WEIGHTS / round_up(larger<int64_t>(tokens, 1), TILE) / PRODUCT_ROWS * PRODUCT_ROWS;
   return larger<int64_t>(PRODUCT_ROWS, smaller(QUERIES, room));
 }
@@ -22,7 +24,8 @@ inline int64_t queries_of(int64_t tokens) {
 // Buffers of one thread.
 template <class Unit>
 struct BlockWork {
-  float *weights, *output, *peak, *peaks, *total, *factor;  // weights: of tile i at i * QUERIES * TILE, [QUERIES, TILE]
+  // weights: of tile i at i * QUERIES * TILE, [QUERIES, TILE]; of one tile after the other where none are kept
+  float *weights, *output, *peak, *peaks, *total, *factor;
   Unit *query, *packed;
 
   int64_t place(uint8_t* memory, const Prompt& prompt, int64_t queries, int64_t tiles) {
@@ -31,6 +34,7 @@ struct BlockWork {
       part = reinterpret_cast<decltype(part + 0)>(uintptr_t(memory) + used);
       used += round_up(count * int64_t(sizeof(*part)), 64);
     };
+    tiles = prompt.received ? tiles : 1;
     take(weights, tiles * queries * TILE);
     take(output, queries * round_up(prompt.value_dim, WIDTH));
     take(peak, queries);
@@ -145,6 +149,7 @@ inline void add_received(const BlockWork<Unit>& work, const Block& block, int64_
   }
 }
 
+// `given`: see add_received; null where it is not wanted.
 template <class Unit>
 inline void attend_block(const Prompt& prompt, const PromptRow& row, const Block& block, int64_t queries,
                          BlockWork<Unit>& work, float* given) {
@@ -159,7 +164,8 @@ inline void attend_block(const Prompt& prompt, const PromptRow& row, const Block
   for (int64_t q = 0; q < rows; q++) work.peak[q] = sink, work.total[q] = prompt.sinks ? 1.f : 0.f;
   for (int64_t tile = 0; tile * TILE < end; tile++) {
     const int64_t first = tile * TILE, there = smaller(TILE, end - first), count = round_up(there, 2 * WIDTH);
-    float* weights = work.weights + tile * queries * TILE;
+    const int64_t kept = given ? tile : 0;
+    float* weights = work.weights + kept * queries * TILE;
     multiply(work.query, units, rows, reinterpret_cast<const Unit*>(row.keys) + tile * key_units<Unit>(prompt), units,
              TILE, count, units, weights, TILE, false);
     for (int64_t q = 0; q < block.count; q++) {
@@ -170,13 +176,13 @@ inline void attend_block(const Prompt& prompt, const PromptRow& row, const Block
                                               int64_t(row.real[block.first + q]) * prompt.length
                                         : nullptr;
       weigh(prompt, q, to_logits(prompt, row, mask, first, limit, count, x), count, x, work);
-      work.peaks[tile * queries + q] = work.peak[q];
+      work.peaks[kept * queries + q] = work.peak[q];
     }
     const Unit* packed = as_units(weights, rows, round_up(there, 2), work.packed);
     multiply(packed, TILE / depth, rows, reinterpret_cast<const Unit*>(row.values) + tile * value_units<Unit>(prompt),
              TILE / depth, prompt.value_dim, prompt.value_dim, units_of(there, depth), work.output, width, true);
     // a token receives from later queries only
-    for (int64_t q = 0; q < block.count; q++)
+    for (int64_t q = 0; given && q < block.count; q++)
       for (int64_t t = larger<int64_t>(own + q - first, 0); t < there; t++) weights[q * TILE + t] = 0;
   }
   for (int64_t q = 0; q < block.count; q++) {
@@ -187,7 +193,7 @@ inline void attend_block(const Prompt& prompt, const PromptRow& row, const Block
       for (int64_t d = 0; d < prompt.value_dim; d++) from_float(output[d] * share, to[d]);
     });
   }
-  if (observed < block.count) add_received(work, block, observed, queries, end, given);
+  if (given && observed < block.count) add_received(work, block, observed, queries, end, given);
 }
 
 }  // namespace

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 def compact_round(store: Store) -> None:
     """Sends the oldest token of every window that holds too many through Algorithm 1."""
     in_native_code = store.backend() == NATIVE
+    if not store.layout.selects:
+        if in_native_code:
+            native.compact(store, None, None)
+        else:
+            _compact(store, store.length - store.window_start > store.config.window, None, None)
+        return
     leaving = None
     if store.policy.adapts or not in_native_code:
         leaving = store.length - store.window_start > store.config.window
@@ -34,8 +40,8 @@ def compact_round(store: Store) -> None:
         _adapt(store, state, leaving)
 
 
-def _compact(store: Store, leaving: Tensor, high: Tensor, low: Tensor) -> None:
-    """The round by the ops that take one candidate per row."""
+def _compact(store: Store, leaving: Tensor, high: Tensor | None, low: Tensor | None) -> None:
+    """The round by the ops that take one candidate per row; without thresholds where the store selects nothing."""
     start = store.window_start
     slot = slots_of(store, start, store.sink_end)[:, :, None, None].expand(-1, -1, store.num_heads, 1)
     shape = store.high_count.shape
@@ -53,8 +59,7 @@ def _compact(store: Store, leaving: Tensor, high: Tensor, low: Tensor) -> None:
         start[:, :, None].expand(shape).reshape(rows),
         leaving[:, :, None].expand(shape).reshape(rows),
         store.length[:, :, None].expand(shape).reshape(rows),
-        high.reshape(rows),
-        low.reshape(rows),
+        *(None if threshold is None else threshold.reshape(rows) for threshold in (high, low)),
         bounds=store.all_bounds,
         flag=store.flag,
     )

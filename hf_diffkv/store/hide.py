@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..memory import HIGH, LOW
-from ..ops.compact import rewrite_rows, stored_tokens
+from ..ops.compact import rewrite_rows, stored_tokens, token_positions
 from ..ops.segments import segments
 from .budget import no_tokens
 from .fork import make_private
@@ -102,14 +102,16 @@ def _hide_paged(store: Store, moved: Tensor) -> None:
     rows = store.num_layers * store.rows_per_layer
     table = store.table.table.view(rows, -1)
     counts = (store.high_count.view(rows), store.low_count.view(rows))
-    length = store.length[..., None].expand(store.high_count.shape).reshape(rows)
+    length, sink_end = (
+        state[..., None].expand(store.high_count.shape).reshape(rows) for state in (store.length, store.sink_end)
+    )
     remaining = (moved >= 0).sum(1)
     stored, keep = [], []
     for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
         tokens = stored_tokens(table, counts[tier], tier, layout)
         request = tokens.row // store.num_heads % store.batch_size
         view = segments(store.pool.pages, layout)
-        old = view.positions(tokens.page, tokens.slot).long()
+        old = token_positions(store.pool.pages, layout, tokens, sink_end)
         new = moved[request, old]
         share = _share(length[tokens.row] - 1 - old, remaining[request] - 1 - new)
         view.write_scores(tokens.page, tokens.slot, view.scores(tokens.page, tokens.slot) * share)

@@ -11,7 +11,7 @@ from ..memory import HIGH, LOW
 from ..ops.compact import NewTokens, StoredTokens
 from ..ops.quantize import load_tokens
 from ..ops.segments import segments
-from ..policy import HIGH_LEVEL, LOW_LEVEL, WINDOW_LEVEL, Rows, Tokens
+from ..policy import HIGH_LEVEL, LOW_LEVEL, WINDOW_LEVEL, Rows, Tokens, mean_significance
 from .budget import Weighed, fit_layer
 from .state import Store
 
@@ -24,20 +24,23 @@ def decide_levels(
     layer: int,
     stored: tuple[StoredTokens, StoredTokens],
     leaving: NewTokens,
-    means: Sequence[Tensor],
+    scores: Sequence[Tensor],
     length: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Levels of a layer's stored high, stored low and leaving tokens; sets the rows' relative thresholds.
 
     Args:
         stored: what each tier holds (high, low). leaving: tokens that leave the window.
-        means: float32 mean significance of each of the three.
+        scores: float32 sums of both tiers, void where the store selects nothing: all are high then.
         length: int64 [rows], real tokens seen.
 
     Returns:
         int8 [n] of each of the three; no stored token rises.
     """
-    tokens = _tokens(store, stored, leaving, means)
+    if not store.layout.selects:
+        everything = (stored[HIGH].row, stored[LOW].row, leaving.row)
+        return tuple(torch.full_like(row, HIGH_LEVEL, dtype=torch.int8) for row in everything)
+    tokens = _tokens(store, stored, leaving, scores, length)
     shape = store.alpha_high[layer].shape
     alphas = (store.alpha_high[layer], store.alpha_low[layer])
     start = torch.maximum(store.window_start[layer], store.length[layer] - store.config.window)
@@ -57,11 +60,15 @@ def decide_levels(
     level = torch.minimum(decided.level, tokens.level)
     if store.config.max_bytes is not None:
         level = fit_layer(store, layer, Weighed(tokens.row, tokens.mean * length[tokens.row], level))
-    return level.split([mean.numel() for mean in means])
+    return level.split([part.row.numel() for part in (*stored, leaving)])
 
 
 def _tokens(
-    store: Store, stored: tuple[StoredTokens, StoredTokens], leaving: NewTokens, means: Sequence[Tensor]
+    store: Store,
+    stored: tuple[StoredTokens, StoredTokens],
+    leaving: NewTokens,
+    scores: Sequence[Tensor],
+    length: Tensor,
 ) -> Tokens:
     rows, positions, norms = [], [], []
     for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
@@ -73,11 +80,13 @@ def _tokens(
             norms.append(value.float().norm(dim=-1))
     if store.policy.needs_value_norm:
         norms.append(leaving.value_norm())
-    levels = [torch.full_like(m, n, dtype=torch.int8) for m, n in zip(means, (HIGH_LEVEL, LOW_LEVEL, WINDOW_LEVEL))]
+    rows.append(leaving.row)
+    levels = [torch.full_like(row, n, dtype=torch.int8) for row, n in zip(rows, (HIGH_LEVEL, LOW_LEVEL, WINDOW_LEVEL))]
+    row, position = torch.cat(rows), torch.cat([*positions, leaving.position])
     return Tokens(
-        torch.cat([*rows, leaving.row]),
-        torch.cat(list(means)),
-        torch.cat([*positions, leaving.position]),
+        row,
+        mean_significance(torch.cat([*scores, leaving.score]), position, length[row]),
+        position,
         torch.cat(levels),
         torch.cat(norms) if store.policy.needs_value_norm else None,
     )

@@ -105,7 +105,7 @@ def append_and_attend(store: Store, layer: int, query: Tensor, key: Tensor, valu
     return output
 
 
-def compact(store: Store, high_threshold: Tensor, low_threshold: Tensor) -> None:
-    """One round of compaction; thresholds float32, one for each row."""
+def compact(store: Store, high_threshold: Tensor | None, low_threshold: Tensor | None) -> None:
+    """One round of compaction; thresholds float32, one for each row, or None where the store selects nothing."""
     block = calls(store).round(store)
-    run(block, store.pool.address, store.pool.capacity, high_threshold.contiguous(), low_threshold.contiguous())
+    run(block, store.pool.address, store.pool.capacity, high_threshold, low_threshold)

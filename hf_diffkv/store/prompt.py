@@ -14,7 +14,7 @@ from ..ops.prefill_attention import StoredPast, prefill_attention
 from ..ops.quantize import compute_dtype
 from ..ops.rotation import tokens_at_once
 from ..ops.segments import segments
-from ..policy import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL, mean_significance
+from ..policy import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL
 from .levels import decide_levels
 from .state import Store
 from .transform import Entering, PromptSource, model_form, note_logits, query_form
@@ -56,7 +56,7 @@ def attend_tokens(
     options = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
     options |= {"mask": mask, "observation_window": store.observation_window}
     output, received = attend_beside(store, layer, past, query, *new.beside(past), valid=valid, **options)
-    compress(store, layer, past, new, received.float())
+    compress(store, layer, past, new, received)
     return output
 
 
@@ -71,16 +71,21 @@ def attend_beside(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     **options: Any,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """`prefill_attention` from Q new tokens over a layer's past and themselves; changes nothing.
 
     Args:
         query: of the model; key, value: as `Entering.beside` has them.
+
+    Returns:
+        The output, and what each key received, float32 [batch, heads, P + Q]; None where the store selects nothing.
     """
     note_logits(store, layer, softcap, sinks)
     stored = past.stored
     query = query if stored is None else query_form(store, query)
-    output, received = prefill_attention(query, key, value, past=stored, softcap=softcap, sinks=sinks, **options)
+    options |= {"past": stored, "softcap": softcap, "sinks": sinks, "significance": store.layout.selects}
+    output, received = prefill_attention(query, key, value, **options)
+    received = None if received is None else received.float()
     return output if stored is None else model_form(store, output), received
 
 
@@ -173,8 +178,8 @@ def window_slot(store: Store, layer: int, row: Tensor, position: Tensor) -> Tens
     return slots_of(store, position, store.sink_end[layer][row // store.num_heads])
 
 
-def compress(store: Store, layer: int, past: Past, new: Entering, received: Tensor) -> None:
-    """Adds what was received, float32 [batch, heads, P + Q], levels the new tokens and levels the past anew.
+def compress(store: Store, layer: int, past: Past, new: Entering, received: Tensor | None) -> None:
+    """Adds what was received, as of `attend_beside`, levels the new tokens and levels the past anew.
 
     Raises:
         MemoryError: they do not fit; the layer is as it was.
@@ -183,8 +188,7 @@ def compress(store: Store, layer: int, past: Past, new: Entering, received: Tens
     rows = store.batch_size * heads
     valid, new_count = new.valid, new.key.shape[2]
     source, offset = new.stored()
-    received = received.flatten(0, 1)
-    past_width = received.shape[1] - new_count
+    received = None if received is None else received.flatten(0, 1)
     old_length = store.length[layer].clone()
     longest = int((store.high_count[layer] + store.low_count[layer]).max()) + new_count + store.window_slots
     store.ensure_width(longest)
@@ -194,20 +198,18 @@ def compress(store: Store, layer: int, past: Past, new: Entering, received: Tens
     length = store.length[layer].repeat_interleave(heads)
     pages = store.pool.pages
 
-    previous, scores, means = [], [], []
-    for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
-        tokens = past.tokens[tier]
-        view = segments(pages, layout)
-        previous.append(view.scores(tokens.page, tokens.slot))
-        scores.append(previous[tier] + past.gather(received, tier))
-        means.append(mean_significance(scores[tier], view.positions(tokens.page, tokens.slot), length[tokens.row]))
-    candidates = _candidates(store, layer, past, source, valid, offset, old_length, received, past_width)
+    previous, scores = [], []
+    if received is not None:
+        for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
+            tokens = past.tokens[tier]
+            previous.append(segments(pages, layout).scores(tokens.page, tokens.slot))
+            scores.append(previous[tier] + past.gather(received, tier))
+    candidates = _candidates(store, layer, past, source, valid, offset, old_length, received)
     start = torch.maximum(store.window_start[layer], store.length[layer] - store.config.window)
     request = candidates.row // heads
     in_window = (candidates.position < store.sink_end[layer][request]) | (candidates.position >= start[request])
     leaving, window = candidates.select(~in_window), candidates.select(in_window)
-    means.append(mean_significance(leaving.score, leaving.position, length[leaving.row]))
-    levels = decide_levels(store, layer, past.tokens, leaving, means, length)
+    levels = decide_levels(store, layer, past.tokens, leaving, scores, length)
     keep = (levels[HIGH] == HIGH_LEVEL, levels[LOW] != PRUNED_LEVEL)
     arriving = (leaving.select(levels[2] == HIGH_LEVEL), leaving.select(levels[2] == LOW_LEVEL))
 
@@ -240,10 +242,10 @@ def compress(store: Store, layer: int, past: Past, new: Entering, received: Tens
 
 def _write_scores(store: Store, past: Past, scores: list[Tensor], length: Tensor | None = None) -> None:
     """Stores sums that have grown, `length` int64 [rows] being the rows' new one; None where they are as stored."""
-    for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
-        tokens = past.tokens[tier]
+    for tier, score in enumerate(scores):
+        layout, tokens = (store.layout.high, store.layout.low)[tier], past.tokens[tier]
         noise = None if length is None else score_noise(tokens.index, length[tokens.row], tier)
-        segments(store.pool.pages, layout).write_scores(tokens.page, tokens.slot, scores[tier], noise)
+        segments(store.pool.pages, layout).write_scores(tokens.page, tokens.slot, score, noise)
 
 
 def _candidates(
@@ -254,18 +256,20 @@ def _candidates(
     valid: Tensor | None,
     offset: Tensor | None,
     old_length: Tensor,
-    received: Tensor,
-    past_width: int,
+    received: Tensor | None,
 ) -> NewTokens:
     """Every token that is exact now: what was in the window, and the new ones; sorted by row, then position.
 
     Args:
         source: the new ones.
         offset: of all rows' keys, as `Entering.stored` returns it.
+        received: [rows, P + Q]; None where nothing adds to sums.
     """
     heads, new_count = store.num_heads, source.key.shape[2]
     slot = window_slot(store, layer, past.window_row, past.window_token)
-    score = store.window_score[layer].flatten(0, 1)[past.window_row, slot] + past.gather(received, 2)
+    score = store.window_score[layer].flatten(0, 1)[past.window_row, slot]
+    if received is not None:
+        score = score + past.gather(received, 2)
     held_key, held_value = past.window(store, layer)
     if offset is not None:
         shift = (offset - store.key_offset[layer]).flatten(0, 1)[past.window_row]
@@ -275,9 +279,13 @@ def _candidates(
         valid = torch.ones(store.batch_size, new_count, dtype=torch.bool, device=store.device)
     position = old_length[:, None] + valid.cumsum(-1) - 1
     row, column = valid.repeat_interleave(heads, dim=0).nonzero(as_tuple=True)
+    if received is None:
+        new_score = torch.zeros(row.shape, device=store.device)
+    else:
+        new_score = received[row, received.shape[1] - new_count + column]
     new = NewTokens(
         row,
-        received[row, past_width + column],
+        new_score,
         position[row // heads, column],
         (source,),
         row * new_count + column,

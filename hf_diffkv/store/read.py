@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..memory import HIGH, LOW, NULL_PAGE, column
-from ..ops.compact import stored_tokens
+from ..memory import HIGH, LOW, NULL_PAGE, TierLayout, column
+from ..ops.compact import StoredTokens, stored_tokens, token_positions
 from ..ops.quantize import compute_dtype, load_tokens
 from ..ops.segments import segments
 from ..policy import HIGH_LEVEL, LOW_LEVEL, PADDING_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL
@@ -27,7 +27,7 @@ class LayerTokens:
 
     Attributes:
         keys, values: [batch, heads, seen, dim], zero where nothing is stored; float32 (float64 models: float64).
-        score: float32 [batch, heads, seen], significance sums.
+        score: float32 [batch, heads, seen], significance sums; zeros where the store keeps none.
         levels: int8 [batch, heads, seen]: -1 padding, 0 pruned, 1 low, 2 high, 3 window, sinks included.
     """
 
@@ -58,8 +58,7 @@ def levels(store: Store, layer: int) -> Tensor:
     by_index = _by_index(store, torch.zeros((), dtype=torch.int8))
     for tier, layout, level in ((HIGH, store.layout.high, HIGH_LEVEL), (LOW, store.layout.low, LOW_LEVEL)):
         tokens = _tier(store, layer, tier)
-        position = segments(store.pool.pages, layout).positions(tokens.page, tokens.slot).long()
-        by_index[tokens.row, position] = level
+        by_index[tokens.row, _positions(store, layer, tokens, layout)] = level
     _, row, position = exact_tokens(store, layer)
     by_index[row, position] = WINDOW_LEVEL
     for rows, position, _, _ in _recorded_tokens(store, layer):
@@ -78,7 +77,7 @@ def read_tokens(store: Store, layer: int) -> LayerTokens:
     for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
         tokens = _tier(store, layer, tier)
         view = segments(store.pool.pages, layout)
-        position = view.positions(tokens.page, tokens.slot).long()
+        position = _positions(store, layer, tokens, layout)
         tier_keys, tier_values = load_tokens(store.pool.pages, layout, tokens.page, tokens.slot, store.dtype)
         keys[tokens.row, position], values[tokens.row, position] = tier_keys.to(dtype), tier_values.to(dtype)
         score[tokens.row, position] = view.scores(tokens.page, tokens.slot)
@@ -156,7 +155,7 @@ def _check_tokens(store: Store, layer: int) -> None:
     for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
         tokens = _tier(store, layer, tier)
         view = segments(store.pool.pages, layout)
-        position = view.positions(tokens.page, tokens.slot).long()
+        position = _positions(store, layer, tokens, layout)
         score = view.scores(tokens.page, tokens.slot)
         _require(
             bool(((position >= ends[tokens.row]) & (position < starts[tokens.row])).all()),
@@ -165,6 +164,10 @@ def _check_tokens(store: Store, layer: int) -> None:
         _require(bool((score.isfinite() & (score >= 0)).all()), "a stored token has no valid significance")
         seen.index_put_((tokens.row, position), torch.ones_like(position, dtype=torch.int32), accumulate=True)
     _require(int(seen.max()) <= 1, "a token is stored twice")
+    if not store.layout.selects:
+        outside = (start - end)[:, None]
+        complete = (store.high_count[layer] == outside) & (store.low_count[layer] == 0)
+        _require(bool(complete.all()), "not every token outside the window is stored, though none is chosen")
 
 
 def _require(condition: bool, message: str) -> None:
@@ -172,7 +175,11 @@ def _require(condition: bool, message: str) -> None:
         raise IntegrityError(f"cache integrity: {message}.")
 
 
-def _tier(store: Store, layer: int, tier: int):
+def _positions(store: Store, layer: int, tokens: StoredTokens, layout: TierLayout) -> Tensor:
+    return token_positions(store.pool.pages, layout, tokens, store.sink_end[layer].repeat_interleave(store.num_heads))
+
+
+def _tier(store: Store, layer: int, tier: int) -> StoredTokens:
     rows = store.batch_size * store.num_heads
     count = (store.high_count, store.low_count)[tier][layer].view(rows)
     layout = (store.layout.high, store.layout.low)[tier]

@@ -52,7 +52,8 @@ class SharedTokens:
         store, layer = self._store, self._layer
         past = Past.read(store, layer)
         output, received = attend_from_newest(store, layer, past, query, self._new, self._mask, **options)
-        self._received = received if self._received is None else torch.maximum(self._received, received)
+        if received is not None:
+            self._received = received if self._received is None else torch.maximum(self._received, received)
         if last:
             compress(store, layer, past, self._new, self._received)
         return output
@@ -60,7 +61,7 @@ class SharedTokens:
 
 def attend_from_newest(
     store: Store, layer: int, past: Past, query: Tensor, new: Entering, mask: Tensor | None, **options: Any
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Attends from the newest n of the Q new tokens over a layer's past and all new ones; changes nothing.
 
     Args:
@@ -68,14 +69,13 @@ def attend_from_newest(
         mask: bool [batch, 1, Q, Q] or None.
 
     Returns:
-        [batch, query_heads, n, value_dim], and what each key received, float32 [batch, heads, P + Q].
+        [batch, query_heads, n, value_dim], and what each key received, as `attend_beside` returns it.
     """
     (key, value), valid = new.beside(past), new.valid
     options["observation_window"] = store.observation_window
     earlier = key.shape[2] - query.shape[2]
     if earlier == 0:
-        output, received = attend_beside(store, layer, past, query, key, value, valid=valid, mask=mask, **options)
-        return output, received.float()
+        return attend_beside(store, layer, past, query, key, value, valid=valid, mask=mask, **options)
     shown = torch.ones(key.shape[0], earlier, dtype=torch.bool, device=key.device)
     shown = shown if valid is None else shown & valid[:, :earlier]
     shown = shown if mask is None else shown & mask[:, 0, -1, :earlier]
@@ -93,7 +93,9 @@ def attend_from_newest(
         mask=None if mask is None else mask[..., earlier:, earlier:],
         **options,
     )
-    return output, received.float() * _later_share(valid, key, earlier, received.shape[-1])[:, None]
+    if received is not None:
+        received = received * _later_share(valid, key, earlier, received.shape[-1])[:, None]
+    return output, received
 
 
 def _later_share(valid: Tensor | None, key: Tensor, earlier: int, columns: int) -> Tensor:

@@ -268,19 +268,25 @@ class Store:
 
     @property
     def observation_window(self) -> int | None:
-        """How many of a prompt's last queries significance is taken from; None is all."""
+        """How many of a prompt's last queries significance is taken from; None is all, or that there is none."""
+        if not self.layout.selects:
+            return None
         chosen = self.config.observation_window
         return self.policy.observation_window if chosen is None else chosen
 
     def set_thresholds(self, layer: int, alpha_high: LayerThreshold, alpha_low: LayerThreshold) -> None:
-        """Sets thresholds for a layer that is still empty: one number, or one per head (else `ValueError`)."""
+        """Sets thresholds for a layer that is still empty: one number, or one per head (else `ValueError`).
+
+        A layer that keeps all tokens high, whatever they receive, has zeros.
+        """
         for name, value in (("alpha_high", alpha_high), ("alpha_low", alpha_low)):
             if isinstance(value, tuple) and len(value) != self.num_heads:
                 raise ValueError(
                     f"{name} has {len(value)} entries per layer but layers have {self.num_heads} KV heads here; give "
                     f"{self.num_heads}, or under tensor parallelism call cache.attach(model) first."
                 )
-        alphas = (0.0, 0.0) if self.is_protected(layer) else self.policy.first_alphas(alpha_high, alpha_low)
+        fixed = self.is_protected(layer) or not self.layout.selects
+        alphas = (0.0, 0.0) if fixed else self.policy.first_alphas(alpha_high, alpha_low)
         for target, value in zip((self.alpha_high, self.alpha_low), alphas):
             target[layer] = torch.tensor(value, dtype=torch.float32)
 

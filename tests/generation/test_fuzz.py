@@ -25,12 +25,26 @@ FIRST_SEED = int(os.environ.get("HF_DIFFKV_FUZZ_SEED", 0))
 OPERATIONS = 14
 LONGEST = 160
 FULL = Precision(16, 16)
+# exact as well, but another precision: what has both chooses between them
+FULL_IN_GROUPS = Precision(16, 16, 2, 2)
 # nothing is lost at these; with alpha_high above 0 tokens move between two tiers that are both exact
 CONFIGS = [
     DiffKVConfig(
-        FULL, FULL, alpha_high=alpha_high, alpha_low=0.0, window=window, compaction_interval=c, page_bytes=size
+        FULL,
+        FULL_IN_GROUPS,
+        alpha_high=alpha_high,
+        alpha_low=0.0,
+        window=window,
+        compaction_interval=c,
+        page_bytes=size,
     )
-    for alpha_high, window, c, size in [(0.0, 64, 1, None), (1.0, 4, 1, 512), (1.0, 1, 3, 1024), (0.7, 9, 2, 700)]
+    for alpha_high, window, c, size in [
+        (0.0, 64, 1, None),
+        (0.0, 3, 2, 512),
+        (1.0, 4, 1, 512),
+        (1.0, 1, 3, 1024),
+        (0.7, 9, 2, 700),
+    ]
 ]
 
 

@@ -28,7 +28,7 @@ from tiny_models import PAD, ragged_prompts, tiny_model
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
 from hf_diffkv.integration.errors import HandOverError
 from hf_diffkv.store import hide
 
@@ -37,8 +37,9 @@ LENGTHS = (90, 33, 5, 64)
 
 
 def lossless(model: Any, **options: Any) -> DiffKVCache:
-    """Both tiers are exact, so tokens move between them but lose nothing."""
-    return DiffKVCache(model.config, DiffKVConfig.lossless(**{"window": 8, "alpha_high": 1.0, **options}))
+    """Both tiers are exact, so tokens move between them but lose nothing; without thresholds there is only one."""
+    two_tiers = {"low": Precision(16, 16, 2, 2), "alpha_high": 1.0}
+    return DiffKVCache(model.config, DiffKVConfig.lossless(**{"window": 8, **two_tiers, **options}))
 
 
 def ends(run: Run, counts: tuple[int, ...]) -> None:
@@ -76,10 +77,10 @@ def test_a_conversation_of_uneven_answers(name: str, interval: int) -> None:
     cache.check_integrity()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_steps_of_one_token_hide_as_well(name: str) -> None:
+@pytest.mark.parametrize("name, options", [*((name, {}) for name in FAMILIES), ("llama", {"alpha_high": 0.0})], ids=str)
+def test_steps_of_one_token_hide_as_well(name: str, options: dict) -> None:
     model = model_of(name)
-    run = started(model, LENGTHS, cache=lossless(model))
+    run = started(model, LENGTHS, cache=lossless(model, **options))
     dense = started(model, LENGTHS, cache=DynamicCache(config=model.config))
     generator = torch.Generator().manual_seed(0)
     for seed in range(25):

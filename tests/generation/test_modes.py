@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, DynamicCache, PreTrainedModel, StoppingC
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
-from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
 from hf_diffkv.evaluation.models import TINY_LM
 
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt_oss")
@@ -42,7 +42,8 @@ def assert_same_tokens(model: PreTrainedModel, *prompt: Tensor, **options: Any) 
     model.set_attn_implementation("eager")
     expected = said(model, *prompt, past_key_values=DynamicCache(config=model.config), **options)
     # low and high are both exact here, so tokens move between tiers but lose nothing
-    cache = DiffKVCache(model.config, DiffKVConfig.lossless(window=8, alpha_high=1.0, compaction_interval=2))
+    two_tiers = {"low": Precision(16, 16, 2, 2), "alpha_high": 1.0}
+    cache = DiffKVCache(model.config, DiffKVConfig.lossless(window=8, compaction_interval=2, **two_tiers))
     assert torch.equal(said(model, *prompt, past_key_values=cache, **options), expected)
     cache.check_integrity()
     assert {"high", "low"} <= {name for name, count in cache.memory().tokens.items() if count}

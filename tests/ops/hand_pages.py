@@ -162,7 +162,7 @@ def write_token(
     position: int,
     dtype: torch.dtype,
 ) -> None:
-    """Quantises one token into a page, uint8 [page_bytes]."""
+    """Quantises one token into a page, uint8 [page_bytes]. Pages without scores have wide metadata here."""
     for row, (bits, groups, row_bytes, offset, metadata_offset, narrow) in zip((key, value), _sides(tier)):
         if bits == 16:
             data = _raw(row, dtype)
@@ -174,6 +174,8 @@ def write_token(
             page[metadata_offset + slot * size : metadata_offset + (slot + 1) * size] = words
         assert len(data) == row_bytes
         page[offset + slot * row_bytes : offset + (slot + 1) * row_bytes] = np.frombuffer(data, dtype=np.uint8)
+    if tier.score_bytes == 0:
+        return
     if tier.score_bytes == 2:
         data = np.array([narrow_score(float(np.float32(score)))], dtype="<u2")
     else:
@@ -186,7 +188,7 @@ def write_token(
 def read_token(
     page: np.ndarray, tier: TierLayout, slot: int, dtype: torch.dtype
 ) -> tuple[np.ndarray, np.ndarray, float, int]:
-    """Key and value in float64, score and position of one token."""
+    """Key and value in float64, score and position of one token, 0 where pages have none."""
     rows = []
     for bits, groups, row_bytes, offset, metadata_offset, narrow in _sides(tier):
         data = page[offset + slot * row_bytes : offset + (slot + 1) * row_bytes].tobytes()
@@ -195,6 +197,8 @@ def read_token(
         else:
             metadata = read_metadata(page, metadata_offset, slot, groups, narrow)
             rows.append(decode_row(unpack_row(data, bits), metadata, bits))
+    if tier.score_bytes == 0:
+        return rows[0], rows[1], 0.0, 0
     data = page[tier.score_offset + tier.score_bytes * slot :][: tier.score_bytes]
     score = score_of(int(data.view("<u2")[0])) if tier.score_bytes == 2 else float(data.view("<f4")[0])
     data = page[tier.position_offset + tier.position_bytes * slot :][: tier.position_bytes]

@@ -9,10 +9,19 @@ from ..backend import KERNELS, NATIVE, choose, without_autocast
 from ..tiles import Bounds
 from . import native, reference
 from .reference import least_mean
-from .rewrite import StoredTokens, rewrite_rows, stored_tokens
+from .rewrite import StoredTokens, rewrite_rows, stored_tokens, token_positions
 from .tokens import Given, NewTokens
 
-__all__ = ["Given", "NewTokens", "StoredTokens", "compact_step", "least_mean", "rewrite_rows", "stored_tokens"]
+__all__ = [
+    "Given",
+    "NewTokens",
+    "StoredTokens",
+    "compact_step",
+    "least_mean",
+    "rewrite_rows",
+    "stored_tokens",
+    "token_positions",
+]
 
 
 @without_autocast
@@ -29,8 +38,8 @@ def compact_step(
     position: Tensor,
     leaving: Tensor,
     length: Tensor,
-    high_threshold: Tensor,
-    low_threshold: Tensor,
+    high_threshold: Tensor | None,
+    low_threshold: Tensor | None,
     *,
     bounds: Bounds,
     flag: Tensor,

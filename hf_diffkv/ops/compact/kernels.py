@@ -1,6 +1,7 @@
 """Triton kernels of one round of Algorithm 1 (DiffKV, sections 4.3 and 5): four launches whatever the load.
 
-    find_victims   least significant token of the tier that each row's candidate enters, in splits of the row
+    find_victims   least significant token of the tier that each row's candidate enters, in splits of the row; there are
+                   three launches where pages have no scores, and all candidates are high
     plan_rows      what each row does and which pages it lacks, ranks within a block of rows, totals of the block
     assign_pages   ranks among all rows, page ids from the free list, table and counts
     move_tokens    a demoted victim is requantised, then the candidate is quantised into its slot (see `move_kernel`)
@@ -224,44 +225,50 @@ def plan_rows_kernel(
     """Decides for BLOCK rows what is written where and which pages are lacking.
 
     totals: int32 [3, blocks], pages needed by the high and the low tier, and rows whose two ends would meet.
-    Grid: (blocks,).
+    Thresholds and victims are None where pages have no scores. Grid: (blocks,).
     """
     block = tl.program_id(0)
     row = block * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
-    high_limit = tl.load(high_threshold + row, mask=inside, other=0.0)
-    low_limit = tl.load(low_threshold + row, mask=inside, other=0.0)
-    to_high, to_low = candidate_level(
-        tl.load(score + row, mask=inside, other=0.0),
-        tl.load(position + row, mask=inside, other=0),
-        tl.load(leaving + row, mask=inside, other=0),
-        tl.load(length + row, mask=inside, other=0),
-        high_limit,
-        low_limit,
-    )
-    least = tl.full((BLOCK,), float("inf"), tl.float32)
-    oldest = tl.full((BLOCK,), 2147483647, tl.int32)
-    victim = tl.zeros((BLOCK,), tl.int32)
-    split = 0
-    while split < splits:
-        at = split * rows + row
-        mean = tl.load(victim_mean + at, mask=inside, other=float("inf"))
-        age = tl.load(victim_position + at, mask=inside, other=2147483647)
-        index = tl.load(victim_index + at, mask=inside, other=0)
-        less = (mean < least) | ((mean == least) & (age < oldest))
-        least = tl.where(less, mean, least)
-        oldest = tl.where(less, age, oldest)
-        victim = tl.where(less, index, victim)
-        split += 1
-
     high_tokens = tl.load(high_count + row, mask=inside, other=0)
     low_tokens = tl.load(low_count + row, mask=inside, other=0)
-    displaced_high = to_high & (least < high_limit)
-    demoted = displaced_high & (least >= low_limit)
-    displaced_low = to_low & (least < low_limit)
-    high_index = tl.where(displaced_high, victim, high_tokens)
-    low_index = tl.where(displaced_low, victim, low_tokens)
-    to_low = to_low | demoted
+    leaves = tl.load(leaving + row, mask=inside, other=0)
+    if victim_mean is None:
+        to_high = leaves != 0
+        to_low = tl.zeros((BLOCK,), tl.int1)
+        high_index = high_tokens
+        low_index = low_tokens
+    else:
+        high_limit = tl.load(high_threshold + row, mask=inside, other=0.0)
+        low_limit = tl.load(low_threshold + row, mask=inside, other=0.0)
+        to_high, to_low = candidate_level(
+            tl.load(score + row, mask=inside, other=0.0),
+            tl.load(position + row, mask=inside, other=0),
+            leaves,
+            tl.load(length + row, mask=inside, other=0),
+            high_limit,
+            low_limit,
+        )
+        least = tl.full((BLOCK,), float("inf"), tl.float32)
+        oldest = tl.full((BLOCK,), 2147483647, tl.int32)
+        victim = tl.zeros((BLOCK,), tl.int32)
+        split = 0
+        while split < splits:
+            at = split * rows + row
+            mean = tl.load(victim_mean + at, mask=inside, other=float("inf"))
+            age = tl.load(victim_position + at, mask=inside, other=2147483647)
+            index = tl.load(victim_index + at, mask=inside, other=0)
+            less = (mean < least) | ((mean == least) & (age < oldest))
+            least = tl.where(less, mean, least)
+            oldest = tl.where(less, age, oldest)
+            victim = tl.where(less, index, victim)
+            split += 1
+        displaced_high = to_high & (least < high_limit)
+        demoted = displaced_high & (least >= low_limit)
+        displaced_low = to_low & (least < low_limit)
+        high_index = tl.where(displaced_high, victim, high_tokens)
+        low_index = tl.where(displaced_low, victim, low_tokens)
+        to_low = to_low | demoted
 
     need_high = to_high & (high_index == high_tokens) & (high_tokens % HIGH_CAPACITY == 0)
     need_low = to_low & (low_index == low_tokens) & (low_tokens % LOW_CAPACITY == 0)

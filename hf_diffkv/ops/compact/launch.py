@@ -1,8 +1,9 @@
-"""Launcher of the compaction kernels: four launches, no read of the device, whatever the load."""
+"""Launcher of the compaction kernels: at most four launches, no read of the device, whatever the load."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,8 +45,8 @@ def compact_step(
     position: Tensor,
     leaving: Tensor,
     length: Tensor,
-    high_threshold: Tensor,
-    low_threshold: Tensor,
+    high_threshold: Tensor | None,
+    low_threshold: Tensor | None,
     *,
     max_tokens: int,
     flag: Tensor | None = None,
@@ -71,35 +72,37 @@ def compact_step(
         return flag
     key, value = unit_stride(key), unit_stride(value)
     score, position, length = score.contiguous(), position.contiguous(), length.contiguous()
-    high_threshold, low_threshold = high_threshold.contiguous(), low_threshold.contiguous()
+    thresholds = [None if each is None else each.contiguous() for each in (high_threshold, low_threshold)]
     leaving = leaving.contiguous().view(torch.uint8)
 
-    splits, split_pages = _splits(layout, rows, max_tokens)
+    splits, split_pages = _splits(layout, rows, max_tokens) if layout.selects else (0, 0)
     blocks = triton.cdiv(rows, PLAN_ROWS)
-    victim_mean = torch.empty(splits, rows, dtype=torch.float32, device=device)
-    victim_position, victim_index = torch.empty(2, splits, rows, dtype=torch.int32, device=device)
+    victims = (None, None, None)
+    if layout.selects:
+        mean = torch.empty(splits, rows, dtype=torch.float32, device=device)
+        victims = (mean, *torch.empty(2, splits, rows, dtype=torch.int32, device=device))
     plan = torch.empty(4, rows, dtype=torch.int32, device=device)
     totals = torch.empty(3, blocks, dtype=torch.int32, device=device)
     taken = torch.empty(1, dtype=torch.int32, device=device)
 
     constants = _move_constants(layout, key.dtype)
-    candidates = (score, position, leaving, length, high_threshold, low_threshold)
-    victims = (victim_mean, victim_position, victim_index)
+    candidates = (score, position, leaving, length, *thresholds)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        find_victims_kernel[(rows, splits)](
-            pages,
-            page_table,
-            high_count,
-            low_count,
-            *candidates,
-            *victims,
-            rows,
-            width,
-            splits,
-            split_pages,
-            **_search_constants(layout),
-            num_warps=4,
-        )
+        if layout.selects:
+            find_victims_kernel[(rows, splits)](
+                pages,
+                page_table,
+                high_count,
+                low_count,
+                *candidates,
+                *victims,
+                rows,
+                width,
+                splits,
+                split_pages,
+                **_search_constants(layout),
+                num_warps=4,
+            )
         plan_rows_kernel[(blocks,)](
             high_count,
             low_count,
@@ -281,19 +284,34 @@ def variants() -> list[KernelVariant]:
             constexprs={**_plan_constants(layout), "CHUNK": TOTALS_CHUNK},
         ),
     ]
-    for high, low, dim in (
-        (Precision(8, 4), Precision(4, 2), 64),
-        (Precision(8, 4), Precision(4, 2), 128),
-        (Precision(8, 4), Precision(4, 2), 256),
-        (Precision(8, 4), Precision(4, 2), 512),
-        (Precision(8, 8), Precision(8, 4), 128),
-        (Precision(16, 16), Precision(16, 16), 128),
-        (Precision(6, 4), Precision(5, 3), 64),
-        (Precision(6, 4), Precision(5, 3), 128),
+    unscored = {"metadata_bits": 16, "position_bytes": 0}
+    absent = dict.fromkeys(("high_threshold", "low_threshold", "victim_mean", "victim_position", "victim_index"))
+    plan = found[1]
+    found.append(
+        replace(
+            plan,
+            name="plan_rows-K5V3_unscored-d128",
+            signature={name: kind for name, kind in plan.signature.items() if name not in absent},
+            constexprs=_plan_constants(PageLayout.build(Precision(5, 3), Precision(5, 3), 128, 128, 2, **unscored))
+            | absent,
+        )
+    )
+    for high, low, dim, numbers in (
+        (Precision(8, 4), Precision(4, 2), 64, {}),
+        (Precision(8, 4), Precision(4, 2), 128, {}),
+        (Precision(8, 4), Precision(4, 2), 256, {}),
+        (Precision(8, 4), Precision(4, 2), 512, {}),
+        (Precision(8, 8), Precision(8, 4), 128, {}),
+        (Precision(16, 16), Precision(16, 16), 128, {}),
+        (Precision(6, 4), Precision(5, 3), 64, {}),
+        (Precision(6, 4), Precision(5, 3), 128, {}),
+        (Precision(5, 3), Precision(5, 3), 64, unscored),
+        (Precision(5, 3), Precision(5, 3), 128, unscored),
     ):
+        levels = f"{high.name}_unscored" if numbers else f"{high.name}-{low.name}"
         found.append(
             KernelVariant(
-                name=f"move_tokens-{high.name}-{low.name}-d{dim}",
+                name=f"move_tokens-{levels}-d{dim}",
                 kernel=move_tokens_kernel,
                 signature={
                     "pages": "*u8",
@@ -309,7 +327,7 @@ def variants() -> list[KernelVariant]:
                     "key_stride": "i32",
                     "value_stride": "i32",
                 },
-                constexprs=_move_constants(PageLayout.build(high, low, dim, dim, 2), torch.bfloat16),
+                constexprs=_move_constants(PageLayout.build(high, low, dim, dim, 2, **numbers), torch.bfloat16),
                 num_warps=1,
             )
         )

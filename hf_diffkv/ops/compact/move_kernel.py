@@ -121,7 +121,8 @@ def move_tokens_kernel(
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Moves the tokens of BLOCK rows: one into each tier at most, both when a victim is demoted.
+    """Moves the tokens of BLOCK rows: one into each tier at most, both when a victim is demoted. Where pages have no
+    scores, none goes to the low tier.
 
     The first program also advances the free list past the `taken` pages, which nobody reads any more by now.
     Grid: (cdiv(rows, BLOCK),).
@@ -140,71 +141,72 @@ def move_tokens_kernel(
         demoted = to_high & to_low
         page, high_slot = token_place(table, row, high_index, width, False, HIGH_CAPACITY)
         high_base = pages + page * PAGE_BYTES
-        page, low_slot = token_place(table, row, low_index, width, True, LOW_CAPACITY)
-        low_base = pages + page * PAGE_BYTES
         high_key = high_base + HIGH_KEY_OFFSET + high_slot * HIGH_KEY_ROW
         high_key_metadata = high_base + HIGH_KEY_METADATA_OFFSET + high_slot * (HIGH_KEY_METADATA * HIGH_K_GROUPS)
         high_value = high_base + HIGH_VALUE_OFFSET + high_slot * HIGH_VALUE_ROW
         high_value_metadata = high_base + HIGH_VALUE_METADATA_OFFSET + high_slot * (HIGH_VALUE_METADATA * HIGH_V_GROUPS)
 
-        downgrade(
-            key,
-            row,
-            key_stride,
-            high_key,
-            high_key_metadata,
-            low_base + LOW_KEY_OFFSET + low_slot * LOW_KEY_ROW,
-            low_base + LOW_KEY_METADATA_OFFSET + low_slot * (LOW_KEY_METADATA * LOW_K_GROUPS),
-            to_low,
-            demoted,
-            DIM=KEY_DIM,
-            HIGH_BITS=HIGH_K_BITS,
-            HIGH_GROUPS=HIGH_K_GROUPS,
-            HIGH_METADATA=HIGH_KEY_METADATA,
-            BITS=LOW_K_BITS,
-            GROUPS=LOW_K_GROUPS,
-            METADATA=LOW_KEY_METADATA,
-            WIDTH=LOW_KEY_WIDTH,
-            DTYPE=DTYPE,
-        )
-        downgrade(
-            value,
-            row,
-            value_stride,
-            high_value,
-            high_value_metadata,
-            low_base + LOW_VALUE_OFFSET + low_slot * LOW_VALUE_ROW,
-            low_base + LOW_VALUE_METADATA_OFFSET + low_slot * (LOW_VALUE_METADATA * LOW_V_GROUPS),
-            to_low,
-            demoted,
-            DIM=VALUE_DIM,
-            HIGH_BITS=HIGH_V_BITS,
-            HIGH_GROUPS=HIGH_V_GROUPS,
-            HIGH_METADATA=HIGH_VALUE_METADATA,
-            BITS=LOW_V_BITS,
-            GROUPS=LOW_V_GROUPS,
-            METADATA=LOW_VALUE_METADATA,
-            WIDTH=LOW_VALUE_WIDTH,
-            DTYPE=DTYPE,
-        )
-        own_score = tl.load(score + row, mask=to_high | to_low, other=0.0)
-        own_position = tl.load(position + row, mask=to_high | to_low, other=0).to(tl.int32)
-        moved_score = load_scores(high_base + HIGH_SCORE_OFFSET, high_slot, demoted, HIGH_SCORE_BYTES)
-        moved_position = load_positions(high_base + HIGH_POSITION_OFFSET, high_slot, demoted, HIGH_POSITION_BYTES)
-        write_scalars(
-            low_base,
-            low_slot,
-            tl.where(demoted, moved_score, own_score),
-            tl.where(demoted, moved_position, own_position),
-            to_low,
-            SCORE_OFFSET=LOW_SCORE_OFFSET,
-            POSITION_OFFSET=LOW_POSITION_OFFSET,
-            SCORE_BYTES=LOW_SCORE_BYTES,
-            POSITION_BYTES=LOW_POSITION_BYTES,
-        )
+        if HIGH_SCORE_BYTES > 0:
+            page, low_slot = token_place(table, row, low_index, width, True, LOW_CAPACITY)
+            low_base = pages + page * PAGE_BYTES
+            downgrade(
+                key,
+                row,
+                key_stride,
+                high_key,
+                high_key_metadata,
+                low_base + LOW_KEY_OFFSET + low_slot * LOW_KEY_ROW,
+                low_base + LOW_KEY_METADATA_OFFSET + low_slot * (LOW_KEY_METADATA * LOW_K_GROUPS),
+                to_low,
+                demoted,
+                DIM=KEY_DIM,
+                HIGH_BITS=HIGH_K_BITS,
+                HIGH_GROUPS=HIGH_K_GROUPS,
+                HIGH_METADATA=HIGH_KEY_METADATA,
+                BITS=LOW_K_BITS,
+                GROUPS=LOW_K_GROUPS,
+                METADATA=LOW_KEY_METADATA,
+                WIDTH=LOW_KEY_WIDTH,
+                DTYPE=DTYPE,
+            )
+            downgrade(
+                value,
+                row,
+                value_stride,
+                high_value,
+                high_value_metadata,
+                low_base + LOW_VALUE_OFFSET + low_slot * LOW_VALUE_ROW,
+                low_base + LOW_VALUE_METADATA_OFFSET + low_slot * (LOW_VALUE_METADATA * LOW_V_GROUPS),
+                to_low,
+                demoted,
+                DIM=VALUE_DIM,
+                HIGH_BITS=HIGH_V_BITS,
+                HIGH_GROUPS=HIGH_V_GROUPS,
+                HIGH_METADATA=HIGH_VALUE_METADATA,
+                BITS=LOW_V_BITS,
+                GROUPS=LOW_V_GROUPS,
+                METADATA=LOW_VALUE_METADATA,
+                WIDTH=LOW_VALUE_WIDTH,
+                DTYPE=DTYPE,
+            )
+            own_score = tl.load(score + row, mask=to_high | to_low, other=0.0)
+            own_position = tl.load(position + row, mask=to_high | to_low, other=0).to(tl.int32)
+            moved_score = load_scores(high_base + HIGH_SCORE_OFFSET, high_slot, demoted, HIGH_SCORE_BYTES)
+            moved_position = load_positions(high_base + HIGH_POSITION_OFFSET, high_slot, demoted, HIGH_POSITION_BYTES)
+            write_scalars(
+                low_base,
+                low_slot,
+                tl.where(demoted, moved_score, own_score),
+                tl.where(demoted, moved_position, own_position),
+                to_low,
+                SCORE_OFFSET=LOW_SCORE_OFFSET,
+                POSITION_OFFSET=LOW_POSITION_OFFSET,
+                SCORE_BYTES=LOW_SCORE_BYTES,
+                POSITION_BYTES=LOW_POSITION_BYTES,
+            )
+            # the victim has been read by all threads before any overwrites its slot
+            tl.debug_barrier()
 
-        # the victim has been read by all threads before any overwrites its slot
-        tl.debug_barrier()
         dim, exists = tile_dims(KEY_DIM, HIGH_K_BITS, HIGH_KEY_WIDTH)
         write_rows(
             read_input(key, row, to_high, dim, exists, key_stride),
@@ -235,14 +237,15 @@ def move_tokens_kernel(
             WIDTH=HIGH_VALUE_WIDTH,
             DTYPE=DTYPE,
         )
-        write_scalars(
-            high_base,
-            high_slot,
-            own_score,
-            own_position,
-            to_high,
-            SCORE_OFFSET=HIGH_SCORE_OFFSET,
-            POSITION_OFFSET=HIGH_POSITION_OFFSET,
-            SCORE_BYTES=HIGH_SCORE_BYTES,
-            POSITION_BYTES=HIGH_POSITION_BYTES,
-        )
+        if HIGH_SCORE_BYTES > 0:
+            write_scalars(
+                high_base,
+                high_slot,
+                own_score,
+                own_position,
+                to_high,
+                SCORE_OFFSET=HIGH_SCORE_OFFSET,
+                POSITION_OFFSET=HIGH_POSITION_OFFSET,
+                SCORE_BYTES=HIGH_SCORE_BYTES,
+                POSITION_BYTES=HIGH_POSITION_BYTES,
+            )

@@ -23,8 +23,8 @@ def compact_step(
     position: Tensor,
     leaving: Tensor,
     length: Tensor,
-    high_threshold: Tensor,
-    low_threshold: Tensor,
+    high_threshold: Tensor | None,
+    low_threshold: Tensor | None,
     *,
     flag: Tensor,
 ) -> None:
@@ -41,7 +41,6 @@ def compact_step(
     check_rows(page_table, high_count, low_count)
     key, value, score, position = (x.contiguous() for x in (key, value, score, position))
     leaving, length = leaving.contiguous(), length.contiguous()
-    high_threshold, low_threshold = high_threshold.contiguous(), low_threshold.contiguous()
     block = round_block(layout, free_list, page_table, high_count, low_count, key, value, score, position, length, flag)
     block.row_count, block.heads, block.slots = rows, 1, 1
     block.leaving = address(leaving)
@@ -78,9 +77,12 @@ def round_block(
     return block
 
 
-def run(block: Compaction, pages: int, page_count: int, high_threshold: Tensor, low_threshold: Tensor) -> None:
-    """Runs a round; `page_count` pages from the address `pages` on may be used."""
+def run(
+    block: Compaction, pages: int, page_count: int, high_threshold: Tensor | None, low_threshold: Tensor | None
+) -> None:
+    """Runs a round; `page_count` pages from the address `pages` on may be used, thresholds are as in the reference."""
     block.rows.pages, block.rows.page_count = pages, page_count
-    block.high_threshold, block.low_threshold = address(high_threshold), address(low_threshold)
+    thresholds = [None if each is None else each.contiguous() for each in (high_threshold, low_threshold)]
+    block.high_threshold, block.low_threshold = map(address, thresholds)
     block.threads = torch.get_num_threads()
     call("compact", block)

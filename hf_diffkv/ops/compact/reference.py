@@ -27,8 +27,8 @@ def compact_step(
     position: Tensor,
     leaving: Tensor,
     length: Tensor,
-    high_threshold: Tensor,
-    low_threshold: Tensor,
+    high_threshold: Tensor | None,
+    low_threshold: Tensor | None,
     *,
     tiles: tuple[Tiles, Tiles],
 ) -> None:
@@ -43,9 +43,17 @@ def compact_step(
         score: float32 [rows]. position: int64 [rows].
         leaving: bool [rows], which rows have a candidate.
         length: int64 [rows], real tokens seen.
-        high_threshold, low_threshold: float32 [rows] on mean significance.
+        high_threshold, low_threshold: float32 [rows] on mean significance; where pages have no scores None, and all
+            candidates are added to the high tier.
         tiles: pieces that cover all high and all low pages.
     """
+    if not layout.selects:
+        none = torch.zeros_like(leaving)
+        _add_pages(free_list, layout, page_table, (leaving, none), (high_count, low_count))
+        page, slot = _locate(page_table, HIGH, layout.high, high_count.long(), leaving)
+        store_tokens(pages, layout.high, page, slot, key, value, score, position, key.dtype)
+        high_count += leaving
+        return
     mean = _mean(score, position, length)
     to_high = leaving & (mean >= high_threshold)
     to_low = leaving & ~to_high & (mean >= low_threshold)

@@ -9,8 +9,12 @@ from torch import Tensor
 
 from ...memory import HIGH, LOW, NULL_PAGE, PageLayout, PagePool, TierLayout, column
 from ..quantize import load_tokens, move_tokens, store_tokens
+from ..quantize.reference import move_tokens as move_through_copy
 from ..segments import segments
 from .tokens import Given, NewTokens
+
+# tokens that are moved through a copy at once
+MOVE_TOKENS = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,18 @@ def stored_tokens(table: Tensor, count: Tensor, tier: int, layout: TierLayout) -
     return StoredTokens(row, index, page, index % layout.capacity)
 
 
+def token_positions(pages: Tensor, layout: TierLayout, tokens: StoredTokens, sink_end: Tensor) -> Tensor:
+    """Each stored token's index among the real tokens of its request, int64 [n].
+
+    Args:
+        layout: of the tokens' tier.
+        sink_end: int64 [rows], where the row's sinks end: there its tokens begin where pages hold no positions.
+    """
+    if layout.position_bytes == 0:
+        return sink_end[tokens.row] + tokens.index
+    return segments(pages, layout).positions(tokens.page, tokens.slot).long()
+
+
 def rewrite_rows(
     pool: PagePool,
     layout: PageLayout,
@@ -47,10 +63,13 @@ def rewrite_rows(
 ) -> None:
     """Removes, demotes and adds tokens, and takes or gives back whole pages.
 
+    What stays keeps its order where pages hold no positions; elsewhere the last tokens fill the holes.
+
     Args:
         table: int32 [rows, width], written. high_count, low_count: int32 [rows], written.
         stored: what each tier holds (high, low). keep: bool [n], what of it stays in its tier.
-        demoted: bool [n] over the high tier, tokens not kept there that move to the low tier.
+        demoted: bool [n] over the high tier, tokens not kept there that move to the low tier; none where pages hold
+            no positions.
         new: tokens to add to each tier.
         dtype: the model's dtype.
 
@@ -58,8 +77,10 @@ def rewrite_rows(
         MemoryError: the pool cannot hold the result; nothing has changed then.
     """
     pages = pool.pages
-    sinking = _demoted_tokens(pages, layout.high, stored[HIGH], demoted, dtype)
-    added = (new[HIGH], sinking.merge(new[LOW]))
+    added = new
+    if layout.selects:
+        sinking = _demoted_tokens(pages, layout.high, stored[HIGH], demoted, dtype)
+        added = (new[HIGH], sinking.merge(new[LOW]))
     counts = (high_count, low_count)
     plans = []
     for tier, tier_layout in ((HIGH, layout.high), (LOW, layout.low)):
@@ -73,7 +94,10 @@ def rewrite_rows(
     pages = pool.pages
 
     for tier, tier_layout in ((HIGH, layout.high), (LOW, layout.low)):
-        _close_holes(pages, tier_layout, stored[tier], keep[tier], plans[tier][0], dtype)
+        if layout.selects:
+            _close_holes(pages, tier_layout, stored[tier], keep[tier], plans[tier][0], dtype)
+        else:
+            _close_ranks(pages, tier_layout, stored[tier], keep[tier], plans[tier][0])
     for tier in (HIGH, LOW):
         _give_pages(pool, table, tier, *plans[tier][2:])
     for tier, tier_layout in ((HIGH, layout.high), (LOW, layout.low)):
@@ -106,6 +130,18 @@ def _close_holes(
     holes, movers = ~keep & inside, keep & ~inside
     old, new = (stored.page[movers], stored.slot[movers]), (stored.page[holes], stored.slot[holes])
     move_tokens(pages, layout, *old, *new, dtype)
+
+
+def _close_ranks(pages: Tensor, layout: TierLayout, stored: StoredTokens, keep: Tensor, kept: Tensor) -> None:
+    """Moves each row's tokens up to where the ones before them were removed."""
+    rank = keep.cumsum(0) - 1 - (kept.cumsum(0) - kept)[stored.row]
+    old = (keep & (rank < stored.index)).nonzero()[:, 0]
+    new = old - (stored.index - rank)[old]
+    # a token may stand where another one goes: each part is read before it is written, and what follows stands behind
+    for start in range(0, old.numel(), MOVE_TOKENS):
+        places = (each[start : start + MOVE_TOKENS] for each in (old, new))
+        (page, slot), (to_page, to_slot) = ((stored.page[place], stored.slot[place]) for place in places)
+        move_through_copy(pages, layout, page, slot, to_page, to_slot)
 
 
 def _entries(count: Tensor, first: Tensor, tier: int, width: int) -> tuple[Tensor, Tensor]:

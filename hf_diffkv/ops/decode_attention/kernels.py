@@ -6,7 +6,7 @@ With key = scale * code + zero (DiffKV, SOSP 2025, section 5),
 Work is counted in blocks of BLOCK tokens, high tier, then low tier, then window; every split of a row takes an equal
 share of what the device counts say is there. Logits are in units of log2. For the scores each block leaves its logits
 relative to the running peak (fp16 is exact enough there: the larger the probability, the smaller the number) and that
-peak; the window does so every STEP tokens.
+peak; the window does so every STEP tokens. Where pages have no scores, nothing of it is stored.
 """
 
 from __future__ import annotations
@@ -14,7 +14,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .rows import STEP, columns, join_totals, row_counts, softmax_step, store_logits, window_slots
+from .rows import (
+    STEP,
+    behind,
+    columns,
+    join_totals,
+    row_counts,
+    softmax_step,
+    store_logits,
+    store_peak,
+    window_slots,
+)
 from .tier_math import (
     add_raw_values,
     add_tier_values,
@@ -55,8 +65,6 @@ def attend_tier(state, query_row, heads, pages, table, logits, peaks, first, las
     lane = tl.arange(0, BLOCK)
     weight_sums = tl.zeros((BLOCK, heads.shape[0]), tl.float32)
     zeros = no_zeros(TIER, BLOCK, heads.shape[0])
-    COLUMNS: tl.constexpr = columns(GROUP)
-    real = heads < COLUMNS
     for block in range(first, last):
         token = block * BLOCK + lane
         present = token < count
@@ -69,7 +77,7 @@ def attend_tier(state, query_row, heads, pages, table, logits, peaks, first, las
             peak, weight_sums, products, present, logit_scale, cap
         )
         store_logits(logits, token, heads, shifted, present, GROUP)
-        tl.store(peaks + block * COLUMNS + heads, peak, mask=real)
+        store_peak(peaks, block, heads, peak, GROUP)
         acc, zeros = add_tier_values(acc, zeros, base, slot, weights, decay, TIER, ELEMENT, OPERAND, RAW, MODE)
     return peak, join_totals(old_peak, total, peak, weight_sums), add_zeros(acc, zeros, TIER)
 
@@ -84,8 +92,6 @@ def attend_window(state, query_row, heads, keys, values, logits, peaks, first, l
     query = load_query(query_row, heads, KEY_DIM, 1, 1, GROUP, RAW)
     lane = tl.arange(0, STEP)
     weight_sums = tl.zeros((STEP, heads.shape[0]), tl.float32)
-    COLUMNS: tl.constexpr = columns(GROUP)
-    real = heads < COLUMNS
     for start in range(first, last, STEP):
         token = start + lane
         present = token < count
@@ -96,7 +102,7 @@ def attend_window(state, query_row, heads, keys, values, logits, peaks, first, l
             peak, weight_sums, products, present, logit_scale, cap
         )
         store_logits(logits, token, heads, shifted, present, GROUP)
-        tl.store(peaks + start // STEP * COLUMNS + heads, peak, mask=real)
+        store_peak(peaks, start // STEP, heads, peak, GROUP)
         acc = add_raw_values(acc, values + slot * VALUE_DIM, weights, decay, VALUE_DIM, RAW)
     return peak, join_totals(old_peak, total, peak, weight_sums), acc
 
@@ -124,7 +130,7 @@ def attend_kernel(
         partial_output float32 [rows, splits, GROUP, value_dim]; partial_peak, partial_total [rows, splits, GROUP],
         peak -inf where a split had nothing to do and left its output unwritten.
         logits fp16 [rows, positions, columns(GROUP)]: high blocks, low blocks, window steps.
-        block_peak float32 [rows, blocks, columns(GROUP)], in the same order.
+        block_peak float32 [rows, blocks, columns(GROUP)], in the same order. Both None where nothing is scored.
     """
     row = tl.program_id(0)
     split = tl.program_id(1)
@@ -147,8 +153,8 @@ def attend_kernel(
     heads = tl.arange(0, HEADS)
     query_row = query + wide_row * (GROUP * KEY_DIM)
     table = page_table + wide_row * table_width
-    row_logits = logits + wide_row * positions * COLUMNS
-    row_peaks = block_peak + wide_row * blocks * COLUMNS
+    row_logits = behind(logits, wide_row * positions * COLUMNS)
+    row_peaks = behind(block_peak, wide_row * blocks * COLUMNS)
     quarters = tl.zeros((padded(QUARTER), HEADS), tl.float32)
     state = (
         tl.full((HEADS,), -float("inf"), tl.float32),
@@ -159,15 +165,17 @@ def attend_kernel(
         state, query_row, heads, pages, table, row_logits, row_peaks, tl.minimum(first, high_blocks),
         tl.minimum(last, high_blocks), high, logit_scale, cap, 1, HIGH, GROUP, BLOCK, ELEMENT, OPERAND, RAW, MODE,
     )  # fmt: skip
-    state = attend_tier(
-        state, query_row, heads, pages, table + table_width - 1, row_logits + high_blocks * BLOCK * COLUMNS,
-        row_peaks + high_blocks * COLUMNS, tl.maximum(first - high_blocks, 0),
-        tl.minimum(last, paged_blocks) - high_blocks, low, logit_scale, cap, -1, LOW, GROUP, BLOCK, ELEMENT,
-        OPERAND, RAW, MODE,
-    )  # fmt: skip
+    # without scores no token is low
+    if LOW.score_bytes > 0:
+        state = attend_tier(
+            state, query_row, heads, pages, table + table_width - 1, behind(row_logits, high_blocks * BLOCK * COLUMNS),
+            behind(row_peaks, high_blocks * COLUMNS), tl.maximum(first - high_blocks, 0),
+            tl.minimum(last, paged_blocks) - high_blocks, low, logit_scale, cap, -1, LOW, GROUP, BLOCK, ELEMENT,
+            OPERAND, RAW, MODE,
+        )  # fmt: skip
     state = attend_window(
         state, query_row, heads, window_key + wide_row * slots * KEY_DIM, window_value + wide_row * slots * VALUE_DIM,
-        row_logits + paged_blocks * BLOCK * COLUMNS, row_peaks + paged_blocks * COLUMNS,
+        behind(row_logits, paged_blocks * BLOCK * COLUMNS), behind(row_peaks, paged_blocks * COLUMNS),
         tl.maximum(first - paged_blocks, 0) * BLOCK, tl.minimum((last - paged_blocks) * BLOCK, window), window,
         place, slots, sink_slots, logit_scale, cap, KEY_DIM, VALUE_DIM, GROUP, RAW,
     )  # fmt: skip
@@ -193,7 +201,7 @@ def merge_kernel(
 
     Args:
         sinks: any float [query_heads]. output: [rows, GROUP, VALUE_DIM] in the model's dtype.
-        log_total: float32 [rows, GROUP], log2 of the softmax denominator.
+        log_total: float32 [rows, GROUP], log2 of the softmax denominator, or None.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -230,4 +238,5 @@ def merge_kernel(
     result = tl.where(active, acc / total, 0.0).to(output.dtype.element_ty)
     out_row = row.to(tl.int64) * GROUP + head
     tl.store(output + out_row * VALUE_DIM + column, result, mask=column < VALUE_DIM)
-    tl.store(log_total + out_row, peak + tl.math.log2(total))
+    if log_total is not None:
+        tl.store(log_total + out_row, peak + tl.math.log2(total))

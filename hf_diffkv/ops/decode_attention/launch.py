@@ -32,6 +32,10 @@ SHIPPED_PRECISIONS = (
     ("K6V4-K5V3", Precision(6, 4), Precision(5, 3), (64, 128)),
     ("K4V3-K3V2", Precision(4, 3), Precision(3, 2), (64, 128)),
 )
+# the presets: narrow pages without scores
+SHIPPED_UNSCORED = ((8, 4), (5, 3), (4, 3))
+UNSCORED_DIMS = (64, 128)
+UNSCORED_NUMBERS = {"metadata_bits": 16, "position_bytes": 0}
 SHIPPED_GROUPS = (1, 4, 5, 7, 8)
 SHIPPED_TARGETS = {"cuda": ("sm_80", "sm_90"), "hip": ("gfx942",)}
 ARGUMENT_TYPES = {
@@ -105,7 +109,6 @@ def decode_attention(
     logit_scale, cap = scaling * LOG2_E, None
     if softcap is not None:
         logit_scale, cap = 2 * scaling * LOG2_E / softcap, softcap * LOG2_E
-    joining = _joining(held, scratch.logits)
     grid = (rows, scratch.splits)
     constants = kernel_constants(layout, group, config)
     sizes = {"kv_heads": kv_heads, "splits": scratch.splits}
@@ -124,8 +127,8 @@ def decode_attention(
         "table_width": width,
         "slots": slots,
         "sink_slots": sink_slots,
-        "positions": scratch.logits.shape[1],
-        "blocks": scratch.block_peak.shape[1],
+        "positions": scratch.logits.shape[1] if layout.selects else 0,
+        "blocks": scratch.block_peak.shape[1] if layout.selects else 0,
         **sizes,
     }
     with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
@@ -153,6 +156,9 @@ def decode_attention(
             **partials,
             **constants["merge"],
         )
+        if not layout.selects:
+            return output
+        joining = _joining(held, scratch.logits)
         score_kernel[grid](
             window_score=window_score,
             log_total=scratch.log_total,
@@ -203,11 +209,19 @@ def kernel_constants(layout: PageLayout, group: int, config: KernelConfig) -> di
 def variants() -> list[KernelVariant]:
     """What the ahead-of-time report compiles: bf16 models without padding, soft-capping or sinks."""
     found = []
-    shapes = [(*precisions, dim) for *precisions, dims in SHIPPED_PRECISIONS for dim in dims]
-    for (name, high, low, dim), group, (backend, targets) in itertools.product(
-        shapes, SHIPPED_GROUPS, SHIPPED_TARGETS.items()
+    layouts = [
+        (name, dim, PageLayout.build(high, low, dim, dim, 2))
+        for name, high, low, dims in SHIPPED_PRECISIONS
+        for dim in dims
+    ]
+    for bits, dim in itertools.product(SHIPPED_UNSCORED, UNSCORED_DIMS):
+        one = Precision(*bits)
+        layouts.append((f"{one.name}_unscored", dim, PageLayout.build(one, one, dim, dim, 2, **UNSCORED_NUMBERS)))
+    # the merge does not depend on precisions
+    merged = {SHIPPED_PRECISIONS[0][0], f"{Precision(*SHIPPED_UNSCORED[0]).name}_unscored"}
+    for (name, dim, layout), group, (backend, targets) in itertools.product(
+        layouts, SHIPPED_GROUPS, SHIPPED_TARGETS.items()
     ):
-        layout = PageLayout.build(high, low, dim, dim, 2)
         config = KernelConfig.choose(layout, group, torch.bfloat16, backend)
         constants = kernel_constants(layout, group, config)
         for kernel, function, warps, stages in (
@@ -215,12 +229,11 @@ def variants() -> list[KernelVariant]:
             ("merge", merge_kernel, MERGE_WARPS, 2),
             ("score", score_kernel, SCORE_WARPS, 2),
         ):
-            if kernel == "merge" and name != SHIPPED_PRECISIONS[0][0]:
+            if kernel == "merge" and name not in merged or kernel == "score" and not layout.selects:
                 continue
-            absent = {
-                argument: None for argument in ("valid", "cap", "sinks", "held") if argument in function.arg_names
-            }
-            constexprs = {**constants[kernel], **absent}
+            absent = ["valid", "cap", "sinks", "held"]
+            absent += [] if layout.selects else ["logits", "block_peak", "log_total"]
+            constexprs = constants[kernel] | {argument: None for argument in absent if argument in function.arg_names}
             found.append(
                 KernelVariant(
                     name=f"decode_{kernel}-{name}-d{dim}-g{group}-{backend}",

@@ -122,7 +122,7 @@ def attend(
     sinks = None if sinks is None else sinks.float().contiguous()
     block.valid, block.sinks = address(valid), address(sinks)
     block.received, block.fold, block.hold = None, 0, 0
-    if held is not None:
+    if held is not None and form.tier[0].score_bytes:
         _join(block, held)
     call("step", block)
     return output

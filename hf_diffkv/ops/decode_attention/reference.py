@@ -58,6 +58,7 @@ def decode_attention(
     Returns:
         [batch, query_heads, value_dim] in the query's dtype. To each attended token but the newest its sum gains the
         maximum over the group of the probabilities; with `held`, the last attention adds the maximum over all of them.
+        Where pages have no scores, no sum changes, those of the window included, and `held` stays as it is.
     """
     batch, kv_heads = page_table.shape[:2]
     dtype = compute_dtype(query.dtype)
@@ -81,6 +82,9 @@ def decode_attention(
             pieces.append(piece)
     total = torch.where(merged.total == 0, 1.0, merged.total)
     output = torch.where(scoring[:, None, None], merged.output / total[..., None], 0.0)
+    output = output.view(batch, kv_heads * group, -1).to(query.dtype)
+    if not layout.selects:
+        return output
     log_total = merged.peak + torch.log(total)
     received = [piece.received(log_total, scoring) for piece in pieces]
     received.append(_window_received(window, log_total, tokens == length[:, None] - 1, scoring, kv_heads))
@@ -91,7 +95,7 @@ def decode_attention(
         for piece, gained in zip(pieces, received):
             piece.add_scores(gained, length.repeat_interleave(kv_heads))
         window_score += received[-1].view_as(window_score)
-    return output.view(batch, kv_heads * group, -1).to(query.dtype)
+    return output
 
 
 def _window_logits(query: Tensor, key: Tensor, tokens: Tensor, softcap: float | None) -> Tensor:

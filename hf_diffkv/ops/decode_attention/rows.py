@@ -72,11 +72,29 @@ def window_slots(token, place, slots, sink_slots):
 
 
 @triton.jit
+def behind(pointer, count):
+    """The pointer so many numbers on; None stays None."""
+    if pointer is not None:
+        pointer += count
+    return pointer
+
+
+@triton.jit
+def store_peak(peaks, block, heads, peak, GROUP: tl.constexpr):
+    """Stores the running peak [HEADS] after a block; nothing where `peaks` is None."""
+    if peaks is not None:
+        COLUMNS: tl.constexpr = columns(GROUP)
+        tl.store(peaks + block * COLUMNS + heads, peak, mask=heads < COLUMNS)
+
+
+@triton.jit
 def store_logits(logits, token, heads, shifted, present, GROUP: tl.constexpr):
-    """Stores logits [tokens, HEADS] of the tokens [tokens] that are present."""
-    COLUMNS: tl.constexpr = columns(GROUP)
-    pointer = logits + token[:, None] * COLUMNS + heads[None, :]
-    if COLUMNS > 2 and shifted.shape[0] == 32:
-        # a thread holds pairs of heads after a matrix product; wider stores cost a change of layout (docs/kernels.md)
-        pointer = tl.max_contiguous(pointer, (1, 2))
-    tl.store(pointer, shifted, mask=(heads < COLUMNS)[None, :] & present[:, None])
+    """Stores logits [tokens, HEADS] of the tokens [tokens] that are present; nothing where `logits` is None."""
+    if logits is not None:
+        COLUMNS: tl.constexpr = columns(GROUP)
+        pointer = logits + token[:, None] * COLUMNS + heads[None, :]
+        if COLUMNS > 2 and shifted.shape[0] == 32:
+            # a thread holds pairs of heads after a matrix product; wider stores cost a change of layout, see
+            # docs/kernels.md
+            pointer = tl.max_contiguous(pointer, (1, 2))
+        tl.store(pointer, shifted, mask=(heads < COLUMNS)[None, :] & present[:, None])

@@ -91,7 +91,7 @@ class Scratch:
         output: float32 [rows, splits, group, value_dim] partial outputs.
         peak, total: float32 [rows, splits, group] softmax state of the splits.
         logits: fp16 [rows, positions, heads of a token] relative to `block_peak`, float32 [rows, blocks, the same].
-        log_total: float32 [rows, group].
+        log_total: float32 [rows, group]. These three are for scores, and None where pages have none.
         max_tokens: tokens of any row, window included, that fit.
         slots: window slots that fit.
     """
@@ -100,9 +100,9 @@ class Scratch:
     output: Tensor
     peak: Tensor
     total: Tensor
-    logits: Tensor
-    block_peak: Tensor
-    log_total: Tensor
+    logits: Tensor | None
+    block_peak: Tensor | None
+    log_total: Tensor | None
     max_tokens: int
     slots: int
 
@@ -140,14 +140,17 @@ class Scratch:
         def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(*shape, dtype=dtype, device=device)
 
+        def for_scores(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
+            return buffer(*shape, dtype=dtype) if layout.selects else None
+
         return cls(
             config=config,
             output=buffer(rows, splits, group, layout.high.value_dim),
             peak=buffer(rows, splits, group),
             total=buffer(rows, splits, group),
-            logits=buffer(rows, positions, columns(group), dtype=torch.float16),
-            block_peak=buffer(rows, blocks, columns(group)),
-            log_total=buffer(rows, group),
+            logits=for_scores(rows, positions, columns(group), dtype=torch.float16),
+            block_peak=for_scores(rows, blocks, columns(group)),
+            log_total=for_scores(rows, group),
             max_tokens=max_tokens,
             slots=slots,
         )

@@ -17,7 +17,7 @@ KERNEL_HEAD_DIM = 512
 
 
 @without_autocast
-def prefill_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+def prefill_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
     """Arguments and results as in `reference.prefill_attention`."""
     narrow = max(key.shape[-1], value.shape[-1]) <= KERNEL_HEAD_DIM
     if use_kernels(query.device, query.dtype) and (narrow or is_forced("kernels")):

@@ -46,7 +46,8 @@ def prefill_attention(
     softcap: None = None,
     sinks: Tensor | None = None,
     observation_window: int | None = None,
-) -> tuple[Tensor, Tensor]:
+    significance: bool = True,
+) -> tuple[Tensor, Tensor | None]:
     """As `reference.prefill_attention`; stored tokens are rounded to the query's dtype."""
     batch, query_heads, length, _ = query.shape
     kv_heads = key.shape[1]
@@ -55,12 +56,12 @@ def prefill_attention(
         past_key, past_value, there = stored
         absent = ~there[..., None]
         stored = *(part.to(query.dtype).masked_fill(absent, 0.0) for part in (past_key, past_value)), there
-    options = {"scaling": scaling, "sinks": sinks, "window": observation_window}
+    options = {"scaling": scaling, "sinks": sinks, "window": observation_window, "significance": significance}
     if valid is None or bool(valid.all()):
         return _attend(query, key, value, stored, **options)
     tokens = 0 if stored is None else stored[0].shape[2]
     output = query.new_zeros(batch, query_heads, length, value.shape[-1])
-    received = torch.zeros(batch, kv_heads, tokens + length, device=query.device)
+    received = torch.zeros(batch, kv_heads, tokens + length, device=query.device) if significance else None
     for row in range(batch):
         # padding may hold anything, so it is left out rather than hidden
         real = valid[row].nonzero()[:, 0]
@@ -71,6 +72,8 @@ def prefill_attention(
         behind = None if stored is None else tuple(part[own] for part in stored)
         row_output, row_received = _attend(*parts, behind, **options)
         output[row].index_copy_(1, real, row_output[0])
+        if not significance:
+            continue
         received[row, :, :tokens] = row_received[0, :, :tokens]
         received[row].index_copy_(1, tokens + real, row_received[0, :, tokens:])
     return output, received
@@ -84,7 +87,8 @@ def _attend(
     scaling: float,
     sinks: Tensor | None,
     window: int | None,
-) -> tuple[Tensor, Tensor]:
+    significance: bool,
+) -> tuple[Tensor, Tensor | None]:
     """Attention of tokens none of which is padding."""
     batch, query_heads, length, _ = query.shape
     kv_heads = key.shape[1]
@@ -104,6 +108,8 @@ def _attend(
             parts.append(_flash(asked, *stored[:2], scaling, hidden))
         sink = None if sinks is None else sinks.view(kv_heads, group)[:, head]
         output[:, :, head], total = _merge(parts, sink)
+        if not significance:
+            continue
         asked, total = asked[:, :, early:], total[:, :, early:]
         given = torch.zeros_like(received)
         if stored is not None:
@@ -115,6 +121,8 @@ def _attend(
             backwards = (reversed_key[:, :, 1:], asked.flip(2)[:, :, :-1], total.flip(2)[:, :, :-1])
             given[:, :, tokens + early : -1] = _received(*backwards, scaling, causal=True).flip(2)
         received = torch.maximum(received, given)
+    if not significance:
+        return output.flatten(1, 2), None
     if window is not None:
         _, weight = observation(None, batch, length, window, query.device)
         received[..., tokens:] *= weight[:, None]

@@ -1,6 +1,6 @@
 """Triton kernels of the prompt phase: where the real tokens are, and exact attention (DiffKV, sections 3 and 4).
 
-`flash_forward` keeps a log-sum-exp per query, from which `column_scores` (columns.py) recomputes the probabilities.
+`flash_forward` keeps a log-sum-exp per query where `column_scores` (columns.py) is to recompute the probabilities.
 Logits are in units of log2 throughout. Optional arguments may be None, which compiles their code away. Dots run in
 `DOT`; all else is float32.
 """
@@ -205,7 +205,7 @@ def flash_forward(
         past_key, past_value: contiguous [batch, kv_heads, past_length, dim], or None.
         partial_output, partial_peak, partial_total: from `past_forward` in `splits` splits, or None.
         lse: float32 [batch, query_heads, length] out: log2 of the softmax denominator; +inf where there is nothing to
-            attend or the query is padding, so that its probabilities come out as 0.
+            attend or the query is padding, so that its probabilities come out as 0. None: not wanted.
         valid, extents: uint8 [batch, length] and its `row_extents`, or None.
         past_valid, past_extents: uint8 [batch * kv_heads, past_length] and its `row_extents`.
         allowed: uint8 [batch, length, length] that replaces the causal rule, or None.
@@ -294,5 +294,6 @@ def flash_forward(
     output_rows = output + wide * output_batch + head.to(tl.int64) * output_head
     output_spot = output_rows + i.to(tl.int64)[:, None] * output_token + dim[None, :]
     tl.store(output_spot, result.to(output.dtype.element_ty), mask=exists[:, None] & (dim < VALUE_DIM)[None, :])
-    lse_spot = lse + (wide * tl.num_programs(1) + head) * length + i
-    tl.store(lse_spot, tl.where(sees, peak + tl.math.log2(total), float("inf")), mask=exists)
+    if lse is not None:
+        lse_spot = lse + (wide * tl.num_programs(1) + head) * length + i
+        tl.store(lse_spot, tl.where(sees, peak + tl.math.log2(total), float("inf")), mask=exists)

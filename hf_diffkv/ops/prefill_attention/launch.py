@@ -38,7 +38,8 @@ def prefill_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     observation_window: int | None = None,
-) -> tuple[Tensor, Tensor]:
+    significance: bool = True,
+) -> tuple[Tensor, Tensor | None]:
     """Exact causal attention of Q new tokens over a past of P stored tokens and themselves; see the reference.
 
     The output [batch, query_heads, Q, value_dim] lies in memory as [batch, Q, query_heads, value_dim]; received
@@ -57,18 +58,20 @@ def prefill_attention(
     kv_heads, value_dim = key.shape[1], value.shape[-1]
     device = query.device
     output = torch.empty(batch, length, query_heads, value_dim, dtype=query.dtype, device=device).transpose(1, 2)
-    received = torch.zeros(batch, kv_heads, stored + dense + length, dtype=torch.float32, device=device)
+    received = lse = None
+    if significance:
+        received = torch.zeros(batch, kv_heads, stored + dense + length, dtype=torch.float32, device=device)
+        lse = torch.empty(batch, query_heads, length, dtype=torch.float32, device=device)
     if batch == 0 or length == 0:
         return output, received
     query, key, value = _unit_stride(query), _unit_stride(key), _unit_stride(value)
-    lse = torch.empty(batch, query_heads, length, dtype=torch.float32, device=device)
     scale, cap = logit_factors(scaling, softcap)
     target = target_of(device)
     with _on(device):
         extents = behind = past_extents = None
         if valid is not None:
             valid = valid.contiguous().view(torch.uint8)
-            extents, behind = _row_extents(valid, observation_window)
+            extents, behind = _row_extents(valid, observation_window if significance else None)
         if dense:
             past_key, past_value = past_key.contiguous(), past_value.contiguous()
             past_valid = past_valid.contiguous().view(torch.uint8).view(batch * kv_heads, dense)
@@ -113,6 +116,8 @@ def prefill_attention(
             **common,
             **tile.options(),
         )
+        if not significance:
+            return output, None
         # its memory may serve what follows
         del partials
 

@@ -35,7 +35,8 @@ def prefill_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     observation_window: int | None = None,
-) -> tuple[Tensor, Tensor]:
+    significance: bool = True,
+) -> tuple[Tensor, Tensor | None]:
     """As `reference.prefill_attention`; stored tokens are read from their pages, and bfloat16 models may have them and
     the weights of values rounded to bfloat16.
 
@@ -52,7 +53,7 @@ def prefill_attention(
     before = 0 if past_key is None else past_key.shape[2]
     # laid out as models want it
     output = torch.zeros(batch, length, query_heads, value_dim, dtype=query.dtype)
-    received = torch.zeros(batch, kv_heads, stored + before + length)
+    received = torch.zeros(batch, kv_heads, stored + before + length) if significance else None
     block = Prompt(batch=batch, heads=kv_heads, group=query_heads // kv_heads, length=length, before=before)
     block.stored_tokens, block.key_dim, block.value_dim = stored, key_dim, value_dim
     given = {"query": query, "key": key, "value": value}
@@ -77,7 +78,7 @@ def prefill_attention(
     if step is not None:
         block.stored = ctypes.addressof(step)
     call("prompt", block)
-    if observation_window is not None:
+    if significance and observation_window is not None:
         _, weight = observation(valid, batch, length, observation_window, query.device)
         received[..., stored + before :] *= weight[:, None]
         earlier = past_weight(valid, batch, length, observation_window, received.dtype, query.device)

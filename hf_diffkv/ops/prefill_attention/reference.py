@@ -35,7 +35,8 @@ def prefill_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     observation_window: int | None = None,
-) -> tuple[Tensor, Tensor]:
+    significance: bool = True,
+) -> tuple[Tensor, Tensor | None]:
     """Exact causal attention of Q new tokens over a past of P stored tokens and themselves.
 
     Args:
@@ -50,6 +51,7 @@ def prefill_attention(
         softcap: logits become softcap * tanh(logits / softcap).
         sinks: [query_heads], logits of attention sinks (one extra softmax column each).
         observation_window: take significance from the last so many real queries only, scaled up to all.
+        significance: whether what keys receive is wanted; where not, it is None and nothing is computed for it.
 
     Returns:
         output [batch, query_heads, Q, value_dim] in the query's dtype, and received [batch, kv_heads, P + Q]: for each
@@ -99,6 +101,8 @@ def prefill_attention(
         output.view(batch, kv_heads, group, length, -1)[:, chunk, :, start:stop] = block_output.unflatten(
             2, (group, stop - start)
         ).to(query.dtype)
+        if not significance:
+            continue
         # all queries of the block follow the keys before it; among its own only some do
         counted = observed[:, start:stop].to(dtype)[:, None, None, None]
         earlier = slice(0, stored + start)
@@ -106,6 +110,8 @@ def prefill_attention(
         later = (position[start:stop, None] > position[None, start:end]).to(dtype)
         own = slice(stored + start, stored + end)
         received[:, chunk, :, own] += (probabilities[..., own] * (counted.mT * later)).sum(3)
+    if not significance:
+        return output, None
     received = received.amax(2)
     if weight is not None:
         received[..., stored:] *= weight[:, None]

@@ -51,5 +51,6 @@ def copy_tokens_kernel(
         copy_rows(source, target, old, new, active, TIER.key_metadata_offset, TIER.key_metadata * TIER.k_groups)
     if TIER.v_bits < 16:
         copy_rows(source, target, old, new, active, TIER.value_metadata_offset, TIER.value_metadata * TIER.v_groups)
-    copy_rows(source, target, old, new, active, TIER.score_offset, TIER.score_bytes)
-    copy_rows(source, target, old, new, active, TIER.position_offset, TIER.position_bytes)
+    if TIER.score_bytes > 0:
+        copy_rows(source, target, old, new, active, TIER.score_offset, TIER.score_bytes)
+        copy_rows(source, target, old, new, active, TIER.position_offset, TIER.position_bytes)

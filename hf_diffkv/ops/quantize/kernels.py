@@ -263,17 +263,18 @@ def store_tokens_kernel(
         WIDTH=VALUE_WIDTH,
         DTYPE=DTYPE,
     )
-    write_scalars(
-        base,
-        place,
-        tl.load(score + token, mask=active, other=0.0),
-        tl.load(position + token, mask=active, other=0),
-        active,
-        SCORE_OFFSET=SCORE_OFFSET,
-        POSITION_OFFSET=POSITION_OFFSET,
-        SCORE_BYTES=SCORE_BYTES,
-        POSITION_BYTES=POSITION_BYTES,
-    )
+    if SCORE_BYTES > 0:
+        write_scalars(
+            base,
+            place,
+            tl.load(score + token, mask=active, other=0.0),
+            tl.load(position + token, mask=active, other=0),
+            active,
+            SCORE_OFFSET=SCORE_OFFSET,
+            POSITION_OFFSET=POSITION_OFFSET,
+            SCORE_BYTES=SCORE_BYTES,
+            POSITION_BYTES=POSITION_BYTES,
+        )
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -176,22 +176,25 @@ def number_constants(tier: TierLayout, prefix: str = "") -> dict[str, int]:
 def variants() -> list[KernelVariant]:
     """What the ahead-of-time report compiles."""
     found = []
-    for precision, dim in (
-        (Precision(8, 4), 64),
-        (Precision(8, 4), 96),
-        (Precision(8, 4), 128),
-        (Precision(8, 4), 256),
-        (Precision(8, 4), 512),
-        (Precision(4, 2), 128),
-        (Precision(8, 8), 128),
-        (Precision(16, 16), 128),
-        (Precision(16, 16), 512),
-        (Precision(4, 1, 4, 2), 128),
-        (Precision(6, 4), 128),
-        (Precision(5, 3), 64),
-        (Precision(5, 3), 128),
+    unscored = {"metadata_bits": 16, "position_bytes": 0}
+    for precision, dim, numbers in (
+        (Precision(8, 4), 64, {}),
+        (Precision(8, 4), 96, {}),
+        (Precision(8, 4), 128, {}),
+        (Precision(8, 4), 256, {}),
+        (Precision(8, 4), 512, {}),
+        (Precision(4, 2), 128, {}),
+        (Precision(8, 8), 128, {}),
+        (Precision(16, 16), 128, {}),
+        (Precision(16, 16), 512, {}),
+        (Precision(4, 1, 4, 2), 128, {}),
+        (Precision(6, 4), 128, {}),
+        (Precision(5, 3), 64, {}),
+        (Precision(5, 3), 128, {}),
+        (Precision(5, 3), 64, unscored),
+        (Precision(5, 3), 128, unscored),
     ):
-        tier = PageLayout.build(precision, precision, dim, dim, 2).high
+        tier = PageLayout.build(precision, precision, dim, dim, 2, **numbers).high
         constants = {
             **tier_constants(tier),
             "PAGE_BYTES": tier.page_bytes,
@@ -203,7 +206,8 @@ def variants() -> list[KernelVariant]:
             "BLOCK": tile_tokens(tier),
         }
         common = {"pages": "*u8", "page": "*i64", "slot": "*i64", "count": "i32"}
-        suffix = f"{precision.name}-g{precision.k_groups}{precision.v_groups}-d{dim}"
+        name = f"{precision.name}_unscored" if numbers else precision.name
+        suffix = f"{name}-g{precision.k_groups}{precision.v_groups}-d{dim}"
         store = {**common, "key": "*bf16", "value": "*bf16", "score": "*fp32", "position": "*i64"}
         found.append(
             KernelVariant(

@@ -1,0 +1,54 @@
+"""Compiled code for pages without scores: what is left out, and that the rest is as ever."""
+
+from __future__ import annotations
+
+import torch
+from hand_past import hand_past
+from test_compact_kernel import State, assert_alike, run_kernel, run_reference, small_layout
+from test_compiled_prompt import LIMITS
+from test_decode_attention_kernel import TOLERANCE, make_case, relative_error
+from test_decode_attention_kernel import run_reference as attend_by_reference
+from test_prefill_attention_reference import dense, past_options
+from test_prefill_past_kernel import draw
+
+from hf_diffkv.config import Precision
+from hf_diffkv.ops.decode_attention import launch
+from hf_diffkv.ops.prefill_attention.launch import prefill_attention
+
+K5V3 = Precision(5, 3)
+UNSCORED = {"high": K5V3, "low": K5V3, "metadata_bits": 16, "position_bytes": 0}
+
+
+def test_a_step_leaves_nothing_behind(emulator) -> None:
+    case = make_case([[40]], [[0]], [19], key_dim=64, group=4, dtype=torch.bfloat16, **UNSCORED)
+    mine = case.copy()
+    got = launch.decode_attention(*mine.arguments(), scaling=mine.scaling, max_tokens=mine.max_tokens)
+    assert relative_error(got, attend_by_reference(case.copy())) < TOLERANCE[torch.bfloat16]
+    assert torch.equal(mine.pages, case.pages)
+    assert [name for name, _ in emulator.launched] == ["attend_kernel", "merge_kernel"]
+
+
+def test_candidates_are_added(emulator) -> None:
+    """Also where nothing is significant: nobody looks."""
+    layout = small_layout(key_dim=64, value_dim=64, page_bytes=2048, **UNSCORED)
+    full = layout.high.capacity
+    got = State(layout, [0, 1, full - 1, full, full + 1], [0] * 5, dtype=torch.bfloat16, spare=20)
+    expected = got.clone()
+    candidates = got.candidates(leaving=[True, False, True, True, True], mean=[0.0] * 5)
+    assert int(run_kernel(got, candidates, (None, None))) == 0
+    run_reference(expected, candidates, (None, None))
+    assert got.high_count.tolist() == [1, 1, full, full + 1, full + 2]
+    assert_alike(got, expected)
+    names = [f"{name}_kernel" for name in ("plan_rows", "assign_pages", "move_tokens")]
+    assert [name for name, _ in emulator.launched] == names
+
+
+def test_a_prompt_is_not_scored(emulator) -> None:
+    wide = {**UNSCORED, "metadata_bits": 32}
+    held = hand_past([[33]], [[0]], [5], key_dim=64, dtype=torch.bfloat16, **wide)
+    new = draw(1, 1, 1, 9, 64, dtype=torch.bfloat16)
+    got, received = prefill_attention(*new, scaling=0.125, past=held[0], significance=False)
+    want, _ = dense(*new, 0.125, **past_options(*held[1:]))
+    assert received is None
+    assert relative_error(got, want) < LIMITS[torch.bfloat16][0]
+    assert [name for name, _ in emulator.launched] == ["past_forward", "flash_forward"]
