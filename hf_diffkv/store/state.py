@@ -133,8 +133,7 @@ class Store:
         # bytes other stores of the cache hold on this device, and their layers still to come in this forward
         self.taken = 0
         self.layers_later = 0
-        # the most that `max_bytes` has tightened the thresholds of any layer by
-        self.tightening = 0.0
+        self.tightening = 0.0  # the most that `max_bytes` has tightened the thresholds of any layer by
         self.steps_since_compaction = 0
         self.compaction_due = False
         self._high_bound = np.zeros(shape, dtype=np.int64)
