@@ -15,14 +15,15 @@ from hf_diffkv import DiffKVConfig, Precision
 from hf_diffkv.commands import load
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = ROOT / "README.md"
+DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCUMENTS += sorted((ROOT / "examples").rglob("README.md"))
 
 
 def blocks(language: str) -> list:
     """Code blocks of all documents; those of examples/custom_generate have a test of their own."""
     found = []
-    for path in DOCUMENTS:
+    for path in [each for each in DOCUMENTS if each != README or language != "python"]:
         for number, code in enumerate(re.findall(rf"```{language}\n(.*?)```", path.read_text(), re.DOTALL)):
             if path.parent.name != "custom_generate":
                 found.append(pytest.param(code, id=f"{path.relative_to(ROOT)}-{number}"))
@@ -44,6 +45,17 @@ def test_python_runs(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "dense" in printed.getvalue() or "held_bytes" in printed.getvalue()
 
 
+def test_the_ten_lines_print_what_stands_below_them(smollm2: Path) -> None:
+    code, shown = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", README.read_text(), re.DOTALL).groups()
+    assert len(code.splitlines()) <= 12
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(smollm2)), {})
+    for text in (printed.getvalue(), shown):
+        assert "5521" in text.splitlines()[0]
+    assert printed.getvalue().splitlines()[1] == shown.splitlines()[1]
+
+
 def test_one_liners_of_the_readme_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     text = (ROOT / "README.md").read_text()
@@ -52,7 +64,7 @@ def test_one_liners_of_the_readme_run(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = (ROOT / "examples/prompts/recall.txt").read_text().strip()
     inputs = tokenizer(prompt, return_tensors="pt")
     found = re.findall(r"`(model\.generate\(.*?\))`", text, re.DOTALL)
-    assert len(found) == 2
+    assert len(found) == 3
     for call in found:
         names = {"model": model, "inputs": inputs}
         model.generation_config.update(max_new_tokens=5, do_sample=False)
