@@ -174,7 +174,7 @@ class LimitedStoreMachine(StoreMachine):
     """A pool that is soon full. One layer, so that a refused prompt leaves no layer ahead of another."""
 
     layers = 1
-    limits = (8, 20, 40, 80, 160)
+    limits = (6, 12, 24, 48, 96)
     refused = {}
 
 
