@@ -149,10 +149,9 @@ def _stock_bytes(cache: DiffKVCache) -> int:
     compressed = set(cache.compressed_layers())
     total = 0
     for layer_idx, layer in enumerate(cache.layers):
-        if layer_idx in compressed:
+        if layer_idx in compressed or not getattr(layer, "is_initialized", True):
             continue
-        # a counter is no memory
-        tensors = [value for value in vars(layer).values() if getattr(value, "ndim", 0)]
+        tensors = [value for value in vars(layer).values() if hasattr(value, "element_size")]
         total += sum(t.numel() * t.element_size() for t in tensors)
     return total
 

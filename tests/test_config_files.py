@@ -178,6 +178,7 @@ def test_options_of_the_hub_without_the_hub_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_pushed_configurations_come_back(hub: Hub, config: DiffKVConfig, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path / "saved")
     load = f"DiffKVConfig.from_pretrained({str(tmp_path / 'saved')!r})"

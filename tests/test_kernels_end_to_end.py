@@ -32,7 +32,7 @@ if not triton.knobs.runtime.interpret:
     ],
     ids=lambda p: p.name,
 )
-@pytest.mark.sampled(100)
+@pytest.mark.slow
 def test_prompt_steps_and_turn(high: Precision, low: Precision) -> None:
     config = DiffKVConfig(high, low, alpha_high=1.1, alpha_low=0.6, window=8)
     pair = Pair(config, 2, heads=1, group=2, dim=32, dtype=torch.float32)

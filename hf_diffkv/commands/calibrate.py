@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ..calibration.candidates import Candidate, cheapest, closest, table
+from ..calibration.candidates import Candidate, Thresholds, cheapest, closest, table
 from ..calibration.sweep import ALPHA_HIGH, ALPHA_LOW, Grid, sweep
 from ..config_files import CONFIG_NAME, with_calibration
 from ..evaluation.errors import EvaluationError
@@ -72,7 +72,9 @@ def calibrate(options: SimpleNamespace) -> None:
     _check_method(method, options.method)
     model_config, tokenizer = load_config(options.model)
     task, documents, source = _documents(options, tokenizer, model_config)
-    config = method.config_for(model_config)
+    # with thresholds a method may be another one than without
+    levelled = get_method(Thresholds(options.alpha_high[0], 0.0).method(options.method))
+    config = levelled.config_for(model_config)
     _check_length(documents, config.window + config.sinks)
     model = load_model(options.model, options.dtype, options.device, options.quiet)
     settings = {"model": options.model, "dtype": str(model.dtype).removeprefix("torch.")}

@@ -41,9 +41,9 @@ def test_plan_fits_and_not_one_token_more(capsys: pytest.CaptureFixture[str]) ->
     assert fp8["longest_context"] == found["free"] // token
     shape = ModelShape.of(AutoModelForCausalLM.from_pretrained(TINY_LM).config, str(TINY_LM))
     longest = diffkv["longest_context"]
-    sizes = [2 * shape.diffkv_bytes(tokens, DiffKVConfig(), 1.0) for tokens in (longest, longest + 1)]
+    sizes = [2 * shape.diffkv_bytes(tokens, DiffKVConfig.preset("balanced"), 1.0) for tokens in (longest, longest + 1)]
     assert sizes[0] <= found["free"] < sizes[1]
-    assert diffkv["cache"] == "DiffKV, K8V4" and longest > dense["longest_context"]
+    assert diffkv["cache"] == "DiffKV, K5V4" and longest > dense["longest_context"]
 
 
 def test_plan_marks_what_the_model_cannot_take(

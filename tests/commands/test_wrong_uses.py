@@ -103,7 +103,11 @@ SLOW = [
     (["chat", *TINY, "--quiet"], 2, "tiny-lm cannot be talked with: the tokenizer has no chat template"),
     (["plan", *TINY, "--memory", "5MB"], 1, "the weights take 8.93 MB, which leaves nothing of 5.00 MB"),
     (["plan", *TINY, "--memory", "1GB", "--context", "5000"], 2, "--context 5000 is above the model's"),
-    (["verify", *TINY, "--length", "64", "--quiet"], 2, "the window of 64 and the sinks hold such a prompt"),
+    (
+        ["verify", *TINY, "--window", "64", "--length", "64", "--quiet"],
+        2,
+        "the window of 64 and the sinks hold such a prompt",
+    ),
     (["verify", *TINY, "--length", "4000", "--quiet"], 2, "are 4128 tokens together"),
     (["verify", *TINY, "--text", "no.txt", "--quiet"], 2, "--text no.txt: there is no such file"),
     (["bench", *TINY, "--context", "4095", "--quiet"], 2, "are 4113 tokens together"),

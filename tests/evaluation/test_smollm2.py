@@ -35,6 +35,7 @@ def test_the_lossless_cache_writes_the_same_tokens(smollm2: Path) -> None:
     assert levels["high"] > levels["window"] > 0, "tokens must have left the window"
 
 
+@pytest.mark.slow
 def test_the_dense_cache_answers_the_questions_of_the_demo(smollm2: Path) -> None:
     recipe = re.search(r"^demo-smollm2:.*?^$", (ROOT / "Makefile").read_text(), re.MULTILINE | re.DOTALL)[0]
     answers = re.search(r'"Right answers: (.*?)"', recipe)[1].split(", ")

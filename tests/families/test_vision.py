@@ -59,6 +59,7 @@ def greedy(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) ->
 
 
 @pytest.mark.parametrize("name", VISION_FAMILIES)
+@pytest.mark.sampled(100)
 def test_text_side(name: str) -> None:
     model, inputs, compressed = build(name), prompts(name), list(VISION_FAMILIES[name].compressed)
     text_config = model.config.get_text_config(decoder=True)

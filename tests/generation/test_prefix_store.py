@@ -50,6 +50,7 @@ HYBRID = {
 @pytest.mark.parametrize(
     "name, on_disk", [("llama", False), ("llama", True), ("gemma2", True), ("qwen3_next", False), ("qwen3_next", True)]
 )
+@pytest.mark.sampled(100)
 def test_turns_equal_those_on_one_cache(name: str, on_disk: bool, tmp_path: Path) -> None:
     """Where they are on disk, every turn has a store of its own, as after a restart."""
     # the experts of that model know no float64

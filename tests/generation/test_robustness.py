@@ -175,7 +175,7 @@ def test_compiled_steps_equal_eager_ones(name: str, padding: bool) -> None:
 
 
 @pytest.mark.parametrize("sample", [False, True], ids=["search", "sampling"])
-@pytest.mark.sampled(100)
+@pytest.mark.slow
 def test_long_beam_search_loses_no_page(sample: bool) -> None:
     """Four beams of 2,048 tokens, 500 of them generated: the memory of four independent rows."""
     model = tiny_model("llama", "diffkv", max_position_embeddings=2048)

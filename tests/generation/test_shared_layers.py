@@ -102,6 +102,7 @@ def test_hidden_tokens_equal_the_simulation() -> None:
 
 @both
 @pytest.mark.parametrize("newest", [0, 2])
+@pytest.mark.sampled(100)
 def test_tokens_taken_back(name: str, newest: int) -> None:
     """As if the tokens that remain had come in one forward; newest: of how many tokens logits are wanted, 0 of all."""
     model = model_of(name)

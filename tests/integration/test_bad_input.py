@@ -43,7 +43,7 @@ def contents(cache: DiffKVCache) -> dict[str, Any]:
         "memory": cache.memory(),
         "levels": [cache.levels(i).tolist() for i in filled],
         "tokens": [[t.tolist() for t in cache.dequantize(i)] for i in filled],
-        "significance": [cache.significance(i).tolist() for i in filled],
+        "significance": [cache.significance(i).tolist() for i in filled if cache.config.selects],
     }
 
 
@@ -124,7 +124,7 @@ def test_a_cache_config_of_another_type_names_it() -> None:
         ({"low": (4, 2, 1, 5)}, ("low.v_groups=5", "head_dim=16")),
         ({"alpha_high": ((1.0, 1.0, 1.0),) * 2}, ("alpha_high", "3 entries", "2 KV heads")),
         ({"max_bytes": 1000}, ("max_bytes=1000", "window")),
-        ({"page_bytes": 64}, ("page_bytes=64", "raise page_bytes")),
+        ({"page_bytes": 64, "high": "K16V16"}, ("page_bytes=64", "raise page_bytes")),
     ],
     ids=["k_groups", "v_groups", "heads", "max_bytes", "page_bytes"],
 )

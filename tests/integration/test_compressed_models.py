@@ -64,7 +64,7 @@ def assert_same_state(cache: DiffKVCache, simulation: SimulatedAttention, least:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.sampled(100)
+@pytest.mark.slow
 def test_generation_equals_the_simulation(name: str) -> None:
     model, config = tiny_model(name, dtype=torch.float64, attention="eager"), CONFIGS[name]
     ids, mask = ragged_prompts(LENGTHS)

@@ -68,7 +68,7 @@ def test_the_same_text_across_refreshes_and_growth(steps, interval: int) -> None
     ],
     ids=lambda value: value["policy"] if isinstance(value, dict) else "",
 )
-@pytest.mark.sampled(100)
+@pytest.mark.slow
 def test_policies_are_captured(steps, layers: int, fields: dict) -> None:
     model = build(layers)
     tokens = torch.randint(0, 96, (1, 9), generator=torch.Generator().manual_seed(1))
@@ -189,6 +189,7 @@ def test_a_model_that_asks_for_the_length_is_not_captured(model, steps, monkeypa
     assert caplog.text.count("not captured") == 1 and "length of the cache" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_host_read_in_the_model_is_not_captured(model, steps, monkeypatch, caplog) -> None:
     tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(6))
     forward = model.model.layers[0].forward
@@ -289,6 +290,7 @@ def test_a_capture_compiles_nothing(model, steps, monkeypatch: pytest.MonkeyPatc
     assert forms[True] <= forms[False]
 
 
+@pytest.mark.slow
 def test_hidden_states_of_replays_stay(model, steps) -> None:
     tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(9))
     found = []

@@ -44,7 +44,7 @@ def ignore_the_interpreter(monkeypatch: pytest.MonkeyPatch, reads: HostReads) ->
 @pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize("way", ["compiled", "captured"])
 @pytest.mark.parametrize("batch, padding", [(1, False), (3, True)])
-@pytest.mark.sampled(100)
+@pytest.mark.slow
 def test_no_reads_between_two_refreshes(monkeypatch: pytest.MonkeyPatch, way: str, batch: int, padding: bool) -> None:
     monkeypatch.setattr(hide, "reads_are_free", lambda device: False)
     torch._dynamo.reset()

@@ -150,5 +150,6 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     run("try:\n    hf_diffkv.Nothing\nexcept AttributeError as error:\n    assert 'Nothing' in str(error)")
 
 
+@pytest.mark.slow
 def test_every_public_name_can_be_had() -> None:
     run("assert set(hf_diffkv.__all__) <= set(dir(hf_diffkv))\nfor name in hf_diffkv.__all__: getattr(hf_diffkv, name)")

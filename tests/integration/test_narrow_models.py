@@ -21,6 +21,7 @@ CONFIG = DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16, metadata_bits=16
 WIDE = dataclasses.replace(CONFIG, metadata_bits=32)
 
 
+@pytest.mark.slow
 def test_levels_are_nearly_those_of_wide_pages() -> None:
     """The same text, token by token: sums are off by 1 % or so, and few tokens are that near to a threshold."""
     model = AutoModelForCausalLM.from_pretrained(TINY_LM, dtype=torch.float32)

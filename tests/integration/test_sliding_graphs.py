@@ -41,7 +41,7 @@ def assert_same_windows(cache: DiffKVCache, expected: DiffKVCache) -> None:
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
-@pytest.mark.sampled(100)
+@pytest.mark.slow
 def test_the_same_text_and_windows(steps, name: str) -> None:
     model = sliding_model(name)
     if name == "gpt_oss":

@@ -89,7 +89,7 @@ ALWAYS = [EVERY[0], EVERY[4], EVERY[6], EVERY[7]]
 
 
 @cases("run, name, pattern, replacement", ALWAYS, [case for case in EVERY if case not in ALWAYS])
-@pytest.mark.sampled(100)
+@pytest.mark.slow
 def test_damage_is_seen(run, name, pattern, replacement, ampere: Emulator) -> None:
     check_damage(run, name, pattern, replacement, ampere)
 
