@@ -6,7 +6,7 @@ quartiles: of one thread its processor time, of several what passed. Before a mo
 the lossless configuration must be as close to those in float32 as DynamicCache's.
 
     python benchmarks/decode_cpu.py [--models tiny-lm] [--contexts 1024 4096] [--threads 1 2] [--caches DiffKV]
-    python benchmarks/decode_cpu.py --report      # tables and the plot of what has been measured
+    python benchmarks/decode_cpu.py --report [--document]   # tables and plots of what was measured
 """
 
 from __future__ import annotations
@@ -140,6 +140,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--caches", nargs="+", help="only caches whose name contains one of these")
     parser.add_argument("--output", type=Path, default=RESULTS, help="JSON lines are appended here")
     parser.add_argument("--report", action="store_true", help="measure nothing, report what the output holds")
+    parser.add_argument("--document", action="store_true", help="with --report: into README.md and docs/ as well")
     args = parser.parse_args(arguments)
     if args.steps < 2:
         parser.error("--steps must be at least 2, for quartiles")
@@ -166,6 +167,8 @@ def main(arguments: list[str] | None = None) -> None:
                 with args.output.open("a") as file:
                     file.writelines(json.dumps({**about, **row}) + "\n" for row in rows)
     report_cpu.report(args.output)
+    if args.report and args.document:
+        report_cpu.document(args.output)
 
 
 if __name__ == "__main__":

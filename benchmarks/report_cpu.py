@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,6 +11,11 @@ from pathlib import Path
 import plots
 from tables import markdown
 
+ROOT = Path(__file__).parent.parent
+# what the table of README.md shows
+SHOWN = ("DynamicCache", "StaticCache", "QuantizedCache quanto 4 bit", "QuantizedCache hqq 4 bit")
+SHOWN += ("DiffKV quality", "DiffKV balanced", "DiffKV small")
+BLOCK = re.compile(r"(<!-- decode_cpu -->\n).*?(<!-- end -->)", re.DOTALL)
 CASE = ("device", "dtype", "model", "layers", "batch", "threads", "context", "cache")
 
 
@@ -66,6 +72,24 @@ def slopes(rows: list[dict]) -> str:
     return markdown(header, lines)
 
 
+def overview(rows: list[dict]) -> str:
+    """A line for each context, with the whole step's median of one thread, a column for each of `SHOWN`."""
+    lines = []
+    for case, members in groups([row for row in rows if row["threads"] == 1], ("model", "batch", "context")).items():
+        medians = {row["cache"]: f"{row['ms'][1]:.3g}" for row in members}
+        lines.append([*case, *(medians.get(name, "-") for name in SHOWN)])
+    return markdown(("model", "requests", "context", *SHOWN), lines)
+
+
+def document(path: Path) -> None:
+    """Puts the overview into README.md and the plots into docs/."""
+    readme = ROOT / "README.md"
+    table = overview(read(path))
+    readme.write_text(BLOCK.sub(lambda match: f"{match[1]}{table}\n{match[2]}", readme.read_text()))
+    for name in (f"{path.stem}.png", f"{path.stem}-bytes.png"):
+        (ROOT / "docs" / name).write_bytes(path.with_name(name).read_bytes())
+
+
 def report(path: Path) -> None:
     """Prints the tables, and draws the plot beside the results where matplotlib is installed."""
     rows = read(path)
@@ -74,7 +98,8 @@ def report(path: Path) -> None:
     print(steps(rows), slopes(rows), sep="\n\n")
     try:
         for draw, suffix in ((plots.decode_cpu, ".png"), (plots.bytes_cpu, "-bytes.png")):
-            print(f"\nplot: {draw(rows, path.with_name(path.stem + suffix))}")
+            shown = [row for row in rows if row["cache"] in SHOWN]
+            print(f"\nplot: {draw(shown, path.with_name(path.stem + suffix))}")
     except ImportError:
         print("\nno plot: matplotlib is not installed")
 

@@ -1,8 +1,9 @@
-"""Writes the tables of docs/quality.md from the committed results, and copies their plots beside it.
+"""Writes the tables of docs/quality.md and README.md from the committed results, and copies plots beside the former.
 
     python benchmarks/quality/document.py
 
-A table stands between `<!-- study: NAME METRIC,... -->` and `<!-- end -->`, METRIC as task/metric.
+A table stands between `<!-- study: NAME METRIC,... METHOD;... -->` and `<!-- end -->`, METRIC as task/metric. Several
+studies are joined by &; without methods all of them have a row.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "quality"
 DOCUMENT = ROOT / "docs" / "quality.md"
 PICTURES = ROOT / "docs" / "quality"
-BLOCK = re.compile(r"(<!-- study: (?P<study>\S+) (?P<metrics>\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MARK = r"<!-- study: (?P<studies>\S+) (?P<metrics>\S+)(?: (?P<methods>\S+))? -->\n"
+BLOCK = re.compile(rf"(?P<head>{MARK}).*?(?P<end><!-- end -->)", re.DOTALL)
 
 
 def main() -> None:
+    for path in (DOCUMENT, ROOT / "README.md"):
+        path.write_text(filled(path.read_text()))
     text = DOCUMENT.read_text()
-    DOCUMENT.write_text(filled(text))
     PICTURES.mkdir(exist_ok=True)
     for name in re.findall(r"\(quality/([^)]+\.png)\)", text):
         # the picture quality/peers-text-kl.png is text-kl.png of the study peers
@@ -34,7 +37,16 @@ def main() -> None:
 
 def filled(text: str) -> str:
     """`text` with all tables made anew."""
-    return BLOCK.sub(lambda match: match[1] + table(match["study"], match["metrics"].split(",")) + match[4], text)
+    return BLOCK.sub(lambda match: match["head"] + table(**_parts(match)) + match["end"], text)
+
+
+def _parts(match: re.Match) -> dict[str, list[str] | None]:
+    methods = match["methods"]
+    return {
+        "studies": match["studies"].split("&"),
+        "metrics": match["metrics"].split(","),
+        "methods": None if methods is None else methods.split(";"),
+    }
 
 
 def records_of(study: str) -> list[Record]:
@@ -43,17 +55,21 @@ def records_of(study: str) -> list[Record]:
     return read_records([folder / RECORDS_NAME, *sorted(folder.glob(f"{ENVIRONMENTS_NAME}/*/{RECORDS_NAME}"))])
 
 
-def table(study: str, metrics: list[str]) -> str:
+def table(studies: list[str], metrics: list[str], methods: list[str] | None = None) -> str:
     """Markdown: a row for each method by real bytes, the metrics with their 95 % intervals."""
     keys = [tuple(metric.split("/")) for metric in metrics]
-    rows = _without_second_dense(best_first(rows_of(records_of(study))))
+    # a method that several studies have counts by the first of them
+    found = [row for study in studies for row in rows_of(records_of(study))]
+    rows = best_first(_first_of_each(found))
+    if methods is not None:
+        rows = [row for row in rows if row.method in methods]
     titles = {key: rows[0].cells[key].metric.title for key in keys}
     head = ["method", "real bytes", "payload", *(f"{task}: {titles[task, name]}" for task, name in keys)]
     lines = [head, ["---"] * len(head), *(_line(row, keys) for row in rows)]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
-def _without_second_dense(rows: list[Row]) -> list[Row]:
+def _first_of_each(rows: list[Row]) -> list[Row]:
     names = [row.method for row in rows]
     return [row for index, row in enumerate(rows) if row.method not in names[:index]]
 

@@ -103,7 +103,8 @@ def test_links_and_files_exist(path: Path) -> None:
 
 
 def test_the_table_of_fields_is_that_of_the_configuration() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| `?([^|`]+)`? \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    text = README.read_text().partition("## Configuration")[2]
+    rows = re.findall(r"^\| `(\w+)` \| `?([^|`]+)`? \|", text, re.MULTILINE)
     defaults = {name: eval(default, {"Precision": Precision}) for name, default in rows}
     expected = {name: getattr(DiffKVConfig(), name) for name in DiffKVConfig.__dataclass_fields__}
     assert defaults == expected
