@@ -166,7 +166,15 @@ class DiffKVConfig:
         return cls(**{**preset_named(name), **kwargs})
 
     @classmethod
-    def for_model(cls, model: Any, *, probe: bool = False, tokenizer: Any = None, **kwargs: Any) -> DiffKVConfig:
+    def for_model(
+        cls,
+        model: Any,
+        *,
+        target_ratio: float | None = None,
+        probe: bool = False,
+        tokenizer: Any = None,
+        **kwargs: Any,
+    ) -> DiffKVConfig:
         """The published thresholds where this model was calibrated, otherwise `preset("balanced")`.
 
         Where `kwargs` choose levels (precisions, thresholds, a policy), the rest is the paper's: two levels and
@@ -174,19 +182,24 @@ class DiffKVConfig:
 
         Args:
             model: a Transformers model, its `PretrainedConfig`, or the model's name or folder as a string.
+            target_ratio: instead of that choice, the best single precision whose stored tokens take at most this share
+                of their bytes in the model's dtype (`presets.LADDER`); needs the model or its configuration.
             probe: whether to run the model on some 200 tokens (`probe.probe_keys`) and to leave the low level out where
                 its keys do not survive that level's bits. Needs the model itself.
             tokenizer: for the probe; without one it takes tokens drawn at random.
             **kwargs: fields that override the choice; the probe goes by them.
 
         Raises:
-            ValueError: `model` is something else, or no model to probe.
+            ValueError: `model` is something else, or no model to probe; a `target_ratio` that cannot be met.
         """
-        from .presets import preset_for
+        from .presets import preset_for, preset_within
 
         model_config = model if hasattr(model, "get_text_config") else getattr(model, "config", model)
         cls._check_names(kwargs)
-        config = cls(**{**preset_for(model_config, kwargs), **kwargs})
+        chosen = preset_for(model_config, kwargs)
+        if target_ratio is not None:
+            chosen = preset_within(target_ratio, model_config)
+        config = cls(**{**chosen, **kwargs})
         if not probe:
             return config
         if model_config is model:

@@ -40,6 +40,45 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+# from the best to the smallest (docs/quality.md has what each keeps)
+LADDER = ("K8V8", "K8V4", "K6V4", "K5V4", "K5V3", "K4V3g2/1", "K4V3", "K4V2")
+
+
+def preset_within(target_ratio: Any, model_config: Any) -> dict[str, Any]:
+    """Config fields that keep every token at the best precision of `LADDER` that takes no more.
+
+    Args:
+        target_ratio: bytes of a stored token to its bytes in the model's dtype; the window comes on top.
+        model_config: a Transformers configuration, for the size of a head and of an element.
+
+    Raises:
+        ValueError: `target_ratio` is no number above 0, or below what the smallest takes; no configuration.
+    """
+    # the page format computes bytes; what imports this module for a name need not load it
+    from .memory.layout import PageLayout
+
+    if isinstance(target_ratio, bool) or not isinstance(target_ratio, (int, float)) or not 0 < target_ratio:
+        raise ValueError(f"target_ratio={target_ratio!r} must be a number above 0, for example 0.3.")
+    if not hasattr(model_config, "get_text_config"):
+        raise ValueError("target_ratio needs the size of the model's heads; pass the model or model.config.")
+    text_config = model_config.get_text_config(decoder=True)
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+    element_bytes = getattr(getattr(text_config, "dtype", None), "itemsize", 2)
+    ratios = {}
+    for name in LADDER:
+        precision = Precision.parse(name)
+        pages = PageLayout.build(
+            precision, precision, head_dim, head_dim, element_bytes, metadata_bits=16, position_bytes=0
+        )
+        ratios[name] = pages.high.token_bytes / (2 * head_dim * element_bytes)
+        if ratios[name] <= target_ratio:
+            return _uniform(name, window=32)
+    raise ValueError(
+        f"target_ratio={target_ratio} is below what {LADDER[-1]} takes of heads of {head_dim}, "
+        f"{ratios[LADDER[-1]]:.3f}; raise it, or choose precisions or a policy yourself."
+    )
+
+
 def preset_named(name: str) -> dict[str, Any]:
     """Config fields of one of `PRESETS`. Raises `ValueError` for another name."""
     if name not in PRESETS:

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import LlamaConfig
 
-from hf_diffkv import DiffKVConfig, Precision
+from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
 
 CONFIGS = [
     DiffKVConfig(),
@@ -227,6 +228,44 @@ def test_presets_take_less_memory_in_turn() -> None:
         assert (config.page_bytes, config.max_bytes) == (4096, 1 << 20)
     assert (uniform["small"].high.k_groups, uniform["small"].high.v_groups) == (2, 1)
     assert DiffKVConfig.preset("small", window=8).window == 8
+
+
+@pytest.mark.parametrize(
+    "ratio, head_dim, dtype, name",
+    [
+        # what metadata takes weighs more in smaller heads
+        *((0.41, 64, "bfloat16", "K8V4"), (0.33, 64, "bfloat16", "K6V4"), (0.30, 64, "bfloat16", "K5V4")),
+        *((0.25, 64, "bfloat16", "K4V3"), (0.235, 64, "bfloat16", "K4V3"), (0.21, 64, "bfloat16", "K4V2")),
+        *((0.30, 128, "bfloat16", "K5V4"), (0.28, 128, "bfloat16", "K5V3"), (0.15, 64, "float32", "K5V4")),
+        *((1.0, 64, "bfloat16", "K8V8"), (0.32, 16, "bfloat16", "K5V3")),
+    ],
+)
+def test_the_best_precision_within_a_ratio(ratio: float, head_dim: int, dtype: str, name: str) -> None:
+    model_config = LlamaConfig(hidden_size=8 * head_dim, num_attention_heads=8, head_dim=head_dim, dtype=dtype)
+    config = DiffKVConfig.for_model(model_config, target_ratio=ratio, page_bytes=4096)
+    assert config.high == config.low and config.high.name == name and not config.selects
+    assert config.page_bytes == 4096
+    high = config.high
+    metadata = sum(
+        groups * (4 if bits == 8 else 2)
+        for bits, groups in ((high.k_bits, high.k_groups), (high.v_bits, high.v_groups))
+    )
+    held = head_dim * (high.k_bits + high.v_bits) // 8 + metadata
+    assert held <= ratio * 2 * head_dim * getattr(torch, dtype).itemsize
+    assert DiffKVCache(model_config, target_ratio=ratio, page_bytes=4096).config == config
+
+
+@pytest.mark.parametrize(
+    "ratio, model, words",
+    [
+        *((value, LlamaConfig(), "must be a number above 0") for value in (0, -0.2, "0.3", True)),
+        (0.1, LlamaConfig(), "is below what K4V2 takes of heads of 128, 0.195"),
+        (0.3, "someone/a-model", "pass the model or model.config"),
+    ],
+)
+def test_ratios_that_cannot_be_met(ratio: object, model: object, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        DiffKVConfig.for_model(model, target_ratio=ratio)
 
 
 @pytest.mark.parametrize("name", ["", "Small", "tiny", None])
