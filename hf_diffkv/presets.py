@@ -64,18 +64,17 @@ def preset_within(target_ratio: Any, model_config: Any) -> dict[str, Any]:
     text_config = model_config.get_text_config(decoder=True)
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
     element_bytes = getattr(getattr(text_config, "dtype", None), "itemsize", 2)
-    ratios = {}
     for name in LADDER:
         precision = Precision.parse(name)
         pages = PageLayout.build(
             precision, precision, head_dim, head_dim, element_bytes, metadata_bits=16, position_bytes=0
         )
-        ratios[name] = pages.high.token_bytes / (2 * head_dim * element_bytes)
-        if ratios[name] <= target_ratio:
+        ratio = pages.high.token_bytes / (2 * head_dim * element_bytes)
+        if ratio <= target_ratio:
             return _uniform(name, window=32)
     raise ValueError(
         f"target_ratio={target_ratio} is below what {LADDER[-1]} takes of heads of {head_dim}, "
-        f"{ratios[LADDER[-1]]:.3f}; raise it, or choose precisions or a policy yourself."
+        f"{ratio:.3f}; raise it, or choose precisions or a policy yourself."
     )
 
 

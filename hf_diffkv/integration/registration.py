@@ -130,9 +130,11 @@ def _cache_fields(cache_config: Any) -> dict[str, Any]:
 def _warn_of_unused(generation_config: Any, wanted: bool) -> None:
     """Warns of fields that are ours where no cache of ours is asked for."""
     given = generation_config.cache_config
+    if wanted or given is None or generation_config.cache_implementation is not None:
+        return
     known = {field.name for field in dataclasses.fields(DiffKVConfig)}
     ours = isinstance(given, DiffKVConfig) or (isinstance(given, Mapping) and given and set(given) <= known)
-    if ours and not wanted and generation_config.cache_implementation is None:
+    if ours:
         warnings.warn(
             "cache_config has fields of DiffKVConfig, which nothing reads without cache_implementation='diffkv'.",
             stacklevel=4,

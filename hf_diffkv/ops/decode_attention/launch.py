@@ -32,7 +32,7 @@ SHIPPED_PRECISIONS = (
     ("K6V4-K5V3", Precision(6, 4), Precision(5, 3), (64, 128)),
     ("K4V3-K3V2", Precision(4, 3), Precision(3, 2), (64, 128)),
 )
-# the presets: narrow pages without scores
+# of all tokens: narrow pages without scores
 SHIPPED_UNSCORED = ((8, 4), (5, 3), (4, 3))
 UNSCORED_DIMS = (64, 128)
 UNSCORED_NUMBERS = {"metadata_bits": 16, "position_bytes": 0}
