@@ -12,100 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from simulated_storage import SimPrecision, nearest_score, rotation, round_trip
 from torch import Tensor
 
 PADDING, PRUNED, LOW, HIGH, WINDOW = -1, 0, 1, 2, 3
-
-
-@dataclass(frozen=True)
-class SimPrecision:
-    """Bits (1 to 8, or 16 for unquantised) and quantisation groups of keys and values."""
-
-    k_bits: int
-    v_bits: int
-    k_groups: int = 1
-    v_groups: int = 1
-
-
-def quantise(x: Tensor, bits: int, groups: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes [..., groups, d / groups], scale and zero [..., groups, 1] (fp16) of the last dimension of x."""
-    x = x.to(torch.float32).unflatten(-1, (groups, -1))
-    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
-    top = 2**bits - 1
-    zero = low.to(torch.float16)
-    # A tensor divisor: dividing by a Python number may be turned into a multiplication by its reciprocal.
-    scale = ((high - low) / torch.full_like(low, top)).to(torch.float16)
-    if not (zero.isfinite().all() and scale.isfinite().all()):
-        raise ValueError("values do not fit the fp16 scale and zero")
-    step = scale.to(torch.float32)
-    # torch.round rounds half to even. The clamp is needed: the rounded scale and zero may not quite cover [low, high].
-    codes = torch.round((x - zero.to(torch.float32)) / torch.where(step == 0, 1.0, step)).clamp(0, top)
-    return torch.where(step == 0, 0.0, codes), scale, zero
-
-
-def quantise_narrow(x: Tensor, bits: int, groups: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with scales of 5 bits of mantissa, zero points of 6 bits, in float32; the range always has 0 in it."""
-    x = x.to(torch.float32).unflatten(-1, (groups, -1))
-    low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
-    top = 2**bits - 1
-    half = ((high - low) / torch.full_like(low, top)).to(torch.float16).to(torch.float64)
-    unit = 2.0 ** (half.clamp(min=2.0**-14).log2().floor() - 5)
-    scale = ((half / unit).round() * unit).clamp(max=63.0 * 2**10)
-    covered = (scale * top).to(torch.float32)
-    shift = ((covered - (low + high)) * 31.5 / torch.where(covered == 0, 1.0, covered)).round().clamp(0, 63)
-    zero = (-shift * scale * top * 65 / 4096).to(torch.float32)
-    step = scale.to(torch.float32)
-    codes = torch.round((x - zero) / torch.where(step == 0, 1.0, step)).clamp(0, top)
-    return torch.where(step == 0, 0.0, codes), step, torch.where(step == 0, 0.0, zero)
-
-
-def nearest_score(score: Tensor) -> Tensor:
-    """float32 sums above 2^-46 and below 2^18 with 10 bits of mantissa, halves to even; 0 stays."""
-    unit = 2.0 ** (score.double().clamp(min=2.0**-46).log2().floor() - 10)
-    return ((score.double() / unit).round() * unit).to(torch.float32)
-
-
-def decode(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """float32 values of what `quantise` returned, groups joined again."""
-    return (codes * scale.to(torch.float32) + zero.to(torch.float32)).flatten(-2)
-
-
-def round_trip(x: Tensor, bits: int, groups: int, dtype: torch.dtype, narrow: bool = False) -> Tensor:
-    """What remains of x after storing it; `dtype` is the model's, which 16 bits stand for. Keeps x's own dtype."""
-    if bits == 16:
-        return x.to(dtype).to(x.dtype)
-    return decode(*(quantise_narrow if narrow and bits < 8 else quantise)(x, bits, groups)).to(x.dtype)
-
-
-def hadamard(size: int) -> list[list[int]]:
-    """Sylvester's matrix of a power of two: [[H, H], [H, -H]]."""
-    if size == 1:
-        return [[1]]
-    half = hadamard(size // 2)
-    return [row + row for row in half] + [row + [-x for x in row] for row in half]
-
-
-def random_signs(count: int) -> list[int]:
-    """+1 where the top bit of Knuth's MMIX generator is set, begun at 1."""
-    signs, state = [], 1
-    for _ in range(count):
-        state = (6364136223846793005 * state + 1442695040888963407) & 0xFFFF_FFFF_FFFF_FFFF
-        signs.append(1 if state >= 1 << 63 else -1)
-    return signs
-
-
-def rotation(dim: int) -> Tensor:
-    """float64 [dim, dim], R of R x: signs first, then Hadamard in blocks of the largest power of two in `dim`."""
-    size = 1
-    while dim % (2 * size) == 0:
-        size *= 2
-    block, signs = hadamard(size), random_signs(dim)
-    matrix = torch.zeros(dim, dim, dtype=torch.float64)
-    for out in range(dim):
-        for channel in range(dim):
-            if out // size == channel // size:
-                matrix[out, channel] = block[out % size][channel % size] * signs[channel] / size**0.5
-    return matrix
 
 
 def level_of(mean: Tensor, threshold_low: Tensor, threshold_high: Tensor) -> Tensor:

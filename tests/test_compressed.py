@@ -6,7 +6,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from dense_simulation import LayerSimulation, Rule, SimPrecision
+from dense_simulation import LayerSimulation, Rule
+from simulated_storage import SimPrecision
 
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.memory import HIGH, LOW

@@ -4,19 +4,8 @@ import math
 
 import pytest
 import torch
-from dense_simulation import (
-    HIGH,
-    LOW,
-    PADDING,
-    PRUNED,
-    WINDOW,
-    LayerSimulation,
-    SimPrecision,
-    algorithm_one,
-    decode,
-    quantise,
-    round_trip,
-)
+from dense_simulation import HIGH, LOW, PADDING, PRUNED, WINDOW, LayerSimulation, algorithm_one
+from simulated_storage import SimPrecision, decode, quantise, round_trip
 from torch.nn.functional import scaled_dot_product_attention
 
 EXACT = SimPrecision(16, 16)

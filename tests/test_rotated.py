@@ -8,7 +8,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
-from dense_simulation import rotation
+from simulated_storage import rotation
 from test_compressed import LENGTHS, Pair, left_padding
 from test_shared import SharedPair
 from torch import Tensor

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 import transformers
-from dense_simulation import LayerSimulation, SimPrecision
+from dense_simulation import LayerSimulation
 from packaging.version import Version
+from simulated_storage import SimPrecision
 from tiny_models import VOCABULARY, ragged_prompts, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel

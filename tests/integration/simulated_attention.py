@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from dense_simulation import LayerSimulation, SimPrecision
+from dense_simulation import LayerSimulation
+from simulated_storage import SimPrecision
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask

@@ -5,10 +5,9 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import math
 from dataclasses import dataclass, replace
 
-import numpy as np
 import pytest
 import torch
-from hand_pages import unpack_row
+from hand_decode import stored_by_hand
 
 from hf_diffkv.config import Precision
 from hf_diffkv.memory import HIGH, LOW, PageLayout
@@ -382,41 +381,6 @@ def test_offsets_beyond_two_gigabytes():
     used = len(near.pages) - 1
     assert not torch.equal(before, pages[first_page:])
     assert torch.equal(near.pages[1:], pages[first_page : first_page + used])
-
-
-def decode_by_hand(data, metadata, bits, groups):
-    """Elements of one packed row (numpy uint8) straight from the page format's definition, float32."""
-    codes = np.array(unpack_row(data.tobytes(), bits))
-    scale, zero = metadata.view(np.float16).astype(np.float32).reshape(groups, 2).repeat(len(codes) // groups, 0).T
-    return codes * scale + zero
-
-
-def stored_by_hand(case, row):
-    """Dense keys and values of a row's pages, high tokens then low ones."""
-    keys, values = [], []
-    width = case.table.shape[-1]
-    pages = case.pages.numpy()
-    for tier, layout in ((HIGH, case.layout.high), (LOW, case.layout.low)):
-        for token in range(int(case.counts[tier].view(-1)[row])):
-            entry, slot = divmod(token, layout.capacity)
-            page = pages[int(case.table.view(-1, width)[row, entry if tier == HIGH else width - 1 - entry])]
-
-            def part(offset, size, page=page, slot=slot):
-                return page[offset + slot * size : offset + (slot + 1) * size]
-
-            keys.append(
-                decode_by_hand(
-                    part(layout.key_offset, layout.key_row),
-                    part(layout.key_metadata_offset, 4 * layout.k_groups), layout.k_bits, layout.k_groups,
-                )
-            )  # fmt: skip
-            values.append(
-                decode_by_hand(
-                    part(layout.value_offset, layout.value_row),
-                    part(layout.value_metadata_offset, 4 * layout.v_groups), layout.v_bits, layout.v_groups,
-                )
-            )  # fmt: skip
-    return torch.from_numpy(np.array(keys, np.float32)), torch.from_numpy(np.array(values, np.float32))
 
 
 @pytest.mark.parametrize("high, low", [(K8V4, K4V2), (Precision(6, 4), Precision(5, 3))])

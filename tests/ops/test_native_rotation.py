@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from dense_simulation import rotation
 from native_code import every_set, needs_native
+from simulated_storage import rotation
 from torch import Tensor
 
 from hf_diffkv.config import DiffKVConfig, Precision
