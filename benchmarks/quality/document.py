@@ -3,13 +3,15 @@
     python benchmarks/quality/document.py
 
 A table stands between `<!-- study: NAME METRIC,... METHOD;... -->` and `<!-- end -->`, METRIC as task/metric. Several
-studies are joined by &; without methods all of them have a row.
+studies are joined by &; without methods all of them have a row. Between `<!-- levels: NAME METHOD;... -->` and
+`<!-- end -->` stands what share of a study's tokens, over all layers and heads, each level holds by task.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 from hf_diffkv.evaluation.records import ENVIRONMENTS_NAME, RECORDS_NAME, Record, read_records
@@ -19,8 +21,11 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "quality"
 DOCUMENT = ROOT / "docs" / "quality.md"
 PICTURES = ROOT / "docs" / "quality"
+LEVEL_NAMES = ("high", "low", "pruned", "window")
 MARK = r"<!-- study: (?P<studies>\S+) (?P<metrics>\S+)(?: (?P<methods>\S+))? -->\n"
 BLOCK = re.compile(rf"(?P<head>{MARK}).*?(?P<end><!-- end -->)", re.DOTALL)
+LEVELS_MARK = r"<!-- levels: (?P<study>\S+) (?P<methods>\S+) -->\n"
+LEVELS_BLOCK = re.compile(rf"(?P<head>{LEVELS_MARK}).*?(?P<end><!-- end -->)", re.DOTALL)
 
 
 def main() -> None:
@@ -37,7 +42,10 @@ def main() -> None:
 
 def filled(text: str) -> str:
     """`text` with all tables made anew."""
-    return BLOCK.sub(lambda match: match["head"] + table(**_parts(match)) + match["end"], text)
+    text = BLOCK.sub(lambda match: match["head"] + table(**_parts(match)) + match["end"], text)
+    return LEVELS_BLOCK.sub(
+        lambda match: match["head"] + levels_table(match["study"], match["methods"].split(";")) + match["end"], text
+    )
 
 
 def _parts(match: re.Match) -> dict[str, list[str] | None]:
@@ -66,6 +74,20 @@ def table(studies: list[str], metrics: list[str], methods: list[str] | None = No
     titles = {key: rows[0].cells[key].metric.title for key in keys}
     head = ["method", "real bytes", "payload", *(f"{task}: {titles[task, name]}" for task, name in keys)]
     lines = [head, ["---"] * len(head), *(_line(row, keys) for row in rows)]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def levels_table(study: str, methods: list[str]) -> str:
+    """Markdown: a row for each method and task; shares of all tokens, prompt and answers."""
+    counts: dict[tuple[str, str], Counter[str]] = {}
+    for record in records_of(study):
+        if record.method in methods and record.error is None:
+            counts.setdefault((record.method, record.task), Counter()).update(record.details["levels"])
+    head = ["method", "task", *LEVEL_NAMES]
+    lines = [head, ["---"] * len(head)]
+    for (method, task), found in sorted(counts.items(), key=lambda item: methods.index(item[0][0])):
+        shares = [found[name] / found.total() for name in LEVEL_NAMES]
+        lines.append([f"`{method}`", task, *(f"{share:.1%}" for share in shares)])
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 

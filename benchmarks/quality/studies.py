@@ -23,18 +23,20 @@ class Study:
 
     Attributes:
         methods, tasks: as on the command line.
-        documents: of each task; None takes the task's own number.
+        documents, max_new_tokens: of each task; None takes the task's own number.
     """
 
     methods: tuple[str, ...]
     tasks: str = "dictionary,text"
     documents: int | None = None
+    max_new_tokens: int | None = None
 
 
 # keys and values as the model has them, and rotated with keys centred
 PLAIN, TURNED = "rotate=false+center=false+sinks=0", "rotate=true+center=true+sinks=0"
 # the paper's two levels, rotated and centred, with exact first tokens
 LEVELS = "K8V4/K4V2+1/0"
+PRESETS = ("diffkv:quality", "diffkv:balanced", "diffkv:small")
 STUDIES = {
     # accuracy against memory beside what users have (figure 11; LeanKV's figures)
     "peers": Study(
@@ -84,10 +86,8 @@ STUDIES = {
             "dense",
             "diffkv:paper",
             "diffkv:paper+K8V4",
-            "diffkv:paper+K4V2",
-            "diffkv:quality",
-            "diffkv:balanced",
-            "diffkv:small",
+            "diffkv:paper+1/0.02",
+            *PRESETS,
             "quanto:4",
             "hqq:4",
             "quanto:2",
@@ -133,9 +133,16 @@ STUDIES = {
             f"diffkv:{TURNED}+K5V3",
             f"share:{TURNED}",
             "quanto:4",
+            *PRESETS,
+            "diffkv:balanced+K6V4",
+            "diffkv:balanced+K5V3",
+            "diffkv:small+K4V3",
+            "diffkv:small+K4V2",
         ),
         tasks="text",
     ),
+    # whether what is lost adds up while a model writes
+    "long": Study(("dense", "diffkv:paper", *PRESETS), tasks="trajectory", max_new_tokens=2000),
     # ways to choose what is high, and levels, on the same two precisions
     "levels": Study(
         (
@@ -161,7 +168,8 @@ def main() -> int:
     for name in options.studies:
         study = STUDIES[name]
         arguments = ["evaluate", "--model", options.model, "--methods", ",".join(study.methods), "--tasks", study.tasks]
-        arguments += [] if study.documents is None else ["--documents", str(study.documents)]
+        for option, value in (("--documents", study.documents), ("--max-new-tokens", study.max_new_tokens)):
+            arguments += [] if value is None else [option, str(value)]
         code = hf_diffkv([*arguments, "--output", str(options.output / options.model / name)])
         if code:
             return code

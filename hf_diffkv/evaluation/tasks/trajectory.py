@@ -14,20 +14,21 @@ from .text import passages
 
 STEPS = 200
 QUARTERS = 4
-LATE = Metric("kl_late", "KL, last quarter", False, digits=4)
+BY_QUARTER = tuple(Metric(f"kl_{part}", f"KL, quarter {part}", False, digits=4) for part in range(1, QUARTERS + 1))
 
 
 @task("trajectory")
 class Trajectory(Task):
-    """KL, top-1 agreement and perplexity along `STEPS` tokens that the dense cache samples."""
+    """KL, top-1 agreement and perplexity along tokens that the dense cache samples; KL of each quarter of them too."""
 
-    metrics = (KL, TOP1, PERPLEXITY, LATE)
+    metrics = (KL, TOP1, PERPLEXITY, *BY_QUARTER)
     count = 1
     length = 1000
 
     def documents(self, source: Source) -> list[Document]:
+        steps = source.max_new_tokens or STEPS
         return [
-            Document(f"trajectory-{index}", context, extra={"steps": STEPS, "seed": source.seed, "more_tokens": STEPS})
+            Document(f"trajectory-{index}", context, extra={"steps": steps, "seed": source.seed, "more_tokens": steps})
             for index, (context, _) in enumerate(passages(source, "trajectory", 0))
         ]
 
@@ -45,6 +46,7 @@ class Trajectory(Task):
         written = torch.stack(logits[:-1])
         dense = written if reference is None else reference["logits"]
         sums = compare_logits(written, dense, ids)
-        late = steps - steps // QUARTERS
-        sums["kl_late"] = compare_logits(written[late:], dense[late:], ids[late:])["kl"]
+        for index, metric in enumerate(BY_QUARTER):
+            part = slice(index * steps // QUARTERS, (index + 1) * steps // QUARTERS)
+            sums[metric.name] = compare_logits(written[part], dense[part], ids[part])["kl"]
         return sums, {"ids": ids, "logits": written}, {"held": held}

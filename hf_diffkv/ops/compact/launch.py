@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from ..quantize.launch import (
     tier_constants,
     unit_stride,
 )
-from ..variant import KernelVariant
+from ..variant import UNIFORM_DIMS, UNIFORM_NUMBERS, UNIFORM_PRECISIONS, KernelVariant
 from .kernels import assign_pages_kernel, find_victims_kernel, plan_rows_kernel
 from .move_kernel import move_tokens_kernel
 
@@ -284,16 +285,15 @@ def variants() -> list[KernelVariant]:
             constexprs={**_plan_constants(layout), "CHUNK": TOTALS_CHUNK},
         ),
     ]
-    unscored = {"metadata_bits": 16, "position_bytes": 0}
+    one = UNIFORM_PRECISIONS[0]
     absent = dict.fromkeys(("high_threshold", "low_threshold", "victim_mean", "victim_position", "victim_index"))
     plan = found[1]
     found.append(
         replace(
             plan,
-            name="plan_rows-K5V3_unscored-d128",
+            name=f"plan_rows-{one.name}_unscored-d128",
             signature={name: kind for name, kind in plan.signature.items() if name not in absent},
-            constexprs=_plan_constants(PageLayout.build(Precision(5, 3), Precision(5, 3), 128, 128, 2, **unscored))
-            | absent,
+            constexprs=_plan_constants(PageLayout.build(one, one, 128, 128, 2, **UNIFORM_NUMBERS)) | absent,
         )
     )
     for high, low, dim, numbers in (
@@ -305,8 +305,7 @@ def variants() -> list[KernelVariant]:
         (Precision(16, 16), Precision(16, 16), 128, {}),
         (Precision(6, 4), Precision(5, 3), 64, {}),
         (Precision(6, 4), Precision(5, 3), 128, {}),
-        (Precision(5, 3), Precision(5, 3), 64, unscored),
-        (Precision(5, 3), Precision(5, 3), 128, unscored),
+        *((one, one, dim, UNIFORM_NUMBERS) for one, dim in itertools.product(UNIFORM_PRECISIONS, UNIFORM_DIMS)),
     ):
         levels = f"{high.name}_unscored" if numbers else f"{high.name}-{low.name}"
         found.append(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...config import Precision
 from ...memory import PageLayout
-from ..variant import KernelVariant
+from ..variant import UNIFORM_DIMS, UNIFORM_NUMBERS, UNIFORM_PRECISIONS, KernelVariant
 from .held import Held
 from .kernels import attend_kernel, merge_kernel
 from .score_kernel import score_kernel
@@ -32,10 +32,6 @@ SHIPPED_PRECISIONS = (
     ("K6V4-K5V3", Precision(6, 4), Precision(5, 3), (64, 128)),
     ("K4V3-K3V2", Precision(4, 3), Precision(3, 2), (64, 128)),
 )
-# of all tokens: narrow pages without scores
-SHIPPED_UNSCORED = ((8, 4), (5, 3), (4, 3))
-UNSCORED_DIMS = (64, 128)
-UNSCORED_NUMBERS = {"metadata_bits": 16, "position_bytes": 0}
 SHIPPED_GROUPS = (1, 4, 5, 7, 8)
 SHIPPED_TARGETS = {"cuda": ("sm_80", "sm_90"), "hip": ("gfx942",)}
 ARGUMENT_TYPES = {
@@ -214,11 +210,10 @@ def variants() -> list[KernelVariant]:
         for name, high, low, dims in SHIPPED_PRECISIONS
         for dim in dims
     ]
-    for bits, dim in itertools.product(SHIPPED_UNSCORED, UNSCORED_DIMS):
-        one = Precision(*bits)
-        layouts.append((f"{one.name}_unscored", dim, PageLayout.build(one, one, dim, dim, 2, **UNSCORED_NUMBERS)))
+    for one, dim in itertools.product(UNIFORM_PRECISIONS, UNIFORM_DIMS):
+        layouts.append((f"{one.name}_unscored", dim, PageLayout.build(one, one, dim, dim, 2, **UNIFORM_NUMBERS)))
     # the merge does not depend on precisions
-    merged = {SHIPPED_PRECISIONS[0][0], f"{Precision(*SHIPPED_UNSCORED[0]).name}_unscored"}
+    merged = {SHIPPED_PRECISIONS[0][0], f"{UNIFORM_PRECISIONS[0].name}_unscored"}
     for (name, dim, layout), group, (backend, targets) in itertools.product(
         layouts, SHIPPED_GROUPS, SHIPPED_TARGETS.items()
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ...config import Precision
 from ...memory import PageLayout, TierLayout
-from ..variant import KernelVariant
+from ..variant import UNIFORM_DIMS, UNIFORM_NUMBERS, UNIFORM_PRECISIONS, KernelVariant
 from .copy_kernel import copy_tokens_kernel
 from .kernels import load_tokens_kernel, store_tokens_kernel, tile_planes
 
@@ -176,7 +177,7 @@ def number_constants(tier: TierLayout, prefix: str = "") -> dict[str, int]:
 def variants() -> list[KernelVariant]:
     """What the ahead-of-time report compiles."""
     found = []
-    unscored = {"metadata_bits": 16, "position_bytes": 0}
+    uniform = itertools.product(UNIFORM_PRECISIONS, UNIFORM_DIMS, [UNIFORM_NUMBERS])
     for precision, dim, numbers in (
         (Precision(8, 4), 64, {}),
         (Precision(8, 4), 96, {}),
@@ -191,8 +192,7 @@ def variants() -> list[KernelVariant]:
         (Precision(6, 4), 128, {}),
         (Precision(5, 3), 64, {}),
         (Precision(5, 3), 128, {}),
-        (Precision(5, 3), 64, unscored),
-        (Precision(5, 3), 128, unscored),
+        *uniform,
     ):
         tier = PageLayout.build(precision, precision, dim, dim, 2, **numbers).high
         constants = {
