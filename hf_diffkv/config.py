@@ -50,6 +50,8 @@ class DiffKVConfig:
         alpha_low: threshold of the low level, in the same forms; 0 never prunes. At most `alpha_high` everywhere.
         window: newest tokens of each request kept uncompressed in the model's dtype; at least 1.
         sinks: first tokens of each request kept likewise, beside the window, and never pruned.
+        pin: positions (start, stop) of tokens, for example of a system prompt, that stay at `high` once they have left
+            the window; with `max_bytes` they are the last that are pruned. None pins nothing.
         policy: name of the rule that turns significance into levels (docs/policies.md); `alpha_high` and `alpha_low`
             are for `"diffkv"` only.
         policy_options: options of that policy, by name.
@@ -79,6 +81,7 @@ class DiffKVConfig:
     alpha_low: Threshold = 0.0
     window: int = 64
     sinks: int = 4
+    pin: tuple[int, int] | None = None
     policy: str = "diffkv"
     policy_options: Mapping[str, Any] = Options()
     protected_layers: int = 0
@@ -105,6 +108,7 @@ class DiffKVConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
         for name in ("sinks", "protected_layers"):
             object.__setattr__(self, name, _as_count(name, getattr(self, name), least=0))
+        object.__setattr__(self, "pin", _as_range("pin", self.pin))
         if not is_integer(self.metadata_bits) or self.metadata_bits not in METADATA_BITS:
             raise ValueError(f"metadata_bits={self.metadata_bits!r} is not supported; use one of {METADATA_BITS}.")
         object.__setattr__(self, "metadata_bits", int(self.metadata_bits))
@@ -342,6 +346,17 @@ def _as_count(name: str, value: Any, least: int = 1) -> int:
     if not is_integer(value) or value < least:
         raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
     return int(value)
+
+
+def _as_range(name: str, value: Any) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple)) or len(value) != 2 or not all(map(is_integer, value)):
+        raise ValueError(f"{name}={value!r} must be two positions, (start, stop).")
+    start, stop = map(int, value)
+    if not 0 <= start < stop:
+        raise ValueError(f"{name}={value!r} has no tokens; need 0 <= start < stop.")
+    return start, stop
 
 
 def _checked_options(policy: Any, options: Any) -> Options:

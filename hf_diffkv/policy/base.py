@@ -34,6 +34,10 @@ class Tokens(NamedTuple):
     level: Tensor
     value_norm: Tensor | None = None
 
+    def select(self, chosen: Tensor) -> Tokens:
+        """Those of a bool [n]."""
+        return Tokens(*(None if part is None else part[chosen] for part in self))
+
 
 class Rows(NamedTuple):
     """The rows of one layer after a forward of several tokens.

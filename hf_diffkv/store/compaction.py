@@ -12,6 +12,7 @@ from ..ops.backend import NATIVE
 from ..ops.compact import compact_step, least_mean
 from ..policy import StepRows, relative_thresholds
 from . import native
+from .pinned import is_pinned, pin_candidates
 from .window import slots_of
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def compact_round(store: Store) -> None:
     leaving = None
     if store.policy.adapts or not in_native_code:
         leaving = store.length - store.window_start > store.config.window
+    pin_candidates(store)
     state = _step_rows(store)
     high, low = _thresholds(store, state)
     if in_native_code:
@@ -97,6 +99,10 @@ def _thresholds(store: Store, state: StepRows) -> tuple[Tensor, Tensor]:
     if store.config.protected_layers:
         protected = _protected(store)
         given = tuple(torch.where(protected, *pair) for pair in zip(relative_thresholds(state), given))
+    pinned = is_pinned(store, state.candidate)
+    if pinned is not None:
+        # from 0 on it is high, and no victim is below
+        given = tuple(threshold.masked_fill(pinned, 0.0) for threshold in given)
     return tuple(threshold.expand(store.high_count.shape) for threshold in given)
 
 

@@ -13,6 +13,7 @@ from ..ops.quantize import load_tokens
 from ..ops.segments import segments
 from ..policy import HIGH_LEVEL, LOW_LEVEL, WINDOW_LEVEL, Rows, Tokens, mean_significance
 from .budget import Weighed, fit_layer
+from .pinned import is_pinned
 from .state import Store
 
 if TYPE_CHECKING:
@@ -53,11 +54,16 @@ def decide_levels(
         outside.repeat_interleave(store.num_heads),
         *(alpha.reshape(-1) for alpha in alphas),
     )
-    decided = store.policy_of(layer).levels(tokens, rows)
+    pinned = is_pinned(store, tokens.position)
+    seen = tokens if pinned is None else tokens.select(~pinned)
+    decided = store.policy_of(layer).levels(seen, rows)
     for alpha, changed in zip(alphas, (decided.alpha_high, decided.alpha_low)):
         if changed is not None:
             alpha.copy_(changed.view(shape))
-    level = torch.minimum(decided.level, tokens.level)
+    earned = decided.level
+    if pinned is not None:
+        earned = torch.full_like(tokens.level, HIGH_LEVEL).masked_scatter(~pinned, earned)
+    level = torch.minimum(earned, tokens.level)
     if store.config.max_bytes is not None:
         level = fit_layer(store, layer, Weighed(tokens.row, tokens.mean * length[tokens.row], level))
     return level.split([part.row.numel() for part in (*stored, leaving)])

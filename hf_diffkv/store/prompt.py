@@ -16,6 +16,7 @@ from ..ops.rotation import tokens_at_once
 from ..ops.segments import segments
 from ..policy import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL
 from .levels import decide_levels
+from .pinned import pinned_sums
 from .state import Store
 from .transform import Entering, PromptSource, model_form, note_logits, query_form
 from .window import held_count, slots_of
@@ -274,6 +275,7 @@ def _candidates(
     if offset is not None:
         shift = (offset - store.key_offset[layer]).flatten(0, 1)[past.window_row]
         held_key = (held_key - shift).to(held_key.dtype)
+    score = pinned_sums(store, score, past.window_token)
     window = NewTokens.of(past.window_row, Given(held_key, held_value), score, past.window_token)
     if valid is None:
         valid = torch.ones(store.batch_size, new_count, dtype=torch.bool, device=store.device)
@@ -283,10 +285,11 @@ def _candidates(
         new_score = torch.zeros(row.shape, device=store.device)
     else:
         new_score = received[row, received.shape[1] - new_count + column]
+    new_position = position[row // heads, column]
     new = NewTokens(
         row,
-        new_score,
-        position[row // heads, column],
+        pinned_sums(store, new_score, new_position),
+        new_position,
         (source,),
         row * new_count + column,
     )
