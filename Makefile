@@ -58,13 +58,19 @@ native: $(READY)
 wheel: $(READY)
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
-# The tests of native code with checks of every memory access and of undefined behaviour; then the library is built anew.
-SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g
+# The tests of native code with checks of every memory access and of undefined behaviour, on a build of its own; SETS are
+# the instruction sets beside the portable form, all without.
+SANITIZE := -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g
+SANITIZED := build/sanitized
+SANITIZE_TESTS ?= tests/ops/test_native_*.py tests/tools/test_fuzz_native.py
 native-sanitize: $(READY)
-	HF_DIFFKV_NATIVE_FLAGS="$(SANITIZE)" $(BIN)/python setup.py --quiet build_ext --inplace --force
-	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
-		TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/ops/test_native_*.py; \
-		status=$$?; $(MAKE) native; exit $$status
+	rm -rf $(SANITIZED)
+	HF_DIFFKV_NATIVE_FLAGS="$(SANITIZE)" HF_DIFFKV_NATIVE_SETS="$(SETS)" $(BIN)/python setup.py --quiet \
+		build_ext --build-lib $(SANITIZED) --build-temp $(SANITIZED)/temp
+	test -f $(SANITIZED)/hf_diffkv/native/_lib.so
+	HF_DIFFKV_NATIVE_LIBRARY=$(abspath $(SANITIZED))/hf_diffkv/native/_lib.so ASAN_OPTIONS=detect_leaks=0 \
+		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+		TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(SANITIZE_TESTS)
 
 # Kernel tests run in Triton's interpreter, which must be chosen before Triton is imported anywhere in the process. One
 # thread per worker: the tensors of the tests are small.

@@ -34,7 +34,10 @@ class BuildNative(build_ext):
         extra = os.environ.get("HF_DIFFKV_NATIVE_FLAGS", "").split()
         x86 = platform.machine().lower() in ("x86_64", "amd64")
         objects, defined = self._compile("variant.cpp", "portable", extra), []
+        chosen = os.environ.get("HF_DIFFKV_NATIVE_SETS", "").split() or VARIANTS
         for name, flags in VARIANTS.items() if x86 else ():
+            if name not in chosen:
+                continue
             try:
                 objects += self._compile("variant.cpp", name, [*flags, *extra])
             except Exception as error:  # an older compiler: what it knows is built
