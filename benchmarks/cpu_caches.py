@@ -1,4 +1,4 @@
-"""Models, caches, and contexts for the decode benchmark on a CPU.
+"""Models, caches, and contexts for the benchmarks on a CPU.
 
 A context is filled without running its prompt: every cache is given the same random keys and values, and DiffKV the
 significance that its prompt attention would have found. What a later step costs depends on how many tokens of each
@@ -7,12 +7,15 @@ level there are, not on what they say.
 
 from __future__ import annotations
 
+import copy
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 import torch
+from measure import environment, relative_error
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel, QuantizedCache, StaticCache
 from transformers.cache_utils import Cache
@@ -20,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.evaluation.methods.base import tensor_bytes
+from hf_diffkv.native import library
 from hf_diffkv.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
@@ -86,6 +90,42 @@ def makers(model: PreTrainedModel, tokens: int, wanted: list[str] | None) -> dic
 
 def attention_of(cache: Cache) -> str:
     return "diffkv" if isinstance(cache, DiffKVCache) else "sdpa"
+
+
+@torch.no_grad()
+def step(model: PreTrainedModel, cache: Cache, tokens: Tensor) -> Tensor:
+    """Logits [batch, vocabulary] after the last of the tokens [batch, n] of one forward."""
+    model.set_attn_implementation(attention_of(cache))
+    return model(tokens, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+
+
+@torch.no_grad()
+def check_lossless(model: PreTrainedModel) -> None:
+    """Exits unless the lossless configuration's logits are as close to those in float32 as DynamicCache's."""
+    tokens = torch.randint(3, model.config.vocab_size, (1, 204), generator=torch.Generator().manual_seed(0))
+    logits = []
+    for cache in (DynamicCache(config=model.config), DiffKVCache(model.config, DiffKVConfig.lossless())):
+        parts = (tokens[:, :200], *tokens[:, 200:].split(1, dim=1))
+        logits.append(torch.stack([step(model, cache, part) for part in parts], dim=1))
+    model.set_attn_implementation("sdpa")
+    exact_model = copy.deepcopy(model).float()
+    exact = exact_model(tokens, logits_to_keep=5).logits
+    dense, lossless = (relative_error(found, exact) for found in logits)
+    # rounding differs, so neither is the other's bound
+    if not lossless <= max(1.5 * dense, 1e-4):
+        raise SystemExit(
+            f"lossless logits differ from those in float32 by {lossless:.3g}, DynamicCache's by {dense:.3g}; not timed."
+        )
+
+
+def about_machine() -> dict:
+    """What results depend on besides their own configuration."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    found = {key: value for key, value in environment(torch.device("cpu")).items() if value is not None}
+    found["device"] = names[0] if names else platform.processor()
+    return {**found, "instructions": library.instructions()}
 
 
 @dataclass

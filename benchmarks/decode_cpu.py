@@ -12,10 +12,8 @@ the lossless configuration must be as close to those in float32 as DynamicCache'
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
 import json
-import platform
 import statistics
 import sys
 import time
@@ -23,44 +21,27 @@ from pathlib import Path
 
 import report_cpu
 import torch
-from cpu_caches import MODELS, Tokens, attend_all, attention_of, fill, held_bytes, load_model, makers
-from measure import environment, relative_error
-from transformers import DynamicCache, PreTrainedModel
+from cpu_caches import (
+    MODELS,
+    Tokens,
+    about_machine,
+    attend_all,
+    check_lossless,
+    fill,
+    held_bytes,
+    load_model,
+    makers,
+    step,
+)
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_diffkv import DiffKVCache, DiffKVConfig
-from hf_diffkv.native import library
+from hf_diffkv import DiffKVCache
 
 CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384)
 LARGE_BATCH = (8, 4096)
 RESULTS = Path(__file__).parent / "results" / "decode_cpu.jsonl"
 WARM_UP = 2
-
-
-@torch.no_grad()
-def step(model: PreTrainedModel, cache: Cache, token: torch.Tensor) -> torch.Tensor:
-    """Logits [batch, vocabulary] of one step."""
-    model.set_attn_implementation(attention_of(cache))
-    return model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1]
-
-
-@torch.no_grad()
-def check_lossless(model: PreTrainedModel) -> None:
-    """Exits unless the lossless configuration's logits are as close to those in float32 as DynamicCache's."""
-    tokens = torch.randint(3, model.config.vocab_size, (1, 204), generator=torch.Generator().manual_seed(0))
-    logits = []
-    for cache in (DynamicCache(config=model.config), DiffKVCache(model.config, DiffKVConfig.lossless())):
-        parts = (tokens[:, :200], *tokens[:, 200:].split(1, dim=1))
-        logits.append(torch.stack([step(model, cache, part) for part in parts], dim=1))
-    model.set_attn_implementation("sdpa")
-    exact_model = copy.deepcopy(model).float()
-    exact = exact_model(tokens, logits_to_keep=5).logits
-    dense, lossless = (relative_error(found, exact) for found in logits)
-    # rounding differs, so neither is the other's bound
-    if not lossless <= max(1.5 * dense, 1e-4):
-        raise SystemExit(
-            f"lossless logits differ from those in float32 by {lossless:.3g}, DynamicCache's by {dense:.3g}; not timed."
-        )
 
 
 def quartiles(seconds: list[float]) -> list[float]:
@@ -116,16 +97,6 @@ def measure(model: PreTrainedModel, name: str, batch: int, context: int, args: a
     return rows
 
 
-def about_machine(args: argparse.Namespace) -> dict:
-    """What results depend on besides their own configuration."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    found = {key: value for key, value in environment(torch.device("cpu")).items() if value is not None}
-    found["device"] = names[0] if names else platform.processor()
-    return {**found, "dtype": args.dtype, "instructions": library.instructions()}
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
@@ -150,7 +121,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
     if not args.report:
-        about = about_machine(args)
+        about = {**about_machine(), "dtype": args.dtype}
         print(" ".join(f"{key}={value}" for key, value in about.items()), flush=True)
         args.output.parent.mkdir(parents=True, exist_ok=True)
         cases = [(1, context) for context in args.contexts] + [tuple(args.large_batch)] * (args.large_batch[0] > 0)

@@ -1,8 +1,9 @@
-"""Time and peak memory of a prompt on a CPU: DynamicCache with scaled_dot_product_attention, and DiffKV.
+"""Time and peak memory of a prompt on a CPU: DynamicCache and StaticCache with torch's attention, and DiffKV.
 
 Caches take turns in one process, so that they share whatever else the machine does: figures are medians, and ratios of
-them are what counts. Peak memory above the loaded model is taken in a process of its own, for the prompt in one forward
-and in chunks. Before anything is timed, the lossless configuration must give DynamicCache's logits.
+them are what counts. Peak memory above the loaded model, of the prompt and `STEPS` steps after it, is taken in a
+process of its own, for the prompt in one forward and in chunks. Before anything is timed, the lossless configuration's
+logits must be as close to those in float32 as DynamicCache's.
 
     python benchmarks/prompt_cpu.py [--models random examples/models/tiny-lm] [--lengths 1024 4096 16384] [--threads 1]
 
@@ -25,18 +26,18 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+from cpu_caches import about_machine, check_lossless, step
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
 from transformers.cache_utils import Cache
 
-import hf_diffkv
 from hf_diffkv import DiffKVCache, DiffKVConfig
-from hf_diffkv.native import library
 from hf_diffkv.peak import PeakMemory
 
 FOLDER = Path(__file__).parent
 TINY = FOLDER.parent / "examples" / "models" / "tiny-lm"
 DENSE = "DynamicCache"
-DIFFKV = {"DiffKV": {}, "DiffKV rotated, centred": {"rotate": True, "center": True}}
+DIFFKV = {"DiffKV balanced": DiffKVConfig.preset("balanced"), "DiffKV paper": DiffKVConfig.paper()}
+STEPS = 8
 
 
 def load(name: str, args: argparse.Namespace) -> transformers.PreTrainedModel:
@@ -64,44 +65,31 @@ def load(name: str, args: argparse.Namespace) -> transformers.PreTrainedModel:
     return model
 
 
-def caches(model: transformers.PreTrainedModel) -> dict[str, Callable[[], Cache]]:
+def caches(model: transformers.PreTrainedModel, length: int) -> dict[str, Callable[[], Cache]]:
     config = model.config
-    made: dict[str, Callable[[], Cache]] = {DENSE: lambda: DynamicCache(config=config)}
-    for name, options in DIFFKV.items():
-        made[name] = lambda options=options: DiffKVCache(config, DiffKVConfig(**options))
+    made: dict[str, Callable[[], Cache]] = {
+        DENSE: lambda: DynamicCache(config=config),
+        "StaticCache": lambda: StaticCache(config=config, max_cache_len=length + STEPS),
+    }
+    for name, choices in DIFFKV.items():
+        made[name] = lambda choices=choices: DiffKVCache(config, choices)
     return made
 
 
-@torch.no_grad()
-def prompt(model: transformers.PreTrainedModel, cache: Cache, tokens: torch.Tensor, chunk: int) -> torch.Tensor:
-    """Logits after the last of the tokens [1, n], read in chunks of so many; 0: all at once."""
-    model.set_attn_implementation("diffkv" if isinstance(cache, DiffKVCache) else "sdpa")
+def prompt(model: transformers.PreTrainedModel, cache: Cache, tokens: torch.Tensor, chunk: int) -> None:
+    """Reads the tokens [1, n] in chunks of so many; 0: all at once."""
     for part in tokens.split(chunk or tokens.shape[1], dim=1):
-        output = model(part, past_key_values=cache, logits_to_keep=1)
-    return output.logits[0, -1]
+        step(model, cache, part)
 
 
 def draw(model: transformers.PreTrainedModel, length: int) -> torch.Tensor:
     return torch.randint(3, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(1))
 
 
-def check(model: transformers.PreTrainedModel) -> None:
-    """Lossless logits must be the dense ones, else no figure is worth printing."""
-    tokens = draw(model, 600)
-    dense = prompt(model, DynamicCache(config=model.config), tokens, 0).float()
-    lossless = DiffKVCache(model.config, DiffKVConfig.lossless())
-    for chunk in (0, 256):
-        lossless.reset()
-        got = prompt(model, lossless, tokens, chunk).float()
-        error = float((got - dense).square().mean().sqrt() / dense.std())
-        if not error < (1e-4 if model.dtype == torch.float32 else 0.05):
-            raise SystemExit(f"lossless logits differ by {error:.3g} of their spread; nothing is timed.")
-
-
 def time_prompts(model: transformers.PreTrainedModel, length: int, chunk: int, args: argparse.Namespace) -> list[dict]:
     """Median milliseconds of each cache: of one thread its processor time, of several what passed."""
     clock = time.thread_time if args.threads == 1 else time.perf_counter
-    tokens, made = draw(model, length), caches(model)
+    tokens, made = draw(model, length), caches(model, length)
     taken: dict[str, list[float]] = {name: [] for name in made}
     for _ in range(args.repeats):
         for name, make in made.items():
@@ -126,13 +114,15 @@ def trim() -> None:
 def measure_memory(args: argparse.Namespace) -> None:
     """Prints what this process takes at most beyond the loaded, warmed-up model."""
     model = load(args.models[0], args)
-    make = caches(model)[args.memory_of]
+    make = caches(model, args.lengths[0])[args.memory_of]
     prompt(model, make(), draw(model, 256), 128)
     tokens = draw(model, args.lengths[0])
     trim()
     peak = PeakMemory(torch.device("cpu"))
     cache = make()
     prompt(model, cache, tokens, args.chunks[0])
+    for _ in range(STEPS):
+        step(model, cache, tokens[:, :1])
     print(json.dumps({"peak_bytes": peak.read()[1]}))
 
 
@@ -141,23 +131,6 @@ def peak_of(name: str, model: str, length: int, chunk: int, args: argparse.Names
     command += ["--chunks", str(chunk), "--dtype", args.dtype, "--threads", str(args.threads)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def environment(args: argparse.Namespace) -> dict:
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=FOLDER)
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor())
-    return {
-        "cpu": cpu,
-        "instructions": library.instructions(),
-        "threads": args.threads,
-        "dtype": args.dtype,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "hf_diffkv": hf_diffkv.__version__,
-        "commit": commit.stdout.strip(),
-    }
 
 
 def print_table(rows: list[dict]) -> None:
@@ -197,14 +170,15 @@ def main(arguments: list[str] | None = None) -> None:
     if args.memory_of:
         measure_memory(args)
         return
-    about, rows = environment(args), []
+    about = {**about_machine(), "threads": args.threads, "dtype": args.dtype}
+    rows: list[dict] = []
     args.output.parent.mkdir(parents=True, exist_ok=True)
     for name in args.models:
         model = load(name, args)
-        check(model)
+        check_lossless(model)
         for length in args.lengths:
             for chunk in (chunk for chunk in args.chunks if chunk < length):
-                case = [{"length": length, "chunk": chunk, "cache": cache} for cache in caches(model)]
+                case = [{"length": length, "chunk": chunk, "cache": cache} for cache in caches(model, length)]
                 case = case if args.no_time else time_prompts(model, length, chunk, args)
                 for row in case:
                     row["model"] = name

@@ -77,3 +77,14 @@ def test_a_model_that_is_not_there_is_said(script, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(module.FOLDERS, "smollm2", tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match="make models"):
         module.load_model("smollm2", torch.float32, layers=1)
+
+
+def test_prompts_of_all_caches(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    module, output = script("prompt_cpu"), tmp_path / "prompt_cpu.jsonl"
+    options = ["--models", str(module.TINY), "--lengths", "90", "--chunks", "0", "40", "--repeats", "1"]
+    module.main([*options, "--threads", "1", "--no-memory", "--output", str(output)])
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    names = {"DynamicCache", "StaticCache", "DiffKV balanced", "DiffKV paper"}
+    assert {(row["cache"], row["chunk"]) for row in rows} == {(name, chunk) for name in names for chunk in (0, 40)}
+    assert all(row["ms"] > 0 and row["threads"] == 1 for row in rows)
+    assert "| tiny-lm | 90 | 40 | StaticCache |" in capsys.readouterr().out
