@@ -1,19 +1,16 @@
-"""HTML of what the user sees: messages, figures, and the text coloured by level."""
+"""HTML of what the user sees: messages and figures; the text coloured by level is `hf_diffkv.plot`'s."""
 
 from __future__ import annotations
 
-import itertools
 from html import escape
 
 from generation import Result, Side
 
-from hf_diffkv.report import LEVELS
+from hf_diffkv.plot import ColouredText
+from hf_diffkv.plot.palette import LEVELS
+from hf_diffkv.report import level_counts
 
-# by the code that `DiffKVCache.levels` gives
-NAMES = {2: "high", 1: "low", 3: "window", 0: "pruned"}
-INK = {"high": "#ffffff", "low": "#0b2a3f", "window": "#3d2600", "pruned": "#6b7280"}
-CSS = (
-    """
+CSS = """
 .message { padding: .55em .9em; border-radius: 8px; background: var(--block-background-fill); }
 .message[role=alert] { background: #fde8e8; color: #8a1c1c; border-left: 4px solid #c53030; }
 .figures, .figures tr { border: 0 !important; }
@@ -21,16 +18,9 @@ CSS = (
 .figures th, .figures td { text-align: left; padding: .35em .8em; border: 0 !important;
   border-bottom: 1px solid var(--border-color-primary) !important; }
 .figures .bar { height: 8px; border-radius: 4px; margin-top: .25em; min-width: 2px; }
-.legend { display: flex; flex-wrap: wrap; gap: .5em; margin-bottom: .6em; }
-.legend .level { padding: .15em .7em; border-radius: 999px; font-size: .9em; }
-.levels { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85em; line-height: 1.55;
-  column-width: 30em; margin: 0; padding: .8em; border: 1px solid var(--border-color-primary); border-radius: 8px; }
+.levels { column-width: 28em; }
 .plain textarea { font-family: var(--font-mono); }
-.levels .answer { outline: 2px solid #d35400; }
 """
-    + "\n".join(f".level.{name} {{ background: {color}; color: {INK[name]}; }}" for name, color in LEVELS.items())
-    + "\n.levels .pruned { text-decoration: line-through; }"
-)
 
 
 def message(text: str, error: bool = False) -> str:
@@ -80,24 +70,5 @@ def coloured_text(result: Result | None, layer_idx: int, head: int) -> str:
     levels = result.levels[layer_idx]
     if head >= levels.shape[0]:
         return message(f"Layer {layer_idx} has {levels.shape[0]} KV heads; choose one of them.", error=True)
-    codes = levels[head].tolist()
-    runs = itertools.groupby(range(len(codes)), key=lambda i: (codes[i], i >= result.prompt_tokens))
-    spans = [_span(NAMES[code], list(indices), answer, result.pieces) for (code, answer), indices in runs]
     place = f"layer {layer_idx}, KV head {head}"
-    return f'{_legend(codes)}<pre class="levels" aria-label="{place}">{"".join(spans)}</pre>'
-
-
-def _span(name: str, indices: list[int], answer: bool, pieces: list[str]) -> str:
-    text = escape("".join(pieces[indices[0] : indices[-1] + 1])).replace("\n", "↵\n")
-    part = "generated" if answer else "prompt"
-    title = f"{name}, {part}, tokens {indices[0]} to {indices[-1]}"
-    return f'<span class="level {name}{" answer" if answer else ""}" title="{title}">{text}</span>'
-
-
-def _legend(codes: list[int]) -> str:
-    counts = {name: codes.count(code) for code, name in NAMES.items()}
-    chips = [
-        f'<span class="level {name}">{name}: {count:,} ({count / len(codes):.0%})</span>'
-        for name, count in counts.items()
-    ]
-    return f'<div class="legend">{"".join(chips)}<span>framed: generated</span></div>'
+    return ColouredText(result.pieces, level_counts(levels[head : head + 1]), place, result.prompt_tokens).html()
