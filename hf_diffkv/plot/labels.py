@@ -57,6 +57,7 @@ def place(axis: Axes, marks: Sequence[tuple[float, float, str, str]], fontsize: 
             color=INK,
             arrowprops=line if max(abs(right), abs(up)) > LEADS else None,
             in_layout=False,
+            annotation_clip=False,
         )
 
 

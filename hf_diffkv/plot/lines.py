@@ -102,7 +102,7 @@ def _drawn(
         axis.set(**{"ylim": (0, None), "xlim": (0, None), **settings})
         axis.xaxis.set_major_formatter("{x:,.0f}")
         axis.yaxis.set_major_formatter("{x:,.4g}")
-        axis.xaxis.set_major_locator(_locator(settings))
+        axis.xaxis.set_major_locator(_locator(settings, 4 if columns > 1 else 8))
     shown = {name: handles[name] for name in styles if name in handles}
     figure.legend(
         shown.values(),
@@ -116,7 +116,7 @@ def _drawn(
     return Picture(figure)
 
 
-def _locator(settings: dict[str, Any]) -> Any:
+def _locator(settings: dict[str, Any], most: int) -> Any:
     from matplotlib.ticker import LogLocator, MaxNLocator
 
-    return LogLocator(subs=(1, 2, 5)) if settings.get("xscale") == "log" else MaxNLocator(4, steps=(1, 2, 5, 10))
+    return LogLocator(subs=(1, 2, 5)) if settings.get("xscale") == "log" else MaxNLocator(most, steps=(1, 2, 5, 10))
