@@ -11,7 +11,7 @@ REPLACEMENT = "\ufffd"
 def pieces_of_text(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:
     """Ids of a text's tokens, and the part of the text that each stands for, so that the parts make up the text.
 
-    A character of several tokens stands with its last one. Tokenizers that do not know where their tokens stand in the
+    A character of several tokens stands with one of them. Tokenizers that do not know where their tokens stand in the
     text are asked for the text of each.
     """
     encoded = tokenizer(text, return_offsets_mapping=tokenizer.is_fast, verbose=False)

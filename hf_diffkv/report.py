@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .integration.cache import DiffKVCache
 
 # codes of `DiffKVCache.levels`
-LEVELS = {"high": HIGH_LEVEL, "low": LOW_LEVEL, "window": WINDOW_LEVEL, "pruned": PRUNED_LEVEL}
+LEVEL_CODES = {"high": HIGH_LEVEL, "low": LOW_LEVEL, "window": WINDOW_LEVEL, "pruned": PRUNED_LEVEL}
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def memory_report(cache: DiffKVCache) -> MemoryReport:
         compressed_dense_bytes=dense,
         other_bytes=other,
         payload_bytes=held_payload + other,
-        tokens={name: sum(sum(getattr(layer, name)) for layer in layers) for name in LEVELS},
+        tokens={name: sum(sum(getattr(layer, name)) for layer in layers) for name in LEVEL_CODES},
         layers=tuple(layers),
         num_layers=len(cache.layers),
         thresholds=tuple(
@@ -144,7 +144,7 @@ def level_counts(levels: torch.Tensor) -> dict[str, list[int]]:
     Args:
         levels: int8 [heads, tokens], as of `DiffKVCache.levels` of one request.
     """
-    return {name: (levels == code).sum(0).tolist() for name, code in LEVELS.items()}
+    return {name: (levels == code).sum(0).tolist() for name, code in LEVEL_CODES.items()}
 
 
 def levels_of_request(

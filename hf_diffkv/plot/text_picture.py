@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import unicodedata
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -47,25 +49,35 @@ def draw(shown: ColouredText) -> Picture:
 
 
 def _parts(shown: ColouredText) -> Iterator[tuple[int, int, int, str, Run]]:
-    """Line, column, cells, text and run of each stretch of one colour on one line."""
-    line = column = 0
+    """Line, column, cells, text and run of each stretch of one colour on one line. A line's end is an empty cell."""
+    places = _places("".join(shown.pieces))
     for run in shown.runs():
-        text, start = "", column
-        for character in "".join(shown.pieces[run.start : run.stop]):
-            wide = _cells(character)
-            if character == "\n" or column + wide > COLUMNS:
-                # an empty line shows its colour too
-                if text or character == "\n":
-                    yield line, start, max(column - start, 1), text, run
-                line, column, text, start = line + 1, 0, "", 0
-                if character == "\n":
-                    continue
-            text, column = text + (" " if character == "\t" else character), column + wide
-        if text:
-            yield line, start, column - start, text, run
+        characters = "".join(shown.pieces[run.start : run.stop])
+        placed = [(*next(places), character) for character in characters]
+        for line, members in itertools.groupby(placed, key=lambda place: place[0]):
+            stretch = list(members)
+            text = "".join(" " if character in "\n\t" else character for _, _, character in stretch)
+            column = stretch[0][1]
+            yield line, column, min(sum(map(_cells, text)), COLUMNS - column), text, run
+
+
+def _places(text: str) -> Iterator[tuple[int, int]]:
+    """Line and column of each character; words are kept whole where they fit a line."""
+    line = column = 0
+    for word in re.findall(r"\n|[^\S\n]+|\S+", text):
+        width = sum(map(_cells, word))
+        if word.strip() and column and column + width > COLUMNS >= width:
+            line, column = line + 1, 0
+        for character in word:
+            if character != "\n" and column + _cells(character) > COLUMNS:
+                line, column = line + 1, 0
+            yield line, column
+            line, column = (line + 1, 0) if character == "\n" else (line, column + _cells(character))
 
 
 def _cells(character: str) -> int:
+    if character == "\t":
+        return 1
     if unicodedata.combining(character) or unicodedata.category(character) in ("Cc", "Cf"):
         return 0
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1

@@ -97,10 +97,20 @@ def test_a_page_and_a_picture_are_saved(ran: tuple, tmp_path: Path) -> None:
 def test_a_picture_wraps_and_keeps_each_character_in_its_cell() -> None:
     from hf_diffkv.plot.text_picture import COLUMNS, _parts
 
-    pieces = ["a" * (COLUMNS - 1), "漢", "é\n", "\n", "b"]
-    shown = plot.ColouredText(pieces, {"high": [1, 0, 1, 0, 1], "low": [0, 1, 0, 1, 0]}, "")
+    pieces = ["a" * (COLUMNS - 1), "漢", "é\n", "\n", "b\t", "c" * 97, " ", "dd", "d e"]
+    counts = [index % 2 for index in range(len(pieces))]
+    shown = plot.ColouredText(pieces, {"high": counts, "low": [1 - count for count in counts]}, "")
     found = [(line, column, cells, text) for line, column, cells, text, _ in _parts(shown)]
-    assert found == [(0, 0, 99, "a" * 99), (1, 0, 2, "漢"), (1, 2, 1, "é"), (2, 0, 1, ""), (3, 0, 1, "b")]
+    # the first word is too long for a line, the last one goes to the next
+    start = [
+        (0, 0, 99, "a" * 99),
+        (1, 0, 2, "漢"),
+        (1, 2, 2, "é "),
+        (2, 0, 1, " "),
+        (3, 0, 2, "b "),
+        (3, 2, 97, "c" * 97),
+    ]
+    assert found == [*start, (3, 99, 1, " "), (4, 0, 2, "dd"), (4, 2, 3, "d e")]
     with pytest.raises(ValueError, match="save it as .html"):
         plot.ColouredText(["\n"] * 600, {"high": [1] * 600}, "").save("text.png")
 
