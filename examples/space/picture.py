@@ -7,9 +7,10 @@ from html import escape
 from generation import Result, Side
 
 from hf_diffkv.plot import ColouredText
-from hf_diffkv.plot.palette import LEVELS
+from hf_diffkv.plot.palette import EDGE, style_of
 from hf_diffkv.report import level_counts
 
+BLUE = style_of("DiffKV").colour
 CSS = """
 .message { padding: .55em .9em; border-radius: 8px; background: var(--block-background-fill); }
 .message[role=alert] { background: #fde8e8; color: #8a1c1c; border-left: 4px solid #c53030; }
@@ -33,8 +34,8 @@ def figures(result: Result) -> str:
     payload = memory.payload_bytes
     whole = max(1, dense.cache_bytes)
     rows = [
-        ("cache, real bytes", _bytes(dense.cache_bytes, whole), _bytes(compressed.cache_bytes, whole)),
-        ("cache, payload only", _bytes(dense.cache_bytes, whole), _bytes(payload, whole)),
+        ("cache, real bytes", _bytes(dense.cache_bytes, whole, EDGE), _bytes(compressed.cache_bytes, whole, BLUE)),
+        ("cache, payload only", _bytes(dense.cache_bytes, whole, EDGE), _bytes(payload, whole, BLUE)),
         ("prompt", f"{dense.prompt_seconds:.2f} s", f"{compressed.prompt_seconds:.2f} s"),
         ("decoding", _rate(dense), _rate(compressed)),
     ]
@@ -44,9 +45,9 @@ def figures(result: Result) -> str:
     return f'<table class="figures">{head}{body}{last}</table>'
 
 
-def _bytes(count: int, whole: int) -> str:
+def _bytes(count: int, whole: int, colour: str) -> str:
     share = count / whole
-    bar = f'<div class="bar" style="width:{min(1, share):.1%};background:{LEVELS["low"]}"></div>'
+    bar = f'<div class="bar" style="width:{min(1, share):.1%};background:{colour}"></div>'
     return f"{count / 1e6:,.2f} MB ({share:.1%}){bar}"
 
 
