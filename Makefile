@@ -86,7 +86,7 @@ format: $(READY)
 
 # The documentation as a site, into build/site; a link that leads nowhere is an error.
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 demo: demo-$(MODEL)
 
