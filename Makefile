@@ -21,7 +21,7 @@ RECALL_KEYS := sky tin jar hen red fox oak
 # kvpress pins an older Transformers, so it has an environment of its own
 KVPRESS := build/envs/kvpress
 
-.PHONY: setup native native-sanitize wheel models kvpress evaluate test test-all check format demo demo-smollm2 demo-tiny-lm space \
+.PHONY: setup native native-sanitize wheel models kvpress evaluate test test-all check format docs demo demo-smollm2 demo-tiny-lm space \
 	compile-kernels bench-cpu test-gpu bench-gpu train-tiny-lm clean
 
 setup: $(READY)
@@ -89,6 +89,10 @@ check: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The documentation as a site, into build/site; a link that leads nowhere is an error.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 demo: demo-$(MODEL)
 

@@ -11,11 +11,12 @@ from .config import DiffKVConfig, Precision
 from .import_hook import register, unregister
 
 if TYPE_CHECKING:
+    from . import plot
     from .integration.cache import DiffKVCache
     from .integration.errors import HandOverError, UnsupportedModelError
     from .integration.usage import CacheInUseError
     from .prefixes import PrefixStore
-    from .report import MemoryReport, plot_levels
+    from .report import MemoryReport
     from .snapshot import CacheFileError
     from .store.read import IntegrityError
 
@@ -31,7 +32,7 @@ __all__ = [
     "Precision",
     "PrefixStore",
     "UnsupportedModelError",
-    "plot_levels",
+    "plot",
     "register",
     "unregister",
 ]
@@ -46,11 +47,12 @@ _LAZY = {
     "MemoryReport": "report",
     "PrefixStore": "prefixes",
     "UnsupportedModelError": "integration.errors",
-    "plot_levels": "report",
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name == "plot":
+        return importlib.import_module(".plot", __name__)
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)

@@ -21,12 +21,12 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer
 from transformers.utils import logging
 
+from . import plot
 from .chat import Talk
 from .config import DiffKVConfig
 from .integration.cache import DiffKVCache
 from .integration.errors import HandOverError
 from .peak import PeakMemory
-from .report import plot_levels
 
 DYNAMIC, DIFFKV = "DynamicCache", "DiffKV"
 # What a user can cause; anything else is a defect and keeps its traceback.
@@ -223,7 +223,7 @@ def _held(cache: Any, job: Job) -> tuple[dict[str, Any], str | None]:
     note = None
     if job.picture:
         try:
-            plot_levels(cache, job.picture)
+            plot.levels(cache).save(job.picture)
         except ImportError as error:
             note = f"no picture: {error}"
     held = {

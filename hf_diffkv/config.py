@@ -198,7 +198,7 @@ class DiffKVConfig:
         """
         from .presets import preset_for, preset_within
 
-        model_config = model if hasattr(model, "get_text_config") else getattr(model, "config", model)
+        model_config = configuration_of(model)
         cls._check_names(kwargs)
         chosen = preset_for(model_config, kwargs)
         if target_ratio is not None:
@@ -304,6 +304,11 @@ class DiffKVConfig:
             ValueError: the file is no configuration.
         """
         return config_files.read(cls, name, **kwargs)
+
+
+def configuration_of(model: Any) -> Any:
+    """The `PretrainedConfig` of a Transformers model; anything else, a configuration above all, as it is."""
+    return model if hasattr(model, "get_text_config") else getattr(model, "config", model)
 
 
 def _as_threshold(name: str, value: Any) -> Threshold:

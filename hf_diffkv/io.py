@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save_file
 
-from .config import DiffKVConfig
+from .config import DiffKVConfig, configuration_of
 from .snapshot import (
     CacheFileError,
     Snapshot,
@@ -64,26 +64,29 @@ def load_cache(
     model: Any,
     parallel: TensorParallel,
     devices: dict[int, torch.device],
+    other_device: torch.device,
 ) -> DiffKVCache:
     """Reads what `save_cache` wrote.
 
     Args:
+        model: a model, or its configuration: then the weights are not compared.
         parallel: the model's ranks.
-        devices: of its layers; `model.device` for those that are not named.
+        devices: of its layers. other_device: of those that are not named.
 
     Raises:
         FileNotFoundError: there is no saved cache.
         CacheFileError: the files are damaged, newer than this version, or belong to another model.
     """
     folder = Path(save_directory)
-    snapshot = load_snapshot(folder, parallel, torch.device("cpu") if devices else model.device)
-    if snapshot.content["model"] != model_fingerprint(model.config):
+    snapshot = load_snapshot(folder, parallel, torch.device("cpu") if devices else other_device)
+    model_config = configuration_of(model)
+    if snapshot.content["model"] != model_fingerprint(model_config):
         raise CacheFileError(f"{folder} was saved with another model configuration; load it with the model it is of.")
     weights = snapshot.content["weights"]
-    if weights is not None and weights != weights_fingerprint(model):
+    if weights is not None and model is not model_config and weights != weights_fingerprint(model):
         raise CacheFileError(f"{folder} was saved with other model weights; load it with the model it is of.")
     try:
-        cache = restore_snapshot(cache_class, snapshot, model, devices)
+        cache = restore_snapshot(cache_class, snapshot, model, devices, other_device)
     except CacheFileError as error:
         raise CacheFileError(f"{folder}: {error}") from error
     cache.check_integrity()

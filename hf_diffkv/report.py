@@ -1,19 +1,20 @@
-"""What a cache holds: bytes, tokens per level, and a picture of it."""
+"""What a cache holds: bytes, and tokens per level."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import torch
+
+from .policy import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL
 from .store import Store, payload
 
 if TYPE_CHECKING:
     from .integration.cache import DiffKVCache
 
-# colour of each level in plots, in stacking order
-LEVELS = {"high": "#1b4f72", "low": "#5dade2", "window": "#f5b041", "pruned": "#d5d8dc"}
-MAX_BARS = 64
+# codes of `DiffKVCache.levels`
+LEVEL_CODES = {"high": HIGH_LEVEL, "low": LOW_LEVEL, "window": WINDOW_LEVEL, "pruned": PRUNED_LEVEL}
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def memory_report(cache: DiffKVCache) -> MemoryReport:
         compressed_dense_bytes=dense,
         other_bytes=other,
         payload_bytes=held_payload + other,
-        tokens={name: sum(sum(getattr(layer, name)) for layer in layers) for name in LEVELS},
+        tokens={name: sum(sum(getattr(layer, name)) for layer in layers) for name in LEVEL_CODES},
         layers=tuple(layers),
         num_layers=len(cache.layers),
         thresholds=tuple(
@@ -135,6 +136,37 @@ def memory_report(cache: DiffKVCache) -> MemoryReport:
         if tightened
         else None,
     )
+
+
+def level_counts(levels: torch.Tensor) -> dict[str, list[int]]:
+    """How many heads have each token at each level; none has padding at any.
+
+    Args:
+        levels: int8 [heads, tokens], as of `DiffKVCache.levels` of one request.
+    """
+    return {name: (levels == code).sum(0).tolist() for name, code in LEVEL_CODES.items()}
+
+
+def levels_of_request(
+    cache: DiffKVCache, request: int = 0, layer_idx: int | None = None, head: int | None = None
+) -> torch.Tensor:
+    """int8 [heads, tokens] of a request: the levels of all heads, those of a layer, or of one head.
+
+    Raises:
+        ValueError: no such request, layer or head, a head without its layer, or the cache holds nothing yet.
+    """
+    if head is not None and layer_idx is None:
+        raise ValueError(f"head={head} needs layer_idx, the layer it is in.")
+    chosen = cache.compressed_layers() if layer_idx is None else [layer_idx]
+    if not chosen:
+        raise ValueError("no layer of this cache is compressed, so there are no levels.")
+    found = [cache.levels(index) for index in chosen]
+    if not 0 <= request < found[0].shape[0]:
+        raise ValueError(f"request={request} does not exist: the cache holds {found[0].shape[0]} requests.")
+    if head is not None and not 0 <= head < found[0].shape[1]:
+        raise ValueError(f"head={head} does not exist: layer {layer_idx} has {found[0].shape[1]} KV heads.")
+    rows = torch.cat([levels[request].cpu() for levels in found])
+    return rows if head is None else rows[head : head + 1]
 
 
 def _quotient(part: int, whole: int) -> float:
@@ -154,80 +186,3 @@ def _stock_bytes(cache: DiffKVCache) -> int:
         tensors = [value for value in vars(layer).values() if hasattr(value, "element_size")]
         total += sum(t.numel() * t.element_size() for t in tensors)
     return total
-
-
-def plot_levels(cache: DiffKVCache, path: str | Path, title: str | None = None) -> Path:
-    """Writes a PNG of what was kept: the shares of high, low, window and pruned tokens of every layer and KV head.
-
-    Few heads get a bar each; for more than `MAX_BARS` of them each level gets a map of layers and heads.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        ValueError: the cache holds nothing yet.
-    """
-    pyplot = _pyplot()
-    report = memory_report(cache)
-    if not report.layers:
-        raise ValueError("the cache holds nothing yet; generate with it first.")
-    heads = sum(len(layer.high) for layer in report.layers)
-    figure = _bars(pyplot, report) if heads <= MAX_BARS else _maps(pyplot, report)
-    figure.suptitle(title or _title(report))
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-    return Path(path)
-
-
-def _title(report: MemoryReport) -> str:
-    whole = f"{report.bytes / 1e6:,.2f} MB held, {report.ratio:.1%} of a dense cache"
-    if len(report.layers) == report.num_layers:
-        return whole
-    return f"{whole}\n{len(report.layers)} of {report.num_layers} layers compressed, to {report.compressed_ratio:.1%}"
-
-
-def _shares(layer: LayerReport) -> dict[str, list[float]]:
-    """Share of each level in the tokens a head has seen, one number per head."""
-    counts = {name: getattr(layer, name) for name in LEVELS}
-    totals = [max(1, sum(parts)) for parts in zip(*counts.values())]
-    return {name: [count / total for count, total in zip(counts[name], totals)] for name in LEVELS}
-
-
-def _bars(pyplot: Any, report: MemoryReport) -> Any:
-    labels = [f"{layer.layer_idx}.{head}" for layer in report.layers for head in range(len(layer.high))]
-    shares = [_shares(layer) for layer in report.layers]
-    figure, axis = pyplot.subplots(figsize=(8, max(2.5, 0.22 * len(labels) + 1.7)), layout="constrained")
-    left = [0.0] * len(labels)
-    for name, color in LEVELS.items():
-        widths = [share for layer in shares for share in layer[name]]
-        axis.barh(labels, widths, left=left, color=color, label=name)
-        left = [a + b for a, b in zip(left, widths)]
-    axis.set(xlim=(0, 1), xlabel="share of tokens seen", ylabel="layer.head")
-    axis.invert_yaxis()
-    figure.legend(loc="outside lower center", ncol=len(LEVELS), frameon=False)
-    return figure
-
-
-def _maps(pyplot: Any, report: MemoryReport) -> Any:
-    width = max(len(layer.high) for layer in report.layers)
-    shares = [_shares(layer) for layer in report.layers]
-    size = (max(8.0, 4 * (0.2 * width + 0.6)), min(40.0, max(3.0, 0.14 * len(shares) + 1.5)))
-    figure, axes = pyplot.subplots(1, len(LEVELS), figsize=size, sharey=True, layout="constrained")
-    for axis, name in zip(axes, LEVELS):
-        rows = [layer[name] + [float("nan")] * (width - len(layer[name])) for layer in shares]
-        image = axis.imshow(rows, vmin=0, vmax=1, cmap="viridis", aspect="auto", interpolation="nearest")
-        axis.set(title=name, xlabel="KV head")
-    step = max(1, len(shares) // 16)
-    ticks = range(0, len(shares), step)
-    axes[0].set(ylabel="layer", yticks=list(ticks), yticklabels=[report.layers[i].layer_idx for i in ticks])
-    figure.colorbar(image, ax=axes, label="share of tokens seen")
-    return figure
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise ImportError('plotting needs matplotlib: pip install "hf-diffkv[demo]"') from error
-    return pyplot

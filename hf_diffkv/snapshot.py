@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .config import DiffKVConfig
+from .config import DiffKVConfig, configuration_of
 from .memory import NULL_PAGE
 from .store import Store
 from .store.state import ROW_STATE
@@ -82,19 +82,25 @@ def take_snapshot(cache: DiffKVCache, weights: str | None = None) -> Snapshot:
 
 
 def restore_snapshot(
-    cache_class: type[DiffKVCache], snapshot: Snapshot, model: Any, devices: dict[int, torch.device]
+    cache_class: type[DiffKVCache],
+    snapshot: Snapshot,
+    model: Any,
+    devices: dict[int, torch.device],
+    other_device: torch.device,
 ) -> DiffKVCache:
     """A new cache of `model` that holds what the snapshot does, and shares no memory with it.
 
     Args:
-        devices: of the model's layers; `model.device` for those that are not named.
+        model: a model, or its configuration.
+        devices: of the model's layers. other_device: of those that are not named.
 
     Raises:
         CacheFileError: the snapshot holds layers that are not in this process, or pages of another format.
     """
     content, tensors = snapshot.content, snapshot.tensors
-    cache = cache_class(model.config, DiffKVConfig.from_dict(content["config"]))
-    cache.attach(model)
+    cache = cache_class(model, DiffKVConfig.from_dict(content["config"]))
+    if configuration_of(model) is not model:
+        cache.attach(model)
     # layers that were together may run on several devices now
     groups: dict[tuple[int, torch.device], list[tuple[int, int, int]]] = {}
     layers = cache.compressed_layers()
@@ -104,7 +110,7 @@ def restore_snapshot(
             "pipeline parallelism save and load with a folder for each rank."
         )
     for index, (store, slot, seen) in content["places"].items():
-        device = devices.get(layers[int(index)], model.device)
+        device = devices.get(layers[int(index)], other_device)
         groups.setdefault((store, device), []).append((int(index), slot, seen))
     for (number, device), places in groups.items():
         slots = [slot for _, slot, _ in places]
@@ -114,7 +120,7 @@ def restore_snapshot(
             cache.stores.assign(index, store, position)
             cache.layers[layers[index]].restore(seen)
     for layer_idx, described in content["stock_layers"].items():
-        device = devices.get(int(layer_idx), model.device)
+        device = devices.get(int(layer_idx), other_device)
         _restore_stock(cache.layers[int(layer_idx)], described, f"layer{layer_idx}", tensors, device)
     return cache
 

@@ -18,6 +18,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from hf_diffkv import plot
 from hf_diffkv.evaluation.environment import describe_environment
 from hf_diffkv.evaluation.models import resolve_model
 from hf_diffkv.evaluation.tasks import get_task
@@ -89,40 +90,20 @@ def critical_share(received: np.ndarray) -> float:
 
 def plot_spread(lines: list[dict[str, Any]], path: Path) -> None:
     """Ratio of the 95th to the 5th percentile within each head, by layer: significance against value norms."""
-    plt = _pyplot()
-    figure, axes = plt.subplots(figsize=(7.5, 4), layout="constrained")
-    for name, title, colour in (("significance", "significance", "#1b4f72"), ("value_norm", "value norm", "#b9770e")):
-        points = [(line["layer"], line[name][4] / max(line[name][0], 1e-12)) for line in lines]
-        axes.scatter(*zip(*points), s=9, alpha=0.6, color=colour, label=title)
-    axes.set(xlabel="layer", ylabel="95th / 5th percentile of a head's tokens", yscale="log")
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    groups = {
+        title: [(line["layer"], line[name][4] / max(line[name][0], 1e-12)) for line in lines]
+        for name, title in (("significance", "significance"), ("value_norm", "value norm"))
+    }
+    plot.by_layer(groups, "95th / 5th percentile of a head's tokens", logarithmic=True).save(path)
 
 
 def plot_critical(lines: list[dict[str, Any]], path: Path) -> None:
     """Share of critical tokens of every head by layer, a colour for each prompt."""
-    plt = _pyplot()
-    figure, axes = plt.subplots(figsize=(7.5, 4), layout="constrained")
-    for task in dict.fromkeys(line["task"] for line in lines):
-        points = [(line["layer"], 100 * line["critical"]) for line in lines if line["task"] == task]
-        axes.scatter(*zip(*points), s=12, alpha=0.6, label=task)
-    axes.set(xlabel="layer", ylabel=f"tokens that hold {COVERED:.0%} of a head's significance, %")
-    axes.set_ylim(0, 100)
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    return plt
+    groups = {
+        task: [(line["layer"], 100 * line["critical"]) for line in lines if line["task"] == task]
+        for task in dict.fromkeys(line["task"] for line in lines)
+    }
+    plot.by_layer(groups, f"tokens that hold {COVERED:.0%} of a head's significance, %").save(path)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_diffkv import DiffKVCache, DiffKVConfig, MemoryReport
 from hf_diffkv.agreement import Agreement
 from hf_diffkv.compare import EXPECTED
+from hf_diffkv.pieces import pieces_of_ids, pieces_of_text
 
 REFRESH_SECONDS = 0.1
 
@@ -120,18 +121,13 @@ class Generator:
             config = DiffKVConfig(**fields)
         except ValueError as error:
             raise InputError(str(error)) from error
-        encoded = self.tokenizer(prompt, return_tensors="pt", return_offsets_mapping=True)
-        ids, ends = encoded["input_ids"], encoded["offset_mapping"][0, :, 1].tolist()
-        if self.limit is not None and ids.shape[1] + max_new_tokens > self.limit:
+        ids, pieces = pieces_of_text(self.tokenizer, prompt)
+        if self.limit is not None and len(ids) + max_new_tokens > self.limit:
             raise InputError(
-                f"The prompt has {ids.shape[1]:,} tokens and {max_new_tokens} are to be generated, but the model takes "
+                f"The prompt has {len(ids):,} tokens and {max_new_tokens} are to be generated, but the model takes "
                 f"{self.limit:,} together; shorten the prompt or lower tokens."
             )
-        starts = [0]
-        for end in ends:
-            starts.append(max(end, starts[-1]))
-        pieces = [prompt[start:end] for start, end in zip(starts, starts[1:])]
-        return Task(ids.to(self.model.device), pieces, max_new_tokens, config)
+        return Task(torch.tensor([ids], device=self.model.device), pieces, max_new_tokens, config)
 
     def run(self, task: Task) -> Iterator[tuple[Side, Side, Result | None]]:
         """Both runs, one after the other so that neither slows the other down; the last item carries the result.
@@ -153,7 +149,7 @@ class Generator:
             raise InputError(" ".join(str(error).split()) or type(error).__name__) from error
         memory = cache.memory()
         compressed.cache_bytes = memory.bytes
-        pieces = task.pieces + self._pieces(compressed.tokens[:-1])
+        pieces = task.pieces + pieces_of_ids(self.tokenizer, compressed.tokens[:-1], skip_special_tokens=True)
         levels = {layer_idx: cache.levels(layer_idx)[0].cpu() for layer_idx in cache.compressed_layers()}
         agreement = Agreement.of([compressed.tokens], [dense.tokens])
         yield dense, compressed, Result(dense, compressed, agreement, memory, pieces, len(task.pieces), levels)
@@ -173,11 +169,6 @@ class Generator:
 
     def _decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
-
-    def _pieces(self, tokens: list[int]) -> list[str]:
-        """Text of each token. A character made of several tokens belongs to the last of them."""
-        texts = [self._decode(tokens[:count]).rstrip("\ufffd") for count in range(len(tokens) + 1)]
-        return [text[len(before) :] for before, text in zip(texts, texts[1:])]
 
 
 def _tensor_bytes(cache: DynamicCache) -> int:

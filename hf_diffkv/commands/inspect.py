@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..evaluation.models import resolve_model
+from ..plot.palette import LEVELS, PAPER, TERMINAL, ink_on
 from .console import colours, megabytes, paragraph, progress, table
 from .help import Command
 from .models import load_tokenizer, position_limit, supported_config
@@ -28,14 +29,9 @@ from .options import (
 if TYPE_CHECKING:
     from ..integration.cache import DiffKVCache
 
-LEVELS = ("pruned", "low", "high", "window")
-STYLES = {
-    "pruned": {"fg": "bright_black", "strikethrough": True},
-    "low": {"fg": "cyan"},
-    "high": {"fg": "blue", "bold": True},
-    "window": {"fg": "yellow"},
-}
 WORDS = 12
+# of the 256 colours
+WHITE, BLACK = 231, 16
 
 
 @click.command(
@@ -114,20 +110,16 @@ def _layer_text(found: dict[str, Any]) -> str:
 
 def _tokens(options: SimpleNamespace, text: str, limit: int | None) -> tuple[list[int], list[str]]:
     """Ids of the tokens and their text."""
-    tokenizer = load_tokenizer(options.model)
-    encoded = tokenizer(text, return_offsets_mapping=tokenizer.is_fast, verbose=False)
-    ids = encoded["input_ids"]
+    from ..pieces import pieces_of_text
+
+    ids, pieces = pieces_of_text(load_tokenizer(options.model), text)
     if not ids:
         raise click.UsageError("the prompt has no tokens; there is nothing to look at.")
     if limit is not None and len(ids) > limit:
         raise click.UsageError(
             f"the prompt has {len(ids)} tokens, but the model's max_position_embeddings is {limit}; shorten it."
         )
-    if not tokenizer.is_fast:
-        return ids, [tokenizer.decode([token]) for token in ids]
-    # a character of several tokens stands with its last one
-    ends = [0, *(end for _, end in encoded["offset_mapping"])]
-    return ids, [text[max(ends[: i + 1]) : end] for i, end in enumerate(ends[1:])]
+    return ids, pieces
 
 
 def _run(options: SimpleNamespace, config: Any, ids: list[int]) -> DiffKVCache:
@@ -152,13 +144,10 @@ def _kept(cache: DiffKVCache, pieces: list[str]) -> dict[str, Any]:
     """Memory, and how many heads have each token at each level."""
     import dataclasses
 
+    from ..report import level_counts, levels_of_request
+
     memory = cache.memory()
-    counts: dict[str, Any] = dict.fromkeys(LEVELS, 0)
-    for layer_idx in cache.compressed_layers():
-        levels = cache.levels(layer_idx)[0]
-        for code, name in enumerate(LEVELS):
-            counts[name] = counts[name] + (levels == code).sum(0)
-    lists = {name: count.tolist() for name, count in counts.items()} if cache.compressed_layers() else {}
+    lists = level_counts(levels_of_request(cache)) if cache.compressed_layers() else {}
     return {
         "bytes": memory.bytes,
         "dense_bytes": memory.dense_bytes,
@@ -190,9 +179,9 @@ def level_table(memory: Any) -> str:
     """Share of each level in the tokens of every compressed layer, over its heads."""
     rows = []
     for layer in memory.layers:
-        counts = [sum(getattr(layer, name)) for name in ("high", "low", "window", "pruned")]
+        counts = [sum(getattr(layer, name)) for name in LEVELS]
         rows.append((f"layer {layer.layer_idx}", *(f"{count / max(1, sum(counts)):.0%}" for count in counts)))
-    return table(("", "high", "low", "window", "pruned"), rows)
+    return table(("", *LEVELS), rows)
 
 
 def _level_of(token: dict[str, Any]) -> str:
@@ -201,10 +190,19 @@ def _level_of(token: dict[str, Any]) -> str:
 
 
 def _coloured(tokens: list[dict[str, Any]]) -> str:
-    legend = "  ".join(click.style(name, **STYLES[name]) for name in ("high", "low", "window", "pruned"))
+    legend = "  ".join(_in_colour(f" {name} ", name) for name in LEVELS)
     runs = groupby(tokens, _level_of)
-    text = "".join(click.style("".join(token["text"] for token in run), **STYLES[name]) for name, run in runs)
+    text = "".join(_in_colour("".join(token["text"] for token in run), name) for name, run in runs)
     return f"Coloured by the level of most heads:\n{legend}\n\n{text}"
+
+
+def _in_colour(text: str, level: str) -> str:
+    """Line by line, as terminals fill the rest of a line that ends in a colour."""
+    look = {
+        "bg": TERMINAL[level],
+        "fg": WHITE if ink_on(LEVELS[level]) == PAPER else BLACK,
+    }
+    return "\n".join(click.style(line, **look) if line else "" for line in text.split("\n"))
 
 
 def _extremes(tokens: list[dict[str, Any]]) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ..config import DiffKVConfig
+from ..config import DiffKVConfig, configuration_of
 from ..io import load_cache, save_cache
 from ..report import MemoryReport, memory_report
 from ..snapshot import model_fingerprint
@@ -45,8 +45,7 @@ class DiffKVCache(Cache):
     """
 
     def __init__(self, model_config: Any, config: DiffKVConfig | Mapping | None = None, **kwargs: Any) -> None:
-        if hasattr(getattr(model_config, "config", None), "get_text_config"):
-            model_config = model_config.config
+        model_config = configuration_of(model_config)
         check_model_config(model_config)
         text_config = model_config.get_text_config(decoder=True)
         self.model_fingerprint = model_fingerprint(model_config)
@@ -209,16 +208,33 @@ class DiffKVCache(Cache):
         save_cache(self, save_directory, model)
 
     @classmethod
-    def from_pretrained(cls, save_directory: str | os.PathLike, model: Any) -> DiffKVCache:
-        """Reads what `save_pretrained` wrote, onto the devices of the model's layers.
+    def from_pretrained(
+        cls, save_directory: str | os.PathLike, model: Any, *, device: torch.device | str | None = None
+    ) -> DiffKVCache:
+        """Reads what `save_pretrained` wrote.
+
+        Args:
+            model: the model, onto the devices of whose layers the cache is read; or its `PretrainedConfig`, where there
+                is no model yet: its weights are not compared then.
+            device: with a configuration, where to; None takes the CPU.
 
         Raises:
             FileNotFoundError: there is no saved cache.
             CacheFileError: the files are damaged, newer than this version, or belong to another model.
-            ValueError: `model` is not a model.
+            UnsupportedModelError: a configuration that this cache cannot work with.
+            ValueError: `model` is neither, or a `device` is given beside a model.
         """
-        config_of(model)
-        return load_cache(cls, save_directory, model, TensorParallel.of(model), layer_devices(model))
+        model_config = configuration_of(model)
+        check_model_config(model_config)
+        if model is model_config:
+            place = torch.device("cpu" if device is None else device)
+            return load_cache(cls, save_directory, model, TensorParallel(), {}, place)
+        if device is not None:
+            raise ValueError(
+                f"device={device} is given beside a model, whose layers say where the cache goes; leave it."
+            )
+        parallel, devices = TensorParallel.of(model), layer_devices(model)
+        return load_cache(cls, save_directory, model, parallel, devices, model.device)
 
     def fork(self, n: int) -> list[DiffKVCache]:
         """`n` caches that continue from the same tokens and share this one's memory until they change.
@@ -362,9 +378,10 @@ def _check_croppable(layer: Any, tokens_to_remove: int) -> None:
 
 def config_of(model: Any) -> Any:
     """The configuration of `model`. Raises `ValueError` where it is not a model."""
-    if not hasattr(getattr(model, "config", None), "get_text_config"):
+    model_config = configuration_of(model)
+    if model_config is model or not hasattr(model_config, "get_text_config"):
         raise ValueError(f"model is a {type(model).__name__}; pass the model itself, not its configuration or name.")
-    return model.config
+    return model_config
 
 
 def resolve_config(model_config: Any, config: DiffKVConfig | Mapping | None, fields: dict[str, Any]) -> DiffKVConfig:

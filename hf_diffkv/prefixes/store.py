@@ -326,7 +326,9 @@ class PrefixStore:
                 snapshot = tier.get(name)
                 if not self._is_of(snapshot, ids):
                     continue
-                cache = restore_snapshot(DiffKVCache, snapshot, self.model, layer_devices(self.model))
+                cache = restore_snapshot(
+                    DiffKVCache, snapshot, self.model, layer_devices(self.model), self.model.device
+                )
             except (CacheFileError, FileNotFoundError) as error:
                 # another process may have removed it meanwhile
                 if tier.holds(name):

@@ -13,13 +13,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 
-from hf_diffkv import DiffKVCache, DiffKVConfig, compare, report
+from hf_diffkv import DiffKVCache, DiffKVConfig, compare
 from hf_diffkv.agreement import Agreement
 from hf_diffkv.cli import main
 from hf_diffkv.commands.comparison import comparison, run_summary, same_tokens, word_difference
 from hf_diffkv.compare import DIFFKV, DYNAMIC, Job, Run
 from hf_diffkv.evaluation.models import TINY_LM
 from hf_diffkv.peak import PeakMemory
+from hf_diffkv.plot.palette import LEVELS
 
 PROMPT_FILE = TINY_LM.parents[1] / "prompts" / "recall.txt"
 CONFIG = DiffKVConfig(alpha_high=2.0, alpha_low=0.5, window=32)
@@ -123,35 +124,13 @@ def check_bar_picture(path: Path, levels: dict[str, int]) -> None:
     colors = pytest.importorskip("matplotlib.colors")
     image = pytest.importorskip("matplotlib.image").imread(path)
     area = {}
-    for name, color in report.LEVELS.items():
+    for name, color in LEVELS.items():
         distance = abs(image[..., :3] - colors.to_rgb(color)).max(-1)
         area[name] = int((distance < 0.01).sum())
     for name, count in levels.items():
         assert count > 0
         # legend patches and rounding to pixels
         assert area[name] / sum(area.values()) == pytest.approx(count / sum(levels.values()), abs=0.02)
-
-
-def test_maps_of_many_heads_show_the_shares() -> None:
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    layers = [
-        report.LayerReport(0, high=(1, 2), low=(3, 2), window=(4, 4), pruned=(2, 2)),
-        report.LayerReport(5, high=(5,), low=(0,), window=(5,), pruned=(0,)),
-    ]
-    figure = report._maps(pyplot, report.MemoryReport(0, 0, 0, 0, {}, tuple(layers), num_layers=2))
-    nan = float("nan")
-    expected = [
-        [[0.1, 0.2], [0.5, nan]],
-        [[0.3, 0.2], [0.0, nan]],
-        [[0.4, 0.4], [0.5, nan]],
-        [[0.2, 0.2], [0.0, nan]],
-    ]
-    assert [axis.get_title() for axis in figure.axes[:4]] == ["high", "low", "window", "pruned"]
-    for axis, shares in zip(figure.axes[:4], expected):
-        drawn = torch.tensor(axis.images[0].get_array().filled(nan), dtype=torch.float64)
-        torch.testing.assert_close(drawn, torch.tensor(shares, dtype=torch.float64), equal_nan=True)
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["0", "5"]
-    pyplot.close(figure)
 
 
 def run_of(generated: list[list[int]], **changes) -> Run:

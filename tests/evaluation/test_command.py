@@ -83,7 +83,7 @@ def test_failures_are_retried_on_demand(tmp_path: Path, capsys: pytest.CaptureFi
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert evaluate(tmp_path) == 0
-    assert "no plots: plots need matplotlib: pip install matplotlib." in capsys.readouterr().out
+    assert 'no plots: plots need matplotlib: pip install "hf-diffkv[plot]"' in capsys.readouterr().out
     assert (tmp_path / "table.md").exists() and not list(tmp_path.glob("*.png"))
 
 

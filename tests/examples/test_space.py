@@ -303,17 +303,6 @@ def test_model_that_cannot_be_used_is_named(generation: Any, name: str) -> None:
         generation.Generator(name)
 
 
-def test_characters_of_several_tokens_appear_once(generation: Any) -> None:
-    generator = object.__new__(generation.Generator)
-
-    class Bytes:
-        def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
-            return bytes(tokens).decode(errors="replace")
-
-    generator.tokenizer = Bytes()
-    assert generator._pieces(list("aé€b".encode())) == ["a", "", "é", "", "", "€", "b"]
-
-
 def test_readme_carries_the_space_metadata() -> None:
     yaml = pytest.importorskip("yaml")
     metadata = yaml.safe_load((FOLDER / "README.md").read_text().split("---\n")[1])

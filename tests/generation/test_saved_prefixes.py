@@ -198,6 +198,33 @@ def test_flipped_bits_in_the_description(model: PreTrainedModel, saved: Path) ->
     assert not wrong, wrong[:10]
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_configuration_is_enough(name: str, tmp_path: Path) -> None:
+    model = model_of(name)
+    run = started(model, LENGTHS)
+    run.cache.save_pretrained(tmp_path, model)
+    loaded = DiffKVCache.from_pretrained(tmp_path, model.config)
+    assert_equal_contents(loaded, run.cache)
+    assert_equal_contents(DiffKVCache.from_pretrained(tmp_path, model.config, device="cpu"), run.cache)
+    # it goes on as the cache that was never saved does
+    again = run.on(loaded)
+    step = tokens(4, 3)
+    torch.testing.assert_close(again.steps(step), run.steps(step), rtol=0, atol=0)
+    assert_equal_contents(again.cache, run.cache)
+
+
+def test_a_configuration_of_another_model_is_refused(model: PreTrainedModel, saved: Path) -> None:
+    with pytest.raises(CacheFileError, match="another model configuration"):
+        DiffKVCache.from_pretrained(saved, model_of(num_hidden_layers=3).config)
+    for other in (None, "llama", DiffKVConfig()):
+        with pytest.raises(
+            ValueError, match=f"model_config is a {type(other).__name__}; pass the model's configuration"
+        ):
+            DiffKVCache.from_pretrained(saved, other)
+    with pytest.raises(ValueError, match="device=cpu is given beside a model"):
+        DiffKVCache.from_pretrained(saved, model, device="cpu")
+
+
 @pytest.mark.parametrize("content", ["", "{}", "[]", "null", '{"format_version": 1}', "\x00\x01"])
 def test_files_that_are_something_else(model: PreTrainedModel, saved: Path, content: str) -> None:
     (saved / JSON_NAME).write_text(content)

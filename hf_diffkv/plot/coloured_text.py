@@ -1,0 +1,165 @@
+"""The text itself, every token in the colour of its level."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .palette import EDGE, FRAME, INK, LEVELS, PAPER, ink_on, mixed
+
+if TYPE_CHECKING:
+    from ..integration.cache import DiffKVCache
+
+NEWLINE = "↵"
+BLOCK = (
+    "white-space:pre-wrap;overflow-wrap:anywhere;font-family:ui-monospace,monospace;font-size:.9em;line-height:1.6;"
+    f"background:{PAPER};color:{INK};margin:0;padding:.8em;border:1px solid {EDGE};border-radius:8px"
+)
+CHIP = "padding:.15em .7em;border-radius:999px;font-size:.9em"
+PAGE = '<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">\n'
+PAGE += '<meta name="color-scheme" content="light dark"><title>{title}</title>\n'
+PAGE += (
+    '<body style="font-family:system-ui,sans-serif;max-width:60em;margin:1em auto;padding:0 1em">\n{body}\n</html>\n'
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring tokens of one colour, `start` to `stop` - 1, and the shares of heads at each level."""
+
+    start: int
+    stop: int
+    shares: tuple[tuple[str, float], ...]
+    generated: bool
+
+    @property
+    def colour(self) -> str | None:
+        """None for padding, which has no level."""
+        return mixed(dict(self.shares)) if self.shares else None
+
+    @property
+    def said(self) -> str:
+        """The levels in words."""
+        return ", ".join(name if share == 1 else f"{name} {share:.0%}" for name, share in self.shares if share)
+
+
+@dataclass(frozen=True)
+class ColouredText:
+    """A text whose tokens have the colours of their levels; where heads differ, the mean colour. Notebooks show it.
+
+    Attributes:
+        pieces: text of each token.
+        counts: heads at each level, for each token.
+        title: what the levels are of.
+        generated_from: the first token that the model wrote.
+    """
+
+    pieces: Sequence[str]
+    counts: Mapping[str, Sequence[int]]
+    title: str
+    generated_from: int | None = None
+
+    def runs(self) -> Iterator[Run]:
+        """The text in its order, in runs of one colour."""
+        first = len(self.pieces) if self.generated_from is None else self.generated_from
+        for (shares, generated), tokens in itertools.groupby(
+            range(len(self.pieces)), key=lambda i: (self._shares(i), i >= first)
+        ):
+            members = list(tokens)
+            yield Run(members[0], members[-1] + 1, shares, generated)
+
+    def _shares(self, token: int) -> tuple[tuple[str, float], ...]:
+        heads = sum(counts[token] for counts in self.counts.values())
+        return tuple((name, counts[token] / heads) for name, counts in self.counts.items()) if heads else ()
+
+    def totals(self) -> dict[str, float]:
+        """Each level's share of all tokens and heads."""
+        sums = {name: sum(counts) for name, counts in self.counts.items()}
+        return {name: count / max(1, sum(sums.values())) for name, count in sums.items()}
+
+    def html(self) -> str:
+        """A legend and the text; all styles are in it, and the text is on white, so it can stand in any page."""
+        spans = "".join(self._span(run) for run in self.runs())
+        return f'{self._legend()}<pre class="levels" aria-label="{escape(self.title)}" style="{BLOCK}">{spans}</pre>'
+
+    def _span(self, run: Run) -> str:
+        text = escape("".join(self.pieces[run.start : run.stop])).replace("\n", f"{NEWLINE}\n")
+        names = "generated" if run.generated else "prompt"
+        title = f"{run.said or 'padding'}; {names}, tokens {run.start} to {run.stop - 1}"
+        only = [name for name, share in run.shares if share == 1]
+        look = f"background:{run.colour};color:{ink_on(run.colour)}" if run.colour else "opacity:.5"
+        look += f";outline:2px solid {FRAME}" * run.generated
+        kind = " ".join(("level", *(only or ["mixed"]), *(["generated"] if run.generated else [])))
+        return f'<span class="{kind}" style="{look}" title="{title}">{text}</span>'
+
+    def _legend(self) -> str:
+        chips = [
+            f'<span style="{CHIP};background:{colour};color:{ink_on(colour)}">{name} {self.totals()[name]:.0%}</span>'
+            for name, colour in LEVELS.items()
+        ]
+        more = [self.title] + ["framed: generated"] * (self.generated_from is not None)
+        notes = "".join(f"<span>{escape(note)}</span>" for note in more)
+        inner = "".join(chips) + notes
+        return f'<div style="display:flex;flex-wrap:wrap;gap:.5em;align-items:center;margin-bottom:.6em">{inner}</div>'
+
+    def _repr_html_(self) -> str:
+        return self.html()
+
+    def save(self, path: str | os.PathLike) -> Path:
+        """Writes a page (.html) or a picture (.png, .svg, .pdf).
+
+        Raises:
+            ImportError: a picture without matplotlib.
+            ValueError: a picture of too long a text.
+        """
+        path = Path(path)
+        if path.suffix == ".html":
+            path.write_text(PAGE.format(title=escape(self.title), body=self.html()), encoding="utf-8")
+            return path
+        from .text_picture import draw
+
+        return draw(self).save(path)
+
+
+def text(
+    cache: DiffKVCache,
+    tokens: Sequence[int] | Sequence[str] | Any,
+    tokenizer: Any = None,
+    *,
+    layer_idx: int | None = None,
+    head: int | None = None,
+    request: int = 0,
+    generated_from: int | None = None,
+) -> ColouredText:
+    """The text of a request, coloured by level: the mean over all heads, over those of a layer, or one head.
+
+    Args:
+        tokens: int64 [tokens] ids, as `generate()` returns them, or the text of each. Those that the cache has not
+            seen, such as the last one generated, are left out.
+        tokenizer: that of the model; needed for ids.
+        layer_idx, head: None for all.
+        generated_from: number of the prompt's tokens; those behind it are framed.
+
+    Raises:
+        ValueError: no such layer, head or request, an empty cache, fewer tokens than it has seen, or ids without a
+            tokenizer.
+    """
+    from ..pieces import pieces_of_ids
+    from ..report import level_counts, levels_of_request
+
+    levels = levels_of_request(cache, request, layer_idx, head)
+    seen, given = levels.shape[1], list(tokens.tolist() if hasattr(tokens, "tolist") else tokens)
+    if len(given) < seen:
+        raise ValueError(f"tokens has {len(given)} tokens, but the cache has seen {seen}; give all of them.")
+    if given and not isinstance(given[0], str):
+        if tokenizer is None:
+            raise ValueError("tokens are ids, whose text only a tokenizer knows; give tokenizer as well.")
+        given = pieces_of_ids(tokenizer, given[:seen])
+    place = "all layers and heads" if layer_idx is None else f"layer {layer_idx}"
+    place += "" if layer_idx is None else ", all KV heads" if head is None else f", KV head {head}"
+    return ColouredText(given[:seen], level_counts(levels), place, generated_from)

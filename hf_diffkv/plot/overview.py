@@ -1,0 +1,92 @@
+"""What a cache keeps in every layer and KV head."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .figure import LARGE, SIZE, SMALL, Picture, new_figure
+from .palette import EDGE, INK, LEVELS
+
+if TYPE_CHECKING:
+    from ..integration.cache import DiffKVCache
+    from ..report import LayerReport, MemoryReport
+
+# inches: of a row of heads at least and at most, of all rows where they are many, and of the picture's width
+ROW, ROWS = (0.05, 0.3), 8.0
+WIDTH = 8.0
+# part of its cell that a head's bar takes
+FILLED = (0.94, 0.8)
+TICKS = 16
+
+
+def levels(cache: DiffKVCache | MemoryReport, title: str | None = None) -> Picture:
+    """A row for each compressed layer, in it a bar for each KV head: the shares of high, low, window and pruned tokens.
+
+    All bars have the same size, so the area of a colour is that level's share of all tokens.
+
+    Args:
+        cache: a cache, or what its `memory()` said.
+        title: None: what the cache takes of a dense one's bytes.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: the cache holds nothing yet.
+    """
+    report = cache.memory() if hasattr(cache, "memory") else cache
+    if not report.layers:
+        raise ValueError("the cache holds nothing yet; generate with it first.")
+    rows, columns = len(report.layers), max(len(layer.high) for layer in report.layers)
+    height = rows * min(max(ROWS / rows, ROW[0]), ROW[1])
+    figure = new_figure(WIDTH, height + 1.5)
+    axis = figure.add_subplot()
+    bars = [bar for row, layer in enumerate(report.layers) for bar in _bars(row, layer)]
+    _draw(axis, bars)
+    axis.set(xlim=(0, columns), ylim=(rows, 0))
+    axis.spines[:].set_visible(False)
+    _ticks(axis.xaxis, list(range(columns)))
+    _ticks(axis.yaxis, [layer.layer_idx for layer in report.layers])
+    axis.set_xlabel("KV head: share of the tokens it has seen", fontsize=SIZE, color=INK)
+    axis.set_ylabel("layer", fontsize=SIZE, color=INK)
+    figure.suptitle(title or _title(report), fontsize=LARGE, color=INK)
+    from matplotlib.patches import Patch
+
+    handles = [Patch(facecolor=colour, edgecolor=EDGE, linewidth=0.5, label=name) for name, colour in LEVELS.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncol=len(LEVELS), frameon=False, fontsize=SIZE)
+    return Picture(figure)
+
+
+def _title(report: MemoryReport) -> str:
+    whole = f"{report.bytes / 1e6:,.2f} MB held, {report.ratio:.1%} of a dense cache"
+    if len(report.layers) == report.num_layers:
+        return whole
+    return f"{whole}\n{len(report.layers)} of {report.num_layers} layers compressed, to {report.compressed_ratio:.1%}"
+
+
+def _bars(row: int, layer: LayerReport) -> list[tuple[str, float, float, float]]:
+    """Level, left, width and top of each part of a layer's bars; a head is one wide, a layer one high."""
+    bars = []
+    for head, counts in enumerate(zip(*(getattr(layer, name) for name in LEVELS))):
+        left, scale = head + (1 - FILLED[0]) / 2, FILLED[0] / max(1, sum(counts))
+        for name, count in zip(LEVELS, counts):
+            bars.append((name, left, count * scale, row + (1 - FILLED[1]) / 2))
+            left += count * scale
+    return bars
+
+
+def _draw(axis: Any, bars: list[tuple[str, float, float, float]]) -> None:
+    """One collection for each level, as thousands of patches take seconds."""
+    from matplotlib.collections import PolyCollection
+
+    for name, colour in LEVELS.items():
+        corners = [
+            ((left, top), (left + width, top), (left + width, top + FILLED[1]), (left, top + FILLED[1]))
+            for level, left, width, top in bars
+            if level == name and width
+        ]
+        axis.add_collection(PolyCollection(corners, facecolor=colour, linewidth=0, label=name))
+
+
+def _ticks(axis: Any, names: list[int]) -> None:
+    step = -(-len(names) // TICKS)
+    axis.set_ticks([i + 0.5 for i in range(0, len(names), step)], [str(name) for name in names[::step]])
+    axis.set_tick_params(length=0, labelsize=SMALL, labelcolor=INK)

@@ -1,0 +1,102 @@
+"""The one palette: levels and caches have the same colour in every picture, page and terminal of the project.
+
+Colours of levels are of falling darkness, so that they can be told apart in grey and by colour-blind people; caches
+differ by mark and dash as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+# in stacking order
+LEVELS = {"high": "#08306b", "low": "#2f80c4", "window": "#eea62a", "pruned": "#e6e8eb"}
+# much the same among the 256 colours of terminals
+TERMINAL = {"high": 17, "low": 68, "window": 214, "pruned": 254}
+INK, PAPER = "#1a1a1a", "#ffffff"
+GRID, EDGE = "#d9dce1", "#9aa1ab"
+# around what the model wrote
+FRAME = "#d0021b"
+DASHES = ("solid", "dashed", "dotted", "dashdot")
+MARKS = ("o", "^", "v", "d")
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a cache is drawn: Matplotlib's names of a colour, a mark and a line style."""
+
+    colour: str
+    mark: str
+    dash: str = "solid"
+
+
+# by the beginning of a cache's or method's name, in lower case without spaces and hyphens
+CACHES = {
+    "dynamiccache": Style("#1a1a1a", "*"),
+    "dense": Style("#1a1a1a", "*"),
+    "staticcache": Style("#9a9a9a", "h"),
+    "quantizedcachehqq": Style("#e59cc4", "D", "dashed"),
+    "hqq": Style("#e59cc4", "D", "dashed"),
+    "quantizedcache": Style("#d55e00", "s"),
+    "quanto": Style("#d55e00", "s"),
+    "fp8": Style("#005a43", "P"),
+    "kvpress": Style("#7a4b00", "X"),
+    "diffkv": Style("#0072b2", "o"),
+}
+OTHER = Style("#6b7280", "p")
+# of what is no cache
+GROUPS = (Style("#0072b2", "o"), Style("#d55e00", "s"), Style("#005a43", "^"), Style("#e59cc4", "D"))
+
+
+def style_of(name: str) -> Style:
+    """That of the family of a cache or method."""
+    return next((style for start, style in CACHES.items() if _plain(name).startswith(start)), OTHER)
+
+
+def order_of(name: str) -> tuple[int, str]:
+    """Sorts caches for a legend: as they stand in `CACHES`, others before them."""
+    starts = [index for index, start in enumerate(CACHES) if _plain(name).startswith(start)]
+    return (starts[0] if starts else -1, name)
+
+
+def styles_of(names: Iterable[str]) -> dict[str, Style]:
+    """Different ones for all names: members of a family share its colour and differ by dash and mark."""
+    styles: dict[str, Style] = {}
+    for name in names:
+        family = style_of(name)
+        before = sum(style_of(other) == family for other in styles)
+        marks = (family.mark, *(mark for mark in MARKS if mark != family.mark))
+        dashes = (family.dash, *(dash for dash in DASHES if dash != family.dash))
+        styles[name] = replace(family, mark=marks[before % len(marks)], dash=dashes[before % len(dashes)])
+    return styles
+
+
+def ink_on(colour: str) -> str:
+    """Black or white, whichever is read better on `colour` (WCAG 2.1, contrast ratio)."""
+    brightness = luminance(colour)
+    return "#000000" if (brightness + 0.05) / 0.05 > 1.05 / (brightness + 0.05) else PAPER
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of "#rrggbb", 0 (black) to 1 (white) (WCAG 2.1)."""
+    red, green, blue = (_linear(channel / 255) for channel in channels(colour))
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def channels(colour: str) -> tuple[int, int, int]:
+    """Red, green and blue of "#rrggbb", 0 to 255."""
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+
+
+def mixed(shares: Mapping[str, float]) -> str:
+    """The mean colour of levels, weighted by their shares, which add up to 1."""
+    parts = [(share, channels(LEVELS[name])) for name, share in shares.items()]
+    return "#" + "".join(f"{round(sum(share * colour[i] for share, colour in parts)):02x}" for i in range(3))
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace(" ", "").replace("-", "")
+
+
+def _linear(channel: float) -> float:
+    return channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4

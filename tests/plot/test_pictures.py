@@ -1,0 +1,178 @@
+"""What the pictures show, against counts and figures of their own."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.image import imread
+from matplotlib.text import Text
+
+from hf_diffkv import plot
+from hf_diffkv.plot import palette
+from hf_diffkv.report import LayerReport, MemoryReport
+
+
+def report_of(layers: list[LayerReport], num_layers: int | None = None) -> MemoryReport:
+    return MemoryReport(3_000_000, 10_000_000, 0, 0, {}, tuple(layers), num_layers or len(layers))
+
+
+def random_layer(layer_idx: int, heads: int, random_numbers: random.Random) -> LayerReport:
+    """Every head has seen 1,000 tokens."""
+    cuts = [sorted(random_numbers.randrange(1001) for _ in range(3)) for _ in range(heads)]
+    return LayerReport(layer_idx, *zip(*((a, b - a, c - b, 1000 - c) for a, b, c in cuts)))
+
+
+def bars_of(picture: plot.Picture) -> dict[tuple[str, int, int], float]:
+    """Length of each part of each bar, by level, row and head."""
+    (axis,) = picture.figure.axes
+    found = {}
+    for collection in axis.collections:
+        for path in collection.get_paths():
+            left, top = path.vertices.min(0)
+            right, bottom = path.vertices.max(0)
+            assert int(top) == int(bottom) and int(left) == int(right - 1e-9)
+            found[collection.get_label(), int(top), int(left)] = right - left
+        assert to_hex(collection.get_facecolor()[0]) == palette.LEVELS[collection.get_label()]
+    return found
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(2, 2), (30, 3), (80, 8), (62, 32), (2, 64), (250, 8)])
+def test_levels_of_4_to_2000_heads(layers: int, heads: int, tmp_path: Path) -> None:
+    numbers = random.Random(layers)
+    report = report_of([random_layer(index, heads, numbers) for index in range(layers)])
+    picture = plot.levels(report)
+    bars = bars_of(picture)
+    whole = sum(length for (_, row, head), length in bars.items() if (row, head) == (0, 0))
+    for row, layer in enumerate(report.layers):
+        for name in palette.LEVELS:
+            for head, count in enumerate(getattr(layer, name)):
+                assert bars.get((name, row, head), 0) == pytest.approx(whole * count / 1000)
+    shown = imread(picture.save(tmp_path / "levels.png"))
+    assert shown.shape[1] == 1200 and shown.shape[0] < 2200
+    # the area of a colour is the level's share of all tokens, but for the legend and rounding to pixels
+    areas = {
+        name: (abs(shown[..., :3] - to_rgb(colour)).max(-1) < 0.01).sum() for name, colour in palette.LEVELS.items()
+    }
+    for name, area in areas.items():
+        share = sum(sum(getattr(layer, name)) for layer in report.layers) / (1000 * layers * heads)
+        assert area / sum(areas.values()) == pytest.approx(share, abs=0.03)
+
+
+def test_layers_of_different_heads_and_numbers() -> None:
+    layers = [LayerReport(3, (1, 2), (3, 2), (4, 4), (2, 2)), LayerReport(9, (5,), (0,), (5,), (0,))]
+    picture = plot.levels(report_of(layers, num_layers=12))
+    (axis,) = picture.figure.axes
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["3", "9"]
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["0", "1"]
+    assert set(bars_of(picture)) == {(name, 0, head) for name in palette.LEVELS for head in (0, 1)} | {
+        ("high", 1, 0),
+        ("window", 1, 0),
+    }
+    title = picture.figure.get_suptitle()
+    assert title == "3.00 MB held, 30.0% of a dense cache\n2 of 12 layers compressed, to 30.0%"
+
+
+def test_an_empty_cache_is_refused() -> None:
+    with pytest.raises(ValueError, match="holds nothing yet"):
+        plot.levels(report_of([]))
+
+
+def test_memory_and_speed_show_their_points() -> None:
+    held = {"dense": [(2000, 8e6), (1000, 4e6)], "DiffKV": [(1000, 1e6), (2000, 3e6)]}
+    (axis,) = plot.memory(held, title="a model").figure.axes
+    lines = {line.get_label(): line for line in axis.lines}
+    assert lines["dense"].get_xydata().tolist() == [[1000, 4], [2000, 8]]
+    assert lines["DiffKV"].get_xydata().tolist() == [[1000, 1], [2000, 3]]
+    assert (axis.get_title(), axis.get_ylabel()) == ("a model", "MB held")
+    assert {name: line.get_color() for name, line in lines.items()} == {
+        name: palette.style_of(name).colour for name in held
+    }
+    panels = plot.speed({"one": {"dense": [(1, 5.0)]}, "two": {"DiffKV": [(1, 6.0)], "dense": [(1, 7.0)]}}).figure
+    assert [axis.get_title() for axis in panels.axes] == ["one", "two"]
+    shown = [{line.get_label(): line.get_ydata()[0] for line in axis.lines} for axis in panels.axes]
+    assert shown == [{"dense": 5.0}, {"dense": 7.0, "DiffKV": 6.0}]
+    assert [text.get_text() for text in panels.legends[0].get_texts()] == ["dense", "DiffKV"]
+    assert plot.memory({"dense": [(1, 2e9)]}).figure.axes[0].get_ylabel() == "GB held"
+    with pytest.raises(ValueError, match="curves is empty"):
+        plot.memory({})
+
+
+def test_quality_shows_points_intervals_and_names_apart() -> None:
+    points = [plot.Point(f"diffkv:{i}", 0.3, 0.5, 0.4, 0.6) for i in range(8)] + [
+        plot.Point("dense", 1.0, 1.0, 1.0, 1.0)
+    ]
+    figure = plot.quality(points, "task", "right").figure
+    (axis,) = figure.axes
+    marks = [
+        tuple(line.get_xydata()[0]) for line in axis.lines if line.get_marker() in "o*" and len(line.get_xdata()) == 1
+    ]
+    assert sorted(marks) == [(30, 0.5)] * 8 + [(100, 1)]
+    spans = [collection.get_segments()[0][:, 1].tolist() for collection in axis.collections]
+    assert sorted(spans) == [[0.4, 0.6]] * 8 + [[1, 1]]
+    assert sorted(text.get_text() for text in axis.texts) == sorted(point.name for point in points)
+    figure.draw_without_rendering()
+    # without the lines that lead to marks
+    boxes = [Text.get_window_extent(text) for text in axis.texts]
+    frame = axis.get_window_extent()
+    for index, box in enumerate(boxes):
+        assert frame.x0 <= box.x0 and box.x1 <= frame.x1
+        assert not any(box.overlaps(other) for other in boxes[:index])
+    with pytest.raises(ValueError, match="points is empty"):
+        plot.quality([], "task", "right")
+
+
+def test_heads_by_layer() -> None:
+    groups = {"a": [(0, 1.0), (1, 2.0)], "b": [(0, 3.0)]}
+    (axis,) = plot.by_layer(groups, "figure").figure.axes
+    assert [np.asarray(dots.get_offsets()).tolist() for dots in axis.collections] == [[[0, 1], [1, 2]], [[0, 3]]]
+    with pytest.raises(ValueError, match="groups has 0 entries"):
+        plot.by_layer({}, "figure")
+
+
+def test_pictures_are_shown_by_notebooks_and_saved(tmp_path: Path) -> None:
+    picture = plot.speed({"dense": [(1, 1.0)]})
+    assert picture._repr_png_()[:8] == b"\x89PNG\r\n\x1a\n"
+    for name in ("picture.png", "picture.svg"):
+        assert picture.save(tmp_path / name) == tmp_path / name and (tmp_path / name).stat().st_size > 1000
+    with pytest.raises(ValueError, match="nope"):
+        picture.save(tmp_path / "picture.nope")
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    layer = LayerReport(0, (1,), (1,), (1,), (1,))
+    point = plot.Point("dense", 1, 1, 1, 1)
+    for draw in (
+        lambda: plot.levels(report_of([layer])),
+        lambda: plot.speed({"dense": [(1, 1)]}),
+        lambda: plot.quality([point], "", ""),
+        lambda: plot.by_layer({"a": [(0, 1)]}, ""),
+        lambda: plot.ColouredText(["a"], {"high": [1]}, "").save("a.png"),
+    ):
+        with pytest.raises(ImportError, match=r'pip install "hf-diffkv\[plot\]"'):
+            draw()
+
+
+def test_imports_are_light() -> None:
+    code = "import sys, hf_diffkv; before = set(sys.modules); hf_diffkv.plot.text, hf_diffkv.plot.Point; "
+    code += "from hf_diffkv.plot.palette import LEVELS; hf_diffkv.plot.levels; import hf_diffkv.plot.lines; "
+    code += "print([n for n in ('torch', 'transformers', 'matplotlib', 'numpy') if n in sys.modules], len(LEVELS))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[] 4"
+
+
+def test_names() -> None:
+    assert set(plot.__all__) <= set(dir(plot))
+    assert all(getattr(plot, name).__name__ == name for name in plot.__all__)
+    with pytest.raises(AttributeError, match="nothing"):
+        plot.__getattr__("nothing")
+    assert isinstance(
+        plot.levels(SimpleNamespace(memory=lambda: report_of([LayerReport(0, (1,), (0,), (0,), (0,))]))), plot.Picture
+    )

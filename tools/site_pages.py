@@ -1,0 +1,49 @@
+"""A hook of MkDocs: pages of the site that stand at the root of the repository, and links that lead out of docs/.
+
+Documents link as a code host shows them. In the site a link to another page leads there; one to a file that is no page
+becomes its words.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {"README.md": "overview.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changes.md"}
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds `PAGES`."""
+    for name, page in PAGES.items():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        files.append(File.generated(config, page, content=linked(text, ".")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
+    return markdown if page.file.src_uri in PAGES.values() else linked(markdown, "docs")
+
+
+def linked(markdown: str, folder: str) -> str:
+    """`markdown`, which stands in `folder` of the repository, with its links as the site has them."""
+
+    def one(match: re.Match) -> str:
+        image, words, target, anchor = match.groups(default="")
+        # a document that is called by its file's name
+        words = words.removeprefix("docs/").removesuffix(".md") if words.endswith(".md") else words
+        if re.match(r"\w+:", target):
+            return match[0]
+        path = os.path.normpath(os.path.join(folder, target))
+        if path in PAGES:
+            return f"[{words}]({PAGES[path]}{anchor})"
+        if path.startswith("docs/"):
+            return f"{image}[{words}]({path.removeprefix('docs/')}{anchor})"
+        return words
+
+    return LINK.sub(one, markdown)
