@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .methods import Held, Method
+if TYPE_CHECKING:
+    from .methods import Held, Method
 
 
 class Session:
