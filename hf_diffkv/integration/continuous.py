@@ -14,7 +14,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from ..import_hook import PAGED_NAME
 from .cache import resolve_config
-from .continuous_cache import ContinuousCache, ServingMemory
+from .continuous_cache import ContinuousCache, ServingMemory, ServingStatistics
 from .continuous_engine import (
     ContinuousBatchingManager,
     DiffKVBatchProcessor,
@@ -124,6 +124,23 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
     def memory(self) -> ServingMemory | None:
         """What is held now; None where nothing runs."""
         return None if self._cache is None else self._cache.memory()
+
+    def statistics(self) -> ServingStatistics | None:
+        """What is being done; None where nothing runs. May be asked by any thread."""
+        memory, processor = self.memory(), self.batch_processor
+        if memory is None:
+            return None
+        waiting, tokens = self.input_queue.qsize(), (0, 0)
+        if processor is not None:
+            waiting += len(processor.scheduler.waiting_requests)
+            tokens = (processor.prompt_tokens, processor.generated_tokens)
+        return ServingStatistics(memory, waiting, *tokens)
+
+    def check_request(self, prompt_tokens: int, max_new_tokens: int | None) -> int:
+        """As `ContinuousCache.check_request`, before anything is added. Raises `ValueError` also where nothing runs."""
+        if self._cache is None:
+            raise ValueError("the manager is stopped; start it before adding requests.")
+        return self._cache.check_request(prompt_tokens, max_new_tokens)
 
     def _make_cache(self) -> ContinuousCache:
         options = self.continuous_batching_config

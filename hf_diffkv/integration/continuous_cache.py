@@ -36,6 +36,21 @@ class ServingMemory:
     free_share: float
 
 
+@dataclass(frozen=True)
+class ServingStatistics:
+    """What continuous batching is doing at this moment, and has done since it was started.
+
+    Attributes:
+        memory: what it holds. waiting: requests that have no memory yet, preempted ones included.
+        prompt_tokens: computed of prompts, anew after a preemption. generated_tokens: handed out.
+    """
+
+    memory: ServingMemory
+    waiting: int
+    prompt_tokens: int
+    generated_tokens: int
+
+
 class _Pool:
     """What the scheduler calls before it forms a batch, and the processor before it forks."""
 
