@@ -52,8 +52,8 @@ class Case:
 
 CASES = {
     "tiny-lm": Case(24, (100, 200), (8, 16), 0.02, 4),
-    "smollm2": Case(12, (300, 500), (16, 48), 0.2, 6),
-    RANDOM: Case(20, (2048, 2400), (16, 64), 0.2, 4),
+    "smollm2": Case(14, (300, 500), (16, 48), 0.2, 6),
+    RANDOM: Case(16, (2048, 2400), (16, 64), 0.2, 4),
 }
 
 
@@ -127,7 +127,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, help="of a trace, in place of the model's own number")
     parser.add_argument("--turns", type=int, default=2, help="of every engine, with the trace")
     parser.add_argument("--first-token", type=int, default=4096, metavar="N", help="tokens of the long prompt; 0: none")
-    parser.add_argument("--prompt-turns", type=int, default=3, help="of every engine, with the long prompt")
+    parser.add_argument("--prompt-turns", type=int, default=2, help="of every engine, with the long prompt")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--output", type=Path, default=RESULTS, help="JSON lines are appended here")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import socket
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +55,14 @@ memory_options = chain(
     click.option("--max-batch-tokens", metavar="N", type=AtLeast(), help="Tokens of a forward.  [default: 8192]"),
 )
 
+prefix_options = chain(
+    click.option(
+        "--prefix-bytes", type=Bytes(), help="Memory for what requests leave, beside the budget.  [default: none]"
+    ),
+    click.option("--prefix-folder", metavar="FOLDER", type=Path, help="Keep what memory has no room for there."),
+    click.option("--prefix-folder-bytes", type=Bytes(), help="Most that its files take.  [default: no limit]"),
+)
+
 choice_options = chain(
     click.option("--greedy", is_flag=True, help="Always take the likeliest token."),
     click.option("--temperature", metavar="X", type=click.FloatRange(min=0, min_open=True), help="Draw tokens."),
@@ -74,6 +84,7 @@ choice_options = chain(
 @click.argument("model", metavar="MODEL", callback=known_model)
 @server_options
 @memory_options
+@prefix_options
 @choice_options
 @level_options
 @running_options
@@ -96,6 +107,8 @@ def _check(options: SimpleNamespace) -> None:
     """What can be told from the options alone. Raises `click.UsageError`."""
     if options.max_bytes is not None and options.memory_share is not None:
         raise click.UsageError("--max-bytes and --memory-share do not go together; leave one out.")
+    if options.prefix_folder_bytes is not None and options.prefix_folder is None:
+        raise click.UsageError("--prefix-folder-bytes is of no effect without --prefix-folder.")
     drawn = [name for name in SAMPLING if getattr(options, name) is not None]
     if options.greedy and drawn:
         raise click.UsageError(f"--greedy and --{drawn[0].replace('_', '-')} do not go together; leave one out.")
@@ -137,7 +150,8 @@ def _serve(options: SimpleNamespace, config: DiffKVConfig, tokenizer: Any, liste
     model = load_model(options.model, options.dtype, options.device, options.quiet)
     try:
         engine = _engine(options, model, config)
-    except (ValueError, MemoryError, RuntimeError) as error:
+        _use_prefixes(options, model, config, engine)
+    except (ValueError, MemoryError, RuntimeError, OSError) as error:
         raise Failure(one_line(error)) from error
     name = options.name or options.model
     memory = engine.memory()
@@ -170,3 +184,14 @@ def _engine(options: SimpleNamespace, model: Any, config: DiffKVConfig) -> Any:
     batching = ContinuousBatchingConfig(**{name: value for name, value in given.items() if value is not None})
     hints = options.max_length and WorkloadHints(max_prompt_length=options.max_length - 1, max_generated_length=1)
     return model.init_continuous_batching(generation_config, batching, hints or None)
+
+
+def _use_prefixes(options: SimpleNamespace, model: Any, config: DiffKVConfig, engine: Any) -> None:
+    """Has `engine` keep prefixes where the options ask for it."""
+    if options.prefix_bytes is None and options.prefix_folder is None:
+        return
+    from ..prefixes import PrefixStore
+
+    memory = options.prefix_bytes or 0
+    folder = {"folder": options.prefix_folder, "folder_bytes": options.prefix_folder_bytes}
+    engine.use_prefixes(PrefixStore(model, replace(config, max_bytes=None), device_bytes=memory, **folder))

@@ -7,6 +7,7 @@ streaming. It gets another cache, another attention function, and refuses reques
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,6 +65,8 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         self._config = resolve_config(model.config, fields.pop("config", None), fields)
         self._longest = _longest(model, workload_hints)
         self._cache: ContinuousCache | None = None
+        # a `PrefixStore`, once `use_prefixes` was called
+        self.prefixes: Any = None
         # the base would switch back while its loop may still be running
         self._attention: str | None = None
         self._stopping = False
@@ -125,6 +128,25 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         """What is held now; None where nothing runs."""
         return None if self._cache is None else self._cache.memory()
 
+    def use_prefixes(self, prefixes: Any) -> None:
+        """Has requests begin with what earlier ones left, and leave what they hold at their end.
+
+        Args:
+            prefixes: a `PrefixStore` of this model and configuration.
+
+        Raises:
+            ValueError: it is of another model or configuration.
+        """
+        config = replace(self._config, max_bytes=None)
+        if prefixes.model is not self.model or prefixes.config != config:
+            raise ValueError(
+                "prefixes are of another model or configuration than this manager; make them with "
+                f"PrefixStore(model, {config!r})."
+            )
+        self.prefixes = prefixes
+        if self._cache is not None:
+            self._cache.prefixes = prefixes
+
     def statistics(self) -> ServingStatistics | None:
         """What is being done; None where nothing runs. May be asked by any thread."""
         memory, processor = self.memory(), self.batch_processor
@@ -152,7 +174,9 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         with torch.no_grad():
             slots = make_slots(self._config, self._shape, layers, requests, self._longest, budget)
         tokens = MAX_BATCH_TOKENS if options.max_batch_tokens is None else options.max_batch_tokens
-        return ContinuousCache(slots, layers, tokens)
+        cache = ContinuousCache(slots, layers, tokens)
+        cache.prefixes = self.prefixes
+        return cache
 
     def _create_batch_processor(self) -> DiffKVBatchProcessor:
         if isinstance(self.batch_processor, DiffKVBatchProcessor):

@@ -120,6 +120,12 @@ class _Admission:
             state.max_new_tokens = state._new_tokens_limit = limit
         super().add_waiting_request(state)
 
+    def finish_request(self, request_id: str) -> None:
+        state = self.active_requests.get(request_id)
+        if state is not None and state.status == RequestStatus.FINISHED:
+            self.cache.keep_prefix(request_id, state.initial_tokens + state.generated_tokens)
+        super().finish_request(request_id)
+
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
         # after a preemption, requests wait until another one has finished; it may have been cancelled instead
         if not self.active_requests:

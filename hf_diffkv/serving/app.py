@@ -28,12 +28,18 @@ def build_app(name: str, model: Any, tokenizer: Any, engine: DiffKVBatchingManag
 
 
 def statistics(engine: DiffKVBatchingManager) -> dict[str, Any]:
-    """What the engine does and holds, as `ServingStatistics` and `ServingMemory` have it, in one dict."""
+    """What the engine does and holds, as `ServingStatistics` and `ServingMemory` have it, in one dict.
+
+    Where prefixes are kept, "prefixes" says how many, and has the fields of `PrefixStats`.
+    """
     found = engine.statistics()
     if found is None:
         return {}
     fields = asdict(found)
-    return {**fields.pop("memory"), **fields}
+    fields = {**fields.pop("memory"), **fields}
+    if engine.prefixes is not None:
+        fields["prefixes"] = {"kept": len(engine.prefixes), **asdict(engine.prefixes.stats)}
+    return fields
 
 
 class Disconnection:

@@ -37,6 +37,8 @@ def run(app: Any, engine: DiffKVBatchingManager, listener: socket.socket, *, log
             uvicorn.Server(config).run(sockets=[listener])
     finally:
         engine.stop(hard_stop=True)
+        if engine.prefixes is not None and engine.prefixes.has_folder:
+            engine.prefixes.save()
 
 
 @contextmanager
@@ -67,8 +69,9 @@ def line(found: dict[str, Any], rate: float) -> str:
     Args:
         rate: tokens per second.
     """
+    reused = f", {found['prefixes']['tokens_reused']:,} of prompts reused" if "prefixes" in found else ""
     held, peak, budget = (f"{found[name] / 1e6:,.1f}" for name in ("held_bytes", "peak_bytes", "max_bytes"))
     return (
         f"{found['requests']} in flight, {found['waiting']} waiting; {held} of {budget} MB held, at most {peak}, "
-        f"{found['free_share']:.0%} free; {found['generated_tokens']:,} tokens served, {rate:,.1f}/s"
+        f"{found['free_share']:.0%} free; {found['generated_tokens']:,} tokens served, {rate:,.1f}/s{reused}"
     )

@@ -85,6 +85,7 @@ QUICK = [
     (["serve", "tiny-lm", "--memory-share", "1.5"], "'--memory-share': 1.5 is not in the range 0<x<=1."),
     (["serve", "tiny-lm", "--max-requests", "0"], "'--max-requests': 0 is too few; give at least 1."),
     (["serve", "tiny-lm", "--greedy", "--top-k", "3"], "--greedy and --top-k do not go together; leave one out."),
+    (["serve", "tiny-lm", "--prefix-folder-bytes", "1GB"], "--prefix-folder-bytes is of no effect without"),
     (["serve", "tiny-lm", "--lossless", "--low", "K4V2"], "--lossless stores everything as it is; leave --low out."),
     (["env", "now"], "Got unexpected extra argument"),
     (["evaluate", *TINY], "Missing option '--output'."),

@@ -46,7 +46,8 @@ class Server:
         self.errors = folder / "stderr.txt"
         sizes = {"max-bytes": BUDGET, "max-requests": SLOTS, "max-length": LONGEST, "max-batch-tokens": 96}
         others = {"port": 0, "chat-template": folder / "template.jinja", "dtype": "float32", "device": "cpu"}
-        given = {**sizes, **others, "log-every": 0.2}.items()
+        prefixes = {"prefix-bytes": 4 << 20, "prefix-folder": folder / "prefixes", "prefix-folder-bytes": 64 << 20}
+        given = {**sizes, **others, **prefixes, "log-every": 0.2}.items()
         options = ["--lossless", "--greedy", *(f"--{name}={value}" for name, value in given)]
         command = [sys.executable, "-m", "hf_diffkv", "serve", "tiny-lm", *options]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -176,6 +177,25 @@ def test_other_routes(server: Server) -> None:
     assert server.client.post("/reset").status_code == 404
 
 
+def test_a_further_turn_computes_new_tokens_alone(server: Server) -> None:
+    def ask(prompt: str) -> tuple[str, int]:
+        before = server.idle()["prompt_tokens"]
+        body = {"prompt": prompt, "max_tokens": NEW, "generation_config": LONG}
+        text = server.client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        return text, server.idle()["prompt_tokens"] - before
+
+    first, further = "@oak=5305 @elm=1177 @yew=9021 ?elm=", "\n?yew="
+    answer, computed = ask(first)
+    ids = tokenizer()(first).input_ids
+    assert computed == len(ids)
+    text = first + answer + further
+    _, computed = ask(text)
+    held = len(ids) + NEW - 1
+    assert computed == len(tokenizer()(text).input_ids) - held
+    found = server.statistics()["prefixes"]
+    assert found["tokens_reused"] == held and found["hits"]["device"] == 1 and found["kept"] > 2
+
+
 def test_clients_that_go_away_free_their_pages(server: Server) -> None:
     """While they read, while they wait for a whole answer, and while they wait for room."""
     before = server.idle()
@@ -246,4 +266,6 @@ def test_it_says_what_it_does_until_it_is_interrupted(server: Server) -> None:
     server.until(lambda: re.search(r"in flight, \d+ waiting; .* of 12\.0 MB held", server.errors.read_text()))
     server.process.send_signal(signal.SIGINT)
     assert server.process.wait(PATIENCE) == 130
+    # for the next process
+    assert any((server.errors.parent / "prefixes").iterdir())
     assert server.errors.read_text().endswith("hf-diffkv: interrupted.\n")
