@@ -57,7 +57,7 @@ memory_options = chain(
 
 prefix_options = chain(
     click.option(
-        "--prefix-bytes", type=Bytes(), help="Memory for what requests leave, beside the budget.  [default: none]"
+        "--prefix-bytes", type=Bytes(), help="Memory to keep prefixes in, beside the budget.  [default: none]"
     ),
     click.option("--prefix-folder", metavar="FOLDER", type=Path, help="Keep what memory has no room for there."),
     click.option("--prefix-folder-bytes", type=Bytes(), help="Most that its files take.  [default: no limit]"),
@@ -65,9 +65,9 @@ prefix_options = chain(
 
 choice_options = chain(
     click.option("--greedy", is_flag=True, help="Always take the likeliest token."),
-    click.option("--temperature", metavar="X", type=click.FloatRange(min=0, min_open=True), help="Draw tokens."),
-    click.option("--top-p", metavar="X", type=click.FloatRange(0, 1, min_open=True), help="Draw tokens."),
-    click.option("--top-k", metavar="N", type=AtLeast(), help="Draw tokens."),
+    click.option("--temperature", metavar="X", type=click.FloatRange(min=0, min_open=True), help="Draw tokens so."),
+    click.option("--top-p", metavar="X", type=click.FloatRange(0, 1, min_open=True), help="Draw tokens so."),
+    click.option("--top-k", metavar="N", type=AtLeast(), help="Draw tokens so."),
     click.option("--seed", metavar="N", type=int, help="Of the tokens that are drawn."),
     click.option("--chat-template", metavar="FILE", help="In place of the tokenizer's own."),
 )
@@ -100,7 +100,7 @@ def command(**given: Any) -> None:
         tokenizer.chat_template = read_file(options.chat_template)
     options.device = usable_device(options.device)
     with _listen(options) as listener:
-        _serve(options, config, tokenizer, listener)
+        _serve(options, config, model_config, tokenizer, listener)
 
 
 def _check(options: SimpleNamespace) -> None:
@@ -137,11 +137,19 @@ def _listen(options: SimpleNamespace) -> socket.socket:
     return listener
 
 
-def _serve(options: SimpleNamespace, config: DiffKVConfig, tokenizer: Any, listener: socket.socket) -> None:
+def _serve(
+    options: SimpleNamespace, config: DiffKVConfig, model_config: Any, tokenizer: Any, listener: socket.socket
+) -> None:
     try:
         from ..serving import parts  # noqa: F401
     except ImportError as error:
         raise Failure(one_line(error)) from error
+    from ..integration.continuous_sizes import check_servable_config
+
+    try:
+        check_servable_config(model_config, options.model)
+    except ValueError as error:
+        raise Failure(f"{one_line(error)} Without a compressed cache, transformers serve serves it.") from error
     from ..evaluation.loading import load_model
     from ..serving.app import build_app
     from ..serving.server import run
