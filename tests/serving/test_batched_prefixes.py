@@ -11,13 +11,14 @@ import pytest
 import torch
 from batching import LOSSLESS, LOSSY, chunks, expected, prompts, request_config
 from tiny_models import tiny_model
+from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, PrefixStore
 from hf_diffkv.integration.continuous import DiffKVBatchingManager
 from hf_diffkv.integration.continuous_cache import ContinuousCache
 from hf_diffkv.store import check_integrity
 
-NEW = 9
+NEW, BOUNDARY = 9, 60
 
 
 @pytest.fixture
@@ -43,25 +44,35 @@ def ask(manager: DiffKVBatchingManager, name: str, ids: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("config", [LOSSY, replace(LOSSY, alpha_high=0.6, rotate=True, center=True, sinks=4)])
 def test_turns_are_those_of_one_cache(config: DiffKVConfig, forwards: dict[str, list[int]], tmp_path: Path) -> None:
-    """Levels and text, and nothing is computed but new tokens; the last turn finds its prefix in the folder."""
+    """Levels and text, and nothing is computed but new tokens.
+
+    The first turn begins with a prefix that `generate` computed, the last one finds its own in the folder, on a manager
+    for shorter requests: tables are wider and narrower.
+    """
     model = tiny_model("llama", dtype=torch.float64)
     store = PrefixStore(model, config, folder=tmp_path)
+    turns = prompts((90, 30, 1, 70))
+    store.prefill(torch.tensor(turns[0][:BOUNDARY]))
     manager = model.init_continuous_batching(request_config(config, 1 << 20), chunks())
+    width = manager._cache.slots.store.table.table.shape[-1]
     manager.use_prefixes(store)
     manager.start()
     said: list[int] = []
-    turns = prompts((90, 30, 1, 70))
     for turn, new in enumerate(turns):
         if turn == 3:
             store.save()
             manager.stop()
             store = PrefixStore(model, config, device_bytes=0, folder=tmp_path)
+            hints = WorkloadHints(max_prompt_length=len(said + new), max_generated_length=NEW)
+            manager = model.init_continuous_batching(request_config(config, 1 << 20), chunks(), hints)
+            assert manager._cache.slots.store.table.table.shape[-1] < width
             manager.use_prefixes(store)
             manager.start()
         said += new
         said += ask(manager, str(turn), said)
         # the last token of a turn was never stored
-        assert sum(forwards[str(turn)]) == len(new) + NEW - (turn == 0)
+        known = BOUNDARY + 1 if turn == 0 else 0
+        assert sum(forwards[str(turn)]) == len(new) + NEW - known
     slots = manager._cache.slots
     slots.settle()
     check_integrity(slots.store)
@@ -72,6 +83,7 @@ def test_turns_are_those_of_one_cache(config: DiffKVConfig, forwards: dict[str, 
     model.set_attn_implementation("diffkv")
     starts = [sum(map(len, turns[: turn + 1])) + turn * NEW for turn in range(4)]
     answers = {start + i for start in starts for i in range(NEW)}
+    forwards["0"].insert(0, BOUNDARY)
     for turn in range(4):
         for tokens in forwards[str(turn)]:
             with torch.no_grad():
