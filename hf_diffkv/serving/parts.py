@@ -87,6 +87,14 @@ if surprises():
     )
 
 
+class RefusedError(Exception):
+    """A request that is not taken, with the HTTP status and the reason for its client."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
 class ServedModel(ModelManager):
     """The one model that is served; nothing else is loaded, and it stays.
 
@@ -153,16 +161,14 @@ class Generation(CBGenerateManager):
         return await super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
 
     def _admit(self, inputs: dict[str, Any], gen_config: Any, request_id: str) -> None:
-        """Raises `HTTPException` for a request that can never fit, or whose name another one has.
+        """Raises `RefusedError` for a request that can never fit, or whose name another one has.
 
         A request that does not say how long its answer may be gets what the server would give it, or what there is
         room for.
         """
-        from fastapi import HTTPException
-
         self._check_alive(request_id)
         if request_id in self._cb.output_router.result_handlers:
-            raise HTTPException(409, f"the request id {request_id!r} belongs to a request that is not done.")
+            raise RefusedError(409, f"the request id {request_id!r} belongs to a request that is not done.")
         tokens, wanted = len(inputs["input_ids"]), gen_config.max_new_tokens
         try:
             if getattr(gen_config, "limited", True):
@@ -170,7 +176,7 @@ class Generation(CBGenerateManager):
             else:
                 gen_config.max_new_tokens = min(wanted, self._cb.check_request(tokens, None))
         except ValueError as error:
-            raise HTTPException(400, str(error)) from error
+            raise RefusedError(400, str(error)) from error
         submitted.get([]).append(request_id)
 
     def forget(self, request_id: str) -> None:
@@ -220,5 +226,14 @@ def server_app(model: ServedModel, generation: Generation, cors: bool = False) -
     handlers = [handler(model, state) for handler in (Chat, Completion, Response)]
     # the other two routes are taken out below
     app = build_server(model, *handlers, None, None, state, enable_cors=cors)
+    app.add_exception_handler(RefusedError, _refuse)
     app.router.routes[:] = [route for route in app.routes if getattr(route, "path", None) not in NOT_SERVED]
     return app
+
+
+async def _refuse(request: Any, error: RefusedError) -> Any:
+    from fastapi.responses import JSONResponse
+
+    # the one is what clients of OpenAI's protocol read, the other what Transformers' own errors have
+    reason = {"message": str(error), "type": "invalid_request_error", "param": None, "code": None}
+    return JSONResponse({"error": reason, "detail": str(error)}, status_code=error.status)

@@ -225,6 +225,7 @@ def test_what_has_no_room_is_refused_with_the_reason(server: Server) -> None:
     answer = server.chat("a", LONGEST)
     assert answer.status_code == 400
     assert f"{LONGEST} new ones" in answer.json()["detail"] and f"room for {LONGEST};" in answer.json()["detail"]
+    assert answer.json()["error"]["message"] == answer.json()["detail"]
     answer = server.chat("a" * 2000)
     assert answer.status_code == 400 and "shorten the prompt" in answer.json()["detail"]
     with server.stream("a" * 2000) as response:
