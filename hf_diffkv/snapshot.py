@@ -81,6 +81,25 @@ def take_snapshot(cache: DiffKVCache, weights: str | None = None) -> Snapshot:
     return Snapshot(content, tensors)
 
 
+def snapshot_of_request(store: Store, config: DiffKVConfig, model: str, weights: str) -> Snapshot:
+    """Copies what a store of one request holds that has every layer of a model, as a cache of its own would be copied.
+
+    Args:
+        config: of that cache.
+        model, weights: fingerprints of the model.
+    """
+    tensors: dict[str, Tensor] = {}
+    content = {
+        "model": model,
+        "weights": weights,
+        "config": config.to_dict(),
+        "stores": [_describe_store(store, 0, tensors)],
+        "places": {str(layer): [0, layer, store.seen] for layer in range(store.num_layers)},
+        "stock_layers": {},
+    }
+    return Snapshot(content, tensors)
+
+
 def restore_snapshot(
     cache_class: type[DiffKVCache],
     snapshot: Snapshot,

@@ -17,6 +17,7 @@ COMMANDS = {
     "inspect": "What is compressed, and what is kept of a prompt.",
     "verify": "Whether DiffKV is right, and good enough, for a model.",
     "bench": "Time per token and memory of caches on this machine.",
+    "serve": "Serve a model to many clients, with OpenAI's protocol.",
     "demo": "Both caches side by side in a browser.",
     "evaluate": "Judge caches by what they keep at which real bytes.",
     "calibrate": "Find the cheapest thresholds within a limit on the loss.",

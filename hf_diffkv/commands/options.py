@@ -109,13 +109,14 @@ def model_option(**attributes: Any) -> Callable:
     return click.option(
         "--model",
         metavar="M",
-        callback=_known,
+        callback=known_model,
         help="Hub id, folder, or a short name: smollm2, gemma3-270m, tiny-lm (the checkout's).",
         **attributes,
     )
 
 
-def _known(context: click.Context, param: click.Parameter, value: str | None) -> str | None:
+def known_model(context: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """A callback for what names a model. Raises `click.BadParameter` for a misspelt short name."""
     try:
         if value is not None:
             resolve_model(value)
@@ -152,12 +153,17 @@ format_options = chain(
     click.option("--config", metavar="NAME", help="A saved configuration: a folder, or a repository of the Hub."),
 )
 
-config_options = chain(
+# what is kept of which token
+level_options = chain(
     click.option("--alpha-high", metavar="X", type=float, help="Tokens of X times the average significance stay high."),
     click.option("--alpha-low", metavar="X", type=float, help="Tokens below X times the average are pruned; 0: none."),
     format_options,
-    click.option("--max-bytes", type=Bytes(), help="Budget per device, kept by pruning more, e.g. 20MB."),
     click.option("--lossless", is_flag=True, help="Store everything as it is; to check an installation."),
+)
+
+config_options = chain(
+    level_options,
+    click.option("--max-bytes", type=Bytes(), help="Budget per device, kept by pruning more, e.g. 20MB."),
 )
 
 

@@ -7,6 +7,7 @@ streaming. It gets another cache, another attention function, and refuses reques
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from ..import_hook import PAGED_NAME
 from .cache import resolve_config
-from .continuous_cache import ContinuousCache, ServingMemory
+from .continuous_cache import ContinuousCache, ServingMemory, ServingStatistics
 from .continuous_engine import (
     ContinuousBatchingManager,
     DiffKVBatchProcessor,
@@ -64,6 +65,8 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         self._config = resolve_config(model.config, fields.pop("config", None), fields)
         self._longest = _longest(model, workload_hints)
         self._cache: ContinuousCache | None = None
+        # a `PrefixStore`, once `use_prefixes` was called
+        self.prefixes: Any = None
         # the base would switch back while its loop may still be running
         self._attention: str | None = None
         self._stopping = False
@@ -125,6 +128,42 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         """What is held now; None where nothing runs."""
         return None if self._cache is None else self._cache.memory()
 
+    def use_prefixes(self, prefixes: Any) -> None:
+        """Has requests begin with what earlier ones left, and leave what they hold at their end.
+
+        Args:
+            prefixes: a `PrefixStore` of this model and configuration.
+
+        Raises:
+            ValueError: it is of another model or configuration.
+        """
+        config = replace(self._config, max_bytes=None)
+        if prefixes.model is not self.model or prefixes.config != config:
+            raise ValueError(
+                "prefixes are of another model or configuration than this manager; make them with "
+                f"PrefixStore(model, {config!r})."
+            )
+        self.prefixes = prefixes
+        if self._cache is not None:
+            self._cache.prefixes = prefixes
+
+    def statistics(self) -> ServingStatistics | None:
+        """What is being done; None where nothing runs. May be asked by any thread."""
+        memory, processor = self.memory(), self.batch_processor
+        if memory is None:
+            return None
+        waiting, tokens = self.input_queue.qsize(), (0, 0)
+        if processor is not None:
+            waiting += len(processor.scheduler.waiting_requests)
+            tokens = (processor.prompt_tokens, processor.generated_tokens)
+        return ServingStatistics(memory, waiting, *tokens)
+
+    def check_request(self, prompt_tokens: int, max_new_tokens: int | None) -> int:
+        """As `ContinuousCache.check_request`, before anything is added. Raises `ValueError` also where nothing runs."""
+        if self._cache is None:
+            raise ValueError("the manager is stopped; start it before adding requests.")
+        return self._cache.check_request(prompt_tokens, max_new_tokens)
+
     def _make_cache(self) -> ContinuousCache:
         options = self.continuous_batching_config
         layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
@@ -135,7 +174,9 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         with torch.no_grad():
             slots = make_slots(self._config, self._shape, layers, requests, self._longest, budget)
         tokens = MAX_BATCH_TOKENS if options.max_batch_tokens is None else options.max_batch_tokens
-        return ContinuousCache(slots, layers, tokens)
+        cache = ContinuousCache(slots, layers, tokens)
+        cache.prefixes = self.prefixes
+        return cache
 
     def _create_batch_processor(self) -> DiffKVBatchProcessor:
         if isinstance(self.batch_processor, DiffKVBatchProcessor):

@@ -6,13 +6,19 @@ of which the rest is given back after each forward. Names and arguments are thos
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..store import Slots
+from ..store.staging import stage
 from .errors import HandOverError
+
+NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
+_logger = logging.getLogger("hf_diffkv")
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,21 @@ class ServingMemory:
     peak_bytes: int
     max_bytes: int
     free_share: float
+
+
+@dataclass(frozen=True)
+class ServingStatistics:
+    """What continuous batching is doing at this moment, and has done since it was started.
+
+    Attributes:
+        memory: what it holds. waiting: requests that have no memory yet, preempted ones included.
+        prompt_tokens: computed of prompts, anew after a preemption. generated_tokens: handed out.
+    """
+
+    memory: ServingMemory
+    waiting: int
+    prompt_tokens: int
+    generated_tokens: int
 
 
 class _Pool:
@@ -77,7 +98,7 @@ class ContinuousCache:
     """
 
     # nothing is shared between requests, read by index, or read by a kernel of the engine
-    use_prefix_sharing = allow_block_sharing = False
+    allow_block_sharing = False
     read_cache_limit = max_blocks_per_request = max_decode_fast_path_length = 0
     max_tokens_read = 1
 
@@ -90,6 +111,8 @@ class ContinuousCache:
         self.pool = _Pool(slots)
         self.cache_allocators = {_Allocator.layer_type: _Allocator(self)}
         self.peak_bytes = slots.bytes
+        # a `PrefixStore`, where prefixes are kept
+        self.prefixes: Any = None
         self._last_layer = num_layers - 1
         self._slot_of: dict[str, int] = {}
         self._coming: list[tuple[str, int]] = []
@@ -166,8 +189,36 @@ class ContinuousCache:
     def reset(self) -> None:
         self.free_all_requests()
 
+    @property
+    def use_prefix_sharing(self) -> bool:
+        return self.prefixes is not None
+
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        return 0
+        """Gives a request that waits a slot with the longest prefix that is kept; the number of its tokens."""
+        if not self.slots.idle or self.slots.need(None, len(prompt_ids)) > self.slots.reservations.unreserved:
+            return 0
+        try:
+            cache = self.prefixes.lookup(torch.tensor(prompt_ids))
+        except NO_MEMORY as error:
+            _logger.warning("a prefix that is kept cannot be used, its tokens are computed: %s", error)
+            return 0
+        length = cache.get_seq_length()
+        if length:
+            slot = self._slot_of[request_id] = self.slots.adopt()
+            self.slots.load(slot, cache.stores.stores[0])
+        return length
+
+    def keep_prefix(self, request_id: str, input_ids: list[int]) -> None:
+        """Keeps what a request that is done holds, where prefixes are kept."""
+        slot = self._slot_of.get(request_id)
+        if self.prefixes is not None and slot is not None:
+            store = self.slots.store
+            store.settle()
+            held = stage(store, slot, self.slots.seen(slot), store.pool)
+            try:
+                self.prefixes.insert_request(torch.tensor(input_ids), held)
+            except NO_MEMORY as error:
+                _logger.warning("a prefix is not kept: %s", error)
 
     def count_new_complete_blocks(self, state: Any, request_len: int) -> dict[str, int]:
         return {}

@@ -120,6 +120,12 @@ class _Admission:
             state.max_new_tokens = state._new_tokens_limit = limit
         super().add_waiting_request(state)
 
+    def finish_request(self, request_id: str) -> None:
+        state = self.active_requests.get(request_id)
+        if state is not None and state.status == RequestStatus.FINISHED:
+            self.cache.keep_prefix(request_id, state.initial_tokens + state.generated_tokens)
+        super().finish_request(request_id)
+
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
         # after a preemption, requests wait until another one has finished; it may have been cancelled instead
         if not self.active_requests:
@@ -137,9 +143,10 @@ def scheduler_class(name: str) -> type[Scheduler]:
 
 
 class DiffKVBatchProcessor(ContinuousBatchProcessor):
-    """Fails a request whose part of a forward went wrong, and that one alone."""
+    """Fails a request whose part of a forward went wrong, and that one alone; counts tokens."""
 
     cache: ContinuousCache
+    prompt_tokens = generated_tokens = 0
 
     def _handle_request_error(self, error: Exception, state: RequestState) -> None:
         # forks that are still to come are waited for as well
@@ -152,14 +159,17 @@ class DiffKVBatchProcessor(ContinuousBatchProcessor):
     def update_batch(self) -> None:
         """Hands out the new tokens of the forward that has just run."""
         failures = self.cache.take_failures()
-        if failures:
-            for future in self.inputs_and_outputs.requests_in_batch:
-                state = future.state
-                if state.request_id in failures:
-                    self._handle_request_error(failures[state.request_id], state)
-                    self.scheduler.finish_request(state.request_id)
-                    # the token that was computed for it goes nowhere
-                    future.state = _nobody()
+        for future in self.inputs_and_outputs.requests_in_batch:
+            state = future.state
+            if state.request_id in failures:
+                self._handle_request_error(failures[state.request_id], state)
+                self.scheduler.finish_request(state.request_id)
+                # the token that was computed for it goes nowhere
+                future.state = _nobody()
+                continue
+            if state.generated_len() == 0:
+                self.prompt_tokens += future.query_length
+            self.generated_tokens += future.has_new_token
         super().update_batch()
 
 

@@ -45,25 +45,32 @@ class _Trial:
         return dense_attention(query, key, value, None, scaling, 0.0, softcap, sinks, causal=True)
 
 
-def check_servable(model: Any) -> None:
-    """Raises `UnsupportedModelError` for a model whose configuration rules continuous batching out."""
-    check_model_config(model.config)
-    text_config = model.config.get_text_config(decoder=True)
+def check_servable_config(config: Any, name: str) -> None:
+    """Raises `UnsupportedModelError` for a model, called `name`, whose configuration rules continuous batching out."""
+    check_model_config(config)
+    text_config = config.get_text_config(decoder=True)
     kinds = sorted({type(layer).__name__ for layer in cache_layers(text_config)} - {"DynamicLayer"})
-    reason = None
     if kinds:
-        reason = f"has layers beside full attention ({', '.join(kinds)})"
-    elif shared_layers(text_config):
-        reason = "has layers that read the keys and values of earlier ones"
-    elif TensorParallel.of(model).size > 1:
-        reason = "is spread by tensor parallelism"
-    elif len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
-        reason = "is spread over several devices"
-    if reason is not None:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} {reason}, which continuous batching with the compressed cache does not do; leave "
-            'cache_implementation="diffkv" out of it, or use generate().'
-        )
+        raise _unservable(name, f"has layers beside full attention ({', '.join(kinds)})")
+    if shared_layers(text_config):
+        raise _unservable(name, "has layers that read the keys and values of earlier ones")
+
+
+def check_servable(model: Any) -> None:
+    """Raises `UnsupportedModelError` for a model that cannot be batched continuously, or not where it is."""
+    name = type(model).__name__
+    check_servable_config(model.config, name)
+    if TensorParallel.of(model).size > 1:
+        raise _unservable(name, "is spread by tensor parallelism")
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+        raise _unservable(name, "is spread over several devices")
+
+
+def _unservable(name: str, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{name} {reason}, which continuous batching with the compressed cache does not do; leave "
+        'cache_implementation="diffkv" out of it, or use generate().'
+    )
 
 
 def try_attention(model: Any) -> AttentionShape:

@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,9 +26,11 @@ from ..snapshot import (
     Snapshot,
     model_fingerprint,
     restore_snapshot,
+    snapshot_of_request,
     take_snapshot,
     weights_fingerprint,
 )
+from ..store import Store
 from .folder import FolderTier
 from .hierarchy import Hierarchy, Tier, warn
 from .requests import Requests
@@ -166,14 +168,30 @@ class PrefixStore:
         ids = ids[:length].clone()
         with self._session():
             self._requests.finish(cache)
-            name = self._name(ids)
-            if name in self._tiers.entries:
-                self._tiers.note_use(name)
-            elif length:
-                snapshot = take_snapshot(cache, self._weights)
-                snapshot.tensors[TOKENS] = ids
-                self._tiers.add(name, length, snapshot)
-            return name in self._tiers.entries
+            return self._add(ids, lambda: take_snapshot(cache, self._weights))
+
+    def insert_request(self, input_ids: Any, held: Store) -> bool:
+        """Stores what continuous batching holds of a request: `held` has every layer of the model.
+
+        Args:
+            input_ids: of its tokens, integers [tokens], and possibly more.
+
+        Returns:
+            As `insert`.
+        """
+        ids = as_tokens("input_ids", input_ids)[: held.seen].clone()
+        with self._session():
+            return self._add(ids, lambda: snapshot_of_request(held, self.config, self._model, self._weights))
+
+    def _add(self, ids: Tensor, take: Callable[[], Snapshot]) -> bool:
+        name = self._name(ids)
+        if name in self._tiers.entries:
+            self._tiers.note_use(name)
+        elif ids.numel():
+            snapshot = take()
+            snapshot.tensors[TOKENS] = ids
+            self._tiers.add(name, ids.numel(), snapshot)
+        return name in self._tiers.entries
 
     def prefill(self, input_ids: Any) -> bool:
         """Computes and stores a prefix that many requests will begin with: a system prompt, a document.
@@ -217,13 +235,18 @@ class PrefixStore:
                 window.append((digest(ids), self._tiers.entries.get(name)))
             self._requests.announce(window)
 
+    @property
+    def has_folder(self) -> bool:
+        """Whether prefixes go to a folder, too."""
+        return self._tiers.folder is not None
+
     def save(self) -> None:
         """Writes what memory holds into the folder as well, as far as there is room; else it ends with the process.
 
         Raises:
             ValueError: the store has no folder.
         """
-        if self._tiers.folder is None:
+        if not self.has_folder:
             raise ValueError("this store has no folder; give PrefixStore one.")
         with self._session():
             self._tiers.save()

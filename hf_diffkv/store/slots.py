@@ -159,6 +159,32 @@ class Slots:
         self.reservations.look_again()
         heapq.heappush(self._idle, slot)
 
+    def load(self, slot: int, source: Store) -> None:
+        """Copies the one request that `source` holds into `slot`, which is adopted and has no tokens yet.
+
+        Args:
+            source: of the same configuration and shape, settled, without padding. Its pages must be left unreserved.
+        """
+        store, table = self.store, source.table.table
+        used = table != NULL_PAGE
+        pages = source.pool.pages[table[used].long()]
+        store.pool.ensure_free(pages.shape[0])
+        _, fresh = store.pool.free_list.take(torch.tensor([pages.shape[0]], device=store.device))
+        store.pool.pages[fresh] = pages
+        fresh_table = torch.zeros_like(table)
+        fresh_table[used] = fresh.to(table.dtype)
+        # high pages stand on the left, low ones on the right
+        mine, high = store.table.table[:, slot], -(-source.high_count[:, 0] // store.layout.high.capacity)
+        width = min(mine.shape[-1], table.shape[-1])
+        left = torch.arange(width, device=store.device) < high[..., None]
+        mine[..., :width] = fresh_table[:, 0, :, :width] * left
+        left = torch.arange(table.shape[-1], device=store.device)[-width:] < high[..., None]
+        mine[..., -width:] += fresh_table[:, 0, :, -width:] * ~left
+        for name in ROW_STATE:
+            getattr(store, name)[:, slot] = getattr(source, name)[:, 0]
+        self._seen[slot] = source.seen
+        self._look()
+
     def fork(self, slot: int) -> int | None:
         """A further slot with a copy of the request in `slot`; None where there is no room. Only after `settle`."""
         store, pages = self.store, int(self._held[:, slot].sum())

@@ -4,5 +4,11 @@ from __future__ import annotations
 
 import transformers
 
-ENGINE_TESTS = ["test_continuous.py", "test_engine.py"]
+ENGINE_TESTS = [
+    "test_batched_prefixes.py",
+    "test_continuous.py",
+    "test_engine.py",
+    "test_many_requests.py",
+    "test_serve_command.py",
+]
 collect_ignore = ENGINE_TESTS if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23) else []

@@ -1,0 +1,205 @@
+"""`hf-diffkv serve`: Transformers' own server for OpenAI's protocol, many clients on one compressed cache."""
+
+from __future__ import annotations
+
+import copy
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .console import Failure, megabytes, one_line, paragraph, progress
+from .help import Command
+from .models import load_tokenizer, position_limit, supported_config, usable_device
+from .options import (
+    AtLeast,
+    Bytes,
+    chain,
+    config_of,
+    known_model,
+    level_options,
+    quiet_option,
+    read_file,
+    running_options,
+)
+
+if TYPE_CHECKING:
+    from ..config import DiffKVConfig
+
+SAMPLING = ("temperature", "top_p", "top_k")
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+
+server_options = chain(
+    click.option("--host", metavar="NAME", default="localhost", help="Address to listen at."),
+    click.option("--port", metavar="N", type=click.IntRange(0, 65535), default=8000, help="0: any that is free."),
+    click.option("--name", metavar="NAME", help="What clients call the model.  [default: MODEL]"),
+    click.option("--cors", is_flag=True, help="Let web pages of any origin in."),
+    click.option("--log-every", metavar="S", type=click.FloatRange(0), default=10, help="Seconds; 0: no such lines."),
+    click.option("--log-level", metavar="L", type=click.Choice(LOG_LEVELS), default="error", help="Of the server."),
+)
+
+memory_options = chain(
+    click.option("--max-bytes", type=Bytes(), help="Budget of all requests, e.g. 8GB.  [default: --memory-share]"),
+    click.option(
+        "--memory-share",
+        metavar="X",
+        type=click.FloatRange(0, 1, min_open=True),
+        help="Budget as a share of the memory that is free behind the model.  [default: 0.9; 0.6 on a CPU]",
+    ),
+    click.option("--max-requests", metavar="N", type=AtLeast(), help="In flight.  [default: as the budget allows]"),
+    click.option("--max-length", metavar="N", type=AtLeast(2), help="Tokens of a request.  [default: the model's]"),
+    click.option("--max-batch-tokens", metavar="N", type=AtLeast(), help="Tokens of a forward.  [default: 8192]"),
+)
+
+prefix_options = chain(
+    click.option(
+        "--prefix-bytes", type=Bytes(), help="Memory to keep prefixes in, beside the budget.  [default: none]"
+    ),
+    click.option("--prefix-folder", metavar="FOLDER", type=Path, help="Keep what memory has no room for there."),
+    click.option("--prefix-folder-bytes", type=Bytes(), help="Most that its files take.  [default: no limit]"),
+)
+
+choice_options = chain(
+    click.option("--greedy", is_flag=True, help="Always take the likeliest token."),
+    click.option("--temperature", metavar="X", type=click.FloatRange(min=0, min_open=True), help="Draw tokens so."),
+    click.option("--top-p", metavar="X", type=click.FloatRange(0, 1, min_open=True), help="Draw tokens so."),
+    click.option("--top-k", metavar="N", type=AtLeast(), help="Draw tokens so."),
+    click.option("--seed", metavar="N", type=int, help="Of the tokens that are drawn."),
+    click.option("--chat-template", metavar="FILE", help="In place of the tokenizer's own."),
+)
+
+
+@click.command(
+    "serve",
+    cls=Command,
+    help="Serve MODEL (a Hub id, a folder or a short name) with Transformers' own server: /v1/chat/completions, "
+    "/v1/completions, /v1/responses, /v1/models, /health. All requests share one compressed cache under a byte budget; "
+    "what has no room waits, and what can never fit is refused. GET /diffkv says what is in flight and held. How "
+    "tokens are chosen is set here for all requests: as the model's generation_config says, unless an option does.",
+)
+@click.argument("model", metavar="MODEL", callback=known_model)
+@server_options
+@memory_options
+@prefix_options
+@choice_options
+@level_options
+@running_options
+@quiet_option
+def command(**given: Any) -> None:
+    options = SimpleNamespace(**given)
+    _check(options)
+    config = config_of(options)
+    model_config = supported_config(options.model)
+    _check_length(options, position_limit(model_config))
+    tokenizer = load_tokenizer(options.model)
+    if options.chat_template is not None:
+        tokenizer.chat_template = read_file(options.chat_template)
+    options.device = usable_device(options.device)
+    with _listen(options) as listener:
+        _serve(options, config, model_config, tokenizer, listener)
+
+
+def _check(options: SimpleNamespace) -> None:
+    """What can be told from the options alone. Raises `click.UsageError`."""
+    if options.max_bytes is not None and options.memory_share is not None:
+        raise click.UsageError("--max-bytes and --memory-share do not go together; leave one out.")
+    if options.prefix_folder_bytes is not None and options.prefix_folder is None:
+        raise click.UsageError("--prefix-folder-bytes is of no effect without --prefix-folder.")
+    drawn = [name for name in SAMPLING if getattr(options, name) is not None]
+    if options.greedy and drawn:
+        raise click.UsageError(f"--greedy and --{drawn[0].replace('_', '-')} do not go together; leave one out.")
+
+
+def _check_length(options: SimpleNamespace, limit: int | None) -> None:
+    if options.max_length is not None and limit is not None and options.max_length > limit:
+        raise click.UsageError(
+            f"--max-length {options.max_length} is above the model's max_position_embeddings of {limit}."
+        )
+
+
+def _listen(options: SimpleNamespace) -> socket.socket:
+    """A socket that has its address and does not listen yet. Raises `click.UsageError` where it gets none."""
+    listener = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        if os.name == "posix":
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise click.UsageError(f"cannot listen at {options.host}:{options.port}: {error.strerror}.") from error
+    return listener
+
+
+def _serve(
+    options: SimpleNamespace, config: DiffKVConfig, model_config: Any, tokenizer: Any, listener: socket.socket
+) -> None:
+    try:
+        from ..serving import parts  # noqa: F401
+    except ImportError as error:
+        raise Failure(one_line(error)) from error
+    from ..integration.continuous_sizes import check_servable_config
+
+    try:
+        check_servable_config(model_config, options.model)
+    except ValueError as error:
+        raise Failure(f"{one_line(error)} Without a compressed cache, transformers serve serves it.") from error
+    from ..evaluation.loading import load_model
+    from ..serving.app import build_app
+    from ..serving.server import run
+
+    progress(f"loading {options.model}", options.quiet)
+    model = load_model(options.model, options.dtype, options.device, options.quiet)
+    try:
+        engine = _engine(options, model, config)
+        _use_prefixes(options, model, config, engine)
+    except (ValueError, MemoryError, RuntimeError, OSError) as error:
+        raise Failure(one_line(error)) from error
+    name = options.name or options.model
+    memory = engine.memory()
+    address = f"http://{options.host}:{listener.getsockname()[1]}"
+    room = f"at most {memory.slots:,} requests at once, of up to {memory.longest:,} tokens"
+    progress(paragraph(f"{name} at {address}/v1; {megabytes(memory.max_bytes)}: {room}."), options.quiet)
+    if tokenizer.chat_template is None:
+        progress("no chat template: /v1/chat/completions needs --chat-template", options.quiet)
+    app = build_app(name, model, tokenizer, engine, options.cors)
+    run(app, engine, listener, log_level=options.log_level, log_every=0 if options.quiet else options.log_every)
+
+
+def _engine(options: SimpleNamespace, model: Any, config: DiffKVConfig) -> Any:
+    """The engine of all requests, not started."""
+    from transformers import ContinuousBatchingConfig
+    from transformers.generation.continuous_batching.utils import WorkloadHints
+
+    generation_config = copy.deepcopy(model.generation_config)
+    generation_config.cache_implementation = "diffkv"
+    generation_config.cache_config = config.to_dict()
+    chosen = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
+    if chosen or options.greedy:
+        generation_config.update(do_sample=not options.greedy, **chosen)
+    given = {
+        "max_requests_per_batch": options.max_requests,
+        "max_batch_tokens": options.max_batch_tokens,
+        "max_memory_percent": options.memory_share,
+        "seed": options.seed,
+    }
+    batching = ContinuousBatchingConfig(**{name: value for name, value in given.items() if value is not None})
+    hints = options.max_length and WorkloadHints(max_prompt_length=options.max_length - 1, max_generated_length=1)
+    return model.init_continuous_batching(generation_config, batching, hints or None)
+
+
+def _use_prefixes(options: SimpleNamespace, model: Any, config: DiffKVConfig, engine: Any) -> None:
+    """Has `engine` keep prefixes where the options ask for it."""
+    if options.prefix_bytes is None and options.prefix_folder is None:
+        return
+    from ..prefixes import PrefixStore
+
+    memory = options.prefix_bytes or 0
+    folder = {"folder": options.prefix_folder, "folder_bytes": options.prefix_folder_bytes}
+    engine.use_prefixes(PrefixStore(model, replace(config, max_bytes=None), device_bytes=memory, **folder))

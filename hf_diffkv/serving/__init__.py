@@ -1,0 +1,1 @@
+"""Transformers' own server for OpenAI's protocol, with continuous batching on a compressed cache."""

@@ -1,0 +1,56 @@
+"""The serving benchmark on tiny-lm with a few requests: that it checks, measures in turns and reports."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    tuple(map(int, importlib.metadata.version("transformers").split(".")[:2])) < (5, 23),
+    reason="this release batches otherwise",
+)
+OPTIONS = ["--models", "tiny-lm", "--requests", "4", "--turns", "1", "--first-token", "100", "--prompt-turns", "1"]
+ENGINES = ["Transformers, paged", "DiffKV, default", "DiffKV, 22 %"]
+# 6 layers of 2 heads of 64 elements, keys and values in bfloat16
+TOKEN = 6 * 2 * 64 * 2 * 2
+
+
+def test_engines_take_turns_at_equal_bytes(
+    script, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "serving.jsonl"
+    script("serving").main([*OPTIONS, "--threads", "1", "--output", str(output)])
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["engine"] for row in rows] == ENGINES + ENGINES[:2]
+    budget = 4 * (200 + 16) * TOKEN
+    for row in rows[:3]:
+        assert {"device", "torch", "transformers", "commit", "dtype"} <= row.keys()
+        assert row["max_bytes"] == budget and budget / 4 < row["bytes"] <= budget
+        assert 1 <= row["mean"] <= row["most"] <= 4
+        assert row["tokens_per_second"] * row["seconds"] == pytest.approx(row["new_tokens"])
+    assert all(row["seconds"][0] > 0 for row in rows[3:])
+    assert "| tiny-lm | 100 | DiffKV, default |" in capsys.readouterr().out
+    document = tmp_path / "serving.md"
+    document.write_text("before\n<!-- serving -->\nold\n<!-- end -->\nafter\n")
+    monkeypatch.setattr(script("report_serving"), "DOCUMENT", document)
+    script("serving").main(["--report", "--document", "--output", str(output)])
+    text = document.read_text()
+    assert text.startswith("before\n") and text.endswith("<!-- end -->\nafter\n") and "old" not in text
+    assert all(f"| {engine} |" in text for engine in ENGINES)
+
+
+def test_an_engine_that_says_something_else_is_not_timed(
+    script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hf_diffkv import DiffKVConfig
+
+    module = script("serving")
+    monkeypatch.setattr(
+        DiffKVConfig, "lossless", staticmethod(lambda: DiffKVConfig(alpha_high=99, alpha_low=9, window=2))
+    )
+    with pytest.raises(SystemExit, match="nothing is timed"):
+        module.main([*OPTIONS, "--output", str(tmp_path / "none.jsonl")])
+    assert not (tmp_path / "none.jsonl").exists()
