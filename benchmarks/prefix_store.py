@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from cpu_caches import FOLDERS, ROOT, attention_of, held_bytes, load_model
-from decode_cpu import about_machine, quartiles
+from cpu_caches import FOLDERS, ROOT, about_machine, attention_of, held_bytes, load_model
+from decode_cpu import quartiles
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
@@ -188,7 +188,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not args.report:
         torch.set_num_threads(args.threads)
         model = load_model(args.model, getattr(torch, args.dtype), 0)
-        found = {"about": about_machine(args), "rows": []}
+        found = {"about": {**about_machine(), "dtype": args.dtype}, "rows": []}
         args.output.parent.mkdir(parents=True, exist_ok=True)
         for length in args.lengths:
             found["rows"] += measure(model, args, length)

@@ -21,8 +21,7 @@ from pathlib import Path
 
 import report_serving
 import torch
-from cpu_caches import load_model
-from decode_cpu import about_machine
+from cpu_caches import about_machine, load_model
 from serving_engines import NAMES, check_lossless, dense_bytes, first_token, manager, run, trace
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.utils import logging
@@ -142,7 +141,7 @@ def main(arguments: list[str] | None = None) -> None:
         # a request that is refused is an error here
         logging.set_verbosity_error()
         torch.set_num_threads(args.threads)
-        about = {**about_machine(args), "threads": args.threads}
+        about = {**about_machine(), "dtype": args.dtype, "threads": args.threads}
         print(" ".join(f"{key}={value}" for key, value in about.items()), flush=True)
         args.output.parent.mkdir(parents=True, exist_ok=True)
         for name in args.models:

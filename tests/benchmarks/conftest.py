@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -19,6 +20,9 @@ def script(monkeypatch: pytest.MonkeyPatch):
     def load(name: str) -> ModuleType:
         return importlib.import_module(name)
 
+    threads = torch.get_num_threads()
     yield load
+    # scripts choose their own
+    torch.set_num_threads(threads)
     for path in FOLDER.glob("*.py"):
         sys.modules.pop(path.stem, None)
