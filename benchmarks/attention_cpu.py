@@ -17,22 +17,28 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from hf_diffkv.config import Precision
 from hf_diffkv.memory import PageLayout, PagePool
 from hf_diffkv.native import library
 from hf_diffkv.ops.decode_attention import native, reference
 from hf_diffkv.ops.quantize import store_tokens
 from hf_diffkv.ops.tiles import build_tiles
+from hf_diffkv.ops.variant import UNIFORM_NUMBERS
+from hf_diffkv.precision import Precision
+from hf_diffkv.presets import PRESETS
 
 HEADS, QUERY_HEADS, DIM, WINDOW = 8, 32, 128, 64
-PRECISIONS = {"K8V4": (8, 4), "K4V2": (4, 2), "K6V4": (6, 4), "K5V3": (5, 3)}
+# with sums and positions, and as the presets have them, without
+PRECISIONS = {
+    **{name: (Precision.parse(name), {}) for name in ("K8V4", "K4V2", "K6V4", "K5V3")},
+    **{f"preset {name}": (fields["high"], UNIFORM_NUMBERS) for name, fields in PRESETS.items()},
+}
 
 
 class Layer:
     """One request with `tokens` tokens, all but the window stored at `precision`."""
 
-    def __init__(self, precision: Precision, tokens: int, dtype: torch.dtype) -> None:
-        self.layout = PageLayout.build(precision, precision, DIM, DIM, dtype.itemsize)
+    def __init__(self, precision: Precision, numbers: dict[str, int], tokens: int, dtype: torch.dtype) -> None:
+        self.layout = PageLayout.build(precision, precision, DIM, DIM, dtype.itemsize, **numbers)
         tier, stored = self.layout.high, tokens - WINDOW
         pages = -(-stored // tier.capacity)
         self.pool = PagePool(self.layout.page_bytes, torch.device("cpu"))
@@ -73,7 +79,7 @@ def competitors(tokens: int, args: argparse.Namespace) -> dict[str, Callable[[],
         "dense, enable_gqa": lambda: F.scaled_dot_product_attention(query[:, :, None], key, value, enable_gqa=True),
     }
     for name in args.precisions:
-        layer = Layer(Precision(*PRECISIONS[name]), tokens, dtype)
+        layer = Layer(*PRECISIONS[name], tokens, dtype)
         expected, got = layer.reference(query).float(), layer.native(query).float()
         error = float((got - expected).norm() / expected.norm())
         if not error < (1e-5 if dtype == torch.float32 else 5e-3):
