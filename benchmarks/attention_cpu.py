@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from cpu_caches import about_machine
 
 from hf_diffkv.memory import PageLayout, PagePool
 from hf_diffkv.native import library
@@ -120,7 +121,8 @@ def main() -> None:
     if library.library() is None:
         raise SystemExit("the native library is not built: make native")
     with library.use_instructions(args.instructions or library.instructions()):
-        print(f"torch {torch.__version__}, {library.instructions()}, {args.threads} threads, {args.dtype}")
+        about = {**about_machine(), "threads": args.threads, "dtype": args.dtype}
+        print(", ".join(f"{key} {value}" for key, value in about.items()) + "\n")
         print("| tokens | attention | ms | of the best dense one |\n|---|---|---|---|")
         for tokens in args.tokens:
             taken = measure(competitors(tokens, args), args.seconds, args.threads)
