@@ -225,6 +225,8 @@ class DiffKVCache(Cache):
             ValueError: `model` is neither, or a `device` is given beside a model.
         """
         model_config = configuration_of(model)
+        if not hasattr(model_config, "get_text_config"):
+            raise ValueError(f"model is a {type(model).__name__}; pass the model itself, or its configuration.")
         check_model_config(model_config)
         if model is model_config:
             place = torch.device("cpu" if device is None else device)

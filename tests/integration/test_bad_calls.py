@@ -118,9 +118,10 @@ def test_saving_and_loading_with_what_is_not_the_model(tmp_path: Path) -> None:
         cache.save_pretrained(tmp_path / "folder", tiny_model("qwen3"))
     assert not (tmp_path / "folder").exists()
     cache.save_pretrained(tmp_path, model)
-    for wrong in (model.config, "some/model"):
+    for wrong in (tmp_path, "some/model"):
         with raises(ValueError, "model is a", "the model itself"):
             DiffKVCache.from_pretrained(tmp_path, wrong)
+    assert DiffKVCache.from_pretrained(tmp_path, model.config).get_seq_length() == cache.get_seq_length()
 
 
 def test_backward_through_a_cache_is_refused() -> None:
