@@ -23,9 +23,8 @@ from hf_diffkv.native import library
 from hf_diffkv.ops.decode_attention import native, reference
 from hf_diffkv.ops.quantize import store_tokens
 from hf_diffkv.ops.tiles import build_tiles
-from hf_diffkv.ops.variant import UNIFORM_NUMBERS
 from hf_diffkv.precision import Precision
-from hf_diffkv.presets import PRESETS
+from hf_diffkv.presets import PRESETS, UNIFORM_NUMBERS
 
 HEADS, QUERY_HEADS, DIM, WINDOW = 8, 32, 128, 64
 # with sums and positions, and as the presets have them, without

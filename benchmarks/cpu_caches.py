@@ -8,10 +8,12 @@ level there are, not on what they say.
 from __future__ import annotations
 
 import copy
+import json
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -48,21 +50,29 @@ def load_model(name: str, dtype: torch.dtype, layers: int) -> PreTrainedModel:
         if not FOLDERS[name].is_dir():
             raise FileNotFoundError(f"{name} is not in {FOLDERS[name]}; fetch it with `make models`.")
         return AutoModelForCausalLM.from_pretrained(FOLDERS[name], dtype=dtype).eval()
-    config = LlamaConfig(
-        vocab_size=1024,
+    return random_llama(
+        dtype,
         hidden_size=4096,
         intermediate_size=14336,
         num_hidden_layers=layers,
         num_attention_heads=32,
         num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=1 << 17,
         rope_parameters={"rope_theta": 500000.0, "rope_type": "default"},
-        bos_token_id=None,
-        eos_token_id=None,
     )
+
+
+def random_llama(dtype: torch.dtype, **sizes: Any) -> PreTrainedModel:
+    """A Llama with heads of 128 and few tokens, the same for the same sizes, which are fields of its configuration."""
+    fields = {"vocab_size": 1024, "head_dim": 128, "max_position_embeddings": 1 << 17}
+    config = LlamaConfig(**{**fields, **sizes}, bos_token_id=None, eos_token_id=None)
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def append_rows(path: Path, about: dict, rows: list[dict]) -> None:
+    """Adds results to a file of JSON lines at once, so that a run that is cut keeps what it has."""
+    with path.open("a") as file:
+        file.writelines(json.dumps({**about, **row}) + "\n" for row in rows)
 
 
 def makers(model: PreTrainedModel, tokens: int, wanted: list[str] | None) -> dict[str, Callable[[], Cache]]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import time
@@ -25,6 +24,7 @@ from cpu_caches import (
     MODELS,
     Tokens,
     about_machine,
+    append_rows,
     attend_all,
     check_lossless,
     fill,
@@ -134,9 +134,7 @@ def main(arguments: list[str] | None = None) -> None:
             check_lossless(model)
             for batch, context in cases:
                 rows = measure(model, name, batch, context, args)
-                # written at once, so that a run that is cut keeps what it has
-                with args.output.open("a") as file:
-                    file.writelines(json.dumps({**about, **row}) + "\n" for row in rows)
+                append_rows(args.output, about, rows)
     report_cpu.report(args.output)
     if args.report and args.document:
         report_cpu.document(args.output)

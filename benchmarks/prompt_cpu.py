@@ -26,17 +26,16 @@ from pathlib import Path
 
 import torch
 import transformers
-from cpu_caches import about_machine, check_lossless, step
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
+from cpu_caches import about_machine, append_rows, check_lossless, makers, random_llama, step
+from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache
 
-from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.peak import PeakMemory
 
 FOLDER = Path(__file__).parent
 TINY = FOLDER.parent / "examples" / "models" / "tiny-lm"
 DENSE = "DynamicCache"
-DIFFKV = {"DiffKV balanced": DiffKVConfig.preset("balanced"), "DiffKV paper": DiffKVConfig.paper()}
+CACHES = [DENSE, "StaticCache", "DiffKV balanced", "DiffKV paper"]
 STEPS = 8
 
 
@@ -44,20 +43,8 @@ def load(name: str, args: argparse.Namespace) -> transformers.PreTrainedModel:
     dtype = getattr(torch, args.dtype)
     if name != "random":
         return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
-    config = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=1024,
-        intermediate_size=2048,
-        num_hidden_layers=4,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=1 << 17,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 4}
+    model = random_llama(dtype, **sizes, num_attention_heads=32, num_key_value_heads=8)
     for layer in model.model.layers:
         # attention of the initial weights would be all but uniform
         for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
@@ -66,14 +53,7 @@ def load(name: str, args: argparse.Namespace) -> transformers.PreTrainedModel:
 
 
 def caches(model: transformers.PreTrainedModel, length: int) -> dict[str, Callable[[], Cache]]:
-    config = model.config
-    made: dict[str, Callable[[], Cache]] = {
-        DENSE: lambda: DynamicCache(config=config),
-        "StaticCache": lambda: StaticCache(config=config, max_cache_len=length + STEPS),
-    }
-    for name, choices in DIFFKV.items():
-        made[name] = lambda choices=choices: DiffKVCache(config, choices)
-    return made
+    return makers(model, length + STEPS, CACHES)
 
 
 def prompt(model: transformers.PreTrainedModel, cache: Cache, tokens: torch.Tensor, chunk: int) -> None:
@@ -186,8 +166,7 @@ def main(arguments: list[str] | None = None) -> None:
                         row |= peak_of(row["cache"], name, length, chunk, args)
                     print(json.dumps(row), file=sys.stderr, flush=True)
                 rows += case
-                with args.output.open("a") as file:
-                    file.writelines(json.dumps({**about, **row}) + "\n" for row in case)
+                append_rows(args.output, about, case)
     print(" ".join(f"{key}={value}" for key, value in about.items()))
     print_table(rows)
 

@@ -13,7 +13,6 @@ timed, a lossless cache must say what `generate()` says.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from dataclasses import dataclass
@@ -21,9 +20,9 @@ from pathlib import Path
 
 import report_serving
 import torch
-from cpu_caches import about_machine, load_model
+from cpu_caches import about_machine, append_rows, load_model, random_llama
 from serving_engines import NAMES, check_lossless, dense_bytes, first_token, manager, run, trace
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 RESULTS = Path(__file__).parent / "results" / "serving.jsonl"
@@ -60,20 +59,9 @@ def model_of(name: str, dtype: torch.dtype) -> PreTrainedModel:
     """One of `CASES`. Raises `FileNotFoundError` where it has not been fetched."""
     if name != RANDOM:
         return load_model(name, dtype, 0)
-    config = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=128,
-        max_position_embeddings=1 << 15,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1 << 15}
+    return random_llama(dtype, **sizes)
 
 
 def serve(model: PreTrainedModel, name: str, args: argparse.Namespace) -> list[dict]:
@@ -152,10 +140,7 @@ def main(arguments: list[str] | None = None) -> None:
                 continue
             check_lossless(model)
             for measure in (serve, prompts) if args.first_token else (serve,):
-                rows = measure(model, name, args)
-                # written at once, so that a run that is cut keeps what it has
-                with args.output.open("a") as file:
-                    file.writelines(json.dumps({**about, **row}) + "\n" for row in rows)
+                append_rows(args.output, about, measure(model, name, args))
     report_serving.report(args.output)
     if args.report and args.document:
         report_serving.document(args.output)

@@ -60,8 +60,7 @@ def dense_bytes(model: PreTrainedModel) -> int:
     """Bytes of a token in a cache of the model's dtype."""
     config = model.config
     heads = config.num_hidden_layers * config.num_key_value_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * heads * dim * model.dtype.itemsize
+    return 2 * heads * config.head_dim * model.dtype.itemsize
 
 
 def configuration(model: PreTrainedModel, name: str) -> DiffKVConfig:

@@ -27,6 +27,10 @@ GROUPED = re.compile(r"^(qwq|qwen3)\b")
 GROUPED_PRECISIONS: dict[str, Any] = {"high": Precision(8, 4, 1, 2), "low": Precision(4, 2, 2, 4)}
 
 
+# of pages whose tokens all have one precision: narrow ones without scores and positions
+UNIFORM_NUMBERS = {"metadata_bits": 16, "position_bytes": 0}
+
+
 def _uniform(name: str, **fields: Any) -> dict[str, Any]:
     precision = Precision.parse(name)
     return {"high": precision, "low": precision, "alpha_high": 0.0, "alpha_low": 0.0, "metadata_bits": 16, **fields}
@@ -66,9 +70,7 @@ def preset_within(target_ratio: Any, model_config: Any) -> dict[str, Any]:
     element_bytes = getattr(getattr(text_config, "dtype", None), "itemsize", 2)
     for name in LADDER:
         precision = Precision.parse(name)
-        pages = PageLayout.build(
-            precision, precision, head_dim, head_dim, element_bytes, metadata_bits=16, position_bytes=0
-        )
+        pages = PageLayout.build(precision, precision, head_dim, head_dim, element_bytes, **UNIFORM_NUMBERS)
         ratio = pages.high.token_bytes / (2 * head_dim * element_bytes)
         if ratio <= target_ratio:
             return _uniform(name, window=32)

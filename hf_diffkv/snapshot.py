@@ -70,14 +70,7 @@ def take_snapshot(cache: DiffKVCache, weights: str | None = None) -> Snapshot:
         for layer_idx, layer in enumerate(cache.layers)
         if layer_idx not in compressed
     }
-    content = {
-        "model": cache.model_fingerprint,
-        "weights": weights,
-        "config": cache.config.to_dict(),
-        "stores": stores,
-        "places": places,
-        "stock_layers": stock,
-    }
+    content = _content(cache.model_fingerprint, weights, cache.config, stores, places, stock)
     return Snapshot(content, tensors)
 
 
@@ -89,15 +82,22 @@ def snapshot_of_request(store: Store, config: DiffKVConfig, model: str, weights:
         model, weights: fingerprints of the model.
     """
     tensors: dict[str, Tensor] = {}
-    content = {
+    described = [_describe_store(store, 0, tensors)]
+    places = {str(layer): [0, layer, store.seen] for layer in range(store.num_layers)}
+    return Snapshot(_content(model, weights, config, described, places, {}), tensors)
+
+
+def _content(
+    model: str, weights: str | None, config: DiffKVConfig, stores: list, places: dict[str, list], stock: dict
+) -> dict[str, Any]:
+    return {
         "model": model,
         "weights": weights,
         "config": config.to_dict(),
-        "stores": [_describe_store(store, 0, tensors)],
-        "places": {str(layer): [0, layer, store.seen] for layer in range(store.num_layers)},
-        "stock_layers": {},
+        "stores": stores,
+        "places": places,
+        "stock_layers": stock,
     }
-    return Snapshot(content, tensors)
 
 
 def restore_snapshot(

@@ -16,6 +16,7 @@ from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.compact import stored_tokens
 from hf_diffkv.ops.segments import segments
 from hf_diffkv.store import Store, attend_token, attend_tokens, check_integrity, read_tokens
+from hf_diffkv.store.read import LayerTokens
 
 LENGTHS = (1, 2, 63, 64, 65, 128, 192, 300)
 
@@ -124,6 +125,9 @@ class Pair:
         near = {"rtol": 1e-6, "atol": self.token_tolerance}
         torch.testing.assert_close(tokens.keys, keys.to(tokens.keys.dtype), **near)
         torch.testing.assert_close(tokens.values, values.to(tokens.values.dtype), **near)
+        self.compare_sums(tokens)
+
+    def compare_sums(self, tokens: LayerTokens) -> None:
         # what selects nothing keeps no sums
         sums = self.simulation.sums() * self.store.config.selects
         torch.testing.assert_close(tokens.score, sums, rtol=self.score_tolerance, atol=1e-6)

@@ -43,9 +43,8 @@ CASES: dict[str, tuple[str, dict[str, Any], Rule]] = {
 }
 
 
-def pair_of(case: str, batch: int, interval: int = 1, **options: Any) -> Pair:
-    policy, policy_options, rule = CASES[case]
-    config = DiffKVConfig(
+def config_of(policy: str, policy_options: dict[str, Any], interval: int, **options: Any) -> DiffKVConfig:
+    return DiffKVConfig(
         policy=policy,
         policy_options=policy_options,
         window=WINDOW_TOKENS,
@@ -54,6 +53,11 @@ def pair_of(case: str, batch: int, interval: int = 1, **options: Any) -> Pair:
         page_bytes=512,
         **options,
     )
+
+
+def pair_of(case: str, batch: int, interval: int = 1, **options: Any) -> Pair:
+    policy, policy_options, rule = CASES[case]
+    config = config_of(policy, policy_options, interval, **options)
     return Pair(config, batch, heads=2, group=2, dim=16, place=PLACE, rule=rule)
 
 

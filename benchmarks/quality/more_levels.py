@@ -20,17 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from hf_diffkv.evaluation.comparison import compare_logits
 from hf_diffkv.evaluation.environment import describe_environment
-from hf_diffkv.evaluation.models import resolve_model
+from hf_diffkv.evaluation.loading import load_config, load_model
 from hf_diffkv.evaluation.tasks import get_task
 from hf_diffkv.evaluation.tasks.base import Document, Source
+from hf_diffkv.memory import PageLayout
 from hf_diffkv.ops.rotation import rotation_matrix
 from hf_diffkv.precision import Precision
+from hf_diffkv.presets import UNIFORM_NUMBERS
 
 SINKS, WINDOW = 4, 32
 TASKS = ("dictionary", "text")
@@ -45,12 +47,12 @@ class Levels:
     by: str = "significance"
 
     def token_bytes(self, head_dim: int) -> float:
-        """Codes, two bytes for each group's scale and zero point, and four for sum and position where tokens rank."""
-        found = 4.0 if len(self.shares) > 1 else 0.0
+        """What narrow pages take per token, with sum and position where tokens rank."""
+        numbers = {"metadata_bits": 16} if len(self.shares) > 1 else UNIFORM_NUMBERS
+        found = 0.0
         for share, name in self.shares:
             precision = Precision.parse(name)
-            bits = head_dim * (precision.k_bits + precision.v_bits)
-            found += share * (bits / 8 + 2 * (precision.k_groups + precision.v_groups))
+            found += share * PageLayout.build(precision, precision, head_dim, head_dim, 2, **numbers).high.token_bytes
         return found
 
 
@@ -164,10 +166,8 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=2, help="of each task (default: %(default)s)")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
-    path = resolve_model(options.model)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
-    head_dim = getattr(model.config, "head_dim", None) or model.config.hidden_size // model.config.num_attention_heads
+    _, tokenizer = load_config(options.model)
+    model = load_model(options.model, device="cpu")
     simulation = Simulation(model)
     sums = {(levels.name, name): [0.0, 0.0] for levels in CONFIGURATIONS for name in TASKS}
     for name in TASKS:
@@ -182,7 +182,7 @@ def main() -> None:
     rows = []
     for levels in CONFIGURATIONS:
         kl = {f"{name}_kl": sums[levels.name, name][0] / sums[levels.name, name][1] for name in TASKS}
-        rows.append({"levels": levels.name, "bytes": levels.token_bytes(head_dim), **kl})
+        rows.append({"levels": levels.name, "bytes": levels.token_bytes(model.config.head_dim), **kl})
     settings = {"model": options.model, "documents": options.documents, **describe_environment(model.device)}
     options.output.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(line) + "\n" for line in [settings, *rows])

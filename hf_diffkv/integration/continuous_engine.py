@@ -12,6 +12,7 @@ from typing import Any
 import transformers
 
 from .continuous_cache import ContinuousCache
+from .private_names import Expected, changed, parameters_of
 
 OLDEST = (5, 23)
 _REMEDY = "generate() works with this release; please report it with the release's number"
@@ -41,8 +42,8 @@ except ImportError as error:
         f"transformers {transformers.__version__} batches continuously in another way ({error}); {_REMEDY}."
     ) from error
 
-# what is overridden, called or taken the place of: owner, name, parameters
-EXPECTED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
+# what is overridden, called or taken the place of
+EXPECTED: tuple[Expected, ...] = (
     (
         ContinuousBatchingManager,
         "__init__",
@@ -79,21 +80,10 @@ def surprises() -> list[str]:
     # the engine calls these on its cache
     ours = [name for name, member in vars(ContinuousCache).items() if inspect.isfunction(member)]
     shared = [name for name in ours if hasattr(PagedAttentionCache, name) and not name.startswith("__")]
-    asked = [(PagedAttentionCache, name, _parameters(getattr(ContinuousCache, name))) for name in shared]
-    found = [
-        f"{owner.__name__}.{name}"
-        for owner, name, parameters in (*EXPECTED, *asked)
-        if _parameters(getattr(owner, name, None)) != parameters
-    ]
+    asked = [(PagedAttentionCache, name, parameters_of(getattr(ContinuousCache, name))) for name in shared]
+    found = changed((*EXPECTED, *asked))
     fields = inspect.signature(RequestState).parameters
     return found + [f"RequestState.{name}" for name in FIELDS if name not in fields]
-
-
-def _parameters(function: Any) -> tuple[str, ...] | None:
-    """Names of a function's parameters but `self`; None where there is no such function."""
-    if function is None:
-        return None
-    return tuple(name for name in inspect.signature(function).parameters if name != "self")
 
 
 if surprises():

@@ -7,9 +7,8 @@ from typing import Any
 
 from ..presets import PRESETS
 
-# the presets' pages: every token at one precision, narrow numbers, no scores
+# the presets' pages (their numbers: `presets.UNIFORM_NUMBERS`)
 UNIFORM_PRECISIONS = tuple(fields["high"] for fields in PRESETS.values())
-UNIFORM_NUMBERS = {"metadata_bits": 16, "position_bytes": 0}
 UNIFORM_DIMS = (64, 128)
 TARGETS = ("sm_80", "sm_90", "gfx942")
 

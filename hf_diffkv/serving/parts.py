@@ -6,7 +6,6 @@ All names of Transformers here are private to it. They were read in release 5.23
 from __future__ import annotations
 
 import asyncio
-import inspect
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,6 +17,7 @@ if not is_serve_available():
 
 # refuses releases whose engine is another one
 from ..integration.continuous import DiffKVBatchingManager
+from ..integration.private_names import Expected, changed
 
 _REMEDY = "generate_batch works with this release; please report it with the release's number"
 
@@ -31,8 +31,8 @@ try:
 except ImportError as error:
     raise ImportError(f"transformers {transformers.__version__} has another server ({error}); {_REMEDY}.") from error
 
-# what is overridden, called or taken the place of: owner, name, parameters
-EXPECTED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
+# what is overridden, called or taken the place of
+EXPECTED: tuple[Expected, ...] = (
     (CBGenerateManager, "__init__", ("cb_config",)),
     (CBGenerateManager, "init_cb", ("model", "gen_config")),
     (CBGenerateManager, "_check_alive", ("request_id",)),
@@ -69,12 +69,7 @@ submitted: ContextVar[list[str]] = ContextVar("submitted")
 
 def surprises() -> list[str]:
     """What of the installed release is not as it is relied on; empty where all is."""
-    found = []
-    for owner, name, parameters in EXPECTED:
-        function = getattr(owner, name, None)
-        names = None if function is None else tuple(inspect.signature(function).parameters)
-        if names is None or tuple(each for each in names if each != "self") != parameters:
-            found.append(f"{owner.__name__}.{name}")
+    found = changed(EXPECTED)
     if "_cb" not in vars(CBGenerateManager()):
         found.append("CBGenerateManager._cb")
     return found

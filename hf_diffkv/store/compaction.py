@@ -13,7 +13,7 @@ from ..ops.compact import compact_step, least_mean
 from ..policy import StepRows, relative_thresholds
 from . import native
 from .pinned import is_pinned, pin_candidates
-from .window import slots_of
+from .window import candidate_slots
 
 if TYPE_CHECKING:
     from .state import Store
@@ -45,7 +45,7 @@ def compact_round(store: Store) -> None:
 def _compact(store: Store, leaving: Tensor, high: Tensor | None, low: Tensor | None) -> None:
     """The round by the ops that take one candidate per row; without thresholds where the store selects nothing."""
     start = store.window_start
-    slot = slots_of(store, start, store.sink_end)[:, :, None, None].expand(-1, -1, store.num_heads, 1)
+    slot = candidate_slots(store)
     shape = store.high_count.shape
     rows = store.high_count.numel()
     compact_step(

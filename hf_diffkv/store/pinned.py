@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .window import slots_of
+from .window import candidate_slots
 
 if TYPE_CHECKING:
     from .state import Store
@@ -38,6 +38,6 @@ def pin_candidates(store: Store) -> None:
     if store.config.pin is None:
         return
     position = store.window_start[:, :, None, None]
-    slot = slots_of(store, store.window_start, store.sink_end)[:, :, None, None].expand(-1, -1, store.num_heads, 1)
+    slot = candidate_slots(store)
     score = store.window_score.gather(3, slot)
     store.window_score.scatter_(3, slot, pinned_sums(store, score, position))

@@ -36,6 +36,12 @@ def slots_of(store: Store, position: Tensor, sink_end: Tensor) -> Tensor:
     return window.slots_of(position, sink_end, store.sink_slots, store.window_slots)
 
 
+def candidate_slots(store: Store) -> Tensor:
+    """Slot of the oldest token of every window, which is the next to leave: int64 [layers, batch, heads, 1]."""
+    slot = slots_of(store, store.window_start, store.sink_end)[:, :, None, None]
+    return slot.expand(-1, -1, store.num_heads, 1)
+
+
 def exact_tokens(store: Store, layer: int) -> tuple[Tensor, Tensor, Tensor]:
     """Slot, row and index, int64 [n] each, of those of one layer."""
     token = held_tokens(store, layer).repeat_interleave(store.num_heads, dim=0)

@@ -218,7 +218,7 @@ def test_a_configuration_of_another_model_is_refused(model: PreTrainedModel, sav
         DiffKVCache.from_pretrained(saved, model_of(num_hidden_layers=3).config)
     for other in (None, "llama", DiffKVConfig()):
         with pytest.raises(
-            ValueError, match=f"model_config is a {type(other).__name__}; pass the model's configuration"
+            ValueError, match=f"model is a {type(other).__name__}; pass the model itself, or its configuration"
         ):
             DiffKVCache.from_pretrained(saved, other)
     with pytest.raises(ValueError, match="device=cpu is given beside a model"):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...config import Precision
 from ...memory import FreeList, PageLayout, TierLayout
+from ...presets import UNIFORM_NUMBERS
 from ..quantize.launch import (
     TRITON_DTYPES,
     check_dtype,
@@ -22,7 +23,7 @@ from ..quantize.launch import (
     tier_constants,
     unit_stride,
 )
-from ..variant import UNIFORM_DIMS, UNIFORM_NUMBERS, UNIFORM_PRECISIONS, KernelVariant
+from ..variant import UNIFORM_DIMS, UNIFORM_PRECISIONS, KernelVariant
 from .kernels import assign_pages_kernel, find_victims_kernel, plan_rows_kernel
 from .move_kernel import move_tokens_kernel
 

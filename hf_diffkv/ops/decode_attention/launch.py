@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ...config import Precision
 from ...memory import PageLayout
-from ..variant import UNIFORM_DIMS, UNIFORM_NUMBERS, UNIFORM_PRECISIONS, KernelVariant
+from ...presets import UNIFORM_NUMBERS
+from ..variant import UNIFORM_DIMS, UNIFORM_PRECISIONS, KernelVariant
 from .held import Held
 from .kernels import attend_kernel, merge_kernel
 from .score_kernel import score_kernel

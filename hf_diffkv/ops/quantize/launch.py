@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ...config import Precision
 from ...memory import PageLayout, TierLayout
-from ..variant import UNIFORM_DIMS, UNIFORM_NUMBERS, UNIFORM_PRECISIONS, KernelVariant
+from ...presets import UNIFORM_NUMBERS
+from ..variant import UNIFORM_DIMS, UNIFORM_PRECISIONS, KernelVariant
 from .copy_kernel import copy_tokens_kernel
 from .kernels import load_tokens_kernel, store_tokens_kernel, tile_planes
 
