@@ -63,6 +63,8 @@ class DiffKVConfig:
             large magnitude over all: fewer bits do. Costs no memory, and two small products per layer and step.
         center: keys are held less the mean key of their request and KV head. Layers with attention sinks or a
             softcap are not centred.
+        adaptive_rounding: keys of up to 6 bits that a forward of several tokens stores are rounded so that its queries'
+            logits change least, instead of each element to the nearest (`ops/rounding`). Costs no memory.
         metadata_bits: bits of the scale and zero point of a quantisation group, of the significance and of the position
             of a stored token: 32 each, or 16, with scales of 5 bits of mantissa and sums that are rounded at random.
             Tokens have neither significance nor position where none is chosen by it (`selects`).
@@ -89,6 +91,7 @@ class DiffKVConfig:
     compaction_interval: int = 1
     rotate: bool = True
     center: bool = True
+    adaptive_rounding: bool = False
     metadata_bits: int = 32
     page_bytes: int | None = None
     max_bytes: int | None = None
@@ -103,7 +106,7 @@ class DiffKVConfig:
         for name in ("window", "compaction_interval", "observation_window", "page_bytes", "max_bytes"):
             if getattr(self, name) is not None or name in ("window", "compaction_interval"):
                 object.__setattr__(self, name, _as_count(name, getattr(self, name)))
-        for name in ("rotate", "center", "cuda_graphs"):
+        for name in ("rotate", "center", "adaptive_rounding", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
         for name in ("sinks", "protected_layers"):

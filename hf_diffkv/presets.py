@@ -33,7 +33,8 @@ UNIFORM_NUMBERS = {"metadata_bits": 16, "position_bytes": 0}
 
 def _uniform(name: str, **fields: Any) -> dict[str, Any]:
     precision = Precision.parse(name)
-    return {"high": precision, "low": precision, "alpha_high": 0.0, "alpha_low": 0.0, "metadata_bits": 16, **fields}
+    levels = {"high": precision, "low": precision, "alpha_high": 0.0, "alpha_low": 0.0}
+    return {**levels, "adaptive_rounding": True, "metadata_bits": 16, **fields}
 
 
 # Every token at one precision: on small models that beat tokens at two precisions of the same bytes (docs/quality.md).

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from simulated_storage import SimPrecision, nearest_score, rotation, round_trip
+from simulated_storage import SimPrecision, adapted_round_trip, nearest_score, rotation, round_trip
 from torch import Tensor
 
 PADDING, PRUNED, LOW, HIGH, WINDOW = -1, 0, 1, 2, 3
@@ -116,11 +116,13 @@ class LayerSimulation:
         center: bool = False,
         rule: Rule | None = None,
         metadata_bits: int = 32,
+        adaptive_rounding: bool = False,
     ) -> None:
         if window < 1 or compaction_interval < 1 or (observation_window is not None and observation_window < 1):
             raise ValueError("window, compaction_interval and observation_window start at 1")
         self.high, self.low = high, low
         self.narrow = metadata_bits == 16
+        self._adapts = adaptive_rounding
         # called with the sums where those of stored tokens are rounded at random; returns them so
         self.round_sums: Callable[[Tensor], Tensor] = lambda sums: sums
         self.rule = rule or Rule()
@@ -188,6 +190,8 @@ class LayerSimulation:
             if self._has_past:
                 self._keep_new(columns)
         self._received = torch.zeros(self._sums.shape, dtype=self.compute_dtype)
+        dim = key.shape[3]
+        self._moment = torch.zeros(rows, key.shape[1], dim, dim, dtype=torch.float64)  # of R q
 
     def read(
         self, query: Tensor, scaling: float | None = None, softcap: float | None = None, sinks: Tensor | None = None
@@ -198,6 +202,9 @@ class LayerSimulation:
         """
         sinks = None if sinks is None else sinks.detach().cpu().to(self.compute_dtype)
         valid = self._valid[:, self._valid.shape[1] - query.shape[2] :]
+        turned = (query.detach().cpu().double() * valid[:, None, :, None]) @ self._rotations[0].T
+        turned = turned.unflatten(1, (self._keys.shape[1], -1)).flatten(2, 3)
+        self._moment += turned.mT @ turned
         given, rounded = query.detach().cpu().to(self.compute_dtype), self._transforms and self._has_past
         rounded &= self.rounds_rotated
         if softcap is not None or sinks is not None:
@@ -428,7 +435,11 @@ class LayerSimulation:
                 # no further rounding to the model's dtype: it is in that, or was dequantised
                 kept = kept[0] @ self._rotations[0].T - offset, kept[1] @ self._rotations[1].T
                 kept = tuple(x.to(torch.promote_types(self.dtype, torch.float32)) for x in kept)
-            kept_keys = round_trip(kept[0], precision.k_bits, precision.k_groups, self.dtype, self.narrow)
+            moment = self._moment[row, head]
+            if self._adapts and self._is_prompt and precision.k_bits <= 6 and moment.any():
+                kept_keys = adapted_round_trip(kept[0], moment, precision.k_bits, precision.k_groups, self.narrow)
+            else:
+                kept_keys = round_trip(kept[0], precision.k_bits, precision.k_groups, self.dtype, self.narrow)
             kept_values = round_trip(kept[1], precision.v_bits, precision.v_groups, self.dtype, self.narrow)
             if self.narrow:
                 self._sums[row, head, tokens] = nearest_score(self._sums[row, head, tokens])

@@ -69,6 +69,37 @@ def round_trip(x: Tensor, bits: int, groups: int, dtype: torch.dtype, narrow: bo
     return decode(*(quantise_narrow if narrow and bits < 8 else quantise)(x, bits, groups)).to(x.dtype)
 
 
+def adapted_round_trip(x: Tensor, moment: Tensor, bits: int, groups: int, narrow: bool = False) -> Tensor:
+    """What remains of keys x [n, d] where they are rounded for queries with the sum of q q^T `moment` [d, d].
+
+    From the last channel to the first, each takes the code nearest to where the mean of (q . e)^2 would be least if the
+    channels before it need not be rounded. A group's least and largest element keep the codes they have by themselves.
+    """
+    codes, scale, zero = (quantise_narrow if narrow and bits < 8 else quantise)(x, bits, groups)
+    parts = x.to(torch.float32).unflatten(-1, (groups, -1))
+    low, high = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
+    is_low, is_high = parts == low, parts == high
+    first, last = (
+        torch.where(end, codes, -1).amax(-1, keepdim=True).expand_as(parts).flatten(-2).double()
+        for end in (is_low, is_high)
+    )
+    scale, zero = (part.double().expand_as(parts).flatten(-2) for part in (scale, zero))
+    step = torch.where(scale == 0, 1.0, scale)
+    given, is_low, is_high = parts.flatten(-2).double(), is_low.flatten(-2), is_high.flatten(-2)
+    square = moment.double() + 0.1 * moment.diagonal().double().mean() * torch.eye(x.shape[1], dtype=torch.float64)
+    kept, error = torch.zeros_like(given), torch.zeros_like(given)
+    for channel in range(x.shape[1] - 1, -1, -1):
+        free, fixed = slice(0, channel + 1), slice(channel + 1, None)
+        best = -error[:, fixed] @ torch.linalg.solve(square[free, free], square[free, fixed])[channel]
+        code = ((given[:, channel] + best - zero[:, channel]) / step[:, channel]).round()
+        code = code.clamp(first[:, channel], last[:, channel])
+        code = torch.where(is_low[:, channel], first[:, channel], code)
+        code = torch.where(is_high[:, channel] & ~is_low[:, channel], last[:, channel], code)
+        kept[:, channel] = zero[:, channel] + code * scale[:, channel]
+        error[:, channel] = kept[:, channel] - given[:, channel]
+    return kept.to(x.dtype)
+
+
 def hadamard(size: int) -> list[list[int]]:
     """Sylvester's matrix of a power of two: [[H, H], [H, -H]]."""
     if size == 1:

@@ -72,6 +72,7 @@ class Pair:
             center=config.center,
             rule=rule,
             metadata_bits=config.metadata_bits,
+            adaptive_rounding=config.adaptive_rounding,
         )
         if config.metadata_bits == 16 and config.selects:
             self.simulation.round_sums = self.rounded_sums

@@ -4,7 +4,7 @@
 
 namespace diffkv {
 
-constexpr int64_t ABI_VERSION = 3;
+constexpr int64_t ABI_VERSION = 4;
 constexpr int MAX_TIERS = 4;
 constexpr int MAX_DIM = 512;
 
@@ -93,6 +93,17 @@ struct Transfer {
   int32_t source, threads;
 };
 
+// Keys [count, side.dim] of `source`, to be stored as `side` says, rounded for the queries of their rows.
+struct Rounding {
+  Side side;
+  const void* key;
+  const int64_t* row;
+  const float* feedback;  // [rows, dim, dim], of which what is right of the diagonal is read
+  float* rounded;         // [count, dim]
+  int64_t count, key_stride, rows;
+  int32_t source, threads;
+};
+
 // [batch, heads, tokens, dim], each token's numbers together; strides in elements.
 struct Strided {
   const void* data;
@@ -123,6 +134,7 @@ struct Kernels {
   int64_t (*store)(const Transfer&);
   int64_t (*load)(const Transfer&);
   int64_t (*prompt)(const Prompt&);
+  int64_t (*round)(const Rounding&);
 };
 
 extern const Kernels portable_kernels, avx2_kernels, avx512_kernels, avx512vnni_kernels, avx512bf16_kernels;

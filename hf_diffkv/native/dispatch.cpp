@@ -67,8 +67,8 @@ using namespace diffkv;
 // Bytes of the structs and the version in one number: a library of another build of the package is not used.
 EXPORT int64_t diffkv_abi() {
   int64_t number = ABI_VERSION;
-  for (size_t bytes : {sizeof(Step), sizeof(Compaction), sizeof(Transfer), sizeof(Prompt)})
-    number = number * 10000 + int64_t(bytes);
+  for (size_t bytes : {sizeof(Step), sizeof(Compaction), sizeof(Transfer), sizeof(Prompt), sizeof(Rounding)})
+    number = number * 31 + int64_t(bytes);
   return number;
 }
 EXPORT const char* diffkv_instructions() { return selected()->name; }
@@ -83,3 +83,4 @@ EXPORT int64_t diffkv_compact(const Compaction* round) { return selected()->kern
 EXPORT int64_t diffkv_store(const Transfer* tokens) { return selected()->kernels->store(*tokens); }
 EXPORT int64_t diffkv_load(const Transfer* tokens) { return selected()->kernels->load(*tokens); }
 EXPORT int64_t diffkv_prompt(const Prompt* prompt) { return selected()->kernels->prompt(*prompt); }
+EXPORT int64_t diffkv_round(const Rounding* keys) { return selected()->kernels->round(*keys); }

@@ -53,7 +53,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def _declare(found: ctypes.CDLL) -> ctypes.CDLL:
-    for name in ("step", "compact", "store", "load", "prompt"):
+    for name in ("step", "compact", "store", "load", "prompt", "round"):
         function = getattr(found, f"diffkv_{name}")
         function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_void_p]
     found.diffkv_instructions.restype = ctypes.c_char_p

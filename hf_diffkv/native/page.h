@@ -60,10 +60,8 @@ inline void read_group(const uint8_t* from, const Side& side, float& scale, floa
   read_pair(from, scale, zero);
 }
 
-// Stores the metadata of a group with the elements [low, high]; what is read back is returned too.
-inline void write_group(uint8_t* page, const Side& side, int64_t slot, int group, float low, float high, float& scale,
-                        float& zero) {
-  uint8_t* to = page + side.metadata_offset + (slot * side.groups + group) * side.metadata_bytes;
+// Metadata of a group with the elements [low, high].
+inline void make_group(uint8_t* to, const Side& side, float low, float high) {
   if (side.metadata_bytes == 2) {
     const uint16_t word = narrow_metadata(low, high, side.bits);
     memcpy(to, &word, 2);
@@ -73,6 +71,13 @@ inline void write_group(uint8_t* page, const Side& side, int64_t slot, int group
     from_float(low, pair[1]);
     memcpy(to, pair, 4);
   }
+}
+
+// Stores the metadata of a group with the elements [low, high]; what is read back is returned too.
+inline void write_group(uint8_t* page, const Side& side, int64_t slot, int group, float low, float high, float& scale,
+                        float& zero) {
+  uint8_t* to = page + side.metadata_offset + (slot * side.groups + group) * side.metadata_bytes;
+  make_group(to, side, low, high);
   read_group(to, side, scale, zero);
 }
 

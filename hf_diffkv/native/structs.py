@@ -10,7 +10,7 @@ import torch
 from ..memory import PageLayout, TierLayout
 
 MAX_TIERS = 4
-ABI_VERSION = 3
+ABI_VERSION = 4
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
@@ -102,6 +102,15 @@ class Transfer(ctypes.Structure):
     ]
 
 
+class Rounding(ctypes.Structure):
+    """Keys to be rounded."""
+
+    _fields_ = [
+        ("side", Side),
+        *_fields(pointer="key row feedback rounded", long="count key_stride rows", int="source threads"),
+    ]
+
+
 class Strided(ctypes.Structure):
     """[batch, heads, tokens, dim]."""
 
@@ -128,8 +137,8 @@ class Prompt(ctypes.Structure):
 def abi() -> int:
     """What `diffkv_abi` returns of a library built from these structs."""
     number = ABI_VERSION
-    for struct in (Step, Compaction, Transfer, Prompt):
-        number = number * 10000 + ctypes.sizeof(struct)
+    for struct in (Step, Compaction, Transfer, Prompt, Rounding):
+        number = number * 31 + ctypes.sizeof(struct)
     return number
 
 
@@ -145,14 +154,18 @@ def format_of_tier(tier: TierLayout, dtype: torch.dtype) -> Format:
     return Format(tier.page_bytes, DTYPES[dtype], 1, (Tier * MAX_TIERS)(_tier(tier)))
 
 
-def _tier(tier: TierLayout) -> Tier:
-    key = Side(
+def side_of_keys(tier: TierLayout) -> Side:
+    """The keys' part of a tier."""
+    return Side(
         *(tier.k_bits, tier.k_groups, tier.key_dim, tier.key_row),
         *(tier.key_offset, tier.key_metadata_offset, tier.key_metadata),
     )
+
+
+def _tier(tier: TierLayout) -> Tier:
     value = Side(
         *(tier.v_bits, tier.v_groups, tier.value_dim, tier.value_row),
         *(tier.value_offset, tier.value_metadata_offset, tier.value_metadata),
     )
     numbers = (tier.score_offset, tier.position_offset, tier.score_bytes, tier.position_bytes)
-    return Tier(key, value, tier.capacity, *numbers)
+    return Tier(side_of_keys(tier), value, tier.capacity, *numbers)

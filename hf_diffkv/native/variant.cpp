@@ -3,6 +3,7 @@
 #include "attention.h"
 #include "compact.h"
 #include "prompt.h"
+#include "rounding.h"
 
 namespace diffkv {
 namespace {
@@ -17,6 +18,6 @@ int64_t step(const Step& step) {
 
 }  // namespace
 
-extern const Kernels DIFFKV_KERNELS = {step, compact, store_tokens, load_tokens, attend_prompt};
+extern const Kernels DIFFKV_KERNELS = {step, compact, store_tokens, load_tokens, attend_prompt, round_keys};
 
 }  // namespace diffkv

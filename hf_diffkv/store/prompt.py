@@ -15,6 +15,7 @@ from ..ops.quantize import compute_dtype
 from ..ops.rotation import tokens_at_once
 from ..ops.segments import segments
 from ..policy import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL
+from .feedback import feedback, query_moment
 from .levels import decide_levels
 from .pinned import pinned_sums
 from .state import Store
@@ -57,7 +58,7 @@ def attend_tokens(
     options = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
     options |= {"mask": mask, "observation_window": store.observation_window}
     output, received = attend_beside(store, layer, past, query, *new.beside(past), valid=valid, **options)
-    compress(store, layer, past, new, received)
+    compress(store, layer, past, new, received, query_moment(store, query, valid))
     return output
 
 
@@ -179,8 +180,13 @@ def window_slot(store: Store, layer: int, row: Tensor, position: Tensor) -> Tens
     return slots_of(store, position, store.sink_end[layer][row // store.num_heads])
 
 
-def compress(store: Store, layer: int, past: Past, new: Entering, received: Tensor | None) -> None:
+def compress(
+    store: Store, layer: int, past: Past, new: Entering, received: Tensor | None, moment: Tensor | None
+) -> None:
     """Adds what was received, as of `attend_beside`, levels the new tokens and levels the past anew.
+
+    Args:
+        moment: of the queries that keys are rounded for, as of `query_moment`.
 
     Raises:
         MemoryError: they do not fit; the layer is as it was.
@@ -227,6 +233,7 @@ def compress(store: Store, layer: int, past: Past, new: Entering, received: Tens
             levels[HIGH] == LOW_LEVEL,
             arriving,
             store.dtype,
+            feedback(store, moment),
         )
     except MemoryError:
         _write_scores(store, past, previous)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..ops.decode_attention import Held
 from .decode import append, attend_newest
+from .feedback import query_moment
 from .prompt import Past, attend_beside, check_finite, compress
 from .state import Store
 from .transform import Entering, query_form, stored_form
@@ -46,6 +47,7 @@ class SharedTokens:
         self._store, self._layer = store, layer
         self._new, self._mask = Entering(store, layer, key, value, valid), mask
         self._received: Tensor | None = None
+        self._moment: Tensor | None = None
 
     def attend(self, query: Tensor, last: bool, **options: Any) -> Tensor:
         """One layer's attention, from the newest tokens or all; the last one stores and compresses them."""
@@ -54,8 +56,10 @@ class SharedTokens:
         output, received = attend_from_newest(store, layer, past, query, self._new, self._mask, **options)
         if received is not None:
             self._received = received if self._received is None else torch.maximum(self._received, received)
+        moment = query_moment(store, query, self._new.valid)
+        self._moment = moment if self._moment is None else self._moment + moment
         if last:
-            compress(store, layer, past, self._new, self._received)
+            compress(store, layer, past, self._new, self._received, self._moment)
         return output
 
 

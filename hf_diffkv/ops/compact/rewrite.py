@@ -10,6 +10,7 @@ from torch import Tensor
 from ...memory import HIGH, LOW, NULL_PAGE, PageLayout, PagePool, TierLayout, column
 from ..quantize import load_tokens, move_tokens, store_tokens
 from ..quantize.reference import move_tokens as move_through_copy
+from ..rounding import round_keys
 from ..segments import segments
 from .tokens import Given, NewTokens
 
@@ -60,6 +61,7 @@ def rewrite_rows(
     demoted: Tensor,
     new: tuple[NewTokens, NewTokens],
     dtype: torch.dtype,
+    feedback: Tensor | None = None,
 ) -> None:
     """Removes, demotes and adds tokens, and takes or gives back whole pages.
 
@@ -72,6 +74,7 @@ def rewrite_rows(
             no positions.
         new: tokens to add to each tier.
         dtype: the model's dtype.
+        feedback: [rows, key_dim, key_dim] that added keys are rounded with (ops/rounding); None rounds each for itself.
 
     Raises:
         MemoryError: the pool cannot hold the result; nothing has changed then.
@@ -103,7 +106,7 @@ def rewrite_rows(
     for tier, tier_layout in ((HIGH, layout.high), (LOW, layout.low)):
         kept, after, have, need = plans[tier]
         _take_pages(pool, table, tier, have, need)
-        _append(pages, tier_layout, table, tier, kept, added[tier], dtype)
+        _append(pages, tier_layout, table, tier, kept, added[tier], dtype, feedback)
         counts[tier].copy_(after)
 
 
@@ -165,7 +168,14 @@ def _take_pages(pool: PagePool, table: Tensor, tier: int, have: Tensor, need: Te
 
 
 def _append(
-    pages: Tensor, layout: TierLayout, table: Tensor, tier: int, kept: Tensor, new: NewTokens, dtype: torch.dtype
+    pages: Tensor,
+    layout: TierLayout,
+    table: Tensor,
+    tier: int,
+    kept: Tensor,
+    new: NewTokens,
+    dtype: torch.dtype,
+    feedback: Tensor | None,
 ) -> None:
     added = torch.bincount(new.row, minlength=kept.numel())
     rank = torch.arange(new.row.numel(), device=new.row.device) - (added.cumsum(0) - added)[new.row]
@@ -173,5 +183,8 @@ def _append(
     page = table[new.row, column(tier, index // layout.capacity, table.shape[1])].long()
     slot = index % layout.capacity
     for part in new.parts():
-        contents = (*new.read(part), new.score[part], new.position[part])
+        key, value = new.read(part)
+        if feedback is not None:
+            key = round_keys(key, new.row[part], feedback, layout)
+        contents = (key, value, new.score[part], new.position[part])
         store_tokens(pages, layout, page[part], slot[part], *contents, dtype)

@@ -35,13 +35,8 @@ def quantize(
     grouped = x.float().unflatten(-1, (groups, -1))
     low, high = grouped.aminmax(dim=-1, keepdim=True)
     levels = 2**bits - 1
-    if metadata_bytes == 2:
-        metadata = group_metadata(low, high, bits)
-        step, zero = scale_and_zero(metadata, bits)
-        metadata = metadata[..., 0]
-    else:
-        metadata = torch.cat([((high - low) / levels).half(), low.half()], dim=-1)
-        step, zero = metadata.float().split(1, dim=-1)
+    metadata = _metadata(low, high, bits, metadata_bytes)
+    step, zero = _scale_and_zero(metadata, bits)
     codes = ((grouped - zero) / torch.where(step == 0, 1.0, step)).round_().clamp_(0, levels)
     codes = torch.where(step == 0, 0.0, codes).to(torch.uint8).flatten(-2)
     return _pack(codes, bits), metadata
@@ -60,11 +55,27 @@ def dequantize(codes: Tensor, metadata: Tensor | None, bits: int, groups: int, d
     if bits == 16:
         return codes.contiguous().view(dtype).to(compute_dtype(dtype))
     grouped = unpack(codes, bits).float().unflatten(-1, (groups, -1))
-    if metadata.dtype == torch.int16:
-        scale, zero = scale_and_zero(metadata[..., None], bits)
-    else:
-        scale, zero = metadata.float().split(1, dim=-1)
+    scale, zero = _scale_and_zero(metadata, bits)
     return (grouped * scale + zero).flatten(-2).to(compute_dtype(dtype))
+
+
+def scale_and_zero_of(low: Tensor, high: Tensor, bits: int, metadata_bytes: int) -> tuple[Tensor, Tensor]:
+    """float32 scale and zero point that groups with the elements [low, high], float32 [..., 1], are quantised with."""
+    return _scale_and_zero(_metadata(low, high, bits, metadata_bytes), bits)
+
+
+def _metadata(low: Tensor, high: Tensor, bits: int, metadata_bytes: int) -> Tensor:
+    """As `quantize` returns it, of [..., 1]."""
+    if metadata_bytes == 2:
+        return group_metadata(low, high, bits)[..., 0]
+    return torch.cat([((high - low) / (2**bits - 1)).half(), low.half()], dim=-1)
+
+
+def _scale_and_zero(metadata: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """float32 [..., 1] each."""
+    if metadata.dtype == torch.int16:
+        return scale_and_zero(metadata[..., None], bits)
+    return metadata.float().split(1, dim=-1)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

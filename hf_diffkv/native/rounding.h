@@ -1,0 +1,107 @@
+// Keys rounded for the queries that read them, as ops/rounding/reference.py has it. WIDTH keys of one row go together, a
+// channel at a time, so that what the channels behind add to each is sums of products with one number for all.
+#pragma once
+#include "quantize.h"
+
+namespace diffkv {
+namespace {
+
+// Keys of one row, and their groups' numbers, by element and group, a key in each lane.
+struct KeyBlock {
+  alignas(64) float x[MAX_DIM][WIDTH], error[MAX_DIM][WIDTH];
+  alignas(64) float low[WIDTH], high[WIDTH], step[WIDTH], zero[WIDTH], least[WIDTH], most[WIDTH];
+};
+
+inline float code_near(float x, float zero, float step, float top) {
+  constexpr float MAGIC = 12582912.f;
+  const float code = smaller(larger((x - zero) / step, 0.f), top);
+  return (code + MAGIC) - MAGIC;
+}
+
+// Numbers of one group of the keys in all lanes.
+inline void weigh_group(KeyBlock& keys, const Side& side, int first, int size) {
+  const float levels = float((1 << side.bits) - 1);
+  Floats lowest = load(keys.x[first]), highest = lowest;
+  for (int d = first + 1; d < first + size; d++) {
+    lowest = minimum(lowest, load(keys.x[d]));
+    highest = maximum(highest, load(keys.x[d]));
+  }
+  store(keys.low, lowest);
+  store(keys.high, highest);
+  for (int lane = 0; lane < WIDTH; lane++) {
+    uint8_t metadata[4];
+    float step, zero;
+    make_group(metadata, side, keys.low[lane], keys.high[lane]);
+    read_group(metadata, side, step, zero);
+    // a scale of 0 has code 0 alone
+    const float top = step == 0 ? 0 : levels;
+    step = step == 0 ? 1 : step;
+    keys.step[lane] = step, keys.zero[lane] = zero;
+    keys.least[lane] = code_near(keys.low[lane], zero, step, top);
+    keys.most[lane] = code_near(keys.high[lane], zero, step, top);
+  }
+}
+
+// What channels behind `channel` add to it, in four sums that do not wait for each other.
+inline Floats added(const KeyBlock& keys, const float* feedback, int channel, int dim) {
+  Floats part[4] = {Floats{}, Floats{}, Floats{}, Floats{}};
+  int d = channel + 1;
+  for (; d + 4 <= dim; d += 4)
+    for (int i = 0; i < 4; i++) part[i] = fma(load(keys.error[d + i]), splat(feedback[d + i]), part[i]);
+  for (; d < dim; d++) part[0] = fma(load(keys.error[d]), splat(feedback[d]), part[0]);
+  return (part[0] + part[1]) + (part[2] + part[3]);
+}
+
+// Rounds one channel; the element becomes what is to be quantised.
+inline void round_channel(KeyBlock& keys, int channel, Floats behind) {
+  const Floats magic = splat(12582912.f);
+  const Floats x = load(keys.x[channel]), step = load(keys.step), zero = load(keys.zero);
+  const Floats low = load(keys.low), high = load(keys.high), least = load(keys.least), most = load(keys.most);
+  Floats code = minimum(maximum((x - behind - zero) / step, least), most);
+  code = (code + magic) - magic;
+  // the ends of the range stay, so that the group's numbers do
+  code = x == low ? least : x == high ? most : code;
+  const Floats decoded = fma(code, step, zero);
+  store(keys.error[channel], decoded - x);
+  const Floats inside = minimum(maximum(decoded, low), high);
+  store(keys.x[channel], x == low ? x : x == high ? x : inside);
+}
+
+inline void round_block(const Rounding& keys, int64_t first, int count, KeyBlock& block) {
+  const int dim = keys.side.dim, size = dim / keys.side.groups;
+  float row[MAX_DIM];
+  for (int lane = 0; lane < WIDTH; lane++) {
+    // lanes without a key repeat the last one
+    read_row(keys.key, keys.source, (first + smaller(lane, count - 1)) * keys.key_stride, dim, row);
+    for (int d = 0; d < dim; d++) block.x[d][lane] = row[d];
+  }
+  const float* feedback = keys.feedback + keys.row[first] * int64_t(dim) * dim;
+  for (int group = keys.side.groups - 1; group >= 0; group--) {
+    weigh_group(block, keys.side, group * size, size);
+    for (int d = (group + 1) * size - 1; d >= group * size; d--)
+      round_channel(block, d, added(block, feedback + int64_t(d) * dim, d, dim));
+  }
+  for (int lane = 0; lane < count; lane++)
+    for (int d = 0; d < dim; d++) keys.rounded[(first + lane) * dim + d] = block.x[d][lane];
+}
+
+inline int64_t round_keys(const Rounding& keys) {
+  for (int64_t i = 0; i < keys.count; i++)
+    if (keys.row[i] < 0 || keys.row[i] >= keys.rows) return BAD_COUNT;
+  auto run = [](void* context, int64_t task) {
+    const Rounding& keys = *static_cast<const Rounding*>(context);
+    const int64_t end = smaller((task + 1) * TASK_TOKENS, keys.count);
+    KeyBlock block;
+    for (int64_t first = task * TASK_TOKENS; first < end;) {
+      int count = 1;
+      while (count < WIDTH && first + count < end && keys.row[first + count] == keys.row[first]) count++;
+      round_block(keys, first, count, block);
+      first += count;
+    }
+  };
+  parallel((keys.count + TASK_TOKENS - 1) / TASK_TOKENS, keys.threads, run, const_cast<Rounding*>(&keys));
+  return OK;
+}
+
+}  // namespace
+}  // namespace diffkv

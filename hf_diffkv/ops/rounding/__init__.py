@@ -1,0 +1,25 @@
+"""Rounds keys for the queries that will read them, before they are quantised into pages."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...memory import TierLayout
+from ..backend import KERNELS, NATIVE, choose, without_autocast
+from . import native, reference
+from .reference import LARGEST_BITS, feedback_of, second_moment
+
+__all__ = ["LARGEST_BITS", "feedback_of", "round_keys", "second_moment"]
+
+
+@without_autocast
+def round_keys(key: Tensor, row: Tensor, feedback: Tensor, tier: TierLayout) -> Tensor:
+    """Arguments and result as in `reference.round_keys`; keys of a tier with more bits come back as they are."""
+    if tier.k_bits > LARGEST_BITS or key.shape[0] == 0:
+        return key
+    backend = choose(key.device, key.dtype, tier)
+    if backend == KERNELS:
+        from . import launch
+
+        return launch.round_keys(key, row, feedback, tier)
+    return (native if backend == NATIVE else reference).round_keys(key, row, feedback, tier)

@@ -1,0 +1,75 @@
+"""A Triton kernel that rounds keys for the queries that read them (`reference.py` says how)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..narrow_kernel import narrow_metadata, scale_and_zero
+from ..quantize.kernels import round_even
+
+
+@triton.jit
+def group_numbers(low, high, BITS: tl.constexpr, METADATA: tl.constexpr):
+    """Scale and zero point, float32, of groups with the elements [low, high]."""
+    LEVELS: tl.constexpr = 2**BITS - 1
+    if METADATA == 2:
+        return scale_and_zero(narrow_metadata(low, high, BITS), BITS)
+    else:
+        scale = tl.div_rn(high - low, tl.zeros_like(low) + LEVELS).to(tl.float16)
+        return scale.to(tl.float32), low.to(tl.float16).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["count"])
+def round_keys_kernel(
+    key,
+    row,
+    feedback,
+    rounded,
+    count,
+    key_stride,
+    DIM: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    METADATA: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Rounds BLOCK keys: float32 [count, DIM] of what they are to be quantised as. Grid: (cdiv(count, BLOCK),)."""
+    LEVELS: tl.constexpr = 2**BITS - 1
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    active = token < count
+    dim = tl.arange(0, WIDTH)[None, :]
+    there = active[:, None] & (dim < DIM)
+    place = token.to(tl.int64)[:, None]
+    x = tl.load(key + place * key_stride + dim, mask=there, other=0.0).to(tl.float32)
+    low, high, step, zero = tl.zeros_like(x), tl.zeros_like(x), tl.zeros_like(x), tl.zeros_like(x)
+    for group in tl.static_range(GROUPS):
+        member = (dim < DIM) & (dim // (DIM // GROUPS) == group)
+        least = tl.min(tl.where(member, x, float("inf")), 1)
+        most = tl.max(tl.where(member, x, float("-inf")), 1)
+        scale, zero_point = group_numbers(least, most, BITS, METADATA)
+        low, high = tl.where(member, least[:, None], low), tl.where(member, most[:, None], high)
+        step, zero = tl.where(member, scale[:, None], step), tl.where(member, zero_point[:, None], zero)
+    # a scale of 0 has code 0 alone
+    top = tl.where(step == 0.0, 0.0, LEVELS)
+    step = tl.where(step == 0.0, 1.0, step)
+    least_code = tl.minimum(tl.maximum(round_even(tl.div_rn(low - zero, step)), 0.0), top)
+    most_code = tl.minimum(tl.maximum(round_even(tl.div_rn(high - zero, step)), 0.0), top)
+    is_low, is_high = x == low, x == high
+
+    error, result = tl.zeros_like(x), x
+    column = feedback + tl.load(row + token, mask=active, other=0).to(tl.int64)[:, None] * (DIM * DIM) + dim
+    for index in range(DIM):
+        channel = DIM - 1 - index
+        weight = tl.load(column + channel * DIM, mask=there & (dim > channel), other=0.0)
+        behind = tl.sum(error * weight, 1)[:, None]
+        code = round_even(tl.div_rn(x - behind - zero, step))
+        code = tl.minimum(tl.maximum(code, least_code), most_code)
+        code = tl.where(is_low, least_code, tl.where(is_high, most_code, code))
+        decoded = zero + code * step
+        here = dim == channel
+        error = tl.where(here, decoded - x, error)
+        kept = tl.where(is_low | is_high, x, tl.minimum(tl.maximum(decoded, low), high))
+        result = tl.where(here, kept, result)
+    tl.store(rounded + place * DIM + dim, result, mask=there)

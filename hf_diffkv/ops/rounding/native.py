@@ -1,0 +1,34 @@
+"""Rounding keys in native code."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...memory import TierLayout
+from ...native.library import address, call
+from ...native.structs import DTYPES, Rounding, side_of_keys
+
+
+def round_keys(key: Tensor, row: Tensor, feedback: Tensor, tier: TierLayout) -> Tensor:
+    """As `reference.round_keys`, in float32.
+
+    Raises:
+        ValueError: tensors whose shapes do not fit.
+        CorruptMemoryError: a row without feedback.
+    """
+    count, dim = key.shape
+    if dim != tier.key_dim or row.shape != (count,) or feedback.shape[1:] != (dim, dim):
+        raise ValueError(
+            f"key {tuple(key.shape)}, row {tuple(row.shape)} and feedback {tuple(feedback.shape)} must be "
+            f"[n, {tier.key_dim}], [n] and [rows, {tier.key_dim}, {tier.key_dim}]."
+        )
+    key = key if key.dtype in DTYPES else key.float()
+    key = key if key.stride(-1) == 1 else key.contiguous()
+    row, feedback = row.contiguous(), feedback.float().contiguous()
+    rounded = torch.empty(count, dim)
+    block = Rounding(side=side_of_keys(tier), count=count, key_stride=key.stride(0), rows=feedback.shape[0])
+    block.key, block.row, block.feedback, block.rounded = (address(x) for x in (key, row, feedback, rounded))
+    block.source, block.threads = DTYPES[key.dtype], torch.get_num_threads()
+    call("round", block)
+    return rounded

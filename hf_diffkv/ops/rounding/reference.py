@@ -1,0 +1,106 @@
+"""Keys rounded for the queries that read them, in plain PyTorch.
+
+A logit changes by q . e where a key changes by e, so what counts is not e . e but the mean of (q . e)^2, which is e H e
+with H the mean of q q^T. Written as H = M D M^T, with M of ones on the diagonal and zeros above it, and D diagonal, it
+is the sum over channels k of D_k (e_k + sum over j > k of M_jk e_j)^2. So channels are rounded one after the other, the
+last first, each to the code that is nearest to its element less what the errors of those behind it add (LDLQ of QuIP,
+NeurIPS 2023, which is what GPTQ, ICLR 2023, does to weights; here queries take the place of a layer's inputs).
+
+Scales and zero points are those of the element as it is. Codes follow from what comes out: it holds the least and the
+largest element of every group as they were, and elsewhere what its codes decode to.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...memory import TierLayout
+from ..quantize.reference import compute_dtype, scale_and_zero_of
+from ..rotation import tokens_at_once
+
+# H gets this share of its mean diagonal, so that directions no query has yet pointed to count as well
+DAMPING = 0.1
+# with more a key is near enough
+LARGEST_BITS = 6
+
+
+def second_moment(query: Tensor, heads: int, valid: Tensor | None = None) -> Tensor:
+    """The sum of q q^T over the queries of a forward.
+
+    Args:
+        query: [batch, query_heads, tokens, dim] of the model.
+        heads: KV heads, each of which consecutive query heads share.
+        valid: bool [batch, tokens], queries that count; None where all do.
+
+    Returns:
+        [batch * heads, dim, dim] in the dtype of the computation.
+    """
+    dtype = compute_dtype(query.dtype)
+    batch, _, tokens, dim = query.shape
+    moment = query.new_zeros(batch * heads, dim, dim, dtype=dtype)
+    step = tokens_at_once(query)
+    for start in range(0, tokens, step):
+        part = query[:, :, start : start + step].to(dtype)
+        if valid is not None:
+            part = part.masked_fill(~valid[:, None, start : start + step, None], 0.0)
+        part = part.reshape(batch * heads, -1, dim)
+        moment.baddbmm_(part.mT, part)
+    return moment
+
+
+def feedback_of(moment: Tensor, matrix: Tensor | None = None) -> Tensor:
+    """M^T of every row, ones on the diagonal.
+
+    Args:
+        moment: [rows, dim, dim] from `second_moment`.
+        matrix: [dim, dim] of the same dtype that rotates keys and queries (`rotate`); None does not.
+    """
+    if matrix is not None:
+        moment = matrix.mT @ moment @ matrix
+    mean = moment.diagonal(dim1=1, dim2=2).mean(1)
+    identity = torch.eye(moment.shape[1], dtype=moment.dtype, device=moment.device)
+    # without queries nothing is fed back
+    damped = moment + torch.where(mean > 0, DAMPING * mean, 1.0)[:, None, None] * identity
+    factor, failed = torch.linalg.cholesky_ex(damped)
+    factor = (factor / factor.diagonal(dim1=1, dim2=2)[:, None]).mT
+    return torch.where((failed == 0)[:, None, None], factor, identity).contiguous()
+
+
+def round_keys(key: Tensor, row: Tensor, feedback: Tensor, tier: TierLayout) -> Tensor:
+    """What keys are to be quantised as.
+
+    Args:
+        key: [n, dim] as the store holds them.
+        row: int64 [n], of the request and head that each belongs to.
+        feedback: [rows, dim, dim] from `feedback_of`.
+        tier: the format they are to be stored in, of at most `LARGEST_BITS`.
+
+    Returns:
+        [n, dim] in the dtype of the computation.
+    """
+    dtype = compute_dtype(key.dtype)
+    groups, levels = tier.k_groups, 2**tier.k_bits - 1
+    grouped = key.float().unflatten(-1, (groups, -1))
+    low, high = grouped.aminmax(dim=-1, keepdim=True)
+    step, zero = scale_and_zero_of(low, high, tier.k_bits, tier.key_metadata)
+    step, zero, low, high = (part.to(dtype).expand_as(grouped).flatten(1) for part in (step, zero, low, high))
+    # a scale of 0 has code 0 alone
+    top = torch.where(step == 0, 0.0, levels)
+    step = torch.where(step == 0, 1.0, step)
+    exact = key.float().to(dtype)
+    least, most = (((end - zero) / step).round().clamp(min=0).minimum(top) for end in (low, high))
+    # `error` is of what the codes decode to
+    error, rounded = torch.zeros_like(exact), torch.empty_like(exact)
+    for channel in reversed(range(exact.shape[1])):
+        x, behind = exact[:, channel], slice(channel + 1, None)
+        target = x - (error[:, behind] * feedback[row, channel, behind]).sum(1)
+        code = ((target - zero[:, channel]) / step[:, channel]).round()
+        code = torch.minimum(torch.maximum(code, least[:, channel]), most[:, channel])
+        is_low, is_high = x == low[:, channel], x == high[:, channel]
+        code = torch.where(is_low, least[:, channel], torch.where(is_high, most[:, channel], code))
+        decoded = zero[:, channel] + code * step[:, channel]
+        error[:, channel] = decoded - x
+        kept = torch.minimum(torch.maximum(decoded, low[:, channel]), high[:, channel])
+        rounded[:, channel] = torch.where(is_low | is_high, x, kept)
+    return rounded
