@@ -74,11 +74,21 @@ STUDIES = {
             "diffkv:paper",
             f"diffkv:{LEVELS}",
             "diffkv:balanced",
+            "diffkv:balanced+adaptive_rounding=false",
+            "diffkv:balanced+K4V4g2/1",
+            "diffkv:balanced+K4V4",
             "diffkv:balanced+K5V3",
             "diffkv:small",
+            "diffkv:small+adaptive_rounding=false",
             "diffkv:small+K4V3",
             "quanto:4",
         )
+    ),
+    # more documents of two tasks with few questions each
+    "passages": Study(
+        ("dense", "diffkv:paper", "diffkv:paper+K8V4", *PRESETS, "quanto:4", "hqq:4"),
+        tasks="passage,updates",
+        documents=8,
     ),
     # the whole offline set for the methods that a user chooses between
     "offline": Study(
@@ -135,7 +145,9 @@ STUDIES = {
             "quanto:4",
             *PRESETS,
             "diffkv:balanced+K6V4",
-            "diffkv:balanced+K5V3",
+            "diffkv:balanced+adaptive_rounding=false",
+            "diffkv:balanced+K4V4",
+            "diffkv:small+adaptive_rounding=false",
             "diffkv:small+K4V3",
             "diffkv:small+K4V2",
         ),
