@@ -18,6 +18,7 @@ from hf_diffkv.memory import PageLayout, TierLayout
 from hf_diffkv.native import library
 from hf_diffkv.native.library import use_instructions
 from hf_diffkv.ops.quantize.reference import dequantize, quantize
+from hf_diffkv.ops.rotation import rotation_matrix
 from hf_diffkv.ops.rounding import feedback_of, native, reference, second_moment
 from hf_diffkv.store import read_tokens
 
@@ -181,6 +182,17 @@ def test_the_kernel_finds_the_same_codes(name: str, dim: int, metadata_bits: int
     key, row, query = keys_and_queries(dim, torch.float16)
     rounded = launch.round_keys(key, row, feedback_of(second_moment(query, 3)), tier)
     assert_as_good(rounded, key, row, query, tier)
+
+
+@pytest.mark.parametrize("dim", [16, 24, 64])
+def test_the_kernel_factors_as_the_reference_does(dim: int) -> None:
+    launch = pytest.importorskip("hf_diffkv.ops.rounding.launch")
+    moment = second_moment(keys_and_queries(dim, torch.float32)[2], 3)
+    moment[1] = 0
+    matrix = rotation_matrix(dim, torch.float32, moment.device)
+    for turned in (None, matrix):
+        expected = reference.feedback_of(moment.double(), None if turned is None else turned.double())
+        torch.testing.assert_close(launch.feedback_of(moment, turned).double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_without_queries_each_element_is_rounded_for_itself() -> None:

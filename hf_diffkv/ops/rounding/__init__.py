@@ -5,11 +5,22 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...memory import TierLayout
-from ..backend import KERNELS, NATIVE, choose, without_autocast
+from ..backend import KERNELS, NATIVE, choose, use_kernels, without_autocast
 from . import native, reference
-from .reference import LARGEST_BITS, feedback_of, second_moment
+from .reference import LARGEST_BITS, second_moment
 
 __all__ = ["LARGEST_BITS", "feedback_of", "round_keys", "second_moment"]
+
+
+@without_autocast
+def feedback_of(moment: Tensor, matrix: Tensor | None = None) -> Tensor:
+    """Arguments and result as in `reference.feedback_of`."""
+    if use_kernels(moment.device, moment.dtype) and moment.dtype.itemsize == 4:
+        from . import launch
+
+        if moment.shape[1] <= launch.LARGEST_FEEDBACK_DIM:
+            return launch.feedback_of(moment, matrix)
+    return reference.feedback_of(moment, matrix)
 
 
 @without_autocast

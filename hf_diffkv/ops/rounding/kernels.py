@@ -1,4 +1,4 @@
-"""A Triton kernel that rounds keys for the queries that read them (`reference.py` says how)."""
+"""Triton kernels that round keys for the queries that read them (`reference.py` says how)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,30 @@ def group_numbers(low, high, BITS: tl.constexpr, METADATA: tl.constexpr):
     else:
         scale = tl.div_rn(high - low, tl.zeros_like(low) + LEVELS).to(tl.float16)
         return scale.to(tl.float32), low.to(tl.float16).to(tl.float32)
+
+
+@triton.jit
+def feedback_kernel(moment, feedback, DAMPING: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """M^T of one row, from float32 [rows, DIM, DIM] to as many. Grid: (rows,).
+
+    A column of M is what is left of the damped moment's, over its diagonal element, when the columns before it are
+    eliminated.
+    """
+    place = tl.program_id(0).to(tl.int64) * (DIM * DIM)
+    row, column = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDTH)[None, :]
+    left = tl.load(moment + place + row * DIM + column, mask=(row < DIM) & (column < DIM), other=0.0)
+    mean = tl.sum(tl.sum(tl.where(row == column, left, 0.0), 1), 0) / DIM
+    # without queries nothing is fed back
+    left += tl.where(row == column, tl.where(mean > 0.0, DAMPING * mean, 1.0), 0.0)
+    dim = tl.arange(0, WIDTH)
+    for channel in range(DIM):
+        # of a symmetric matrix a row is a column
+        here = tl.sum(tl.where(row == channel, left, 0.0), 0)
+        pivot = tl.sum(tl.where(dim == channel, here, 0.0), 0)
+        weight = tl.where(dim >= channel, here / pivot, 0.0)
+        tl.store(feedback + place + channel * DIM + dim, weight, mask=dim < DIM)
+        weight = tl.where(dim > channel, weight, 0.0)
+        left -= weight[:, None] * tl.where(dim > channel, here, 0.0)[None, :]
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -1,4 +1,4 @@
-"""Launches the kernel that rounds keys."""
+"""Launchers of the kernels that round keys."""
 
 from __future__ import annotations
 
@@ -13,11 +13,28 @@ from ...memory import PageLayout, TierLayout
 from ...presets import UNIFORM_NUMBERS
 from ..quantize.launch import TRITON_DTYPES, unit_stride
 from ..variant import UNIFORM_DIMS, UNIFORM_PRECISIONS, KernelVariant
-from .kernels import round_keys_kernel
-from .reference import LARGEST_BITS
+from .kernels import feedback_kernel, round_keys_kernel
+from .reference import DAMPING, LARGEST_BITS
 
 TILE_ELEMENTS = 2048
 NUM_WARPS = 4
+# a program holds a matrix in registers
+LARGEST_FEEDBACK_DIM, FEEDBACK_WARPS = 128, 16
+
+
+def feedback_of(moment: Tensor, matrix: Tensor | None = None) -> Tensor:
+    """As `reference.feedback_of` of float32 and dims up to `LARGEST_FEEDBACK_DIM`; one launch behind the rotation."""
+    if moment.dtype != torch.float32 or moment.shape[1] > LARGEST_FEEDBACK_DIM:
+        raise ValueError(
+            f"moment {moment.dtype} {tuple(moment.shape)} must be float32 of dims up to {LARGEST_FEEDBACK_DIM}."
+        )
+    if matrix is not None:
+        moment = matrix.mT @ moment @ matrix
+    moment = moment.contiguous()
+    feedback = torch.empty_like(moment)
+    with torch.cuda.device(moment.device) if moment.is_cuda else nullcontext():
+        feedback_kernel[(moment.shape[0],)](moment, feedback, **_matrix(moment.shape[1]), num_warps=FEEDBACK_WARPS)
+    return feedback
 
 
 def round_keys(key: Tensor, row: Tensor, feedback: Tensor, tier: TierLayout) -> Tensor:
@@ -47,7 +64,16 @@ def round_keys(key: Tensor, row: Tensor, feedback: Tensor, tier: TierLayout) -> 
 
 def variants() -> list[KernelVariant]:
     """What the ahead-of-time report compiles."""
-    found = []
+    found = [
+        KernelVariant(
+            name=f"feedback-d{dim}",
+            kernel=feedback_kernel,
+            signature={"moment": "*fp32", "feedback": "*fp32"},
+            constexprs=_matrix(dim),
+            num_warps=FEEDBACK_WARPS,
+        )
+        for dim in UNIFORM_DIMS
+    ]
     for precision, dim in itertools.product(UNIFORM_PRECISIONS, UNIFORM_DIMS):
         tier = PageLayout.build(precision, precision, dim, dim, 2, **UNIFORM_NUMBERS).high
         if tier.k_bits > LARGEST_BITS:
@@ -75,3 +101,7 @@ def _constants(tier: TierLayout) -> dict[str, int]:
         "WIDTH": width,
         "BLOCK": max(1, TILE_ELEMENTS // width),
     }
+
+
+def _matrix(dim: int) -> dict[str, float]:
+    return {"DAMPING": DAMPING, "DIM": dim, "WIDTH": triton.next_power_of_2(dim)}
