@@ -30,7 +30,7 @@ def feedback_kernel(moment, feedback, DAMPING: tl.constexpr, DIM: tl.constexpr, 
     place = tl.program_id(0).to(tl.int64) * (DIM * DIM)
     row, column = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDTH)[None, :]
     left = tl.load(moment + place + row * DIM + column, mask=(row < DIM) & (column < DIM), other=0.0)
-    mean = tl.sum(tl.sum(tl.where(row == column, left, 0.0), 1), 0) / DIM
+    mean = tl.sum(tl.sum(tl.where(row == column, left, 0.0), 1), 0) * (1.0 / DIM)
     # without queries nothing is fed back
     left += tl.where(row == column, tl.where(mean > 0.0, DAMPING * mean, 1.0), 0.0)
     dim = tl.arange(0, WIDTH)
@@ -38,7 +38,7 @@ def feedback_kernel(moment, feedback, DAMPING: tl.constexpr, DIM: tl.constexpr, 
         # of a symmetric matrix a row is a column
         here = tl.sum(tl.where(row == channel, left, 0.0), 0)
         pivot = tl.sum(tl.where(dim == channel, here, 0.0), 0)
-        weight = tl.where(dim >= channel, here / pivot, 0.0)
+        weight = tl.where(dim >= channel, tl.div_rn(here, tl.zeros_like(here) + pivot), 0.0)
         tl.store(feedback + place + channel * DIM + dim, weight, mask=dim < DIM)
         weight = tl.where(dim > channel, weight, 0.0)
         left -= weight[:, None] * tl.where(dim > channel, here, 0.0)[None, :]
