@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,29 +161,34 @@ class Simulation:
         return other
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--documents", type=int, default=2, help="of each task (default: %(default)s)")
-    parser.add_argument("--output", type=Path, required=True)
-    options = parser.parse_args()
+def write(
+    options: argparse.Namespace,
+    simulation_class: type[Simulation],
+    configurations: Sequence[Any],
+    about: Callable[[Any, int], dict[str, Any]],
+) -> None:
+    """Measures configurations on documents of all tasks, writes a record of each, and prints them as a table.
+
+    Args:
+        about: what a configuration is called, given it and head_dim; the first columns of its row.
+    """
     _, tokenizer = load_config(options.model)
     model = load_model(options.model, device="cpu")
-    simulation = Simulation(model)
-    sums = {(levels.name, name): [0.0, 0.0] for levels in CONFIGURATIONS for name in TASKS}
+    simulation = simulation_class(model)
+    sums = {(each, name): [0.0, 0.0] for each in range(len(configurations)) for name in TASKS}
     for name in TASKS:
         task = get_task(name)
         for document in tqdm(task.documents(Source(tokenizer, options.documents, task.length)), desc=name):
             cache = simulation.prompt(document)
             dense, tokens = simulation.logits(document, cache)
-            for levels in CONFIGURATIONS:
-                logits, _ = simulation.logits(document, simulation.compressed(cache, levels))
+            for each, configuration in enumerate(configurations):
+                logits, _ = simulation.logits(document, simulation.compressed(cache, configuration))
                 for index, value in enumerate(compare_logits(logits, dense, tokens)["kl"]):
-                    sums[levels.name, name][index] += value
+                    sums[each, name][index] += value
     rows = []
-    for levels in CONFIGURATIONS:
-        kl = {f"{name}_kl": sums[levels.name, name][0] / sums[levels.name, name][1] for name in TASKS}
-        rows.append({"levels": levels.name, "bytes": levels.token_bytes(model.config.head_dim), **kl})
+    for each, configuration in enumerate(configurations):
+        kl = {f"{name}_kl": sums[each, name][0] / sums[each, name][1] for name in TASKS}
+        rows.append({**about(configuration, model.config.head_dim), **kl})
     settings = {"model": options.model, "documents": options.documents, **describe_environment(model.device)}
     options.output.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(line) + "\n" for line in [settings, *rows])
@@ -191,9 +197,28 @@ def main() -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| levels | bytes | dictionary: KL | text: KL |", "| --- | --- | --- | --- |"]
-    lines += [f"| {r['levels']} | {r['bytes']:.1f} | {r['dictionary_kl']:.4f} | {r['text_kl']:.4f} |" for r in rows]
+    names = [name.replace("_kl", ": KL") for name in rows[0]]
+    lines = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
+    for row in rows:
+        cells = [
+            f"{x:.4f}" if name.endswith("_kl") else f"{x:.1f}" if name == "bytes" else x for name, x in row.items()
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--documents", type=int, default=2, help="of each task (default: %(default)s)")
+    parser.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args()
+    write(
+        options,
+        Simulation,
+        CONFIGURATIONS,
+        lambda levels, head_dim: {"levels": levels.name, "bytes": levels.token_bytes(head_dim)},
+    )
 
 
 if __name__ == "__main__":
