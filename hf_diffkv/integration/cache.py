@@ -19,6 +19,7 @@ from ..snapshot import model_fingerprint
 from ..store import check_integrity, commit, fork_store, levels, move_rows, prepare_rows, read_tokens
 from .devices import TensorParallel, are_apart, layer_devices
 from .errors import HandOverError, stopped_halfway
+from .held_tokens import HeldTokens
 from .layer import DiffKVLayer
 from .models import cache_layers, check_model_config, shared_layers
 from .stores import Stores
@@ -59,6 +60,7 @@ class DiffKVCache(Cache):
             )
         self.stores = Stores(self.config, len(compressed), getattr(text_config, "max_position_embeddings", None))
         self.usage = Usage()
+        self.held_tokens = HeldTokens()
         for index, layer_idx in enumerate(compressed):
             layers[layer_idx] = DiffKVLayer(self.stores, index, len(self._readers.get(layer_idx, ())))
         super().__init__(layers=layers)
@@ -272,6 +274,7 @@ class DiffKVCache(Cache):
                 layer.is_initialized = False
         self.stores.clear()
         self.usage.clear()
+        self.held_tokens.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Makes sequence i what sequence beam_idx[i] was; beam_idx: int64 [batch]."""
@@ -308,6 +311,7 @@ class DiffKVCache(Cache):
         for layer in self.layers:
             if not isinstance(layer, DiffKVLayer):
                 stock(layer)
+        self.held_tokens.select(index, self.get_seq_length())
 
     def activate_past_recording(self) -> None:
         """From now on new tokens can be taken back by `crop`, which must follow every forward.
@@ -335,6 +339,7 @@ class DiffKVCache(Cache):
         self.check_handover()
         for layer in self.layers:
             _check_croppable(layer, tokens_to_remove)
+        seen = self.get_seq_length()
         try:
             with self.stores.in_step():
                 for store in self.stores.stores:
@@ -348,6 +353,7 @@ class DiffKVCache(Cache):
                 layer.seen += tokens_to_remove if layer.is_initialized else 0
             elif tokens_to_remove < 0 or getattr(layer, "record_past", True):
                 layer.crop(tokens_to_remove)
+        self.held_tokens.crop(seen, -tokens_to_remove)
 
     def early_initialization(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("DiffKVCache allocates with the first keys and values; there is nothing to prepare.")
