@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save_file
 
 from .config import DiffKVConfig, configuration_of
+from .config_files import new_folder
 from .snapshot import (
     CacheFileError,
     Snapshot,
@@ -42,13 +43,14 @@ def save_cache(cache: DiffKVCache, save_directory: str | os.PathLike, model: Any
         model: also record a fingerprint of this model's weights, which loading then checks.
 
     Raises:
-        ValueError: tokens that may still be taken back, or a layer of Transformers' own that cannot be saved.
+        ValueError: tokens that may still be taken back, or a layer of Transformers' own that cannot be saved;
+            `save_directory` is no folder.
     """
     snapshot = take_snapshot(cache, None if model is None else weights_fingerprint(model))
     held = cache.held_tokens.pieces(cache.get_seq_length())
     snapshot.content["held_tokens"] = [piece.start for piece in held]
     snapshot.tensors.update({f"held_tokens{index}": piece.ids for index, piece in enumerate(held)})
-    save_snapshot(snapshot, Path(save_directory), cache.stores.tensor_parallel)
+    save_snapshot(snapshot, new_folder(save_directory), cache.stores.tensor_parallel)
 
 
 def save_snapshot(snapshot: Snapshot, folder: Path, parallel: TensorParallel) -> None:

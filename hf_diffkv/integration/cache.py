@@ -6,6 +6,7 @@ import copy
 import os
 import warnings
 from collections.abc import Iterator, Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -109,8 +110,9 @@ class DiffKVCache(Cache):
 
     def check_layers(self, model: Any) -> None:
         """Raises `ValueError` if `model` has other layers than the one this cache was made for."""
+        text_config = config_of(model).get_text_config(decoder=True)
         mine = [DynamicLayer if isinstance(layer, DiffKVLayer) else type(layer) for layer in self.layers]
-        if mine != [type(layer) for layer in cache_layers(model.config.get_text_config(decoder=True))]:
+        if mine != [type(layer) for layer in cache_layers(text_config)]:
             raise ValueError(
                 f"this cache was made for another model: its layers are not those of {type(model).__name__}; use "
                 "DiffKVCache(model.config)."
@@ -185,6 +187,8 @@ class DiffKVCache(Cache):
 
     def _compressed(self, layer_idx: int) -> DiffKVLayer:
         self._check_idle()
+        if not isinstance(layer_idx, Integral):
+            raise ValueError(f"layer_idx={layer_idx!r} must be an integer.")
         if not -len(self.layers) <= layer_idx < len(self.layers):
             raise ValueError(f"layer_idx={layer_idx} does not exist: this cache has {len(self.layers)} layers.")
         layer = self.layers[layer_idx]
@@ -249,8 +253,8 @@ class DiffKVCache(Cache):
         Raises:
             ValueError: n below 1, or tokens that may still be taken back (call `crop(0)`).
         """
-        if n < 1:
-            raise ValueError(f"n={n} must be at least 1.")
+        if not isinstance(n, Integral) or n < 1:
+            raise ValueError(f"n={n!r} must be an integer of at least 1.")
         self.check_handover()
         self.stores.check_complete()
         return [self._twin() for _ in range(n)]
@@ -282,8 +286,8 @@ class DiffKVCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every sequence `repeats` times, copies side by side."""
-        if repeats < 1:
-            raise ValueError(f"repeats={repeats} must be at least 1.")
+        if not isinstance(repeats, Integral) or repeats < 1:
+            raise ValueError(f"repeats={repeats!r} must be an integer of at least 1.")
         index = torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats)
         self._select(index, lambda layer: layer.batch_repeat_interleave(repeats))
 
@@ -333,7 +337,11 @@ class DiffKVCache(Cache):
         Raises:
             ValueError: a positive number, or more tokens than can be taken back; nothing has changed then.
         """
-        tokens_to_remove = int(tokens_to_remove)  # generate() passes a tensor in some versions
+        # generate() passes a tensor in some versions
+        if isinstance(tokens_to_remove, Tensor):
+            tokens_to_remove = int(tokens_to_remove)
+        if not isinstance(tokens_to_remove, Integral):
+            raise ValueError(f"tokens_to_remove={tokens_to_remove!r} must be an integer: minus the tokens to remove.")
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove={tokens_to_remove} must be 0 or negative: minus the tokens to remove.")
         self.check_handover()
