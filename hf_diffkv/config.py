@@ -10,7 +10,6 @@ import numbers
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Union
 
 from . import config_files
@@ -155,6 +154,7 @@ class DiffKVConfig:
     @classmethod
     def paper(cls, **kwargs: Any) -> DiffKVConfig:
         """What the paper describes, without what was added to it: no sinks, keys and values as the model has them."""
+        cls._check_names(kwargs)
         return cls(**{"rotate": False, "center": False, "sinks": 0, "metadata_bits": 32, **kwargs})
 
     @classmethod
@@ -170,6 +170,7 @@ class DiffKVConfig:
         """
         from .presets import preset_named
 
+        cls._check_names(kwargs)
         return cls(**{**preset_named(name), **kwargs})
 
     @classmethod
@@ -231,6 +232,8 @@ class DiffKVConfig:
         fewer fields, these fields are what that release did: `rotate` and `center` False, `sinks` 0, `metadata_bits`
         32.
         """
+        if not isinstance(values, Mapping):
+            raise ValueError(f"values is a {type(values).__name__}; it must be a dict of DiffKVConfig's fields.")
         cls._check_names(values)
         return cls(**config_files.completed(values))
 
@@ -252,9 +255,10 @@ class DiffKVConfig:
 
     @classmethod
     def from_json(cls, text: str) -> DiffKVConfig:
-        values = json.loads(text)
-        if not isinstance(values, dict):
-            raise ValueError("a DiffKV config must be a JSON object.")
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"text is not a JSON object of DiffKVConfig's fields: {error}.") from error
         return cls.from_dict(values)
 
     def save_pretrained(
@@ -272,8 +276,7 @@ class DiffKVConfig:
         """
         if kwargs and not push_to_hub:
             raise ValueError(f"{', '.join(kwargs)}: only with push_to_hub=True.")
-        folder = Path(save_directory)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = config_files.new_folder(save_directory)
         (folder / config_files.CONFIG_NAME).write_text(config_files.to_text(self))
         if push_to_hub:
             self.push_to_hub(repo_id or folder.resolve().name, **kwargs)

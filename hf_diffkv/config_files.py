@@ -55,6 +55,17 @@ def with_calibration(config: DiffKVConfig, calibration: dict[str, Any] | None) -
     return config
 
 
+def new_folder(save_directory: str | os.PathLike) -> Path:
+    """A folder to save into, made if missing. Raises `ValueError` for what cannot be one."""
+    if not isinstance(save_directory, (str, os.PathLike)):
+        raise ValueError(f"save_directory={save_directory!r} must be the path of a folder.")
+    folder = Path(save_directory)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"save_directory={str(folder)!r} is a file; name a folder, it is made if missing.")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def find(
     name: str | os.PathLike,
     *,

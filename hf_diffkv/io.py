@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save_file
 
 from .config import DiffKVConfig, configuration_of
+from .config_files import new_folder
 from .snapshot import (
     CacheFileError,
     Snapshot,
@@ -42,10 +43,14 @@ def save_cache(cache: DiffKVCache, save_directory: str | os.PathLike, model: Any
         model: also record a fingerprint of this model's weights, which loading then checks.
 
     Raises:
-        ValueError: tokens that may still be taken back, or a layer of Transformers' own that cannot be saved.
+        ValueError: tokens that may still be taken back, or a layer of Transformers' own that cannot be saved;
+            `save_directory` is no folder.
     """
     snapshot = take_snapshot(cache, None if model is None else weights_fingerprint(model))
-    save_snapshot(snapshot, Path(save_directory), cache.stores.tensor_parallel)
+    held = cache.held_tokens.pieces(cache.get_seq_length())
+    snapshot.content["held_tokens"] = [piece.start for piece in held]
+    snapshot.tensors.update({f"held_tokens{index}": piece.ids for index, piece in enumerate(held)})
+    save_snapshot(snapshot, new_folder(save_directory), cache.stores.tensor_parallel)
 
 
 def save_snapshot(snapshot: Snapshot, folder: Path, parallel: TensorParallel) -> None:
@@ -89,6 +94,10 @@ def load_cache(
         cache = restore_snapshot(cache_class, snapshot, model, devices, other_device)
     except CacheFileError as error:
         raise CacheFileError(f"{folder}: {error}") from error
+    # unknown where an earlier hf_diffkv saved the cache
+    starts = snapshot.content.get("held_tokens", [])
+    held = [(start, snapshot.tensors[f"held_tokens{index}"]) for index, start in enumerate(starts)]
+    cache.held_tokens.take_up(held, cache.get_seq_length())
     cache.check_integrity()
     return cache
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from .config import DiffKVConfig, configuration_of
 from .memory import NULL_PAGE
 from .store import Store
-from .store.state import ROW_STATE
+from .store.held import ROW_STATE
 
 if TYPE_CHECKING:
     from .integration.cache import DiffKVCache

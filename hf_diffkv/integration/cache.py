@@ -6,6 +6,7 @@ import copy
 import os
 import warnings
 from collections.abc import Iterator, Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ..snapshot import model_fingerprint
 from ..store import check_integrity, commit, fork_store, levels, move_rows, prepare_rows, read_tokens
 from .devices import TensorParallel, are_apart, layer_devices
 from .errors import HandOverError, stopped_halfway
+from .held_tokens import HeldTokens
 from .layer import DiffKVLayer
 from .models import cache_layers, check_model_config, shared_layers
 from .stores import Stores
@@ -59,6 +61,7 @@ class DiffKVCache(Cache):
             )
         self.stores = Stores(self.config, len(compressed), getattr(text_config, "max_position_embeddings", None))
         self.usage = Usage()
+        self.held_tokens = HeldTokens()
         for index, layer_idx in enumerate(compressed):
             layers[layer_idx] = DiffKVLayer(self.stores, index, len(self._readers.get(layer_idx, ())))
         super().__init__(layers=layers)
@@ -107,8 +110,9 @@ class DiffKVCache(Cache):
 
     def check_layers(self, model: Any) -> None:
         """Raises `ValueError` if `model` has other layers than the one this cache was made for."""
+        text_config = config_of(model).get_text_config(decoder=True)
         mine = [DynamicLayer if isinstance(layer, DiffKVLayer) else type(layer) for layer in self.layers]
-        if mine != [type(layer) for layer in cache_layers(model.config.get_text_config(decoder=True))]:
+        if mine != [type(layer) for layer in cache_layers(text_config)]:
             raise ValueError(
                 f"this cache was made for another model: its layers are not those of {type(model).__name__}; use "
                 "DiffKVCache(model.config)."
@@ -183,6 +187,8 @@ class DiffKVCache(Cache):
 
     def _compressed(self, layer_idx: int) -> DiffKVLayer:
         self._check_idle()
+        if not isinstance(layer_idx, Integral):
+            raise ValueError(f"layer_idx={layer_idx!r} must be an integer.")
         if not -len(self.layers) <= layer_idx < len(self.layers):
             raise ValueError(f"layer_idx={layer_idx} does not exist: this cache has {len(self.layers)} layers.")
         layer = self.layers[layer_idx]
@@ -247,8 +253,8 @@ class DiffKVCache(Cache):
         Raises:
             ValueError: n below 1, or tokens that may still be taken back (call `crop(0)`).
         """
-        if n < 1:
-            raise ValueError(f"n={n} must be at least 1.")
+        if not isinstance(n, Integral) or n < 1:
+            raise ValueError(f"n={n!r} must be an integer of at least 1.")
         self.check_handover()
         self.stores.check_complete()
         return [self._twin() for _ in range(n)]
@@ -272,6 +278,7 @@ class DiffKVCache(Cache):
                 layer.is_initialized = False
         self.stores.clear()
         self.usage.clear()
+        self.held_tokens.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Makes sequence i what sequence beam_idx[i] was; beam_idx: int64 [batch]."""
@@ -279,8 +286,8 @@ class DiffKVCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every sequence `repeats` times, copies side by side."""
-        if repeats < 1:
-            raise ValueError(f"repeats={repeats} must be at least 1.")
+        if not isinstance(repeats, Integral) or repeats < 1:
+            raise ValueError(f"repeats={repeats!r} must be an integer of at least 1.")
         index = torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats)
         self._select(index, lambda layer: layer.batch_repeat_interleave(repeats))
 
@@ -308,6 +315,7 @@ class DiffKVCache(Cache):
         for layer in self.layers:
             if not isinstance(layer, DiffKVLayer):
                 stock(layer)
+        self.held_tokens.select(index, self.get_seq_length())
 
     def activate_past_recording(self) -> None:
         """From now on new tokens can be taken back by `crop`, which must follow every forward.
@@ -329,12 +337,17 @@ class DiffKVCache(Cache):
         Raises:
             ValueError: a positive number, or more tokens than can be taken back; nothing has changed then.
         """
-        tokens_to_remove = int(tokens_to_remove)  # generate() passes a tensor in some versions
+        # generate() passes a tensor in some versions
+        if isinstance(tokens_to_remove, Tensor):
+            tokens_to_remove = int(tokens_to_remove)
+        if not isinstance(tokens_to_remove, Integral):
+            raise ValueError(f"tokens_to_remove={tokens_to_remove!r} must be an integer: minus the tokens to remove.")
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove={tokens_to_remove} must be 0 or negative: minus the tokens to remove.")
         self.check_handover()
         for layer in self.layers:
             _check_croppable(layer, tokens_to_remove)
+        seen = self.get_seq_length()
         try:
             with self.stores.in_step():
                 for store in self.stores.stores:
@@ -348,6 +361,7 @@ class DiffKVCache(Cache):
                 layer.seen += tokens_to_remove if layer.is_initialized else 0
             elif tokens_to_remove < 0 or getattr(layer, "record_past", True):
                 layer.crop(tokens_to_remove)
+        self.held_tokens.crop(seen, -tokens_to_remove)
 
     def early_initialization(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("DiffKVCache allocates with the first keys and values; there is nothing to prepare.")

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 
@@ -24,7 +25,7 @@ from .paged_attention import no_mask, paged_attention
 
 _logger = logging.getLogger("hf_diffkv")
 _original: Callable | None = None
-# methods that hand captured steps to generate(), as they were
+# methods of models that are wrapped beside it, as they were
 _forward_methods: dict[tuple[type, str], Callable] = {}
 
 
@@ -53,6 +54,8 @@ def register() -> None:
     for owner, name, wrap in (
         (GenerationMixin, "_valid_auto_compile_criteria", _wrap_criteria),
         (PreTrainedModel, "get_compiled_call", _wrap_compiled_call),
+        (GenerationMixin, "_prefill", _wrap_prefill),
+        (GenerationMixin, "prepare_inputs_for_generation", _wrap_inputs),
         (_batching_mixin(), "init_continuous_batching", _wrap_batching),
     ):
         method = getattr(owner, name, None)
@@ -173,12 +176,16 @@ def _check_padding(generation_config: Any, model_kwargs: dict[str, Any]) -> None
         )
 
 
-def _check_prompt(cache: DiffKVCache, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
-    """Raises `ValueError` for a prompt no longer than what the cache holds, which `generate()` would cut wrongly."""
+def _text_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int | None:
+    """Tokens of the whole text, those in the cache included, by its mask; None where there is none."""
     mask = model_kwargs.get("attention_mask")
     # newer releases drop a mask without padding before they come here, and note its length
-    length = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
-    seen = cache.get_seq_length()
+    return getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
+
+
+def _check_prompt(cache: DiffKVCache, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+    """Raises `ValueError` for a prompt no longer than what the cache holds, which `generate()` would cut wrongly."""
+    length, seen = _text_length(generation_config, model_kwargs), cache.get_seq_length()
     if seen and length is not None and length <= seen:
         raise ValueError(
             f"past_key_values holds {seen} tokens of each sequence but the prompt has {length}: to continue, pass the "
@@ -258,6 +265,42 @@ def _wrap_criteria(original: Callable) -> Callable:
 
     valid._diffkv = True
     return valid
+
+
+def _wrap_prefill(original: Callable) -> Callable:
+    """Has `generate()` refuse a prompt that does not begin with the tokens its cache holds."""
+
+    @functools.wraps(original)
+    def prefill(
+        self: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        cache = model_kwargs.get("past_key_values")
+        # an assistant's cache is cropped to what it is given; embeddings say nothing of tokens
+        checks = isinstance(cache, DiffKVCache) and not getattr(generation_config, "is_assistant", False)
+        if checks and model_kwargs.get("inputs_embeds") is None and input_ids.ndim == 2:
+            # the new tokens alone have a longer mask
+            if input_ids.shape[1] == _text_length(generation_config, model_kwargs):
+                cache.held_tokens.check(input_ids, model_kwargs.get("attention_mask"), cache.get_seq_length())
+        return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+    prefill._diffkv = True
+    return prefill
+
+
+def _wrap_inputs(original: Callable) -> Callable:
+    """Has a cache remember which tokens `generate()` gives it."""
+
+    @functools.wraps(original)
+    def inputs(self: Any, input_ids: Any, next_sequence_length: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        cache, first = kwargs.get("past_key_values"), bool(kwargs.get("is_first_iteration"))
+        embedded = first and kwargs.get("inputs_embeds") is not None
+        if isinstance(cache, DiffKVCache) and not embedded and input_ids is not None and input_ids.ndim == 2:
+            new = input_ids if next_sequence_length is None else input_ids[:, -next_sequence_length:]
+            cache.held_tokens.note(input_ids, new.shape[1], cache.get_seq_length(), first)
+        return original(self, input_ids, next_sequence_length, *args, **kwargs)
+
+    inputs._diffkv = True
+    return inputs
 
 
 def _batching_mixin() -> type:

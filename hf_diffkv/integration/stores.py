@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..config import DiffKVConfig, Threshold
 from ..store import Store, begin_forward, drop_unused_layers
-from ..store.state import LayerThreshold
+from ..store.held import LayerThreshold
 from .devices import TensorParallel, absent_layers, layer_devices
 from .errors import HandOverError, stopped_halfway
 

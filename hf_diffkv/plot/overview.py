@@ -30,9 +30,11 @@ def levels(cache: DiffKVCache | MemoryReport, title: str | None = None) -> Pictu
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: the cache holds nothing yet.
+        ValueError: no cache, or one that holds nothing yet.
     """
     report = cache.memory() if hasattr(cache, "memory") else cache
+    if not hasattr(report, "num_layers"):
+        raise ValueError(f"cache is a {type(cache).__name__}; pass a DiffKVCache, or what its memory() returned.")
     if not report.layers:
         raise ValueError("the cache holds nothing yet; generate with it first.")
     rows, columns = len(report.layers), max(len(layer.high) for layer in report.layers)

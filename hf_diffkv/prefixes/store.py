@@ -361,6 +361,7 @@ class PrefixStore:
             except OSError as error:
                 warn(f"a stored prefix cannot be read, its tokens are computed: {error}")
                 continue
+            cache.held_tokens.take_up([(0, snapshot.tensors[TOKENS][None])], cache.get_seq_length())
             return cache, _Hit(name, tier, snapshot)
         return DiffKVCache(self.model.config, self.config), None
 

@@ -18,7 +18,12 @@ def as_tokens(name: str, value: Any) -> Tensor:
     Raises:
         ValueError: of another shape, no integers, or more than one request.
     """
-    ids = torch.as_tensor(value)
+    try:
+        ids = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{name} is a {type(value).__name__}; it must be token ids: tokenise the text first."
+        ) from error
     if ids.ndim == 2 and ids.shape[0] != 1:
         raise ValueError(
             f"{name} has {ids.shape[0]} rows; a prefix store works on one request at a time: call it for each row."

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,7 +18,9 @@ from ..memory import HIGH, LOW
 from ..ops.compact import Given, NewTokens, StoredTokens, rewrite_rows, stored_tokens
 from ..ops.segments import segments
 from ..policy import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL, levels_between, mean_significance
-from .state import Store
+
+if TYPE_CHECKING:
+    from .state import Store
 
 LOW_SHARE = 0.1
 SEARCH_STEPS = 24

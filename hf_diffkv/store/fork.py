@@ -12,7 +12,8 @@ import weakref
 from torch import Tensor
 
 from ..memory import NULL_PAGE, PagePool, PageTable
-from .state import ROW_STATE, Store
+from .held import ROW_STATE
+from .state import Store
 
 COPY_PAGES = 4096
 

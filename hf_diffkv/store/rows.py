@@ -8,7 +8,8 @@ from torch import Tensor
 from ..memory import NULL_PAGE
 from .budget import make_room
 from .fork import copy_pages, make_private
-from .state import ROW_STATE, Store
+from .held import ROW_STATE
+from .state import Store
 
 
 def select_rows(store: Store, index: Tensor) -> None:

@@ -20,11 +20,12 @@ from ..config import DiffKVConfig
 from ..memory import NULL_PAGE
 from .decode import attend_token, prepare_scratch
 from .fork import copy_pages
+from .held import ROW_STATE
 from .prompt import attend_tokens
 from .reservations import Reservations, ReservedPool
 from .slot_store import SlotStore
 from .staging import stage
-from .state import ROW_STATE, Store
+from .state import Store
 
 
 class Slots:

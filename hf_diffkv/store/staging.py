@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ..memory import PageTable
+from .held import ROW_STATE
 from .padding import Padding
 from .reservations import ReservedPool
-from .state import ROW_STATE, Store
+from .state import Store
 
 
 class SlotTable(PageTable):

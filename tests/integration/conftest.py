@@ -20,7 +20,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch):
     record_launches(monkeypatch)
     # the interpreter is slow: little to split, and the host looks often
     monkeypatch.setattr("hf_diffkv.store.decode.SCRATCH_TOKENS", 64)
-    monkeypatch.setattr("hf_diffkv.store.state.REFRESH_STEPS", 4)
+    monkeypatch.setattr("hf_diffkv.store.bounds.REFRESH_STEPS", 4)
     with use_backend("kernels"):
         yield
 

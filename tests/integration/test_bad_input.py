@@ -22,10 +22,10 @@ STEPS_TO_A_LOOK = 10
 
 
 @contextmanager
-def raises(kind: type[Exception], *words: str) -> Any:
+def raises(kind: type[Exception] | tuple[type[Exception], ...], *words: str) -> Any:
     """Expects an error of `kind` whose message contains every one of `words`."""
     with pytest.raises(kind) as caught:
-        yield
+        yield caught
     missing = [word for word in words if not re.search(re.escape(word), str(caught.value), re.IGNORECASE)]
     assert not missing, f"{missing} not in {caught.value}"
 

@@ -16,13 +16,13 @@ from host_reads import HostReads
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.integration import graphs
-from hf_diffkv.store import hide, state
+from hf_diffkv.store import bounds, hide
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 
-LOOK = ["cpu in Store._look", "numpy in Store._look"]
+LOOK = ["cpu in HostBounds._look", "numpy in HostBounds._look"]
 
 
 def ignore_the_interpreter(monkeypatch: pytest.MonkeyPatch, reads: HostReads) -> None:
@@ -64,7 +64,7 @@ def test_no_reads_between_two_refreshes(monkeypatch: pytest.MonkeyPatch, way: st
         with reads:
             model(torch.randint(96, (batch, 10)), attention_mask=mask, past_key_values=cache)
         assert reads.found, "the counter sees nothing, not even the prompt's reads"
-        for _ in range(2 * state.REFRESH_STEPS + 1):
+        for _ in range(2 * bounds.REFRESH_STEPS + 1):
             mask = torch.cat([mask, torch.ones(batch, 1, dtype=torch.int64)], dim=1)
             positions = mask.sum(1, keepdim=True) - 1
             reads.found.clear()
@@ -79,7 +79,7 @@ def test_no_reads_between_two_refreshes(monkeypatch: pytest.MonkeyPatch, way: st
     if way == "captured":
         assert step.captures == 1 and step.replays == len(found) - 1
     for index, reads_of_step in enumerate(found):
-        if index % state.REFRESH_STEPS:
+        if index % bounds.REFRESH_STEPS:
             assert reads_of_step == [], f"step {index}"
         else:
             # the free list is read beside it where the pool grows

@@ -1,0 +1,169 @@
+"""Wrong uses of every public class: one message that names the argument and the remedy, and nothing changed.
+
+What a forward finds out is in test_bad_input.py, what `generate()` does in test_bad_calls.py; the command line's are in
+tests/commands/test_wrong_uses.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_bad_input import contents, generate, raises
+from tiny_models import tiny_model
+
+from hf_diffkv import DiffKVCache, DiffKVConfig, Precision, PrefixStore, plot
+
+ROWS = torch.tensor([0, 5])
+# a call of a model, a cache that holds two sequences, a folder and a file; what the message has to say
+CASES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
+    "no model": (lambda to: DiffKVCache(None), ("model_config is a NoneType", "model.config")),
+    "a name as model": (lambda to: DiffKVCache("gpt2"), ("model_config is a str", "model.config")),
+    "config of another type": (lambda to: DiffKVCache(to.config, 5), ("config=5", "DiffKVConfig, or a dict")),
+    "config by name": (lambda to: DiffKVCache(to.config, "small"), ("config='small'", "DiffKVConfig, or a dict")),
+    "unknown field": (lambda to: DiffKVCache(to.config, windw=5), ("windw", "did you mean 'window'?")),
+    "unknown field in a dict": (lambda to: DiffKVCache(to.config, {"sink": 1}), ("sink", "did you mean 'sinks'?")),
+    "unknown field of lossless": (lambda to: DiffKVConfig.lossless(windw=3), ("windw", "did you mean 'window'?")),
+    "unknown field of paper": (lambda to: DiffKVConfig.paper(alpha=3), ("alpha", "known keys")),
+    "unknown field of a preset": (lambda to: DiffKVConfig.preset("small", rotat=1), ("rotat", "mean 'rotate'?")),
+    "unknown preset": (lambda to: DiffKVConfig.preset("balancd"), ("no preset 'balancd'", "choose one of")),
+    "size as text": (lambda to: DiffKVCache(to.config, max_bytes="1GB"), ("max_bytes='1GB'", "an integer")),
+    "half a token": (lambda to: DiffKVCache(to.config, window=1.5), ("window=1.5", "an integer of at least 1")),
+    "negative sinks": (lambda to: DiffKVCache(to.config, sinks=-1), ("sinks=-1", "at least 0")),
+    "precision as a number": (lambda to: DiffKVCache(to.config, high=8), ("high=8", "'K8V4'")),
+    "precision by a wrong name": (lambda to: DiffKVCache(to.config, low="4/2"), ("low='4/2'", "'K8V4'")),
+    "bits that do not exist": (lambda to: Precision(7, 4), ("k_bits=7", "use one of (1, 2, 3")),
+    "bits as text": (lambda to: Precision("8", 4), ("k_bits='8'", "use one of (1, 2, 3")),
+    "no groups": (lambda to: Precision(8, 4, 0), ("k_groups=0", "at least 1")),
+    "low above high": (lambda to: DiffKVConfig(high="K4V2", low="K8V4"), ("swap the two",)),
+    "threshold that is no number": (lambda to: DiffKVConfig(alpha_high=float("nan")), ("alpha_high=nan", "at least 0")),
+    "thresholds of other layers": (
+        lambda to: DiffKVCache(to.config, alpha_high=(1.0,) * 5),
+        ("alpha_high has 5", "2 layers"),
+    ),
+    "policy that does not exist": (lambda to: DiffKVConfig(policy="snapvk"), ("snapvk", "did you mean 'snapkv'?")),
+    "option of no policy": (
+        lambda to: DiffKVConfig(policy="snapkv", policy_options={"bugdet": 0.3}),
+        ("policy_options", "did you mean 'budget'?"),
+    ),
+    "option beyond its range": (
+        lambda to: DiffKVConfig(policy="snapkv", policy_options={"budget": 3}),
+        ("budget=3", "between 0 and 1"),
+    ),
+    "ratio that is none": (lambda to: DiffKVCache(to.config, target_ratio=0.0), ("target_ratio=0.0", "0.3")),
+    "ratio out of reach": (lambda to: DiffKVCache(to.config, target_ratio=0.01), ("target_ratio=0.01", "raise it")),
+    "pin of one position": (lambda to: DiffKVConfig(pin=5), ("pin=5", "(start, stop)")),
+    "pin without tokens": (lambda to: DiffKVConfig(pin=(5, 2)), ("pin=(5, 2)", "start < stop")),
+    "metadata of 8 bits": (lambda to: DiffKVConfig(metadata_bits=8), ("metadata_bits=8", "one of (16, 32)")),
+    "flag as text": (lambda to: DiffKVConfig(rotate="yes"), ("rotate='yes'", "True or False")),
+    "no queries observed": (lambda to: DiffKVConfig(observation_window=0), ("observation_window=0", "at least 1")),
+    "no interval": (lambda to: DiffKVConfig(compaction_interval=0), ("compaction_interval=0", "at least 1")),
+    "negative layers": (lambda to: DiffKVConfig(protected_layers=-1), ("protected_layers=-1", "at least 0")),
+    "broken JSON": (lambda to: DiffKVConfig.from_json("{"), ("text is not a JSON object", "line 1")),
+    "JSON of a list": (lambda to: DiffKVConfig.from_json("[]"), ("is a list", "dict of DiffKVConfig's fields")),
+    "list of fields": (lambda to: DiffKVConfig.from_dict([1]), ("values is a list", "dict of DiffKVConfig's fields")),
+    "configuration that was not saved": (
+        lambda to: DiffKVConfig.from_pretrained(to.folder),
+        ("does not exist", "save_pretrained first"),
+    ),
+    "configuration into a file": (lambda to: DiffKVConfig().save_pretrained(to.file), ("is a file", "name a folder")),
+    "configuration into nothing": (
+        lambda to: DiffKVConfig().save_pretrained(None),
+        ("save_directory=None", "a folder"),
+    ),
+    "configuration for nothing": (
+        lambda to: DiffKVConfig.for_model(None),
+        ("a NoneType is no model", "pass the model"),
+    ),
+    "cache that was not saved": (
+        lambda to: DiffKVCache.from_pretrained(to.folder, to.model),
+        ("does not exist", "cache.save_pretrained first"),
+    ),
+    "cache loaded by a name": (
+        lambda to: DiffKVCache.from_pretrained(to.folder, "gpt2"),
+        ("model is a str", "the model itself"),
+    ),
+    "device beside a model": (
+        lambda to: DiffKVCache.from_pretrained(to.folder, to.model, device="cpu"),
+        ("device=cpu", "leave it"),
+    ),
+    "cache into a file": (lambda to: to.cache.save_pretrained(to.file), ("is a file", "name a folder")),
+    "cache into nothing": (lambda to: to.cache.save_pretrained(None), ("save_directory=None", "a folder")),
+    "layer by name": (lambda to: to.cache.levels("first"), ("layer_idx='first'", "integer")),
+    "half a layer": (lambda to: to.cache.dequantize(0.5), ("layer_idx=0.5", "integer")),
+    "layer that does not exist": (lambda to: to.cache.levels(9), ("layer_idx=9", "2 layers")),
+    "significance that is not kept": (lambda to: to.cache.significance(0), ("no significance", "alpha_high above 0")),
+    "levels of nothing": (lambda to: DiffKVCache(to.config).levels(0), ("holds nothing yet", "run the model")),
+    "no forks": (lambda to: to.cache.fork(0), ("n=0", "at least 1")),
+    "forks by name": (lambda to: to.cache.fork("two"), ("n='two'", "an integer")),
+    "crop to a length": (lambda to: to.cache.crop(3), ("tokens_to_remove=3", "minus the tokens")),
+    "crop of a text": (lambda to: to.cache.crop("all"), ("tokens_to_remove='all'", "an integer")),
+    "crop of what is stored": (lambda to: to.cache.crop(-3), ("cannot remove 3", "activate_past_recording()")),
+    "row that does not exist": (lambda to: to.cache.reorder_cache(ROWS), ("[0, 5]", "[0, 2)")),
+    "choice of nothing": (
+        lambda to: to.cache.batch_select_indices(torch.zeros(2, dtype=torch.bool)),
+        ("indices []", "not empty"),
+    ),
+    "choice among three": (
+        lambda to: to.cache.batch_select_indices(torch.ones(3, dtype=torch.bool)),
+        ("indices=[True, True, True]", "holds 2 sequences"),
+    ),
+    "no repeats": (lambda to: to.cache.batch_repeat_interleave(0), ("repeats=0", "at least 1")),
+    "half a repeat": (lambda to: to.cache.batch_repeat_interleave(1.5), ("repeats=1.5", "an integer")),
+    "attached to a name": (lambda to: to.cache.attach("gpt2"), ("model is a str", "the model itself")),
+    "cache_config of a list": (
+        lambda to: generate(to.model, cache_implementation="diffkv", cache_config=[1]),
+        ("cache_config=[1]", "a dict of DiffKVConfig fields"),
+    ),
+    "cache_config of another cache": (
+        lambda to: generate(to.model, cache_implementation="diffkv", cache_config={"nbits": 4}),
+        ("nbits", "known keys"),
+    ),
+    "prompt that is shorter": (
+        lambda to: to.model.generate(to.ids[:, :5], past_key_values=to.cache),
+        ("holds 22 tokens", "the prompt has 5", "reset()"),
+    ),
+    "prompt that is another": (
+        lambda to: to.model.generate(to.ids.flip(1).repeat(1, 3), past_key_values=to.cache),
+        ("part at position 0", "reset()"),
+    ),
+    "store of a name": (lambda to: PrefixStore("gpt2"), ("model is a str", "the model itself")),
+    "store with a preset's name": (lambda to: PrefixStore(to.model, "small"), ("config='small'", "a DiffKVConfig")),
+    "store of negative size": (lambda to: PrefixStore(to.model, device_bytes=-1), ("device_bytes=-1", "0 or more")),
+    "store with a size as text": (lambda to: PrefixStore(to.model, host_bytes="1GB"), ("host_bytes='1GB'", "number")),
+    "limit without folder": (lambda to: PrefixStore(to.model, folder_bytes=5), ("folder_bytes", "name the folder")),
+    "lookup of a text": (lambda to: PrefixStore(to.model).lookup("hello"), ("input_ids is a str", "tokenise")),
+    "lookup of a batch": (lambda to: PrefixStore(to.model).lookup(to.ids), ("input_ids has 2 rows", "each row")),
+    "lookup of fractions": (lambda to: PrefixStore(to.model).lookup(torch.rand(1, 5)), ("torch.float32", "integers")),
+    "insertion of nothing": (lambda to: PrefixStore(to.model).insert(to.ids[:1], None), ("cache is a NoneType",)),
+    "picture of nothing": (lambda to: plot.levels(None), ("cache is a NoneType", "a DiffKVCache")),
+    "picture of an empty cache": (lambda to: plot.levels(DiffKVCache(to.config)), ("holds nothing yet", "generate")),
+}
+
+
+@pytest.fixture(scope="module")
+def to(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """What the calls need."""
+    folder = tmp_path_factory.mktemp("empty")
+    file = tmp_path_factory.mktemp("full") / "file.txt"
+    file.write_text("text")
+    model = tiny_model("llama")
+    ids = torch.arange(1, 41).view(2, 20)
+    cache = DiffKVCache(model.config)
+    model.generate(ids, past_key_values=cache, max_new_tokens=3, do_sample=False)
+    names = {"model": model, "config": model.config, "ids": ids, "cache": cache, "folder": folder, "file": file}
+    return SimpleNamespace(**names, before=contents(cache))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_wrong_use_says_what_to_do(case: str, to: SimpleNamespace) -> None:
+    call, words = CASES[case]
+    with raises((ValueError, FileNotFoundError), *words) as caught:
+        call(to)
+    assert str(caught.value).count("\n") == 0 and str(caught.value).endswith(".")
+    assert contents(to.cache) == to.before
+    assert not list(to.folder.iterdir()) and Path(to.file).read_text() == "text"
