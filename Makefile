@@ -22,7 +22,7 @@ RECALL_KEYS := sky tin jar hen red fox oak
 KVPRESS := build/envs/kvpress
 
 .PHONY: setup native native-sanitize wheel models kvpress evaluate test test-all check format docs demo demo-smollm2 demo-tiny-lm space \
-	compile-kernels bench-cpu test-gpu bench-gpu train-tiny-lm clean
+	compile-kernels bench-cpu test-gpu bench-gpu gpu-first-run train-tiny-lm clean
 
 setup: $(READY)
 
@@ -139,9 +139,13 @@ test-gpu: $(READY)
 
 SECONDS ?= 600
 bench-gpu: $(READY)
-	failed=0; for part in attention memory_manager prompt decode; do \
+	failed=0; for part in attention memory_manager prompt decode ttft; do \
 		$(BIN)/python benchmarks/$${part}_gpu.py --seconds $(SECONDS) || failed=1; \
 	done; $(BIN)/python benchmarks/tables.py --plots && exit $$failed
+
+# Within 25 minutes what one wants to know of a GPU first, ending with the table of targets; PARTS are some of it.
+gpu-first-run: $(READY)
+	$(BIN)/python benchmarks/gpu_first_run.py $(if $(PARTS),--parts $(PARTS))
 
 train-tiny-lm: $(READY)
 	$(BIN)/python examples/train_tiny_lm.py --output build/tiny-lm

@@ -3,7 +3,7 @@
 Device time with a cold L2 cache; bytes are those of the stored tokens with all metadata, read once. Every output is
 checked against float32 attention over what is stored before it is timed, the dense ones against float32 as well.
 
-    python benchmarks/attention_gpu.py [--quick] [--models llama-3-8b] [--batches 1 32] [--contexts 8192]
+    python benchmarks/attention_gpu.py [--quick | --sweep] [--models llama-3-8b] [--batches 1 32] [--contexts 8192]
 """
 
 from __future__ import annotations
@@ -12,31 +12,23 @@ import argparse
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from measure import Session, free_memory, parser, peak_bandwidth, relative_error
-from rows import Rows, needed_bytes, random_rows
+from cases import CONFIGS, MODELS
+from measure import Session, free_memory, parser, relative_error
+from rows import Rows
+from sweep import BATCH, CONTEXT, SWEPT, sweep
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hf_diffkv.config import Precision
 from hf_diffkv.ops.decode_attention import allocate_scratch
 
-# query heads, KV heads, elements of a head
-MODELS = {"llama-3-8b": (32, 8, 128), "qwen2.5-7b": (28, 4, 128)}
-K8V4, K4V2 = Precision(8, 4), Precision(4, 2)
-# precisions, and the shares of tokens at the high and the low level
-CONFIGS = {
-    "FP16": ((Precision(16, 16), Precision(16, 16)), (1.0, 0.0)),
-    "K8V8": ((Precision(8, 8), Precision(8, 8)), (1.0, 0.0)),
-    "K8V4": ((K8V4, K4V2), (1.0, 0.0)),
-    "K4V2": ((K8V4, K4V2), (0.0, 1.0)),
-    "30/40/30": ((K8V4, K4V2), (0.3, 0.4)),
-}
 BATCHES = (1, 8, 32, 64)
 CONTEXTS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 # what the goals are stated for comes first, so that a time limit cuts the rest
-FIRST = [(32, 8192), (32, 32768), (1, 131072), (64, 8192), (64, 32768), (8, 32768), (1, 8192), (1, 32768), (32, 1024)]
+FIRST = [(32, 8192), (1, 4096), (1, 8192), (64, 8192), (1, 131072), (32, 32768), (64, 32768), (8, 32768), (1, 32768)]
+FIRST += [(32, 1024)]
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -85,6 +77,10 @@ def check(output: Tensor, query: Tensor, dense: Callable[[int, int], tuple[Tenso
     return worst
 
 
+def _swept_error(query: Tensor, heads: int, output: Tensor, rows: Rows) -> float:
+    return check(output, query, rows.dense, heads)
+
+
 def compressed_call(rows: Rows, query: Tensor) -> Callable[[], Tensor]:
     """Attention over `rows` with buffers that stay, as in a captured step."""
     slots = rows.window_key.shape[2]
@@ -126,34 +122,26 @@ def measure_dense(session: Session, case: dict, query: Tensor, heads: int, backe
     for name, timing in zip(calls, session.time_all(list(calls.values()))):
         num_bytes = 2 * elements * query.element_size()
         row = {**case, "name": name, "error": errors[name], **timing.row()}
-        session.add(row | speed(session, num_bytes, timing.median))
+        session.add(row | session.speed(num_bytes, timing.median))
         if best.median is None or timing.median < best.median:
             best = Dense(name, timing.median, calls[name])
     return best
 
 
-def speed(session: Session, num_bytes: int, seconds: float) -> dict:
-    peak = peak_bandwidth(session.device)
-    row = {"bytes": num_bytes, "gb_per_s": round(num_bytes / seconds / 1e9, 1)}
-    return row if peak is None else row | {"share_of_peak": round(num_bytes / seconds / peak, 4)}
-
-
 def measure_config(session: Session, case: dict, name: str, query: Tensor, heads: int, dense: Dense) -> None:
     """Times one precision in turns with the fastest dense way, over which its speed-up is."""
     batch, _, dim = query.shape
-    (high, low), shares = CONFIGS[name]
-    stored = case["context"] - case["window"]
-    tokens = (int(shares[0] * stored), int(shares[1] * stored))
+    config = CONFIGS[name]
+    tokens = config.tokens(case["context"] - case["window"])
     case = {**case, "kind": "compressed", "name": name}
-    num_bytes = 1.1 * needed_bytes(high, low, batch, heads, dim, tokens)
+    num_bytes = 1.1 * config.needed_bytes(batch, heads, dim, tokens)
     if not session.has_memory(num_bytes):
         dense.call = None
     if session.lacks_memory(num_bytes, case):
         return
     try:
-        rows = random_rows(
-            high, low, batch, heads, dim, tokens, case["context"], case["window"], query.dtype, query.device
-        )
+        size = (batch, heads, dim, tokens, case["context"], case["window"])
+        rows = config.random_rows(*size, query.dtype, query.device)
         call = compressed_call(rows, query)
         error = check(call(), query, rows.dense, heads)
         if error > LIMITS[query.dtype]:
@@ -163,7 +151,7 @@ def measure_config(session: Session, case: dict, name: str, query: Tensor, heads
     except (RuntimeError, ValueError) as failure:
         session.failed(case, failure)
         return
-    row = {**case, "error": error, **timing.row(), **speed(session, rows.bytes_read, timing.median)}
+    row = {**case, "error": error, **timing.row(), **session.speed(rows.bytes_read, timing.median)}
     for part in ("attend", "merge", "score"):
         found = [us for kernel, us in kernels.items() if kernel == f"{part}_kernel"]
         row |= {f"{part}_us": round(sum(found), 3)} if found else {}
@@ -190,10 +178,13 @@ def main(arguments: list[str] | None = None) -> Session:
     options.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
     options.add_argument("--configs", nargs="+", default=list(CONFIGS), choices=list(CONFIGS))
     options.add_argument("--window", type=int, default=64)
+    options.add_argument("--sweep", action="store_true", help="settings of the kernel instead, on one case")
     options.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
     args = options.parse_args(arguments)
     session = Session(args)
     dtype, cases, backends = getattr(torch, args.dtype), grid(args), ["flash", "cudnn", "efficient"]
+    if args.sweep:
+        cases, args.models = [(BATCH, CONTEXT)], args.models[:1]
     if args.tiny:
         dtype, cases, backends, args.window = torch.float32, [(2, 96)], ["math"], 8
     for (batch, context), model in itertools.product(cases, args.models):
@@ -204,6 +195,11 @@ def main(arguments: list[str] | None = None) -> Session:
         query = torch.randn(batch, query_heads, dim, device=session.device).to(dtype)
         case = {"model": model, "kv_heads": heads, "batch": batch, "context": context}
         case |= {"window": args.window, "dtype": str(dtype)[6:]}
+        if args.sweep:
+            for name in SWEPT:
+                right = partial(_swept_error, query, heads)
+                sweep(session, case, name, query, heads, right, LIMITS[dtype])
+            continue
         try:
             dense = measure_dense(session, case, query, heads, backends)
         except RuntimeError as failure:

@@ -1,101 +1,35 @@
 """Decoding with a random-weight model of the shape of Llama-3-8B: DynamicCache, StaticCache with compile,
 QuantizedCache and DiffKV (captured, captured with a compiled forward, from Python), each through `generate()`.
 
-First the time per token over the context length at batch 1, of which `tables.py` makes slope x length + intercept and
-where DiffKV breaks even; then tokens per second at the largest batch whose cache fits a fixed number of bytes. Before
+First tokens per second at the largest batch whose cache fits a fixed number of bytes; then the time per token over the
+context length at batch 1, of which `tables.py` makes slope x length + intercept and where DiffKV breaks even. Before
 anything is timed, the logits of the lossless configuration must be as close to those in float32 as DynamicCache's.
 
-    python benchmarks/decode_gpu.py [--quick] [--contexts 1024 4096] [--cache-bytes 16e9]
+    python benchmarks/decode_gpu.py [--quick] [--parts budget] [--contexts 1024 4096] [--cache-bytes 16e9]
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import logging
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
-from measure import Profile, Session, free_memory, parser, relative_error
+from measure import Profile, Session, free_memory, parser
+from models_gpu import COMPILED, STATIC, Makers, attention_of, build_model, caches, check_lossless
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    CompileConfig,
-    DynamicCache,
-    LlamaConfig,
-    PreTrainedModel,
-    QuantizedCache,
-    StaticCache,
-    StoppingCriteria,
-)
+from transformers import CompileConfig, DynamicCache, PreTrainedModel, QuantizedCache, StoppingCriteria
 from transformers.cache_utils import Cache
 
-from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv import DiffKVCache
 
 CONTEXTS = (1024, 4096, 8192, 16384, 32768, 65536)
-STATIC = "StaticCache, compiled"
-COMPILED = "DiffKV 1/0, compiled"
-DIFFKV = {
-    "DiffKV 1/0": {"alpha_high": 1.0, "alpha_low": 0.0},
-    "DiffKV K8V4": {"alpha_high": 0.0, "alpha_low": 0.0},
-    "DiffKV K4V2": {"alpha_high": 1e9, "alpha_low": 0.0},
-    "DiffKV 1/0.3": {"alpha_high": 1.0, "alpha_low": 0.3},
-    "DiffKV 1/0, not captured": {"alpha_high": 1.0, "alpha_low": 0.0, "cuda_graphs": False},
-    COMPILED: {"alpha_high": 1.0, "alpha_low": 0.0},
-}
 ATTENTION = ("attend_kernel", "merge_kernel", "score_kernel")
+PARTS = ("budget", "length")
 # tokens of which the kernels are noted, after those in which a step is captured anew
 PROFILED = (8, 24)
-# makes a cache for so many tokens
-Makers = dict[str, Callable[[int], Cache]]
-
-
-def build_model(session: Session, tiny: bool) -> PreTrainedModel:
-    """With the usual random weights: wider queries and keys would make 16-bit logits of 32 layers mere noise."""
-    size = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
-    size |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-    if tiny:
-        size = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 128}
-        size |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    config = LlamaConfig(
-        **size,
-        initializer_range=0.02 * (4096 / size["hidden_size"]) ** 0.5,
-        max_position_embeddings=1 << 18,
-        rope_parameters={"rope_theta": 500000.0, "rope_type": "default"},
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    torch.manual_seed(0)
-    with session.device:
-        model = AutoModelForCausalLM.from_config(config, dtype=session.dtype).eval()
-    model.generation_config.eos_token_id = None
-    return model
-
-
-def caches(session: Session, model: PreTrainedModel, names: list[str] | None) -> Makers:
-    """How to make each cache for so many tokens, the most telling first; those without a backend are left out."""
-    config = model.config
-    made: Makers = {
-        "DiffKV 1/0": lambda tokens: DiffKVCache(config, DiffKVConfig(**DIFFKV["DiffKV 1/0"])),
-        "DynamicCache": lambda tokens: DynamicCache(config=config),
-        STATIC: lambda tokens: StaticCache(config=config, max_cache_len=tokens),
-    }
-    for name, fields in DIFFKV.items():
-        made.setdefault(name, lambda tokens, fields=fields: DiffKVCache(config, DiffKVConfig(**fields)))
-    for backend in ("quanto", "hqq"):
-        name = f"QuantizedCache, {backend} 4 bit"
-        if names is not None and not any(part in name for part in names):
-            continue
-        try:
-            QuantizedCache(backend=backend, config=config, nbits=4)
-        except ImportError:
-            session.leave_out({"kind": "length", "cache": name}, f"{backend} is not installed")
-            continue
-        made[name] = lambda tokens, backend=backend: QuantizedCache(backend=backend, config=config, nbits=4)
-    return {name: make for name, make in made.items() if names is None or any(part in name for part in names)}
 
 
 class Clock(StoppingCriteria):
@@ -155,10 +89,6 @@ class Warnings(logging.Handler):
         return {"warnings": self.found} if self.found else {}
 
 
-def attention_of(name: str) -> str:
-    return "diffkv" if name.startswith("DiffKV") else "sdpa"
-
-
 def generate(model: PreTrainedModel, name: str, cache: Cache, tokens: Tensor, steps: int, clock: Clock) -> None:
     """Runs `steps` tokens; a StaticCache is compiled anew, for its length alone instead of one form for all lengths."""
     model.set_attn_implementation(attention_of(name))
@@ -166,7 +96,7 @@ def generate(model: PreTrainedModel, name: str, cache: Cache, tokens: Tensor, st
     if name == STATIC:
         torch.compiler.reset()
         vars(model).pop("_compiled_call", None)
-    elif name == COMPILED:
+    elif name in COMPILED:
         options["compile_config"] = CompileConfig()
     model.generate(
         tokens,
@@ -213,7 +143,9 @@ def shares(
     total = sum(clock.kernels.values())
     if total:
         attention = sum(us for kernel, us in clock.kernels.items() if kernel in ATTENTION)
+        score_us = sum(us for kernel, us in clock.kernels.items() if kernel == "score_kernel") / (last - first)
         found = {"kernels_us": round(total / (last - first), 1), "attention_share": round(attention / total, 4)}
+        found["score_share"] = round(1e-3 * score_us / ms_per_token, 5)
     (store,) = cache.stores.stores
     store.settle()
     store.refresh()
@@ -242,29 +174,6 @@ def shares(
     }
 
 
-@torch.no_grad()
-def check_lossless(session: Session, model: PreTrainedModel, tokens: Tensor) -> dict:
-    """Errors of the logits against float32; stops where lossless DiffKV is worse than DynamicCache."""
-    logits = {}
-    for name, cache in (
-        ("dense", DynamicCache(config=model.config)),
-        ("lossless", DiffKVCache(model.config, DiffKVConfig.lossless())),
-    ):
-        model.set_attn_implementation("diffkv" if name == "lossless" else "sdpa")
-        model(tokens[:, :-4], past_key_values=cache)
-        steps = [model(token, past_key_values=cache).logits for token in tokens[:, -4:].split(1, dim=1)]
-        logits[name] = torch.cat(steps, dim=1)
-    model.set_attn_implementation("sdpa")
-    size = sum(parameter.numel() for parameter in model.parameters())
-    exact_model = copy.deepcopy(model).to(session.device if session.has_memory(8 * size) else "cpu", torch.float32)
-    exact = exact_model(tokens.to(exact_model.device), logits_to_keep=4).logits.to(session.device)
-    errors = {f"{name}_error": relative_error(found, exact) for name, found in logits.items()}
-    # rounding differs, so neither is the other's bound
-    if not errors["lossless_error"] <= max(1.5 * errors["dense_error"], 1e-4):
-        raise SystemExit(f"logits differ from float32: {errors}; nothing timed.")
-    return errors
-
-
 def held_bytes(cache: Cache | None, tokens: int, model: PreTrainedModel) -> int:
     """Bytes a cache holds for one request: as DiffKV reports, else those of all keys and values."""
     if isinstance(cache, DiffKVCache):
@@ -277,9 +186,9 @@ def held_bytes(cache: Cache | None, tokens: int, model: PreTrainedModel) -> int:
 
 def measure_contexts(session: Session, model: PreTrainedModel, makers: Makers, args: argparse.Namespace) -> None:
     """Time per token of every cache at every length, batch 1."""
-    cases = [(name, context) for context in args.contexts for name in makers if name != COMPILED]
+    cases = [(name, context) for context in args.contexts for name in makers if name not in COMPILED]
     # one compiled forward serves all lengths, unless a StaticCache comes between
-    cases += [(COMPILED, context) for context in args.contexts if COMPILED in makers]
+    cases += [(name, context) for name in COMPILED if name in makers for context in args.contexts]
     for name, context in cases:
         case = {"kind": "length", "cache": name, "context": context, "batch": 1}
         dense = held_bytes(None, context, model)
@@ -327,7 +236,7 @@ def fill(model: PreTrainedModel, name: str, cache: Cache, tokens: Tensor, batch:
 
 def measure_budget(session: Session, model: PreTrainedModel, makers: Makers, args: argparse.Namespace) -> None:
     """Tokens per second at the largest batch that fits `--cache-bytes`; what compiles comes last."""
-    for name in sorted(makers, key=lambda name: name in (STATIC, COMPILED)):
+    for name in sorted(makers, key=lambda name: name in (STATIC, *COMPILED)):
         case = {"kind": "budget", "cache": name, "context": args.budget_context}
         case["cache_bytes_allowed"] = int(args.cache_bytes)
         if not session.has_time(f"{name}, {args.cache_bytes / 1e9:.0f} GB of cache"):
@@ -374,6 +283,7 @@ def measure_batch(
 
 def main(arguments: list[str] | None = None) -> Session:
     options = parser(__doc__, "decode_gpu")
+    options.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, help="in this order")
     options.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS))
     options.add_argument("--caches", nargs="+", help="only caches whose name contains one of these")
     options.add_argument("--steps", type=int, default=48, help="timed tokens")
@@ -392,8 +302,8 @@ def main(arguments: list[str] | None = None) -> Session:
     checked = torch.randint(0, model.config.vocab_size, (1, 96 if args.tiny else 512), device=session.device)
     session.add({"kind": "check", **check_lossless(session, model, checked)})
     makers = caches(session, model, args.caches)
-    measure_contexts(session, model, makers, args)
-    measure_budget(session, model, makers, args)
+    for part in args.parts:
+        {"budget": measure_budget, "length": measure_contexts}[part](session, model, makers, args)
     return session
 
 

@@ -150,6 +150,12 @@ class Session:
         seconds = [[1e-3 * start.elapsed_time(end) for start, end in turn] for turn in turns]
         return [Timing.of(list(mine), captured) for mine, (_, captured) in zip(zip(*seconds), captures)]
 
+    def speed(self, num_bytes: int, seconds: float) -> dict:
+        """As result fields, how fast so many bytes were read, and what share of the device's peak that is."""
+        peak = peak_bandwidth(self.device)
+        row = {"bytes": num_bytes, "gb_per_s": round(num_bytes / seconds / 1e9, 1)}
+        return row if peak is None else row | {"share_of_peak": round(num_bytes / seconds / peak, 4)}
+
     def kernel_times(self, call: Callable[[], object], repeats: int = 5) -> dict[str, float]:
         """Microseconds per call of each GPU kernel by name; empty on a CPU, or where there is no profiler."""
         if not self.gpu:
@@ -161,12 +167,23 @@ class Session:
             call()
         return {name: us / repeats for name, us in profile.stop().items()}
 
+    def kernel_count(self, call: Callable[[], object]) -> tuple[int, float]:
+        """How many kernels one call launches, copies included, and their microseconds; 0 where nothing is seen."""
+        if not self.gpu:
+            return 0, 0.0
+        profile = Profile(self.device)
+        profile.start()
+        call()
+        found = profile.stop()
+        return profile.count, sum(found.values())
+
 
 class Profile:
-    """Kernels that run on a GPU from `start` to `stop`."""
+    """Kernels that run on a GPU from `start` to `stop`, and after it their `count`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.count = 0
         self._profile: Any = None
 
     def start(self) -> None:
@@ -189,6 +206,7 @@ class Profile:
         for event in profile.events():
             if event.device_type == torch.autograd.DeviceType.CUDA:
                 found[event.name] = found.get(event.name, 0.0) + event.device_time_total
+                self.count += 1
         return found
 
 

@@ -15,9 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from attention_gpu import CONFIGS, MODELS, compressed_call
+from attention_gpu import compressed_call
+from cases import CONFIGS, MODELS
 from measure import Session, free_memory, parser
-from rows import Rows, needed_bytes, random_rows
+from rows import Rows
 from torch import Tensor
 
 from hf_diffkv.memory import FreeList
@@ -82,13 +83,12 @@ class Round:
 
 def make_round(batch: int, heads: int, dim: int, context: int, window: int, layers: int, session: Session) -> Round:
     """All layers as one batch of rows; a candidate leaves every window, as in each step of the paper."""
-    (high, low), shares = CONFIGS[MIX]
-    stored = context - window
-    tokens = (int(shares[0] * stored), int(shares[1] * stored))
+    config = CONFIGS[MIX]
+    tokens = config.tokens(context - window)
     dtype = session.dtype
     count = layers * batch * heads
-    rows = random_rows(
-        high, low, layers * batch, heads, dim, tokens, context, window, dtype, session.device, spare_pages=2 * count
+    rows = config.random_rows(
+        layers * batch, heads, dim, tokens, context, window, dtype, session.device, spare_pages=2 * count
     )
     device = session.device
     free_list = FreeList(device)
@@ -143,12 +143,11 @@ def repeatable(step: Round) -> tuple[Callable[[], None], Callable[[], None]]:
 
 def measure(session: Session, batch: int, args: argparse.Namespace) -> None:
     query_heads, heads, dim = MODELS["llama-3-8b"] if not args.tiny else (4, 2, 32)
-    (high, low), shares = CONFIGS[MIX]
-    stored = args.context - args.window
-    tokens = (int(shares[0] * stored), int(shares[1] * stored))
+    config = CONFIGS[MIX]
+    tokens = config.tokens(args.context - args.window)
     case = {"batch": batch, "context": args.context, "window": args.window, "layers": args.layers}
     device_case, cpu_case = {"kind": "device", **case}, {"kind": "cpu", **case}
-    if session.lacks_memory(1.2 * needed_bytes(high, low, args.layers * batch, heads, dim, tokens), device_case):
+    if session.lacks_memory(1.2 * config.needed_bytes(args.layers * batch, heads, dim, tokens), device_case):
         return
     try:
         step = make_round(batch, heads, dim, args.context, args.window, args.layers, session)

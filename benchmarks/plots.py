@@ -76,6 +76,7 @@ PLOTS: dict[str, Callable[[list[dict], Path], Path | None]] = {
     "memory_manager_gpu": memory_manager,
     "prompt_gpu": prompt,
     "decode_gpu": decode,
+    "ttft_gpu": lambda rows, folder: None,
 }
 
 

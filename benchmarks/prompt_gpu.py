@@ -14,19 +14,18 @@ import itertools
 from collections.abc import Callable
 
 import torch
-from attention_gpu import BACKENDS, LIMITS, MODELS
+from attention_gpu import BACKENDS, LIMITS
+from cases import CONFIGS, MODELS
 from measure import Session, free_memory, parser, relative_error
-from rows import random_rows
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-from hf_diffkv.config import Precision
 from hf_diffkv.ops.prefill_attention import StoredPast, prefill_attention
 from hf_diffkv.ops.prefill_attention.reference import prefill_attention as reference
 
 CONTEXTS = (2048, 8192, 16384, 32768, 65536)
-# shares of a past at the high and the low level
-SHARES = (0.3, 0.4)
+# of a past
+MIX = "30/40/30"
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, backend: str, causal: bool = True) -> Tensor:
@@ -47,8 +46,9 @@ def compressed(context: int, shape: tuple[int, int, int], dtype: torch.dtype, de
     """What is left of one request of `context` tokens, on scattered pages."""
     _, heads, dim = shape
     window = min(64, context // 4)
-    tokens = tuple(int(share * (context - window)) for share in SHARES)
-    rows = random_rows(Precision(8, 4), Precision(4, 2), 1, heads, dim, tokens, context, window, dtype, device)
+    config = CONFIGS[MIX]
+    tokens = config.tokens(context - window)
+    rows = config.random_rows(1, heads, dim, tokens, context, window, dtype, device)
     state = (rows.table, rows.high_count, rows.low_count, rows.window_key, rows.window_value)
     return StoredPast(rows.pages, rows.layout, *state, rows.window_start, rows.length, sum(tokens) + window)
 

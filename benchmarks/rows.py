@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +45,7 @@ class Rows:
         high, low = self.layout.high, self.layout.low
         rows = self.table.shape[0] * self.table.shape[1]
         window = int(self.length[0] - self.window_start[0])
-        raw = (high.key_dim + high.value_dim) * self.window_key.element_size() + 4
+        raw = (high.key_dim + high.value_dim) * self.window_key.element_size() + 4 * self.layout.selects
         return rows * (self.tokens[HIGH] * high.token_bytes + self.tokens[LOW] * low.token_bytes + window * raw)
 
     def attend(self, query: Tensor, **options: Any) -> Tensor:
@@ -81,9 +82,17 @@ class Rows:
         return torch.cat([key.float() for key, _ in parts]), torch.cat([value.float() for _, value in parts])
 
 
-def needed_bytes(high: Precision, low: Precision, batch: int, heads: int, dim: int, tokens: tuple[int, int]) -> int:
+def needed_bytes(
+    high: Precision,
+    low: Precision,
+    batch: int,
+    heads: int,
+    dim: int,
+    tokens: tuple[int, int],
+    numbers: Mapping[str, int] | None = None,
+) -> int:
     """About what `random_rows` allocates."""
-    layout = PageLayout.build(high, low, dim, dim, 2)
+    layout = PageLayout.build(high, low, dim, dim, 2, **(numbers or {}))
     pages = sum(_pages(count, tier) for count, tier in zip(tokens, (layout.high, layout.low)))
     return batch * heads * pages * layout.page_bytes + CHUNK_TOKENS * dim * 16
 
@@ -100,14 +109,16 @@ def random_rows(
     dtype: torch.dtype,
     device: torch.device,
     spare_pages: int = 0,
+    numbers: Mapping[str, int] | None = None,
 ) -> Rows:
     """Rows with `tokens` at the high and the low level and a full window.
 
     Args:
         context: tokens seen; those beyond `tokens` and the window count as pruned.
         spare_pages: pages without an owner, behind all others.
+        numbers: `metadata_bits` and `position_bytes` of `PageLayout.build`, where they are not its own.
     """
-    layout = PageLayout.build(high, low, dim, dim, dtype.itemsize)
+    layout = PageLayout.build(high, low, dim, dim, dtype.itemsize, **(numbers or {}))
     tiers = (layout.high, layout.low)
     page_counts = [_pages(count, tier) for count, tier in zip(tokens, tiers)]
     width = sum(page_counts) + 4

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import targets
+from lengths import length_lines
 from plots import PLOTS
 
 FOLDER = Path(__file__).parent / "results"
 # what makes a case; of two results of one case the newer counts
 KEYS = ("device", "kind", "model", "dtype", "name", "cache", "batch", "context", "new_tokens", "layers")
-KEYS += ("cache_bytes_allowed",)
+KEYS += ("cache_bytes_allowed", "num_stages", "maxnreg", "splits")
 
 
 def read(path: Path) -> list[dict]:
@@ -54,7 +54,14 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
 
 
 def attention(rows: list[dict]) -> str:
-    """One line per case: what each precision reaches, against the fastest dense way."""
+    """One line per case: what each precision reaches, against the fastest dense way; then kernel settings."""
+    swept = [row for row in rows if row["kind"] == "sweep"]
+    if swept:
+        header = ("model", "batch", "context", "name", "num_stages", "maxnreg", "splits", "us", "share_of_peak")
+        order = sorted(swept, key=lambda r: (r["name"], r["us"]))
+        table = markdown(header, ([row.get(name) for name in header] for row in order))
+        rest = [row for row in rows if row["kind"] != "sweep"]
+        return f"{attention(rest)}\n\n{table}" if rest else table
     header = ("model", "batch", "context", "name", "us", "GB/s", "of peak", "speed-up", "scores, of attention", "error")
     order = sorted(rows, key=lambda r: (r["model"], r["batch"], r["context"], r["kind"], -r["us"]))
     lines = []
@@ -97,12 +104,21 @@ def prompt(rows: list[dict]) -> str:
     return markdown(header, ([r.get(name) for name in names] for r in order))
 
 
+def first_token(rows: list[dict]) -> str:
+    """Time from a prompt to its first token."""
+    header = ("context", "cache", "ms", "mean kernels of a layer", "of the best dense")
+    order = sorted(rows, key=lambda r: (r["context"], r["ms"]))
+    names = ("context", "cache", "ms", "kernels_per_layer", "over_dense")
+    return markdown(header, ([r.get(name) for name in names] for r in order))
+
+
 def decode(rows: list[dict]) -> str:
     """Time per token by length, its line, and tokens per second within a memory budget."""
     lengths = sorted((r for r in rows if r["kind"] == "length"), key=lambda r: (r["context"], r["cache"]))
     header = ("context", "cache", "ms per token", "mean ms", "attention, of kernels", "compaction us", "of a step")
-    header += ("bytes of dense", "warnings")
+    header += ("scores, of a step", "bytes of dense", "warnings")
     names = ("context", "cache", "ms_per_token", "ms_mean", "attention_share", "compaction_us", "compaction_share")
+    names += ("score_share",)
     first = markdown(
         header, ([*(r.get(name) for name in names), r.get("ratio"), "; ".join(r.get("warnings", []))] for r in lengths)
     )
@@ -116,39 +132,14 @@ def decode(rows: list[dict]) -> str:
     header = ("cache", "context", "cache bytes allowed", "batch", "ms per token", "mean ms", "tokens per second")
     names = ("cache", "context", "cache_bytes_allowed", "batch", "ms_per_token", "ms_mean", "tokens_per_second")
     third = markdown(
-        (*header, "compaction, of a step"),
-        ([*(r[name] for name in names), r.get("compaction_share")] for r in rows if r["kind"] == "budget"),
+        (*header, "compaction, of a step", "scores, of a step"),
+        (
+            [*(r[name] for name in names), r.get("compaction_share"), r.get("score_share")]
+            for r in rows
+            if r["kind"] == "budget"
+        ),
     )
     return "\n\n".join((first, second, third))
-
-
-def length_lines(lengths: list[dict]) -> list[tuple[str, tuple[float, float], dict[str, float | None]]]:
-    """Of each cache its line through the times per token, and for DiffKV from which length on it is the faster one."""
-    points: dict[str, list] = {}
-    for row in lengths:
-        points.setdefault(row["cache"], []).append((row["context"], row["ms_per_token"]))
-    found = {name: fit(mine) for name, mine in points.items() if len(mine) > 1}
-    others = [name for name in found if not name.startswith("DiffKV")]
-    return [
-        (name, line, {o: break_even(line, found[o]) for o in others} if name.startswith("DiffKV") else {})
-        for name, line in found.items()
-    ]
-
-
-def fit(points: list[tuple[int, float]]) -> tuple[float, float]:
-    """Least squares slope (ms per token of context) and intercept (ms)."""
-    mean_x = statistics.fmean(x for x, _ in points)
-    mean_y = statistics.fmean(y for _, y in points)
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
-    return slope, mean_y - slope * mean_x
-
-
-def break_even(mine: tuple[float, float], other: tuple[float, float]) -> float | None:
-    """Length from which on the first line is lower; 0 where it always is, None where it never becomes so."""
-    if mine[0] >= other[0]:
-        return 0.0 if mine[1] <= other[1] and mine[0] == other[0] else None
-    return round(max(0.0, (mine[1] - other[1]) / (other[0] - mine[0])), 1)
 
 
 TABLES: dict[str, Callable[[list[dict]], str]] = {
@@ -156,6 +147,7 @@ TABLES: dict[str, Callable[[list[dict]], str]] = {
     "memory_manager_gpu": memory_manager,
     "prompt_gpu": prompt,
     "decode_gpu": decode,
+    "ttft_gpu": first_token,
 }
 
 

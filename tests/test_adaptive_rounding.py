@@ -184,6 +184,22 @@ def test_the_kernel_finds_the_same_codes(name: str, dim: int, metadata_bits: int
     assert_as_good(rounded, key, row, query, tier)
 
 
+@pytest.mark.parametrize(
+    "dim, tokens, dtype", [(16, 9, torch.float32), (24, 150, torch.float32), (64, 700, torch.bfloat16)]
+)
+def test_the_kernel_sums_as_the_reference_does(dim: int, tokens: int, dtype: torch.dtype) -> None:
+    launch = pytest.importorskip("hf_diffkv.ops.rounding.launch")
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, tokens, 6, dim, generator=generator).to(dtype).transpose(1, 2)
+    valid = torch.rand(2, tokens, generator=generator) < 0.7
+    for shown in (None, valid):
+        given = query.double() if shown is None else query.double() * shown[:, None, :, None]
+        rows = given.unflatten(1, (2, 3)).flatten(0, 1).flatten(1, 2)
+        found = launch.second_moment(query, 2, shown)
+        torch.testing.assert_close(found.double(), rows.mT @ rows, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(reference.second_moment(query, 2, shown), found, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("dim", [16, 24, 64])
 def test_the_kernel_factors_as_the_reference_does(dim: int) -> None:
     launch = pytest.importorskip("hf_diffkv.ops.rounding.launch")

@@ -19,11 +19,13 @@ class FreeList:
     Attributes:
         ring: int32 [at least capacity], page ids; the live part is [start, start + free) modulo capacity.
         state: int64 [3] on the device: start, free, capacity.
+        capacity: pages that were ever added.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.ring = torch.empty(0, dtype=torch.int32, device=device)
         self.state = torch.zeros(3, dtype=torch.int64, device=device)
+        self.capacity = 0
 
     def reserve(self, entries: int) -> None:
         """Makes the ring long enough for `entries` page ids, so that adding pages up to there leaves it in place."""
@@ -44,14 +46,17 @@ class FreeList:
         return self.ring[index]
 
     def extend(self, first: int, count: int) -> None:
-        """Adds the fresh pages [first, first + count)."""
-        fresh = torch.arange(first, first + count, dtype=torch.int32, device=self.ring.device)
-        ids = torch.cat([self.ids(), fresh])
-        capacity = int(self.state[CAPACITY]) + count
-        if capacity > self.ring.numel():
-            self.ring = torch.empty(capacity, dtype=torch.int32, device=self.ring.device)
-        self.ring[: ids.numel()] = ids
-        self.state.copy_(torch.tensor([0, ids.numel(), capacity]))
+        """Adds the fresh pages [first, first + count). Reads nothing from the device."""
+        before, self.capacity = self.capacity, self.capacity + count
+        start, free = self.state[START].clone(), self.state[FREE].clone()
+        order = torch.arange(self.capacity, device=self.ring.device)
+        fresh = first + order - free
+        ids = torch.where(order < free, self.ring[(start + order) % before], fresh) if before else fresh
+        if self.capacity > self.ring.numel():
+            self.ring = torch.empty(self.capacity, dtype=torch.int32, device=self.ring.device)
+        # what stands behind the live part means nothing
+        self.ring[: self.capacity] = ids
+        self.state[START], self.state[FREE], self.state[CAPACITY] = 0, free + count, self.capacity
 
     def take(self, need: Tensor) -> tuple[Tensor, Tensor]:
         """Takes `need[i]` pages for each row i.

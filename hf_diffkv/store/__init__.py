@@ -1,9 +1,10 @@
 """The state of one device and everything that changes it. Knows nothing of Transformers."""
 
 from .decode import attend_token
+from .finite import check_finite
 from .fork import begin_forward, fork_store
 from .hide import check_shown, hide_tokens
-from .prompt import attend_tokens, check_finite
+from .prompt import attend_tokens
 from .read import Payload, check_integrity, levels, payload, read_tokens
 from .record import Recorded, SharedRecording, attend_recorded, commit
 from .rows import drop_unused_layers, move_rows, prepare_rows, select_rows

@@ -14,6 +14,7 @@ from ..ops.backend import REFERENCE
 from ..ops.tiles import Bounds, build_tiles
 from .budget import make_room
 from .held import Held
+from .look import pages_of, read_together
 from .window import is_whole
 
 # Generated tokens between two looks at the device; the host works with upper bounds in between.
@@ -88,9 +89,9 @@ class HostBounds(Held):
         self._high_bound, self._low_bound, has_low, first_leave, free = self._look(lookahead)
         self.centers_soon = first_leave and self.config.center and len(self.uncentered) < self.num_layers
         high, low = self.layout.high.capacity, self.layout.low.capacity
-        pages_now = _ceil(self._high_bound, high) + _ceil(self._low_bound, low)
+        pages_now = pages_of(self._high_bound, high) + pages_of(self._low_bound, low)
         low_growth = np.where(has_low, lookahead, 0)
-        pages_then = _ceil(self._high_bound + lookahead, high), _ceil(self._low_bound + low_growth, low)
+        pages_then = pages_of(self._high_bound + lookahead, high), pages_of(self._low_bound + low_growth, low)
         self._bound_rows(lookahead)
         self.ensure_width(max(int((self._high_bound + self._low_bound).max()) + lookahead, self.room))
         if self.room > 0:
@@ -117,12 +118,9 @@ class HostBounds(Held):
         """
         has_low = self.policy.has_low(self.alpha_high, self.alpha_low)
         first_leave = (is_whole(self) & (self.length - self.window_start > self.config.window - lookahead)).any()
-        parts = [self.high_count, self.low_count, has_low, first_leave, self.pool.free_list.state[FREE]]
-        parts += self._flags()
-        seen = torch.cat([part.reshape(-1).long() for part in parts]).cpu().numpy()
-        pieces = np.split(seen, np.cumsum([part.numel() for part in parts])[:-1])
-        high, low, has_low, leave, free = (piece.reshape(part.shape) for piece, part in zip(pieces, parts[:5]))
-        self._raise_for(*(bool(flag) for flag in pieces[5:]))
+        parts = (self.high_count, self.low_count, has_low, first_leave, self.pool.free_list.state[FREE])
+        high, low, has_low, leave, free, *flags = read_together(*parts, *self.flags())
+        self.raise_for(*map(bool, flags))
         return high, low, has_low.astype(bool), bool(leave), int(free)
 
     def _ensure_free(self, pages: int, free: int) -> None:
@@ -161,15 +159,17 @@ class HostBounds(Held):
         """Reads the device.
 
         Raises:
-            ValueError: since the last look a step of one token stored keys or values that are not finite, or had a
-                mask for the tokens before it that differs from what is stored.
+            ValueError: since the last look a step of one token (or a prompt, see enter.py) stored keys or values that
+                are not finite, or a step had a mask for the tokens before it that differs from what is stored.
         """
-        self._raise_for(*torch.stack([flag.reshape(()) != 0 for flag in self._flags()]).tolist())
+        self.raise_for(*torch.stack([flag.reshape(()) != 0 for flag in self.flags()]).tolist())
 
-    def _flags(self) -> tuple[Tensor, Tensor, Tensor]:
+    def flags(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What `raise_for` takes, as it stands on the device."""
         return self.invalid, self.changed_past, self.flag
 
-    def _raise_for(self, invalid: bool, changed_past: bool, flag: bool) -> None:
+    def raise_for(self, invalid: bool, changed_past: bool, flag: bool) -> None:
+        """Raises as `check_values` does."""
         if invalid:
             raise ValueError(self.value_message())
         if changed_past:
@@ -182,7 +182,3 @@ class HostBounds(Held):
             raise RuntimeError(
                 "a compaction found too few pages, which the host should have provided; please report it."
             )
-
-
-def _ceil(count: np.ndarray, capacity: int) -> np.ndarray:
-    return -(-count // capacity)

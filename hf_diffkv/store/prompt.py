@@ -11,10 +11,9 @@ from ..memory import HIGH, LOW
 from ..ops.compact import Given, NewTokens, StoredTokens, rewrite_rows, stored_tokens
 from ..ops.narrow import score_noise
 from ..ops.prefill_attention import StoredPast, prefill_attention
-from ..ops.quantize import compute_dtype
-from ..ops.rotation import tokens_at_once
 from ..ops.segments import segments
 from ..policy import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL
+from .enter import Forward, enter, enters_at_once
 from .feedback import feedback, query_moment
 from .levels import decide_levels
 from .pinned import pinned_sums
@@ -49,12 +48,12 @@ def attend_tokens(
         [batch, query_heads, Q, value_dim] in the query's dtype.
 
     Raises:
-        ValueError: keys or values that are not finite; nothing has changed then.
+        ValueError: keys or values that are not finite; nothing has changed then. Where `enters_at_once`, the next look
+            at the device raises it instead.
         MemoryError: the compressed tokens do not fit; this layer is as it was.
     """
-    check_finite(store, key, value, valid)
-    past = Past.read(store, layer)
-    new = Entering(store, layer, key, value, valid)
+    new = Entering.checked(store, layer, key, value, valid)
+    past = Past.read(store, layer, new)
     options = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
     options |= {"mask": mask, "observation_window": store.observation_window}
     output, received = attend_beside(store, layer, past, query, *new.beside(past), valid=valid, **options)
@@ -91,24 +90,6 @@ def attend_beside(
     return output if stored is None else model_form(store, output), received
 
 
-def check_finite(store: Store, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
-    """Raises `ValueError` unless all real keys and values, [batch, heads, tokens, dim], can be stored."""
-    for tensor in (key, value):
-        peaks = [_peak(store, part) for part in tensor.split(tokens_at_once(tensor), dim=2)]
-        peak = torch.cat(peaks, dim=1)
-        peak = peak if valid is None else torch.where(valid, peak, 0)
-        if not bool((peak <= store.value_limit).all()):
-            raise ValueError(store.value_message())
-
-
-def _peak(store: Store, tensor: Tensor) -> Tensor:
-    """The largest that an element of each token [batch, heads, tokens, dim] may be in the store, [batch, tokens]."""
-    if store.config.rotate:
-        # no element is larger than that, however a token is rotated
-        return torch.linalg.vector_norm(tensor, dim=3, dtype=compute_dtype(tensor.dtype)).amax(1)
-    return tensor.abs().amax((1, 3))
-
-
 class Past:
     """What a layer holds before a forward, and where each token of it ranks within its row."""
 
@@ -118,8 +99,12 @@ class Past:
         self.ranks: list[Tensor] = []
 
     @classmethod
-    def read(cls, store: Store, layer: int) -> Past:
+    def read(cls, store: Store, layer: int, new: Entering) -> Past:
+        """Before `new` enters."""
         past = cls()
+        if enters_at_once(store):
+            past._attend_to(store, layer, Forward.of(store, layer, new).longest[layer])
+            return past
         rows = store.batch_size * store.num_heads
         table = store.table.table[layer]
         counts = [store.high_count[layer].view(rows), store.low_count[layer].view(rows)]
@@ -134,10 +119,17 @@ class Past:
         second = past.tokens[LOW].index + counts[HIGH].long()[past.tokens[LOW].row]
         third = window_rank + (counts[HIGH] + counts[LOW]).long()[past.window_row]
         past.ranks = [first, second, third]
-        past.stored = StoredPast(
+        past._attend_to(store, layer, longest)
+        return past
+
+    def _attend_to(self, store: Store, layer: int, longest: int) -> None:
+        """Has attention see what is stored; `longest`: tokens of the longest row, window included."""
+        if longest == 0:
+            return
+        self.stored = StoredPast(
             store.pool.pages,
             store.layout,
-            table,
+            store.table.table[layer],
             store.high_count[layer],
             store.low_count[layer],
             store.window_key[layer],
@@ -148,7 +140,6 @@ class Past:
             store.sink_end[layer],
             store.sink_slots,
         )
-        return past
 
     def rows(self) -> list[Tensor]:
         return [self.tokens[HIGH].row, self.tokens[LOW].row, self.window_row]
@@ -191,6 +182,9 @@ def compress(
     Raises:
         MemoryError: they do not fit; the layer is as it was.
     """
+    if enters_at_once(store):
+        enter(store, layer, new, feedback(store, moment))
+        return
     heads = store.num_heads
     rows = store.batch_size * heads
     valid, new_count = new.valid, new.key.shape[2]

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .finite import check_finite
 from .fork import make_private
-from .prompt import Past, attend_beside, check_finite
+from .prompt import Past, attend_beside
 from .shared import SharedStep, SharedTokens, attend_from_newest
 from .state import Store
 from .transform import Entering
@@ -157,10 +158,11 @@ def attend_recorded(store: Store, layer: int, new: Recorded) -> Tensor:
     check_finite(store, new.key, new.value, new.valid)
     if layer == 0:
         store.check_budget(new.bytes * store.num_layers)
-    past = Past.read(store, layer)
     before = store.recorded[layer]
     together = new if before is None else before.followed_by(new)
-    key, value = together.entering(store, layer).beside(past)
+    entering = together.entering(store, layer)
+    past = Past.read(store, layer, entering)
+    key, value = entering.beside(past)
     options = {"valid": together.valid, "mask": together.mask, **new.options}
     output, _ = attend_beside(store, layer, past, together.query, key, value, **options)
     _keep(store, layer, together)
@@ -200,8 +202,8 @@ class SharedRecording:
             self._new = replace(self._new, reads=(*self._new.reads, Read(query, options)))
         before = store.recorded[layer]
         together = self._new if before is None else before.followed_by(self._new)
-        past = Past.read(store, layer)
         entering = together.entering(store, layer)
+        past = Past.read(store, layer, entering)
         output, _ = attend_from_newest(store, layer, past, query, entering, together.mask, **options)
         if last:
             _keep(store, layer, together)
@@ -232,6 +234,7 @@ def commit(store: Store, rejected: int) -> None:
             "copy.deepcopy of the cache."
         )
     make_private(store)
+    store.forward = None
     store.seen -= rejected
     store.padding.length -= rejected
     kept = max(held, default=0) - rejected

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..ops.decode_attention import Held
 from .decode import append, attend_newest
 from .feedback import query_moment
-from .prompt import Past, attend_beside, check_finite, compress
+from .prompt import Past, attend_beside, compress
 from .state import Store
 from .transform import Entering, query_form, stored_form
 
@@ -43,16 +43,15 @@ class SharedTokens:
     def __init__(
         self, store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None, mask: Tensor | None
     ) -> None:
-        check_finite(store, key, value, valid)
         self._store, self._layer = store, layer
-        self._new, self._mask = Entering(store, layer, key, value, valid), mask
+        self._new, self._mask = Entering.checked(store, layer, key, value, valid), mask
         self._received: Tensor | None = None
         self._moment: Tensor | None = None
 
     def attend(self, query: Tensor, last: bool, **options: Any) -> Tensor:
         """One layer's attention, from the newest tokens or all; the last one stores and compresses them."""
         store, layer = self._store, self._layer
-        past = Past.read(store, layer)
+        past = Past.read(store, layer, self._new)
         output, received = attend_from_newest(store, layer, past, query, self._new, self._mask, **options)
         if received is not None:
             self._received = received if self._received is None else torch.maximum(self._received, received)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ..config import Threshold
 from ..ops.backend import REFERENCE
 from ..ops.tiles import TILE_TOKENS
+from .look import read_together
 from .state import Store
 
 # a step of one token and the compaction behind it
@@ -33,11 +33,8 @@ class SlotStore(Store):
         """
         self.settle()
         has_low = self.policy.has_low(self.alpha_high, self.alpha_low)
-        parts = [self.high_count, self.low_count, has_low, self.flag]
-        seen = torch.cat([part.reshape(-1).long() for part in parts]).cpu().numpy()
-        pieces = np.split(seen, np.cumsum([part.numel() for part in parts])[:-1])
-        high, low, has_low = (piece.reshape(part.shape) for piece, part in zip(pieces, parts[:3]))
-        self._raise_for(False, False, bool(pieces[3]))
+        high, low, has_low, flag = read_together(self.high_count, self.low_count, has_low, self.flag)
+        self.raise_for(False, False, bool(flag))
         self._high_bound, self._low_bound = high, low
         self._bound_rows(LOOKAHEAD)
         self._steps_left = LOOKAHEAD

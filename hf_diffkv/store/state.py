@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..memory.layout import NARROW_POSITIONS
 from .bounds import HostBounds
 from .compaction import compact_round
+from .enter import enters_at_once
 from .window import center_rows
 
 
@@ -38,7 +39,8 @@ class Store(HostBounds):
         """
         self.check_positions(tokens)
         self.settle()
-        if tokens > 1:
+        self.forward = None
+        if tokens > 1 and not enters_at_once(self):
             self.check_values()
         if tokens == 1 and self.seen > 0 and not self.recording:
             self.prepare_step()

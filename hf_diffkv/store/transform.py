@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from ..ops.rotation import rotate, rotate_step, tokens_at_once
+from .enter import enters_at_once
+from .finite import check_finite
 from .state import Store
 from .window import held_tokens, is_whole
 
@@ -88,6 +90,13 @@ class Entering:
         self.key, self.value, self.valid = key, value, valid
         self._store, self._layer = store, layer
         self._beside_past: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def checked(cls, store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None) -> Entering:
+        """The same, once `check_finite` has passed; where tokens enter at once, they are checked then."""
+        if not enters_at_once(store):
+            check_finite(store, key, value, valid)
+        return cls(store, layer, key, value, valid)
 
     def beside(self, past: Past) -> tuple[Tensor, Tensor]:
         """Keys and values to attend to together with `past`."""

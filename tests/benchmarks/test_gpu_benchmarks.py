@@ -9,6 +9,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from hf_diffkv import DiffKVConfig
+
 
 def run(module: ModuleType, output: Path, *more: str) -> list[dict]:
     threads = torch.get_num_threads()
@@ -33,6 +35,45 @@ def test_attention(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
     script("tables").main(["--results", str(tmp_path), "--plots"])
     assert "| 30/40/30 |" in capsys.readouterr().out
     assert (tmp_path / "attention_gpu.png").stat().st_size > 1000
+
+
+def test_settings_of_the_kernel(
+    script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    module, sweep, attend = script("attention_gpu"), script("sweep"), script("rows").Rows.attend
+    seen = set()
+
+    def note(rows: object, query: torch.Tensor, scratch: object) -> torch.Tensor:
+        config = scratch.config
+        seen.add((config.num_stages, dict(config.options).get("maxnreg"), scratch.splits))
+        return attend(rows, query)
+
+    monkeypatch.setattr(script("rows").Rows, "attend", note)
+    rows = run(module, tmp_path / "attention_gpu.jsonl", "--sweep")
+    settings = {(row["num_stages"], row["maxnreg"], row["splits"]) for row in rows}
+    assert len(rows) == 12 * len(sweep.SWEPT) and settings == seen == {
+        (stages, registers, splits) for stages in (2, 3) for registers in (None, 168) for splits in (4, 8, 16)
+    }
+    script("tables").main(["--results", str(tmp_path)])
+    assert "| 3 | 168 | 16 |" in capsys.readouterr().out
+
+
+def test_a_setting_that_fails_is_a_line(script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module, attend = script("attention_gpu"), script("rows").Rows.attend
+
+    def refuse(rows: object, query: torch.Tensor, scratch: object) -> torch.Tensor:
+        if scratch.splits == 8:
+            raise MemoryError("out of resource: shared memory")
+        return attend(rows, query) * (scratch.config.num_stages == 2)
+
+    monkeypatch.setattr(script("rows").Rows, "attend", refuse)
+    output = tmp_path / "attention_gpu.jsonl"
+    session = module.main(["--device", "cpu", "--tiny", "--sweep", "--repeats", "2", "--output", str(output)])
+    mine = [row for row in session.rows if row["name"] == "K4V2"]
+    assert [row["failed"] for row in mine if row["splits"] == 8] == ["MemoryError: out of resource: shared memory"] * 4
+    wrong = [row["failed"] for row in mine if (row["num_stages"], row["splits"]) == (3, 4)]
+    assert len(wrong) == 2 and all("relative error 1" in each for each in wrong)
+    assert all(row["us"] > 0 for row in mine if row["num_stages"] == 2 and row["splits"] != 8)
 
 
 def test_a_wrong_output_is_not_timed(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +120,29 @@ def test_prompt(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert "of the best dense" in capsys.readouterr().out
 
 
+def test_first_tokens(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    module = script("ttft_gpu")
+    rows = run(module, tmp_path / "ttft_gpu.jsonl")
+    assert [row["cache"] for row in rows] == ["DynamicCache, sdpa, math", *module.CACHES]
+    dense, *others = rows
+    assert all(row["over_dense"] == pytest.approx(row["ms"] / dense["ms"], rel=1e-2) for row in others)
+    assert [row["config"]["high"]["k_bits"] for row in others] == [5, 8, 4, 8]
+    script("tables").main(["--results", str(tmp_path)])
+    assert "| DiffKV balanced: first token, of the best dense" in capsys.readouterr().out
+
+
+def test_an_attention_that_is_not_there_is_a_line(script, tmp_path: Path) -> None:
+    module = script("ttft_gpu")
+    options = ["--device", "cpu", "--tiny", "--caches", "DiffKV balanced", "--output", str(tmp_path / "ttft_gpu.jsonl")]
+    args = module.parser("", "ttft_gpu").parse_args(options[:3] + options[-2:])
+    args.dense, args.caches, args.turns = ["flash_attention_3"], ["DiffKV balanced"], 2
+    session = module.Session(args)
+    module.measure(session, module.build_model(session, True), 96, args)
+    dense, row = session.rows
+    assert "failed" in dense and dense["cache"] == "DynamicCache, flash_attention_3"
+    assert row["ms"] > 0 and "over_dense" not in row
+
+
 def test_decode(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     names = ["DynamicCache", "StaticCache", "DiffKV 1/0"]
     rows = run(script("decode_gpu"), tmp_path / "decode_gpu.jsonl", "--caches", *names)
@@ -101,14 +165,14 @@ def test_decode(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
 
 def test_a_lossy_cache_is_not_timed(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = script("decode_gpu")
-    monkeypatch.setattr(module.DiffKVConfig, "lossless", lambda: module.DiffKVConfig(alpha_high=1e9, alpha_low=0.0))
+    monkeypatch.setattr(DiffKVConfig, "lossless", lambda: DiffKVConfig(alpha_high=1e9, alpha_low=0.0))
     with pytest.raises(SystemExit, match="nothing timed"):
         module.main(["--device", "cpu", "--tiny", "--output", str(tmp_path / "none.jsonl")])
     assert not (tmp_path / "none.jsonl").exists()
 
 
 def test_a_line_through_points(script) -> None:
-    module = script("tables")
+    module = script("lengths")
     slope, intercept = module.fit([(1000, 3.0), (2000, 4.0), (4000, 6.0)])
     assert abs(slope - 0.001) < 1e-12 and abs(intercept - 2.0) < 1e-9
     assert module.break_even((0.001, 4.0), (0.002, 2.0)) == 2000.0

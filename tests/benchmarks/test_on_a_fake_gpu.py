@@ -43,7 +43,7 @@ def test_memory_that_does_not_suffice(script, monkeypatch: pytest.MonkeyPatch, t
     gpu = fake_gpu(monkeypatch, script)
     module = script("attention_gpu")
     gpu.free = 5e5
-    monkeypatch.setattr(module, "needed_bytes", lambda *args: 1e5)
+    monkeypatch.setattr(script("rows"), "needed_bytes", lambda *args: 1e5)
     sizes = ["--batches", "1", "--contexts", "160", "--configs", "K4V2"]
     first, last = run(module, tmp_path / "attention_gpu.jsonl", *LLAMA, *sizes)
     assert first["kind"] == "dense" and first["left_out"].endswith("0.0 GB are free")
@@ -65,7 +65,7 @@ def test_no_memory_for_both(script, monkeypatch: pytest.MonkeyPatch, tmp_path: P
         return kept[0]
 
     monkeypatch.setattr(module, "measure_dense", note)
-    monkeypatch.setattr(module, "needed_bytes", lambda *args: gpu.free * (2 if kept[0].call else 0.5))
+    monkeypatch.setattr(script("rows"), "needed_bytes", lambda *args: gpu.free * (2 if kept[0].call else 0.5))
     sizes = ["--batches", "1", "--contexts", "96", "--window", "8", "--configs", "K8V4"]
     rows = run(module, tmp_path / "attention_gpu.jsonl", *LLAMA, *sizes)
     assert kept[0].call is None and "left_out" in rows[-1]
@@ -106,7 +106,7 @@ def test_decode(script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys)
             logging.getLogger("hf_diffkv").warning("not captured: %s", "why")
         return per_token(session, model, cache_name, cache, tokens, args)
 
-    monkeypatch.setattr(module, "QuantizedCache", Missing)
+    monkeypatch.setattr(script("models_gpu"), "QuantizedCache", Missing)
     monkeypatch.setattr(module, "per_token", warned)
     caches = ["--caches", "DynamicCache", name, "QuantizedCache"]
     rows = run(module, tmp_path / "decode_gpu.jsonl", "--tiny", *caches)
@@ -114,11 +114,12 @@ def test_decode(script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys)
     assert not [row for row in rows if "failed" in row]
     compressed = [row for row in rows if row.get("cache") == name]
     assert [(row["kind"], row.get("warnings")) for row in compressed] == [
-        ("length", None), ("length", ["not captured: why"]), ("budget", None),
+        ("budget", None), ("length", None), ("length", ["not captured: why"]),
     ]  # fmt: skip
     assert gpu.profiles == 3
     for row in compressed:
         assert row["attention_share"] == 0.5 and row["kernels_us"] == 200 / 16
+        assert row["score_share"] == pytest.approx(1e-3 * 15 / 16 / row["ms_per_token"], rel=1e-2, abs=1e-5)
         assert 0 < row["compaction_us"] and 0 < row["compaction_share"]
     script("tables").main(["--results", str(tmp_path)])
     assert "not captured: why" in capsys.readouterr().out
@@ -129,7 +130,13 @@ def test_targets(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     about = dict.fromkeys(("driver", "torch", "triton", "transformers", "commit"), "1") | {"device": "H200"}
     case = about | {"kind": "compressed", "model": "m", "kv_heads": 8, "us": 9.0, "gb_per_s": 1.0, "error": 0.0}
     parts = {"attend_us": 8.0, "merge_us": 1.0, "score_us": 1.0}
+    large = {"batch": 32, "context": 8192}
     attention = [
+        about | large | {"kind": "fp8", "model": "m", "name": "FP8 here", "us": 8.0, "gb_per_s": 1.0, "error": 0.0},
+        about | large | {"kind": "fp8", "model": "m", "name": "FP8 there", "us": 7.2, "gb_per_s": 1.0, "error": 0.0},
+        case | large | {"name": "K4V2", "share_of_peak": 0.56, "speed_up": 2.9},
+        case | {"name": "balanced", "batch": 1, "context": 4096, "speed_up": 0.9},
+        case | {"name": "balanced", "batch": 1, "context": 2048, "speed_up": 0.1},
         case | parts | {"name": "K8V8", "batch": 32, "context": 8192, "share_of_peak": 0.5, "speed_up": 1.9},
         case | parts | {"name": "K8V8", "batch": 32, "context": 8192, "share_of_peak": 0.8, "speed_up": 1.9},
         case | parts | {"name": "K8V8", "batch": 64, "context": 8192, "share_of_peak": 0.71, "speed_up": 1.6},
@@ -138,12 +145,27 @@ def test_targets(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         case | {"name": "K4V2", "batch": 1, "context": 131072, "share_of_peak": 0.1, "speed_up": 1.5},
     ]
     step = about | {"kind": "length", "batch": 1}
+    held = about | {"kind": "budget", "context": 8192, "cache_bytes_allowed": 16, "ms_per_token": 1.0, "ms_mean": 1.0}
     decode = [
         step | {"cache": "StaticCache, compiled", "context": 1024, "ms_per_token": 10.0},
         step | {"cache": "StaticCache, compiled", "context": 4096, "ms_per_token": 11.0},
         step | {"cache": "DiffKV 1/0", "context": 1024, "ms_per_token": 10.9, "compaction_share": 0.02},
         step | {"cache": "DiffKV 1/0", "context": 4096, "ms_per_token": 11.1, "compaction_share": 0.01},
         step | {"cache": "DiffKV 1/0, compiled", "context": 4096, "ms_per_token": 1.0, "warnings": ["why"]},
+        # 10 + (x - 1024) / 3072 ms a step of StaticCache: equal at 2,560 tokens
+        step | {"cache": "DiffKV balanced", "context": 1024, "ms_per_token": 10.5, "score_share": 0.05},
+        step | {"cache": "DiffKV balanced", "context": 4096, "ms_per_token": 10.5, "score_share": 0.09},
+        step | {"cache": "DiffKV paper", "context": 1024, "ms_per_token": 10.5},
+        step | {"cache": "DiffKV paper", "context": 4096, "ms_per_token": 12.5},
+        held | {"cache": "DynamicCache", "batch": 10, "tokens_per_second": 100.0},
+        held | {"cache": "DiffKV balanced", "batch": 40, "tokens_per_second": 510.0},
+        held | {"cache": "DiffKV paper", "batch": 40, "tokens_per_second": 490.0},
+    ]
+    first = about | {"kind": "first token", "batch": 1, "ms": 1.0}
+    ttft = [
+        first | {"cache": "DynamicCache, sdpa, flash", "context": 1024},
+        first | {"cache": "DiffKV balanced", "context": 1024, "over_dense": 1.2},
+        first | {"cache": "DiffKV balanced", "context": 8192, "over_dense": 1.3},
     ]
     way = about | {"kind": "significance", "model": "m", "us": 1.0}
     prompt = [
@@ -151,18 +173,42 @@ def test_targets(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         way | {"name": "last 64 queries", "context": 8192, "over_flash": 1.2},
         way | {"name": "all queries", "context": 2048, "over_flash": 9.0},
     ]
-    for name, rows in {"attention_gpu": attention, "decode_gpu": decode, "prompt_gpu": prompt}.items():
+    for name, rows in {
+        "attention_gpu": attention,
+        "decode_gpu": decode,
+        "prompt_gpu": prompt,
+        "ttft_gpu": ttft,
+    }.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     script("tables").main(["--results", str(tmp_path)])
     printed = capsys.readouterr().out.split("## Targets, H200")[1]
     lines = {
         line.split(" | ")[0][2:]: line.strip("| ").split(" | ")[1:] for line in printed.splitlines() if "|" in line
     }
+    assert lines["keeping scores, of a captured step"][1] == "0.09"
+    ahead = "tokens from which on a step is faster than StaticCache's"
+    assert lines[f"DiffKV balanced: {ahead}"][1] == "2560" and lines[f"DiffKV balanced: {ahead}"][-1] == "no"
+    assert lines[f"DiffKV paper: {ahead}"][1] == "inf"
+    equal = "tokens per second, of DynamicCache's with as many bytes"
+    assert lines[f"DiffKV balanced: {equal}"][1] == "5.1" and lines[f"DiffKV balanced: {equal}"][-1] == "yes"
+    assert lines[f"DiffKV paper: {equal}"][1] == "4.9" and lines[f"DiffKV paper: {equal}"][-1] == "no"
+    one = "first token, of the best dense prompt's time"
+    assert lines[f"DiffKV balanced: {one}"][1] == "1.3" and lines[f"DiffKV paper: {one}"][-1] == "not measured"
     large = "256 or more rows, 8k or more tokens"
     where = "model m, name K8V8, batch 64, context 8192"
     assert lines[f"K8V8: share of peak, {large}"] == ["at least 0.7", "0.71", where, "0.8", "2", "yes"]
     assert lines[f"K8V8: speed-up, {large}"] == ["at least 1.7", "1.6", where, "1.9", "2", "no"]
-    assert lines[f"K4V2: speed-up, {large}"][-1] == "not measured"
+    assert lines[f"K4V2: speed-up, {large}"][1:] == [
+        "2.9",
+        "model m, name K4V2, batch 32, context 8192",
+        "2.9",
+        "1",
+        "no",
+    ]
+    # the faster FP8 cache counts
+    assert lines[f"K4V2: speed-up over FP8 KV, {large}"][1] == "0.8"
+    assert lines["every precision: speed-up, batch 1, from 4k on"][1] == "0.9"
+    assert lines[f"K8V4: speed-up, {large}"][-1] == "not measured"
     assert lines["K4V2: speed-up, batch 1, 128k"][-1] == "yes"
     assert lines[f"keeping scores, of attention, {large}"][-2:] == ["2", "yes"]
     assert lines["compaction, of a captured step"][1] == "0.02" and lines["compaction, of a captured step"][-1] == "no"

@@ -22,7 +22,7 @@ triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 
-LOOK = ["cpu in HostBounds._look", "numpy in HostBounds._look"]
+LOOK = ["cpu in read_together", "numpy in read_together"]
 
 
 def ignore_the_interpreter(monkeypatch: pytest.MonkeyPatch, reads: HostReads) -> None:

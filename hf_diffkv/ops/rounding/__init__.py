@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
+import torch
 from torch import Tensor
 
 from ...memory import TierLayout
 from ..backend import KERNELS, NATIVE, choose, use_kernels, without_autocast
 from . import native, reference
-from .reference import LARGEST_BITS, second_moment
+from .reference import LARGEST_BITS
 
 __all__ = ["LARGEST_BITS", "feedback_of", "round_keys", "second_moment"]
 
 
 @without_autocast
+def second_moment(query: Tensor, heads: int, valid: Tensor | None = None) -> Tensor:
+    """Arguments and result as in `reference.second_moment`."""
+    return _matrices(query).second_moment(query, heads, valid)
+
+
+@without_autocast
 def feedback_of(moment: Tensor, matrix: Tensor | None = None) -> Tensor:
     """Arguments and result as in `reference.feedback_of`."""
-    if use_kernels(moment.device, moment.dtype) and moment.dtype.itemsize == 4:
+    return _matrices(moment).feedback_of(moment, matrix)
+
+
+def _matrices(tensor: Tensor) -> ModuleType:
+    if use_kernels(tensor.device, tensor.dtype) and tensor.dtype != torch.float64:
         from . import launch
 
-        if moment.shape[1] <= launch.LARGEST_FEEDBACK_DIM:
-            return launch.feedback_of(moment, matrix)
-    return reference.feedback_of(moment, matrix)
+        if tensor.shape[-1] <= launch.LARGEST_DIM:
+            return launch
+    return reference
 
 
 @without_autocast

@@ -20,6 +20,33 @@ def group_numbers(low, high, BITS: tl.constexpr, METADATA: tl.constexpr):
         return scale.to(tl.float32), low.to(tl.float16).to(tl.float32)
 
 
+@triton.jit(do_not_specialize=["tokens", "parts", "query_batch", "query_head", "query_token"])
+def moment_kernel(
+    query, valid, moment, heads, group, tokens, parts, query_batch, query_head, query_token,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, OPERAND: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Sums of q q^T over STEPS blocks of a row's queries: float32 [rows, parts, DIM, DIM]. Grid: (rows, parts).
+
+    Args:
+        query: [batch, heads * group, tokens, DIM] with the strides given. valid: uint8 [batch, tokens], or None.
+    """
+    row, part = tl.program_id(0), tl.program_id(1)
+    request, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
+    dim = tl.arange(0, WIDTH)
+    total = tl.zeros((WIDTH, WIDTH), tl.float32)
+    for step in range(STEPS):
+        index = (part * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
+        member, token = index // tokens, index % tokens
+        there = index < group * tokens
+        if valid is not None:
+            there = there & (tl.load(valid + request * tokens + token, mask=there, other=0) != 0)
+        rows = query + request * query_batch + (head * group + member) * query_head + token.to(tl.int64) * query_token
+        some = tl.load(rows[:, None] + dim[None, :], mask=there[:, None] & (dim < DIM)[None, :], other=0.0).to(OPERAND)
+        total = tl.dot(tl.trans(some), some, total, input_precision="ieee")
+    place = (row.to(tl.int64) * parts + part) * (DIM * DIM) + dim[:, None] * DIM + dim[None, :]
+    tl.store(moment + place, total, mask=(dim < DIM)[:, None] & (dim < DIM)[None, :])
+
+
 @triton.jit
 def feedback_kernel(moment, feedback, DAMPING: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """M^T of one row, from float32 [rows, DIM, DIM] to as many. Grid: (rows,).
@@ -44,6 +71,47 @@ def feedback_kernel(moment, feedback, DAMPING: tl.constexpr, DIM: tl.constexpr, 
         left -= weight[:, None] * tl.where(dim > channel, here, 0.0)[None, :]
 
 
+@triton.jit
+def round_tile(x, dim, exists, matrix, DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
+               METADATA: tl.constexpr):  # fmt: skip
+    """What keys are to be quantised as.
+
+    Args:
+        x: float32 [tokens, a, b]. dim: [1, a, b], the channel of each element; exists: whether there is one.
+        matrix: float32 pointers [tokens or 1, a, b] to the first row of the feedback of each key's row.
+    """
+    LEVELS: tl.constexpr = 2**BITS - 1
+    low, high, step, zero = tl.zeros_like(x), tl.zeros_like(x), tl.zeros_like(x), tl.zeros_like(x)
+    for group in tl.static_range(GROUPS):
+        member = exists & (dim // (DIM // GROUPS) == group)
+        least = tl.min(tl.min(tl.where(member, x, float("inf")), 2), 1)
+        most = tl.max(tl.max(tl.where(member, x, float("-inf")), 2), 1)
+        scale, zero_point = group_numbers(least, most, BITS, METADATA)
+        low, high = tl.where(member, least[:, None, None], low), tl.where(member, most[:, None, None], high)
+        step, zero = tl.where(member, scale[:, None, None], step), tl.where(member, zero_point[:, None, None], zero)
+    # a scale of 0 has code 0 alone
+    top = tl.where(step == 0.0, 0.0, LEVELS)
+    step = tl.where(step == 0.0, 1.0, step)
+    least_code = tl.minimum(tl.maximum(round_even(tl.div_rn(low - zero, step)), 0.0), top)
+    most_code = tl.minimum(tl.maximum(round_even(tl.div_rn(high - zero, step)), 0.0), top)
+    is_low, is_high = x == low, x == high
+
+    error, result = tl.zeros_like(x), x
+    for index in range(DIM):
+        channel = DIM - 1 - index
+        weight = tl.load(matrix + channel * DIM, mask=exists & (dim > channel), other=0.0)
+        behind = tl.sum(tl.sum(error * weight, 2), 1)[:, None, None]
+        code = round_even(tl.div_rn(x - behind - zero, step))
+        code = tl.minimum(tl.maximum(code, least_code), most_code)
+        code = tl.where(is_low, least_code, tl.where(is_high, most_code, code))
+        decoded = zero + code * step
+        here = exists & (dim == channel)
+        error = tl.where(here, decoded - x, error)
+        kept = tl.where(is_low | is_high, x, tl.minimum(tl.maximum(decoded, low), high))
+        result = tl.where(here, kept, result)
+    return result
+
+
 @triton.jit(do_not_specialize=["count"])
 def round_keys_kernel(
     key,
@@ -60,40 +128,12 @@ def round_keys_kernel(
     BLOCK: tl.constexpr,
 ):
     """Rounds BLOCK keys: float32 [count, DIM] of what they are to be quantised as. Grid: (cdiv(count, BLOCK),)."""
-    LEVELS: tl.constexpr = 2**BITS - 1
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     active = token < count
-    dim = tl.arange(0, WIDTH)[None, :]
-    there = active[:, None] & (dim < DIM)
-    place = token.to(tl.int64)[:, None]
+    dim = tl.arange(0, WIDTH)[None, None, :]
+    there = active[:, None, None] & (dim < DIM)
+    place = token.to(tl.int64)[:, None, None]
     x = tl.load(key + place * key_stride + dim, mask=there, other=0.0).to(tl.float32)
-    low, high, step, zero = tl.zeros_like(x), tl.zeros_like(x), tl.zeros_like(x), tl.zeros_like(x)
-    for group in tl.static_range(GROUPS):
-        member = (dim < DIM) & (dim // (DIM // GROUPS) == group)
-        least = tl.min(tl.where(member, x, float("inf")), 1)
-        most = tl.max(tl.where(member, x, float("-inf")), 1)
-        scale, zero_point = group_numbers(least, most, BITS, METADATA)
-        low, high = tl.where(member, least[:, None], low), tl.where(member, most[:, None], high)
-        step, zero = tl.where(member, scale[:, None], step), tl.where(member, zero_point[:, None], zero)
-    # a scale of 0 has code 0 alone
-    top = tl.where(step == 0.0, 0.0, LEVELS)
-    step = tl.where(step == 0.0, 1.0, step)
-    least_code = tl.minimum(tl.maximum(round_even(tl.div_rn(low - zero, step)), 0.0), top)
-    most_code = tl.minimum(tl.maximum(round_even(tl.div_rn(high - zero, step)), 0.0), top)
-    is_low, is_high = x == low, x == high
-
-    error, result = tl.zeros_like(x), x
-    column = feedback + tl.load(row + token, mask=active, other=0).to(tl.int64)[:, None] * (DIM * DIM) + dim
-    for index in range(DIM):
-        channel = DIM - 1 - index
-        weight = tl.load(column + channel * DIM, mask=there & (dim > channel), other=0.0)
-        behind = tl.sum(error * weight, 1)[:, None]
-        code = round_even(tl.div_rn(x - behind - zero, step))
-        code = tl.minimum(tl.maximum(code, least_code), most_code)
-        code = tl.where(is_low, least_code, tl.where(is_high, most_code, code))
-        decoded = zero + code * step
-        here = dim == channel
-        error = tl.where(here, decoded - x, error)
-        kept = tl.where(is_low | is_high, x, tl.minimum(tl.maximum(decoded, low), high))
-        result = tl.where(here, kept, result)
-    tl.store(rounded + place * DIM + dim, result, mask=there)
+    matrix = feedback + tl.load(row + token, mask=active, other=0).to(tl.int64)[:, None, None] * (DIM * DIM) + dim
+    x = round_tile(x, dim, dim < DIM, matrix, DIM, BITS, GROUPS, METADATA)
+    tl.store(rounded + place * DIM + dim, x, mask=there)

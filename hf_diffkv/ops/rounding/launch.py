@@ -7,27 +7,55 @@ from contextlib import nullcontext
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from ...memory import PageLayout, TierLayout
 from ...presets import UNIFORM_NUMBERS
 from ..quantize.launch import TRITON_DTYPES, unit_stride
 from ..variant import UNIFORM_DIMS, UNIFORM_PRECISIONS, KernelVariant
-from .kernels import feedback_kernel, round_keys_kernel
+from .kernels import feedback_kernel, moment_kernel, round_keys_kernel
 from .reference import DAMPING, LARGEST_BITS
 
 TILE_ELEMENTS = 2048
 NUM_WARPS = 4
-# a program holds a matrix in registers
-LARGEST_FEEDBACK_DIM, FEEDBACK_WARPS = 128, 16
+# of what programs hold as a matrix in registers
+LARGEST_DIM, MOMENT_WARPS, FEEDBACK_WARPS = 128, 8, 16
+# queries of a product, and products of a program
+MOMENT_TOKENS, MOMENT_STEPS = 64, 32
+
+
+def second_moment(query: Tensor, heads: int, valid: Tensor | None = None) -> Tensor:
+    """As `reference.second_moment`, in float32 and dims up to `LARGEST_DIM`; two launches."""
+    batch, query_heads, tokens, dim = query.shape
+    if query.dtype not in TRITON_DTYPES or dim > LARGEST_DIM:
+        raise ValueError(f"query {query.dtype} {tuple(query.shape)} must be half or float32 of dims to {LARGEST_DIM}.")
+    query, group = unit_stride(query), query_heads // heads
+    valid = None if valid is None else valid.contiguous().view(torch.uint8)
+    parts = triton.cdiv(group * tokens, MOMENT_TOKENS * MOMENT_STEPS)
+    moment = torch.empty(batch * heads, parts, dim, dim, dtype=torch.float32, device=query.device)
+    with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
+        moment_kernel[(batch * heads, parts)](
+            query,
+            valid,
+            moment,
+            heads,
+            group,
+            tokens,
+            parts,
+            *query.stride()[:3],
+            # in the interpreter products of half precision would be rounded
+            OPERAND=TRITON_DTYPES[query.dtype] if query.is_cuda else tl.float32,
+            **_products(dim),
+            num_warps=MOMENT_WARPS,
+        )
+    return moment.sum(1)
 
 
 def feedback_of(moment: Tensor, matrix: Tensor | None = None) -> Tensor:
-    """As `reference.feedback_of` of float32 and dims up to `LARGEST_FEEDBACK_DIM`; one launch behind the rotation."""
-    if moment.dtype != torch.float32 or moment.shape[1] > LARGEST_FEEDBACK_DIM:
-        raise ValueError(
-            f"moment {moment.dtype} {tuple(moment.shape)} must be float32 of dims up to {LARGEST_FEEDBACK_DIM}."
-        )
+    """As `reference.feedback_of` of float32 and dims up to `LARGEST_DIM`; one launch behind the rotation."""
+    if moment.dtype != torch.float32 or moment.shape[1] > LARGEST_DIM:
+        raise ValueError(f"moment {moment.dtype} {tuple(moment.shape)} must be float32 of dims up to {LARGEST_DIM}.")
     if matrix is not None:
         moment = matrix.mT @ moment @ matrix
     moment = moment.contiguous()
@@ -74,6 +102,17 @@ def variants() -> list[KernelVariant]:
         )
         for dim in UNIFORM_DIMS
     ]
+    numbers = ("heads", "group", "tokens", "parts", "query_batch", "query_head", "query_token")
+    found += [
+        KernelVariant(
+            name=f"moment-d{dim}",
+            kernel=moment_kernel,
+            signature={"query": "*bf16", "moment": "*fp32", **dict.fromkeys(numbers, "i32")},
+            constexprs={"valid": None, "OPERAND": tl.bfloat16, **_products(dim)},
+            num_warps=MOMENT_WARPS,
+        )
+        for dim in UNIFORM_DIMS
+    ]
     for precision, dim in itertools.product(UNIFORM_PRECISIONS, UNIFORM_DIMS):
         tier = PageLayout.build(precision, precision, dim, dim, 2, **UNIFORM_NUMBERS).high
         if tier.k_bits > LARGEST_BITS:
@@ -105,3 +144,7 @@ def _constants(tier: TierLayout) -> dict[str, int]:
 
 def _matrix(dim: int) -> dict[str, float]:
     return {"DAMPING": DAMPING, "DIM": dim, "WIDTH": triton.next_power_of_2(dim)}
+
+
+def _products(dim: int) -> dict[str, int]:
+    return {"DIM": dim, "WIDTH": triton.next_power_of_2(max(dim, 16)), "BLOCK": MOMENT_TOKENS, "STEPS": MOMENT_STEPS}

@@ -1,0 +1,58 @@
+"""The models and the kinds of compressed tokens that the GPU benchmarks are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import rows
+
+from hf_diffkv.precision import Precision
+from hf_diffkv.presets import PRESETS, UNIFORM_NUMBERS
+
+# query heads, KV heads, elements of a head
+MODELS = {"llama-3-8b": (32, 8, 128), "qwen2.5-7b": (28, 4, 128)}
+K8V4, K4V2 = Precision(8, 4), Precision(4, 2)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How the tokens of a case are stored.
+
+    Attributes:
+        high, low: precisions. shares: of the tokens outside the window, at the high and at the low level.
+        numbers: of the pages, as `random_rows` takes them.
+    """
+
+    high: Precision
+    low: Precision
+    shares: tuple[float, float]
+    numbers: Mapping[str, int] = field(default_factory=dict)
+
+    def tokens(self, outside: int) -> tuple[int, int]:
+        """Tokens of a row at each level, of `outside` that are outside the window."""
+        return int(self.shares[0] * outside), int(self.shares[1] * outside)
+
+    def needed_bytes(self, batch: int, heads: int, dim: int, tokens: tuple[int, int]) -> int:
+        """About what `random_rows` allocates."""
+        return rows.needed_bytes(self.high, self.low, batch, heads, dim, tokens, self.numbers)
+
+    def random_rows(self, *size: Any, **options: Any) -> rows.Rows:
+        """`rows.random_rows` from `batch` on."""
+        return rows.random_rows(self.high, self.low, *size, **options, numbers=self.numbers)
+
+
+def _uniform(precision: Precision, numbers: Mapping[str, int] | None = None) -> Stored:
+    return Stored(precision, precision, (1.0, 0.0), numbers or {})
+
+
+# the presets have pages without scores, all others the paper's
+CONFIGS = {
+    "FP16": _uniform(Precision(16, 16)),
+    "K8V8": _uniform(Precision(8, 8)),
+    "K8V4": Stored(K8V4, K4V2, (1.0, 0.0)),
+    "K4V2": Stored(K8V4, K4V2, (0.0, 1.0)),
+    "30/40/30": Stored(K8V4, K4V2, (0.3, 0.4)),
+    **{name: _uniform(fields["high"], UNIFORM_NUMBERS) for name, fields in PRESETS.items()},
+}

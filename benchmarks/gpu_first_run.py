@@ -1,0 +1,182 @@
+"""Everything that one wants to know of a GPU first, within 25 minutes: `python benchmarks/gpu_first_run.py`.
+
+Correctness of the kernels, attention, tokens per second within a budget of bytes, time to the first token, compaction,
+kernel settings, and steps over the length, in this order; then the tables and which targets are met. Each part has a
+time limit of its own. What fails, is missing or runs out of time is a line of the results, and the next part runs.
+`--parts` runs some of them, for example to go on where a run ended. Nothing needs to be installed: the checkout this
+file is in is what runs, beside the Python packages that are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parent
+# of a part's time: after it a benchmark starts nothing more
+SHARE_TO_START = 0.75
+LAST_LINES = 15
+TABLES, LAST_SECONDS = "tables", 120
+# the presets, the paper's two levels, and what they are compared with
+CACHES = ("DynamicCache", "DiffKV balanced", "DiffKV small", "DiffKV quality", "DiffKV paper")
+STEPS = ("StaticCache", "DynamicCache", "DiffKV balanced", "DiffKV paper")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of the run.
+
+    Attributes:
+        limit: seconds, after which it is ended.
+        script: of this folder; None runs the tests.
+        arguments: of the script, or the names of the test files.
+    """
+
+    limit: int
+    script: str | None
+    arguments: tuple[str, ...] = ()
+
+
+PARTS: dict[str, Part] = {
+    "tests": Part(400, None, ("kernels", "models", "graphs", "captures", "memory")),
+    "attention": Part(240, "attention_gpu", ("--quick", "--models", "llama-3-8b")),
+    "budget": Part(280, "decode_gpu", ("--parts", "budget", "--caches", *CACHES)),
+    "first-token": Part(180, "ttft_gpu"),
+    "compaction": Part(90, "memory_manager_gpu", ("--quick",)),
+    "sweep": Part(90, "attention_gpu", ("--sweep",)),
+    "length": Part(220, "decode_gpu", ("--parts", "length", "--contexts", "1024", "2048", "8192", "--caches", *STEPS)),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a command ended: None as `status` where its time was up, and the last of what it printed."""
+
+    status: int | None
+    seconds: float
+    last: list[str]
+
+    def row(self) -> dict:
+        row = {"seconds": round(self.seconds, 1)}
+        if self.status is None:
+            row["failed"] = "out of time"
+        elif self.status != 0:
+            row |= {"failed": f"exit status {self.status}", "last_lines": self.last}
+        return row
+
+
+def run(command: Sequence[str], limit: float) -> Run:
+    """Runs a command, showing what it prints; ends it and all that it started after `limit` seconds."""
+    path = os.pathsep.join(filter(None, (str(ROOT), str(FOLDER), os.environ.get("PYTHONPATH"))))
+    variables = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TRITON_INTERPRET": "0"}
+    started, expired = time.monotonic(), threading.Event()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    process = subprocess.Popen(command, cwd=ROOT, env=variables, start_new_session=True, **pipes)
+
+    def end() -> None:
+        expired.set()
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+    timer = threading.Timer(limit, end)
+    timer.start()
+    last: deque[str] = deque(maxlen=LAST_LINES)
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        last.append(line.rstrip())
+    status = process.wait()
+    timer.cancel()
+    return Run(None if expired.is_set() else status, time.monotonic() - started, list(last))
+
+
+def commands(name: str, args: argparse.Namespace) -> dict[str, list[str]]:
+    """What a part runs, by what it is."""
+    if name == TABLES:
+        return {name: [sys.executable, str(FOLDER / "tables.py"), "--results", str(args.results)]}
+    part = PARTS[name]
+    if part.script is None:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "pytest_lines", "--lines", str(tests_path(args))]
+        if importlib.util.find_spec("xdist") is not None:
+            command += ["-n", str(min(8, os.cpu_count() or 1))]
+        return {file: [*command, f"tests/gpu/test_{file}_on_gpu.py"] for file in part.arguments}
+    command = [sys.executable, str(FOLDER / f"{part.script}.py"), *part.arguments]
+    command += ["--output", str(args.results / f"{part.script}.jsonl")]
+    command += ["--seconds", str(int(SHARE_TO_START * part.limit))]
+    command += ["--commit", args.commit] if args.commit else []
+    command += ["--tiny", "--device", "cpu", "--repeats", "2"] if args.tiny else []
+    return {part.script: command}
+
+
+def tests_path(args: argparse.Namespace) -> Path:
+    """Where the tests leave a line each."""
+    return args.results / "tests_gpu.jsonl"
+
+
+def note(path: Path, row: dict) -> None:
+    """Appends a line to the results."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def run_part(name: str, args: argparse.Namespace) -> list[dict]:
+    """Runs all commands of a part within its time; notes each as a line of the results, and returns these."""
+    limit = LAST_SECONDS if name == TABLES else PARTS[name].limit
+    end = time.monotonic() + limit
+    rows = []
+    for what, command in commands(name, args).items():
+        left = end - time.monotonic()
+        print(f"\n=== {name}: {what}, at most {max(left, 0.0):.0f} s\n", flush=True)
+        row = {"kind": "part", "part": name, "what": what}
+        before = len(outcomes(args))
+        try:
+            row |= run(command, left).row() if left > 0 else {"failed": "no time left to start it"}
+        except OSError as error:
+            row["failed"] = str(error)
+        counts = Counter(outcomes(args)[before:])
+        row |= {"tests": counts} if counts else {}
+        note(args.results / "first_run_gpu.jsonl", row)
+        rows.append(row)
+    return rows
+
+
+def outcomes(args: argparse.Namespace) -> list[str]:
+    """What became of the tests so far: passed, failed or skipped."""
+    path = tests_path(args)
+    return [json.loads(line)["outcome"] for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns 1 where a part failed, 0 otherwise."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="in this order")
+    options.add_argument("--results", type=Path, default=FOLDER / "results", help="folder of the JSON lines")
+    options.add_argument("--commit", help="of this code, where it is run outside its repository")
+    options.add_argument("--tiny", action="store_true", help="sizes for a CPU: whether it runs, not how fast")
+    args = options.parse_args(arguments)
+    args.results = args.results.resolve()
+    rows = [row for name in args.parts for row in run_part(name, args)]
+    print("\n=== parts\n")
+    for row in rows:
+        counts = "".join(f", {count} {outcome}" for outcome, count in row.get("tests", {}).items())
+        print(f"- {row['part']}, {row['what']}: {row.get('seconds', 0)} s, {row.get('failed', 'done')}{counts}")
+    rows += run_part(TABLES, args)
+    return int(any("failed" in row for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

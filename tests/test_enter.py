@@ -1,0 +1,134 @@
+"""Prompts of stores that keep every token high: kernels that read nothing, against the dense simulation."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+from launches import Launches
+from simulated_storage import rotation
+from test_compressed import left_padding
+from test_rotated import RotatedPair, held_offset
+
+from hf_diffkv.config import DiffKVConfig, Precision
+from hf_diffkv.ops.backend import use_backend
+from hf_diffkv.store import Store, attend_tokens, check_integrity, prompt
+
+triton = pytest.importorskip("triton")
+if not triton.knobs.runtime.interpret:
+    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
+
+K5V3 = Precision(5, 3)
+FEW_BITS = {"high": Precision(4, 3, 2, 1), "low": Precision(4, 3, 2, 1), "sinks": 2}
+
+
+def uniform(precision: Precision, **fields) -> DiffKVConfig:
+    return DiffKVConfig(**{"high": precision, "low": precision, "alpha_high": 0.0, "metadata_bits": 16, **fields})
+
+
+def enter_at_once(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Has tokens enter at once, by kernels or by their reference, while all else runs as it does on a CPU."""
+    for module in ("prompt", "transform", "state"):
+        monkeypatch.setattr(f"hf_diffkv.store.{module}.enters_at_once", lambda store: not store.layout.selects)
+    monkeypatch.setattr("hf_diffkv.ops.enter.use_kernels", lambda device, dtype: how == "kernels")
+
+
+@pytest.mark.parametrize(
+    "how, dtype, fields",
+    [
+        ("kernels", torch.float32, {"high": K5V3, "low": K5V3, "sinks": 3, "page_bytes": 1280}),
+        ("kernels", torch.bfloat16, {"center": False}),
+        ("kernels", torch.float16, {"rotate": False, "metadata_bits": 32}),
+        ("reference", torch.float32, {"high": K5V3, "low": K5V3, "sinks": 3, "page_bytes": 1280}),
+        ("reference", torch.float32, {"rotate": False, "center": False}),
+        ("kernels", torch.float32, {**FEW_BITS, "adaptive_rounding": True}),
+        ("reference", torch.float32, {**FEW_BITS, "adaptive_rounding": True}),
+    ],
+    ids=str,
+)
+def test_prompts_turns_and_steps(how: str, dtype: torch.dtype, fields: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded prompts that stay in their windows and leave them, with what stood there before, and pages that fill."""
+    enter_at_once(monkeypatch, how)
+    # a rotation of so many channels is by powers of two, and exact
+    pair = RotatedPair(uniform(Precision(8, 8), **{"window": 8, "page_bytes": 3200, **fields}), 2, 2, 2, 64, dtype)
+    if dtype != torch.float32:
+        # outputs of at most 16 are rounded before and after they are rotated back
+        pair.output_tolerance = 16 * 2**-8
+    with use_backend("reference"):
+        pair.forward(7, left_padding((7, 3)))
+        pair.compare()
+        pair.forward(40, torch.tensor([[True] * 40, [False] * 4 + [True] * 36]))
+        pair.compare()
+        for _ in range(2):
+            pair.forward(1)
+        pair.compare()
+        pair.forward(5)
+        pair.compare()
+    check_integrity(pair.store)
+    assert pair.store.high_count.min() > 30 and not pair.store.invalid
+    if pair.store.config.center:
+        assert held_offset(pair).abs().amax() > 1
+
+
+@pytest.mark.parametrize("how", ["kernels", "reference"])
+@pytest.mark.parametrize("wrong", ["nan", "infinite", "rotated"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_what_cannot_be_stored_is_seen_at_the_next_look(how: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A padded token may be anything."""
+    enter_at_once(monkeypatch, how)
+    pair = RotatedPair(uniform(K5V3, window=8), 1, 1, 1, 32, torch.float32)
+    # all channels of one sign that the rotation brings together make sqrt(32) times as much in one
+    bad = {"nan": float("nan"), "infinite": float("inf"), "rotated": 8000 * rotation(32)[0].sign()}[wrong]
+    store, valid = pair.store, torch.ones(1, 30, dtype=torch.bool)
+    for place, shown in ((0, False), (20, True)):
+        key, value, query = (pair.draw(1, 30) for _ in range(3))
+        value[:, :, place] = bad
+        valid[0, 0] = shown
+        store.begin(30)
+        attend_tokens(
+            store, 0, query, key, torch.nan_to_num(value, 0.0) if not shown else value, scaling=0.2, valid=valid
+        )
+    with pytest.raises(ValueError, match="NaN, infinite or beyond 16376"):
+        store.check_values()
+
+
+@pytest.mark.parametrize("name", ["balanced", "quality"])
+@pytest.mark.sampled(10)
+def test_launches_and_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After attention at most 12 launches a layer; the device is read once a forward, by its first layer."""
+    store = Store(DiffKVConfig.preset(name, window=8), 2, 2, 1, 32, 32, torch.float32, torch.device("cpu"))
+    counter, attention = Launches(monkeypatch), prompt.prefill_attention
+
+    def marked(*args: object, **options: object) -> object:
+        counter.phase = "attention"
+        with use_backend("reference"):
+            found = attention(*args, **options)
+        counter.phase = "after"
+        return found
+
+    monkeypatch.setattr(prompt, "prefill_attention", marked)
+    with use_backend("kernels"), torch.no_grad():
+        # all stay in the window; they leave it and rows are centred; a turn over what is stored
+        for turn, tokens in enumerate((6, 20, 12)):
+            store.begin(tokens)
+            valid = left_padding((tokens, tokens - 2)) if turn == 1 else None
+            for layer in range(2):
+                inputs = [torch.randn(2, heads, tokens, 32) for heads in (2, 1, 1)]
+                counter.phase = "before"
+                counter.launched.clear()
+                counter.reads.clear()
+                with counter:
+                    attend_tokens(store, layer, *inputs, scaling=0.2, valid=valid)
+                after = [what for phase, what in counter.launched if phase == "after"]
+                reads = [what for phase, what in counter.reads if phase != "attention"]
+                assert "enter_kernel" in after
+                if layer == 0:
+                    # a forward's one copy to the host
+                    assert reads == ["cpu in read_together", "numpy in read_together"]
+                else:
+                    assert len(after) <= 12, " ".join(after)
+                    assert not reads
+    check_integrity(store)
