@@ -1,4 +1,4 @@
-"""Decode attention over compressed pages against dense attention in bf16, one layer, on a GPU.
+"""Decode attention over compressed pages against dense attention in bf16 and in FP8, one layer, on a GPU.
 
 Device time with a cold L2 cache; bytes are those of the stored tokens with all metadata, read once. Every output is
 checked against float32 attention over what is stored before it is timed, the dense ones against float32 as well.
@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 from cases import CONFIGS, MODELS
+from engines import ENGINES, FP8, read
 from measure import Session, free_memory, parser, relative_error
 from rows import Rows
 from sweep import BATCH, CONTEXT, SWEPT, sweep
@@ -29,6 +30,8 @@ CONTEXTS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 # what the goals are stated for comes first, so that a time limit cuts the rest
 FIRST = [(32, 8192), (1, 4096), (1, 8192), (64, 8192), (1, 131072), (32, 32768), (64, 32768), (8, 32768), (1, 32768)]
 FIRST += [(32, 1024)]
+# kernels for FP8 may round weights as well
+FP8_LIMIT = 5e-2
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -96,6 +99,9 @@ class Dense:
     median: float | None = None
     call: Callable[[], Tensor] | None = None
 
+    def or_faster(self, other: Dense) -> Dense:
+        return other if self.median is None or other.median < self.median else self
+
 
 def measure_dense(session: Session, case: dict, query: Tensor, heads: int, backends: list[str]) -> Dense:
     """Times every dense way."""
@@ -117,14 +123,44 @@ def measure_dense(session: Session, case: dict, query: Tensor, heads: int, backe
             session.failed({**case, "name": name}, failure)
             continue
         calls[name] = call
-    if not calls:
-        return best
-    for name, timing in zip(calls, session.time_all(list(calls.values()))):
-        num_bytes = 2 * elements * query.element_size()
+    num_bytes = 2 * elements * query.element_size()
+    for name, timing in zip(calls, session.time_all(list(calls.values())) if calls else ()):
         row = {**case, "name": name, "error": errors[name], **timing.row()}
         session.add(row | session.speed(num_bytes, timing.median))
-        if best.median is None or timing.median < best.median:
-            best = Dense(name, timing.median, calls[name])
+        best = best.or_faster(Dense(name, timing.median, calls[name]))
+    best = measure_engines(session, case, query, key, value, best)
+    timing = session.time(read(query, key, value))
+    row = {**case, "kind": "read", "name": "reading alone", **timing.row()}
+    session.add(row | session.speed(num_bytes, timing.median))
+    return best
+
+
+def measure_engines(session: Session, case: dict, query: Tensor, key: Tensor, value: Tensor, best: Dense) -> Dense:
+    """Times other projects' attention, each alone as each has a copy of the keys; the fastest in bf16, or `best`."""
+    heads = key.shape[1]
+    for kind, name, make, narrow in ENGINES:
+        mine = {**case, "kind": kind, "name": name}
+        if not session.has_time(f"{name}, {case['model']}, batch {case['batch']}, context {case['context']}"):
+            return best
+        stored = [tensor.to(FP8) if narrow else tensor for tensor in (key, value)]
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in stored)
+        if session.lacks_memory(1.1 * num_bytes, mine):
+            continue
+        try:
+            call = make(query, *stored)
+            error = check(call(), query, lambda r, h, kv=stored: (kv[0][r, h].float(), kv[1][r, h].float()), heads)
+            if error > (FP8_LIMIT if narrow else LIMITS[query.dtype]):
+                raise RuntimeError(f"relative error {error:.2g} against float32, nothing timed")
+            timing = session.time(call)
+        except ImportError as missing:
+            session.leave_out(mine, f"not installed: {missing}")
+            continue
+        except Exception as failure:  # projects of other releases fail in many ways
+            session.failed(mine, failure)
+            continue
+        session.add({**mine, "error": error, **timing.row()} | session.speed(num_bytes, timing.median))
+        if kind == "dense":
+            best = best.or_faster(Dense(name, timing.median, call))
     return best
 
 

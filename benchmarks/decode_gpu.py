@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch
 from measure import Profile, Session, free_memory, parser
-from models_gpu import COMPILED, STATIC, Makers, attention_of, build_model, caches, check_lossless
+from models_gpu import COMPILED, LEAN_STATIC, STATIC, Makers, attention_of, build_model, caches, check_lossless
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache, PreTrainedModel, QuantizedCache, StoppingCriteria
 from transformers.cache_utils import Cache
@@ -93,7 +93,7 @@ def generate(model: PreTrainedModel, name: str, cache: Cache, tokens: Tensor, st
     """Runs `steps` tokens; a StaticCache is compiled anew, for its length alone instead of one form for all lengths."""
     model.set_attn_implementation(attention_of(name))
     options = {}
-    if name == STATIC:
+    if name in (STATIC, LEAN_STATIC):
         torch.compiler.reset()
         vars(model).pop("_compiled_call", None)
     elif name in COMPILED:
@@ -236,7 +236,7 @@ def fill(model: PreTrainedModel, name: str, cache: Cache, tokens: Tensor, batch:
 
 def measure_budget(session: Session, model: PreTrainedModel, makers: Makers, args: argparse.Namespace) -> None:
     """Tokens per second at the largest batch that fits `--cache-bytes`; what compiles comes last."""
-    for name in sorted(makers, key=lambda name: name in (STATIC, *COMPILED)):
+    for name in sorted(makers, key=lambda name: name in (STATIC, LEAN_STATIC, *COMPILED)):
         case = {"kind": "budget", "cache": name, "context": args.budget_context}
         case["cache_bytes_allowed"] = int(args.cache_bytes)
         if not session.has_time(f"{name}, {args.cache_bytes / 1e9:.0f} GB of cache"):

@@ -31,7 +31,7 @@ LAST_LINES = 15
 TABLES, LAST_SECONDS = "tables", 120
 # the presets, the paper's two levels, and what they are compared with
 CACHES = ("DynamicCache", "DiffKV balanced", "DiffKV small", "DiffKV quality", "DiffKV paper")
-STEPS = ("StaticCache", "DynamicCache", "DiffKV balanced", "DiffKV paper")
+STEPS = ("StaticCache, compiled", "DynamicCache", "DiffKV balanced", "DiffKV paper")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ PARTS: dict[str, Part] = {
     "first-token": Part(180, "ttft_gpu"),
     "compaction": Part(90, "memory_manager_gpu", ("--quick",)),
     "sweep": Part(90, "attention_gpu", ("--sweep",)),
-    "length": Part(220, "decode_gpu", ("--parts", "length", "--contexts", "1024", "2048", "8192", "--caches", *STEPS)),
+    "length": Part(220, "decode_gpu", ("--parts", "length", "--contexts", "1024", "4096", "2048", "--caches", *STEPS)),
 }
 
 

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 
 import torch
+from lean import LEAN, register
 from measure import Session, relative_error
 from torch import Tensor
 from transformers import (
@@ -21,7 +22,8 @@ from transformers.cache_utils import Cache
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.presets import PRESETS
 
-STATIC = "StaticCache, compiled"
+# as Transformers has it, and with attention that expands no keys and values
+STATIC, LEAN_STATIC = "StaticCache, compiled", "StaticCache, lean, compiled"
 DEFAULT = "DiffKV balanced"
 # captured, with a compiled forward
 COMPILED = ("DiffKV balanced, compiled", "DiffKV 1/0, compiled")
@@ -57,6 +59,7 @@ def build_model(session: Session, tiny: bool) -> PreTrainedModel:
         eos_token_id=None,
         pad_token_id=None,
     )
+    register()
     torch.manual_seed(0)
     with session.device:
         model = AutoModelForCausalLM.from_config(config, dtype=session.dtype).eval()
@@ -71,6 +74,7 @@ def caches(session: Session, model: PreTrainedModel, names: list[str] | None) ->
         DEFAULT: lambda tokens: DiffKVCache(config, DIFFKV[DEFAULT]),
         "DynamicCache": lambda tokens: DynamicCache(config=config),
         STATIC: lambda tokens: StaticCache(config=config, max_cache_len=tokens),
+        LEAN_STATIC: lambda tokens: StaticCache(config=config, max_cache_len=tokens),
     }
     for name, choices in DIFFKV.items():
         made.setdefault(name, lambda tokens, choices=choices: DiffKVCache(config, choices))
@@ -88,7 +92,9 @@ def caches(session: Session, model: PreTrainedModel, names: list[str] | None) ->
 
 
 def attention_of(name: str) -> str:
-    return "diffkv" if name.startswith("DiffKV") else "sdpa"
+    if name.startswith("DiffKV"):
+        return "diffkv"
+    return LEAN if name == LEAN_STATIC else "sdpa"
 
 
 @torch.no_grad()

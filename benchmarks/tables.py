@@ -77,7 +77,7 @@ def attention(rows: list[dict]) -> str:
                 row.get("share_of_peak"),
                 row.get("speed_up"),
                 targets.score_share(row),
-                row["error"],
+                row.get("error"),
             )
         )
     return markdown(header, lines)

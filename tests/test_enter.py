@@ -49,6 +49,7 @@ def enter_at_once(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     ],
     ids=str,
 )
+@pytest.mark.sampled(10)
 def test_prompts_turns_and_steps(how: str, dtype: torch.dtype, fields: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padded prompts that stay in their windows and leave them, with what stood there before, and pages that fill."""
     enter_at_once(monkeypatch, how)
@@ -76,6 +77,7 @@ def test_prompts_turns_and_steps(how: str, dtype: torch.dtype, fields: dict, mon
 @pytest.mark.parametrize("how", ["kernels", "reference"])
 @pytest.mark.parametrize("wrong", ["nan", "infinite", "rotated"])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.sampled(3)
 def test_what_cannot_be_stored_is_seen_at_the_next_look(how: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A padded token may be anything."""
     enter_at_once(monkeypatch, how)

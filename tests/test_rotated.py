@@ -379,6 +379,24 @@ def test_the_largest_keys_that_are_taken() -> None:
     assert (read_tokens(pair.store, 0).levels == 2).sum() == 4
 
 
+@pytest.mark.parametrize("dim", [16, 80, 96, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.sampled(3)
+def test_rotation_by_a_kernel(dim: int, dtype: torch.dtype) -> None:
+    """Of a tensor that is not contiguous, there and back, with and without an offset."""
+    pytest.importorskip("triton")
+    matrix = rotation_matrix(dim, torch.float32, torch.device("cpu"))
+    tensor = torch.randn(2, 21, 3, dim, generator=torch.Generator().manual_seed(0)).to(dtype).transpose(1, 2)
+    offset = torch.randn(2, 3, dim, generator=torch.Generator().manual_seed(1))
+    near = {"rtol": torch.finfo(dtype).eps, "atol": 4e-6}
+    for turned, taken in ((matrix, offset), (matrix, None), (matrix.mT, None)):
+        with use_backend("kernels"):
+            found = rotate(tensor, turned, taken)
+        expected = tensor.double() @ turned.double() - (0 if taken is None else taken[:, :, None].double())
+        assert found.dtype == dtype and found.is_contiguous()
+        torch.testing.assert_close(found.double(), expected, **near)
+
+
 @pytest.mark.slow
 def test_kernels() -> None:
     """The whole store on the Triton kernels, in their interpreter."""

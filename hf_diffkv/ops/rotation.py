@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .backend import without_autocast
+from .backend import use_kernels, without_autocast
 from .quantize import compute_dtype
 
 # elements at a time of what is computed in float32
@@ -48,11 +48,15 @@ def rotate(tensor: Tensor, matrix: Tensor | None, offset: Tensor | None = None) 
 
     Args:
         tensor: [batch, heads, tokens, dim].
-        matrix: [dim, dim] in the dtype of the computation; None leaves channels as they are.
+        matrix: a `rotation_matrix` or its transpose, in the dtype of the computation; None leaves channels as they are.
         offset: [batch, heads, dim] likewise; None is zero.
     """
     if matrix is None and offset is None:
         return tensor
+    if matrix is not None and tensor.dtype != torch.float64 and use_kernels(tensor.device, tensor.dtype):
+        from . import rotation_kernel
+
+        return rotation_kernel.rotate(tensor, matrix, offset)
     if tensor.numel() <= CHUNK_ELEMENTS:
         return _rotate(tensor, matrix, offset)
     step = tokens_at_once(tensor)

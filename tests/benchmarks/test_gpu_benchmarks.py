@@ -8,6 +8,8 @@ from types import ModuleType
 
 import pytest
 import torch
+from tiny_models import tiny_model
+from transformers import StaticCache
 
 from hf_diffkv import DiffKVConfig
 
@@ -17,6 +19,9 @@ def run(module: ModuleType, output: Path, *more: str) -> list[dict]:
     module.main(["--device", "cpu", "--tiny", "--repeats", "2", "--output", str(output), *more])
     torch.set_num_threads(threads)
     rows = [json.loads(line) for line in output.read_text().splitlines()]
+    absent = [row for row in rows if "not installed" in row.get("left_out", "")]
+    rows = [row for row in rows if row not in absent]
+    assert all(row["name"].endswith(("FlashInfer", "FlashAttention-3", "vLLM, Triton")) for row in absent)
     assert not [row for row in rows if "failed" in row or "left_out" in row], rows
     assert all(row["torch"] == torch.__version__ and "commit" in row for row in rows)
     return rows
@@ -31,6 +36,10 @@ def test_attention(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
     assert all(row["error"] < 1e-4 and row["us"] > 0 and row["speed_up"] > 0 for row in rows if "speed_up" in row)
     # the same tokens take fewer bytes at fewer bits
     sizes = {row["name"]: row["bytes"] for row in rows if row["kind"] == "compressed"}
+    (converted,) = (row for row in rows if row["kind"] == "fp8 converted")
+    (alone,) = (row for row in rows if row["kind"] == "read")
+    # float32 and FP8
+    assert alone["bytes"] == 4 * converted["bytes"]
     assert sizes["FP16"] > sizes["K8V8"] > sizes["K8V4"] > sizes["K4V2"] > sizes["30/40/30"] / 2
     script("tables").main(["--results", str(tmp_path), "--plots"])
     assert "| 30/40/30 |" in capsys.readouterr().out
@@ -169,6 +178,21 @@ def test_a_lossy_cache_is_not_timed(script, tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(SystemExit, match="nothing timed"):
         module.main(["--device", "cpu", "--tiny", "--output", str(tmp_path / "none.jsonl")])
     assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_lean_attention_is_the_models_own(script) -> None:
+    """Of a prompt and of steps, by the logits of a model with groups."""
+    lean = script("lean")
+    lean.register()
+    model = tiny_model("llama")
+    tokens, found = torch.randint(0, 96, (2, 9)), {}
+    for attention in ("eager", lean.LEAN):
+        model.set_attn_implementation(attention)
+        cache = StaticCache(config=model.config, max_cache_len=16)
+        with torch.no_grad():
+            parts = [model(part, past_key_values=cache).logits for part in tokens.split([7, 1, 1], dim=1)]
+        found[attention] = torch.cat(parts, dim=1)
+    torch.testing.assert_close(found[lean.LEAN], found["eager"])
 
 
 def test_a_line_through_points(script) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...memory import FreeList, PageLayout
 from ...presets import UNIFORM_NUMBERS
 from ..quantize.launch import TRITON_DTYPES, check_dtype, check_pages, padded_width, unit_stride
+from ..rotation_kernel import INNER, NUM_WARPS, block_tokens, root, rotate_kernel
 from ..rounding.reference import LARGEST_BITS
 from ..variant import UNIFORM_DIMS, UNIFORM_PRECISIONS, KernelVariant
 from .kernels import advance_kernel, take_pages_kernel
@@ -20,10 +21,7 @@ from .rows import EnteredRows
 from .token_kernels import enter_kernel, fix_offsets_kernel, leave_window_kernel, sum_keys_kernel
 
 ROWS_CHUNK = 256
-TILE_ELEMENTS = 2048
-INNER = 32
 SUM_TOKENS, SUM_STEPS = 32, 16
-NUM_WARPS = 4
 
 
 def enter_tokens(
@@ -66,7 +64,7 @@ def enter_tokens(
         "DTYPE": TRITON_DTYPES[key.dtype],
         "num_warps": NUM_WARPS,
     }
-    block = block_tokens(layout)
+    block = block_tokens(max(layout.high.key_dim, layout.high.value_dim))
     shift = torch.empty_like(rows.key_offset) if centers else None
     with torch.cuda.device(pages.device) if pages.is_cuda else nullcontext():
         if centers:
@@ -140,27 +138,16 @@ def _strides(name: str, tensor: Tensor) -> dict[str, int]:
     return {f"{name}_{part}": tensor.stride(index) for index, part in enumerate(("batch", "head", "token"))}
 
 
-def block_tokens(layout: PageLayout) -> int:
-    """Tokens of a tile: as many as matrix products take, and no more than registers hold."""
-    widest = triton.next_power_of_2(max(layout.high.key_dim, layout.high.value_dim))
-    return max(16, min(64, TILE_ELEMENTS // widest))
-
-
-def root(dim: int) -> float:
-    """By which a rotation's elements become signs; see `ops/rotation.py`."""
-    return float(dim & -dim) ** 0.5
-
-
 def variants() -> list[KernelVariant]:
     """What the ahead-of-time report compiles: bf16 models whose keys are rotated and centred."""
     numbers = ("rows", "batch", "heads", "width", "tokens", "window", "slots", "sink_slots", "parts")
     strides = [f"{name}_{part}" for name in ("key", "value") for part in ("batch", "head", "token")]
+    strides += ["inner_stride", "column_stride", "batch_stride", "head_stride", "token_stride"]
     types = {
         **dict.fromkeys(("pages", "invalid"), "*u8"),
-        **dict.fromkeys(("window_key", "window_value", "key", "value"), "*bf16"),
-        **dict.fromkeys(
-            ("window_score", "key_matrix", "value_matrix", "matrix", "offset", "shift", "sums", "feedback"), "*fp32"
-        ),
+        **dict.fromkeys(("window_key", "window_value", "key", "value", "tensor", "output"), "*bf16"),
+        **dict.fromkeys(("window_score", "key_matrix", "value_matrix", "matrix", "offset", "shift", "sums"), "*fp32"),
+        "feedback": "*fp32",
         **dict.fromkeys(("length", "window_start", "sink_end", "state"), "*i64"),
         **dict.fromkeys(("ring", "table", "high_count"), "*i32"),
         **dict.fromkeys((*numbers, *strides), "i32"),
@@ -170,7 +157,7 @@ def variants() -> list[KernelVariant]:
     found = []
     for precision, dim in itertools.product(UNIFORM_PRECISIONS, UNIFORM_DIMS):
         layout = PageLayout.build(precision, precision, dim, dim, 2, **UNIFORM_NUMBERS)
-        tier, block = layout.high, block_tokens(layout)
+        tier, block = layout.high, block_tokens(max(layout.high.key_dim, layout.high.value_dim))
         widths = (padded_width(dim, tier.k_bits), padded_width(dim, tier.v_bits))
         tile = {"TIER": tier, "KEY_WIDTH": widths[0], "VALUE_WIDTH": widths[1], "DTYPE": tl.bfloat16, "BLOCK": block}
         product = {"KEY_ROOT": root(dim), "VALUE_ROOT": root(dim), "INNER": INNER, "OPERAND": tl.bfloat16}
@@ -180,14 +167,16 @@ def variants() -> list[KernelVariant]:
             kernels |= {
                 sum_keys_kernel: lanes | {"BLOCK": SUM_TOKENS, "STEPS": SUM_STEPS},
                 fix_offsets_kernel: lanes | {"INNER": INNER},
+                rotate_kernel: product
+                | {"ROOT": root(dim), "DIM": dim, "WIDTH": lanes["LANES"], "DTYPE": tl.bfloat16, "BLOCK": block},
             }
             if dim == UNIFORM_DIMS[0]:
                 counting = {"PAGE_TOKENS": tier.capacity, "CHUNK": ROWS_CHUNK}
                 kernels |= {take_pages_kernel: counting, advance_kernel: counting}
         for kernel, constants in kernels.items():
-            constants = constants | {name: None for name in absent if name in kernel.arg_names}
-            if tier.k_bits > LARGEST_BITS and "feedback" in kernel.arg_names:
-                constants["feedback"] = None
+            without = {"feedback": None} if tier.k_bits > LARGEST_BITS else {}
+            constants = {**absent, **constants, **without}
+            constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
             found.append(
                 KernelVariant(
                     name=f"{kernel.__name__.removesuffix('_kernel')}-{precision.name}_unscored-d{dim}",

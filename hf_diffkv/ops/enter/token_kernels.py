@@ -9,57 +9,28 @@ import triton
 import triton.language as tl
 
 from ..quantize.kernels import stored_bits, tile_dims, write_rows
+from ..rotation_kernel import rotated_tile, rounded
 from ..rounding.kernels import round_tile
 from .kernels import new_start
 
 
 @triton.jit
-def rounded(x, DTYPE: tl.constexpr):
-    """float32 `x` as the model's dtype holds it."""
-    bits = stored_bits(x, DTYPE)
-    if DTYPE == tl.bfloat16:
-        out = (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    elif DTYPE == tl.float16:
-        out = bits.to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        out = x
-    return out
-
-
-@triton.jit
 def new_tile(rows, active, matrix, limit, ROOT: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr,
              WIDTH: tl.constexpr, INNER: tl.constexpr, OPERAND: tl.constexpr):  # fmt: skip
-    """Rotates tokens: float32 [tokens, planes, WIDTH], and whether each may be stored.
+    """Rotates tokens: a tile in float32, and whether each may be stored. Arguments as in `rotated_tile`.
 
     Args:
-        rows: pointers [tokens] to what the model made.
-        matrix: float32 [DIM, DIM] of -1 / ROOT, 0 and 1 / ROOT, or None.
+        matrix: contiguous, or None.
         limit: none of a token's elements may be larger, rotated or not; where it is rotated, its norm decides.
-        INNER: channels that are multiplied at a time.
     """
-    dim, exists = tile_dims(DIM, BITS, WIDTH)
     if matrix is None:
+        dim, exists = tile_dims(DIM, BITS, WIDTH)
         x = tl.load(rows[:, None, None] + dim, mask=active[:, None, None] & exists, other=0.0).to(tl.float32)
         # a comparison with NaN is false
         wrong = exists & ~(tl.abs(x) <= limit)
         good = tl.sum(tl.sum(wrong.to(tl.int32), 2), 1) == 0
     else:
-        PLANES: tl.constexpr = dim.shape[1]
-        column = tl.reshape(dim, (PLANES * WIDTH,))
-        there = tl.reshape(exists, (PLANES * WIDTH,))
-        product = tl.zeros((rows.shape[0], PLANES * WIDTH), tl.float32)
-        squares = tl.zeros((rows.shape[0],), tl.float32)
-        for first in tl.static_range(0, DIM, INNER):
-            lane = first + tl.arange(0, INNER)
-            raw = tl.load(rows[:, None] + lane[None, :], mask=active[:, None] & (lane < DIM)[None, :], other=0.0)
-            raw = raw.to(tl.float32)
-            squares += tl.sum(raw * raw, 1)
-            signs = tl.load(
-                matrix + lane[:, None] * DIM + column[None, :], mask=(lane < DIM)[:, None] & there[None, :], other=0.0
-            )
-            # signs and elements are exact in the model's dtype
-            product = tl.dot(raw.to(OPERAND), (signs * ROOT).to(OPERAND), product, input_precision="ieee")
-        x = tl.reshape(product * (1.0 / ROOT), (rows.shape[0], PLANES, WIDTH))
+        x, squares = rotated_tile(rows, active, matrix, DIM, 1, ROOT, DIM, BITS, WIDTH, INNER, OPERAND)
         good = squares <= limit * limit
     return x, good
 

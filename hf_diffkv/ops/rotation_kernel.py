@@ -1,0 +1,132 @@
+"""Rotating tokens in one launch (Triton). Tiles are those of `quantize/kernels.py`, [tokens, planes, WIDTH]."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .quantize.kernels import stored_bits, tile_dims
+from .quantize.launch import TRITON_DTYPES, unit_stride
+
+TILE_ELEMENTS = 2048
+# channels that are multiplied at a time
+INNER = 32
+NUM_WARPS = 4
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """float32 `x` as the model's dtype holds it."""
+    bits = stored_bits(x, DTYPE)
+    if DTYPE == tl.bfloat16:
+        out = (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    elif DTYPE == tl.float16:
+        out = bits.to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        out = x
+    return out
+
+
+@triton.jit
+def rotated_tile(rows, active, matrix, inner_stride, column_stride, ROOT: tl.constexpr, DIM: tl.constexpr,
+                 BITS: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, OPERAND: tl.constexpr):  # fmt: skip
+    """Rotates tokens: a tile in float32, and the sum of the squares of each, float32 [tokens].
+
+    Args:
+        rows: pointers [tokens]. matrix: float32 [DIM, DIM] of -1 / ROOT, 0 and 1 / ROOT, with the strides given.
+        OPERAND: dtype in which signs and elements, which it holds exactly, are multiplied.
+    """
+    dim, exists = tile_dims(DIM, BITS, WIDTH)
+    PLANES: tl.constexpr = dim.shape[1]
+    column = tl.reshape(dim, (PLANES * WIDTH,))
+    there = tl.reshape(exists, (PLANES * WIDTH,))
+    product = tl.zeros((rows.shape[0], PLANES * WIDTH), tl.float32)
+    squares = tl.zeros((rows.shape[0],), tl.float32)
+    for first in tl.static_range(0, DIM, INNER):
+        lane = first + tl.arange(0, INNER)
+        raw = tl.load(rows[:, None] + lane[None, :], mask=active[:, None] & (lane < DIM)[None, :], other=0.0)
+        raw = raw.to(tl.float32)
+        squares += tl.sum(raw * raw, 1)
+        pointer = matrix + lane[:, None] * inner_stride + column[None, :] * column_stride
+        signs = tl.load(pointer, mask=(lane < DIM)[:, None] & there[None, :], other=0.0) * ROOT
+        product = tl.dot(raw.to(OPERAND), signs.to(OPERAND), product, input_precision="ieee")
+    return tl.reshape(product * (1.0 / ROOT), (rows.shape[0], PLANES, WIDTH)), squares
+
+
+@triton.jit(
+    do_not_specialize=[
+        "heads",
+        "tokens",
+        "inner_stride",
+        "column_stride",
+        "batch_stride",
+        "head_stride",
+        "token_stride",
+    ]
+)
+def rotate_kernel(
+    tensor, matrix, offset, output, heads, tokens, inner_stride, column_stride, batch_stride, head_stride, token_stride,
+    ROOT: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, DTYPE: tl.constexpr,
+    OPERAND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (batch * heads, cdiv(tokens, BLOCK)).
+
+    Args:
+        tensor: [batch, heads, tokens, DIM] with the strides given; output: the same, contiguous.
+        offset: float32 [batch * heads, DIM], what is taken off, or None.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = token < tokens
+    rows = tensor + row // heads * batch_stride + row % heads * head_stride + token.to(tl.int64) * token_stride
+    x, _ = rotated_tile(rows, there, matrix, inner_stride, column_stride, ROOT, DIM, 16, WIDTH, INNER, OPERAND)
+    dim, exists = tile_dims(DIM, 16, WIDTH)
+    if offset is not None:
+        x -= tl.load(offset + row * DIM + dim, mask=exists, other=0.0)
+    bits = stored_bits(x, DTYPE)
+    pointer = output.to(tl.pointer_type(bits.dtype)) + (row * tokens + token)[:, None, None] * DIM + dim
+    tl.store(pointer, bits, mask=there[:, None, None] & exists)
+
+
+def rotate(tensor: Tensor, matrix: Tensor, offset: Tensor | None) -> Tensor:
+    """`ops.rotation.rotate` by a matrix of `rotation_matrix` or its transpose, in one launch."""
+    batch, heads, tokens, dim = tensor.shape
+    output = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    if output.numel() == 0:
+        return output
+    tensor, block = unit_stride(tensor), block_tokens(dim)
+    dtype = TRITON_DTYPES[tensor.dtype]
+    with torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext():
+        rotate_kernel[(batch * heads, triton.cdiv(tokens, block))](
+            tensor,
+            matrix,
+            None if offset is None else offset.contiguous(),
+            output,
+            heads,
+            tokens,
+            *matrix.stride(),
+            *tensor.stride()[:3],
+            ROOT=root(dim),
+            DIM=dim,
+            WIDTH=triton.next_power_of_2(dim),
+            INNER=INNER,
+            DTYPE=dtype,
+            OPERAND=dtype if tensor.is_cuda else tl.float32,
+            BLOCK=block,
+            num_warps=NUM_WARPS,
+        )
+    return output
+
+
+def block_tokens(widest: int) -> int:
+    """Tokens of a tile of `widest` channels: as many as matrix products take, and no more than registers hold."""
+    return max(16, min(64, TILE_ELEMENTS // triton.next_power_of_2(widest)))
+
+
+def root(dim: int) -> float:
+    """By which a rotation's elements become signs; see `ops/rotation.py`."""
+    return float(dim & -dim) ** 0.5
