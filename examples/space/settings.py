@@ -37,8 +37,8 @@ SETTINGS = {
     ),
     "brutal": Setting(
         DiffKVConfig.paper(alpha_high=8.0, alpha_low=1.0, window=16),
-        "Most tokens are pruned before anybody asks for them. See what breaks: facts of the prompt are gone, the text "
-        "may still read well.",
+        "Tokens that get less than the mean attention are pruned, before anybody asks for them. See what breaks: facts "
+        "of the prompt can be gone where the text still reads well.",
     ),
 }
 OWN_EXPLANATION = "Two levels and pruning by thresholds of your own; see the README for what each field means."
