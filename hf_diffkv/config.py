@@ -259,6 +259,8 @@ class DiffKVConfig:
             values = json.loads(text)
         except ValueError as error:
             raise ValueError(f"text is not a JSON object of DiffKVConfig's fields: {error}.") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"a DiffKV config must be a JSON object of its fields, not a {type(values).__name__}.")
         return cls.from_dict(values)
 
     def save_pretrained(

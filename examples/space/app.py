@@ -17,9 +17,10 @@ from typing import Any
 
 import gradio as gr
 from generation import Generator, InputError, Result
-from picture import CSS, coloured_text, figures, message
+from picture import CSS, coloured_text, difference, figures, message
+from settings import OWN, OWN_EXPLANATION, SETTINGS
 
-from hf_diffkv import Precision
+from hf_diffkv import DiffKVConfig, Precision
 
 EXAMPLES = Path(__file__).resolve().parents[1]
 BUNDLED_MODEL = EXAMPLES / "models" / "tiny-lm"
@@ -28,6 +29,19 @@ PRECISIONS = {p.name: p for p in (Precision(k, v) for k in (16, 8, 4, 2) for v i
 INTRODUCTION = """# DiffKV
 A KV cache that keeps important tokens precise, others coarse, and prunes the rest, beside an uncompressed one."""
 FONTS = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
+
+
+NOTHING = coloured_text(None, 0, 0)
+
+
+def own_config(alpha_high: float, alpha_low: float, high: str, low: str, window: int) -> DiffKVConfig:
+    """What the sliders say. Raises `InputError` where `DiffKVConfig` refuses it."""
+    try:
+        return DiffKVConfig(
+            alpha_high=alpha_high, alpha_low=alpha_low, high=PRECISIONS[high], low=PRECISIONS[low], window=window
+        )
+    except ValueError as error:
+        raise InputError(str(error)) from error
 
 
 def build(generator: Generator, prompt: str) -> gr.Blocks:
@@ -46,15 +60,18 @@ def build(generator: Generator, prompt: str) -> gr.Blocks:
                     elem_classes="plain",
                 )
             with gr.Column(scale=1, min_width=320):
-                with gr.Row():
+                setting = gr.Radio([*SETTINGS, OWN], value="default", label="setting", elem_id="setting")
+                explanation = gr.Markdown(SETTINGS["default"].explanation, elem_id="explanation")
+                own = gr.Column(visible=False)
+                with own, gr.Row():
                     alpha_high = gr.Slider(0, 10, 1.0, step=0.1, label="alpha_high", info="at least this: high")
                     alpha_low = gr.Slider(0, 10, 0.0, step=0.01, label="alpha_low", info="below this: pruned")
-                with gr.Row():
+                with own, gr.Row():
                     high = gr.Dropdown(list(PRECISIONS), value="K8V4", label="high", info="bits of keys, values")
                     low = gr.Dropdown(list(PRECISIONS), value="K4V2", label="low", info="bits of keys, values")
-                with gr.Row():
+                with own:
                     window = gr.Slider(1, 512, 64, step=1, label="window", info="newest, uncompressed")
-                    new_tokens = gr.Slider(1, 256, 32, step=1, label="tokens")
+                new_tokens = gr.Slider(1, 256, 32, step=1, label="tokens")
                 with gr.Row():
                     start = gr.Button("Generate", variant="primary")
                     stop = gr.Button("Stop")
@@ -64,11 +81,12 @@ def build(generator: Generator, prompt: str) -> gr.Blocks:
             dense_text = gr.Textbox(label="DynamicCache wrote", elem_id="dense", **written)
             diffkv_text = gr.Textbox(label="DiffKV wrote", elem_id="diffkv", **written)
         table = gr.HTML(elem_id="figures")
+        differences = gr.HTML(elem_id="difference")
         gr.Markdown("## Level of every token")
         with gr.Row():
             layer = gr.Dropdown(generator.layers, value=generator.layers[0], label="layer")
             head = gr.Dropdown(list(range(generator.heads)), value=0, label="KV head")
-        picture = gr.HTML(coloured_text(None, 0, 0), elem_id="picture")
+        picture = gr.HTML(NOTHING, elem_id="picture")
         result = gr.State(None)
 
         # by browser session, while it waits or generates; Gradio's own way to cancel shows an error now and then
@@ -79,27 +97,16 @@ def build(generator: Generator, prompt: str) -> gr.Blocks:
             return message("Waiting for the model ...")
 
         def generate(
-            request: gr.Request, layer_idx: int, head_idx: int, text: str, new_tokens: int, *values: Any
+            request: gr.Request, layer_idx: int, head_idx: int, text: str, new_tokens: int, chosen: str, *values: Any
         ) -> Iterator[dict]:
-            alpha_high, alpha_low, high, low, window = values
             stopped = stops.setdefault(request.session_hash, threading.Event())
             try:
-                task = generator.prepare(
-                    text,
-                    new_tokens,
-                    alpha_high=alpha_high,
-                    alpha_low=alpha_low,
-                    high=PRECISIONS[high],
-                    low=PRECISIONS[low],
-                    window=window,
-                )
+                # nothing of an earlier run stays beside what this one says
+                yield {dense_text: "", diffkv_text: "", table: "", differences: "", result: None, picture: NOTHING}
+                config = own_config(*values) if chosen == OWN else SETTINGS[chosen].config
+                task = generator.prepare(text, new_tokens, config)
                 tokens = f"{task.ids.shape[1]:,} tokens"
-                yield {
-                    status: message(f"Reading the prompt of {tokens} ..."),
-                    dense_text: "",
-                    diffkv_text: "",
-                    table: "",
-                }
+                yield {status: message(f"Reading the prompt of {tokens} ...")}
                 found: Result | None = None
                 with closing(generator.run(task)) as steps:
                     while found is None and not stopped.is_set():
@@ -116,6 +123,7 @@ def build(generator: Generator, prompt: str) -> gr.Blocks:
                 yield {
                     status: message(f"Done: a prompt of {tokens}, {len(found.compressed.tokens)} generated."),
                     table: figures(found),
+                    differences: difference(found),
                     result: found,
                     picture: coloured_text(found, layer_idx, head_idx),
                 }
@@ -128,11 +136,16 @@ def build(generator: Generator, prompt: str) -> gr.Blocks:
             if request.session_hash in stops:
                 stops[request.session_hash].set()
 
-        settings = [alpha_high, alpha_low, high, low, window]
+        def choose(chosen: str) -> tuple[str, Any]:
+            shown = OWN_EXPLANATION if chosen == OWN else SETTINGS[chosen].explanation
+            return shown, gr.update(visible=chosen == OWN)
+
+        setting.change(choose, setting, [explanation, own], queue=False, show_progress="hidden")
+        settings = [setting, alpha_high, alpha_low, high, low, window]
         start.click(wait, None, status, queue=False, show_progress="hidden").then(
             generate,
             [layer, head, text, new_tokens, *settings],
-            [status, dense_text, diffkv_text, table, result, picture],
+            [status, dense_text, diffkv_text, table, differences, result, picture],
             show_progress="hidden",
         )
         stop.click(stop_generating, None, None, queue=False)

@@ -107,20 +107,12 @@ class Generator:
         for _ in self.run(warm_up):
             pass
 
-    def prepare(self, prompt: str, max_new_tokens: int | None, **fields: Any) -> Task:
-        """Checks what the user entered; `fields` are those of `DiffKVConfig`.
-
-        Raises:
-            InputError: nothing to continue, too long a text, or values that `DiffKVConfig` refuses.
-        """
+    def prepare(self, prompt: str, max_new_tokens: int | None, config: DiffKVConfig) -> Task:
+        """Checks what the user entered. Raises `InputError` for nothing to continue, or too long a text."""
         if not prompt.strip():
             raise InputError("The prompt is empty; enter a text to continue.")
         if not max_new_tokens:
             raise InputError("Nothing is to be generated; set tokens to at least 1.")
-        try:
-            config = DiffKVConfig(**fields)
-        except ValueError as error:
-            raise InputError(str(error)) from error
         ids, pieces = pieces_of_text(self.tokenizer, prompt)
         if self.limit is not None and len(ids) + max_new_tokens > self.limit:
             raise InputError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from difflib import SequenceMatcher
 from html import escape
 
 from generation import Result, Side
@@ -19,6 +21,11 @@ CSS = """
 .figures th, .figures td { text-align: left; padding: .35em .8em; border: 0 !important;
   border-bottom: 1px solid var(--border-color-primary) !important; }
 .figures .bar { height: 8px; border-radius: 4px; margin-top: .25em; min-width: 2px; }
+.big { font-size: 1.6rem; margin: .2em 0 .4em; }
+.big b { font-size: 2.6rem; color: var(--body-text-color); }
+.difference { font-family: var(--font-mono); white-space: pre-wrap; overflow-wrap: anywhere; }
+.difference del { background: #fde8e8; color: #8a1c1c; }
+.difference ins { background: #dcecf9; color: #14456b; text-decoration: none; }
 .levels { column-width: 28em; }
 .plain textarea { font-family: var(--font-mono); }
 """
@@ -42,7 +49,9 @@ def figures(result: Result) -> str:
     body = "".join(f"<tr><th>{name}</th><td>{a}</td><td>{b}</td></tr>" for name, a, b in rows)
     head = "<tr><th></th><th>DynamicCache</th><th>DiffKV</th></tr>"
     last = f'<tr><th>agreement</th><td colspan="2">{_agreement(result)}</td></tr>'
-    return f'<table class="figures">{head}{body}{last}</table>'
+    share = compressed.cache_bytes / whole
+    big = f'<p class="big"><b>{share:.0%}</b> of the memory</p>'
+    return f'{big}<table class="figures">{head}{body}{last}</table>'
 
 
 def _bytes(count: int, whole: int, colour: str) -> str:
@@ -62,6 +71,22 @@ def _agreement(result: Result) -> str:
         return f"all {found.tokens} tokens are equal"
     equal = f"{found.equal} of {found.tokens} tokens are equal ({found.equal / found.tokens:.0%})"
     return f"{equal}; the first {found.until_difference} without a difference"
+
+
+def difference(result: Result) -> str:
+    """Both texts in one: what only DynamicCache wrote struck out, what only DiffKV wrote coloured."""
+    texts = [re.split(r"(\s+)", side.text) for side in (result.dense, result.compressed)]
+    if texts[0] == texts[1]:
+        return ""
+    parts = []
+    for kind, i, j, k, m in SequenceMatcher(None, *texts, autojunk=False).get_opcodes():
+        dense, compressed = escape("".join(texts[0][i:j])), escape("".join(texts[1][k:m]))
+        if kind == "equal":
+            parts.append(dense)
+            continue
+        parts += [f"<del>{dense}</del>"] if dense else []
+        parts += [f"<ins>{compressed}</ins>"] if compressed else []
+    return f'<h4>What DiffKV wrote instead</h4><div class="difference">{"".join(parts)}</div>'
 
 
 def coloured_text(result: Result | None, layer_idx: int, head: int) -> str:

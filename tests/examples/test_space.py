@@ -107,6 +107,7 @@ def generate(page: Any, outcome: str) -> None:
 
 def prune(page: Any) -> None:
     """The thresholds of `runs`."""
+    page.get_by_label("your own").check()
     page.get_by_label("number input for alpha_high").fill("2")
     page.get_by_label("number input for alpha_low").fill("0.05")
     page.get_by_label("number input for alpha_low").press("Tab")
@@ -180,6 +181,36 @@ def test_page_shows_both_runs_and_every_level(page: Any, runs: tuple[str, int, s
         page.get_by_label(f"layer {layer}, KV head {head}", exact=True).wait_for()
         assert per_character(coloured(page)) == expected_levels(cache, layer, head) != per_character(first)
     assert "Done:" in page.locator("#status").inner_text()
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [390, 1280])
+def test_settings_and_what_they_cost(page: Any, generation: Any, width: int) -> None:
+    """One that breaks the text, then one that does not, on a phone and on a screen; nothing of the first stays."""
+    from settings import SETTINGS
+
+    page.set_viewport_size({"width": width, "height": 900})
+    generator = generation.Generator(str(TINY_LM))
+    for name in ("brutal", "default"):
+        page.get_by_label(name, exact=True).check()
+        said = SETTINGS[name].explanation.replace("`", "")
+        page.locator("#explanation").get_by_text(said).wait_for()
+        assert not page.get_by_label("number input for alpha_high").is_visible()
+        *_, (dense, compressed, found) = generator.run(generator.prepare(PROMPT, NEW_TOKENS, SETTINGS[name].config))
+        generate(page, "Done:")
+        assert written(page) == {"dense": dense.text, "diffkv": compressed.text}
+        big = page.locator("#figures .big").inner_text()
+        assert big == f"{compressed.cache_bytes / dense.cache_bytes:.0%} of the memory"
+        marked = page.locator("#difference del, #difference ins").all_inner_texts()
+        assert bool(marked) == (dense.text != compressed.text) == (name == "brutal")
+        page.locator("#picture pre").wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        if folder := os.environ.get("DEMO_SCREENSHOTS"):
+            page.screenshot(path=Path(folder) / f"{name}-{width}.png", full_page=True)
+    page.locator("#prompt textarea").fill("")
+    generate(page, "The prompt is empty")
+    assert written(page) == {"dense": "", "diffkv": ""} and not page.locator("#figures .big").count()
+    assert not page.locator("#picture pre").count()
 
 
 @pytest.fixture(scope="module")
@@ -276,6 +307,7 @@ def test_bad_input_gives_a_message(page: Any) -> None:
     prompt.fill("a" * 4090)
     generate(page, "The prompt has 4,090 tokens and 32 are to be generated, but the model takes 4,096 together")
     prompt.fill("abc")
+    page.get_by_label("your own").check()
     page.get_by_label("number input for alpha_low").fill("3")
     page.get_by_label("number input for alpha_low").press("Tab")
     generate(page, "alpha_low=3.0 is above alpha_high=1.0")
@@ -289,7 +321,7 @@ def test_bad_input_gives_a_message(page: Any) -> None:
 
 def test_closing_a_run_stops_the_model(generation: Any) -> None:
     generator = generation.Generator(str(TINY_LM))
-    task = generator.prepare("x" * 200, 3000)
+    task = generator.prepare("x" * 200, 3000, DiffKVConfig())
     cache = DiffKVCache(generator.model.config, DiffKVConfig())
     stream = generation.stream_tokens(generator.model, task, cache)
     next(stream)

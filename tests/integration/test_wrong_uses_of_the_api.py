@@ -64,7 +64,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "no interval": (lambda to: DiffKVConfig(compaction_interval=0), ("compaction_interval=0", "at least 1")),
     "negative layers": (lambda to: DiffKVConfig(protected_layers=-1), ("protected_layers=-1", "at least 0")),
     "broken JSON": (lambda to: DiffKVConfig.from_json("{"), ("text is not a JSON object", "line 1")),
-    "JSON of a list": (lambda to: DiffKVConfig.from_json("[]"), ("is a list", "dict of DiffKVConfig's fields")),
+    "JSON of a list": (lambda to: DiffKVConfig.from_json("[]"), ("JSON object of its fields", "not a list")),
     "list of fields": (lambda to: DiffKVConfig.from_dict([1]), ("values is a list", "dict of DiffKVConfig's fields")),
     "configuration that was not saved": (
         lambda to: DiffKVConfig.from_pretrained(to.folder),

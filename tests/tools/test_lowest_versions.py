@@ -1,0 +1,40 @@
+"""The constraints under which the oldest versions of everything are tested."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import lowest_versions
+
+    return lowest_versions
+
+
+def test_bounds_and_what_is_left_out(tool: ModuleType) -> None:
+    given = ["accelerate>=1.1", "huggingface_hub >= 1.5, <3", "x-y>=2; platform_system == 'Linux'", "torch>=2.11"]
+    assert tool.lowest_versions(given) == {"accelerate": "1.1", "huggingface_hub": "1.5", "x-y": "2"}
+
+
+@pytest.mark.parametrize("requirement", ["tqdm", "tqdm<5", "tqdm<5,>=4", "tqdm==4"])
+def test_a_bound_that_is_missing(tool: ModuleType, requirement: str) -> None:
+    with pytest.raises(ValueError, match="no lower bound; write it as"):
+        tool.lowest_versions([requirement])
+
+
+def test_every_dependency_has_a_bound(tool: ModuleType, tmp_path: Path) -> None:
+    """As CI calls it; the names are those that the package needs."""
+    path = tmp_path / "folder" / "lowest.txt"
+    subprocess.run([sys.executable, str(ROOT / "tools" / "lowest_versions.py"), str(path)], check=True)
+    lines = path.read_text().split()
+    assert {"transformers==5.17", "click==8.2"} <= set(lines)
+    assert len(lines) == len(tool.dependencies()) - 2

@@ -1,0 +1,59 @@
+"""Writes a constraints file that pins what the package needs to the lowest versions it declares.
+
+    python tools/lowest_versions.py build/lowest.txt
+    pip install --constraint build/lowest.txt ...
+
+PyTorch and Triton are left out: their wheels are too large to be installed a second time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+PROJECT = Path(__file__).parents[1] / "pyproject.toml"
+LEFT_OUT = ("torch", "triton")
+# a name, and the bound that comes first
+REQUIREMENT = re.compile(r"([\w-]+)\s*>=\s*([\w.]+)")
+
+
+def lowest_versions(requirements: list[str]) -> dict[str, str]:
+    """The lower bound of each requirement, by name, without those that are left out.
+
+    Raises:
+        ValueError: a requirement without a lower bound, or whose bound does not come first.
+    """
+    found = {}
+    for requirement in requirements:
+        bound = REQUIREMENT.match(requirement)
+        if bound is None:
+            raise ValueError(f"{requirement!r} has no lower bound; write it as 'name>=1.2'.")
+        if bound[1] not in LEFT_OUT:
+            found[bound[1]] = bound[2]
+    return found
+
+
+def dependencies(project: Path = PROJECT) -> list[str]:
+    """What `[project]` requires."""
+    try:
+        import tomllib
+    except ModuleNotFoundError:
+        # Python 3.10
+        from pip._vendor import tomli as tomllib
+    return tomllib.loads(project.read_text(encoding="utf-8"))["project"]["dependencies"]
+
+
+def main() -> int:
+    """Writes the file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("path", type=Path, help="where the constraints go")
+    path = parser.parse_args().path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{name}=={version}\n" for name, version in lowest_versions(dependencies()).items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
