@@ -19,6 +19,8 @@ PROGRAMS_PER_PROCESSOR = 20
 MAX_SPLIT_TOKENS = 1024
 MAX_SPLITS = 256
 MIN_BLOCKS = 2
+# per thread of a program of one warp: ten of them run on a multiprocessor, and nothing is spilled
+SMALL_REGISTERS = 200
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,12 @@ class KernelConfig:
         # 8-bit values of 80 or 96 elements: padding them leaves no registers for loads ahead of their use
         crowded = widest & (widest - 1) > 0 and any(tier.v_bits == 8 for tier in tiers)
         # left alone, the assembler spills some kernels to reach a round number of registers
-        options = (("maxnreg", 255),) if uncompressed or crowded or wide > 2 else ()
-        return cls(heads, block, warps, 1 if crowded else 2, PTX, tl.float16, raw, options)
+        options = ()
+        if uncompressed or crowded or wide > 2:
+            options = (("maxnreg", 255),)
+        elif warps == 1:
+            options = (("maxnreg", SMALL_REGISTERS),)
+        return cls(heads, block, warps, 1 if crowded else 3, PTX, tl.float16, raw, options)
 
 
 @dataclass(frozen=True)
