@@ -13,14 +13,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-WARM_UP, MEASURED = 8, 24
+WARM_UP, MEASURED = 8, 25
 SCHEDULERS = 4
 # operations that may wait before the port to shared memory, in its cycles
 PORT_QUEUE = 16
 # cycles until the registers an access takes are read
 READ_CYCLES = 14
 # instructions per cycle and scheduler are 1 / these, by pipe; 32 lanes over what a quarter of a multiprocessor has
-PIPE_CYCLES = {"matrix": 8, "special": 8, "integer": 2, "multiply": 2, "float": 1, "access": 2, "uniform": 2, "other": 1}
+PIPE_CYCLES = {"matrix": 8, "special": 8, "float": 1, "other": 1}
+PIPE_CYCLES |= dict.fromkeys(("integer", "multiply", "access", "uniform"), 2)
 LATENCIES = {"HMMA": 33, "IMMA": 33, "LDSM": 33, "LDS": 30, "SHFL": 24, "MUFU": 22, "F2F": 22, "I2F": 22}
 OTHER_LATENCY = 14
 PIPES = {

@@ -95,7 +95,9 @@ def attend_tier(state, query_row, heads, pages, table, logits, peaks, first, las
         )
         store_logits(logits, token, heads, shifted, present, GROUP)
         store_peak(peaks, block, heads, peak, GROUP)
-        acc, zeros = add_tier_values(acc, zeros, base, slot, words[1], weights, decay, TIER, ELEMENT, OPERAND, RAW, MODE)
+        acc, zeros = add_tier_values(
+            acc, zeros, base, slot, words[1], weights, decay, TIER, ELEMENT, OPERAND, RAW, MODE
+        )
         page = next_page
         if AHEAD:
             words = next_words

@@ -339,7 +339,8 @@ def add_tier_values(acc, zeros, base, slot, words, weights, decay, TIER: tl.cons
                     OPERAND: tl.constexpr, RAW: tl.constexpr, MODE: tl.constexpr):  # fmt: skip
     """acc * decay + values^T weights over the tokens in `slot` of the pages at `base`; weights [tokens, HEADS].
 
-    acc: `by_runs`. words: of the values, see `tier_words`. Values of the tiers with `zero_groups` are taken without their zero point, which goes to `zeros`.
+    acc: `by_runs`. words: of the values, see `tier_words`. Values of the tiers with `zero_groups` are taken without
+    their zero point, which goes to `zeros`.
     """
     DIM: tl.constexpr = TIER.value_dim
     GROUPS: tl.constexpr = TIER.v_groups
