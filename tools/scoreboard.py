@@ -3,8 +3,9 @@
 Every NVIDIA instruction since Volta carries how many cycles its warp stalls after it, which of six scoreboards it sets
 when its operands are read or its result is there, and which of them it waits for. The model issues at most one
 instruction per scheduler and cycle, keeps the pipes, the port to shared memory and a queue to memory busy, and
-completes asynchronous copies after a latency. It knows no bank conflicts, no cache misses of instructions and no
-contention between multiprocessors but an equal share of bandwidth: expect figures to be off by a fifth.
+completes asynchronous copies after a latency. It knows no bank conflicts but of reads of single words, no cache misses of
+instructions and no contention between multiprocessors but an equal share of bandwidth: expect figures to be off by a
+fifth.
 """
 
 from __future__ import annotations
@@ -107,6 +108,10 @@ class Instruction:
         """Of the port to shared memory, 128 bytes a cycle."""
         if self.name == "LDSM":
             return 4 if ".4" in self.op else 2 if ".2" in self.op else 1
+        if self.op == "LDS":
+            # words of every fourth row, of 32 bytes or a multiple: what the decode loops read of values is in the same
+            # banks
+            return 4
         if self.name in ("LDS", "STS", "LDGSTS"):
             return 4 if ".128" in self.op else 2 if ".64" in self.op else 1
         return {"SHFL": 1, "LDG": 2, "STG": 2}.get(self.name, 0)
@@ -191,11 +196,13 @@ def cycles_per_round(body: Sequence[Instruction], warps: int, bytes_per_round: f
     running = [_Warp(ready=37 * index) for index in range(warps)]
     turns = [running[index::SCHEDULERS] for index in range(SCHEDULERS)]
     pipes = [dict.fromkeys(PIPE_CYCLES, 0) for _ in range(SCHEDULERS)]
+    order = list(range(SCHEDULERS))
     port = memory = 0.0
     now = 0
     while any(warp.rounds < WARM_UP + MEASURED for warp in running):
         soonest, issued = now + 10_000, False
-        for turn, pipe in zip(turns, pipes):
+        for scheduler in tuple(order):
+            turn, pipe = turns[scheduler], pipes[scheduler]
             for warp in turn:
                 each = body[warp.at]
                 earliest = max(_ready(warp, each), pipe[each.pipe])
@@ -231,6 +238,9 @@ def cycles_per_round(body: Sequence[Instruction], warps: int, bytes_per_round: f
                 # the others go first next time
                 turn.remove(warp)
                 turn.append(warp)
+                if each.port_cycles:
+                    order.remove(scheduler)
+                    order.append(scheduler)
                 issued = True
                 break
         now = now + 1 if issued else max(now + 1, soonest)

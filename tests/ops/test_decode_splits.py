@@ -10,6 +10,7 @@ import torch
 
 from hf_diffkv.config import Precision
 from hf_diffkv.memory import PageLayout
+from hf_diffkv.presets import UNIFORM_NUMBERS
 
 pytest.importorskip("triton")
 
@@ -32,21 +33,22 @@ def test_splits_follow_the_load():
 
 
 @pytest.mark.parametrize(
-    "precision, dim, group, processor, expected",
+    "precision, dim, numbers, processor, expected",
     [
-        # 64 Ki registers: ten programs of 200 per thread, eight of 255; of two warps half as many
-        ("K5V4", 128, 4, (65536, 228 << 10), 10),
-        ("K16V16", 128, 4, (65536, 228 << 10), 8),
-        ("K5V4", 256, 4, (65536, 228 << 10), 4),
+        # 64 Ki registers: ten programs of 200 per thread, nine of 224, eight of 255; of two warps half as many
+        ("K5V4", 128, UNIFORM_NUMBERS, (65536, 228 << 10), 10),
+        ("K5V4", 128, {}, (65536, 228 << 10), 9),
+        ("K16V16", 128, {}, (65536, 228 << 10), 8),
+        ("K5V4", 256, UNIFORM_NUMBERS, (65536, 228 << 10), 4),
         # 12 KiB of rows copied ahead and 3 of the rest
-        ("K8V4", 128, 4, (65536, 100 << 10), 6),
+        ("K8V4", 128, UNIFORM_NUMBERS, (65536, 100 << 10), 6),
     ],
 )
-def test_programs_at_once(precision, dim, group, processor, expected, monkeypatch):
+def test_programs_at_once(precision, dim, numbers, processor, expected, monkeypatch):
     registers, shared = processor
     limits = SimpleNamespace(regs_per_multiprocessor=registers, shared_memory_per_multiprocessor=shared)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: limits)
     one = Precision.parse(precision)
-    layout = PageLayout.build(one, one, dim, dim, 2)
-    config = KernelConfig.choose(layout, group, torch.bfloat16, "cuda")
+    layout = PageLayout.build(one, one, dim, dim, 2, **numbers)
+    config = KernelConfig.choose(layout, 4, torch.bfloat16, "cuda")
     assert config.programs_per_processor(layout, torch.device("cuda")) == expected

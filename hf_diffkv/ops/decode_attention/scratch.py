@@ -16,8 +16,9 @@ from .splits import backend_of, choose_splits, processors, programs_per_processo
 
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 MOST_REGISTERS = 255
-# per thread of a program of one warp: ten of them run on a multiprocessor, and nothing is spilled
-SMALL_REGISTERS = 200
+# per thread of a program of one warp: ten of them run on a multiprocessor, nine where tokens are scored, without spills
+UNSCORED_REGISTERS = 200
+SCORED_REGISTERS = 224
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class KernelConfig:
         if uncompressed or crowded or wide > 2:
             options = (("maxnreg", MOST_REGISTERS),)
         elif warps == 1:
-            options = (("maxnreg", SMALL_REGISTERS),)
+            options = (("maxnreg", SCORED_REGISTERS if layout.selects else UNSCORED_REGISTERS),)
         return cls(heads, block, warps, 1 if crowded else 3, PTX, tl.float16, raw, options)
 
     def programs_per_processor(self, layout: PageLayout, device: torch.device) -> int:
