@@ -111,8 +111,8 @@ def _nvidia(compiled: Any, variant: KernelVariant) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(compiled.asm["cubin"])
-        usage = _tool("cuobjdump", "-res-usage", binary)
-        code = disassembly(_tool("nvdisasm", "-c", binary))
+        usage = tool("cuobjdump", "-res-usage", binary)
+        code = disassembly(tool("nvdisasm", "-c", binary))
     numbers = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     if numbers is None:
         raise RuntimeError("cuobjdump did not report the registers")
@@ -140,8 +140,12 @@ def _amd(compiled: Any) -> dict[str, Any]:
     }
 
 
-def _tool(name: str, *arguments: object) -> str:
-    """Output of a tool that comes with Triton."""
+def tool(name: str, *arguments: object) -> str:
+    """Output of a tool that comes with Triton.
+
+    Raises:
+        FileNotFoundError: this build of Triton has no such tool.
+    """
     import triton
 
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
@@ -19,6 +20,9 @@ from ..native import library
 REFERENCE, KERNELS, NATIVE = BACKENDS = ("reference", "kernels", "native")
 # NVIDIA devices before it have less shared memory than the kernels take, and no bfloat16
 OLDEST_CAPABILITY = (8, 0)
+# what the kernels are compiled for and with (docs/kernels.md)
+AMD_TARGETS = ("gfx942",)
+OLDEST_TRITON = (3, 6)
 _logger = logging.getLogger("hf_diffkv")
 _forced: str | None = None
 
@@ -78,13 +82,35 @@ def without_autocast(op: Callable) -> Callable:
 
 @cache
 def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    """Whether Triton is there and new enough; says so once if it is too old."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    import triton
+
+    found = re.findall(r"\d+", triton.__version__)[:2]
+    if tuple(map(int, found)) >= OLDEST_TRITON:
+        return True
+    _logger.warning(
+        "Triton %s is older than %d.%d, which the kernels need; the cache runs in PyTorch, which is slower",
+        triton.__version__,
+        *OLDEST_TRITON,
+    )
+    return False
 
 
 @cache
 def _fits(device: torch.device) -> bool:
     """Whether the kernels run on a device of type "cuda"; says so once if not."""
-    if torch.version.hip or torch.cuda.get_device_capability(device) >= OLDEST_CAPABILITY:
+    if torch.version.hip:
+        target = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+        if target not in AMD_TARGETS:
+            _logger.warning(
+                "the kernels were compiled for %s alone, not for %s; the cache runs in PyTorch, which is slower",
+                ", ".join(AMD_TARGETS),
+                target,
+            )
+        return target in AMD_TARGETS
+    if torch.cuda.get_device_capability(device) >= OLDEST_CAPABILITY:
         return True
     _logger.warning(
         "%s is older than compute capability %d.%d, which the kernels need; the cache runs in PyTorch, which is slower",

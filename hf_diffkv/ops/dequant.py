@@ -119,17 +119,18 @@ def constraints(bits, count):
 
 # constants, which Triton has in the key of what it compiled
 _BIASED = tl.constexpr({bits: [assembly(bits, False, (i,)) for i in range(pieces(bits))] for bits in PACKED_BITS})
-_EXACT = tl.constexpr({bits: assembly(bits, True, range(pieces(bits))) for bits in PACKED_BITS})
+_EXACT = tl.constexpr({bits: [assembly(bits, True, (i,)) for i in range(pieces(bits))] for bits in PACKED_BITS})
+_TOGETHER = tl.constexpr({bits: assembly(bits, True, range(pieces(bits))) for bits in PACKED_BITS})
 
 
 @triton.constexpr_function
-def biased_assembly(bits, piece):
-    return _BIASED[bits][piece]
+def piece_assembly(bits, piece, exact):
+    return (_EXACT if exact else _BIASED)[bits][piece]
 
 
 @triton.constexpr_function
-def exact_assembly(bits):
-    return _EXACT[bits]
+def joint_assembly(bits):
+    return _TOGETHER[bits]
 
 
 @triton.constexpr_function
@@ -144,16 +145,20 @@ def code_bias(bits, piece, mode):
 
 
 @triton.jit
-def unpack(packed, BITS: tl.constexpr, EXACT: tl.constexpr, MODE: tl.constexpr, DTYPE: tl.constexpr):
+def unpack(packed, BITS: tl.constexpr, EXACT: tl.constexpr, HERE: tl.constexpr, MODE: tl.constexpr,
+           DTYPE: tl.constexpr):  # fmt: skip
     """Tuple of the pieces of a row, as DTYPE; fp16 in PTX mode, which takes tiles of a multiple of 4 bytes.
 
     Args:
         packed: uint8 [tokens, lanes], a tuple of as many as `assembly` takes words.
 
-    Keys are unpacked with EXACT = False and carry `code_bias`, values with EXACT = True. Every piece of the former has
-    its own assembly, as Triton 3.8 gives only one result of an assembly the layout of a matrix operand; the assembler
-    merges what they share. The assembly of the latter is declared impure so that Triton does not move the layout change
-    of a transposed operand ahead of it, where shared memory would be read byte by byte.
+        EXACT: whether the codes lose their `code_bias`.
+        HERE: whether they are unpacked in the layout they were loaded in, and what is unpacked may change threads.
+            Otherwise Triton moves the change of layout ahead of them, so that every thread unpacks what it multiplies;
+            worth it where that is four bytes or more in one place.
+
+    Every piece has its own assembly then, as Triton 3.8 gives only one result of an assembly the layout of a matrix
+    operand; the assembler merges what they share. HERE, the assembly is declared impure, which keeps Triton from it.
     """
     COUNT: tl.constexpr = pieces(BITS)
     if MODE == 0:
@@ -161,17 +166,17 @@ def unpack(packed, BITS: tl.constexpr, EXACT: tl.constexpr, MODE: tl.constexpr, 
         for piece in tl.static_range(COUNT):
             codes = codes + (portable_piece(packed, piece, BITS).to(DTYPE),)
         return codes
-    elif not EXACT:
+    elif not HERE:
         codes = ()
         for piece in tl.static_range(COUNT):
             code = tl.inline_asm_elementwise(
-                biased_assembly(BITS, piece), constraints(BITS, 1), packed, dtype=tl.float16, is_pure=True, pack=4
+                piece_assembly(BITS, piece, EXACT), constraints(BITS, 1), packed, dtype=tl.float16, is_pure=True, pack=4
             )
             codes = codes + (code,)
         return codes
     else:
         return tl.inline_asm_elementwise(
-            exact_assembly(BITS), constraints(BITS, COUNT), packed, dtype=half_types(COUNT), is_pure=False, pack=4
+            joint_assembly(BITS), constraints(BITS, COUNT), packed, dtype=half_types(COUNT), is_pure=False, pack=4
         )
 
 

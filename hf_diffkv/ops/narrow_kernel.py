@@ -36,10 +36,24 @@ def load_metadata(pointer, BYTES: tl.constexpr, BITS: tl.constexpr):
     Args:
         pointer: uint8 pointers, aligned to BYTES, of any shape.
     """
+    return metadata_of(load_words(pointer, None, BYTES), BYTES, BITS)
+
+
+@triton.jit
+def load_words(pointer, mask, BYTES: tl.constexpr):
+    """What `metadata_of` takes: uint16 or uint32; `mask` may be None."""
     if BYTES == 2:
-        return scale_and_zero(tl.load(pointer.to(tl.pointer_type(tl.uint16))), BITS)
+        return tl.load(pointer.to(tl.pointer_type(tl.uint16)), mask=mask)
     else:
-        return pair_of(tl.load(pointer.to(tl.pointer_type(tl.uint32))))
+        return tl.load(pointer.to(tl.pointer_type(tl.uint32)), mask=mask)
+
+
+@triton.jit
+def metadata_of(word, BYTES: tl.constexpr, BITS: tl.constexpr):
+    if BYTES == 2:
+        return scale_and_zero(word, BITS)
+    else:
+        return pair_of(word)
 
 
 @triton.jit

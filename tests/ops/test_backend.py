@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hf_diffkv.config import Precision
 from hf_diffkv.memory import PageLayout
 from hf_diffkv.ops import backend
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 from hf_diffkv.ops.prefill_attention import tiles  # noqa: E402
 
@@ -40,8 +41,23 @@ def test_nvidia_devices_that_are_too_old_run_the_reference(device, caplog, capab
     assert caplog.text.count("Tesla T4 is older than compute capability 8.0") == (not runs)
 
 
-def test_amd_devices_run_kernels(device) -> None:
-    assert backend.use_kernels(device((7, 5), hip="6.4"), torch.bfloat16)
+@pytest.mark.parametrize("target, runs", [("gfx942:sramecc+:xnack-", True), ("gfx1100", False)])
+def test_amd_devices_run_kernels_that_were_compiled_for_them(device, monkeypatch, caplog, target, runs) -> None:
+    place = device((7, 5), hip="6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=target))
+    with caplog.at_level(logging.WARNING, "hf_diffkv"):
+        assert [backend.use_kernels(place, torch.bfloat16) for _ in range(2)] == [runs] * 2
+    assert caplog.text.count("compiled for gfx942 alone, not for gfx1100") == (not runs)
+
+
+@pytest.mark.parametrize("version, runs", [("3.4.0", False), ("3.6.0", True), ("3.10.1+git1", True), ("4.0", True)])
+def test_an_old_triton_is_not_used(monkeypatch, caplog, version, runs) -> None:
+    backend._has_triton.cache_clear()
+    monkeypatch.setattr(triton, "__version__", version)
+    with caplog.at_level(logging.WARNING, "hf_diffkv"):
+        assert [backend._has_triton() for _ in range(2)] == [runs] * 2
+    assert caplog.text.count(f"Triton {version} is older than 3.6") == (not runs)
+    backend._has_triton.cache_clear()
 
 
 def test_double_precision_and_cpus_run_the_reference(device) -> None:

@@ -22,7 +22,7 @@ if isinstance(triton.language.sum, triton.JITFunction):
 import triton.language as tl  # noqa: E402
 
 from hf_diffkv.ops.decode_attention import launch, reference  # noqa: E402
-from hf_diffkv.ops.decode_attention.scratch import KernelConfig, Scratch, choose_splits  # noqa: E402
+from hf_diffkv.ops.decode_attention.scratch import KernelConfig, Scratch  # noqa: E402
 
 TOLERANCE = {torch.float32: 2e-4, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 K8V4, K4V2, K16V16 = Precision(8, 4), Precision(4, 2), Precision(16, 16)
@@ -444,16 +444,6 @@ def test_nothing_is_read_back_from_the_device(monkeypatch):
     valid = torch.ones(1, dtype=torch.bool, device="meta")
     launch.decode_attention(*arguments, scaling=1.0, max_tokens=50, valid=valid)
     assert len(launched) == 3 and launched[0][0] == (1, 1)
-
-
-def test_splits_follow_the_load():
-    # one request of 8 heads on 132 processors: as many splits as have work
-    assert choose_splits(8, 4096, 32, 132) == 64
-    # a full batch of long rows: only as many as keep a split's length bounded
-    assert choose_splits(1024, 8192, 32, 132) == 8
-    assert choose_splits(4096, 512, 32, 132) == 1
-    assert choose_splits(8, 1, 32, 132) == 1
-    assert choose_splits(1, 10**7, 32, 132) == 256
 
 
 def test_wrong_arguments_are_refused():

@@ -149,7 +149,7 @@ def load_kernel(packed, codes, BITS: tl.constexpr, EXACT: tl.constexpr, DTYPE: t
     PIECE: tl.constexpr = DIM // PIECES
     lane = tl.arange(0, LANES)
     rows = packed + tl.arange(0, 2) * (DIM * BITS // 8)
-    pieces = packed_rows.load_codes(rows, lane, lane < PIECE, PIECE == LANES, BITS, DIM, EXACT, 0, DTYPE)
+    pieces = packed_rows.load_codes(rows, lane, lane < PIECE, PIECE == LANES, BITS, DIM, EXACT, True, 0, DTYPE)
     whole = packed_rows.stack_pieces(pieces, 0, PIECES).to(tl.float32)
     column = tl.arange(0, PIECES * LANES)
     place = tl.arange(0, 2)[:, None] * DIM + column // LANES * PIECE + column % LANES

@@ -16,7 +16,6 @@ import triton.language as tl
 
 from .rows import (
     STEP,
-    behind,
     columns,
     join_totals,
     row_counts,
@@ -29,10 +28,13 @@ from .tier_math import (
     add_raw_values,
     add_tier_values,
     add_zeros,
+    by_runs,
     convert,
+    in_order,
     key_tiles,
     load_query,
     load_rows,
+    narrow_words,
     no_zeros,
     padded,
     page_offset,
@@ -40,6 +42,7 @@ from .tier_math import (
     quarter_count,
     query_sums,
     tier_products,
+    tier_words,
     tile_pieces,
 )
 
@@ -56,6 +59,7 @@ def attend_tier(state, query_row, heads, pages, table, logits, peaks, first, las
     end repeat the last one and are left out by their logit, so that no load needs a mask.
     """
     old_peak, total, acc = state
+    acc = by_runs(acc, TIER, MODE)
     peak = old_peak
     query = load_query(
         query_row, heads, TIER.key_dim, key_tiles(TIER, MODE), tile_pieces(TIER, MODE), GROUP,
@@ -65,20 +69,39 @@ def attend_tier(state, query_row, heads, pages, table, logits, peaks, first, las
     lane = tl.arange(0, BLOCK)
     weight_sums = tl.zeros((BLOCK, heads.shape[0]), tl.float32)
     zeros = no_zeros(TIER, BLOCK, heads.shape[0])
+    # page numbers are loaded a block ahead, as Triton copies rows ahead of their use only where it knows the page then;
+    # so is metadata too narrow for such copies
+    AHEAD: tl.constexpr = narrow_words(TIER)
+    begin = tl.maximum(tl.minimum(first * BLOCK + lane, count - 1), 0)
+    page = tl.load(table + DIRECTION * (begin // TIER.capacity), mask=begin < count, other=0)
+    if AHEAD:
+        first_base = pages + page_offset(page, TIER.page_bytes, MODE)
+        words = tier_words(first_base, begin % TIER.capacity, begin < count, TIER)
     for block in range(first, last):
         token = block * BLOCK + lane
         present = token < count
-        stored = tl.minimum(token, count - 1)
-        page = tl.load(table + DIRECTION * (stored // TIER.capacity))
-        slot = stored % TIER.capacity
+        slot = tl.minimum(token, count - 1) % TIER.capacity
+        following = tl.minimum(token + BLOCK, count - 1)
+        next_page = tl.load(table + DIRECTION * (following // TIER.capacity))
         base = pages + page_offset(page, TIER.page_bytes, MODE)
-        products = tier_products(base, slot, query, sums, biases, TIER, ELEMENT, OPERAND, RAW, MODE)
+        if AHEAD:
+            next_base = pages + page_offset(next_page, TIER.page_bytes, MODE)
+            next_words = tier_words(next_base, following % TIER.capacity, None, TIER)
+        else:
+            words = tier_words(base, slot, None, TIER)
+        products = tier_products(base, slot, words[0], query, sums, biases, TIER, ELEMENT, OPERAND, RAW, MODE)
         peak, weight_sums, decay, weights, shifted = softmax_step(
             peak, weight_sums, products, present, logit_scale, cap
         )
         store_logits(logits, token, heads, shifted, present, GROUP)
         store_peak(peaks, block, heads, peak, GROUP)
-        acc, zeros = add_tier_values(acc, zeros, base, slot, weights, decay, TIER, ELEMENT, OPERAND, RAW, MODE)
+        acc, zeros = add_tier_values(
+            acc, zeros, base, slot, words[1], weights, decay, TIER, ELEMENT, OPERAND, RAW, MODE
+        )
+        page = next_page
+        if AHEAD:
+            words = next_words
+    acc = in_order(acc, TIER, MODE)
     return peak, join_totals(old_peak, total, peak, weight_sums), add_zeros(acc, zeros, TIER)
 
 
@@ -153,8 +176,16 @@ def attend_kernel(
     heads = tl.arange(0, HEADS)
     query_row = query + wide_row * (GROUP * KEY_DIM)
     table = page_table + wide_row * table_width
-    row_logits = behind(logits, wide_row * positions * COLUMNS)
-    row_peaks = behind(block_peak, wide_row * blocks * COLUMNS)
+    SCORED: tl.constexpr = logits is not None
+    row_logits = logits
+    row_peaks = block_peak
+    window_logits = logits
+    window_peaks = block_peak
+    if SCORED:
+        row_logits += wide_row * positions * COLUMNS
+        row_peaks += wide_row * blocks * COLUMNS
+        window_logits = row_logits + paged_blocks * BLOCK * COLUMNS
+        window_peaks = row_peaks + paged_blocks * COLUMNS
     quarters = tl.zeros((padded(QUARTER), HEADS), tl.float32)
     state = (
         tl.full((HEADS,), -float("inf"), tl.float32),
@@ -166,16 +197,16 @@ def attend_kernel(
         tl.minimum(last, high_blocks), high, logit_scale, cap, 1, HIGH, GROUP, BLOCK, ELEMENT, OPERAND, RAW, MODE,
     )  # fmt: skip
     # without scores no token is low
-    if LOW.score_bytes > 0:
+    if SCORED:
         state = attend_tier(
-            state, query_row, heads, pages, table + table_width - 1, behind(row_logits, high_blocks * BLOCK * COLUMNS),
-            behind(row_peaks, high_blocks * COLUMNS), tl.maximum(first - high_blocks, 0),
+            state, query_row, heads, pages, table + table_width - 1, row_logits + high_blocks * BLOCK * COLUMNS,
+            row_peaks + high_blocks * COLUMNS, tl.maximum(first - high_blocks, 0),
             tl.minimum(last, paged_blocks) - high_blocks, low, logit_scale, cap, -1, LOW, GROUP, BLOCK, ELEMENT,
             OPERAND, RAW, MODE,
         )  # fmt: skip
     state = attend_window(
         state, query_row, heads, window_key + wide_row * slots * KEY_DIM, window_value + wide_row * slots * VALUE_DIM,
-        behind(row_logits, paged_blocks * BLOCK * COLUMNS), behind(row_peaks, paged_blocks * COLUMNS),
+        window_logits, window_peaks,
         tl.maximum(first - paged_blocks, 0) * BLOCK, tl.minimum((last - paged_blocks) * BLOCK, window), window,
         place, slots, sink_slots, logit_scale, cap, KEY_DIM, VALUE_DIM, GROUP, RAW,
     )  # fmt: skip

@@ -17,7 +17,8 @@ from ..variant import UNIFORM_DIMS, UNIFORM_PRECISIONS, KernelVariant
 from .held import Held
 from .kernels import attend_kernel, merge_kernel
 from .score_kernel import score_kernel
-from .scratch import MIN_BLOCKS, TRITON_DTYPES, KernelConfig, Scratch
+from .scratch import TRITON_DTYPES, KernelConfig, Scratch
+from .splits import MIN_BLOCKS
 
 LOG2_E = math.log2(math.e)
 SPLIT_BLOCK = 16

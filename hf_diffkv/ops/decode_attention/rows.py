@@ -72,14 +72,6 @@ def window_slots(token, place, slots, sink_slots):
 
 
 @triton.jit
-def behind(pointer, count):
-    """The pointer so many numbers on; None stays None."""
-    if pointer is not None:
-        pointer += count
-    return pointer
-
-
-@triton.jit
 def store_peak(peaks, block, heads, peak, GROUP: tl.constexpr):
     """Stores the running peak [HEADS] after a block; nothing where `peaks` is None."""
     if peaks is not None:

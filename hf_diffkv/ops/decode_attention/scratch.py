@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -13,12 +12,13 @@ from torch import Tensor
 from ...memory import PageLayout
 from ..dequant import PORTABLE, PTX
 from .rows import STEP, columns
+from .splits import backend_of, choose_splits, processors, programs_per_processor
 
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-PROGRAMS_PER_PROCESSOR = 20
-MAX_SPLIT_TOKENS = 1024
-MAX_SPLITS = 256
-MIN_BLOCKS = 2
+MOST_REGISTERS = 255
+# per thread of a program of one warp: ten of them run on a multiprocessor, nine where tokens are scored, without spills
+UNSCORED_REGISTERS = 200
+SCORED_REGISTERS = 224
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,17 @@ class KernelConfig:
         # 8-bit values of 80 or 96 elements: padding them leaves no registers for loads ahead of their use
         crowded = widest & (widest - 1) > 0 and any(tier.v_bits == 8 for tier in tiers)
         # left alone, the assembler spills some kernels to reach a round number of registers
-        options = (("maxnreg", 255),) if uncompressed or crowded or wide > 2 else ()
-        return cls(heads, block, warps, 1 if crowded else 2, PTX, tl.float16, raw, options)
+        options = ()
+        if uncompressed or crowded or wide > 2:
+            options = (("maxnreg", MOST_REGISTERS),)
+        elif warps == 1:
+            options = (("maxnreg", SCORED_REGISTERS if layout.selects else UNSCORED_REGISTERS),)
+        return cls(heads, block, warps, 1 if crowded else 3, PTX, tl.float16, raw, options)
+
+    def programs_per_processor(self, layout: PageLayout, device: torch.device) -> int:
+        """Programs that a multiprocessor of `device` runs at once."""
+        registers = dict(self.options).get("maxnreg", MOST_REGISTERS)
+        return programs_per_processor(layout, self.block, self.num_warps, self.num_stages, registers, device)
 
 
 @dataclass(frozen=True)
@@ -130,7 +139,8 @@ class Scratch:
         if config is None:
             config = KernelConfig.choose(layout, group, dtype, backend_of(device))
         if splits is None:
-            splits = choose_splits(rows, max_tokens, config.block, processors(device))
+            programs = processors(device) * config.programs_per_processor(layout, device)
+            splits = choose_splits(rows, max_tokens, config.block, programs)
         step = STEP.value
         steps = -(-min(slots, max_tokens) // step)
         # either tier may end in a block that is not full
@@ -168,31 +178,3 @@ class Scratch:
                 f"scratch holds {self.max_tokens} tokens and {self.slots} window slots per row, not {max_tokens} and "
                 f"{slots}."
             )
-
-
-def choose_splits(rows: int, max_tokens: int, block: int, processors: int) -> int:
-    """Splits per row: enough to fill the device, none so long that one long row outlasts all others.
-
-    Args:
-        rows: batch * KV heads.
-        max_tokens: of the longest row.
-        block: tokens per step.
-        processors: multiprocessors of the device.
-    """
-    useful = -(-max_tokens // (MIN_BLOCKS * block))
-    wanted = max(-(-processors * PROGRAMS_PER_PROCESSOR // max(rows, 1)), -(-max_tokens // MAX_SPLIT_TOKENS))
-    return max(1, min(useful, wanted, MAX_SPLITS))
-
-
-def backend_of(device: torch.device) -> str:
-    if torch.device(device).type != "cuda":
-        return "cpu"
-    return "hip" if torch.version.hip else "cuda"
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a device; 1 for the interpreter, which runs programs one after the other."""
-    if torch.device(device).type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count

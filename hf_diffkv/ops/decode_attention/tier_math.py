@@ -14,8 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..dequant import code_bias, pieces
-from ..narrow_kernel import load_metadata
+from ..dequant import code_bias, fields, pieces
+from ..narrow_kernel import load_metadata, load_words, metadata_of
 from ..packed_rows import gather_codes, load_codes, load_lanes, stack_pieces
 
 
@@ -97,11 +97,11 @@ def load_rows(pointer, COUNT: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def load_pieces(rows, COUNT: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, EXACT: tl.constexpr,
-                MODE: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+                HERE: tl.constexpr, MODE: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
     """Codes of packed rows (pointers [tokens]) of DIM elements, pieces [tokens, padded(COUNT)] of COUNT elements."""
     LANES: tl.constexpr = padded(COUNT)
     lane = tl.arange(0, LANES)
-    return load_codes(rows, lane, lane < COUNT, COUNT == LANES, BITS, DIM, EXACT, MODE, DTYPE)
+    return load_codes(rows, lane, lane < COUNT, COUNT == LANES, BITS, DIM, EXACT, HERE, MODE, DTYPE)
 
 
 @triton.jit
@@ -166,10 +166,38 @@ def query_sums(query, TIER: tl.constexpr, MODE: tl.constexpr):
     return sums, biases
 
 
+@triton.constexpr_function
+def narrow_words(tier):
+    """Whether `tier_words` are of two bytes, which are not copied asynchronously: at least four are."""
+    return 2 in (tier.key_metadata, tier.value_metadata)
+
+
 @triton.jit
-def tier_products(base, slot, query, sums, biases, TIER: tl.constexpr, ELEMENT: tl.constexpr, OPERAND: tl.constexpr,
-                  RAW: tl.constexpr, MODE: tl.constexpr):  # fmt: skip
-    """query . key of the tokens in `slot` of the pages at `base`: float32 [tokens, HEADS]."""
+def tier_words(base, slot, mask, TIER: tl.constexpr):
+    """Metadata of the tokens in `slot` of the pages at `base` as it is stored: of keys and of values, a tuple of
+    [tokens] for the groups; empty at 16 bits, and for values whose metadata `add_tier_values` reads for each element.
+    """
+    key_words = ()
+    value_words = ()
+    KEY: tl.constexpr = TIER.key_metadata
+    VALUE: tl.constexpr = TIER.value_metadata
+    KEY_GROUPS: tl.constexpr = TIER.k_groups
+    VALUE_GROUPS: tl.constexpr = TIER.v_groups
+    if TIER.k_bits < 16:
+        metadata = base + TIER.key_metadata_offset + slot * (KEY * KEY_GROUPS)
+        for group in tl.static_range(KEY_GROUPS):
+            key_words = key_words + (load_words(metadata + KEY * group, mask, KEY),)
+    if planar_values(TIER):
+        metadata = base + TIER.value_metadata_offset + slot * (VALUE * VALUE_GROUPS)
+        for group in tl.static_range(VALUE_GROUPS):
+            value_words = value_words + (load_words(metadata + VALUE * group, mask, VALUE),)
+    return key_words, value_words
+
+
+@triton.jit
+def tier_products(base, slot, words, query, sums, biases, TIER: tl.constexpr, ELEMENT: tl.constexpr,
+                  OPERAND: tl.constexpr, RAW: tl.constexpr, MODE: tl.constexpr):  # fmt: skip
+    """query . key of the tokens in `slot` of the pages at `base`: float32 [tokens, HEADS]; `words` of the keys."""
     keys = base + TIER.key_offset + slot * TIER.key_row
     if TIER.k_bits == 16:
         rows = load_rows(keys.to(tl.pointer_type(ELEMENT)), TIER.key_dim, padded(TIER.key_dim))
@@ -180,11 +208,9 @@ def tier_products(base, slot, query, sums, biases, TIER: tl.constexpr, ELEMENT: 
         TILES: tl.constexpr = key_tiles(TIER, MODE) // GROUPS
         PIECES: tl.constexpr = tile_pieces(TIER, MODE)
         DIM: tl.constexpr = TIER.key_dim // GROUPS
-        SIZE: tl.constexpr = TIER.key_metadata
-        metadata = base + TIER.key_metadata_offset + slot * (SIZE * GROUPS)
         if PLANAR:
             PIECE: tl.constexpr = DIM // (TILES * PIECES)
-            codes = load_pieces(keys, PIECE, TIER.k_bits, TIER.key_dim, False, MODE, OPERAND)
+            codes = load_pieces(keys, PIECE, TIER.k_bits, TIER.key_dim, False, False, MODE, OPERAND)
         for group in tl.static_range(GROUPS):
             if PLANAR:
                 # taking the bias off first costs nothing: a matrix product adds to something anyway
@@ -197,7 +223,7 @@ def tier_products(base, slot, query, sums, biases, TIER: tl.constexpr, ELEMENT: 
                 element = (group * DIM + lane)[None, :]
                 code = gather_codes(keys[:, None], element, (lane < DIM)[None, :], TIER.k_bits, TIER.key_dim)
                 raw = tl.dot(code.to(OPERAND), query[group], input_precision="ieee")
-            scale, zero = load_metadata(metadata + SIZE * group, SIZE, TIER.k_bits)
+            scale, zero = metadata_of(words[group], TIER.key_metadata, TIER.k_bits)
             term = raw * scale[:, None] + zero[:, None] * sums[group][None, :]
             if group == 0:
                 products = term
@@ -225,16 +251,60 @@ def value_quarters(rows, TIER: tl.constexpr, OPERAND: tl.constexpr, MODE: tl.con
     QUARTER: tl.constexpr = DIM // 4
     BITS: tl.constexpr = TIER.v_bits
     COUNT: tl.constexpr = pieces(BITS)
-    first = load_pieces(rows, QUARTER, BITS, DIM, True, MODE, OPERAND)
+    HERE: tl.constexpr = run_length(TIER, MODE) == 1
+    first = load_pieces(rows, QUARTER, BITS, DIM, True, HERE, MODE, OPERAND)
     if COUNT == 4:
         return first
-    second = load_pieces(rows + QUARTER, QUARTER, BITS, DIM, True, MODE, OPERAND)
+    second = load_pieces(rows + QUARTER, QUARTER, BITS, DIM, True, HERE, MODE, OPERAND)
     if COUNT == 2:
         return (first[0], second[0], first[1], second[1])
     else:
-        third = load_pieces(rows + 2 * QUARTER, QUARTER, BITS, DIM, True, MODE, OPERAND)
-        fourth = load_pieces(rows + 3 * QUARTER, QUARTER, BITS, DIM, True, MODE, OPERAND)
+        third = load_pieces(rows + 2 * QUARTER, QUARTER, BITS, DIM, True, HERE, MODE, OPERAND)
+        fourth = load_pieces(rows + 3 * QUARTER, QUARTER, BITS, DIM, True, HERE, MODE, OPERAND)
         return (first[0], second[0], third[0], fourth[0])
+
+
+@triton.constexpr_function
+def run_length(tier, mode):
+    """Consecutive elements of a quarter that one thread takes of a token, where it unpacks them for itself.
+
+    In a product of matrices a thread has every eighth row of values^T. Where these rows are taken from a quarter in
+    runs, it unpacks what it reads itself, four bytes and more at once; in their order, values would be unpacked by
+    other threads than those that multiply them, and go through shared memory as fp16. 1: in their order.
+    """
+    run = padded(quarter(tier.value_dim)) // 8
+    worth = run >= 4 or len(fields(tier.v_bits)) == 1
+    return run if mode == 1 and planar_values(tier) and worth else 1
+
+
+@triton.jit
+def swap_rows(x, FIRST: tl.constexpr, SECOND: tl.constexpr):
+    """Rows of [FIRST * SECOND, columns] by (second, first) instead of by (first, second)."""
+    return x.reshape(FIRST, SECOND, x.shape[1]).permute(1, 0, 2).reshape(FIRST * SECOND, x.shape[1])
+
+
+@triton.jit
+def by_runs(acc, TIER: tl.constexpr, MODE: tl.constexpr):
+    """The output's quarters in the order of rows in which values are multiplied."""
+    RUN: tl.constexpr = run_length(TIER, MODE)
+    if RUN > 1:
+        out = ()
+        for part in tl.static_range(4):
+            out = out + (swap_rows(acc[part], 8, RUN),)
+        acc = out
+    return acc
+
+
+@triton.jit
+def in_order(acc, TIER: tl.constexpr, MODE: tl.constexpr):
+    """The inverse of `by_runs`."""
+    RUN: tl.constexpr = run_length(TIER, MODE)
+    if RUN > 1:
+        out = ()
+        for part in tl.static_range(4):
+            out = out + (swap_rows(acc[part], RUN, 8),)
+        acc = out
+    return acc
 
 
 @triton.constexpr_function
@@ -265,35 +335,40 @@ def add_zeros(acc, zeros, TIER: tl.constexpr):
 
 
 @triton.jit
-def add_tier_values(acc, zeros, base, slot, weights, decay, TIER: tl.constexpr, ELEMENT: tl.constexpr,
+def add_tier_values(acc, zeros, base, slot, words, weights, decay, TIER: tl.constexpr, ELEMENT: tl.constexpr,
                     OPERAND: tl.constexpr, RAW: tl.constexpr, MODE: tl.constexpr):  # fmt: skip
     """acc * decay + values^T weights over the tokens in `slot` of the pages at `base`; weights [tokens, HEADS].
 
-    Values of the tiers with `zero_groups` are taken without their zero point, which goes to `zeros`.
+    acc: `by_runs`. words: of the values, see `tier_words`. Values of the tiers with `zero_groups` are taken without
+    their zero point, which goes to `zeros`.
     """
     DIM: tl.constexpr = TIER.value_dim
     GROUPS: tl.constexpr = TIER.v_groups
     rows = base + TIER.value_offset + slot * TIER.value_row
-    SIZE: tl.constexpr = TIER.value_metadata
-    metadata = base + TIER.value_metadata_offset + slot * (SIZE * GROUPS)
     if TIER.v_bits == 16:
         acc = add_raw_values(acc, rows.to(tl.pointer_type(ELEMENT)), weights, decay, DIM, RAW)
     elif planar_values(TIER):
         quarters = value_quarters(rows, TIER, OPERAND, MODE)
         SHARED: tl.constexpr = 4 // GROUPS
+        RUN: tl.constexpr = run_length(TIER, MODE)
         out = ()
         zeros_out = ()
         for group in tl.static_range(GROUPS):
-            scale, zero = load_metadata(metadata + SIZE * group, SIZE, TIER.v_bits)
+            scale, zero = metadata_of(words[group], TIER.value_metadata, TIER.v_bits)
             zeros_out = zeros_out + (zeros[group] * decay[None, :] + weights * zero[:, None],)
             scaled = (weights * scale[:, None]).to(OPERAND)
             for part in tl.static_range(group * SHARED, group * SHARED + SHARED):
                 before = acc[part] * decay[None, :]
-                out = out + (tl.dot(tl.trans(quarters[part]), scaled, before, input_precision="ieee"),)
+                values = tl.trans(quarters[part])
+                if RUN > 1:
+                    values = swap_rows(values, 8, RUN)
+                out = out + (tl.dot(values, scaled, before, input_precision="ieee"),)
         acc = out
         zeros = zeros_out
     else:
         QUARTER: tl.constexpr = quarter(DIM)
+        SIZE: tl.constexpr = TIER.value_metadata
+        metadata = base + TIER.value_metadata_offset + slot * (SIZE * GROUPS)
         lane = tl.arange(0, padded(QUARTER))
         out = ()
         for part in tl.static_range(4):

@@ -67,7 +67,7 @@ def stored_tile(rows, metadata, SIZE: tl.constexpr, BITS: tl.constexpr, GROUPS: 
         PIECES: tl.constexpr = pieces(BITS)
         PIECE: tl.constexpr = DIM // PIECES
         lane, exists = row_columns(PIECE, WIDTH // PIECES, PARTS // PIECES)
-        codes = load_codes(rows, lane, exists, PIECE == WIDTH // PIECES, BITS, DIM, True, MODE, tl.float32)
+        codes = load_codes(rows, lane, exists, PIECE == WIDTH // PIECES, BITS, DIM, True, True, MODE, tl.float32)
         tiles = ()
         if PIECES % GROUPS == 0:
             for group in tl.static_range(GROUPS):
@@ -86,7 +86,12 @@ def stored_tile(rows, metadata, SIZE: tl.constexpr, BITS: tl.constexpr, GROUPS: 
 def page_rows(pages, table, token, DIRECTION: tl.constexpr, TIER: tl.constexpr):
     """Pages (pointers [tokens]) and slots of a row's tokens; `table` points at the level's first entry."""
     page = tl.load(table + DIRECTION * (token // TIER.capacity))
-    return pages + page.to(tl.int64) * TIER.page_bytes, token % TIER.capacity
+    return page_base(pages, page, TIER), token % TIER.capacity
+
+
+@triton.jit
+def page_base(pages, page, TIER: tl.constexpr):
+    return pages + page.to(tl.int64) * TIER.page_bytes
 
 
 @triton.jit

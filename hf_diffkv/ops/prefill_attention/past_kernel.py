@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..decode_attention.rows import row_counts, window_slots
 from .kernels import load_extent, online_softmax
-from .page_tiles import as_operand, key_tile, load_columns, page_rows, row_columns, value_tile
+from .page_tiles import as_operand, key_tile, load_columns, page_base, row_columns, value_tile
 
 
 @triton.jit
@@ -23,14 +23,22 @@ def attend_pages(
 ):  # fmt: skip
     """Adds blocks [first, last) of a level of `count` tokens; those past the end repeat the last one and are hidden."""
     acc, peak, total = state
+    lane = tl.arange(0, BLOCK_N)
+    # loaded a block ahead: Triton copies rows ahead of their use only where it knows the page then
+    begin = tl.maximum(tl.minimum(first * BLOCK_N + lane, count - 1), 0)
+    page = tl.load(table + DIRECTION * (begin // TIER.capacity))
     for block in range(first, last):
-        token = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        base, slot = page_rows(pages, table, tl.minimum(token, count - 1), DIRECTION, TIER)
+        token = block * BLOCK_N + lane
+        slot = tl.minimum(token, count - 1) % TIER.capacity
+        following = tl.minimum(token + BLOCK_N, count - 1)
+        next_page = tl.load(table + DIRECTION * (following // TIER.capacity))
+        base = page_base(pages, page, TIER)
         k = key_tile(base, slot, TIER, KEY_WIDTH, KEY_PARTS, ELEMENT, DOT, MODE)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         peak, total, shrink, p = online_softmax(peak, total, s, (token < count)[None, :], scale, cap)
         v = value_tile(base, slot, TIER, VALUE_WIDTH, VALUE_PARTS, ELEMENT, DOT, MODE)
         acc = tl.dot(p.to(DOT), v, acc * shrink[:, None], input_precision="ieee")
+        page = next_page
     return acc, peak, total
 
 

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..decode_attention.scratch import processors
+from ..decode_attention.splits import processors
 from .columns import past_scores
 from .past import StoredPast
 from .past_kernel import past_forward

@@ -1,0 +1,78 @@
+"""How many programs of decode attention a device runs at once, and into how many splits rows are therefore cut."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from ...memory import PageLayout
+
+MIN_BLOCKS = 2
+MAX_SPLITS = 256
+# so that one long row among short ones does not outlast all others
+MAX_SPLIT_TOKENS = 2048
+# what a program takes beside its blocks, in blocks: three reads one after the other, and the instructions before and
+# after its loops
+START_BLOCKS = 2
+# gfx942: four compute units' parts, each with registers for one wave of this kernel
+HIP_WAVES = 4
+# the interpreter runs one program after the other; so many for tests to have splits
+INTERPRETER_PROGRAMS = 20
+
+
+def choose_splits(rows: int, max_tokens: int, block: int, programs: int) -> int:
+    """Splits per row that take least time: whole waves of programs, neither many short ones nor a few long ones.
+
+    A wave is what the device runs at once. Where the last one is not full, the device idles for the rest of it.
+
+    Args:
+        rows: batch * KV heads.
+        max_tokens: of the longest row.
+        block: tokens per step.
+        programs: that the device runs at once.
+    """
+    blocks = max(1, -(-max_tokens // block))
+    most = min(max(1, -(-blocks // MIN_BLOCKS)), MAX_SPLITS)
+    least = min(-(-max_tokens // MAX_SPLIT_TOKENS), most)
+
+    def duration(splits: int) -> int:
+        waves = -(-max(rows, 1) * splits // programs)
+        return waves * (max(-(-blocks // splits), MIN_BLOCKS) + START_BLOCKS)
+
+    return min(range(max(least, 1), most + 1), key=duration)
+
+
+def programs_per_processor(
+    layout: PageLayout, block: int, num_warps: int, num_stages: int, registers: int, device: torch.device
+) -> int:
+    """Programs of `attend_kernel` that a multiprocessor has registers and shared memory for.
+
+    Args:
+        registers: at most so many per thread.
+    """
+    backend = backend_of(device)
+    if backend == "cpu":
+        return INTERPRETER_PROGRAMS
+    if backend == "hip":
+        return max(1, HIP_WAVES // num_warps)
+    limits = torch.cuda.get_device_properties(device)
+    row = max(tier.key_row + tier.value_row for tier in (layout.high, layout.low))
+    # rows that were copied ahead, and 3 KiB of all else, one of them the system's
+    shared = max(num_stages - 1, 1) * block * row + 3072
+    by_registers = limits.regs_per_multiprocessor // (registers * 32 * num_warps)
+    return max(1, min(by_registers, limits.shared_memory_per_multiprocessor // shared))
+
+
+def backend_of(device: torch.device) -> str:
+    if torch.device(device).type != "cuda":
+        return "cpu"
+    return "hip" if torch.version.hip else "cuda"
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device; 1 for the interpreter, which runs programs one after the other."""
+    if torch.device(device).type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,54 @@
+"""Into how many programs a decode step is cut."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_diffkv.config import Precision
+from hf_diffkv.memory import PageLayout
+from hf_diffkv.presets import UNIFORM_NUMBERS
+
+pytest.importorskip("triton")
+
+from hf_diffkv.ops.decode_attention.scratch import KernelConfig  # noqa: E402
+from hf_diffkv.ops.decode_attention.splits import choose_splits  # noqa: E402
+
+
+def test_splits_follow_the_load():
+    # ten programs on each of 132 processors; one request of 8 heads: as many splits as have work
+    assert choose_splits(8, 4096, 32, 1320) == 64
+    # a full batch: whole waves of programs
+    for rows in (64, 256, 512, 1024):
+        waves = rows * choose_splits(rows, 8192, 32, 1320) / 1320
+        assert 0.95 < waves / math.ceil(waves) <= 1
+    # no more splits than waves need, but none of more than 2,048 tokens
+    assert choose_splits(4096, 512, 32, 1320) == 1
+    assert choose_splits(100_000, 8192, 32, 1320) == 4
+    assert choose_splits(8, 1, 32, 1320) == 1
+    assert choose_splits(1, 10**7, 32, 1320) == 256
+
+
+@pytest.mark.parametrize(
+    "precision, dim, numbers, processor, expected",
+    [
+        # 64 Ki registers: ten programs of 200 per thread, nine of 224, eight of 255; of two warps half as many
+        ("K5V4", 128, UNIFORM_NUMBERS, (65536, 228 << 10), 10),
+        ("K5V4", 128, {}, (65536, 228 << 10), 9),
+        ("K16V16", 128, {}, (65536, 228 << 10), 8),
+        ("K5V4", 256, UNIFORM_NUMBERS, (65536, 228 << 10), 4),
+        # 12 KiB of rows copied ahead and 3 of the rest
+        ("K8V4", 128, UNIFORM_NUMBERS, (65536, 100 << 10), 6),
+    ],
+)
+def test_programs_at_once(precision, dim, numbers, processor, expected, monkeypatch):
+    registers, shared = processor
+    limits = SimpleNamespace(regs_per_multiprocessor=registers, shared_memory_per_multiprocessor=shared)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: limits)
+    one = Precision.parse(precision)
+    layout = PageLayout.build(one, one, dim, dim, 2, **numbers)
+    config = KernelConfig.choose(layout, 4, torch.bfloat16, "cuda")
+    assert config.programs_per_processor(layout, torch.device("cuda")) == expected

@@ -1,0 +1,260 @@
+"""A multiprocessor that runs one loop of a compiled kernel for ever: what its warps wait for, from their control codes.
+
+Every NVIDIA instruction since Volta carries how many cycles its warp stalls after it, which of six scoreboards it sets
+when its operands are read or its result is there, and which of them it waits for. The model issues at most one
+instruction per scheduler and cycle, keeps the pipes, the port to shared memory and a queue to memory busy, and
+completes asynchronous copies after a latency. It knows no bank conflicts but of reads of single words, no cache misses of
+instructions and no contention between multiprocessors but an equal share of bandwidth: expect figures to be off by a
+fifth.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+WARM_UP, MEASURED = 8, 25
+SCHEDULERS = 4
+# operations that may wait before the port to shared memory, in its cycles
+PORT_QUEUE = 16
+# cycles until the registers an access takes are read
+READ_CYCLES = 14
+# instructions per cycle and scheduler are 1 / these, by pipe; 32 lanes over what a quarter of a multiprocessor has
+PIPE_CYCLES = {"matrix": 8, "special": 8, "float": 1, "other": 1}
+PIPE_CYCLES |= dict.fromkeys(("integer", "multiply", "access", "uniform"), 2)
+LATENCIES = {"HMMA": 33, "IMMA": 33, "LDSM": 33, "LDS": 30, "SHFL": 24, "MUFU": 22, "F2F": 22, "I2F": 22}
+OTHER_LATENCY = 14
+PIPES = {
+    **dict.fromkeys(("HMMA", "IMMA", "QGMMA"), "matrix"),
+    **dict.fromkeys(("MUFU", "I2F", "F2I", "F2F", "POPC"), "special"),
+    **dict.fromkeys(("FADD", "FMUL", "FFMA", "HADD2", "HMUL2", "HFMA2"), "float"),
+    **dict.fromkeys(("LDS", "LDSM", "STS", "STSM", "LDG", "STG", "LDGSTS", "LDL", "STL", "SHFL", "ATOMS"), "access"),
+    **dict.fromkeys(("BRA", "BAR", "DEPBAR", "LDGDEPBAR", "NOP", "WARPSYNC", "BSSY", "BSYNC"), "other"),
+    "IMAD": "multiply",
+}
+
+
+@dataclass(frozen=True)
+class Processor:
+    """A multiprocessor and its share of a device.
+
+    Attributes:
+        count: multiprocessors of the device.
+        peak: bytes per cycle that memory gives each of them, by the data sheet.
+        reached: share of it that long reads reach at best.
+        registers, shared, warps, programs: what it holds at once; shared memory in bytes.
+        latency, cache_latency: cycles of a read from memory under load, and from the second-level cache.
+    """
+
+    name: str
+    count: int
+    peak: float
+    registers: int
+    shared: int
+    warps: int
+    programs: int
+    reached: float = 0.92
+    latency: int = 800
+    cache_latency: int = 280
+
+    def resident(self, registers: int, shared: int, num_warps: int) -> int:
+        """Programs that run on it at once, each of so many registers per thread and bytes of shared memory."""
+        # registers are given out to warps in units of 256, shared memory in units of 128 and 1 KiB is the system's
+        per_warp = -(-registers * 32 // 256) * 256
+        by_registers = self.registers // per_warp // num_warps
+        by_shared = self.shared // (-(-shared // 128) * 128 + 1024)
+        return min(by_registers, by_shared, self.warps // num_warps, self.programs)
+
+
+PROCESSORS = {
+    # 4.8 TB/s at 1.755 GHz
+    "sm_90": Processor("H200", 132, 4.8e12 / 132 / 1.755e9, 65536, 228 * 1024, 64, 32),
+    # 2.04 TB/s at 1.41 GHz
+    "sm_80": Processor("A100 80 GB", 108, 2.04e12 / 108 / 1.41e9, 65536, 164 * 1024, 64, 32),
+}
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """An instruction and its control code.
+
+    Attributes:
+        stall: cycles before the warp's next one.
+        written, read: scoreboard released when its result is there, and when its operands were read; 7 for none.
+        waits: bit mask of scoreboards it waits for.
+        pending: of DEPBAR, groups of copies that may still be under way; None otherwise.
+    """
+
+    address: int
+    op: str
+    target: str | None
+    stall: int
+    written: int
+    read: int
+    waits: int
+    pending: int | None
+
+    @property
+    def name(self) -> str:
+        return self.op.split(".")[0]
+
+    @property
+    def pipe(self) -> str:
+        return "uniform" if self.name[0] == "U" or self.name == "R2UR" else PIPES.get(self.name, "integer")
+
+    @property
+    def port_cycles(self) -> int:
+        """Of the port to shared memory, 128 bytes a cycle."""
+        if self.name == "LDSM":
+            return 4 if ".4" in self.op else 2 if ".2" in self.op else 1
+        if self.op == "LDS":
+            # words of every fourth row, of 32 bytes or a multiple: what the decode loops read of values is in the same
+            # banks
+            return 4
+        if self.name in ("LDS", "STS", "LDGSTS"):
+            return 4 if ".128" in self.op else 2 if ".64" in self.op else 1
+        return {"SHFL": 1, "LDG": 2, "STG": 2}.get(self.name, 0)
+
+
+def parse(text: str) -> tuple[list[Instruction], dict[str, int]]:
+    """Instructions and labels of `nvdisasm -c -hex`."""
+    labels: dict[str, int] = {}
+    waiting: list[str] = []
+    found: list[Instruction] = []
+    pending: tuple[int, str, str] | None = None
+    for line in text.splitlines():
+        if label := re.match(r"\s*(\.L_\w+):", line):
+            waiting.append(label[1])
+        elif code := re.match(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*?)/\*", line):
+            labels.update(dict.fromkeys(waiting, int(code[1], 16)))
+            waiting = []
+            pending = int(code[1], 16), code[2], code[3]
+        elif pending and (word := re.match(r"\s*/\*\s*0x([0-9a-f]{16})\s*\*/", line)):
+            found.append(_instruction(*pending, int(word[1], 16)))
+            pending = None
+    return found, labels
+
+
+def _instruction(address: int, op: str, operands: str, word: int) -> Instruction:
+    """`word`: the upper half of the encoding, with the control code in its bits 41 to 57."""
+    code = word >> 41
+    jump = re.search(r"`\((\.L_\w+)\)", operands) if op.startswith("BRA") else None
+    groups = re.search(r"SB0, 0x([0-9a-f]+)", operands) if op.startswith("DEPBAR.LE") else None
+    return Instruction(
+        address=address,
+        op=op,
+        target=jump[1] if jump else None,
+        stall=code & 15,
+        written=code >> 5 & 7,
+        read=code >> 8 & 7,
+        waits=code >> 11 & 63,
+        pending=int(groups[1], 16) if groups else None,
+    )
+
+
+def inner_loops(code: Sequence[Instruction], labels: dict[str, int]) -> list[list[Instruction]]:
+    """Bodies of the innermost loops, in order."""
+    jumps = [(labels.get(each.target, each.address), each.address) for each in code if each.target]
+    loops = [(first, last) for first, last in jumps if first < last]
+    inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    return [[each for each in code if first <= each.address <= last] for first, last in sorted(inner)]
+
+
+def buffer_depth(body: Sequence[Instruction]) -> int:
+    """Rounds of a loop whose copies have room at once: 1 where a round waits for all that was asked for; 0 for none."""
+    commits = sum(each.name == "LDGDEPBAR" for each in body)
+    waits = [each.pending for each in body if each.pending is not None]
+    return 1 + min(waits) // commits if commits and waits else 0
+
+
+def port_cycles(body: Sequence[Instruction]) -> int:
+    """Of the port to shared memory, which all warps of a multiprocessor share, in one round of a warp."""
+    return sum(each.port_cycles for each in body)
+
+
+@dataclass
+class _Warp:
+    ready: int
+    at: int = 0
+    rounds: int = 0
+    boards: list[int] = field(default_factory=lambda: [0] * 6)
+    groups: list[float] = field(default_factory=list)
+    arriving: float = 0.0
+    starts: list[int] = field(default_factory=list)
+
+
+def cycles_per_round(body: Sequence[Instruction], warps: int, bytes_per_round: float, processor: Processor) -> float:
+    """Cycles of one round of a loop where so many warps run it on a multiprocessor.
+
+    Args:
+        bytes_per_round: that a warp copies from memory in a round, of which every asynchronous copy brings a part in
+            proportion to its width.
+    """
+    width = {each.address: each.port_cycles for each in body if each.name == "LDGSTS"}
+    unit = bytes_per_round / max(sum(width.values()), 1) / (processor.peak * processor.reached)
+    running = [_Warp(ready=37 * index) for index in range(warps)]
+    turns = [running[index::SCHEDULERS] for index in range(SCHEDULERS)]
+    pipes = [dict.fromkeys(PIPE_CYCLES, 0) for _ in range(SCHEDULERS)]
+    order = list(range(SCHEDULERS))
+    port = memory = 0.0
+    now = 0
+    while any(warp.rounds < WARM_UP + MEASURED for warp in running):
+        soonest, issued = now + 10_000, False
+        for scheduler in tuple(order):
+            turn, pipe = turns[scheduler], pipes[scheduler]
+            for warp in turn:
+                each = body[warp.at]
+                earliest = max(_ready(warp, each), pipe[each.pipe])
+                if each.port_cycles:
+                    earliest = max(earliest, int(port) - PORT_QUEUE + 1)
+                if earliest > now:
+                    soonest = min(soonest, earliest)
+                    continue
+                done = now + LATENCIES.get(each.name, OTHER_LATENCY)
+                pipe[each.pipe] = now + PIPE_CYCLES[each.pipe]
+                if each.port_cycles:
+                    port = max(port, now) + each.port_cycles
+                    done = max(done, int(port) + LATENCIES.get(each.name, OTHER_LATENCY) - 4)
+                if each.name == "LDGSTS":
+                    memory = max(memory, now) + unit * width[each.address]
+                    warp.arriving = max(warp.arriving, memory + processor.latency)
+                elif each.name == "LDG":
+                    # numbers of two bytes are metadata, too narrow to copy; others are page numbers
+                    done = now + (processor.latency if ".U16" in each.op else processor.cache_latency)
+                elif each.name == "LDGDEPBAR":
+                    warp.groups = [group for group in warp.groups if group > now] + [warp.arriving]
+                    done = now
+                if each.written < 6:
+                    warp.boards[each.written] = max(warp.boards[each.written], done)
+                if each.read < 6:
+                    warp.boards[each.read] = max(warp.boards[each.read], now + READ_CYCLES)
+                if warp.at == 0:
+                    warp.starts.append(now)
+                warp.ready = now + max(1, each.stall)
+                warp.at += 1
+                if warp.at == len(body):
+                    warp.at, warp.rounds = 0, warp.rounds + 1
+                # the others go first next time
+                turn.remove(warp)
+                turn.append(warp)
+                if each.port_cycles:
+                    order.remove(scheduler)
+                    order.append(scheduler)
+                issued = True
+                break
+        now = now + 1 if issued else max(now + 1, soonest)
+    spans = [(warp.starts[WARM_UP + MEASURED - 1] - warp.starts[WARM_UP]) / (MEASURED - 1) for warp in running]
+    return sum(spans) / len(spans)
+
+
+def _ready(warp: _Warp, each: Instruction) -> int:
+    """When a warp may issue its next instruction, as far as it is up to the warp."""
+    earliest = warp.ready
+    for board in range(6):
+        if each.waits >> board & 1:
+            earliest = max(earliest, warp.boards[board])
+    if each.pending is not None and len(warp.groups) > each.pending:
+        # groups arrive in order
+        earliest = max(earliest, int(max(warp.groups[: len(warp.groups) - each.pending])) + 1)
+    return earliest
