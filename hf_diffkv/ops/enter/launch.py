@@ -22,6 +22,8 @@ from .token_kernels import enter_kernel, fix_offsets_kernel, leave_window_kernel
 
 ROWS_CHUNK = 256
 SUM_TOKENS, SUM_STEPS = 32, 16
+# of a tile of keys that is rounded, which takes more registers
+ROUNDING_WARPS = 8
 
 
 def enter_tokens(
@@ -62,7 +64,7 @@ def enter_tokens(
         "KEY_WIDTH": padded_width(tier.key_dim, tier.k_bits),
         "VALUE_WIDTH": padded_width(tier.value_dim, tier.v_bits),
         "DTYPE": TRITON_DTYPES[key.dtype],
-        "num_warps": NUM_WARPS,
+        "num_warps": NUM_WARPS if feedback is None else ROUNDING_WARPS,
     }
     block = block_tokens(max(layout.high.key_dim, layout.high.value_dim))
     shift = torch.empty_like(rows.key_offset) if centers else None
@@ -177,13 +179,14 @@ def variants() -> list[KernelVariant]:
             without = {"feedback": None} if tier.k_bits > LARGEST_BITS else {}
             constants = {**absent, **constants, **without}
             constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+            signature = {name: types[name] for name in kernel.arg_names if name not in constants}
             found.append(
                 KernelVariant(
                     name=f"{kernel.__name__.removesuffix('_kernel')}-{precision.name}_unscored-d{dim}",
                     kernel=kernel,
-                    signature={name: types[name] for name in kernel.arg_names if name not in constants},
+                    signature=signature,
                     constexprs=constants,
-                    num_warps=NUM_WARPS,
+                    num_warps=ROUNDING_WARPS if "feedback" in signature else NUM_WARPS,
                 )
             )
     return found
