@@ -46,7 +46,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 # from the best to the smallest (docs/quality.md has what each keeps)
-LADDER = ("K8V8", "K8V4", "K6V4", "K5V4", "K5V3", "K4V3g2/1", "K4V3", "K4V2")
+LADDER = ("K8V8", "K8V4", "K6V4", "K5V4", "K4V4g2/1", "K4V4", "K4V3g2/1", "K4V3", "K4V2")
 
 
 def preset_within(target_ratio: Any, model_config: Any) -> dict[str, Any]:

@@ -236,8 +236,8 @@ def test_presets_take_less_memory_in_turn() -> None:
         # what metadata takes weighs more in smaller heads
         *((0.41, 64, "bfloat16", "K8V4"), (0.33, 64, "bfloat16", "K6V4"), (0.30, 64, "bfloat16", "K5V4")),
         *((0.25, 64, "bfloat16", "K4V3"), (0.235, 64, "bfloat16", "K4V3"), (0.21, 64, "bfloat16", "K4V2")),
-        *((0.30, 128, "bfloat16", "K5V4"), (0.28, 128, "bfloat16", "K5V3"), (0.15, 64, "float32", "K5V4")),
-        *((1.0, 64, "bfloat16", "K8V8"), (0.32, 16, "bfloat16", "K5V3")),
+        *((0.30, 128, "bfloat16", "K5V4"), (0.28, 128, "bfloat16", "K4V4"), (0.15, 64, "float32", "K5V4")),
+        *((1.0, 64, "bfloat16", "K8V8"), (0.32, 16, "bfloat16", "K4V4")),
     ],
 )
 def test_the_best_precision_within_a_ratio(ratio: float, head_dim: int, dtype: str, name: str) -> None:
