@@ -77,12 +77,12 @@ class HeldTokens:
         Raises:
             ValueError: they part.
         """
-        pieces = [piece for piece in self.pieces(seen) if piece.start < input_ids.shape[1]]
+        tokens, device = input_ids.shape[1], input_ids.device
+        pieces = [piece for piece in self.pieces(seen) if piece.start < tokens]
         if not pieces or pieces[0].ids.shape[0] != input_ids.shape[0]:
             return
-        held = torch.cat([piece.ids.to(input_ids.device) for piece in pieces], dim=1)
-        place = torch.cat([torch.arange(piece.start, piece.end) for piece in pieces])
-        held, place = held[:, place < input_ids.shape[1]], place[place < input_ids.shape[1]].to(input_ids.device)
+        held = torch.cat([piece.ids[:, : tokens - piece.start].to(device) for piece in pieces], dim=1)
+        place = torch.cat([torch.arange(piece.start, min(piece.end, tokens), device=device) for piece in pieces])
         other = held != input_ids[:, place]
         if attention_mask is not None:
             other &= attention_mask[:, place].to(other.device, torch.bool)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from host_reads import HostReads
 from runs import CONFIG, tokens
 from test_bad_input import contents, raises
 from tiny_models import VOCABULARY, tiny_model
@@ -212,6 +213,15 @@ def test_a_forward_that_fails_is_not_held(model: PreTrainedModel) -> None:
     cache.usage.clear()
     other = torch.cat([written, tokens(1, LONGER, seed=3)], dim=1)
     generate(model, other, cache)
+
+
+def test_what_the_host_waits_for(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once where a prompt is compared, and never in a step."""
+    cache, written = begun(model)
+    with HostReads(monkeypatch) as reads:
+        generate(model, continued(written), cache)
+    waited = [found for found in reads.found if "HeldTokens" in found]
+    assert waited == ["aten._local_scalar_dense.default in HeldTokens.check"]
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "fork", "folder"])
