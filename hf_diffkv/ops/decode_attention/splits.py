@@ -23,7 +23,7 @@ INTERPRETER_PROGRAMS = 20
 
 
 def choose_splits(rows: int, max_tokens: int, block: int, programs: int) -> int:
-    """The fewest splits per row that take nearly least time: whole waves of programs, neither many short ones nor a few long ones.
+    """The fewest splits per row that take nearly least time.
 
     A wave is what the device runs at once. Where the last one is not full, the device idles for the rest of it.
 
