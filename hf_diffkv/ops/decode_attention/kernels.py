@@ -72,7 +72,7 @@ def attend_tier(state, query_row, heads, pages, table, logits, peaks, first, las
     # page numbers are loaded a block ahead, as Triton copies rows ahead of their use only where it knows the page then;
     # so is metadata too narrow for such copies
     AHEAD: tl.constexpr = narrow_words(TIER)
-    begin = tl.maximum(tl.minimum(first * BLOCK + lane, count - 1), 0)
+    begin = tl.minimum(first * BLOCK + lane, tl.maximum(count - 1, 0))
     page = tl.load(table + DIRECTION * (begin // TIER.capacity), mask=begin < count, other=0)
     if AHEAD:
         first_base = pages + page_offset(page, TIER.page_bytes, MODE)

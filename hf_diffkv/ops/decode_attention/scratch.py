@@ -80,7 +80,7 @@ class KernelConfig:
         crowded = widest & (widest - 1) > 0 and any(tier.v_bits == 8 for tier in tiers)
         # left alone, the assembler spills some kernels to reach a round number of registers
         options = ()
-        if uncompressed or crowded or wide > 2:
+        if uncompressed or crowded or wide > 2 or (layout.selects and widest <= 64):
             options = (("maxnreg", MOST_REGISTERS),)
         elif warps == 1:
             options = (("maxnreg", SCORED_REGISTERS if layout.selects else UNSCORED_REGISTERS),)

@@ -15,6 +15,7 @@ MAX_SPLIT_TOKENS = 2048
 # what a program takes beside its blocks, in blocks: three reads one after the other, and the instructions before and
 # after its loops
 START_BLOCKS = 2
+NEARLY = 1.05
 # gfx942: four compute units' parts, each with registers for one wave of this kernel
 HIP_WAVES = 4
 # the interpreter runs one program after the other; so many for tests to have splits
@@ -22,7 +23,7 @@ INTERPRETER_PROGRAMS = 20
 
 
 def choose_splits(rows: int, max_tokens: int, block: int, programs: int) -> int:
-    """Splits per row that take least time: whole waves of programs, neither many short ones nor a few long ones.
+    """The fewest splits per row that take nearly least time.
 
     A wave is what the device runs at once. Where the last one is not full, the device idles for the rest of it.
 
@@ -40,7 +41,9 @@ def choose_splits(rows: int, max_tokens: int, block: int, programs: int) -> int:
         waves = -(-max(rows, 1) * splits // programs)
         return waves * (max(-(-blocks // splits), MIN_BLOCKS) + START_BLOCKS)
 
-    return min(range(max(least, 1), most + 1), key=duration)
+    durations = {splits: duration(splits) for splits in range(max(least, 1), most + 1)}
+    # what is merged grows with every split
+    return min(splits for splits, taken in durations.items() if taken <= NEARLY * min(durations.values()))
 
 
 def programs_per_processor(

@@ -25,7 +25,7 @@ def attend_pages(
     acc, peak, total = state
     lane = tl.arange(0, BLOCK_N)
     # loaded a block ahead: Triton copies rows ahead of their use only where it knows the page then
-    begin = tl.maximum(tl.minimum(first * BLOCK_N + lane, count - 1), 0)
+    begin = tl.minimum(first * BLOCK_N + lane, tl.maximum(count - 1, 0))
     page = tl.load(table + DIRECTION * (begin // TIER.capacity))
     for block in range(first, last):
         token = block * BLOCK_N + lane
