@@ -79,6 +79,12 @@ def test_models(load, name: str, arguments: tuple) -> None:
     getattr(load("test_models_on_gpu"), name)(CPU, *arguments)
 
 
+@pytest.mark.slow
+def test_prompts(load) -> None:
+    load("test_prompts_on_gpu").test_prompts_and_turns(CPU, "balanced", torch.float32, 32, (15, 30))
+    load("test_prompts_on_gpu").test_rotation(CPU, 80, torch.bfloat16)
+
+
 def test_prefixes(load, tmp_path: Path) -> None:
     load("test_models_on_gpu").test_prefixes_from_every_tier(CPU, tmp_path)
 
