@@ -136,7 +136,8 @@ def shares(
     """What attention takes of a step's kernels, and a compaction of a step's time. Leaves the cache useless."""
     first, last = PROFILED
     clock = Clock(session, PROFILED)
-    # as many ids as the cache has seen and one more: every forward is a step of one token
+    # as many ids as the cache has seen and one more: every forward is a step of one token, and any token does
+    cache.held_tokens.clear()
     ids = torch.zeros(batch, cache.get_seq_length() + 1, dtype=torch.int64, device=session.device)
     generate(model, name, cache, ids, last + 1, clock)
     found = {}

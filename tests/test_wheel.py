@@ -1,7 +1,8 @@
-"""The wheel: its tag, and that it brings native code that loads."""
+"""What is released: a wheel that brings native code and does without a checkout, sources whose tests run."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import shutil
@@ -12,7 +13,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NEEDED = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
 
 
 # in a process of its own: what other tests have imported may hide what setuptools brings along
@@ -42,28 +42,114 @@ def test_the_tag_names_the_newest_glibc_that_is_asked_for() -> None:
     assert tag("macosx_14_0_arm64", library) == "macosx_14_0_arm64"
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to build native code with")
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="manylinux is for systems with glibc")
-@pytest.mark.slow
-def test_an_installed_wheel_loads_its_library(tmp_path: Path) -> None:
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to build native code with")
+needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="manylinux is for systems with glibc")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a release is built from: the files of the checkout that git knows."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("not a checkout of git")
+    folder = tmp_path_factory.mktemp("source") / "project"
+    for name in tracked():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def tracked() -> list[str]:
+    command = ["git", "-c", "safe.directory=*", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+    return [name for name in listed if (ROOT / name).is_file()]
+
+
+@pytest.fixture(scope="module")
+def installed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with nothing but the installed wheel; what it depends on comes from the environment of the tests."""
     pytest.importorskip("setuptools", minversion="77")
-    source, wheels, folder = (tmp_path / name for name in ("source", "wheels", "installed"))
-    source.mkdir()
-    for name in NEEDED:
-        shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "hf_diffkv", source / "hf_diffkv", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    wheels, folder = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("installed")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     # not optimised, as it need not be fast
-    environment = {**os.environ, "HF_DIFFKV_NATIVE_FLAGS": "-O0"}
+    environment = {**os.environ, "HF_DIFFKV_NATIVE_FLAGS": "-O0", "HF_DIFFKV_NATIVE_SETS": "avx2"}
     build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(wheels), str(source)]
     subprocess.run(build, check=True, env=environment)
     (wheel,) = wheels.iterdir()
     assert "-py3-none-manylinux_2_" in wheel.name and wheel.name.endswith(f"_{platform.machine()}.whl")
     subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", str(folder), str(wheel)], check=True)
+    return folder
+
+
+def run(installed: Path, folder: Path, *command: str) -> str:
+    """What `command` prints in `folder`, which is not the checkout."""
+    environment = {**os.environ, "PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@needs_compiler
+@needs_glibc
+@pytest.mark.slow
+def test_an_installed_wheel_loads_its_library(installed: Path, tmp_path: Path) -> None:
     code = "from hf_diffkv.native import library; print(library.PATH, library.instructions())"
+    path, instructions = run(installed, tmp_path, sys.executable, "-c", code).split()
+    assert Path(path).is_relative_to(installed) and instructions != "None"
+
+
+# as the README does it, with a folder in the place of a Hub id
+TEN_LINES = """
+import hf_diffkv
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model, tokenizer = AutoModelForCausalLM.from_pretrained("model"), AutoTokenizer.from_pretrained("model")
+inputs = tokenizer(open("prompt.txt").read().strip(), return_tensors="pt")
+options = {"max_new_tokens": 4, "do_sample": False}
+cache = hf_diffkv.DiffKVCache(model)
+output = model.generate(**inputs, past_key_values=cache, **options)
+by_folder = model.generate(**inputs, custom_generate="custom", trust_remote_code=True, **options)
+assert by_folder.tolist() == output.tolist()
+print(tokenizer.decode(output[0, inputs.input_ids.shape[1] :]), cache.memory(), hf_diffkv.__file__, sep="\\n")
+"""
+
+
+@needs_compiler
+@needs_glibc
+@pytest.mark.slow
+def test_an_installed_wheel_does_without_a_checkout(installed: Path, tmp_path: Path) -> None:
+    """The library, the command, the folder for `custom_generate` and the Space, elsewhere."""
+    shutil.copytree(ROOT / "examples" / "models" / "tiny-lm", tmp_path / "model")
+    shutil.copytree(ROOT / "examples" / "custom_generate", tmp_path / "custom")
+    shutil.copy(ROOT / "examples" / "prompts" / "recall.txt", tmp_path / "prompt.txt")
+    # what the last line of the prompt asks for
+    answer = "9082"
+    said, memory, place = run(installed, tmp_path, sys.executable, "-c", TEN_LINES).splitlines()
+    assert said == answer and " dense (" in memory and Path(place).is_relative_to(installed)
+    command = [sys.executable, str(installed / "bin" / "hf-diffkv")]
+    options = ["--model", "model", "--prompt-file", "prompt.txt", "--max-new-tokens", "4", "--quiet"]
+    assert run(installed, tmp_path, *command, "generate", *options).strip() == answer
+    assert run(installed, tmp_path, *command, "--version").startswith("hf-diffkv ")
+    if importlib.util.find_spec("gradio") is not None:
+        shutil.copytree(ROOT / "examples" / "space", tmp_path / "space")
+        page = (
+            "import sys; sys.path.insert(0, 'space'); import app, generation, hf_diffkv; "
+            "app.build(generation.Generator('model'), 'a'); print(hf_diffkv.__file__)"
+        )
+        assert Path(run(installed, tmp_path, sys.executable, "-c", page).strip()).is_relative_to(installed)
+
+
+@pytest.mark.slow
+def test_the_tests_of_a_source_distribution_run(source: Path, tmp_path: Path) -> None:
+    """It has every file of the checkout but those that only git and CI need."""
+    pytest.importorskip("setuptools", minversion="77")
+    code = f"import setuptools.build_meta as build; print(build.build_sdist({str(tmp_path)!r}))"
+    subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    shutil.unpack_archive(archive, tmp_path, filter="data")
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    missing = {name for name in tracked() if not (folder / name).is_file()}
+    assert missing <= {".gitignore"}
     environment = {**os.environ, "PYTHONPATH": str(folder)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
-    )
-    path, instructions = done.stdout.split()
-    assert Path(path).is_relative_to(folder) and instructions != "None"
+    tests = ["tests/test_config.py", "tests/memory/test_free_list.py", "tests/tools/test_lowest_versions.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-2000:]

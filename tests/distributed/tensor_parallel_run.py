@@ -135,6 +135,8 @@ def stopped_together(model: PreTrainedModel) -> list[str]:
             store.config = cache.config
         given = (ids, mask)
         if cache.get_seq_length():
+            # any token stands for those that were generated or fed
+            cache.held_tokens.clear()
             given = [torch.cat([t, torch.ones(2, cache.get_seq_length() + 1 - 120, dtype=t.dtype)], 1) for t in given]
         return model.generate(given[0], attention_mask=given[1], past_key_values=cache, **GREEDY, **options)
 
