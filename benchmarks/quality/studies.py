@@ -84,12 +84,6 @@ STUDIES = {
             "quanto:4",
         )
     ),
-    # more documents of two tasks with few questions each
-    "passages": Study(
-        ("dense", "diffkv:paper", "diffkv:paper+K8V4", *PRESETS, "quanto:4", "hqq:4"),
-        tasks="passage,updates",
-        documents=8,
-    ),
     # the whole offline set for the methods that a user chooses between
     "offline": Study(
         (
