@@ -97,7 +97,7 @@ def test_a_compressed_past(high, low, dim, dtype, rows, emulator, monkeypatch) -
 @pytest.mark.slow
 def test_matrix_products_of_warp_groups(hopper) -> None:
     """The prompt kernels for sm_90, where matrices are read from shared memory by the products themselves."""
-    held = hand_past([[200]], [[260]], [140], key_dim=64, dtype=torch.bfloat16)
+    held = hand_past([[200]], [[260]], [140], key_dim=64, dtype=torch.bfloat16, slots=160)
     check(draw(1, 1, 1, 330, 64, dtype=torch.bfloat16), past=held)
     for name in ("flash_forward", "column_scores", "past_forward", "past_scores"):
         assert not hopper.never_run(name)
