@@ -78,11 +78,11 @@ class KernelConfig:
             block = 64 if widest <= 64 else 32
         # 8-bit values of 80 or 96 elements: padding them leaves no registers for loads ahead of their use
         crowded = widest & (widest - 1) > 0 and any(tier.v_bits == 8 for tier in tiers)
-        # left alone, the assembler spills some kernels to reach a round number of registers
+        # left alone, the assembler spills some kernels to reach a round number of registers; bounded, others
         options = ()
-        if uncompressed or crowded or wide > 2 or (layout.selects and widest <= 64):
+        if uncompressed or crowded or wide > 2:
             options = (("maxnreg", MOST_REGISTERS),)
-        elif warps == 1:
+        elif warps == 1 and (widest > 64 or not layout.selects):
             options = (("maxnreg", SCORED_REGISTERS if layout.selects else UNSCORED_REGISTERS),)
         return cls(heads, block, warps, 1 if crowded else 3, PTX, tl.float16, raw, options)
 
