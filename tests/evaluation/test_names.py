@@ -19,7 +19,7 @@ FIELDS = {
     },
     "diffkv:balanced+window=16": {
         **{"high": Precision(5, 4), "low": Precision(5, 4), "alpha_high": 0.0, "alpha_low": 0.0},
-        **{"metadata_bits": 16, "window": 16},
+        **{"metadata_bits": 16, "window": 16, "adaptive_rounding": True},
     },
     "diffkv:K8V8/K4V4": {"high": Precision(8, 8), "low": Precision(4, 4)},
     "diffkv:K8V8g1/2/K4V4g2/4": {"high": Precision(8, 8, 1, 2), "low": Precision(4, 4, 2, 4)},
