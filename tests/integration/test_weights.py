@@ -81,10 +81,10 @@ def test_dtypes(dtype: torch.dtype) -> None:
 def test_a_cache_keeps_its_dtype() -> None:
     model = tiny_model("llama")
     cache = DiffKVCache(model.config)
-    continuation(model, cache)
-    ids, mask = ragged_prompts((120, 120))
+    held = continuation(model, cache)
+    _, mask = ragged_prompts((held.shape[1], held.shape[1] - 90 + 31))
     with pytest.raises(ValueError, match="torch.float32.*torch.bfloat16.*use a new DiffKVCache"):
-        model.to(torch.bfloat16).generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=1)
+        model.to(torch.bfloat16).generate(held, attention_mask=mask, past_key_values=cache, max_new_tokens=1)
 
 
 # autocast
