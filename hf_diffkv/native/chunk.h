@@ -3,8 +3,8 @@
 #pragma once
 #include <math.h>
 
+#include "groups.h"
 #include "rotation.h"
-#include "rows.h"
 
 namespace diffkv {
 namespace {
@@ -31,6 +31,9 @@ struct Work {
   float *key_scale, *key_zero, *value_scale, *value_zero;
   float *weight, *received, *rows;
   uint8_t* codes;
+#if defined(__AVX512VNNI__)
+  GroupDigits groups;
+#endif
 
   // Lays the buffers out from `memory` on, or only counts their bytes where that is null.
   int64_t place(uint8_t* memory, const Step& step, int64_t pieces_at_most, int64_t tokens_at_most) {
@@ -60,6 +63,18 @@ struct Work {
     take(received, has_scores(step.format.tier[HIGH]) ? stride : 0);
     take(rows, STAGED_ROWS * widest);
     take(codes, STAGED_CODES * widest + 64);
+#if defined(__AVX512VNNI__)
+    const int64_t count = most_groups(step.format);
+    if (count > 1) {
+      take(groups.upper, count * group * key);
+      take(groups.lower, count * group * key);
+      take(groups.factor, count * group);
+      take(groups.sum, count * group);
+      take(groups.scale, STAGED_CODES * count + 16);
+      take(groups.zero, STAGED_CODES * count + 16);
+      take(groups.product, group * PRODUCTS);
+    }
+#endif
     return used;
   }
 };
@@ -105,6 +120,10 @@ inline void key_products(const Step& step, Work& work, const Piece* begin, const
   const Side& side = begin->tier->key;
   const int64_t padding = padded(side.dim);
   const int width = width_of(side), heads = int(step.group);
+#if defined(__AVX512VNNI__)
+  if (use_digits(step) && has_metadata(side) && side.groups > 1)
+    return group_products(begin, end, work.query, heads, work.codes, work.groups, out, stride);
+#endif
   Cursor cursor = {begin, end, 0};
   while (!cursor.done()) {
     int count;
@@ -115,14 +134,14 @@ inline void key_products(const Step& step, Work& work, const Piece* begin, const
           // bytes in rows of whole vectors need not be unpacked
           codes = cursor.piece->key;
           count = cursor.piece->count;
-          if (cursor.piece + 1 != end) prefetch(cursor.piece[1], false);
+          cursor.fetch_ahead(false);
           cursor.advance(count);
         } else {
           count = stage_codes(cursor, false, work.codes, STAGED_CODES);
         }
 #if defined(__AVX512VNNI__)
         if (use_digits(step)) {
-          dot_digits(codes, padding, count, work.query_upper, work.query_lower, work.query_factor, heads, out,
+          dot_digits(codes, padding, padding, count, work.query_upper, work.query_lower, work.query_factor, heads, out,
                      stride);
           break;
         }

@@ -41,11 +41,11 @@ inline __m512i integer_sums(const __m512i* a) {
   return _mm512_add_epi32(_mm512_shuffle_i32x4(d, e, 0x88), _mm512_shuffle_i32x4(d, e, 0xdd));
 }
 
-// Sums of digits times codes for some tokens and one head; rows have VECTORS * 64 bytes, 0 stands for any number.
+// Sums of digits times codes for some tokens and one head; a product has VECTORS * 64 codes, 0 stands for any number.
 template <int TOKENS, int VECTORS>
-inline void dot_digit_rows(const uint8_t* const* row, int64_t stride, const int8_t* upper, const int8_t* lower,
+inline void dot_digit_rows(const uint8_t* const* row, int64_t width, const int8_t* upper, const int8_t* lower,
                            __m512i* sum) {
-  const int vectors = VECTORS ? VECTORS : int(stride / 64);
+  const int vectors = VECTORS ? VECTORS : int(width / 64);
   for (int t = 0; t < TOKENS; t++) sum[t] = _mm512_setzero_si512();
   for (int v = 0; v < vectors; v++) {
     const __m512i q = _mm512_loadu_si512(upper + 64 * v);
@@ -59,8 +59,8 @@ inline void dot_digit_rows(const uint8_t* const* row, int64_t stride, const int8
 }
 
 template <int HEADS, int VECTORS>
-inline void dot_digit_heads(const uint8_t* codes, int64_t stride, int count, const int8_t* upper, const int8_t* lower,
-                            const float* factor, float* out, int64_t out_stride) {
+DIFFKV_ALONE void dot_digit_heads(const uint8_t* codes, int64_t stride, int64_t width, int count, const int8_t* upper,
+                                  const int8_t* lower, const float* factor, float* out, int64_t out_stride) {
   constexpr int TOKENS = 16 / HEADS, TOGETHER = TOKENS < 4 ? TOKENS : 4;
   float factors[16];
   for (int i = 0; i < 16; i++) factors[i] = factor[i / TOKENS];
@@ -71,7 +71,7 @@ inline void dot_digit_heads(const uint8_t* codes, int64_t stride, int count, con
       for (int t = 0; t < TOGETHER; t++) row[t] = codes + smaller(first + t0 + t, count - 1) * stride;
 #pragma GCC unroll 4
       for (int h = 0; h < HEADS; h++)
-        dot_digit_rows<TOGETHER, VECTORS>(row, stride, upper + h * stride, lower + h * stride, total + h * TOKENS + t0);
+        dot_digit_rows<TOGETHER, VECTORS>(row, width, upper + h * width, lower + h * width, total + h * TOKENS + t0);
     }
     float products[16];
     store(products, _mm512_cvtepi32_ps(integer_sums(total)) * load(factors));
@@ -81,32 +81,35 @@ inline void dot_digit_heads(const uint8_t* codes, int64_t stride, int count, con
 }
 
 template <int VECTORS>
-inline void dot_digit_vectors(const uint8_t* codes, int64_t stride, int count, const int8_t* upper,
+inline void dot_digit_vectors(const uint8_t* codes, int64_t stride, int64_t width, int count, const int8_t* upper,
                               const int8_t* lower, const float* factor, int heads, float* out, int64_t out_stride) {
   for (int h = 0; h < heads;) {
-    const int64_t at = h * stride;
+    const int64_t at = h * width;
     float* to = out + h * out_stride;
     if (heads - h >= 4) {
-      dot_digit_heads<4, VECTORS>(codes, stride, count, upper + at, lower + at, factor + h, to, out_stride);
+      dot_digit_heads<4, VECTORS>(codes, stride, width, count, upper + at, lower + at, factor + h, to, out_stride);
       h += 4;
     } else if (heads - h >= 2) {
-      dot_digit_heads<2, VECTORS>(codes, stride, count, upper + at, lower + at, factor + h, to, out_stride);
+      dot_digit_heads<2, VECTORS>(codes, stride, width, count, upper + at, lower + at, factor + h, to, out_stride);
       h += 2;
     } else {
-      dot_digit_heads<1, VECTORS>(codes, stride, count, upper + at, lower + at, factor + h, to, out_stride);
+      dot_digit_heads<1, VECTORS>(codes, stride, width, count, upper + at, lower + at, factor + h, to, out_stride);
       h += 1;
     }
   }
 }
 
-// out[h, t] = query[h] . codes[t]; rows of codes and digits have `stride` bytes, a multiple of 64. Up to 15 numbers
-// after the last token of each head are overwritten.
-inline void dot_digits(const uint8_t* codes, int64_t stride, int count, const int8_t* upper, const int8_t* lower,
-                       const float* factor, int heads, float* out, int64_t out_stride) {
-  switch (stride) {
-    case 64: return dot_digit_vectors<1>(codes, stride, count, upper, lower, factor, heads, out, out_stride);
-    case 128: return dot_digit_vectors<2>(codes, stride, count, upper, lower, factor, heads, out, out_stride);
-    default: return dot_digit_vectors<0>(codes, stride, count, upper, lower, factor, heads, out, out_stride);
+// out[h, t] = query[h] . codes[t] over `width` codes, a multiple of 64: rows of codes are `stride` bytes apart, those of
+// digits `width`. Up to 15 numbers after the last token of each head are overwritten.
+inline void dot_digits(const uint8_t* codes, int64_t stride, int64_t width, int count, const int8_t* upper,
+                       const int8_t* lower, const float* factor, int heads, float* out, int64_t out_stride) {
+  switch (width) {
+    case 64:
+      return dot_digit_vectors<1>(codes, stride, width, count, upper, lower, factor, heads, out, out_stride);
+    case 128:
+      return dot_digit_vectors<2>(codes, stride, width, count, upper, lower, factor, heads, out, out_stride);
+    default:
+      return dot_digit_vectors<0>(codes, stride, width, count, upper, lower, factor, heads, out, out_stride);
   }
 }
 
@@ -134,7 +137,7 @@ inline float weight_digits(const float* weight, int count, int8_t* upper, int8_t
 
 // Turns every four rows of 64 codes into 16 x 4 dwords, each the codes of the four rows at one place. Dword
 // (lane, j) of vector i is place 16 * lane + 4 * i + j.
-inline void transpose_quads(uint8_t* codes, int64_t stride, int count) {
+DIFFKV_ALONE void transpose_quads(uint8_t* codes, int64_t stride, int count) {
   for (int t = 0; t < count; t += 4)
     for (int d = 0; d < stride; d += 64) {
       uint8_t* at = codes + t * stride + d;
@@ -156,8 +159,9 @@ inline __m512i four_weights(const int8_t* at) {
 }
 
 template <int HEADS>
-inline void add_digit_heads(const uint8_t* quads, int64_t stride, int count, const int8_t* upper, const int8_t* lower,
-                            int64_t digits, const float* factor, float* out, int64_t out_stride) {
+DIFFKV_ALONE void add_digit_heads(const uint8_t* quads, int64_t stride, int count, const int8_t* upper,
+                                  const int8_t* lower, int64_t digits, const float* factor, float* out,
+                                  int64_t out_stride) {
   for (int d = 0; d < stride; d += 64) {
     __m512i high[HEADS][4], low[HEADS][4];
     for (int h = 0; h < HEADS; h++)

@@ -6,6 +6,11 @@
 
 #include "abi.h"
 
+// A function that stays one: as part of a larger one it would find too few registers for what it sums up.
+#define DIFFKV_ALONE __attribute__((noinline))
+// One that must not: compilers drop calls of a function that only fetches ahead, as they have no effect.
+#define DIFFKV_INLINE __attribute__((always_inline)) inline
+
 namespace diffkv {
 namespace {
 

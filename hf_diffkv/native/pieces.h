@@ -100,10 +100,20 @@ inline Piece piece_at(const Step& step, const Tier& window, const RowTokens& tok
   return piece;
 }
 
-inline void prefetch(const Piece& piece, bool values) {
+// Asks for what a pass over keys, or over values, reads of a piece; with the keys for the factors of both, with the
+// values for the scores that are added to last. Into the second cache: the first is busy with what is computed on.
+DIFFKV_INLINE void prefetch(const Piece& piece, bool values) {
+  const Tier& tier = *piece.tier;
   const uint8_t* rows = values ? piece.value : piece.key;
-  const int bytes = (values ? piece.tier->value.row : piece.tier->key.row) * piece.count;
-  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(rows + i);
+  const int bytes = (values ? tier.value.row : tier.key.row) * piece.count;
+  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(rows + i, 0, 2);
+  if (!piece.page) return;
+  if (values) {
+    __builtin_prefetch(piece.page + tier.score_offset, 0, 2);
+  } else {
+    __builtin_prefetch(piece.page + tier.key.metadata_offset, 0, 2);
+    __builtin_prefetch(piece.page + tier.value.metadata_offset, 0, 2);
+  }
 }
 
 }  // namespace

@@ -24,6 +24,10 @@ struct Cursor {
   int slot;
 
   bool done() const { return piece == end; }
+  // Asks for the piece that is read after the next.
+  DIFFKV_INLINE void fetch_ahead(bool values) const {
+    if (slot == 0 && end - piece > 2) prefetch(piece[2], values);
+  }
   int left() const { return piece->count - slot; }
   void advance(int count) {
     slot += count;
@@ -36,7 +40,7 @@ inline int stage_codes(Cursor& cursor, bool values, uint8_t* codes, int room) {
   int count = 0;
   while (count < room && !cursor.done()) {
     const Piece& piece = *cursor.piece;
-    if (cursor.slot == 0 && cursor.piece + 1 != cursor.end) prefetch(cursor.piece[1], values);
+    cursor.fetch_ahead(values);
     const Side& side = values ? piece.tier->value : piece.tier->key;
     const int more = smaller(cursor.left(), room - count);
     const int64_t stride = padded(side.dim);

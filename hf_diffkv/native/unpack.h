@@ -58,8 +58,10 @@ constexpr int turn(int vector, int word) {
 // All planes of a field of COUNT bytes, 64 codes at a time.
 template <int BITS, int PLACE, int COUNT>
 inline void unpack_wide(const uint8_t* from, uint8_t* to) {
-  const __m512i packed = COUNT == 16 ? _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)from))
-                                     : _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)from));
+  __m512i packed;
+  if constexpr (COUNT == 16) packed = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)from));
+  if constexpr (COUNT == 32) packed = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)from));
+  if constexpr (COUNT == 64) packed = _mm512_loadu_si512(from);
   const __m512i mask = _mm512_set1_epi8(((1 << BITS) - 1) << PLACE);
 #pragma GCC unroll 4
   for (int v = 0; v < 8 / BITS * COUNT / 64; v++) {
@@ -81,8 +83,10 @@ inline void unpack_field(const uint8_t* from, int dim, uint8_t* to) {
 #if defined(__AVX512BW__)
   if constexpr (BITS <= 2)
     if (count == 16) return unpack_wide<BITS, PLACE, 16>(from, to);
-  if constexpr (BITS <= 4)
+  if constexpr (BITS <= 4) {
     if (count == 32) return unpack_wide<BITS, PLACE, 32>(from, to);
+    if (count == 64) return unpack_wide<BITS, PLACE, 64>(from, to);
+  }
 #endif
   unpack_plane<BITS, 0, PLACE>(from, count, to);
   if constexpr (BITS <= 4) unpack_plane<BITS, BITS, PLACE>(from, count, to + count);
@@ -99,7 +103,7 @@ inline void unpack_field(const uint8_t* from, int dim, uint8_t* to) {
 }
 
 template <int LOW, int UPPER>
-inline void unpack_rows(const uint8_t* from, const Side& side, int count, uint8_t* to, int64_t stride) {
+DIFFKV_ALONE void unpack_rows(const uint8_t* from, const Side& side, int count, uint8_t* to, int64_t stride) {
   for (int t = 0; t < count; t++, from += side.row, to += stride) {
     unpack_field<LOW, 0>(from, side.dim, to);
     if constexpr (UPPER > 0) unpack_field<UPPER, LOW>(from + side.dim * LOW / 8, side.dim, to);

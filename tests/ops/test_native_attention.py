@@ -167,6 +167,14 @@ def test_groups(high: Precision, low: Precision, dtype: torch.dtype) -> None:
     NativeCase([5, 0, 30], [9, 33, 0], [1, 4, 5], precisions=(high, low), dtype=dtype, page_bytes=1024).check()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim, groups", [(64, 2), (80, 2), (96, 2), (128, 2), (192, 4), (256, 2)])
+def test_groups_of_keys_within_and_across_vectors(dim: int, groups: int, dtype: torch.dtype) -> None:
+    """More tokens than are unpacked at a time, and heads that are not multiplied four at a time."""
+    precisions = (Precision(4, 3, groups, 1), Precision(6, 4, groups // 2, 1))
+    NativeCase([150, 0], [9, 33], [1, 4], group=5, dim=dim, precisions=precisions, dtype=dtype, page_bytes=None).check()
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("numbers", NARROW, ids=str)
 @pytest.mark.parametrize(
