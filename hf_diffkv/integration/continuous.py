@@ -22,7 +22,8 @@ from .continuous_engine import (
     initialization,
     scheduler_class,
 )
-from .continuous_sizes import check_servable, free_bytes, make_slots, try_attention
+from .continuous_sizes import check_servable, free_bytes, make_slots, sliding_layers, try_attention
+from .continuous_sliding import SlidingWindows
 from .registration import can_switch, set_attention
 
 # tokens of a forward where the user says nothing, as in Transformers
@@ -166,15 +167,21 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
 
     def _make_cache(self) -> ContinuousCache:
         options = self.continuous_batching_config
-        layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
+        text_config = self.model.config.get_text_config(decoder=True)
+        sliding, layers = sliding_layers(self.model.config), text_config.num_hidden_layers
+        compressed = layers if sliding is None else layers - len(sliding.layers)
         budget = self._config.max_bytes
         if budget is None:
             budget = int(free_bytes(self._shape.device) * options.max_memory_percent)
-        requests = options.max_requests_per_batch
+        sizes = (sliding, options.max_requests_per_batch, self._longest, budget)
         with torch.no_grad():
-            slots = make_slots(self._config, self._shape, layers, requests, self._longest, budget)
+            slots = make_slots(self._config, self._shape, compressed, *sizes)
+        windows = None
+        if sliding is not None:
+            requests = slots.store.batch_size
+            windows = SlidingWindows(text_config, sliding, self._shape, requests, slots.longest)
         tokens = MAX_BATCH_TOKENS if options.max_batch_tokens is None else options.max_batch_tokens
-        cache = ContinuousCache(slots, layers, tokens)
+        cache = ContinuousCache(slots, layers, tokens, windows)
         cache.prefixes = self.prefixes
         return cache
 

@@ -31,6 +31,7 @@ if _version() < OLDEST:
 try:
     from transformers.generation.continuous_batching import initialization
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
+    from transformers.generation.continuous_batching.cache_allocators import CachePool, SlidingAttentionCacheAllocator
     from transformers.generation.continuous_batching.continuous_api import (
         ContinuousBatchingManager,
         ContinuousBatchProcessor,
@@ -70,6 +71,34 @@ EXPECTED: tuple[Expected, ...] = (
     (Scheduler, "add_waiting_request", ("state",)),
     (Scheduler, "schedule_batch", ("token_budget", "cache_budget")),
     (Scheduler, "finish_request", ("request_id",)),
+    (CachePool, "__init__", ("num_sectors", "num_allocators", "num_reserved_sectors")),
+    (CachePool, "allocate_sector", ("index",)),
+    (
+        SlidingAttentionCacheAllocator,
+        "__init__",
+        (
+            *("index", "config", "num_key_value_heads", "cache_dtype", "page_size", "layer_indices"),
+            "allow_block_sharing",
+        ),
+    ),
+    (
+        SlidingAttentionCacheAllocator,
+        "register_cache_tensor",
+        ("bytes_per_sector", "non_trash_bytes", "cache_tensor", "pool"),
+    ),
+    *(
+        (SlidingAttentionCacheAllocator, name, ("request_id", "past_length", "query_length"))
+        for name in ("allocate_cache_to_request", "get_read_indices", "get_write_indices")
+    ),
+    (SlidingAttentionCacheAllocator, "get_seqlen_k", ("past_length", "query_length")),
+    (SlidingAttentionCacheAllocator, "free_blocks", ("request_id", "no_cache")),
+    (SlidingAttentionCacheAllocator, "fork_blocks", ("source_request_id", "dest_request_id", "past_length")),
+    (SlidingAttentionCacheAllocator, "copy_blocks", ("source_block_ids", "dest_block_ids")),
+    (
+        SlidingAttentionCacheAllocator,
+        "update",
+        ("key_states", "value_states", "layer_idx", "read_index", "write_index"),
+    ),
     (initialization, "update_cb_config_after_cache_creation", ("cb_config", "num_blocks", "max_batch_tokens")),
 )
 FIELDS = ("request_id", "initial_tokens", "max_new_tokens", "num_children", "_new_tokens_limit", "_status")

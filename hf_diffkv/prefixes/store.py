@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -170,18 +170,19 @@ class PrefixStore:
             self._requests.finish(cache)
             return self._add(ids, lambda: take_snapshot(cache, self._weights))
 
-    def insert_request(self, input_ids: Any, held: Store) -> bool:
-        """Stores what continuous batching holds of a request: `held` has every layer of the model.
+    def insert_request(self, input_ids: Any, held: Store, others: Mapping[int, Any]) -> bool:
+        """Stores what continuous batching holds of a request: `held` has every compressed layer of the model.
 
         Args:
             input_ids: of its tokens, integers [tokens], and possibly more.
+            others: layers of Transformers' own, by index.
 
         Returns:
             As `insert`.
         """
         ids = as_tokens("input_ids", input_ids)[: held.seen].clone()
         with self._session():
-            return self._add(ids, lambda: snapshot_of_request(held, self.config, self._model, self._weights))
+            return self._add(ids, lambda: snapshot_of_request(held, others, self.config, self._model, self._weights))
 
     def _add(self, ids: Tensor, take: Callable[[], Snapshot]) -> bool:
         name = self._name(ids)

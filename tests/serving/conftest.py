@@ -10,5 +10,6 @@ ENGINE_TESTS = [
     "test_engine.py",
     "test_many_requests.py",
     "test_serve_command.py",
+    "test_sliding.py",
 ]
 collect_ignore = ENGINE_TESTS if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23) else []
