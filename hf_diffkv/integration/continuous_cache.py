@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..store import Slots
 from ..store.staging import stage
+from .continuous_order import Expected
 from .errors import HandOverError
 
 if TYPE_CHECKING:
@@ -125,6 +126,9 @@ class ContinuousCache:
         self._last_layer = num_layers - 1
         self._slot_of: dict[str, int] = {}
         self._coming: list[tuple[str, int]] = []
+        # prompts of requests that wait, and what they will find
+        self._prompts: dict[str, Tensor] = {}
+        self._expected: dict[str, Expected] = {}
 
     @property
     def bytes(self) -> int:
@@ -208,6 +212,23 @@ class ContinuousCache:
     @property
     def use_prefix_sharing(self) -> bool:
         return self.prefixes is not None
+
+    def expect(self, waiting: dict[str, list[int]]) -> dict[str, Expected]:
+        """Announces requests that wait, by name with their prompts; what each will find of a prefix.
+
+        While no slot is idle none of them can be let in, and the store is asked for new ones only.
+        """
+        known = waiting.keys() == self._expected.keys()
+        if self.prefixes is None or known and not (waiting and self.slots.idle):
+            return self._expected
+        self._prompts = {name: self._prompts.get(name, torch.tensor(ids)) for name, ids in waiting.items()}
+        found = [Expected()] * len(waiting)
+        try:
+            found = self.prefixes.look_ahead(list(self._prompts.values()))
+        except OSError as error:
+            _logger.warning("prefixes cannot be looked up: %s", error)
+        self._expected = dict(zip(self._prompts, found))
+        return self._expected
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         """Gives a request that waits a slot with the longest prefix that is kept; the number of its tokens."""

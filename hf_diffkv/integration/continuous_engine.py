@@ -12,6 +12,7 @@ from typing import Any
 import transformers
 
 from .continuous_cache import ContinuousCache
+from .continuous_order import LOOK_AHEAD, AdmissionOrder
 from .private_names import Expected, changed, parameters_of
 
 OLDEST = (5, 23)
@@ -71,6 +72,8 @@ EXPECTED: tuple[Expected, ...] = (
     (Scheduler, "add_waiting_request", ("state",)),
     (Scheduler, "schedule_batch", ("token_budget", "cache_budget")),
     (Scheduler, "finish_request", ("request_id",)),
+    (Scheduler, "reset", ()),
+    (Scheduler, "_get_waiting_candidates", ()),
     (CachePool, "__init__", ("num_sectors", "num_allocators", "num_reserved_sectors")),
     (CachePool, "allocate_sector", ("index",)),
     (
@@ -123,9 +126,12 @@ if surprises():
 
 
 class _Admission:
-    """Mixed into a scheduler: refuses what can never fit, and goes on where nothing is left to wait for."""
+    """Mixed into a scheduler: refuses what can never fit, goes on where nothing is left to wait for, and orders what
+    waits.
+    """
 
     cache: ContinuousCache
+    order: AdmissionOrder
 
     def add_waiting_request(self, state: RequestState) -> None:
         """Raises `ValueError` for a request that could not be finished by itself; the engine fails that one.
@@ -145,11 +151,23 @@ class _Admission:
             self.cache.keep_prefix(request_id, state.initial_tokens + state.generated_tokens)
         super().finish_request(request_id)
 
+    def reset(self) -> None:
+        super().reset()
+        self.order = AdmissionOrder()
+
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
         # after a preemption, requests wait until another one has finished; it may have been cancelled instead
         if not self.active_requests:
             self.block_new_requests = False
-        return super().schedule_batch(token_budget, cache_budget)
+        waiting = list(self.waiting_requests_order)
+        scheduled = super().schedule_batch(token_budget, cache_budget)
+        self.order.note(waiting, self.active_requests.keys())
+        return scheduled
+
+    def _get_waiting_candidates(self) -> list[RequestState]:
+        names = list(self.waiting_requests_order)
+        first = {name: self.waiting_requests[name].remaining_prefill_tokens for name in names[:LOOK_AHEAD]}
+        return [self.waiting_requests[name] for name in self.order.sort(names, self.cache.expect(first))]
 
 
 @functools.cache

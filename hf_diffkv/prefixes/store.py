@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from ..config import DiffKVConfig
 from ..integration.cache import DiffKVCache, config_of
+from ..integration.continuous_order import Expected
 from ..integration.devices import TensorParallel, layer_devices
 from ..io import FORMAT_VERSION
 from ..snapshot import (
@@ -218,23 +219,26 @@ class PrefixStore:
         self._compute(ids, cache)
         return self.insert(ids, cache)
 
-    def look_ahead(self, prompts: Sequence[Any]) -> None:
+    def look_ahead(self, prompts: Sequence[Any]) -> list[Expected]:
         """Announces the requests that come next; what they will use stays in faster tiers.
 
         Args:
             prompts: all that wait and are to count, each as for `lookup`. They replace those of the call before; an
                 empty list announces nothing. A request that is looked up leaves by itself.
 
+        Returns:
+            What each would find at this moment. Nothing is read for it.
+
         Raises:
             ValueError: as `lookup`; nothing has changed then.
         """
         waiting = [as_tokens("prompts", prompt) for prompt in prompts]
         with self._session():
-            window = []
-            for ids in waiting:
-                name = next(self._candidates(ids), None)
-                window.append((digest(ids), self._tiers.entries.get(name)))
+            names = [next(self._candidates(ids), None) for ids in waiting]
+            window = [(digest(ids), self._tiers.entries.get(name)) for ids, name in zip(waiting, names)]
             self._requests.announce(window)
+            tiers = [None if name is None else self._tiers.tier_of(name) for name in names]
+        return [Expected(None if tier is None else tier.name, tier is self._tiers.tiers[0]) for tier in tiers]
 
     @property
     def has_folder(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import transformers
 
 ENGINE_TESTS = [
+    "test_admission_order.py",
     "test_batched_prefixes.py",
     "test_continuous.py",
     "test_engine.py",
