@@ -68,6 +68,8 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         self._cache: ContinuousCache | None = None
         # a `PrefixStore`, once `use_prefixes` was called
         self.prefixes: Any = None
+        # whether its thread was started from here
+        self._moving = False
         # the base would switch back while its loop may still be running
         self._attention: str | None = None
         self._stopping = False
@@ -96,6 +98,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         """As Transformers'; also after a `stop`."""
         if not self.is_running():
             self.switch_to_cb_friendly_attn(self.model)
+        self._start_moving()
         super().start()
 
     def _restore_attention(self) -> None:
@@ -119,6 +122,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
             self._cache = None
         if not self.is_running():
             self._restore_attention()
+        self._stop_moving()
 
     def _run_generation_loop(self) -> None:
         super()._run_generation_loop()
@@ -144,9 +148,22 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
                 "prefixes are of another model or configuration than this manager; make them with "
                 f"PrefixStore(model, {config!r})."
             )
+        self._stop_moving()
         self.prefixes = prefixes
         if self._cache is not None:
             self._cache.prefixes = prefixes
+        if self.is_running():
+            self._start_moving()
+
+    def _start_moving(self) -> None:
+        if self.prefixes is not None and not self._moving:
+            self._moving = True
+            self.prefixes.start()
+
+    def _stop_moving(self) -> None:
+        if self._moving:
+            self._moving = False
+            self.prefixes.stop()
 
     def statistics(self) -> ServingStatistics | None:
         """What is being done; None where nothing runs. May be asked by any thread."""

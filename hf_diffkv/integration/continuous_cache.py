@@ -204,6 +204,7 @@ class ContinuousCache:
         for request_id in list(self._slot_of):
             self.free_blocks(request_id)
         self._coming.clear()
+        self._prompts, self._expected = {}, {}
         self.slots.settle()
 
     def reset(self) -> None:
@@ -213,10 +214,13 @@ class ContinuousCache:
     def use_prefix_sharing(self) -> bool:
         return self.prefixes is not None
 
-    def expect(self, waiting: dict[str, list[int]]) -> dict[str, Expected]:
+    def expect(self, waiting: dict[str, list[int]], load: bool) -> dict[str, Expected]:
         """Announces requests that wait, by name with their prompts; what each will find of a prefix.
 
         While no slot is idle none of them can be let in, and the store is asked for new ones only.
+
+        Args:
+            load: have their prefixes loaded meanwhile.
         """
         known = waiting.keys() == self._expected.keys()
         if self.prefixes is None or known and not (waiting and self.slots.idle):
@@ -224,7 +228,7 @@ class ContinuousCache:
         self._prompts = {name: self._prompts.get(name, torch.tensor(ids)) for name, ids in waiting.items()}
         found = [Expected()] * len(waiting)
         try:
-            found = self.prefixes.look_ahead(list(self._prompts.values()))
+            found = self.prefixes.look_ahead(list(self._prompts.values()), load)
         except OSError as error:
             _logger.warning("prefixes cannot be looked up: %s", error)
         self._expected = dict(zip(self._prompts, found))

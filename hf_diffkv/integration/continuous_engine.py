@@ -167,7 +167,10 @@ class _Admission:
     def _get_waiting_candidates(self) -> list[RequestState]:
         names = list(self.waiting_requests_order)
         first = {name: self.waiting_requests[name].remaining_prefill_tokens for name in names[:LOOK_AHEAD]}
-        return [self.waiting_requests[name] for name in self.order.sort(names, self.cache.expect(first))]
+        # where nothing else is to be computed, a prefix is read at once
+        busy = bool(self.active_requests)
+        order = self.order.sort(names, self.cache.expect(first, busy), busy)
+        return [self.waiting_requests[name] for name in order]
 
 
 @functools.cache

@@ -18,10 +18,12 @@ class Expected:
     Attributes:
         tier: the fastest one that holds its longest prefix; None where none is stored.
         resident: whether that is the first tier, from which it comes at once.
+        loading: whether it is being brought there.
     """
 
     tier: str | None = None
     resident: bool = False
+    loading: bool = False
 
 
 class AdmissionOrder:
@@ -36,16 +38,19 @@ class AdmissionOrder:
         self.most_overtaken = most_overtaken
         self._overtaken: dict[str, int] = {}
 
-    def sort(self, waiting: Sequence[str], expected: Mapping[str, Expected]) -> list[str]:
+    def sort(self, waiting: Sequence[str], expected: Mapping[str, Expected], busy: bool = False) -> list[str]:
         """Those to be given memory, in this order.
 
         Args:
             waiting: names, in the order in which they came.
             expected: what is known of the prefixes of some.
+            busy: there are others to be computed, so those whose prefix is being loaded are left out.
         """
         for name in waiting:
             if self._overtaken.get(name, 0) >= self.most_overtaken:
                 return [name]
+        if busy:
+            waiting = [name for name in waiting if name not in expected or not expected[name].loading]
         return sorted(waiting, key=lambda name: _turn(expected.get(name)))
 
     def note(self, waiting: Sequence[str], admitted: Collection[str]) -> None:

@@ -64,13 +64,13 @@ class FolderTier:
 
     def sizes(self) -> dict[str, int]:
         """Bytes of their files, by prefix."""
-        return {name: self._size(name) for name in self.names()}
+        return {name: self.size(name) for name in self.names()}
 
-    def _size(self, name: str) -> int:
+    def size(self, name: str) -> int:
+        """Bytes of the files of a prefix; 0 where it is gone."""
         try:
             return sum(path.stat().st_size for path in (self.folder / name).iterdir())
         except FileNotFoundError:
-            # another process has just removed it
             return 0
 
     def used(self, name: str) -> int:

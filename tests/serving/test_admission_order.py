@@ -22,6 +22,10 @@ def test_resident_hits_come_first_and_slow_ones_last() -> None:
     found = {"a": SLOW, "b": NONE, "c": RESIDENT, "d": Expected("host", False), "e": RESIDENT}
     assert order.sort("abcdef", found) == ["c", "e", "b", "f", "a", "d"]
     assert order.sort("abc", {}) == ["a", "b", "c"]
+    # what is being loaded is awaited where there is something else to do
+    loading = {"a": Expected("disk", loading=True), "c": RESIDENT}
+    assert order.sort("abc", loading, busy=True) == ["c", "b"]
+    assert order.sort("abc", loading, busy=False) == ["c", "b", "a"]
 
 
 def test_overtaking_has_an_end() -> None:
@@ -80,31 +84,42 @@ def test_the_tier_is_known_without_loading(tmp_path: Path, monkeypatch: pytest.M
     assert store.stats == before
 
 
-def test_the_engine_lets_them_in_in_this_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the first wait until a slot is idle."""
+@pytest.mark.parametrize(
+    ("loads", "order"), [(False, ["first", "resident", "none", "slow"]), (True, ["first", "slow", "resident", "none"])]
+)
+def test_the_engine_lets_them_in_in_this_order(
+    loads: bool, order: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three wait until a slot is idle; what is loaded meanwhile is a resident hit."""
     model, admitted = tiny_model("llama"), []
-    documents = prompts((40, 50, 60, 30))
-    PrefixStore(model, LOSSLESS, device_bytes=0, folder=tmp_path).prefill(torch.tensor(documents[0]))
+    given = dict(zip(("first", "slow", "none", "resident"), prompts((20, 40, 50, 60))))
+    PrefixStore(model, LOSSLESS, device_bytes=0, folder=tmp_path).prefill(torch.tensor(given["slow"]))
     store = PrefixStore(model, LOSSLESS, folder=tmp_path)
-    store.prefill(torch.tensor(documents[1]))
+    for name in ("first", "resident"):
+        store.prefill(torch.tensor(given[name]))
+    manager = model.init_continuous_batching(request_config(LOSSLESS), chunks(max_requests_per_batch=1))
+    manager.use_prefixes(store)
     extend = ContinuousCache.extend_read_and_write_indices
 
     def noted(cache: ContinuousCache, request_id: str, *args: object) -> None:
         if request_id not in admitted:
             admitted.append(request_id)
+        elif request_id == "first":
+            # its second forward: the others have been announced
+            store.flush()
         extend(cache, request_id, *args)
 
     monkeypatch.setattr(ContinuousCache, "extend_read_and_write_indices", noted)
-    manager = model.init_continuous_batching(request_config(LOSSLESS), chunks(max_requests_per_batch=1))
-    manager.use_prefixes(store)
-    given = dict(zip(("slow", "resident", "none"), documents))
-    # they are all there before the first batch is formed
+    if not loads:
+        monkeypatch.setattr(store, "start", lambda: None)
     for name, ids in given.items():
+        # all are there before the first batch is formed
         manager.add_request(ids + [7, 8], name, max_new_tokens=3)
     manager.start()
     results = [manager.get_result(timeout=60) for _ in given]
     manager.stop()
-    assert admitted == ["resident", "none", "slow"]
+    assert admitted == order
     for result in results:
         assert result.generated_tokens == expected(model, given[result.request_id] + [7, 8], 3)
-    assert store.stats.hits == {"device": 1, "disk": 1}
+    assert store.stats.hits == ({"device": 3, "disk": 0} if loads else {"device": 2, "disk": 1})
+    assert store.stats.loaded_ahead == loads
