@@ -105,7 +105,7 @@ class SlidingWindows:
         if forward.step_at.numel():
             # [steps, heads, 1, dim], and [steps, kv_heads, keys, dim]
             rows = query[0, :, forward.step_at].transpose(0, 1)[:, :, None]
-            held = (tensor[forward.step_keys].transpose(1, 2) for tensor in (keys, values))
+            held = (forward.rows(tensor).transpose(1, 2) for tensor in (keys, values))
             stepped = _attend(rows, *held, forward.step_mask, **options)
             output[0, :, forward.step_at] = stepped[:, :, 0].transpose(0, 1)
         for at, tokens, start, length in forward.prompts:
@@ -163,7 +163,7 @@ class _Forward:
 
     Attributes:
         step_at: int64 [steps], places of the requests of one token. step_keys: int64 [steps, keys], rows of what the
-            allocator returns. step_mask: bool [steps, 1, 1, keys], or None where all steps see as many keys.
+            allocator returns. step_mask: bool [steps, 1, 1, keys], or None where all see as many keys.
         prompts: of the other requests: place, tokens, first row and number of rows of what the allocator returns.
     """
 
@@ -184,7 +184,13 @@ class _Forward:
         # beyond a request's own keys, its first one stands, and is masked
         shown = place < lengths[:, None]
         self.step_keys = starts[:, None] + place * shown
-        self.step_mask = None if len({length for _, _, length in steps}) <= 1 else shown[:, None, None]
+        alike = len({length for _, _, length in steps}) == 1
+        self.step_mask = None if alike else shown[:, None, None]
+        self._only_steps = alike and len(steps) == len(spans)
+
+    def rows(self, packed: Tensor) -> Tensor:
+        """Keys or values for requests of one token, [steps, keys, kv_heads, dim], of what the allocator returns."""
+        return packed.unflatten(0, (len(self.step_at), -1)) if self._only_steps else packed[self.step_keys]
 
 
 def _attend(

@@ -81,6 +81,8 @@ def test_attention_is_that_of_whole_requests(window: int, softcap: float | None,
     windows.release("d")
     windows.load("c", kept)
     forward({"b": 2, "c": 1, "a": 1})
+    # as many keys for both where the window is full
+    forward({"b": 1, "a": 1})
     forward({"c": 4, "a": total - seen["a"] - 1})
     for name in "abc":
         windows.release(name)
