@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -74,17 +75,22 @@ def take_snapshot(cache: DiffKVCache, weights: str | None = None) -> Snapshot:
     return Snapshot(content, tensors)
 
 
-def snapshot_of_request(store: Store, config: DiffKVConfig, model: str, weights: str) -> Snapshot:
-    """Copies what a store of one request holds that has every layer of a model, as a cache of its own would be copied.
+def snapshot_of_request(
+    store: Store, others: Mapping[int, Any], config: DiffKVConfig, model: str, weights: str
+) -> Snapshot:
+    """Copies what one request holds, as a cache of its own would be copied.
 
     Args:
+        store: has every compressed layer of the model, and this request alone.
+        others: layers of Transformers' own, by index.
         config: of that cache.
         model, weights: fingerprints of the model.
     """
     tensors: dict[str, Tensor] = {}
     described = [_describe_store(store, 0, tensors)]
     places = {str(layer): [0, layer, store.seen] for layer in range(store.num_layers)}
-    return Snapshot(_content(model, weights, config, described, places, {}), tensors)
+    stock = {str(index): _describe_stock(layer, f"layer{index}", tensors) for index, layer in others.items()}
+    return Snapshot(_content(model, weights, config, described, places, stock), tensors)
 
 
 def _content(

@@ -22,7 +22,8 @@ from .continuous_engine import (
     initialization,
     scheduler_class,
 )
-from .continuous_sizes import check_servable, free_bytes, make_slots, try_attention
+from .continuous_sizes import check_servable, free_bytes, make_slots, sliding_layers, try_attention
+from .continuous_sliding import SlidingWindows
 from .registration import can_switch, set_attention
 
 # tokens of a forward where the user says nothing, as in Transformers
@@ -67,6 +68,8 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         self._cache: ContinuousCache | None = None
         # a `PrefixStore`, once `use_prefixes` was called
         self.prefixes: Any = None
+        # whether its thread was started from here
+        self._moving = False
         # the base would switch back while its loop may still be running
         self._attention: str | None = None
         self._stopping = False
@@ -95,6 +98,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         """As Transformers'; also after a `stop`."""
         if not self.is_running():
             self.switch_to_cb_friendly_attn(self.model)
+        self._start_moving()
         super().start()
 
     def _restore_attention(self) -> None:
@@ -118,6 +122,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
             self._cache = None
         if not self.is_running():
             self._restore_attention()
+        self._stop_moving()
 
     def _run_generation_loop(self) -> None:
         super()._run_generation_loop()
@@ -143,9 +148,22 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
                 "prefixes are of another model or configuration than this manager; make them with "
                 f"PrefixStore(model, {config!r})."
             )
+        self._stop_moving()
         self.prefixes = prefixes
         if self._cache is not None:
             self._cache.prefixes = prefixes
+        if self.is_running():
+            self._start_moving()
+
+    def _start_moving(self) -> None:
+        if self.prefixes is not None and not self._moving:
+            self._moving = True
+            self.prefixes.start()
+
+    def _stop_moving(self) -> None:
+        if self._moving:
+            self._moving = False
+            self.prefixes.stop()
 
     def statistics(self) -> ServingStatistics | None:
         """What is being done; None where nothing runs. May be asked by any thread."""
@@ -166,15 +184,21 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
 
     def _make_cache(self) -> ContinuousCache:
         options = self.continuous_batching_config
-        layers = self.model.config.get_text_config(decoder=True).num_hidden_layers
+        text_config = self.model.config.get_text_config(decoder=True)
+        sliding, layers = sliding_layers(self.model.config), text_config.num_hidden_layers
+        compressed = layers if sliding is None else layers - len(sliding.layers)
         budget = self._config.max_bytes
         if budget is None:
             budget = int(free_bytes(self._shape.device) * options.max_memory_percent)
-        requests = options.max_requests_per_batch
+        sizes = (sliding, options.max_requests_per_batch, self._longest, budget)
         with torch.no_grad():
-            slots = make_slots(self._config, self._shape, layers, requests, self._longest, budget)
+            slots = make_slots(self._config, self._shape, compressed, *sizes)
+        windows = None
+        if sliding is not None:
+            requests = slots.store.batch_size
+            windows = SlidingWindows(text_config, sliding, self._shape, requests, slots.longest)
         tokens = MAX_BATCH_TOKENS if options.max_batch_tokens is None else options.max_batch_tokens
-        cache = ContinuousCache(slots, layers, tokens)
+        cache = ContinuousCache(slots, layers, tokens, windows)
         cache.prefixes = self.prefixes
         return cache
 

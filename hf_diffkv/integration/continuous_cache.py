@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..store import Slots
 from ..store.staging import stage
+from .continuous_order import Expected
 from .errors import HandOverError
+
+if TYPE_CHECKING:
+    from .continuous_sliding import SlidingWindows
 
 NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 _logger = logging.getLogger("hf_diffkv")
@@ -92,9 +96,10 @@ class ContinuousCache:
     """Stands where the engine has its `PagedAttentionCache`.
 
     Args:
-        slots: hold the requests.
+        slots: hold the requests, in layers of full attention.
         num_layers: of the model.
         max_batch_tokens: tokens of a forward, all requests together.
+        sliding: hold them in all other layers, where there are any.
     """
 
     # nothing is shared between requests, read by index, or read by a kernel of the engine
@@ -102,26 +107,39 @@ class ContinuousCache:
     read_cache_limit = max_blocks_per_request = max_decode_fast_path_length = 0
     max_tokens_read = 1
 
-    def __init__(self, slots: Slots, num_layers: int, max_batch_tokens: int) -> None:
-        self.slots = slots
+    def __init__(
+        self, slots: Slots, num_layers: int, max_batch_tokens: int, sliding: SlidingWindows | None = None
+    ) -> None:
+        self.slots, self.sliding = slots, sliding
+        # place in the store of each layer of full attention
+        full = [layer for layer in range(num_layers) if sliding is None or layer not in sliding.layers]
+        self._place_of = {layer: place for place, layer in enumerate(full)}
         self.max_batch_tokens = max_batch_tokens
         self.device, self.dtype = slots.store.device, slots.store.dtype
         self.num_blocks = slots.store.pool.max_pages - 1
         self.bytes_per_sector = slots.store.layout.page_bytes
         self.pool = _Pool(slots)
         self.cache_allocators = {_Allocator.layer_type: _Allocator(self)}
-        self.peak_bytes = slots.bytes
+        self.peak_bytes = self.bytes
         # a `PrefixStore`, where prefixes are kept
         self.prefixes: Any = None
         self._last_layer = num_layers - 1
         self._slot_of: dict[str, int] = {}
         self._coming: list[tuple[str, int]] = []
+        # prompts of requests that wait, and what they will find
+        self._prompts: dict[str, Tensor] = {}
+        self._expected: dict[str, Expected] = {}
+
+    @property
+    def bytes(self) -> int:
+        """Bytes the device holds for all requests."""
+        return self.slots.bytes + (0 if self.sliding is None else self.sliding.bytes)
 
     def memory(self) -> ServingMemory:
         """What is held; may be asked by any thread, and changes nothing."""
         slots, pool = self.slots, self.slots.store.pool
         used = pool.capacity - 1 - pool.free_list.free
-        sizes = (slots.bytes, self.peak_bytes, slots.max_bytes, 1 - used / max(1, self.num_blocks))
+        sizes = (self.bytes, self.peak_bytes, slots.max_bytes, 1 - used / max(1, self.num_blocks))
         return ServingMemory(len(self._slot_of), slots.store.batch_size, slots.longest, *sizes)
 
     def check_request(self, prompt_tokens: int, max_new_tokens: int | None) -> int:
@@ -179,11 +197,14 @@ class ContinuousCache:
         slot = self._slot_of.pop(request_id, None)
         if slot is not None:
             self.slots.release(slot)
+            if self.sliding is not None:
+                self.sliding.release(request_id)
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
         for request_id in list(self._slot_of):
             self.free_blocks(request_id)
         self._coming.clear()
+        self._prompts, self._expected = {}, {}
         self.slots.settle()
 
     def reset(self) -> None:
@@ -192,6 +213,26 @@ class ContinuousCache:
     @property
     def use_prefix_sharing(self) -> bool:
         return self.prefixes is not None
+
+    def expect(self, waiting: dict[str, list[int]], load: bool) -> dict[str, Expected]:
+        """Announces requests that wait, by name with their prompts; what each will find of a prefix.
+
+        While no slot is idle none of them can be let in, and the store is asked for new ones only.
+
+        Args:
+            load: have their prefixes loaded meanwhile.
+        """
+        known = waiting.keys() == self._expected.keys()
+        if self.prefixes is None or known and not (waiting and self.slots.idle):
+            return self._expected
+        self._prompts = {name: self._prompts.get(name, torch.tensor(ids)) for name, ids in waiting.items()}
+        found = [Expected()] * len(waiting)
+        try:
+            found = self.prefixes.look_ahead(list(self._prompts.values()), load)
+        except OSError as error:
+            _logger.warning("prefixes cannot be looked up: %s", error)
+        self._expected = dict(zip(self._prompts, found))
+        return self._expected
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         """Gives a request that waits a slot with the longest prefix that is kept; the number of its tokens."""
@@ -206,6 +247,8 @@ class ContinuousCache:
         if length:
             slot = self._slot_of[request_id] = self.slots.adopt()
             self.slots.load(slot, cache.stores.stores[0])
+            if self.sliding is not None:
+                self.sliding.load(request_id, {layer: cache.layers[layer] for layer in self.sliding.layers})
         return length
 
     def keep_prefix(self, request_id: str, input_ids: list[int]) -> None:
@@ -214,9 +257,11 @@ class ContinuousCache:
         if self.prefixes is not None and slot is not None:
             store = self.slots.store
             store.settle()
-            held = stage(store, slot, self.slots.seen(slot), store.pool)
+            seen = self.slots.seen(slot)
+            held = stage(store, slot, seen, store.pool)
             try:
-                self.prefixes.insert_request(torch.tensor(input_ids), held)
+                others = {} if self.sliding is None else self.sliding.dense_layers(request_id, seen)
+                self.prefixes.insert_request(torch.tensor(input_ids), held, others)
             except NO_MEMORY as error:
                 _logger.warning("a prefix is not kept: %s", error)
 
@@ -238,6 +283,8 @@ class ContinuousCache:
             if twin is None:
                 return dst_req_ids[:count]
             self._slot_of[request_id] = twin
+            if self.sliding is not None:
+                self.sliding.fork(src_state.request_id, request_id, self.slots.seen(source))
         return dst_req_ids
 
     def perform_cache_copy(self, copy_src_and_dst: dict) -> None:
@@ -257,15 +304,38 @@ class ContinuousCache:
             )
         self._coming.append((request_id, query_length))
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """Attention of a layer; arguments and result as in `Slots.attend`."""
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sliding_window: int | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Attention of a layer.
+
+        Args:
+            sliding_window: what the model says of this layer; which layers have one is known.
+
+        Other arguments and result as in `Slots.attend`.
+        """
         if layer == 0:
-            coming, self._coming = self._coming, []
-            self.slots.begin([(self._slot_of[request_id], tokens) for request_id, tokens in coming])
-        output = self.slots.attend(layer, query, key, value, **options)
+            self._begin()
+        place = self._place_of.get(layer)
+        if place is None:
+            output = self.sliding.attend(layer, query, key, value, **options)
+        else:
+            output = self.slots.attend(place, query, key, value, **options)
         if layer == self._last_layer:
-            self.peak_bytes = max(self.peak_bytes, self.slots.bytes)
+            self.peak_bytes = max(self.peak_bytes, self.bytes)
         return output
+
+    def _begin(self) -> None:
+        coming, self._coming = self._coming, []
+        if self.sliding is not None:
+            self.sliding.begin([(name, self.slots.seen(self._slot_of[name]), tokens) for name, tokens in coming])
+        self.slots.begin([(self._slot_of[name], tokens) for name, tokens in coming])
 
     def take_failures(self) -> dict[str, Exception]:
         """What went wrong in the forward that has just run, by request.

@@ -12,6 +12,7 @@ from typing import Any
 import transformers
 
 from .continuous_cache import ContinuousCache
+from .continuous_order import LOOK_AHEAD, AdmissionOrder
 from .private_names import Expected, changed, parameters_of
 
 OLDEST = (5, 23)
@@ -31,6 +32,7 @@ if _version() < OLDEST:
 try:
     from transformers.generation.continuous_batching import initialization
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
+    from transformers.generation.continuous_batching.cache_allocators import CachePool, SlidingAttentionCacheAllocator
     from transformers.generation.continuous_batching.continuous_api import (
         ContinuousBatchingManager,
         ContinuousBatchProcessor,
@@ -70,6 +72,36 @@ EXPECTED: tuple[Expected, ...] = (
     (Scheduler, "add_waiting_request", ("state",)),
     (Scheduler, "schedule_batch", ("token_budget", "cache_budget")),
     (Scheduler, "finish_request", ("request_id",)),
+    (Scheduler, "reset", ()),
+    (Scheduler, "_get_waiting_candidates", ()),
+    (CachePool, "__init__", ("num_sectors", "num_allocators", "num_reserved_sectors")),
+    (CachePool, "allocate_sector", ("index",)),
+    (
+        SlidingAttentionCacheAllocator,
+        "__init__",
+        (
+            *("index", "config", "num_key_value_heads", "cache_dtype", "page_size", "layer_indices"),
+            "allow_block_sharing",
+        ),
+    ),
+    (
+        SlidingAttentionCacheAllocator,
+        "register_cache_tensor",
+        ("bytes_per_sector", "non_trash_bytes", "cache_tensor", "pool"),
+    ),
+    *(
+        (SlidingAttentionCacheAllocator, name, ("request_id", "past_length", "query_length"))
+        for name in ("allocate_cache_to_request", "get_read_indices", "get_write_indices")
+    ),
+    (SlidingAttentionCacheAllocator, "get_seqlen_k", ("past_length", "query_length")),
+    (SlidingAttentionCacheAllocator, "free_blocks", ("request_id", "no_cache")),
+    (SlidingAttentionCacheAllocator, "fork_blocks", ("source_request_id", "dest_request_id", "past_length")),
+    (SlidingAttentionCacheAllocator, "copy_blocks", ("source_block_ids", "dest_block_ids")),
+    (
+        SlidingAttentionCacheAllocator,
+        "update",
+        ("key_states", "value_states", "layer_idx", "read_index", "write_index"),
+    ),
     (initialization, "update_cb_config_after_cache_creation", ("cb_config", "num_blocks", "max_batch_tokens")),
 )
 FIELDS = ("request_id", "initial_tokens", "max_new_tokens", "num_children", "_new_tokens_limit", "_status")
@@ -94,9 +126,12 @@ if surprises():
 
 
 class _Admission:
-    """Mixed into a scheduler: refuses what can never fit, and goes on where nothing is left to wait for."""
+    """Mixed into a scheduler: refuses what can never fit, goes on where nothing is left to wait for, and orders what
+    waits.
+    """
 
     cache: ContinuousCache
+    order: AdmissionOrder
 
     def add_waiting_request(self, state: RequestState) -> None:
         """Raises `ValueError` for a request that could not be finished by itself; the engine fails that one.
@@ -116,11 +151,26 @@ class _Admission:
             self.cache.keep_prefix(request_id, state.initial_tokens + state.generated_tokens)
         super().finish_request(request_id)
 
+    def reset(self) -> None:
+        super().reset()
+        self.order = AdmissionOrder()
+
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
         # after a preemption, requests wait until another one has finished; it may have been cancelled instead
         if not self.active_requests:
             self.block_new_requests = False
-        return super().schedule_batch(token_budget, cache_budget)
+        waiting = list(self.waiting_requests_order)
+        scheduled = super().schedule_batch(token_budget, cache_budget)
+        self.order.note(waiting, self.active_requests.keys())
+        return scheduled
+
+    def _get_waiting_candidates(self) -> list[RequestState]:
+        names = list(self.waiting_requests_order)
+        first = {name: self.waiting_requests[name].remaining_prefill_tokens for name in names[:LOOK_AHEAD]}
+        # where nothing else is to be computed, a prefix is read at once
+        busy = bool(self.active_requests)
+        order = self.order.sort(names, self.cache.expect(first, busy), busy)
+        return [self.waiting_requests[name] for name in order]
 
 
 @functools.cache

@@ -32,7 +32,8 @@ def paged_attention(
 
     Args:
         query: [1, query_heads, tokens, head_dim]; key and value likewise with KV heads.
-        cache: what the engine passes to the model: has `attend` (`continuous_cache.py`).
+        cache: what the engine passes to the model: has `attend` (`continuous_cache.py`), and knows the layers that
+            have a sliding window.
 
     Returns:
         Output [1, tokens, query_heads, value_dim], and no attention weights.
@@ -47,7 +48,7 @@ def paged_attention(
             "the model otherwise), or the model does not pass keyword arguments on to its attention and cannot be "
             "batched continuously."
         )
-    given = {**kwargs, "sliding_window": sliding_window, "attention_mask": attention_mask}
+    given = {**kwargs, "attention_mask": attention_mask}
     unknown = sorted(k for k, v in given.items() if v is not None and k not in HARMLESS | OF_THE_ENGINE)
     if unknown:
         raise HandOverError(
@@ -55,7 +56,8 @@ def paged_attention(
             'cache_implementation="diffkv" out.'
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output = cache.attend(module.layer_idx, query, key, value, scaling=scaling, softcap=softcap, sinks=s_aux)
+    options = {"sliding_window": sliding_window, "scaling": scaling, "softcap": softcap, "sinks": s_aux}
+    output = cache.attend(module.layer_idx, query, key, value, **options)
     return output.transpose(1, 2).contiguous(), None
 
 

@@ -28,7 +28,7 @@ BYTES_PER_TENSOR = 256
 
 
 class FolderTier:
-    """Snapshots in a folder that several processes and models may use at the same time.
+    """Snapshots in a folder that several threads, processes and models may use at the same time.
 
     A subfolder is written or removed under another name, which a rename ends or begins; whoever changes something has
     the folder's lock, which the system gives back when a process is killed. So a subfolder is complete, and what
@@ -44,6 +44,7 @@ class FolderTier:
     def __init__(self, folder: Path, limit: float) -> None:
         self.folder, self.limit = folder, limit
         folder.mkdir(parents=True, exist_ok=True)
+        # each thread has its own
         self._lock = FileLock(folder / LOCK, timeout=LOCK_SECONDS)
 
     @contextmanager
@@ -64,13 +65,13 @@ class FolderTier:
 
     def sizes(self) -> dict[str, int]:
         """Bytes of their files, by prefix."""
-        return {name: self._size(name) for name in self.names()}
+        return {name: self.size(name) for name in self.names()}
 
-    def _size(self, name: str) -> int:
+    def size(self, name: str) -> int:
+        """Bytes of the files of a prefix; 0 where it is gone."""
         try:
             return sum(path.stat().st_size for path in (self.folder / name).iterdir())
         except FileNotFoundError:
-            # another process has just removed it
             return 0
 
     def used(self, name: str) -> int:

@@ -68,7 +68,7 @@ class Hierarchy:
         names = {name for name in self.folder.names() if name.startswith(self.fingerprint)}
         for name in names - self.entries.keys():
             self.entries[name] = Entry(int(NAME.fullmatch(name)[2]), self.folder.used(name))
-        self._drop_lost([name for name in self.entries if name not in names])
+        self.drop_lost([name for name in self.entries if name not in names])
 
     def tier_of(self, name: str) -> Tier | None:
         """The fastest tier that holds a prefix."""
@@ -95,12 +95,10 @@ class Hierarchy:
         self.entries[name] = Entry(length)
         self.note_use(name)
         self._place(name, snapshot, 0)
-        self._drop_lost([name])
+        self.drop_lost([name])
 
     def promote(self, name: str, tier: Tier, snapshot: Snapshot) -> None:
-        """Brings what was read from `tier` into the first one that takes it."""
-        if tier is self.tiers[0]:
-            return
+        """Brings what was read from `tier`, which is not the first one, into the first that takes it."""
         if tier is not self.folder:
             # its room is there again if it cannot rise
             tier.remove([name])
@@ -113,6 +111,41 @@ class Hierarchy:
             if tier is not None and tier is not self.folder:
                 self._enter(len(self.tiers) - 1, name, tier.get(name))
 
+    def put_if_free(self, tier: MemoryTier, name: str, snapshot: Snapshot) -> bool:
+        """Whether a tier of memory holds a prefix now, for which nothing else has to go."""
+        cost = tier.cost(snapshot)
+        if not tier.holds(name):
+            if sum(tier.sizes().values()) + cost > tier.limit:
+                return False
+            tier.put(name, snapshot, self.entries[name].used)
+            self.written[tier.name] += cost
+        return True
+
+    def write(self, name: str, snapshot: Snapshot, used: int) -> list[str] | None:
+        """Copies a prefix into the folder, as `add` does, but leaves `entries` alone, so that they need not be locked.
+
+        Returns:
+            What had to go for it, for `drop_lost`; None where it stays out.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        cost = self.folder.cost(snapshot)
+        with self.folder.exclusive():
+            victims = [] if self.folder.holds(name) else self._victims(self.folder, name, cost)
+            if victims is None or self.folder.holds(name):
+                return victims
+            self.folder.remove(victims)
+            self.folder.put(name, snapshot, used)
+        self.written[self.folder.name] += cost
+        return victims
+
+    def drop_lost(self, names: list[str]) -> None:
+        """Forgets those of `names` that no tier holds."""
+        for name in names:
+            if self.tier_of(name) is None:
+                self.entries.pop(name, None)
+
     def remove(self, names: Iterable[str], tiers: list[Tier] | None = None) -> None:
         """Drops prefixes from `tiers`, or from all of them."""
         names = list(names)
@@ -122,7 +155,7 @@ class Hierarchy:
                     tier.remove([name for name in names if tier.holds(name)])
             except OSError as error:
                 warn(f"prefixes cannot be removed: {error}")
-        self._drop_lost(names)
+        self.drop_lost(names)
 
     def _place(self, name: str, snapshot: Snapshot, first: int) -> None:
         """Into the first tier from `first` on that takes it; into none where no tier does."""
@@ -143,9 +176,7 @@ class Hierarchy:
                 if tier.holds(name):
                     # another process was faster
                     return True
-                sizes = tier.sizes()
-                ranks = {held: self.rank(held) for held in sizes}
-                victims = choose_victims(ranks, sizes, self.rank(name), sum(sizes.values()) + cost - tier.limit)
+                victims = self._victims(tier, name, cost)
                 if victims is None:
                     return False
                 self._demote(depth, victims)
@@ -156,6 +187,12 @@ class Hierarchy:
         self.written[tier.name] += cost
         return True
 
+    def _victims(self, tier: Tier, name: str, cost: int) -> list[str] | None:
+        """Who has to go from a tier for `cost` bytes of a prefix; None where it has to stay out."""
+        sizes = tier.sizes()
+        ranks = {held: self.rank(held) for held in sizes}
+        return choose_victims(ranks, sizes, self.rank(name), sum(sizes.values()) + cost - tier.limit)
+
     def _demote(self, depth: int, names: list[str]) -> None:
         tier = self.tiers[depth]
         if tier is self.folder:
@@ -165,12 +202,7 @@ class Hierarchy:
                 snapshot = tier.get(name)
                 tier.remove([name])
                 self._place(name, snapshot, depth + 1)
-        self._drop_lost(names)
-
-    def _drop_lost(self, names: list[str]) -> None:
-        for name in names:
-            if self.tier_of(name) is None:
-                self.entries.pop(name, None)
+        self.drop_lost(names)
 
 
 def warn(message: str) -> None:

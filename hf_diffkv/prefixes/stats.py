@@ -35,8 +35,10 @@ class PrefixStats:
         hits: how many of them found a prefix, by the tier that held it.
         tokens: tokens of all prompts looked up.
         tokens_reused: how many of them were in a prefix, and so not computed.
-        bytes_read: what hits took out of each tier.
+        bytes_read: what hits, and loading ahead of them, took out of each tier.
         bytes_written: what came into each tier.
+        loaded_ahead, offloaded: prefixes brought up for requests that waited, and moved down before they had to, by the
+            thread of `PrefixStore.start`.
         lookup_seconds: time spent in `lookup`.
         seconds_per_token: of a prompt, as `PrefixStore.measure` found it; None before.
     """
@@ -47,6 +49,8 @@ class PrefixStats:
     tokens_reused: int
     bytes_read: dict[str, int]
     bytes_written: dict[str, int]
+    loaded_ahead: int
+    offloaded: int
     lookup_seconds: float
     seconds_per_token: float | None
 

@@ -8,7 +8,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 
 from ..config import DiffKVConfig
 from ..integration.cache import DiffKVCache, config_of
+from ..integration.continuous_order import Expected
 from ..integration.devices import TensorParallel, layer_devices
 from ..io import FORMAT_VERSION
 from ..snapshot import (
@@ -31,6 +33,7 @@ from ..snapshot import (
     weights_fingerprint,
 )
 from ..store import Store
+from .background import Background
 from .folder import FolderTier
 from .hierarchy import Hierarchy, Tier, warn
 from .requests import Requests
@@ -114,6 +117,25 @@ class PrefixStore:
         self._hits, self._read = ({tier.name: 0 for tier in self._tiers.tiers} for _ in range(2))
         self._lookup_seconds, self._seconds_per_token = 0.0, None
         self._lock = threading.RLock()
+        self._background = Background(self._tiers, self._requests, self._lock)
+        weakref.finalize(self, self._background.close)
+
+    def start(self) -> None:
+        """Starts a thread that moves prefixes while requests are computed; `stop` ends it.
+
+        Where a tier of memory is more than 90 % full it moves down those used longest ago that no request waits for,
+        before they have to go. What `look_ahead` announces it brings up, one after another, where nobody waits for what
+        has to go for it. Continuous batching starts it. What fails is logged, and the prefix stays where it is.
+        """
+        self._background.start()
+
+    def stop(self) -> None:
+        """Ends what `start` has started as often as this is called, and waits for what is being moved."""
+        self._background.stop()
+
+    def flush(self) -> None:
+        """Waits until the thread of `start` has nothing to move."""
+        self._background.flush()
 
     def lookup(self, input_ids: Any) -> DiffKVCache:
         """A cache that holds the longest stored prefix of `input_ids`, to be passed on with all of them.
@@ -137,7 +159,9 @@ class PrefixStore:
                 self._read[hit.tier.name] += hit.snapshot.bytes
                 entry.hits += 1
                 self._tiers.note_use(hit.name)
-                self._tiers.promote(*hit)
+                if hit.tier is not self._tiers.tiers[0]:
+                    self._tiers.promote(*hit)
+                    self._background.wake()
             self._lookups += 1
             self._tokens += ids.numel()
             self._tokens_reused += cache.get_seq_length()
@@ -170,18 +194,19 @@ class PrefixStore:
             self._requests.finish(cache)
             return self._add(ids, lambda: take_snapshot(cache, self._weights))
 
-    def insert_request(self, input_ids: Any, held: Store) -> bool:
-        """Stores what continuous batching holds of a request: `held` has every layer of the model.
+    def insert_request(self, input_ids: Any, held: Store, others: Mapping[int, Any]) -> bool:
+        """Stores what continuous batching holds of a request: `held` has every compressed layer of the model.
 
         Args:
             input_ids: of its tokens, integers [tokens], and possibly more.
+            others: layers of Transformers' own, by index.
 
         Returns:
             As `insert`.
         """
         ids = as_tokens("input_ids", input_ids)[: held.seen].clone()
         with self._session():
-            return self._add(ids, lambda: snapshot_of_request(held, self.config, self._model, self._weights))
+            return self._add(ids, lambda: snapshot_of_request(held, others, self.config, self._model, self._weights))
 
     def _add(self, ids: Tensor, take: Callable[[], Snapshot]) -> bool:
         name = self._name(ids)
@@ -191,6 +216,7 @@ class PrefixStore:
             snapshot = take()
             snapshot.tensors[TOKENS] = ids
             self._tiers.add(name, ids.numel(), snapshot)
+            self._background.wake()
         return name in self._tiers.entries
 
     def prefill(self, input_ids: Any) -> bool:
@@ -217,23 +243,32 @@ class PrefixStore:
         self._compute(ids, cache)
         return self.insert(ids, cache)
 
-    def look_ahead(self, prompts: Sequence[Any]) -> None:
+    def look_ahead(self, prompts: Sequence[Any], load: bool = True) -> list[Expected]:
         """Announces the requests that come next; what they will use stays in faster tiers.
 
         Args:
             prompts: all that wait and are to count, each as for `lookup`. They replace those of the call before; an
                 empty list announces nothing. A request that is looked up leaves by itself.
+            load: between `start` and `stop`, bring what they will use into the first tier.
+
+        Returns:
+            What each would find at this moment. Nothing is read for it.
 
         Raises:
             ValueError: as `lookup`; nothing has changed then.
         """
         waiting = [as_tokens("prompts", prompt) for prompt in prompts]
         with self._session():
-            window = []
-            for ids in waiting:
-                name = next(self._candidates(ids), None)
-                window.append((digest(ids), self._tiers.entries.get(name)))
+            names = [next(self._candidates(ids), None) for ids in waiting]
+            window = [(digest(ids), self._tiers.entries.get(name)) for ids, name in zip(waiting, names)]
             self._requests.announce(window)
+            tiers = [None if name is None else self._tiers.tier_of(name) for name in names]
+            fast = self._tiers.tiers[0]
+            slow = [name for name, tier in zip(names, tiers) if tier is not None and tier is not fast]
+            self._background.want(slow if load else [])
+            loading = [name is not None and self._background.is_loading(name) for name in names]
+        found = zip(tiers, loading)
+        return [Expected(None if tier is None else tier.name, tier is fast, coming) for tier, coming in found]
 
     @property
     def has_folder(self) -> bool:
@@ -281,8 +316,10 @@ class PrefixStore:
                 hits=dict(self._hits),
                 tokens=self._tokens,
                 tokens_reused=self._tokens_reused,
-                bytes_read=dict(self._read),
+                bytes_read={tier: count + self._background.bytes_read[tier] for tier, count in self._read.items()},
                 bytes_written=dict(self._tiers.written),
+                loaded_ahead=self._background.loaded_ahead,
+                offloaded=self._background.offloaded,
                 lookup_seconds=self._lookup_seconds,
                 seconds_per_token=self._seconds_per_token,
             )

@@ -54,7 +54,11 @@ class MemoryTier:
 
     def sizes(self) -> dict[str, int]:
         """Bytes held, by prefix."""
-        return {name: snapshot.bytes for name, snapshot in self._held.items()}
+        return {name: self.size(name) for name in self._held}
+
+    def size(self, name: str) -> int:
+        """Bytes of a prefix that is here."""
+        return self._held[name].bytes
 
     def used(self, name: str) -> int:
         """When it was used last; the store knows."""
@@ -71,9 +75,13 @@ class MemoryTier:
         """Nobody else changes what is here."""
         return nullcontext()
 
-    def put(self, name: str, snapshot: Snapshot, used: int) -> None:
+    def moved(self, snapshot: Snapshot) -> Snapshot:
+        """A snapshot where this tier holds it; `put` leaves that as it is."""
         move = _to_host if self.to_host else self._here
-        self._held[name] = Snapshot(snapshot.content, {key: move(t) for key, t in snapshot.tensors.items()})
+        return Snapshot(snapshot.content, {key: move(tensor) for key, tensor in snapshot.tensors.items()})
+
+    def put(self, name: str, snapshot: Snapshot, used: int) -> None:
+        self._held[name] = self.moved(snapshot)
 
     def get(self, name: str) -> Snapshot:
         return self._held[name]

@@ -42,6 +42,7 @@ class Slots:
         dtype, device: of the model's keys and values.
         max_tokens: tokens of the longest request that is allowed.
         max_bytes: of everything that is held: windows, tables, scratch, pages.
+        left_bytes: of `max_bytes`, what others hold.
 
     Attributes:
         store: holds all slots.
@@ -67,6 +68,7 @@ class Slots:
         *,
         max_tokens: int,
         max_bytes: int,
+        left_bytes: int = 0,
     ) -> None:
         if config.compaction_interval != 1:
             raise ValueError(
@@ -85,7 +87,7 @@ class Slots:
         store.room = max_tokens
         store.ensure_width(max_tokens + store.window_slots)
         prepare_scratch(store, torch.zeros(slots, query_heads, key_dim, dtype=dtype, device=device))
-        pages = store.pages_within(max_bytes, max_tokens)
+        pages = store.pages_within(max_bytes - left_bytes, max_tokens)
         self.longest = min(max_tokens, self._tokens_within(pages - 1))
         if self.longest < min(max_tokens, self._exact):
             raise MemoryError(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import transformers
 
 ENGINE_TESTS = [
+    "test_admission_order.py",
     "test_batched_prefixes.py",
     "test_continuous.py",
     "test_engine.py",
     "test_many_requests.py",
     "test_serve_command.py",
+    "test_sliding.py",
 ]
 collect_ignore = ENGINE_TESTS if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23) else []

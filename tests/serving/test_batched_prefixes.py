@@ -42,14 +42,23 @@ def ask(manager: DiffKVBatchingManager, name: str, ids: list[int]) -> list[int]:
     return result.generated_tokens
 
 
-@pytest.mark.parametrize("config", [LOSSY, replace(LOSSY, alpha_high=0.6, rotate=True, center=True, sinks=4)])
-def test_turns_are_those_of_one_cache(config: DiffKVConfig, forwards: dict[str, list[int]], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("llama", LOSSY),
+        ("llama", replace(LOSSY, alpha_high=0.6, rotate=True, center=True, sinks=4)),
+        ("gemma3_text", LOSSY),
+    ],
+)
+def test_turns_are_those_of_one_cache(
+    name: str, config: DiffKVConfig, forwards: dict[str, list[int]], tmp_path: Path
+) -> None:
     """Levels and text, and nothing is computed but new tokens.
 
     The first turn begins with a prefix that `generate` computed, the last one finds its own in the folder, on a manager
     for shorter requests: tables are wider and narrower.
     """
-    model = tiny_model("llama", dtype=torch.float64)
+    model = tiny_model(name, dtype=torch.float64)
     store = PrefixStore(model, config, folder=tmp_path)
     turns = prompts((90, 30, 1, 70))
     store.prefill(torch.tensor(turns[0][:BOUNDARY]))
@@ -95,7 +104,7 @@ def test_turns_are_those_of_one_cache(config: DiffKVConfig, forwards: dict[str, 
     assert at == len(said) - 1 and compared == 4 * NEW
     held = store.lookup(torch.tensor(said))
     assert held.get_seq_length() == at
-    for layer in range(model.config.num_hidden_layers):
+    for layer in cache.compressed_layers():
         assert torch.equal(held.levels(layer), cache.levels(layer))
 
 

@@ -46,7 +46,7 @@ class Watch:
 
         def watched_attend(cache: ContinuousCache, layer: int, *args: Any, **kwargs: Any) -> Any:
             output = original["attend"](cache, layer, *args, **kwargs)
-            self.bytes.append(cache.slots.bytes)
+            self.bytes.append(cache.bytes)
             self.requests = max(self.requests, cache.memory().requests)
             return output
 
@@ -74,6 +74,7 @@ class Watch:
             assert slots.idle == slots.store.batch_size
             assert slots.store.owned_pages().numel() == 0
             assert slots.reservations.unreserved == slots.store.pool.max_pages - 1
+            assert cache.sliding is None or not cache.sliding.requests
 
 
 @pytest.fixture
@@ -81,22 +82,30 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     return Watch(monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "granite", "mixtral"])
+# a window of 24 tokens in every other layer
+SLIDING = ["gemma3_text", "gemma2", "gpt_oss"]
+# these have no other attention of Transformers' own on a CPU
+EAGER = {"gemma2": "eager", "gpt_oss": "eager"}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "granite", "mixtral", *SLIDING])
 @pytest.mark.sampled(3)
 def test_lossless_equals_generate(name: str, watch: Watch) -> None:
     """Prompts in chunks of 64, mixed with generated tokens."""
-    model = tiny_model(name)
+    model = tiny_model(name, EAGER.get(name, "sdpa"))
     given = prompts()
     want = [expected(model, ids) for ids in given]
     outputs = model.generate_batch(given, request_config(LOSSLESS), chunks())
     assert [output.generated_tokens for output in outputs.values()] == want
-    assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == EAGER.get(name, "sdpa")
     mixed = [forwards for forwards in watch.forwards.values() if len([n for n in forwards if n > 1]) > 1]
     assert mixed and watch.requests > 2
     watch.assert_nothing_left()
 
 
-def test_preempted_requests_are_computed_anew(model: PreTrainedModel, watch: Watch) -> None:
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_preempted_requests_are_computed_anew(name: str, watch: Watch) -> None:
+    model = tiny_model(name)
     given = prompts(CROWD)
     want = [expected(model, ids, 32) for ids in given]
     config = request_config(LOSSLESS, TIGHT, max_new_tokens=32)
@@ -125,11 +134,15 @@ def starve_once(monkeypatch: pytest.MonkeyPatch, request_id: str, generated: int
     monkeypatch.setattr(ContinuousCache, "count_storable_requests", none_fits)
 
 
-@pytest.mark.parametrize("preempted", [False, True])
-@pytest.mark.sampled(100)
-def test_lossy_requests_are_what_they_are_alone(preempted: bool, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "preempted"), [("llama", False), ("llama", True), *((name, True) for name in SLIDING)]
+)
+@pytest.mark.sampled(4)
+def test_lossy_requests_are_what_they_are_alone(
+    name: str, preempted: bool, watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same forwards on a `DiffKVCache` of its own leave the same tokens at the same levels, and say the same."""
-    model = tiny_model("llama", dtype=torch.float64)
+    model = tiny_model(name, EAGER.get(name, "sdpa"), dtype=torch.float64)
     given, max_bytes = prompts((5, 90, 1, 40, 130)), 300_000
     if preempted:
         starve_once(monkeypatch, "req_1", 4)
@@ -137,8 +150,8 @@ def test_lossy_requests_are_what_they_are_alone(preempted: bool, watch: Watch, m
     assert max(watch.bytes) <= max_bytes
     assert watch.preempted == preempted
     pruned = compared = 0
-    for ids, (name, output) in zip(given, outputs.items()):
-        text, forwards = ids + output.generated_tokens, watch.forwards[name]
+    for ids, (request_id, output) in zip(given, outputs.items()):
+        text, forwards = ids + output.generated_tokens, watch.forwards[request_id]
         assert sum(forwards) == len(text) - 1
         cache, at = DiffKVCache(model.config, LOSSY), 0
         model.set_attn_implementation("diffkv")
@@ -151,10 +164,10 @@ def test_lossy_requests_are_what_they_are_alone(preempted: bool, watch: Watch, m
             if at >= len(ids) and index >= prompt_end:
                 assert int(logits[0, -1].argmax()) == text[at]
                 compared += 1
-        for layer, mine in enumerate(watch.tokens[name]):
+        for layer, mine in zip(cache.compressed_layers(), watch.tokens[request_id], strict=True):
             assert torch.equal(mine.levels, cache.levels(layer))
             pruned += int((mine.levels < 1).sum())
-        model.set_attn_implementation("sdpa")
+        model.set_attn_implementation(EAGER.get(name, "sdpa"))
     assert pruned > 0
     # what one request had said before its preemption is not predicted again
     assert compared == len(given) * NEW - (4 if preempted else 0)
@@ -278,7 +291,9 @@ def test_a_request_that_fails_fails_alone(
     watch.assert_nothing_left()
 
 
-def test_forks_share_a_prompt_and_go_their_own_way(model: PreTrainedModel, watch: Watch) -> None:
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_forks_share_a_prompt_and_go_their_own_way(name: str, watch: Watch) -> None:
+    model = tiny_model(name)
     given = prompts((50, 9, 1))
     config = request_config(LOSSLESS, num_return_sequences=3, do_sample=True, top_k=1)
     outputs = model.generate_batch(given, config, chunks(max_requests_per_batch=16))
@@ -367,7 +382,8 @@ def test_options_of_the_engine_that_do_not_go(model: PreTrainedModel, options: d
 @pytest.mark.parametrize(
     ("make", "config", "error", "message"),
     [
-        (lambda: tiny_model("gemma3_text"), LOSSY, ValueError, "layers beside full attention"),
+        (lambda: tiny_model("mistral", sliding_window=24), LOSSY, ValueError, "sliding-window layers only"),
+        (lambda: tiny_model("llama4_text"), LOSSY, ValueError, "beside full and sliding attention .chunked_attention"),
         (lambda: tiny_model("deepseek_v3"), LOSSY, ValueError, "latents"),
         (lambda: tiny_model("llama"), DiffKVConfig(compaction_interval=4), ValueError, "compaction_interval=4"),
         (lambda: tiny_model("llama"), DiffKVConfig(alpha_high=(1.0,) * 3), ValueError, "alpha_high has 3 entries"),
