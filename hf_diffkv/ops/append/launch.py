@@ -12,7 +12,9 @@ from ..quantize.launch import check_dtype, unit_stride
 from ..variant import KernelVariant
 from .kernels import append_kernel
 
-NUM_WARPS = 1
+# of the keys, or the values, that a program and a warp of it take at once
+TILE_ELEMENTS = 4096
+WARP_ELEMENTS = 512
 
 
 def append_token(
@@ -42,14 +44,17 @@ def append_token(
     ):
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must be {list(shape)}, not {list(tensor.shape)}.")
-    if not (window_key.is_contiguous() and window_value.is_contiguous() and window_score.is_contiguous()):
+    if not all(tensor.is_contiguous() for tensor in (window_key, window_value, window_score, length)):
         raise ValueError("windows must be contiguous, as they are written in place.")
     if key.dtype != window_key.dtype or value.dtype != window_value.dtype:
         raise ValueError(f"keys and values must be {window_key.dtype}, not {key.dtype} and {value.dtype}.")
+    if batch == 0:
+        return
     key, value = unit_stride(key), unit_stride(value)
+    constants, warps = _tile(heads, key_dim, value_dim)
     flags = None if valid is None else valid.to(torch.bool).contiguous().view(torch.uint8)
     with torch.cuda.device(key.device) if key.is_cuda else nullcontext():
-        append_kernel[(batch * heads,)](
+        append_kernel[(batch,)](
             window_key,
             window_value,
             window_score,
@@ -67,13 +72,18 @@ def append_token(
             key.stride(1),
             value.stride(0),
             value.stride(1),
-            KEY_DIM=key_dim,
-            VALUE_DIM=value_dim,
-            KEY_WIDTH=triton.next_power_of_2(key_dim),
-            VALUE_WIDTH=triton.next_power_of_2(value_dim),
-            num_warps=NUM_WARPS,
+            **constants,
+            num_warps=warps,
         )
-    length += 1 if valid is None else valid
+
+
+def _tile(heads: int, key_dim: int, value_dim: int) -> tuple[dict[str, int], int]:
+    """Compile-time arguments, and warps."""
+    key_width, value_width = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
+    widest = max(key_width, value_width)
+    at_once = max(1, min(triton.next_power_of_2(heads), TILE_ELEMENTS // widest))
+    constants = {"KEY_DIM": key_dim, "VALUE_DIM": value_dim, "KEY_WIDTH": key_width, "VALUE_WIDTH": value_width}
+    return constants | {"HEADS": at_once}, max(1, at_once * widest // WARP_ELEMENTS)
 
 
 def variants() -> list[KernelVariant]:
@@ -86,18 +96,9 @@ def variants() -> list[KernelVariant]:
         "limit": "fp32",
         **dict.fromkeys(("slots", "sink_slots", "heads", "key_batch", "key_head", "value_batch", "value_head"), "i32"),
     }
-    return [
-        KernelVariant(
-            name=f"append-d{dim}",
-            kernel=append_kernel,
-            signature=signature,
-            constexprs={
-                "KEY_DIM": dim,
-                "VALUE_DIM": dim,
-                "KEY_WIDTH": triton.next_power_of_2(dim),
-                "VALUE_WIDTH": triton.next_power_of_2(dim),
-            },
-            num_warps=NUM_WARPS,
-        )
-        for dim in (80, 128, 512)
-    ]
+    found = []
+    for heads, dim in ((8, 80), (8, 128), (32, 128), (8, 512)):
+        constants, warps = _tile(heads, dim, dim)
+        name = f"append-d{dim}" + (f"-h{heads}" if heads != 8 else "")
+        found.append(KernelVariant(name, append_kernel, signature, constants, warps))
+    return found
