@@ -21,17 +21,17 @@ if not triton.knobs.runtime.interpret:
     pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 
 LEVELS = DiffKVConfig(Precision(8, 4), Precision(4, 2), alpha_high=1.0, alpha_low=0.1, window=4, center=False)
-ROTATED = ["cat", "mm", "append_kernel", "clone", "attend_kernel", "merge_kernel", "score_kernel", "rotate_kernel"]
+ROTATED = ["cat", "mm", "append_kernel", "clone", "attend_kernel", "finish_kernel", "rotate_kernel"]
 
 
 @pytest.mark.parametrize(
     "config, expected",
     [
-        (replace(LEVELS, rotate=False), ["append_kernel", "attend_kernel", "merge_kernel", "score_kernel"]),
+        (replace(LEVELS, rotate=False), ["append_kernel", "attend_kernel", "finish_kernel"]),
         (LEVELS, ROTATED),
         (
             DiffKVConfig.preset("balanced", window=4, rotate=False, center=False),
-            ["append_kernel", "attend_kernel", "merge_kernel"],
+            ["append_kernel", "attend_kernel", "finish_kernel"],
         ),
     ],
     ids=["levels", "rotated", "preset"],
