@@ -28,7 +28,7 @@ from .tier_math import (
     add_raw_values,
     add_tier_values,
     add_zeros,
-    by_runs,
+    as_multiplied,
     convert,
     in_order,
     key_tiles,
@@ -57,7 +57,7 @@ def attend_tier(state, query_row, heads, pages, table, logits, peaks, first, las
     end repeat the last one and are left out by their logit, so that no load needs a mask.
     """
     old_peak, total, acc = state
-    acc = by_runs(acc, TIER, MODE)
+    acc = as_multiplied(acc, TIER, MODE)
     peak = old_peak
     query = load_query(
         query_row, heads, TIER.key_dim, key_tiles(TIER, MODE), tile_pieces(TIER, MODE), GROUP,
