@@ -188,7 +188,7 @@ def measure_config(session: Session, case: dict, name: str, query: Tensor, heads
         session.failed(case, failure)
         return
     row = {**case, "error": error, **timing.row(), **session.speed(rows.bytes_read, timing.median)}
-    for part in ("attend", "merge", "score"):
+    for part in ("attend", "finish"):
         found = [us for kernel, us in kernels.items() if kernel == f"{part}_kernel"]
         row |= {f"{part}_us": round(sum(found), 3)} if found else {}
     if dense.median is not None:

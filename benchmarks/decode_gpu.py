@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache
 from hf_diffkv import DiffKVCache
 
 CONTEXTS = (1024, 4096, 8192, 16384, 32768, 65536)
-ATTENTION = ("attend_kernel", "merge_kernel", "score_kernel")
+ATTENTION = ("attend_kernel", "finish_kernel")
 PARTS = ("budget", "length")
 # tokens of which the kernels are noted, after those in which a step is captured anew
 PROFILED = (8, 24)
@@ -144,9 +144,9 @@ def shares(
     total = sum(clock.kernels.values())
     if total:
         attention = sum(us for kernel, us in clock.kernels.items() if kernel in ATTENTION)
-        score_us = sum(us for kernel, us in clock.kernels.items() if kernel == "score_kernel") / (last - first)
+        finish_us = sum(us for kernel, us in clock.kernels.items() if kernel == "finish_kernel") / (last - first)
         found = {"kernels_us": round(total / (last - first), 1), "attention_share": round(attention / total, 4)}
-        found["score_share"] = round(1e-3 * score_us / ms_per_token, 5)
+        found["finish_share"] = round(1e-3 * finish_us / ms_per_token, 5)
     (store,) = cache.stores.stores
     store.settle()
     store.refresh()

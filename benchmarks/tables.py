@@ -62,7 +62,18 @@ def attention(rows: list[dict]) -> str:
         table = markdown(header, ([row.get(name) for name in header] for row in order))
         rest = [row for row in rows if row["kind"] != "sweep"]
         return f"{attention(rest)}\n\n{table}" if rest else table
-    header = ("model", "batch", "context", "name", "us", "GB/s", "of peak", "speed-up", "scores, of attention", "error")
+    header = (
+        "model",
+        "batch",
+        "context",
+        "name",
+        "us",
+        "GB/s",
+        "of peak",
+        "speed-up",
+        "merging and scores, of attention",
+        "error",
+    )
     order = sorted(rows, key=lambda r: (r["model"], r["batch"], r["context"], r["kind"], -r["us"]))
     lines = []
     for row in order:
@@ -76,7 +87,7 @@ def attention(rows: list[dict]) -> str:
                 row["gb_per_s"],
                 row.get("share_of_peak"),
                 row.get("speed_up"),
-                targets.score_share(row),
+                targets.finish_share(row),
                 row.get("error"),
             )
         )
@@ -116,9 +127,9 @@ def decode(rows: list[dict]) -> str:
     """Time per token by length, its line, and tokens per second within a memory budget."""
     lengths = sorted((r for r in rows if r["kind"] == "length"), key=lambda r: (r["context"], r["cache"]))
     header = ("context", "cache", "ms per token", "mean ms", "attention, of kernels", "compaction us", "of a step")
-    header += ("scores, of a step", "bytes of dense", "warnings")
+    header += ("merging and scores, of a step", "bytes of dense", "warnings")
     names = ("context", "cache", "ms_per_token", "ms_mean", "attention_share", "compaction_us", "compaction_share")
-    names += ("score_share",)
+    names += ("finish_share",)
     first = markdown(
         header, ([*(r.get(name) for name in names), r.get("ratio"), "; ".join(r.get("warnings", []))] for r in lengths)
     )
@@ -132,9 +143,9 @@ def decode(rows: list[dict]) -> str:
     header = ("cache", "context", "cache bytes allowed", "batch", "ms per token", "mean ms", "tokens per second")
     names = ("cache", "context", "cache_bytes_allowed", "batch", "ms_per_token", "ms_mean", "tokens_per_second")
     third = markdown(
-        (*header, "compaction, of a step", "scores, of a step"),
+        (*header, "compaction, of a step", "merging and scores, of a step"),
         (
-            [*(r[name] for name in names), r.get("compaction_share"), r.get("score_share")]
+            [*(r[name] for name in names), r.get("compaction_share"), r.get("finish_share")]
             for r in rows
             if r["kind"] == "budget"
         ),

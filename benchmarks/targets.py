@@ -74,7 +74,7 @@ def attention(rows: list[dict]) -> list[Target]:
     made.append(Target(f"K4V2: speed-up over FP8 KV, {case}", 1.0, True, figures(mine, _over(fp8))))
     alone = [r for r in compressed if r["batch"] == 1 and r["context"] >= 4096 and r["name"] != "FP16"]
     made.append(Target("every precision: speed-up, batch 1, from 4k on", 1.0, True, figures(alone, _get("speed_up"))))
-    made.append(Target(f"keeping scores, of attention, {case}", 0.1, False, figures(large, score_share)))
+    made.append(Target(f"merging and keeping scores, of attention, {case}", 0.1, False, figures(large, finish_share)))
     return made
 
 
@@ -87,10 +87,10 @@ def _over(others: dict[tuple, float]) -> Callable[[dict], float | None]:
     return lambda row: others[_case(row)] / row["us"] if _case(row) in others else None
 
 
-def score_share(row: dict) -> float | None:
-    """Of the time of the attention kernels; None where they were not seen one by one."""
-    parts = [row.get(f"{part}_us") for part in ("attend", "merge", "score")]
-    return None if None in parts or not sum(parts) else parts[2] / sum(parts)
+def finish_share(row: dict) -> float | None:
+    """What the second kernel takes of the time of attention; None where they were not seen one by one."""
+    parts = [row.get(f"{part}_us") for part in ("attend", "finish")]
+    return None if None in parts or not sum(parts) else parts[1] / sum(parts)
 
 
 def decode(rows: list[dict]) -> list[Target]:
@@ -99,7 +99,7 @@ def decode(rows: list[dict]) -> list[Target]:
     captured = [r for r in rows if "not captured" not in r["cache"]]
     made = [
         Target("compaction, of a captured step", 0.01, False, figures(captured, _get("compaction_share"))),
-        Target("keeping scores, of a captured step", 0.08, False, figures(captured, _get("score_share"))),
+        Target("merging and keeping scores, of a captured step", 0.08, False, figures(captured, _get("finish_share"))),
     ]
     lengths = [r for r in captured if r["kind"] == "length"]
     static = {r["context"]: r["ms_per_token"] for r in lengths if r["cache"] == STATIC}

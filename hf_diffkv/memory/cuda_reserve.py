@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .reserve import Reservation
+from .reserve import GROWTH, Reservation
 
 _OUT_OF_MEMORY = 2
 _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
@@ -207,13 +207,26 @@ class CudaReservation(Reservation):
     def slack(self) -> int:
         return self._memory.mapped - self.committed
 
-    def commit(self, num_bytes: int) -> None:
-        if num_bytes > self._memory.size:
+    def commit(self, num_bytes: int, *, ahead: bool = False) -> None:
+        memory = self._memory
+        if num_bytes > memory.size:
             raise MemoryError(
-                f"the cache needs {num_bytes} bytes, more than the device's memory of {self._memory.size} bytes."
+                f"the cache needs {num_bytes} bytes, more than the device's memory of {memory.size} bytes."
             )
-        self._extend(num_bytes)
+        more = min(memory.mapped + memory.mapped // GROWTH // memory.granularity * memory.granularity, memory.size)
+        if not (ahead and memory.mapped < num_bytes < more and self._takes(more)):
+            self._extend(num_bytes)
         self.committed = max(self.committed, num_bytes)
+
+    def _takes(self, num_bytes: int) -> bool:
+        """Maps memory if the device has it to spare."""
+        try:
+            self._memory.extend(num_bytes)
+        except CudaDriverError as error:
+            if error.code != _OUT_OF_MEMORY:
+                raise
+            return False
+        return True
 
     def _extend(self, num_bytes: int) -> None:
         """Maps memory; takes it from PyTorch's cache if need be. Raises `MemoryError`."""

@@ -111,7 +111,8 @@ class PagePool:
             self.sharers = grown
 
     def _add_pages(self, count: int) -> None:
-        self._reservation.commit((self.capacity + count) * self.page_bytes)
+        # a budget is for pages, not for what may follow them
+        self._reservation.commit((self.capacity + count) * self.page_bytes, ahead=self.max_pages is None)
         first = self.capacity
         self.capacity += count
         if first == NULL_PAGE:

@@ -18,6 +18,8 @@ _logger = logging.getLogger("hf_diffkv")
 _NO_RESERVE = {"linux": 0x4000, "darwin": 0x0040}
 _FALLBACK_RESERVATION = 1 << 36
 _LARGE_PAGE = 1 << 21
+# where memory is taken ahead, growth is by at least this share: every piece is a call of the driver, or a copy
+GROWTH = 16
 
 
 class Reservation:
@@ -32,21 +34,28 @@ class Reservation:
 
     grows_in_place = False
     granularity = 0
-    slack = 0
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.committed = 0
         self.tensor = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def commit(self, num_bytes: int) -> None:
-        """Makes the first `num_bytes` usable; what was written stays. Never shrinks."""
-        if num_bytes <= self.committed:
-            return
-        grown = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        grown[: self.committed] = self.tensor[: self.committed]
-        self.tensor = grown
-        self.committed = num_bytes
+    @property
+    def slack(self) -> int:
+        return self.tensor.numel() - self.committed
+
+    def commit(self, num_bytes: int, *, ahead: bool = False) -> None:
+        """Makes the first `num_bytes` usable; what was written stays. Never shrinks.
+
+        Args:
+            ahead: whether more may be taken at once, so that the next bytes need nothing new.
+        """
+        if num_bytes > self.tensor.numel():
+            size = max(num_bytes, self.tensor.numel() * (GROWTH + 1) // GROWTH) if ahead else num_bytes
+            grown = torch.empty(size, dtype=torch.uint8, device=self.device)
+            grown[: self.committed] = self.tensor[: self.committed]
+            self.tensor = grown
+        self.committed = max(self.committed, num_bytes)
 
     def __deepcopy__(self, memo: dict) -> Reservation:
         return _restore(self.device, self.tensor[: self.committed])
@@ -59,6 +68,7 @@ class MappedReservation(Reservation):
     """Host memory behind one large anonymous mapping; the system provides a page when it is first touched."""
 
     grows_in_place = True
+    slack = 0
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -66,7 +76,7 @@ class MappedReservation(Reservation):
         self._mapping = mmap.mmap(-1, _host_memory(), flags=flags)
         self.tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)
 
-    def commit(self, num_bytes: int) -> None:
+    def commit(self, num_bytes: int, *, ahead: bool = False) -> None:
         if num_bytes > self.tensor.numel():
             raise MemoryError(
                 f"the cache needs {num_bytes} bytes, more than this machine's memory of {self.tensor.numel()} bytes."

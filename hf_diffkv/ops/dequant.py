@@ -6,8 +6,9 @@ them from one tile of either field (loaded by `packed_rows.py`).
 
 MODE 0 (`PORTABLE`) uses shifts and casts: the interpreter, AMD, float32 operands. MODE 1 (`PTX`) builds fp16 numbers
 from bits: a code OR-ed into the mantissa of 2^(10 - shift) reads as that power of two plus the code. Keys keep this
-bias, which the caller takes off the logit (`code_bias`); values lose it at once, because over thousands
-of tokens a biased accumulator would cost more than quantisation does.
+bias, which the caller takes off the logit (`code_bias`). Values do not: over thousands of tokens a biased accumulator
+would cost more than quantisation does. In decode attention they are the mantissas of subnormal numbers, which no
+power of two must be taken off (`code_unit`), elsewhere they lose the bias at once.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from ..precision import SUPPORTED_BITS
 
 PORTABLE = 0
 PTX = 1
+# what unpacked codes are: with their `code_bias`, themselves, or times their `code_unit`
+BIASED, EXACT, SUBNORMAL = FORMS = tuple(map(tl.constexpr, range(3)))
 BYTES = 0x01010101
 HALVES = 0x00010001
 PACKED_BITS = tuple(bits for bits in SUPPORTED_BITS if bits < 16)
@@ -51,7 +54,7 @@ def mantissa_bit(bits, piece):
     return bits * piece
 
 
-def assembly(bits: int, exact: bool, chosen: Sequence[int]) -> str:
+def assembly(bits: int, form: int, chosen: Sequence[int]) -> str:
     """PTX that turns words of four packed bytes into two words of two fp16 for each of the `chosen` pieces.
 
     Of codes of one field it takes one word; of two fields the low field's for the even quarters and for the odd ones
@@ -68,7 +71,7 @@ def assembly(bits: int, exact: bool, chosen: Sequence[int]) -> str:
     outputs = [(f"${2 * output}", f"${2 * output + 1}", piece) for output, piece in enumerate(chosen)]
     for *pair, piece in outputs:
         start = mantissa_bit(bits, piece)
-        magic = (25 - start) << 10
+        magic = 0 if form == SUBNORMAL.value else (25 - start) << 10
         if bits == 3:
             # quarters 0 and 2, and 1 and 3, become packed codes of four bits, of which the uppermost means nothing
             lines += _join(first, 2 * (piece % 2), above, 2 - 2 * (piece % 2), 0x33)
@@ -84,7 +87,7 @@ def assembly(bits: int, exact: bool, chosen: Sequence[int]) -> str:
             lines += _spread(pair, source, magic >> 8)
         else:
             lines += _spread(("low", "high"), first, 0) + _pick(pair, (1 << bits) - 1 << start, magic)
-        if exact:
+        if form == EXACT.value:
             lines += [f"mov.b32 bias, {magic * HALVES:#010x};"]
             lines += [f"sub.f16x2 {word}, {word}, bias;" for word in pair]
     return "{\n" + "\n".join(lines) + "\n}"
@@ -118,19 +121,25 @@ def constraints(bits, count):
 
 
 # constants, which Triton has in the key of what it compiled
-_BIASED = tl.constexpr({bits: [assembly(bits, False, (i,)) for i in range(pieces(bits))] for bits in PACKED_BITS})
-_EXACT = tl.constexpr({bits: [assembly(bits, True, (i,)) for i in range(pieces(bits))] for bits in PACKED_BITS})
-_TOGETHER = tl.constexpr({bits: assembly(bits, True, range(pieces(bits))) for bits in PACKED_BITS})
+_ALONE = tl.constexpr(
+    [
+        {bits: [assembly(bits, form, (i,)) for i in range(pieces(bits))] for bits in PACKED_BITS}
+        for form in range(len(FORMS))
+    ]
+)
+_TOGETHER = tl.constexpr(
+    [{bits: assembly(bits, form, range(pieces(bits))) for bits in PACKED_BITS} for form in range(len(FORMS))]
+)
 
 
 @triton.constexpr_function
-def piece_assembly(bits, piece, exact):
-    return (_EXACT if exact else _BIASED)[bits][piece]
+def piece_assembly(bits, piece, form):
+    return _ALONE[form][bits][piece]
 
 
 @triton.constexpr_function
-def joint_assembly(bits):
-    return _TOGETHER[bits]
+def joint_assembly(bits, form):
+    return _TOGETHER[form][bits]
 
 
 @triton.constexpr_function
@@ -140,19 +149,25 @@ def half_types(count):
 
 @triton.constexpr_function
 def code_bias(bits, piece, mode):
-    """What inexact unpacking adds to every code of a piece."""
+    """What `BIASED` unpacking adds to every code of a piece."""
     return 0.0 if mode == 0 else 1024.0 / 2 ** mantissa_bit(bits, piece)
 
 
+@triton.constexpr_function
+def code_unit(bits, piece, mode):
+    """What a code of 1 of a piece becomes by `SUBNORMAL` unpacking, a power of two."""
+    return 1.0 if mode == 0 else 2.0 ** (mantissa_bit(bits, piece) - 24)
+
+
 @triton.jit
-def unpack(packed, BITS: tl.constexpr, EXACT: tl.constexpr, HERE: tl.constexpr, MODE: tl.constexpr,
+def unpack(packed, BITS: tl.constexpr, FORM: tl.constexpr, HERE: tl.constexpr, MODE: tl.constexpr,
            DTYPE: tl.constexpr):  # fmt: skip
     """Tuple of the pieces of a row, as DTYPE; fp16 in PTX mode, which takes tiles of a multiple of 4 bytes.
 
     Args:
         packed: uint8 [tokens, lanes], a tuple of as many as `assembly` takes words.
 
-        EXACT: whether the codes lose their `code_bias`.
+        FORM: `BIASED`, `EXACT` or `SUBNORMAL`; they differ in PTX mode.
         HERE: whether they are unpacked in the layout they were loaded in, and what is unpacked may change threads.
             Otherwise Triton moves the change of layout ahead of them, so that every thread unpacks what it multiplies;
             worth it where that is four bytes or more in one place.
@@ -170,13 +185,13 @@ def unpack(packed, BITS: tl.constexpr, EXACT: tl.constexpr, HERE: tl.constexpr, 
         codes = ()
         for piece in tl.static_range(COUNT):
             code = tl.inline_asm_elementwise(
-                piece_assembly(BITS, piece, EXACT), constraints(BITS, 1), packed, dtype=tl.float16, is_pure=True, pack=4
+                piece_assembly(BITS, piece, FORM), constraints(BITS, 1), packed, dtype=tl.float16, is_pure=True, pack=4
             )
             codes = codes + (code,)
         return codes
     else:
         return tl.inline_asm_elementwise(
-            joint_assembly(BITS), constraints(BITS, COUNT), packed, dtype=half_types(COUNT), is_pure=False, pack=4
+            joint_assembly(BITS, FORM), constraints(BITS, COUNT), packed, dtype=half_types(COUNT), is_pure=False, pack=4
         )
 
 

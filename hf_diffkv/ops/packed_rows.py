@@ -21,7 +21,7 @@ def load_lanes(pointer, lane, exists, FULL: tl.constexpr):
 
 
 @triton.jit
-def load_codes(rows, lane, exists, FULL: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, EXACT: tl.constexpr,
+def load_codes(rows, lane, exists, FULL: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, FORM: tl.constexpr,
                HERE: tl.constexpr, MODE: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
     """Codes of packed rows of DIM elements, a tuple of [tokens, lanes] for the `pieces`; see `unpack`.
 
@@ -45,7 +45,7 @@ def load_codes(rows, lane, exists, FULL: tl.constexpr, BITS: tl.constexpr, DIM: 
             third = load_lanes(above, lane, lane < HALF, False)
             fourth = load_lanes(above - HALF, lane, exists & (lane >= HALF), False)
         packed = (first, second, third, fourth)
-    return unpack(packed, BITS, EXACT, HERE, MODE, DTYPE)
+    return unpack(packed, BITS, FORM, HERE, MODE, DTYPE)
 
 
 @triton.jit

@@ -82,19 +82,6 @@ def _rotate(tensor: Tensor, matrix: Tensor | None, offset: Tensor | None) -> Ten
 
 
 @without_autocast
-def rotate_step(
-    query: Tensor, key: Tensor, value: Tensor, matrix: Tensor, offset: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`rotate` of a query, key and value of one dim in one product, keys less `offset`; arguments as there."""
-    heads = [part.shape[1] for part in (query, key, value)]
-    together = torch.cat([query, key, value], dim=1)
-    rotated = torch.matmul(together.to(matrix.dtype), matrix)
-    if offset is not None:
-        rotated.narrow(1, heads[0], heads[1]).sub_(offset[:, :, None])
-    return rotated.to(together.dtype).split(heads, dim=1)
-
-
-@without_autocast
 def center_windows(window_key: Tensor, held: Tensor, offset: Tensor, due: Tensor) -> None:
     """Takes the mean off all keys of rows that are in the window as a whole, and adds it to their offset.
 

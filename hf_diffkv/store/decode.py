@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..ops.append import append_token
+from ..ops.append import append_rotated, append_token
 from ..ops.backend import NATIVE
 from ..ops.decode_attention import Held, allocate_scratch, decode_attention
 from . import native
 from .state import Store
-from .transform import model_form, note_logits, step_form
+from .transform import model_form, note_logits, stored_form
 
 if TYPE_CHECKING:
     from ..ops.decode_attention.scratch import Scratch
@@ -47,26 +47,33 @@ def attend_token(
     if store.backend() == NATIVE:
         note_logits(store, layer, softcap, sinks)
         return native.append_and_attend(store, layer, query, key, value, **options)
-    query, key, value = step_form(store, layer, query, key, value)
-    append(store, layer, key, value, valid)
+    query = append(store, layer, key, value, valid, query)
     return attend_newest(store, layer, query, **options)
 
 
-def append(store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
-    """Stores the newest token of every request, in the store's form; arguments as in `attend_token`."""
-    append_token(
-        store.window_key[layer],
-        store.window_value[layer],
-        store.window_score[layer],
-        store.length[layer],
-        store.invalid,
+def append(
+    store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None, query: Tensor | None = None
+) -> Tensor | None:
+    """Stores the newest token of every request; arguments as in `attend_token`. Returns `query_form` of the query."""
+    window = (store.window_key, store.window_value, store.window_score, store.length)
+    state = (*(tensor[layer] for tensor in window), store.invalid)
+    options = {"limit": store.value_limit, "valid": valid}
+    options |= {"sink_end": store.sink_end[layer], "sink_slots": store.sink_slots}
+    if store.key_rotation is None:
+        key, value = stored_form(store, layer, key, value)
+        append_token(*state, key[:, :, 0], value[:, :, 0], **options)
+        return query
+    rotated = append_rotated(
+        *state,
         key[:, :, 0],
         value[:, :, 0],
-        limit=store.value_limit,
-        valid=valid,
-        sink_end=store.sink_end[layer],
-        sink_slots=store.sink_slots,
+        None if query is None else query[:, :, 0],
+        key_rotation=store.key_rotation,
+        value_rotation=store.value_rotation,
+        offset=store.key_offset[layer] if store.config.center else None,
+        **options,
     )
+    return None if rotated is None else rotated[:, :, None]
 
 
 def attend_newest(
@@ -113,7 +120,8 @@ def attend_newest(
         sink_end=store.sink_end[layer],
         sink_slots=store.sink_slots,
     )
-    return model_form(store, output[:, :, None])
+    # the heads as if they were tokens: tiles of one token each would read the matrix once for each
+    return model_form(store, output[None])[0][:, :, None]
 
 
 def prepare_scratch(store: Store, query: Tensor, max_tokens: int = 0) -> Scratch | None:

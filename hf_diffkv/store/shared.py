@@ -19,7 +19,7 @@ from .decode import append, attend_newest
 from .feedback import query_moment
 from .prompt import Past, attend_beside, compress
 from .state import Store
-from .transform import Entering, query_form, stored_form
+from .transform import Entering, query_form
 
 
 class SharedStep:
@@ -28,7 +28,7 @@ class SharedStep:
     def __init__(self, store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
         self._store, self._layer, self._valid = store, layer, valid
         self._held = Held()
-        append(store, layer, *stored_form(store, layer, key, value), valid)
+        append(store, layer, key, value, valid)
 
     def attend(self, query: Tensor, last: bool, **options: Any) -> Tensor:
         """One layer's attention, as `attend_token` returns it; `last`: no further layer reads these tokens."""

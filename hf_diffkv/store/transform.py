@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..ops.rotation import rotate, rotate_step, tokens_at_once
+from ..ops.rotation import rotate, tokens_at_once
 from .enter import enters_at_once
 from .finite import check_finite
 from .state import Store
@@ -40,14 +40,6 @@ def stored_form(
     """
     offset = _offset(store, layer) if offset is None else offset
     return rotate(key, store.key_rotation, offset), rotate(value, store.value_rotation)
-
-
-def step_form(store: Store, layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`query_form` and `stored_form` of one token per request."""
-    matrix = store.key_rotation
-    if matrix is not None and store.key_dim == store.value_dim:
-        return rotate_step(query, key, value, matrix, _offset(store, layer))
-    return query_form(store, query), *stored_form(store, layer, key, value)
 
 
 def query_form(store: Store, query: Tensor) -> Tensor:

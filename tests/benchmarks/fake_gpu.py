@@ -22,7 +22,7 @@ class FakeGpu:
 
     def __init__(self, patch: pytest.MonkeyPatch, measure: ModuleType) -> None:
         self.free = 1e12
-        self.kernels = {"attend_kernel": 80.0, "merge_kernel": 5.0, "score_kernel": 15.0, "another": 100.0}
+        self.kernels = {"attend_kernel": 80.0, "finish_kernel": 20.0, "another": 100.0}
         self.replayed: list[int] = []
         self.graphs = 0
         self.profiles = 0

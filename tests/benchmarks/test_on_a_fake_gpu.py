@@ -30,12 +30,12 @@ def test_attention(script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caps
         assert row["kind"] == "compressed" and row["dtype"] == "bfloat16" and row["captured"]
         assert row["dense"] in {other["name"] for other in dense}
         assert row["speed_up"] == pytest.approx(row["dense_us"] / row["us"], rel=1e-2)
-        assert (row["attend_us"], row["merge_us"], row["score_us"]) == (16.0, 1.0, 3.0)
+        assert (row["attend_us"], row["finish_us"]) == (16.0, 4.0)
     # both are replayed in turns after their warm-up
     assert gpu.replayed[-10:] == [gpu.graphs - 2, gpu.graphs - 1] * 5
     script("tables").main(["--results", str(tmp_path)])
     printed = capsys.readouterr().out
-    assert "| 0.15 |" in printed and "- not measured: kind dense, model llama-3-8b" in printed
+    assert "| 0.2 |" in printed and "- not measured: kind dense, model llama-3-8b" in printed
 
 
 def test_memory_that_does_not_suffice(script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
@@ -119,7 +119,7 @@ def test_decode(script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys)
     assert gpu.profiles == 3
     for row in compressed:
         assert row["attention_share"] == 0.5 and row["kernels_us"] == 200 / 16
-        assert row["score_share"] == pytest.approx(1e-3 * 15 / 16 / row["ms_per_token"], rel=1e-2, abs=1e-5)
+        assert row["finish_share"] == pytest.approx(1e-3 * 20 / 16 / row["ms_per_token"], rel=1e-2, abs=1e-5)
         assert 0 < row["compaction_us"] and 0 < row["compaction_share"]
     script("tables").main(["--results", str(tmp_path)])
     assert "not captured: why" in capsys.readouterr().out
@@ -129,7 +129,7 @@ def test_targets(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Made from the result files alone; the worst case decides, and the newest result of a case counts."""
     about = dict.fromkeys(("driver", "torch", "triton", "transformers", "commit"), "1") | {"device": "H200"}
     case = about | {"kind": "compressed", "model": "m", "kv_heads": 8, "us": 9.0, "gb_per_s": 1.0, "error": 0.0}
-    parts = {"attend_us": 8.0, "merge_us": 1.0, "score_us": 1.0}
+    parts = {"attend_us": 9.0, "finish_us": 1.0}
     large = {"batch": 32, "context": 8192}
     attention = [
         about | large | {"kind": "fp8", "model": "m", "name": "FP8 here", "us": 8.0, "gb_per_s": 1.0, "error": 0.0},
@@ -153,8 +153,8 @@ def test_targets(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         step | {"cache": "DiffKV 1/0", "context": 4096, "ms_per_token": 11.1, "compaction_share": 0.01},
         step | {"cache": "DiffKV 1/0, compiled", "context": 4096, "ms_per_token": 1.0, "warnings": ["why"]},
         # 10 + (x - 1024) / 3072 ms a step of StaticCache: equal at 2,560 tokens
-        step | {"cache": "DiffKV balanced", "context": 1024, "ms_per_token": 10.5, "score_share": 0.05},
-        step | {"cache": "DiffKV balanced", "context": 4096, "ms_per_token": 10.5, "score_share": 0.09},
+        step | {"cache": "DiffKV balanced", "context": 1024, "ms_per_token": 10.5, "finish_share": 0.05},
+        step | {"cache": "DiffKV balanced", "context": 4096, "ms_per_token": 10.5, "finish_share": 0.09},
         step | {"cache": "DiffKV paper", "context": 1024, "ms_per_token": 10.5},
         step | {"cache": "DiffKV paper", "context": 4096, "ms_per_token": 12.5},
         held | {"cache": "DynamicCache", "batch": 10, "tokens_per_second": 100.0},
@@ -185,7 +185,7 @@ def test_targets(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     lines = {
         line.split(" | ")[0][2:]: line.strip("| ").split(" | ")[1:] for line in printed.splitlines() if "|" in line
     }
-    assert lines["keeping scores, of a captured step"][1] == "0.09"
+    assert lines["merging and keeping scores, of a captured step"][1] == "0.09"
     ahead = "tokens from which on a step is faster than StaticCache's"
     assert lines[f"DiffKV balanced: {ahead}"][1] == "2560" and lines[f"DiffKV balanced: {ahead}"][-1] == "no"
     assert lines[f"DiffKV paper: {ahead}"][1] == "inf"
@@ -210,7 +210,7 @@ def test_targets(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert lines["every precision: speed-up, batch 1, from 4k on"][1] == "0.9"
     assert lines[f"K8V4: speed-up, {large}"][-1] == "not measured"
     assert lines["K4V2: speed-up, batch 1, 128k"][-1] == "yes"
-    assert lines[f"keeping scores, of attention, {large}"][-2:] == ["2", "yes"]
+    assert lines[f"merging and keeping scores, of attention, {large}"][-2:] == ["2", "yes"]
     assert lines["compaction, of a captured step"][1] == "0.02" and lines["compaction, of a captured step"][-1] == "no"
     assert lines["DiffKV 1/0: step, of StaticCache's, 1k"][-1] == "yes"
     assert lines["DiffKV 1/0: step, of StaticCache's, from 4k on"][-1] == "no"

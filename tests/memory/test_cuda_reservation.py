@@ -152,6 +152,27 @@ def test_growth_moves_nothing_and_maps_what_is_needed(driver: FakeDriver) -> Non
     assert cuda_reserve.mapped_bytes(DEVICE) == cuda_reserve.peak_mapped_bytes(DEVICE) == 5 * GRANULARITY
 
 
+def test_growth_ahead_is_by_a_sixteenth_where_there_is_memory(driver: FakeDriver) -> None:
+    memory = CudaReservation(DEVICE)
+
+    def pieces(size: int, **options: bool) -> int:
+        """Memory that is mapped once `size` bytes are committed."""
+        memory.commit(size, **options)
+        assert memory.committed == size and memory.slack == sum(driver.handles.values()) - size
+        return sum(driver.handles.values()) // GRANULARITY
+
+    assert pieces(32 * GRANULARITY, ahead=True) == 32
+    assert pieces(32 * GRANULARITY + 1, ahead=True) == 34
+    created = driver.calls.count("cuMemCreate")
+    assert pieces(34 * GRANULARITY, ahead=True) == 34 and driver.calls.count("cuMemCreate") == created
+    assert pieces(34 * GRANULARITY + 1) == 35
+    driver.fail["cuMemCreate"] = [2]
+    assert pieces(35 * GRANULARITY + 1, ahead=True) == 36 and "empty_cache" not in driver.calls
+    assert pieces(39 * GRANULARITY, ahead=True) == 39
+    # no more than addresses
+    assert pieces(39 * GRANULARITY + 1, ahead=True) == 40
+
+
 def test_everything_is_given_back_once_nobody_holds_it(driver: FakeDriver) -> None:
     memory = CudaReservation(DEVICE)
     memory.commit(3 * GRANULARITY)

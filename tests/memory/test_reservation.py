@@ -33,6 +33,23 @@ def test_growth_keeps_what_was_written(kind: type[Reservation]) -> None:
         memory.tensor[size - 1] = 1
 
 
+def test_copies_are_seldom_where_memory_is_taken_ahead() -> None:
+    """A sixteenth more at a time, counted as slack; without `ahead` nothing more than is asked for."""
+    memory = Reservation(CPU)
+    copies = 0
+    for size in range(1000, 4000):
+        before = memory.tensor
+        memory.commit(size, ahead=True)
+        memory.tensor[size - 1] = size % 251
+        copies += memory.tensor is not before
+        assert memory.committed == size and 0 <= memory.slack <= size / 16
+    # 1000 * (17 / 16)^23 is more than 4000
+    assert copies <= 24
+    assert memory.tensor[999:3999].tolist() == [size % 251 for size in range(1000, 4000)]
+    memory.commit(5000)
+    assert memory.slack == 0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_never_shrinks(kind: type[Reservation]) -> None:
     memory = kind(CPU)

@@ -11,12 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from hf_diffkv.ops.append import append_token
+from hf_diffkv.ops.append import append_rotated, append_token
 from hf_diffkv.ops.backend import use_backend
+from hf_diffkv.ops.rotation import rotation_matrix
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
+
+
+CPU = torch.device("cpu")
 
 
 def state(dtype: torch.dtype, key_dim: int, value_dim: int, batch: int = 3, slots: int = 5) -> dict[str, Any]:
@@ -75,6 +79,52 @@ def test_what_cannot_be_stored_is_flagged(backend, name, bad) -> None:
             with use_backend(backend):
                 append_token(**made, limit=10.0)
             assert bool(made["invalid"])
+
+
+def rotated_by_hand(made: dict[str, Any], query: torch.Tensor, offset: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Key, value and query in float64."""
+    matrices = {dim: rotation_matrix(dim, torch.float64, CPU) for dim in (made["key"].shape[2], made["value"].shape[2])}
+    key, value, query = (x.double() @ matrices[x.shape[2]] for x in (made["key"], made["value"], query))
+    return key if offset is None else key - offset, value, query
+
+
+@pytest.mark.parametrize("backend", ["kernels", "reference"])
+@pytest.mark.parametrize(
+    "dtype, dims, centered, error",
+    [
+        (torch.float32, (32, 16), True, 1e-5),
+        (torch.bfloat16, (16, 80), False, 2**-8),
+        (torch.float16, (16, 16), True, 2**-10),
+    ],
+    ids=str,
+)
+def test_tokens_are_rotated_on_their_way(backend, dtype, dims, centered, error) -> None:
+    made, before = state(dtype, *dims), state(dtype, *dims)
+    generator = torch.Generator().manual_seed(1)
+    # more query heads than a program takes
+    query = torch.randn(3, 1, 22, dims[0], generator=generator).transpose(1, 2)[:, :, 0].to(dtype)
+    offset = torch.randn(3, 2, dims[0], generator=generator) if centered else None
+    key, value, expected = rotated_by_hand(made, query, offset)
+    matrices = [rotation_matrix(dim, torch.float32, CPU) for dim in dims]
+    options = {"key_rotation": matrices[0], "value_rotation": matrices[1], "offset": offset, "limit": 1e4}
+    with use_backend(backend):
+        got = append_rotated(*made.values(), query, valid=torch.tensor([True, False, True]), **options)
+    assert got.dtype == dtype and got.is_contiguous()
+    torch.testing.assert_close(got.double(), expected, rtol=error, atol=error)
+    for request in (0, 2):
+        slot = int(before["length"][request]) % 5
+        for name, want in (("window_key", key), ("window_value", value)):
+            torch.testing.assert_close(made[name][request, :, slot].double(), want[request], rtol=error, atol=error)
+            before[name][request, :, slot] = made[name][request, :, slot]
+        before["window_score"][request, :, slot] = 0
+        before["length"][request] += 1
+    for name in ("window_key", "window_value", "window_score", "length", "invalid"):
+        assert torch.equal(made[name], before[name]), name
+    # what a rotation makes too large, without queries
+    made["value"] = matrices[1].sign()[:, 0].mul(9000).to(dtype).expand_as(made["value"])
+    with use_backend(backend):
+        assert append_rotated(*made.values(), None, **options) is None
+    assert made["invalid"]
 
 
 def test_wrong_shapes_are_refused() -> None:

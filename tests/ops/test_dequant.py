@@ -20,6 +20,7 @@ from hf_diffkv.ops.quantize.reference import unpack as unpack_reference  # noqa:
 
 BITS = (1, 2, 3, 4, 5, 6, 8)
 LOW_BITS = {3: 2, 5: 4, 6: 4}
+BIASED, EXACT, SUBNORMAL = (form.value for form in dequant.FORMS)
 
 
 def halves(word):
@@ -71,9 +72,9 @@ def emulate(assembly, outputs, words):
 
 
 def choices(bits):
-    """What `unpack` asks for: every piece alone for keys, all at once for values."""
-    pieces = dequant.pieces(bits)
-    return [(False, (piece,)) for piece in range(pieces)] + [(True, tuple(range(pieces)))]
+    """What `unpack` asks for: every piece alone for keys and values, and all of a value at once."""
+    alone = [(form, (piece,)) for form in (BIASED, SUBNORMAL) for piece in range(dequant.pieces(bits))]
+    return alone + [(form, tuple(range(dequant.pieces(bits)))) for form in (EXACT, SUBNORMAL)]
 
 
 def four_bytes(bits, rng):
@@ -102,31 +103,32 @@ def as_word(packed):
     return int.from_bytes(packed.astype(np.uint8).tobytes(), "little")
 
 
-@pytest.mark.parametrize(("bits", "exact", "chosen"), [(bits, *choice) for bits in BITS for choice in choices(bits)])
+@pytest.mark.parametrize(("bits", "form", "chosen"), [(bits, *choice) for bits in BITS for choice in choices(bits)])
 @pytest.mark.sampled(8)
-def test_assembly_unpacks_every_byte(bits, exact, chosen):
+def test_assembly_unpacks_every_byte(bits, form, chosen):
     constraints = dequant.constraints(bits, len(chosen)).split(",")
     outputs = sum("=" in c for c in constraints)
     words = 4 if bits in LOW_BITS else 1
     assert outputs == 2 * len(chosen) and len(constraints) == outputs + words
-    assembly = dequant.assembly(bits, exact, chosen)
-    bias = np.array([0.0 if exact else dequant.code_bias(bits, piece, dequant.PTX) for piece in chosen])
+    assembly = dequant.assembly(bits, form, chosen)
+    bias = np.array([dequant.code_bias(bits, piece, dequant.PTX) * (form == BIASED) for piece in chosen])
+    unit = np.array([dequant.code_unit(bits, piece, dequant.PTX) if form == SUBNORMAL else 1.0 for piece in chosen])
     rng = np.random.default_rng(0)
     seen = set()
     for _ in range(1000):
         packed, codes = four_bytes(bits, rng)
         got = emulate(assembly, outputs, [as_word(word) for word in packed]).reshape(-1, 4)
-        np.testing.assert_array_equal(got, codes[list(chosen)] + bias[:, None])
+        np.testing.assert_array_equal(got, codes[list(chosen)] * unit[:, None] + bias[:, None])
         seen.update(codes[list(chosen)].flatten().tolist())
     assert seen >= set(range(2**bits))
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_the_assembly_never_reads_its_input_after_an_output_that_may_share_its_register(bits):
-    for exact, chosen in choices(bits):
+    for form, chosen in choices(bits):
         constraints = dequant.constraints(bits, len(chosen)).split(",")
         shared = [i for i, c in enumerate(constraints) if c == "=r"]
-        statements = [s.strip() for s in dequant.assembly(bits, exact, chosen).strip("{}").split(";")]
+        statements = [s.strip() for s in dequant.assembly(bits, form, chosen).strip("{}").split(";")]
         inputs = [f"${i}" for i, c in enumerate(constraints) if c == "r"]
         last_read = max(i for i, s in enumerate(statements) if set(re.findall(r"\$\d+", s)) & set(inputs))
         for output in shared:
@@ -135,21 +137,22 @@ def test_the_assembly_never_reads_its_input_after_an_output_that_may_share_its_r
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_code_bias_is_what_the_inexact_assembly_adds(bits):
+def test_code_bias_is_what_the_biased_assembly_adds(bits):
     for piece in range(dequant.pieces(bits)):
-        zero = emulate(dequant.assembly(bits, False, (piece,)), 2, [0] * 4)
+        zero = emulate(dequant.assembly(bits, BIASED, (piece,)), 2, [0] * 4)
         assert (zero == dequant.code_bias(bits, piece, dequant.PTX)).all()
         assert dequant.code_bias(bits, piece, dequant.PORTABLE) == 0.0
+        assert dequant.code_unit(bits, piece, dequant.PORTABLE) == 1.0
 
 
 @triton.jit
-def load_kernel(packed, codes, BITS: tl.constexpr, EXACT: tl.constexpr, DTYPE: tl.constexpr, DIM: tl.constexpr,
+def load_kernel(packed, codes, BITS: tl.constexpr, FORM: tl.constexpr, DTYPE: tl.constexpr, DIM: tl.constexpr,
                 LANES: tl.constexpr):  # fmt: skip
     PIECES: tl.constexpr = dequant.pieces(BITS)
     PIECE: tl.constexpr = DIM // PIECES
     lane = tl.arange(0, LANES)
     rows = packed + tl.arange(0, 2) * (DIM * BITS // 8)
-    pieces = packed_rows.load_codes(rows, lane, lane < PIECE, PIECE == LANES, BITS, DIM, EXACT, True, 0, DTYPE)
+    pieces = packed_rows.load_codes(rows, lane, lane < PIECE, PIECE == LANES, BITS, DIM, FORM, True, 0, DTYPE)
     whole = packed_rows.stack_pieces(pieces, 0, PIECES).to(tl.float32)
     column = tl.arange(0, PIECES * LANES)
     place = tl.arange(0, 2)[:, None] * DIM + column // LANES * PIECE + column % LANES
@@ -169,9 +172,9 @@ def test_portable_modes_match_the_reference(bits, dim):
     packed = torch.randint(0, 256, (2, dim * bits // 8), dtype=torch.uint8, generator=generator)
     expected = unpack_reference(packed, bits).float()
     lanes = triton.next_power_of_2(dim // dequant.pieces(bits))
-    for exact, dtype in ((False, tl.float16), (True, tl.float16), (True, tl.float32)):
+    for form, dtype in ((BIASED, tl.float16), (EXACT, tl.float32), (SUBNORMAL, tl.float16)):
         codes = torch.full_like(expected, torch.nan)
-        load_kernel[(1,)](packed, codes, bits, exact, dtype, dim, lanes)
+        load_kernel[(1,)](packed, codes, bits, form, dtype, dim, lanes)
         assert torch.equal(codes, expected)
     codes = torch.full_like(expected, torch.nan)
     gather_kernel[(1,)](packed, codes, bits, dim, triton.next_power_of_2(dim))

@@ -1,4 +1,4 @@
-"""Decode attention from compiled code: attend, merge and score, against the reference."""
+"""Decode attention from compiled code: attend and finish, against the reference."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ K8V8, K6V4, K5V3 = Precision(8, 8), Precision(6, 4), Precision(5, 3)
 K4V3, K3V2 = Precision(4, 3), Precision(3, 2)
 # tokens at high and at low of each request and KV head, and in the window of each request
 ROWS = ([[70, 0], [0, 33]], [[33, 150], [0, 0]], [19, 1])
-KERNELS = ["attend_kernel", "merge_kernel", "score_kernel"]
+KERNELS = ["attend_kernel", "finish_kernel"]
 
 
 def attend(case: Case, splits: int | None = 3, **options: object) -> torch.Tensor:
@@ -99,7 +99,7 @@ def test_long_rows_reach_every_part_of_the_loops(emulator) -> None:
     """Loads that run ahead of their use need some rounds to be seen wrong."""
     case = make_case([[300]], [[330]], [100], key_dim=64, group=4, dtype=torch.bfloat16, slots=128)
     check(case, 1)
-    assert [emulator.never_run(name) for name in KERNELS] == [[], [], []]
+    assert [emulator.never_run(name) for name in KERNELS] == [[], []]
 
 
 def test_rows_of_nothing_and_of_one_token(emulator) -> None:

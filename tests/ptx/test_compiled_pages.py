@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from selection import cases
-from test_append import state
+from test_append import CPU, rotated_by_hand, state
 from test_compact_kernel import K4V2, K8V4, State, assert_alike, assert_steps_alike, run_kernel, small_layout
 from test_quantize_kernel import assert_stored_alike, make_tokens, tier_of
 
@@ -14,6 +14,7 @@ from hf_diffkv.ops.append import launch as append
 from hf_diffkv.ops.append import reference as append_reference
 from hf_diffkv.ops.compact import launch as compact
 from hf_diffkv.ops.quantize import launch, reference
+from hf_diffkv.ops.rotation import rotation_matrix
 
 FULL, K6V3 = Precision(16, 16), Precision(6, 3)
 
@@ -90,6 +91,21 @@ def test_tokens_are_appended(dtype, dim, emulator) -> None:
     assert got["invalid"]
     for name, tensor in want.items():
         assert torch.equal(got[name].nan_to_num(), tensor.nan_to_num()), name
+
+
+def test_tokens_are_rotated_and_appended(emulator) -> None:
+    """A program for keys and values, two for queries."""
+    made = state(torch.bfloat16, 64, 64)
+    query, offset = torch.randn(3, 22, 64).bfloat16(), torch.randn(3, 2, 64)
+    key, value, expected = rotated_by_hand(made, query, offset)
+    matrix = rotation_matrix(64, torch.float32, CPU)
+    rotation = append.Rotation(matrix, matrix, offset)
+    got = append.append_token(**made, limit=1e4, query=query, rotation=rotation)
+    torch.testing.assert_close(got.double(), expected, rtol=2**-8, atol=2**-8)
+    for request, slot in enumerate((0, 2, 4)):
+        for name, want in (("window_key", key), ("window_value", value)):
+            torch.testing.assert_close(made[name][request, :, slot].double(), want[request], rtol=2**-8, atol=2**-8)
+    assert made["length"].tolist() == [1, 8, 15] and not made["invalid"]
 
 
 @cases(

@@ -25,7 +25,7 @@ def test_a_step_leaves_nothing_behind(emulator) -> None:
     got = launch.decode_attention(*mine.arguments(), scaling=mine.scaling, max_tokens=mine.max_tokens)
     assert relative_error(got, attend_by_reference(case.copy())) < TOLERANCE[torch.bfloat16]
     assert torch.equal(mine.pages, case.pages)
-    assert [name for name, _ in emulator.launched] == ["attend_kernel", "merge_kernel"]
+    assert [name for name, _ in emulator.launched] == ["attend_kernel", "finish_kernel"]
 
 
 def test_candidates_are_added(emulator) -> None:

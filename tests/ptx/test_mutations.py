@@ -53,8 +53,8 @@ DAMAGE: dict[Callable[[], None], list[tuple[str, str, str]]] = {
         ("attend_kernel", *WAITS),
         ("attend_kernel", *BARRIERS),
         ("attend_kernel", r"(ldmatrix\S*?)\.trans", r"\1"),
-        ("merge_kernel", r"shfl\.sync\.bfly\.b32(\s+%r\d+, %r\d+), 8,", r"shfl.sync.bfly.b32\1, 4,"),
-        ("score_kernel", r"max\.f32", "min.f32"),
+        ("finish_kernel", r"shfl\.sync\.bfly\.b32(\s+%r\d+, %r\d+), 8,", r"shfl.sync.bfly.b32\1, 4,"),
+        ("finish_kernel", r"max\.f32", "min.f32"),
     ],
     prompt: [
         ("flash_forward", *WAITS),

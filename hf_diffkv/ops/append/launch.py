@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from ..quantize.launch import check_dtype, unit_stride
+from ..quantize.launch import TRITON_DTYPES, check_dtype, unit_stride
+from ..rotation_kernel import INNER, root
 from ..variant import KernelVariant
 from .kernels import append_kernel
 
-NUM_WARPS = 1
+# of the keys, or the values, that a program and a warp of it take at once
+TILE_ELEMENTS = 4096
+WARP_ELEMENTS = 512
+MOST_WARPS = 8
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Contiguous matrices and offset as `ops.rotation.rotate` takes them."""
+
+    key: Tensor
+    value: Tensor
+    offset: Tensor | None
 
 
 def append_token(
@@ -28,8 +44,15 @@ def append_token(
     valid: Tensor | None = None,
     sink_end: Tensor | None = None,
     sink_slots: int = 0,
-) -> None:
-    """Arguments as in the reference; windows must be contiguous, as they are written in place."""
+    query: Tensor | None = None,
+    rotation: Rotation | None = None,
+) -> Tensor | None:
+    """Arguments as in the reference; windows must be contiguous, as they are written in place.
+
+    Args:
+        query: [batch, query_heads, key_dim]; rotated like the keys it is returned, contiguous.
+        rotation: of keys and values on their way.
+    """
     check_dtype(key.dtype)
     batch, heads, slots, key_dim = window_key.shape
     value_dim = window_value.shape[3]
@@ -42,14 +65,23 @@ def append_token(
     ):
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must be {list(shape)}, not {list(tensor.shape)}.")
-    if not (window_key.is_contiguous() and window_value.is_contiguous() and window_score.is_contiguous()):
+    if not all(tensor.is_contiguous() for tensor in (window_key, window_value, window_score, length)):
         raise ValueError("windows must be contiguous, as they are written in place.")
     if key.dtype != window_key.dtype or value.dtype != window_value.dtype:
         raise ValueError(f"keys and values must be {window_key.dtype}, not {key.dtype} and {value.dtype}.")
+    held_query = None if query is None else torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if batch == 0:
+        return held_query
     key, value = unit_stride(key), unit_stride(value)
+    constants, warps = _tile(heads, key_dim, value_dim, None if rotation is None else key)
+    query_heads, query_strides = 0, (0, 0)
+    if query is not None:
+        query = unit_stride(query)
+        query_heads, query_strides = query.shape[1], query.stride()[:2]
+    matrices = (None, None, None) if rotation is None else (rotation.key, rotation.value, rotation.offset)
     flags = None if valid is None else valid.to(torch.bool).contiguous().view(torch.uint8)
     with torch.cuda.device(key.device) if key.is_cuda else nullcontext():
-        append_kernel[(batch * heads,)](
+        append_kernel[(batch, 1 + triton.cdiv(query_heads, constants["HEADS"]))](
             window_key,
             window_value,
             window_score,
@@ -59,45 +91,65 @@ def append_token(
             value,
             flags,
             sink_end,
+            query,
+            held_query,
+            *matrices,
             limit,
             slots,
             sink_slots,
             heads,
-            key.stride(0),
-            key.stride(1),
-            value.stride(0),
-            value.stride(1),
-            KEY_DIM=key_dim,
-            VALUE_DIM=value_dim,
-            KEY_WIDTH=triton.next_power_of_2(key_dim),
-            VALUE_WIDTH=triton.next_power_of_2(value_dim),
-            num_warps=NUM_WARPS,
+            query_heads,
+            *key.stride()[:2],
+            *value.stride()[:2],
+            *query_strides,
+            **constants,
+            num_warps=warps,
         )
-    length += 1 if valid is None else valid
+    return held_query
+
+
+def _tile(heads: int, key_dim: int, value_dim: int, rotated: Tensor | None) -> tuple[dict[str, object], int]:
+    """Compile-time arguments, and warps; `rotated`: a tensor of those that are."""
+    key_width, value_width = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
+    widest = max(key_width, value_width)
+    at_once = max(1, min(triton.next_power_of_2(heads), TILE_ELEMENTS // widest))
+    operand = tl.float32
+    if rotated is not None:
+        # as many as matrix products take
+        at_once = 16
+        operand = TRITON_DTYPES[rotated.dtype] if rotated.is_cuda else tl.float32
+    constants = {
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "KEY_WIDTH": key_width,
+        "VALUE_WIDTH": value_width,
+        "KEY_ROOT": root(key_dim),
+        "VALUE_ROOT": root(value_dim),
+        "INNER": INNER,
+        "OPERAND": operand,
+        "HEADS": at_once,
+    }
+    return constants, max(1, min(MOST_WARPS, at_once * widest // WARP_ELEMENTS))
 
 
 def variants() -> list[KernelVariant]:
     """What the ahead-of-time report compiles."""
-    signature = {
-        **dict.fromkeys(("window_key", "window_value", "key", "value"), "*bf16"),
-        "window_score": "*fp32",
+    types = {
+        **dict.fromkeys(("window_key", "window_value", "key", "value", "query", "held_query"), "*bf16"),
+        **dict.fromkeys(("window_score", "key_matrix", "value_matrix", "offset"), "*fp32"),
         **dict.fromkeys(("length", "sink_end"), "*i64"),
         **dict.fromkeys(("invalid", "valid"), "*u8"),
         "limit": "fp32",
-        **dict.fromkeys(("slots", "sink_slots", "heads", "key_batch", "key_head", "value_batch", "value_head"), "i32"),
     }
-    return [
-        KernelVariant(
-            name=f"append-d{dim}",
-            kernel=append_kernel,
-            signature=signature,
-            constexprs={
-                "KEY_DIM": dim,
-                "VALUE_DIM": dim,
-                "KEY_WIDTH": triton.next_power_of_2(dim),
-                "VALUE_WIDTH": triton.next_power_of_2(dim),
-            },
-            num_warps=NUM_WARPS,
-        )
-        for dim in (80, 128, 512)
-    ]
+    plain = ("query", "held_query", "key_matrix", "value_matrix", "offset")
+    found = []
+    for (heads, dim), rotated in itertools.product(((8, 80), (8, 128), (32, 128), (8, 512)), (False, True)):
+        constants, warps = _tile(heads, dim, dim, None)
+        if rotated:
+            constants, warps = _tile(heads, dim, dim, torch.empty(0, dtype=torch.bfloat16))
+            constants["OPERAND"] = tl.bfloat16
+        constants |= {} if rotated else dict.fromkeys(plain)
+        name = f"append{'_rotated' * rotated}-d{dim}" + f"-h{heads}" * (heads != 8)
+        signature = {a: types.get(a, "i32") for a in append_kernel.arg_names if a not in constants}
+        found.append(KernelVariant(name, append_kernel, signature, constants, warps))
+    return found

@@ -1,4 +1,4 @@
-"""Decode attention over pages and window (Triton): split along the sequence, then merge; scores in `score_kernel.py`.
+"""Decode attention over pages and window (Triton), split along the sequence; `finish_kernel.py` merges the splits.
 
 With key = scale * code + zero (DiffKV, SOSP 2025, section 5),
     logit = scale * (query . code) + zero * sum(query),   output = sum(p * scale * code) + sum(p * zero).
@@ -28,7 +28,7 @@ from .tier_math import (
     add_raw_values,
     add_tier_values,
     add_zeros,
-    by_runs,
+    as_multiplied,
     convert,
     in_order,
     key_tiles,
@@ -46,8 +46,6 @@ from .tier_math import (
     tile_pieces,
 )
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-
 
 @triton.jit
 def attend_tier(state, query_row, heads, pages, table, logits, peaks, first, last, count, logit_scale, cap,
@@ -59,7 +57,7 @@ def attend_tier(state, query_row, heads, pages, table, logits, peaks, first, las
     end repeat the last one and are left out by their logit, so that no load needs a mask.
     """
     old_peak, total, acc = state
-    acc = by_runs(acc, TIER, MODE)
+    acc = as_multiplied(acc, TIER, MODE)
     peak = old_peak
     query = load_query(
         query_row, heads, TIER.key_dim, key_tiles(TIER, MODE), tile_pieces(TIER, MODE), GROUP,
@@ -220,54 +218,3 @@ def attend_kernel(
             pointer = partial_output + part_row[None, :] * VALUE_DIM + part * QUARTER + lane[:, None]
             mask = (heads < GROUP)[None, :] & (lane < quarter_count(VALUE_DIM, part))[:, None]
             tl.store(pointer, acc[part], mask=mask)
-
-
-@triton.jit(do_not_specialize=["sinks", "length", "valid", "kv_heads", "splits"])
-def merge_kernel(
-    partial_output, partial_peak, partial_total, sinks, length, valid, output, log_total, kv_heads, splits,
-    GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, LANES: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
-
-):  # fmt: skip
-    """Combines the splits of one query head; grid (rows, GROUP).
-
-    Args:
-        sinks: any float [query_heads]. output: [rows, GROUP, VALUE_DIM] in the model's dtype.
-        log_total: float32 [rows, GROUP], log2 of the softmax denominator, or None.
-    """
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    first_row = row.to(tl.int64) * splits
-    lane = tl.arange(0, SPLIT_BLOCK)
-    column = tl.arange(0, LANES)
-    batch = row // kv_heads
-    active = tl.load(length + batch) > 0
-    if valid is not None:
-        active = tl.load(valid + batch) != 0
-    peak = -float("inf")
-    if sinks is not None:
-        sink = tl.load(sinks + row % kv_heads * GROUP + head).to(tl.float32) * LOG2_E
-        peak = tl.maximum(peak, sink)
-    for start in range(0, splits, SPLIT_BLOCK):
-        split = start + lane
-        peaks = tl.load(partial_peak + (first_row + split) * GROUP + head, mask=split < splits, other=-float("inf"))
-        peak = tl.maximum(peak, tl.max(peaks, 0))
-    peak = tl.where(peak == -float("inf"), 0.0, peak)
-    total = 0.0
-    if sinks is not None:
-        total += tl.math.exp2(sink - peak)
-    acc = tl.zeros((LANES,), tl.float32)
-    for start in range(0, splits, SPLIT_BLOCK):
-        split = start + lane
-        part_row = (first_row + split) * GROUP + head
-        peaks = tl.load(partial_peak + part_row, mask=split < splits, other=-float("inf"))
-        share = tl.math.exp2(peaks - peak)
-        total += tl.sum(share * tl.load(partial_total + part_row, mask=split < splits, other=0.0), 0)
-        worked = (peaks != -float("inf"))[:, None] & (column < VALUE_DIM)[None, :]
-        part = tl.load(partial_output + part_row[:, None] * VALUE_DIM + column[None, :], mask=worked, other=0.0)
-        acc += tl.sum(share[:, None] * part, 0)
-    total = tl.where(total == 0, 1.0, total)
-    result = tl.where(active, acc / total, 0.0).to(output.dtype.element_ty)
-    out_row = row.to(tl.int64) * GROUP + head
-    tl.store(output + out_row * VALUE_DIM + column, result, mask=column < VALUE_DIM)
-    if log_total is not None:
-        tl.store(log_total + out_row, peak + tl.math.log2(total))

@@ -14,17 +14,16 @@ from ...config import Precision
 from ...memory import PageLayout
 from ...presets import UNIFORM_NUMBERS
 from ..variant import UNIFORM_DIMS, UNIFORM_PRECISIONS, KernelVariant
+from .finish_kernel import finish_kernel
 from .held import Held
-from .kernels import attend_kernel, merge_kernel
-from .score_kernel import score_kernel
+from .kernels import attend_kernel
 from .scratch import TRITON_DTYPES, KernelConfig, Scratch
 from .splits import MIN_BLOCKS
 
 LOG2_E = math.log2(math.e)
 SPLIT_BLOCK = 16
-MERGE_WARPS = 4
 SCORE_TOKENS = 128
-SCORE_WARPS = 4
+FINISH_WARPS = 4
 
 SHIPPED_DIMS = (64, 80, 96, 128, 256, 512)
 SHIPPED_PRECISIONS = (
@@ -41,7 +40,7 @@ ARGUMENT_TYPES = {
     **dict.fromkeys(("page_table", "high_count", "low_count"), "*i32"),
     **dict.fromkeys(("window_start", "length", "sink_end"), "*i64"),
     **dict.fromkeys(("partial_output", "partial_peak", "partial_total", "block_peak"), "*fp32"),
-    **dict.fromkeys(("log_total", "window_score"), "*fp32"),
+    "window_score": "*fp32",
     **dict.fromkeys(("table_width", "kv_heads", "slots", "sink_slots", "splits", "positions", "blocks"), "i32"),
     "pages": "*u8",
     "logits": "*fp16",
@@ -107,10 +106,7 @@ def decode_attention(
     logit_scale, cap = scaling * LOG2_E, None
     if softcap is not None:
         logit_scale, cap = 2 * scaling * LOG2_E / softcap, softcap * LOG2_E
-    grid = (rows, scratch.splits)
     constants = kernel_constants(layout, group, config)
-    sizes = {"kv_heads": kv_heads, "splits": scratch.splits}
-    partials = {"partial_output": scratch.output, "partial_peak": scratch.peak, "partial_total": scratch.total}
     shared = {
         "pages": pages,
         "page_table": page_table,
@@ -120,17 +116,21 @@ def decode_attention(
         "length": length,
         "valid": valid,
         "sink_end": sink_end,
+        "partial_output": scratch.output,
+        "partial_peak": scratch.peak,
+        "partial_total": scratch.total,
         "logits": scratch.logits,
         "block_peak": scratch.block_peak,
         "table_width": width,
+        "kv_heads": kv_heads,
         "slots": slots,
         "sink_slots": sink_slots,
+        "splits": scratch.splits,
         "positions": scratch.logits.shape[1] if layout.selects else 0,
         "blocks": scratch.block_peak.shape[1] if layout.selects else 0,
-        **sizes,
     }
     with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
-        attend_kernel[grid](
+        attend_kernel[(rows, scratch.splits)](
             query=query.contiguous(),
             window_key=window_key,
             window_value=window_value,
@@ -140,30 +140,17 @@ def decode_attention(
             num_stages=config.num_stages,
             **dict(config.options),
             **shared,
-            **partials,
             **constants["attend"],
         )
-        merge_kernel[(rows, group)](
-            sinks=None if sinks is None else sinks.contiguous(),
-            length=length,
-            valid=valid,
-            output=output,
-            log_total=scratch.log_total,
-            num_warps=MERGE_WARPS,
-            **sizes,
-            **partials,
-            **constants["merge"],
-        )
-        if not layout.selects:
-            return output
-        joining = _joining(held, scratch.logits)
-        score_kernel[grid](
+        joining = _joining(held, scratch.logits) if layout.selects else {}
+        finish_kernel[(rows, group + (scratch.splits if layout.selects else 0))](
             window_score=window_score,
-            log_total=scratch.log_total,
             held=None if held is None else held.received,
-            num_warps=SCORE_WARPS,
+            sinks=None if sinks is None else sinks.contiguous(),
+            output=output,
+            num_warps=FINISH_WARPS,
             **shared,
-            **{**constants["score"], **joining},
+            **{**constants["finish"], **joining},
         )
     return output
 
@@ -181,7 +168,7 @@ def _joining(held: Held | None, logits: Tensor) -> dict[str, bool]:
 
 
 def kernel_constants(layout: PageLayout, group: int, config: KernelConfig) -> dict[str, dict[str, object]]:
-    """Compile-time arguments of the three kernels, "attend", "merge" and "score"."""
+    """Compile-time arguments of the two kernels, "attend" and "finish"."""
     shared = {
         "HIGH": layout.high,
         "LOW": layout.low,
@@ -189,8 +176,6 @@ def kernel_constants(layout: PageLayout, group: int, config: KernelConfig) -> di
         "HEADS": config.heads,
         "BLOCK": config.block,
     }
-    value_dim = layout.high.value_dim
-    lanes = triton.next_power_of_2(value_dim)
     return {
         "attend": {
             **shared,
@@ -199,8 +184,14 @@ def kernel_constants(layout: PageLayout, group: int, config: KernelConfig) -> di
             "RAW": config.raw,
             "MODE": config.mode,
         },
-        "merge": {"GROUP": group, "VALUE_DIM": value_dim, "LANES": lanes, "SPLIT_BLOCK": SPLIT_BLOCK},
-        "score": {**shared, "TOKENS": SCORE_TOKENS, "FOLD": False, "HOLD": False},
+        "finish": {
+            **shared,
+            "LANES": triton.next_power_of_2(layout.high.value_dim),
+            "SPLIT_BLOCK": SPLIT_BLOCK,
+            "TOKENS": SCORE_TOKENS,
+            "FOLD": False,
+            "HOLD": False,
+        },
     }
 
 
@@ -214,8 +205,6 @@ def variants() -> list[KernelVariant]:
     ]
     for one, dim in itertools.product(UNIFORM_PRECISIONS, UNIFORM_DIMS):
         layouts.append((f"{one.name}_unscored", dim, PageLayout.build(one, one, dim, dim, 2, **UNIFORM_NUMBERS)))
-    # the merge does not depend on precisions
-    merged = {SHIPPED_PRECISIONS[0][0], f"{UNIFORM_PRECISIONS[0].name}_unscored"}
     for (name, dim, layout), group, (backend, targets) in itertools.product(
         layouts, SHIPPED_GROUPS, SHIPPED_TARGETS.items()
     ):
@@ -223,13 +212,10 @@ def variants() -> list[KernelVariant]:
         constants = kernel_constants(layout, group, config)
         for kernel, function, warps, stages in (
             ("attend", attend_kernel, config.num_warps, config.num_stages),
-            ("merge", merge_kernel, MERGE_WARPS, 2),
-            ("score", score_kernel, SCORE_WARPS, 2),
+            ("finish", finish_kernel, FINISH_WARPS, 2),
         ):
-            if kernel == "merge" and name not in merged or kernel == "score" and not layout.selects:
-                continue
             absent = ["valid", "cap", "sinks", "held"]
-            absent += [] if layout.selects else ["logits", "block_peak", "log_total"]
+            absent += [] if layout.selects else ["logits", "block_peak"]
             constexprs = constants[kernel] | {argument: None for argument in absent if argument in function.arg_names}
             found.append(
                 KernelVariant(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LOG2_E = tl.constexpr(1.4426950408889634)
 STEP = tl.constexpr(16)  # window tokens per step: a larger tile of uncompressed rows spills registers
 
 

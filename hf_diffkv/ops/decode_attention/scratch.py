@@ -94,13 +94,13 @@ class KernelConfig:
 
 @dataclass(frozen=True)
 class Scratch:
-    """Buffers between the three kernels, reusable by any launch of the same shape (every layer, every graph replay).
+    """Buffers between the two kernels, reusable by any launch of the same shape (every layer, every graph replay).
 
     Attributes:
         output: float32 [rows, splits, group, value_dim] partial outputs.
         peak, total: float32 [rows, splits, group] softmax state of the splits.
         logits: fp16 [rows, positions, heads of a token] relative to `block_peak`, float32 [rows, blocks, the same].
-        log_total: float32 [rows, group]. These three are for scores, and None where pages have none.
+            Both are for scores, and None where pages have none.
         max_tokens: tokens of any row, window included, that fit.
         slots: window slots that fit.
     """
@@ -111,7 +111,6 @@ class Scratch:
     total: Tensor
     logits: Tensor | None
     block_peak: Tensor | None
-    log_total: Tensor | None
     max_tokens: int
     slots: int
 
@@ -160,7 +159,6 @@ class Scratch:
             total=buffer(rows, splits, group),
             logits=for_scores(rows, positions, columns(group), dtype=torch.float16),
             block_peak=for_scores(rows, blocks, columns(group)),
-            log_total=for_scores(rows, group),
             max_tokens=max_tokens,
             slots=slots,
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..dequant import code_bias, fields, pieces
+from ..dequant import BIASED, SUBNORMAL, code_bias, code_unit, fields, pieces
 from ..narrow_kernel import load_metadata, load_words, metadata_of
 from ..packed_rows import gather_codes, load_codes, load_lanes, stack_pieces
 
@@ -96,12 +96,12 @@ def load_rows(pointer, COUNT: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def load_pieces(rows, COUNT: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, EXACT: tl.constexpr,
+def load_pieces(rows, COUNT: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, FORM: tl.constexpr,
                 HERE: tl.constexpr, MODE: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
     """Codes of packed rows (pointers [tokens]) of DIM elements, pieces [tokens, padded(COUNT)] of COUNT elements."""
     LANES: tl.constexpr = padded(COUNT)
     lane = tl.arange(0, LANES)
-    return load_codes(rows, lane, lane < COUNT, COUNT == LANES, BITS, DIM, EXACT, HERE, MODE, DTYPE)
+    return load_codes(rows, lane, lane < COUNT, COUNT == LANES, BITS, DIM, FORM, HERE, MODE, DTYPE)
 
 
 @triton.jit
@@ -210,7 +210,7 @@ def tier_products(base, slot, words, query, sums, biases, TIER: tl.constexpr, EL
         DIM: tl.constexpr = TIER.key_dim // GROUPS
         if PLANAR:
             PIECE: tl.constexpr = DIM // (TILES * PIECES)
-            codes = load_pieces(keys, PIECE, TIER.k_bits, TIER.key_dim, False, False, MODE, OPERAND)
+            codes = load_pieces(keys, PIECE, TIER.k_bits, TIER.key_dim, BIASED, False, MODE, OPERAND)
         for group in tl.static_range(GROUPS):
             if PLANAR:
                 # taking the bias off first costs nothing: a matrix product adds to something anyway
@@ -252,15 +252,15 @@ def value_quarters(rows, TIER: tl.constexpr, OPERAND: tl.constexpr, MODE: tl.con
     BITS: tl.constexpr = TIER.v_bits
     COUNT: tl.constexpr = pieces(BITS)
     HERE: tl.constexpr = run_length(TIER, MODE) == 1
-    first = load_pieces(rows, QUARTER, BITS, DIM, True, HERE, MODE, OPERAND)
+    first = load_pieces(rows, QUARTER, BITS, DIM, SUBNORMAL, HERE, MODE, OPERAND)
     if COUNT == 4:
         return first
-    second = load_pieces(rows + QUARTER, QUARTER, BITS, DIM, True, HERE, MODE, OPERAND)
+    second = load_pieces(rows + QUARTER, QUARTER, BITS, DIM, SUBNORMAL, HERE, MODE, OPERAND)
     if COUNT == 2:
         return (first[0], second[0], first[1], second[1])
     else:
-        third = load_pieces(rows + 2 * QUARTER, QUARTER, BITS, DIM, True, HERE, MODE, OPERAND)
-        fourth = load_pieces(rows + 3 * QUARTER, QUARTER, BITS, DIM, True, HERE, MODE, OPERAND)
+        third = load_pieces(rows + 2 * QUARTER, QUARTER, BITS, DIM, SUBNORMAL, HERE, MODE, OPERAND)
+        fourth = load_pieces(rows + 3 * QUARTER, QUARTER, BITS, DIM, SUBNORMAL, HERE, MODE, OPERAND)
         return (first[0], second[0], third[0], fourth[0])
 
 
@@ -283,28 +283,32 @@ def swap_rows(x, FIRST: tl.constexpr, SECOND: tl.constexpr):
     return x.reshape(FIRST, SECOND, x.shape[1]).permute(1, 0, 2).reshape(FIRST * SECOND, x.shape[1])
 
 
+@triton.constexpr_function
+def value_unit(tier, part, mode):
+    """What a value code of 1 in a quarter is multiplied as."""
+    return code_unit(tier.v_bits, part * pieces(tier.v_bits) // 4, mode) if planar_values(tier) else 1.0
+
+
 @triton.jit
-def by_runs(acc, TIER: tl.constexpr, MODE: tl.constexpr):
-    """The output's quarters in the order of rows in which values are multiplied."""
+def as_multiplied(acc, TIER: tl.constexpr, MODE: tl.constexpr):
+    """The output's quarters in the units, and in the order of rows, in which values are multiplied."""
     RUN: tl.constexpr = run_length(TIER, MODE)
-    if RUN > 1:
-        out = ()
-        for part in tl.static_range(4):
-            out = out + (swap_rows(acc[part], 8, RUN),)
-        acc = out
-    return acc
+    out = ()
+    for part in tl.static_range(4):
+        rows = acc[part] * value_unit(TIER, part, MODE)
+        out = out + (swap_rows(rows, 8, RUN) if RUN > 1 else rows,)
+    return out
 
 
 @triton.jit
 def in_order(acc, TIER: tl.constexpr, MODE: tl.constexpr):
-    """The inverse of `by_runs`."""
+    """The inverse of `as_multiplied`."""
     RUN: tl.constexpr = run_length(TIER, MODE)
-    if RUN > 1:
-        out = ()
-        for part in tl.static_range(4):
-            out = out + (swap_rows(acc[part], RUN, 8),)
-        acc = out
-    return acc
+    out = ()
+    for part in tl.static_range(4):
+        rows = swap_rows(acc[part], RUN, 8) if RUN > 1 else acc[part]
+        out = out + (rows * (1.0 / value_unit(TIER, part, MODE)),)
+    return out
 
 
 @triton.constexpr_function
@@ -339,7 +343,7 @@ def add_tier_values(acc, zeros, base, slot, words, weights, decay, TIER: tl.cons
                     OPERAND: tl.constexpr, RAW: tl.constexpr, MODE: tl.constexpr):  # fmt: skip
     """acc * decay + values^T weights over the tokens in `slot` of the pages at `base`; weights [tokens, HEADS].
 
-    acc: `by_runs`. words: of the values, see `tier_words`. Values of the tiers with `zero_groups` are taken without
+    acc: `as_multiplied`. words: of the values, see `tier_words`. Values of tiers with `zero_groups` are taken without
     their zero point, which goes to `zeros`.
     """
     DIM: tl.constexpr = TIER.value_dim

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..dequant import pieces
+from ..dequant import EXACT, pieces
 from ..narrow_kernel import load_metadata
 from ..packed_rows import load_codes, load_lanes, stack_pieces
 
@@ -67,7 +67,7 @@ def stored_tile(rows, metadata, SIZE: tl.constexpr, BITS: tl.constexpr, GROUPS: 
         PIECES: tl.constexpr = pieces(BITS)
         PIECE: tl.constexpr = DIM // PIECES
         lane, exists = row_columns(PIECE, WIDTH // PIECES, PARTS // PIECES)
-        codes = load_codes(rows, lane, exists, PIECE == WIDTH // PIECES, BITS, DIM, True, True, MODE, tl.float32)
+        codes = load_codes(rows, lane, exists, PIECE == WIDTH // PIECES, BITS, DIM, EXACT, True, MODE, tl.float32)
         tiles = ()
         if PIECES % GROUPS == 0:
             for group in tl.static_range(GROUPS):

@@ -1,0 +1,58 @@
+"""What a decode step launches on a GPU, counted on the CPU."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+from launches import Launches
+from test_compressed import left_padding
+
+from hf_diffkv.config import DiffKVConfig, Precision
+from hf_diffkv.ops.backend import use_backend
+from hf_diffkv.store import Store, attend_token, attend_tokens, check_integrity
+
+triton = pytest.importorskip("triton")
+if not triton.knobs.runtime.interpret:
+    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
+
+LEVELS = DiffKVConfig(Precision(8, 4), Precision(4, 2), alpha_high=1.0, alpha_low=0.1, window=4, center=False)
+
+
+@pytest.mark.parametrize(
+    "config, expected",
+    [
+        (replace(LEVELS, rotate=False), ["append_kernel", "attend_kernel", "finish_kernel"]),
+        (LEVELS, ["append_kernel", "attend_kernel", "finish_kernel", "rotate_kernel"]),
+        (
+            DiffKVConfig.preset("balanced", window=4),
+            ["append_kernel", "attend_kernel", "finish_kernel", "rotate_kernel"],
+        ),
+    ],
+    ids=["levels", "rotated", "preset"],
+)
+@pytest.mark.parametrize("padded", [False, True])
+def test_launches_of_a_layer(config: DiffKVConfig, expected: list[str], padded: bool, monkeypatch) -> None:
+    """The kernel that appends rotates and counts lengths up, and nothing is read."""
+    store = Store(config, 2, 2, 1, 16, 16, torch.float32, torch.device("cpu"))
+    counter, generator = Launches(monkeypatch), torch.Generator().manual_seed(0)
+    with use_backend("kernels"), torch.no_grad():
+        for tokens in (6, 1):
+            store.begin(tokens)
+            valid = left_padding((tokens, tokens - 1)) if padded else None
+            for layer in range(2):
+                inputs = [torch.randn(2, heads, tokens, 16, generator=generator) for heads in (2, 1, 1)]
+                if tokens > 1:
+                    attend_tokens(store, layer, *inputs, scaling=0.2, valid=valid)
+                    continue
+                counter.launched.clear()
+                with counter:
+                    attend_token(store, layer, *inputs, scaling=0.2, valid=None if valid is None else valid[:, 0])
+                assert [what for _, what in counter.launched] == expected
+                assert not counter.reads
+    assert store.length.tolist() == [[7, 5 if padded else 7]] * 2
+    check_integrity(store)
