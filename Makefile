@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 # what `models` fetches
 MODELS ?= smollm2 gemma3-270m
 
-# of the demo (smollm2 or tiny-lm) and of `evaluate`
+# of the demo (smollm2 or tiny-lm), of the page in the browser and of `evaluate`
 MODEL ?= smollm2
 RECALL_PROMPT := examples/prompts/recall.txt
 RECALL_KEYS := sky tin jar hen red fox oak
@@ -119,7 +119,8 @@ demo-tiny-lm: $(READY)
 	@$(ASK_TINY_LM)
 
 space: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python examples/space/app.py
+	$(if $(filter smollm2,$(MODEL)),$(BIN)/python tools/fetch_models.py smollm2 || true)
+	OMP_NUM_THREADS=1 $(BIN)/python -m hf_diffkv demo $(if $(filter-out smollm2,$(MODEL)),--model $(MODEL))
 
 compile-kernels: $(READY)
 	$(BIN)/python -m hf_diffkv.kernel_report -j $(WORKERS) $(if $(QUICK),--quick)
