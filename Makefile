@@ -86,6 +86,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/mypy
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
@@ -152,5 +153,5 @@ train-tiny-lm: $(READY)
 	$(BIN)/python examples/train_tiny_lm.py --output build/tiny-lm
 
 clean:
-	rm -rf build dist demo_output *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build dist demo_output *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,8 +40,8 @@ def free_prompts(chats: bool) -> list[Example]:
     if chats:
         return [Example(text, text) for text in BEGINNINGS]
     text = _read("recall.txt")
-    keys = [re.search(r"\?(\w+)=$", text)[1], *KEYS]
-    return [Example(f"?{key}=", f"{text[: text.rindex('?')]}?{key}=") for key in keys]
+    facts, _, asked = text.rpartition("?")
+    return [Example(f"?{key}=", f"{facts}?{key}=") for key in (asked.removesuffix("="), *KEYS)]
 
 
 def _read(name: str) -> str:

@@ -69,12 +69,12 @@ def _agreement(result: Result) -> str:
 
 def difference(result: Result) -> str:
     """Both texts in one: what only DynamicCache wrote struck out, what only DiffKV wrote coloured."""
-    texts = [re.split(r"(\s+)", side.text) for side in (result.dense, result.compressed)]
-    if texts[0] == texts[1]:
+    words, others = (re.split(r"(\s+)", side.text) for side in (result.dense, result.compressed))
+    if words == others:
         return ""
     parts = []
-    for kind, i, j, k, m in SequenceMatcher(None, *texts, autojunk=False).get_opcodes():
-        dense, compressed = escape("".join(texts[0][i:j])), escape("".join(texts[1][k:m]))
+    for kind, i, j, k, m in SequenceMatcher(None, words, others, autojunk=False).get_opcodes():
+        dense, compressed = escape("".join(words[i:j])), escape("".join(others[k:m]))
         if kind == "equal":
             parts.append(dense)
             continue

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections.abc
 import queue
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Union
 
 import torch
 from torch import Tensor
@@ -87,6 +88,10 @@ class Task:
     config: DiffKVConfig
 
 
+# both sides, and at the end what came of them; to be closed where it is left before
+Steps = collections.abc.Generator[tuple[Side, Side, Union[Result, None]], None, None]
+
+
 @dataclass(frozen=True)
 class Entered:
     """What a visitor entered.
@@ -164,10 +169,10 @@ class Generator:
                 f"The prompt has {len(ids):,} tokens and {entered.max_new_tokens} are to be generated, but the model "
                 f"takes {self.limit:,} together; shorten the prompt or lower tokens."
             )
-        ids = torch.tensor([ids], device=self.model.device)
-        return Task(ids, pieces, entered.max_new_tokens, entered.config)
+        prompt = torch.tensor([ids], device=self.model.device)
+        return Task(prompt, pieces, entered.max_new_tokens, entered.config)
 
-    def run(self, task: Task) -> Iterator[tuple[Side, Side, Result | None]]:
+    def run(self, task: Task) -> Steps:
         """Both runs, one after the other so that neither slows the other down; the last item carries the result.
 
         Raises:

@@ -100,7 +100,7 @@ class PrefixStore:
         config_of(model)
         if TensorParallel.of(model).size > 1:
             raise ValueError("a prefix store works in one process; load the model without tp_plan.")
-        self.model = model
+        self.model: Any = model
         self.config = DiffKVCache(model.config, config).config
         self._model, self._weights = model_fingerprint(model.config), weights_fingerprint(model)
         parts = [FORMAT_VERSION, self._model, self._weights, str(model.dtype), self.config.to_dict()]
@@ -112,7 +112,8 @@ class PrefixStore:
         self._requests = Requests()
         self._lookups = self._tokens = self._tokens_reused = 0
         self._hits, self._read = ({tier.name: 0 for tier in self._tiers.tiers} for _ in range(2))
-        self._lookup_seconds, self._seconds_per_token = 0.0, None
+        self._lookup_seconds = 0.0
+        self._seconds_per_token: float | None = None
         self._lock = threading.RLock()
 
     def lookup(self, input_ids: Any) -> DiffKVCache:
@@ -132,7 +133,7 @@ class PrefixStore:
             cache, hit = self._resume(ids)
             entry = None if hit is None else self._tiers.entries[hit.name]
             self._requests.dispatch(digest(ids), entry, cache)
-            if hit is not None:
+            if hit is not None and entry is not None:
                 self._hits[hit.tier.name] += 1
                 self._read[hit.tier.name] += hit.snapshot.bytes
                 entry.hits += 1
@@ -232,7 +233,7 @@ class PrefixStore:
             window = []
             for ids in waiting:
                 name = next(self._candidates(ids), None)
-                window.append((digest(ids), self._tiers.entries.get(name)))
+                window.append((digest(ids), None if name is None else self._tiers.entries.get(name)))
             self._requests.announce(window)
 
     @property
@@ -270,7 +271,7 @@ class PrefixStore:
             self._compute(ids, DiffKVCache(self.model.config, self.config))
             seconds = time.perf_counter() - started
         self._seconds_per_token = seconds / tokens
-        return self._seconds_per_token
+        return seconds / tokens
 
     @property
     def stats(self) -> PrefixStats:
@@ -345,6 +346,8 @@ class PrefixStore:
         """A cache that goes on from the longest prefix that can be read, and what that is."""
         for name in self._candidates(ids):
             tier = self._tiers.tier_of(name)
+            if tier is None:
+                continue
             try:
                 snapshot = tier.get(name)
                 if not self._is_of(snapshot, ids):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ TINY_LM = ROOT / "examples" / "models" / "tiny-lm"
 PROMPT = (ROOT / "examples" / "prompts" / "recall.txt").read_text().removesuffix("\n")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 NEW_TOKENS = 32
-WAIT_MS = 120_000
+WAIT_MS = 300_000
 NAMES = {0: "pruned", 1: "low", 2: "high", 3: "window"}
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (apt-get install chromium)")
@@ -110,6 +111,7 @@ def assert_levels(parts: list[tuple[str, str]], text: str, levels: torch.Tensor)
         start += len(part)
 
 
+@functools.cache
 def both_runs(prompt: str, config: DiffKVConfig, new_tokens: int = NEW_TOKENS) -> SimpleNamespace:
     """Texts of a DynamicCache and of DiffKV (`dense`, `diffkv`), bytes of the one and the other itself."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(TINY_LM), AutoTokenizer.from_pretrained(TINY_LM)

@@ -135,7 +135,9 @@ def test_words_take_the_colours_of_their_tokens() -> None:
     tokens = [(0, 2), (2, 5), (5, 8), (8, 10), (10, 11), (11, 13), (13, 14)]
     # heads that have a token at the high level, out of three
     high = [3, 0, 1, 2, 3, 0, 0, 0, 3, 3, 1, 2, 2, 0]
-    shown = plot.ColouredText(pieces, {"high": high, "low": [3 - count for count in high]}, "", 13).words()
+    none = [0] * len(high)
+    counts = {"high": high, "low": [3 - count for count in high], "window": none, "pruned": none}
+    shown = plot.ColouredText(pieces, counts, "", 13).words()
     runs = list(shown.runs())
     assert shown.pieces == words and "".join(words) == "".join(pieces)
     shares = [sum(high[start:stop]) / 3 / (stop - start) for start, stop in tokens]
