@@ -78,9 +78,9 @@ PYTEST = TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WO
 test: $(READY)
 	$(PYTEST)
 
-# All tests, or, with PART=I/N, part I (from 0) of N of those that `test` leaves out (tests/quick.py).
+# All tests, or, with PART=I/N, part I (from 0) of N of those that `test` leaves out (tests/quick.py); then the slowest.
 test-all: $(READY)
-	$(PYTEST) $(if $(PART),--rest $(PART),--all)
+	$(PYTEST) --durations=20 $(if $(PART),--rest $(PART),--all)
 
 check: $(READY)
 	$(BIN)/ruff check .

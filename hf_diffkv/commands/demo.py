@@ -36,5 +36,8 @@ def command(model: str | None, port: int | None) -> None:
         if note:
             progress(note)
         serve(generator, note, port)
-    except (InputError, OSError) as error:
+    except InputError as error:
         raise Failure(one_line(error)) from error
+    except OSError as error:
+        tried = "any of the ports that are tried" if port is None else f"port {port}"
+        raise Failure(f"the demo cannot listen on {tried}; give another --port.") from error
