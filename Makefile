@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 # what `models` fetches
 MODELS ?= smollm2 gemma3-270m
 
-# of the demo (smollm2 or tiny-lm) and of `evaluate`
+# of the demo (smollm2 or tiny-lm), of the page in the browser and of `evaluate`
 MODEL ?= smollm2
 RECALL_PROMPT := examples/prompts/recall.txt
 RECALL_KEYS := sky tin jar hen red fox oak
@@ -78,14 +78,15 @@ PYTEST = TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WO
 test: $(READY)
 	$(PYTEST)
 
-# All tests, or, with PART=I/N, part I (from 0) of N of those that `test` leaves out (tests/quick.py).
+# All tests, or, with PART=I/N, part I (from 0) of N of those that `test` leaves out (tests/quick.py); then the slowest.
 test-all: $(READY)
-	$(PYTEST) $(if $(PART),--rest $(PART),--all)
+	$(PYTEST) --durations=20 $(if $(PART),--rest $(PART),--all)
 
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/mypy
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
@@ -119,7 +120,8 @@ demo-tiny-lm: $(READY)
 	@$(ASK_TINY_LM)
 
 space: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python examples/space/app.py
+	$(if $(filter smollm2,$(MODEL)),$(BIN)/python tools/fetch_models.py smollm2 || true)
+	OMP_NUM_THREADS=1 $(BIN)/python -m hf_diffkv demo $(if $(filter-out smollm2,$(MODEL)),--model $(MODEL))
 
 compile-kernels: $(READY)
 	$(BIN)/python -m hf_diffkv.kernel_report -j $(WORKERS) $(if $(QUICK),--quick)
@@ -151,5 +153,5 @@ train-tiny-lm: $(READY)
 	$(BIN)/python examples/train_tiny_lm.py --output build/tiny-lm
 
 clean:
-	rm -rf build dist demo_output *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build dist demo_output *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -7,13 +7,16 @@ releases of both. Everything else about the package is in pyproject.toml.
 import os
 import platform
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 SOURCES = Path("hf_diffkv/native")
+DOCUMENTS = Path("examples/prompts")
 COMPILER = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-g0"]
 # numbers round as PyTorch's do: nothing is fused that is not written so
 COMPILER += ["-Wno-maybe-uninitialized", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
@@ -62,6 +65,19 @@ class BuildNative(build_ext):
         return self.compiler.compile([str(SOURCES / source)], output_dir=folder, extra_postargs=flags)
 
 
+class WithDocuments(build_py):
+    """Puts the documents of the demo into a wheel; a checkout has them in examples/prompts."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        target = Path(self.build_lib, "hf_diffkv", "demo", "prompts")
+        target.mkdir(parents=True, exist_ok=True)
+        for document in DOCUMENTS.glob("*.txt"):
+            shutil.copyfile(document, target / document.name)
+
+
 class AnyPythonWheel(bdist_wheel):
     """A wheel for one platform and every Python, as the library does not use Python's ABI."""
 
@@ -90,4 +106,6 @@ NATIVE = Extension(
     optional=True,
 )
 
-setup(ext_modules=[NATIVE], cmdclass={"build_ext": BuildNative, "bdist_wheel": AnyPythonWheel})
+setup(
+    ext_modules=[NATIVE], cmdclass={"build_ext": BuildNative, "build_py": WithDocuments, "bdist_wheel": AnyPythonWheel}
+)

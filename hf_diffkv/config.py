@@ -8,9 +8,9 @@ import json
 import math
 import numbers
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import TYPE_CHECKING, Any, Union
 
 from . import config_files
 from .precision import Precision, as_precision, is_integer
@@ -18,12 +18,13 @@ from .precision import Precision, as_precision, is_integer
 METADATA_BITS = (16, 32)
 
 Threshold = Union[float, tuple[float, ...], tuple[tuple[float, ...], ...]]
+ThresholdLike = Union[float, Sequence[float], Sequence[Sequence[float]]]
 
 
 class Options(dict):
     """Options by name, which stay as they are."""
 
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
 
     def __reduce__(self) -> tuple:
@@ -32,7 +33,8 @@ class Options(dict):
     def _refuse(self, *args: Any, **kwargs: Any) -> None:
         raise TypeError("the options of a configuration cannot be changed; make another one with dataclasses.replace.")
 
-    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+    __setitem__ = __delitem__ = __ior__ = clear = _refuse  # type: ignore[assignment]
+    pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,31 @@ class DiffKVConfig:
     max_bytes: int | None = None
     cuda_graphs: bool = True
 
+    if TYPE_CHECKING:
+        # what is taken; the fields above have the types it becomes
+        def __init__(
+            self,
+            high: Precision | str = ...,
+            low: Precision | str = ...,
+            alpha_high: ThresholdLike = ...,
+            alpha_low: ThresholdLike = ...,
+            window: int = ...,
+            sinks: int = ...,
+            pin: Sequence[int] | None = ...,
+            policy: str = ...,
+            policy_options: Mapping[str, Any] = ...,
+            protected_layers: int = ...,
+            observation_window: int | None = ...,
+            compaction_interval: int = ...,
+            rotate: bool = ...,
+            center: bool = ...,
+            adaptive_rounding: bool = ...,
+            metadata_bits: int = ...,
+            page_bytes: int | None = ...,
+            max_bytes: int | None = ...,
+            cuda_graphs: bool = ...,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         for name in ("high", "low"):
             object.__setattr__(self, name, as_precision(name, getattr(self, name)))
@@ -131,7 +158,7 @@ class DiffKVConfig:
         if self.policy != "diffkv" or self.max_bytes is not None:
             return True
         pairs = _paired(self.alpha_low, self.alpha_high)
-        return any(low > 0 or (high > 0 and self.high != self.low) for low, high in pairs)
+        return any(low > 0 or (high > 0 and self.high != self.low) for low, high in pairs or ())
 
     def _check_order(self) -> None:
         low, high = self.alpha_low, self.alpha_high
@@ -326,7 +353,7 @@ def _as_threshold(name: str, value: Any) -> Threshold:
         nested = [isinstance(entry, (list, tuple)) for entry in value]
         if any(nested) and not all(nested):
             raise ValueError(f"{name} mixes numbers and lists; give one number per layer, or one list per layer.")
-        entries = tuple(_as_threshold(name, entry) for entry in value)
+        entries: tuple[Any, ...] = tuple(_as_threshold(name, entry) for entry in value)
         if any(isinstance(inner, tuple) for entry in entries if isinstance(entry, tuple) for inner in entry):
             raise ValueError(f"{name} is nested too deeply; at most one list of heads per layer.")
         if all(nested) and len({len(entry) for entry in entries}) > 1:
@@ -337,8 +364,8 @@ def _as_threshold(name: str, value: Any) -> Threshold:
     return float(value)
 
 
-def _paired(low: Threshold, high: Threshold) -> list[tuple[float, float]] | None:
-    """All pairs of thresholds that meet in some layer and head; None where the shapes do not fit."""
+def _paired(low: Any, high: Any) -> list[tuple[float, float]] | None:
+    """All pairs of two `Threshold`s that meet in some layer and head; None where their shapes do not fit."""
     if not isinstance(low, tuple) and not isinstance(high, tuple):
         return [(low, high)]
     if isinstance(low, tuple) and isinstance(high, tuple) and len(low) != len(high):

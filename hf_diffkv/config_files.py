@@ -96,7 +96,7 @@ def find(
             CONFIG_NAME,
             revision=revision,
             token=token,
-            cache_dir=cache_dir,
+            cache_dir=None if cache_dir is None else os.fspath(cache_dir),
             local_files_only=local_files_only,
         )
     except errors.HFValidationError as error:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 NAME = "diffkv"
 # attention of continuous batching
@@ -40,7 +41,8 @@ class _Finder(MetaPathFinder):
         others = (finder for finder in list(sys.meta_path) if finder is not self)
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = self._then(spec.loader.exec_module)
+            loader: Any = spec.loader
+            loader.exec_module = self._then(loader.exec_module)
         return spec
 
     def _then(self, exec_module: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
@@ -93,7 +95,7 @@ def remove_name() -> None:
 
 
 def _set_name(present: bool) -> None:
-    configuration = sys.modules.get(CONFIGURATION)
+    configuration: Any = sys.modules.get(CONFIGURATION)
     names = getattr(configuration, "ALL_CACHE_IMPLEMENTATIONS", None)
     if names is not None and (NAME in names) != present:
         kept = [name for name in names if name != NAME]

@@ -8,13 +8,18 @@ from typing import Any
 REPLACEMENT = "\ufffd"
 
 
-def pieces_of_text(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:
+def pieces_of_text(tokenizer: Any, text: str, add_special_tokens: bool = True) -> tuple[list[int], list[str]]:
     """Ids of a text's tokens, and the part of the text that each stands for, so that the parts make up the text.
 
     A character of several tokens stands with one of them. Tokenizers that do not know where their tokens stand in the
     text are asked for the text of each.
+
+    Args:
+        add_special_tokens: False where the text has them written out, as chat templates do.
     """
-    encoded = tokenizer(text, return_offsets_mapping=tokenizer.is_fast, verbose=False)
+    encoded = tokenizer(
+        text, return_offsets_mapping=tokenizer.is_fast, add_special_tokens=add_special_tokens, verbose=False
+    )
     ids = encoded["input_ids"]
     if not tokenizer.is_fast:
         return ids, pieces_of_ids(tokenizer, ids)

@@ -181,7 +181,7 @@ def _shapes_by_running(model: Any, text_config: Any) -> list[LayerShape] | None:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         tensors = [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
         fixed = sum(t.numel() * t.element_size() for t in tensors if t is not keys and t is not values)
-        if keys is None or not keys.numel():
+        if keys is None or values is None or not keys.numel():
             shapes.append(LayerShape(0, 0, 0, None, False, fixed))
             continue
         window = getattr(layer, "sliding_window", None)

@@ -130,11 +130,7 @@ def memory_report(cache: DiffKVCache) -> MemoryReport:
         tokens={name: sum(sum(getattr(layer, name)) for layer in layers) for name in LEVEL_CODES},
         layers=tuple(layers),
         num_layers=len(cache.layers),
-        thresholds=tuple(
-            max(float(getattr(store, name).max()) for store in tightened) for name in ("alpha_high", "alpha_low")
-        )
-        if tightened
-        else None,
+        thresholds=(_highest(tightened, "alpha_high"), _highest(tightened, "alpha_low")) if tightened else None,
     )
 
 
@@ -171,6 +167,10 @@ def levels_of_request(
 
 def _quotient(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
+
+
+def _highest(stores: list[Store], name: str) -> float:
+    return max(float(getattr(store, name).max()) for store in stores)
 
 
 def _dense_token_bytes(store: Store) -> int:

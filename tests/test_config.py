@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import dataclasses
 import json
@@ -15,6 +16,7 @@ import torch
 from transformers import LlamaConfig
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
+from hf_diffkv import config as config_module
 
 CONFIGS = [
     DiffKVConfig(),
@@ -35,6 +37,12 @@ CONFIGS = [
         protected_layers=2,
     ),
 ]
+
+
+def test_what_is_taken_has_a_type_for_every_field() -> None:
+    tree = ast.parse(Path(config_module.__file__).read_text())
+    signature = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    assert [arg.arg for arg in signature.args.args[1:]] == [field.name for field in dataclasses.fields(DiffKVConfig)]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["default", "lossless", "everything"])

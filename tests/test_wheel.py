@@ -128,11 +128,14 @@ def test_an_installed_wheel_does_without_a_checkout(installed: Path, tmp_path: P
     options = ["--model", "model", "--prompt-file", "prompt.txt", "--max-new-tokens", "4", "--quiet"]
     assert run(installed, tmp_path, *command, "generate", *options).strip() == answer
     assert run(installed, tmp_path, *command, "--version").startswith("hf-diffkv ")
+    assert (installed / "hf_diffkv" / "py.typed").is_file()
+    shutil.copytree(ROOT / "examples" / "space", tmp_path / "space")
+    space = [sys.executable, str(tmp_path / "space" / "app.py"), "--help"]
+    assert "Serve a page on this machine" in run(installed, tmp_path, *space)
     if importlib.util.find_spec("gradio") is not None:
-        shutil.copytree(ROOT / "examples" / "space", tmp_path / "space")
         page = (
-            "import sys; sys.path.insert(0, 'space'); import app, generation, hf_diffkv; "
-            "app.build(generation.Generator('model'), 'a'); print(hf_diffkv.__file__)"
+            "import hf_diffkv.demo.page as page, hf_diffkv.demo.generation as generation; "
+            "page.build(generation.Generator('model')); print(page.__file__)"
         )
         assert Path(run(installed, tmp_path, sys.executable, "-c", page).strip()).is_relative_to(installed)
 

@@ -17,7 +17,7 @@ from ..config import DiffKVConfig, configuration_of
 from ..io import load_cache, save_cache
 from ..report import MemoryReport, memory_report
 from ..snapshot import model_fingerprint
-from ..store import check_integrity, commit, fork_store, levels, move_rows, prepare_rows, read_tokens
+from ..store import Store, check_integrity, commit, fork_store, levels, move_rows, prepare_rows, read_tokens
 from .devices import TensorParallel, are_apart, layer_devices
 from .errors import HandOverError, stopped_halfway
 from .held_tokens import HeldTokens
@@ -45,6 +45,9 @@ class DiffKVCache(Cache):
         UnsupportedModelError: models this cache cannot work with: encoder-decoder models, models that cache latents or
             attend to a selection of tokens, models without attention.
     """
+
+    # Transformers' own and DiffKVLayer
+    layers: list[Any]
 
     def __init__(self, model_config: Any, config: DiffKVConfig | Mapping | None = None, **kwargs: Any) -> None:
         model_config = configuration_of(model_config)
@@ -150,16 +153,14 @@ class DiffKVCache(Cache):
 
         Under tensor parallelism, here and below, kv_heads are those of this rank.
         """
-        layer = self._compressed(layer_idx)
-        return levels(layer.store, layer.slot)
+        return levels(*self._compressed(layer_idx))
 
     def dequantize(self, layer_idx: int) -> tuple[Tensor, Tensor, Tensor]:
         """keys and values [batch, kv_heads, seen, head_dim] (float32) and bool [batch, kv_heads, seen]: what is stored.
 
         Entries that are not stored are zero.
         """
-        layer = self._compressed(layer_idx)
-        tokens = read_tokens(layer.store, layer.slot)
+        tokens = read_tokens(*self._compressed(layer_idx))
         return tokens.keys, tokens.values, tokens.mask
 
     def significance(self, layer_idx: int) -> Tensor:
@@ -168,13 +169,13 @@ class DiffKVCache(Cache):
         Raises:
             ValueError: the configuration never chooses between tokens, so no sums are kept.
         """
-        layer = self._compressed(layer_idx)
+        store, slot = self._compressed(layer_idx)
         if not self.config.selects:
             raise ValueError(
                 "this cache keeps no significance, as its configuration keeps every token at one precision; give "
                 "DiffKVConfig two precisions with alpha_high above 0, or alpha_low above 0."
             )
-        return read_tokens(layer.store, layer.slot).score
+        return read_tokens(store, slot).score
 
     def check_integrity(self) -> None:
         """Every page owned once, counts and tables agree; raises `IntegrityError` otherwise."""
@@ -185,7 +186,8 @@ class DiffKVCache(Cache):
         if self.stores.awaited is not None:
             raise HandOverError("a forward is under way; look at the cache when it has returned.")
 
-    def _compressed(self, layer_idx: int) -> DiffKVLayer:
+    def _compressed(self, layer_idx: int) -> tuple[Store, Any]:
+        """Where a layer's tokens are: a store, and the slot in it."""
         self._check_idle()
         if not isinstance(layer_idx, Integral):
             raise ValueError(f"layer_idx={layer_idx!r} must be an integer.")
@@ -199,7 +201,7 @@ class DiffKVCache(Cache):
             )
         if layer.store is None:
             raise ValueError(f"layer {layer_idx} holds nothing yet; run the model with this cache first.")
-        return layer
+        return layer.store, layer.slot
 
     def save_pretrained(self, save_directory: str | os.PathLike, model: Any = None) -> None:
         """Writes the cache as safetensors and JSON; with `model` its weights are checked when loading.
@@ -403,7 +405,7 @@ def config_of(model: Any) -> Any:
 def resolve_config(model_config: Any, config: DiffKVConfig | Mapping | None, fields: dict[str, Any]) -> DiffKVConfig:
     """`config`, or what suits the model, with single fields on top. Raises `ValueError` as `DiffKVConfig` does."""
     if isinstance(config, Mapping):
-        config, fields = None, {**config, **fields}
+        fields, config = {**config, **fields}, None
     if config is not None and not isinstance(config, DiffKVConfig):
         raise ValueError(f"config={config!r} must be a DiffKVConfig, or a dict of its fields.")
     if config is None:

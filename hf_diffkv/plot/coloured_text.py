@@ -21,6 +21,7 @@ BLOCK = (
     f"background:{PAPER};color:{INK};margin:0;padding:.8em;border:1px solid {EDGE};border-radius:8px"
 )
 CHIP = "padding:.15em .7em;border-radius:999px;font-size:.9em"
+LONGEST_WORD = 24
 PAGE = '<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">\n'
 PAGE += '<meta name="color-scheme" content="light dark"><title>{title}</title>\n'
 PAGE += (
@@ -57,12 +58,41 @@ class ColouredText:
         counts: heads at each level, for each token.
         title: what the levels are of.
         generated_from: the first token that the model wrote.
+        unit: what pieces are, tokens or words.
     """
 
     pieces: Sequence[str]
     counts: Mapping[str, Sequence[int]]
     title: str
     generated_from: int | None = None
+    unit: str = "tokens"
+
+    def words(self) -> ColouredText:
+        """The same text with a colour for each word, the mean of its tokens' and heads' colours.
+
+        A word has the space in front of it, is no longer than `LONGEST_WORD` characters where tokens are not, and
+        is either of the prompt or generated.
+        """
+        starts = list(self._word_starts())
+        spans = list(zip(starts, [*starts[1:], len(self.pieces)]))
+        first = self.generated_from
+        return ColouredText(
+            ["".join(self.pieces[start:stop]) for start, stop in spans],
+            {name: [sum(counts[start:stop]) for start, stop in spans] for name, counts in self.counts.items()},
+            self.title,
+            None if first is None else sum(start < first for start in starts),
+            "words",
+        )
+
+    def _word_starts(self) -> Iterator[int]:
+        """The first token of each word."""
+        before, length = "", 0
+        for index, piece in enumerate(self.pieces):
+            new = piece[:1].isspace() and not before.isspace()
+            if index in (0, self.generated_from) or new or length + len(piece) > LONGEST_WORD:
+                yield index
+                length = 0
+            before, length = piece[-1:] or before, length + len(piece)
 
     def runs(self) -> Iterator[Run]:
         """The text in its order, in runs of one colour."""
@@ -90,7 +120,7 @@ class ColouredText:
     def _span(self, run: Run) -> str:
         text = escape("".join(self.pieces[run.start : run.stop])).replace("\n", f"{NEWLINE}\n")
         names = "generated" if run.generated else "prompt"
-        title = f"{run.said or 'padding'}; {names}, tokens {run.start} to {run.stop - 1}"
+        title = f"{run.said or 'padding'}; {names}, {self.unit} {run.start} to {run.stop - 1}"
         only = [name for name, share in run.shares if share == 1]
         look = f"background:{run.colour};color:{ink_on(run.colour)}" if run.colour else "opacity:.5"
         look += f";outline:2px solid {FRAME}" * run.generated

@@ -27,7 +27,7 @@ def place(axis: Axes, marks: Sequence[tuple[float, float, str, str]], fontsize: 
     Args:
         marks: x, y, name and colour.
     """
-    figure = axis.figure
+    figure: Any = axis.figure
     figure.draw_without_rendering()
     renderer, scale = figure.canvas.get_renderer(), figure.dpi / 72
     frame = axis.get_window_extent(renderer)

@@ -25,7 +25,8 @@ def by_layer(groups: Mapping[str, Sequence[tuple[int, float]]], ylabel: str, log
     figure = new_figure(WIDTH, HEIGHT)
     axis = styled(figure.add_subplot(), "", "layer", ylabel)
     for (name, points), style in zip(groups.items(), GROUPS):
-        axis.scatter(*zip(*points), s=14, alpha=0.7, linewidth=0, color=style.colour, marker=style.mark, label=name)
+        layers, values = zip(*points)
+        axis.scatter(layers, values, s=14, alpha=0.7, linewidth=0, color=style.colour, marker=style.mark, label=name)
     axis.set(yscale="log") if logarithmic else axis.set_ylim(bottom=0)
     figure.legend(loc="outside lower center", ncol=len(groups), frameon=False, fontsize=SMALL)
     return Picture(figure)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from .figure import SIZE, SMALL, Picture, new_figure, styled
 from .palette import EDGE, order_of, styles_of
@@ -63,7 +63,8 @@ def curves(
 
 
 def _panels(curves: Curves | Mapping[str, Curves], title: str) -> Mapping[str, Curves]:
-    panels = curves if all(isinstance(value, Mapping) for value in curves.values()) else {title: curves}
+    several = all(isinstance(value, Mapping) for value in curves.values())
+    panels = cast("Mapping[str, Curves]", curves if several else {title: curves})
     if not any(points for members in panels.values() for points in members.values()):
         raise ValueError("curves is empty; give (tokens, value) by the name of a cache.")
     return panels

@@ -36,7 +36,8 @@ class Tokens(NamedTuple):
 
     def select(self, chosen: Tensor) -> Tokens:
         """Those of a bool [n]."""
-        return Tokens(*(None if part is None else part[chosen] for part in self))
+        norm = None if self.value_norm is None else self.value_norm[chosen]
+        return Tokens(self.row[chosen], self.mean[chosen], self.position[chosen], self.level[chosen], norm)
 
 
 class Rows(NamedTuple):
@@ -121,16 +122,22 @@ class Policy:
 
     # last queries of a prompt that give significance, where `DiffKVConfig.observation_window` says nothing
     observation_window: ClassVar[int | None] = None
-    # whether `thresholds` goes by alpha_high and alpha_low; where not, what it gives is raised to alpha / N
-    by_alphas: ClassVar[bool] = True
     # whether any token is ever low
     two_levels: ClassVar[bool] = True
-    # whether `adapted` is to be called
-    adapts: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, _checked(field, getattr(self, field.name)))
+
+    @property
+    def by_alphas(self) -> bool:
+        """Whether `thresholds` goes by alpha_high and alpha_low; where not, what it gives is raised to alpha / N."""
+        return True
+
+    @property
+    def adapts(self) -> bool:
+        """Whether `adapted` is to be called."""
+        return False
 
     @property
     def needs_value_norm(self) -> bool:
@@ -188,14 +195,15 @@ def keep_high(kept: Tensor) -> Levels:
 
 def _checked(field: dataclasses.Field, value: Any) -> Any:
     least, most, among = (field.metadata[name] for name in ("least", "most", "among"))
-    if isinstance(field.default, str):
+    default: Any = field.default
+    if isinstance(default, str):
         if value not in among:
             raise ValueError(f"policy_options: {field.name}={value!r} is unknown; use one of {list(among)}.")
         return value
-    kind, name = (numbers.Integral, "an integer") if isinstance(field.default, int) else (numbers.Real, "a number")
+    kind, name = (numbers.Integral, "an integer") if isinstance(default, int) else (numbers.Real, "a number")
     fits = isinstance(value, kind) and not isinstance(value, bool)
     # a comparison with NaN is False
     if not (fits and (least is None or value >= least) and (most is None or value <= most)):
         bounds = f" of at least {least}" if most is None else f" between {least} and {most}"
         raise ValueError(f"policy_options: {field.name}={value!r} must be {name}{bounds}.")
-    return type(field.default)(value)
+    return type(default)(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -99,22 +99,24 @@ class Share(Policy):
         """By how much there are too many high tokens, and too many at all, float32 [layers, batch, heads]."""
         kept = (rows.high_count + rows.low_count).float()
         wanted = (1 - self.prune) * rows.outside.float()
-        return tuple(
+        high, every = (
             ((have - want) / (BAND * of + 1)).clamp(-LARGEST_ERROR, LARGEST_ERROR)
             for have, want, of in ((rows.high_count, self.share * kept, kept), (kept, wanted, wanted))
         )
+        return high, every
 
     def _key(self, tokens: Tokens, rows: Rows) -> Tensor:
         """What ranks tokens, [n]."""
         if self.by == "random":
             return token_hash(self.seed, rows.layer, rows.head[tokens.row], tokens.position)
-        return tokens.mean * tokens.value_norm if self.by == "contribution" else tokens.mean
+        return tokens.mean * cast(Tensor, tokens.value_norm) if self.by == "contribution" else tokens.mean
 
     def _drawn(self, rows: StepRows) -> tuple[Tensor, Tensor]:
         """The greatest hashes are high and the least are pruned, as at prompts."""
         drawn = token_hash(self.seed, rows.layer, rows.head, rows.candidate)
         from_high, from_low = HASHES * (1 - self.share * (1 - self.prune)), HASHES * self.prune
-        return tuple(torch.where(drawn >= start, 0.0, torch.inf) for start in (from_high, from_low))
+        high, low = (torch.where(drawn >= start, 0.0, torch.inf) for start in (from_high, from_low))
+        return high, low
 
 
 def _relative_cut(tokens: Tokens, rows: Rows, above: Tensor, otherwise: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 from ..snapshot import CacheFileError, Snapshot
 from .hierarchy import Hierarchy
 from .requests import Requests
-from .tiers import Rank
+from .tiers import MemoryTier, Rank
 
 # share of a tier of memory above which prefixes move down before they have to (CaR)
 FULL = 0.9
@@ -132,7 +132,7 @@ class Background:
 
     def _offload(self) -> bool:
         """Moves one prefix down from the lowest tier of memory that is too full; whether there was one to move."""
-        memory = [tier for tier in self._tiers.tiers if tier is not self._tiers.folder]
+        memory = self._tiers.memory
         return any(self._move_down(depth, int(FULL * memory[depth].limit)) for depth in reversed(range(len(memory))))
 
     def _move_down(self, depth: int, allowed: int, before: Rank | None = None) -> bool:
@@ -146,7 +146,7 @@ class Background:
             Whether there was one; it stays where no tier below takes it, or where it was used meanwhile. False also
             where the folder cannot be written, so that not all are tried.
         """
-        tier, tiers = self._tiers.tiers[depth], self._tiers
+        tier, tiers = self._tiers.memory[depth], self._tiers
         with self._lock:
             self._requests.settle()
             sizes = tier.sizes()
@@ -160,16 +160,16 @@ class Background:
             snapshot, used = tier.get(name), tiers.entries[name].used
         lower = next((t for t in tiers.tiers[depth + 1 :] if t.cost(snapshot) <= t.limit), None)
         moved = False
-        if lower is not None and lower is tiers.folder:
+        if isinstance(lower, MemoryTier):
+            snapshot = lower.moved(snapshot)
+            with self._lock:
+                moved = self._is_unused(name, used) and tier.holds(name) and tiers.put_if_free(lower, name, snapshot)
+        elif lower is not None:
             try:
                 moved = self._write(name, snapshot, used)
             except OSError as error:
                 _logger.warning("a prefix cannot be written: %s", error)
                 return False
-        elif lower is not None:
-            snapshot = lower.moved(snapshot)
-            with self._lock:
-                moved = self._is_unused(name, used) and tier.holds(name) and tiers.put_if_free(lower, name, snapshot)
         with self._lock:
             if moved and self._is_unused(name, used) and tier.holds(name):
                 tier.remove([name])
@@ -196,7 +196,7 @@ class Background:
         return lost is not None
 
     def _bring_up(self, name: str) -> None:
-        tiers, first = self._tiers, self._tiers.tiers[0]
+        tiers, first = self._tiers, self._tiers.memory[0]
         with self._lock:
             tier = tiers.tier_of(name)
             if tier is None or tier is first or tier.size(name) > first.limit:

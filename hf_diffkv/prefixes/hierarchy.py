@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Union
 
 from ..snapshot import Snapshot
-from .folder import NAME, FolderTier
+from .folder import FolderTier
 from .tiers import MemoryTier, Rank, choose_victims
 
 Tier = Union[MemoryTier, FolderTier]
@@ -39,27 +39,30 @@ class Hierarchy:
 
     def __init__(self, memory: list[MemoryTier], folder: FolderTier | None, fingerprint: str) -> None:
         self.tiers: list[Tier] = [*memory, *([] if folder is None else [folder])]
-        self.folder, self.fingerprint = folder, fingerprint
+        self.memory, self.folder, self.fingerprint = memory, folder, fingerprint
         self.entries: dict[str, Entry] = {}
         self.written = {tier.name: 0 for tier in self.tiers}
         self._clock = 0
 
     def open_folder(self) -> None:
         """Says what cannot be used, and keeps to the limit where earlier processes had a larger one."""
-        others = sum(not name.startswith(self.fingerprint) for name in self.folder.names())
+        folder = self.folder
+        if folder is None:
+            return
+        others = sum(not name.startswith(self.fingerprint) for name in folder.names())
         if others:
             warn(
-                f"{self.folder.folder} holds {others} prefixes of another model, configuration or version; they are "
+                f"{folder.folder} holds {others} prefixes of another model, configuration or version; they are "
                 "not used here, count towards folder_bytes, and go when their room is needed."
             )
         try:
-            with self.folder.exclusive():
-                sizes = self.folder.sizes()
+            with folder.exclusive():
+                sizes = folder.sizes()
                 ranks = {name: self.rank(name) for name in sizes}
-                missing = sum(sizes.values()) - self.folder.limit
-                self.folder.remove(choose_victims(ranks, sizes, Rank(1, 0), missing))
+                missing = sum(sizes.values()) - folder.limit
+                folder.remove(choose_victims(ranks, sizes, Rank(1, 0), missing) or ())
         except OSError as error:
-            warn(f"cannot write into {self.folder.folder}: {error}; prefixes in it can only be read.")
+            warn(f"cannot write into {folder.folder}: {error}; prefixes in it can only be read.")
 
     def refresh(self) -> None:
         """Learns what other processes have added to the folder and removed from it."""
@@ -67,7 +70,7 @@ class Hierarchy:
             return
         names = {name for name in self.folder.names() if name.startswith(self.fingerprint)}
         for name in names - self.entries.keys():
-            self.entries[name] = Entry(int(NAME.fullmatch(name)[2]), self.folder.used(name))
+            self.entries[name] = Entry(int(name.split("-")[1]), self.folder.used(name))
         self.drop_lost([name for name in self.entries if name not in names])
 
     def tier_of(self, name: str) -> Tier | None:
@@ -130,14 +133,17 @@ class Hierarchy:
         Raises:
             OSError: the folder cannot be written.
         """
-        cost = self.folder.cost(snapshot)
-        with self.folder.exclusive():
-            victims = [] if self.folder.holds(name) else self._victims(self.folder, name, cost)
-            if victims is None or self.folder.holds(name):
+        folder = self.folder
+        if folder is None:
+            return None
+        cost = folder.cost(snapshot)
+        with folder.exclusive():
+            victims = [] if folder.holds(name) else self._victims(folder, name, cost)
+            if victims is None or folder.holds(name):
                 return victims
-            self.folder.remove(victims)
-            self.folder.put(name, snapshot, used)
-        self.written[self.folder.name] += cost
+            folder.remove(victims)
+            folder.put(name, snapshot, used)
+        self.written[folder.name] += cost
         return victims
 
     def drop_lost(self, names: list[str]) -> None:

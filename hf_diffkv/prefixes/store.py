@@ -103,7 +103,7 @@ class PrefixStore:
         config_of(model)
         if TensorParallel.of(model).size > 1:
             raise ValueError("a prefix store works in one process; load the model without tp_plan.")
-        self.model = model
+        self.model: Any = model
         self.config = DiffKVCache(model.config, config).config
         self._model, self._weights = model_fingerprint(model.config), weights_fingerprint(model)
         parts = [FORMAT_VERSION, self._model, self._weights, str(model.dtype), self.config.to_dict()]
@@ -115,7 +115,8 @@ class PrefixStore:
         self._requests = Requests()
         self._lookups = self._tokens = self._tokens_reused = 0
         self._hits, self._read = ({tier.name: 0 for tier in self._tiers.tiers} for _ in range(2))
-        self._lookup_seconds, self._seconds_per_token = 0.0, None
+        self._lookup_seconds = 0.0
+        self._seconds_per_token: float | None = None
         self._lock = threading.RLock()
         self._background = Background(self._tiers, self._requests, self._lock)
         weakref.finalize(self, self._background.close)
@@ -154,7 +155,7 @@ class PrefixStore:
             cache, hit = self._resume(ids)
             entry = None if hit is None else self._tiers.entries[hit.name]
             self._requests.dispatch(digest(ids), entry, cache)
-            if hit is not None:
+            if hit is not None and entry is not None:
                 self._hits[hit.tier.name] += 1
                 self._read[hit.tier.name] += hit.snapshot.bytes
                 entry.hits += 1
@@ -260,11 +261,11 @@ class PrefixStore:
         waiting = [as_tokens("prompts", prompt) for prompt in prompts]
         with self._session():
             names = [next(self._candidates(ids), None) for ids in waiting]
-            window = [(digest(ids), self._tiers.entries.get(name)) for ids, name in zip(waiting, names)]
-            self._requests.announce(window)
+            entries = [None if name is None else self._tiers.entries.get(name) for name in names]
+            self._requests.announce([(digest(ids), entry) for ids, entry in zip(waiting, entries)])
             tiers = [None if name is None else self._tiers.tier_of(name) for name in names]
             fast = self._tiers.tiers[0]
-            slow = [name for name, tier in zip(names, tiers) if tier is not None and tier is not fast]
+            slow = [name for name, tier in zip(names, tiers) if name is not None and tier not in (None, fast)]
             self._background.want(slow if load else [])
             loading = [name is not None and self._background.is_loading(name) for name in names]
         found = zip(tiers, loading)
@@ -305,7 +306,7 @@ class PrefixStore:
             self._compute(ids, DiffKVCache(self.model.config, self.config))
             seconds = time.perf_counter() - started
         self._seconds_per_token = seconds / tokens
-        return self._seconds_per_token
+        return seconds / tokens
 
     @property
     def stats(self) -> PrefixStats:
@@ -382,6 +383,8 @@ class PrefixStore:
         """A cache that goes on from the longest prefix that can be read, and what that is."""
         for name in self._candidates(ids):
             tier = self._tiers.tier_of(name)
+            if tier is None:
+                continue
             try:
                 snapshot = tier.get(name)
                 if not self._is_of(snapshot, ids):

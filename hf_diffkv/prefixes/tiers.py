@@ -23,7 +23,7 @@ class Rank(NamedTuple):
     used: int
 
 
-def choose_victims(ranks: dict[str, Rank], sizes: dict[str, int], rank: Rank, missing: int) -> list[str] | None:
+def choose_victims(ranks: dict[str, Rank], sizes: dict[str, int], rank: Rank, missing: float) -> list[str] | None:
     """Which of those held must go, smallest rank first, to free `missing` bytes for one of rank `rank`.
 
     None where those of a smaller rank do not hold that much: then the new one has no place here, and all may stay.

@@ -37,7 +37,8 @@ def as_tokens(name: str, value: Any) -> Tensor:
 
 def digests(ids: Tensor, lengths: Iterable[int]) -> dict[int, str]:
     """Hash of the first n ids for every n in `lengths`, in one pass over `ids` (int64 [tokens])."""
-    content = memoryview(ids.contiguous().numpy()).cast("B")
+    array: Any = ids.contiguous().numpy()
+    content = memoryview(array).cast("B")
     running, done, found = hashlib.blake2b(digest_size=DIGEST_BYTES), 0, {}
     for length in sorted(set(lengths)):
         running.update(content[8 * done : 8 * length])

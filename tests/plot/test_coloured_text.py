@@ -129,6 +129,25 @@ def test_wrong_uses_are_explained(ran: tuple) -> None:
             plot.text(cache, *arguments[0], **dict(arguments[1]))
 
 
+def test_words_take_the_colours_of_their_tokens() -> None:
+    pieces = ["Hel", "lo", " wor", "", "ld", "\n", "\n", "x", " ", " y", "ab" * 12, "é", "no", "des"]
+    words = ["Hello", " world", "\n\nx", "  y", "ab" * 12, "éno", "des"]
+    tokens = [(0, 2), (2, 5), (5, 8), (8, 10), (10, 11), (11, 13), (13, 14)]
+    # heads that have a token at the high level, out of three
+    high = [3, 0, 1, 2, 3, 0, 0, 0, 3, 3, 1, 2, 2, 0]
+    none = [0] * len(high)
+    counts = {"high": high, "low": [3 - count for count in high], "window": none, "pruned": none}
+    shown = plot.ColouredText(pieces, counts, "", 13).words()
+    runs = list(shown.runs())
+    assert shown.pieces == words and "".join(words) == "".join(pieces)
+    shares = [sum(high[start:stop]) / 3 / (stop - start) for start, stop in tokens]
+    # neighbours of one colour would be one run
+    assert all(before != after for before, after in zip(shares, shares[1:]))
+    assert [dict(run.shares)["high"] for run in runs] == pytest.approx(shares)
+    assert [run.generated for run in runs] == [False] * 6 + [True]
+    assert 'title="high 50%, low 50%; prompt, words 0 to 0">Hello<' in shown.html()
+
+
 def test_padding_has_no_colour() -> None:
     tokenizer, model = AutoTokenizer.from_pretrained(TINY_LM), AutoModelForCausalLM.from_pretrained(TINY_LM)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.decode([0])

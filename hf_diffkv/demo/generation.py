@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import collections.abc
 import queue
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Union
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from hf_diffkv import DiffKVCache, DiffKVConfig, MemoryReport
-from hf_diffkv.agreement import Agreement
-from hf_diffkv.compare import EXPECTED
-from hf_diffkv.pieces import pieces_of_ids, pieces_of_text
+from ..agreement import Agreement
+from ..chat import chat_turns
+from ..compare import EXPECTED
+from ..config import DiffKVConfig
+from ..evaluation.models import HUB_IDS, resolve_model
+from ..integration.cache import DiffKVCache
+from ..pieces import pieces_of_ids, pieces_of_text
+from ..report import MemoryReport
 
+DEFAULT_MODEL, BUNDLED_MODEL = "smollm2", "tiny-lm"
 REFRESH_SECONDS = 0.1
+# how long a caller waits for a token before it can look at what else there is
+PATIENCE_SECONDS = 0.2
 
 
 class InputError(Exception):
@@ -80,19 +88,50 @@ class Task:
     config: DiffKVConfig
 
 
+# both sides, and at the end what came of them; to be closed where it is left before
+Steps = collections.abc.Generator[tuple[Side, Side, Union[Result, None]], None, None]
+
+
+@dataclass(frozen=True)
+class Entered:
+    """What a visitor entered.
+
+    Attributes:
+        text: to be continued; with `chat`, the user's message, which the model's chat template is put around.
+        setting: what `config` is called on the page.
+        system: the system message of a chat; empty leaves it to the template.
+    """
+
+    text: str
+    max_new_tokens: int | None
+    config: DiffKVConfig
+    setting: str
+    chat: bool = False
+    system: str = ""
+
+
 class Generator:
     """A loaded model that generates with both caches.
+
+    Args:
+        name: Hub id, folder, or short name.
+
+    Attributes:
+        title: what to call the model.
+        chats: whether it has a chat template.
 
     Raises:
         InputError: the model cannot be loaded, or does not work with DiffKV.
     """
 
     def __init__(self, name: str) -> None:
+        self.title = HUB_IDS.get(name, name)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
-            self.layers = DiffKVCache(AutoConfig.from_pretrained(name)).compressed_layers()
-            self.tokenizer = AutoTokenizer.from_pretrained(name)
-            self.model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device).eval()
+            source = resolve_model(name)
+            self.layers = DiffKVCache(AutoConfig.from_pretrained(source)).compressed_layers()
+            self.tokenizer = AutoTokenizer.from_pretrained(source)
+            self.model = AutoModelForCausalLM.from_pretrained(source, dtype="auto").to(device).eval()
         except EXPECTED as error:
             raise InputError(f"cannot use the model {name}: {' '.join(str(error).split())}") from error
         if not self.layers or not self.tokenizer.is_fast:
@@ -100,6 +139,7 @@ class Generator:
             raise InputError(f"cannot use the model {name}: it has no {missing}.")
         config = self.model.config.get_text_config(decoder=True)
         self.heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self.chats = bool(self.tokenizer.chat_template)
         self.limit: int | None = getattr(config, "max_position_embeddings", None)
         self.attention = config._attn_implementation
         # first calls pay for thread pools and kernels
@@ -107,21 +147,32 @@ class Generator:
         for _ in self.run(warm_up):
             pass
 
-    def prepare(self, prompt: str, max_new_tokens: int | None, config: DiffKVConfig) -> Task:
-        """Checks what the user entered. Raises `InputError` for nothing to continue, or too long a text."""
-        if not prompt.strip():
-            raise InputError("The prompt is empty; enter a text to continue.")
-        if not max_new_tokens:
-            raise InputError("Nothing is to be generated; set tokens to at least 1.")
-        ids, pieces = pieces_of_text(self.tokenizer, prompt)
-        if self.limit is not None and len(ids) + max_new_tokens > self.limit:
-            raise InputError(
-                f"The prompt has {len(ids):,} tokens and {max_new_tokens} are to be generated, but the model takes "
-                f"{self.limit:,} together; shorten the prompt or lower tokens."
-            )
-        return Task(torch.tensor([ids], device=self.model.device), pieces, max_new_tokens, config)
+    def prepare(self, entered: Entered) -> Task:
+        """Checks what the visitor entered.
 
-    def run(self, task: Task) -> Iterator[tuple[Side, Side, Result | None]]:
+        Raises:
+            InputError: nothing to continue, too long a text, or a chat template that fails.
+        """
+        if not entered.text.strip():
+            raise InputError("The prompt is empty; enter a text to continue.")
+        if not entered.max_new_tokens:
+            raise InputError("Nothing is to be generated; set tokens to at least 1.")
+        text = entered.text
+        if entered.chat:
+            try:
+                text = chat_turns(self.tokenizer, [text], entered.system.strip() or None)[0]
+            except Exception as error:  # of jinja2, as templates raise them, or of `chat_turns`
+                raise InputError(f"The chat template cannot be used: {' '.join(str(error).split())}") from error
+        ids, pieces = pieces_of_text(self.tokenizer, text, add_special_tokens=not entered.chat)
+        if self.limit is not None and len(ids) + entered.max_new_tokens > self.limit:
+            raise InputError(
+                f"The prompt has {len(ids):,} tokens and {entered.max_new_tokens} are to be generated, but the model "
+                f"takes {self.limit:,} together; shorten the prompt or lower tokens."
+            )
+        prompt = torch.tensor([ids], device=self.model.device)
+        return Task(prompt, pieces, entered.max_new_tokens, entered.config)
+
+    def run(self, task: Task) -> Steps:
         """Both runs, one after the other so that neither slows the other down; the last item carries the result.
 
         Raises:
@@ -147,10 +198,14 @@ class Generator:
         yield dense, compressed, Result(dense, compressed, agreement, memory, pieces, len(task.pieces), levels)
 
     def _follow(self, side: Side, task: Task, cache: Any) -> Iterator[None]:
-        """Fills `side` while the model generates; yields whenever there is something new to show."""
+        """Fills `side` while the model generates; yields whenever there is something new to show, or has not been."""
         side.arrivals.append(time.perf_counter())
         shown = 0.0
-        for token, arrived in stream_tokens(self.model, task, cache):
+        for came in stream_tokens(self.model, task, cache):
+            if came is None:
+                yield
+                continue
+            token, arrived = came
             side.tokens.append(token)
             side.arrivals.append(arrived)
             if arrived - shown > REFRESH_SECONDS:
@@ -169,6 +224,9 @@ def _tensor_bytes(cache: DynamicCache) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
+END = object()
+
+
 class _Stream(BaseStreamer, StoppingCriteria):
     """Hands tokens from the generating thread to another one, which may stop it."""
 
@@ -185,12 +243,22 @@ class _Stream(BaseStreamer, StoppingCriteria):
     def end(self) -> None:
         pass
 
+    def next(self) -> Any:
+        """What comes next; None where nothing does for `PATIENCE_SECONDS`."""
+        try:
+            return self.items.get(timeout=PATIENCE_SECONDS)
+        except queue.Empty:
+            return None
+
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         return torch.full((input_ids.shape[0],), self.stopped.is_set(), device=input_ids.device)
 
 
-def stream_tokens(model: Any, task: Task, cache: Any) -> Iterator[tuple[int, float]]:
-    """Greedy tokens as they come, each with its time. Closing the iterator stops the model; its errors are raised."""
+def stream_tokens(model: Any, task: Task, cache: Any) -> Iterator[tuple[int, float] | None]:
+    """Greedy tokens as they come, each with its time; None whenever none has come for a while.
+
+    Closing the iterator stops the model; its errors are raised.
+    """
     stream = _Stream()
 
     def work() -> None:
@@ -204,17 +272,36 @@ def stream_tokens(model: Any, task: Task, cache: Any) -> Iterator[tuple[int, flo
                 streamer=stream,
                 stopping_criteria=[stream],
             )
-            stream.items.put(None)
+            stream.items.put(END)
         except BaseException as error:
             stream.items.put(error)
 
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        while (item := stream.items.get()) is not None:
+        while (item := stream.next()) is not END:
             if isinstance(item, BaseException):
                 raise item
             yield item
     finally:
         stream.stopped.set()
         thread.join()
+
+
+def load(name: str | None) -> tuple[Generator, str]:
+    """The model `name` and an empty note; without a name SmolLM2, or tiny-lm and a note where that cannot be had.
+
+    Raises:
+        InputError: no model can be used.
+    """
+    if name is not None:
+        return Generator(name), ""
+    try:
+        return Generator(DEFAULT_MODEL), ""
+    except InputError as error:
+        missing = f"{HUB_IDS[DEFAULT_MODEL]} cannot be had here"
+        try:
+            generator = Generator(BUNDLED_MODEL)
+        except InputError:
+            raise InputError(f"{missing}; give --model a folder or a Hub id ({error})") from error
+        return generator, f"{missing}; this is {BUNDLED_MODEL}, a small model of the project, instead"

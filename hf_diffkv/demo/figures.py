@@ -1,0 +1,83 @@
+"""HTML of messages, of what both runs cost, and of where their texts differ."""
+
+from __future__ import annotations
+
+import re
+from difflib import SequenceMatcher
+from html import escape
+
+from ..plot.palette import EDGE, style_of
+from .generation import Result, Side
+
+BLUE = style_of("DiffKV").colour
+
+
+def message(text: str, error: bool = False) -> str:
+    """A line about how it goes; readers for the blind say it at once."""
+    return f'<div class="message" role="{"alert" if error else "status"}">{escape(text)}</div>'
+
+
+def figures(result: Result, setting: str) -> str:
+    """The share of the memory in one number, then bytes as bars on one scale, then speed and agreement."""
+    dense, compressed, memory = result.dense, result.compressed, result.memory
+    share = compressed.cache_bytes / max(1, dense.cache_bytes)
+    big = f'<p class="big"><b>{share:.0%}</b> of the memory</p>'
+    notes = [f"setting {setting}", f"{len(result.pieces):,} tokens in the cache"]
+    if len(memory.layers) < memory.num_layers:
+        notes.append(f"{len(memory.layers)} of {memory.num_layers} layers compressed")
+    if share >= 1:
+        notes.append("too few tokens to save memory")
+    bars = _bars(
+        {
+            "DynamicCache": (dense.cache_bytes, EDGE),
+            "DiffKV": (compressed.cache_bytes, BLUE),
+            "DiffKV, payload only": (memory.payload_bytes, BLUE),
+        }
+    )
+    rows = [
+        ("prompt", f"{dense.prompt_seconds:.2f} s", f"{compressed.prompt_seconds:.2f} s"),
+        ("decoding", _rate(dense), _rate(compressed)),
+    ]
+    body = "".join(f"<tr><th>{name}</th><td>{a}</td><td>{b}</td></tr>" for name, a, b in rows)
+    head = "<tr><th></th><th>DynamicCache</th><th>DiffKV</th></tr>"
+    table = f'<table class="figures">{head}{body}</table>'
+    return f'{big}<p class="note">{escape("; ".join(notes))}</p>{bars}{table}<p class="note">{_agreement(result)}</p>'
+
+
+def _bars(counts: dict[str, tuple[int, str]]) -> str:
+    """Bytes and colour by name; the longest bar is the most bytes, and shares are of the first."""
+    most, first = max(count for count, _ in counts.values()), max(1, next(iter(counts.values()))[0])
+    rows = [
+        f'<span>{name}</span><span><i class="bar" style="width:{count / max(1, most):.2%};background:{colour}"></i>'
+        f"</span><span>{count / 1e6:,.2f} MB ({count / first:.1%})</span>"
+        for name, (count, colour) in counts.items()
+    ]
+    return f'<div class="bars">{"".join(rows)}</div>'
+
+
+def _rate(side: Side) -> str:
+    rate = side.tokens_per_second
+    return "-" if rate is None else f"{rate:.1f} tokens/s"
+
+
+def _agreement(result: Result) -> str:
+    found = result.agreement
+    if found.until_difference == found.tokens:
+        return f"All {found.tokens} generated tokens are equal."
+    return f"The generated tokens are equal up to a first difference, at token {found.until_difference + 1}."
+
+
+def difference(result: Result) -> str:
+    """Both texts in one: what only DynamicCache wrote struck out, what only DiffKV wrote coloured."""
+    words, others = (re.split(r"(\s+)", side.text) for side in (result.dense, result.compressed))
+    if words == others:
+        return ""
+    parts = []
+    for kind, i, j, k, m in SequenceMatcher(None, words, others, autojunk=False).get_opcodes():
+        dense, compressed = escape("".join(words[i:j])), escape("".join(others[k:m]))
+        if kind == "equal":
+            parts.append(dense)
+            continue
+        parts += [f"<del>{dense}</del>"] if dense else []
+        parts += [f"<ins>{compressed}</ins>"] if compressed else []
+    return f'<h4>What DiffKV wrote instead</h4><div class="difference">{"".join(parts)}</div>'

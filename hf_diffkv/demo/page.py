@@ -1,0 +1,193 @@
+"""The page: what it is laid out of, and what each of its parts does."""
+
+# without `from __future__ import annotations`: Gradio looks at the types of handlers, and is imported on use
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ..config import DiffKVConfig
+from ..precision import Precision
+from .documents import Example, chats, free_prompts
+from .figures import message
+from .generation import Entered, Generator, InputError
+from .heads import NOTHING, ON_LOAD, Place
+from .runs import Runs, Update, look
+from .settings import OWN, OWN_EXPLANATION, SETTINGS
+from .style import CSS, FONTS
+
+CHAT, FREE = "chat", "free prompt"
+PRECISIONS = {p.name: p for p in (Precision(k, v) for k in (16, 8, 4, 2) for v in (16, 8, 4, 2) if v <= k)}
+INTRODUCTION = """# DiffKV
+A KV cache that keeps important tokens precise, others coarse, and prunes the rest, beside an uncompressed one.
+[The paper](https://arxiv.org/abs/2412.03131); in the project: `docs/how-it-works.md`, `docs/choosing.md`,
+`docs/quality.md`."""
+# of visitors who wait or generate at once; each takes one of Gradio's forty threads
+MOST_VISITORS = 30
+
+
+def entered(mode: str, system: str, document: str, question: str, prompt: str, *rest: Any) -> Entered:
+    """What the fields say. Raises `InputError` where `DiffKVConfig` refuses it.
+
+    Args:
+        rest: tokens to generate, name of the setting, and the values of one's own.
+    """
+    new_tokens, chosen, alpha_high, alpha_low, high, low, window = rest
+    if chosen != OWN:
+        config = SETTINGS[chosen].config
+    else:
+        try:
+            config = DiffKVConfig(
+                alpha_high=alpha_high, alpha_low=alpha_low, high=PRECISIONS[high], low=PRECISIONS[low], window=window
+            )
+        except ValueError as error:
+            raise InputError(str(error)) from error
+    if mode == FREE:
+        return Entered(prompt, new_tokens, config, chosen)
+    return Entered("\n\n".join(filter(str.strip, (document, question))), new_tokens, config, chosen, True, system)
+
+
+def build(generator: Generator, note: str = "") -> Any:
+    """The page, a `gradio.Blocks`.
+
+    Args:
+        note: what to say of the model.
+
+    Raises:
+        ImportError: gradio is not installed.
+    """
+    import gradio as gr
+
+    runs = Runs(generator)
+    prompts, talks = free_prompts(generator.chats), chats()
+    said = f"Model: **{generator.title}**, {len(generator.layers)} layers with {generator.heads} KV heads each"
+    with gr.Blocks(title="DiffKV", analytics_enabled=False) as page:
+        gr.Markdown(INTRODUCTION)
+        gr.Markdown(f"{said}. {note}".rstrip(), elem_id="model")
+        with gr.Row():
+            with gr.Column(scale=2):
+                mode = gr.Radio(
+                    [CHAT, FREE],
+                    value=CHAT if generator.chats else FREE,
+                    show_label=False,
+                    visible=generator.chats,
+                    elem_id="mode",
+                )
+                with gr.Column(visible=generator.chats) as chat_fields:
+                    system = gr.Textbox(label="System prompt", placeholder="that of the template", elem_id="system")
+                    document = _text_field(talks[0].document, "Document", "document", 11)
+                    question = gr.Textbox(talks[0].question, label="Question", elem_id="question")
+                    _offer(talks, document, question)
+                with gr.Column(visible=not generator.chats) as free_fields:
+                    prompt = _text_field(prompts[0].document, "Prompt", "prompt", 15)
+                    _offer(prompts, prompt)
+            with gr.Column(scale=1, min_width=320):
+                setting = gr.Radio([*SETTINGS, OWN], value="default", label="setting", elem_id="setting")
+                explanation = gr.Markdown(SETTINGS["default"].explanation, elem_id="explanation")
+                with gr.Column(visible=False) as own:
+                    values = _sliders()
+                new_tokens = gr.Slider(1, 256, 32, step=1, label="tokens")
+                with gr.Row():
+                    start = gr.Button("Generate", variant="primary")
+                    stop = gr.Button("Stop")
+        written = {"lines": 4, "max_lines": 10, "buttons": ["copy"], "elem_classes": "plain", "min_width": 260}
+        shown: dict[str, Any] = {"status": gr.HTML(message("Ready."), elem_id="status")}
+        with gr.Row():
+            shown["dense"] = gr.Textbox(label="DynamicCache wrote", elem_id="dense", **written)
+            shown["diffkv"] = gr.Textbox(label="DiffKV wrote", elem_id="diffkv", **written)
+        shown["figures"] = gr.HTML(elem_id="figures")
+        shown["difference"] = gr.HTML(elem_id="difference")
+        gr.Markdown("## What every head keeps")
+        shown["overview"] = gr.HTML(NOTHING, js_on_load=ON_LOAD, elem_id="overview")
+        shown["text"] = gr.HTML(elem_id="picture")
+        result = shown["result"] = gr.State(None)
+        place = shown["place"] = gr.State((generator.layers[0], 0))
+
+        def on_page(update: Update) -> dict[Any, Any]:
+            return {shown[name]: value for name, value in update.items()}
+
+        def generate(request: gr.Request, place: Place, *fields: Any) -> Iterator[dict[Any, Any]]:
+            for update in runs.run(request.session_hash or "", lambda: entered(*fields), place):
+                yield on_page(update)
+
+        def end(request: gr.Request) -> None:
+            runs.stop(request.session_hash or "")
+
+        def choose_head(event: gr.EventData, result: Any) -> dict[Any, Any]:
+            clicked = tuple(event.place)
+            return on_page({"place": clicked, **look(result, clicked)})
+
+        def choose_setting(chosen: str) -> tuple[str, Any]:
+            explained = OWN_EXPLANATION if chosen == OWN else SETTINGS[chosen].explanation
+            return explained, gr.update(visible=chosen == OWN)
+
+        def choose_mode(chosen: str) -> tuple[Any, Any]:
+            return gr.update(visible=chosen == CHAT), gr.update(visible=chosen == FREE)
+
+        fields = [mode, system, document, question, prompt, new_tokens, setting, *values]
+        quiet = {"queue": False, "show_progress": "hidden"}
+        setting.change(choose_setting, setting, [explanation, own], **quiet)
+        mode.change(choose_mode, mode, [chat_fields, free_fields], **quiet)
+        start.click(
+            generate, [place, *fields], list(shown.values()), show_progress="hidden", concurrency_limit=MOST_VISITORS
+        )
+        stop.click(end, None, None, queue=False)
+        page.unload(end)
+        shown["overview"].click(choose_head, result, [place, shown["overview"], shown["text"]], **quiet)
+    return page
+
+
+def _text_field(text: str, label: str, name: str, lines: int) -> Any:
+    import gradio as gr
+
+    return gr.Textbox(
+        text, label=label, lines=lines, max_lines=lines, autoscroll=False, elem_id=name, elem_classes="plain"
+    )
+
+
+def _offer(examples: Sequence[Example], *fields: Any) -> None:
+    """A button for each example, which fills the fields with its document and its question."""
+    import gradio as gr
+
+    with gr.Row(elem_classes="examples"):
+        for example in examples:
+            texts = [example.document, example.question][: len(fields)]
+            filled = texts if len(fields) > 1 else texts[0]
+            gr.Button(example.name, size="sm").click(
+                lambda filled=filled: filled, None, list(fields), queue=False, show_progress="hidden"
+            )
+
+
+def _sliders() -> list[Any]:
+    """alpha_high, alpha_low, high, low and window of one's own setting."""
+    import gradio as gr
+
+    with gr.Row():
+        alpha_high = gr.Slider(0, 10, 1.0, step=0.1, label="alpha_high", info="at least this: high")
+        alpha_low = gr.Slider(0, 10, 0.0, step=0.01, label="alpha_low", info="below this: pruned")
+    with gr.Row():
+        high = gr.Dropdown(list(PRECISIONS), value="K8V4", label="high", info="bits of keys, values")
+        low = gr.Dropdown(list(PRECISIONS), value="K4V2", label="low", info="bits of keys, values")
+    window = gr.Slider(1, 512, 64, step=1, label="window", info="newest, uncompressed")
+    return [alpha_high, alpha_low, high, low, window]
+
+
+def launched(page: Any, port: int | None = None) -> str:
+    """Serves the page in other threads; its address on this machine.
+
+    Raises:
+        OSError: the port, or all that Gradio tries, is taken.
+    """
+    import gradio as gr
+
+    theme = gr.themes.Soft(**FONTS)
+    return page.launch(theme=theme, css=CSS, footer_links=[], server_port=port, prevent_thread_lock=True)[1]
+
+
+def serve(generator: Generator, note: str = "", port: int | None = None) -> None:
+    """Serves the page until the process is interrupted. Raises as `build` and `launched`."""
+    page = build(generator, note)
+    launched(page, port)
+    try:
+        threading.Event().wait()
+    finally:
+        page.close()

@@ -1,0 +1,105 @@
+"""What visitors start: each waits for the model, sees both runs as they go on, and may stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+from .figures import difference, figures, message
+from .generation import Entered, Generator, InputError, Result
+from .heads import NOTHING, Place, coloured_text, overview, place_in
+from .line import Line, Ticket
+
+# what a page shows, by name
+Update = dict[str, Any]
+# nothing of an earlier run stays beside what a new one says
+EMPTY: Update = {
+    "status": message("Looking at what was entered ..."),
+    "dense": "",
+    "diffkv": "",
+    "figures": "",
+    "difference": "",
+    "result": None,
+    "overview": NOTHING,
+    "text": "",
+}
+# a browser that has gone is noticed when it is to be told something
+REPEAT_SECONDS = 1.0
+
+
+class Runs:
+    """The runs of all visitors on one model, one after the other."""
+
+    def __init__(self, generator: Generator) -> None:
+        self.generator = generator
+        self._line = Line()
+        self._tickets: dict[str, list[Ticket]] = {}
+
+    def run(self, visitor: str, enter: Callable[[], Entered], place: Place) -> Iterator[Update]:
+        """Runs what was entered and says what has changed on the page.
+
+        Args:
+            visitor: by which `stop` knows whose runs to stop.
+            enter: what was entered; may raise `InputError`.
+            place: the head whose text to show.
+        """
+        ticket = self._line.join()
+        self._tickets.setdefault(visitor, []).append(ticket)
+        try:
+            yield EMPTY
+            asked = enter()
+            task = self.generator.prepare(asked)
+            while (before := self._line.before(ticket)) and not ticket.stopped.is_set():
+                yield _status(f"Waiting for the model: {before} before you.")
+                self._line.wait(ticket, before, REPEAT_SECONDS)
+            tokens = f"{task.ids.shape[1]:,} tokens"
+            if not ticket.stopped.is_set():
+                yield _status(f"Reading the prompt of {tokens} ...")
+            found: Result | None = None
+            with closing(self.generator.run(task)) as steps:
+                while found is None and not ticket.stopped.is_set():
+                    dense, compressed, found = next(steps)
+                    texts = {"dense": dense.text, "diffkv": compressed.text}
+                    running = "DiffKV" if compressed.arrivals else "DynamicCache"
+                    yield {**texts, **_status(f"{running} is generating ...")} if dense.tokens else texts
+                if found is None:
+                    yield _status("Stopping ...")
+            if found is None:
+                yield _status("Stopped.")
+                return
+            yield self._done(found, tokens, asked.setting, place)
+        except InputError as error:
+            yield {"status": message(str(error), error=True)}
+        finally:
+            self._tickets[visitor].remove(ticket)
+            if not self._tickets[visitor]:
+                del self._tickets[visitor]
+            self._line.leave(ticket)
+
+    def stop(self, visitor: str) -> None:
+        """Ends what the visitor runs or waits for; what has been written stays."""
+        for ticket in self._tickets.get(visitor, []):
+            self._line.stop(ticket)
+
+    def _done(self, found: Result, tokens: str, setting: str, place: Place) -> Update:
+        place = place_in(found, place)
+        return {
+            **_status(f"Done: a prompt of {tokens}, {len(found.compressed.tokens)} generated."),
+            "figures": figures(found, setting),
+            "difference": difference(found),
+            "result": found,
+            "place": place,
+            **look(found, place),
+        }
+
+
+def look(result: Result | None, place: Place) -> Update:
+    """The overview with the head `place` chosen, and the text as it keeps it."""
+    if result is None:
+        return {"overview": NOTHING, "text": ""}
+    return {"overview": overview(result, place), "text": coloured_text(result, place)}
+
+
+def _status(text: str) -> Update:
+    return {"status": message(text)}

@@ -1,0 +1,162 @@
+"""What the tests of the demo do with its page, and what they compare it with."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from hf_diffkv import DiffKVCache, DiffKVConfig
+
+ROOT = Path(__file__).parents[2]
+TINY_LM = ROOT / "examples" / "models" / "tiny-lm"
+PROMPT = (ROOT / "examples" / "prompts" / "recall.txt").read_text().removesuffix("\n")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+NEW_TOKENS = 32
+WAIT_MS = 300_000
+NAMES = {0: "pruned", 1: "low", 2: "high", 3: "window"}
+
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (apt-get install chromium)")
+
+
+@contextmanager
+def opened(browser: Any, address: str, width: int = 1280, scheme: str = "light") -> Iterator[Any]:
+    """The demo's page as a visitor of its own sees it; whatever the console complains of fails the test."""
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page = context.new_page()
+    page.set_default_timeout(WAIT_MS)
+    complaints: list[str] = []
+    page.on("console", lambda line: complaints.append(line.text) if line.type == "error" else None)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto(address)
+    page.get_by_role("button", name="Generate").wait_for()
+    yield page
+    context.close()
+    assert not complaints
+
+
+def start(page: Any) -> None:
+    """Clicks Generate, and notes whether the status has changed since: an earlier run's may say the same."""
+    page.locator("#status").evaluate(
+        """status => {
+            const before = status.textContent;
+            window.changed = false;
+            const note = () => { window.changed ||= status.textContent !== before };
+            new MutationObserver(note).observe(status, {childList: true, characterData: true, subtree: true});
+        }"""
+    )
+    page.get_by_role("button", name="Generate").click()
+
+
+def await_status(page: Any, outcome: str) -> None:
+    """Until the status has changed since `start` and then says `outcome`."""
+    page.wait_for_function(
+        "said => window.changed && document.querySelector('#status').textContent.includes(said)", arg=outcome
+    )
+
+
+def generate(page: Any, outcome: str) -> None:
+    start(page)
+    await_status(page, outcome)
+
+
+def prune(page: Any) -> None:
+    """The thresholds of `runs`."""
+    page.get_by_label("your own").check()
+    page.get_by_label("number input for alpha_high").fill("2")
+    page.get_by_label("number input for alpha_low").fill("0.05")
+    page.get_by_label("number input for alpha_low").press("Tab")
+
+
+def assert_written(page: Any, expected: dict[str, str]) -> None:
+    from playwright.sync_api import expect
+
+    for name, text in expected.items():
+        expect(page.locator(f"#{name} textarea")).to_have_value(text)
+
+
+def written(page: Any) -> dict[str, str]:
+    return {name: page.locator(f"#{name} textarea").input_value() for name in ("dense", "diffkv")}
+
+
+def coloured(page: Any, layer: int, head: int) -> list[tuple[str, str]]:
+    """What the page says of each coloured part, and its text, once it shows that head's."""
+    shown = page.locator(f'#picture pre[aria-label="layer {layer}, KV head {head}"]')
+    shown.wait_for()
+    parts = shown.locator(".level").evaluate_all("all => all.map(e => [e.title.split(';')[0], e.textContent])")
+    return [(said, text.replace("↵\n", "\n")) for said, text in parts]
+
+
+def assert_levels(parts: list[tuple[str, str]], text: str, levels: torch.Tensor) -> None:
+    """Each part has the shares of its tokens, which are characters here.
+
+    Args:
+        levels: int8 [tokens].
+    """
+    assert "".join(part for _, part in parts) == text
+    start = 0
+    for said, part in parts:
+        codes = levels[start : start + len(part)].tolist()
+        shares = {name: codes.count(code) / len(codes) for code, name in NAMES.items() if code in codes}
+        assert {*said.split(", ")} == {name if share == 1 else f"{name} {share:.0%}" for name, share in shares.items()}
+        start += len(part)
+
+
+@functools.cache
+def both_runs(prompt: str, config: DiffKVConfig, new_tokens: int = NEW_TOKENS) -> SimpleNamespace:
+    """Texts of a DynamicCache and of DiffKV (`dense`, `diffkv`), bytes of the one and the other itself."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(TINY_LM), AutoTokenizer.from_pretrained(TINY_LM)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    texts = []
+    dense, compressed = DynamicCache(config=model.config), DiffKVCache(model.config, config)
+    for cache in (dense, compressed):
+        ids = model.generate(**inputs, past_key_values=cache, max_new_tokens=new_tokens, do_sample=False)
+        texts.append(tokenizer.decode(ids[0, inputs.input_ids.shape[1] :], skip_special_tokens=True))
+    dense_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in dense.layers)
+    return SimpleNamespace(dense=texts[0], diffkv=texts[1], dense_bytes=dense_bytes, cache=compressed)
+
+
+# of every element that has a text of its own: the text, its colour, those behind it from the nearest on, its opacity
+COLOURS = """root => [...root.querySelectorAll('*')].filter(
+    e => e.checkVisibility() && [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim())).map(e => {
+        const behind = [];
+        let opacity = 1;
+        for (let at = e; at; at = at.parentElement) {
+            behind.push(getComputedStyle(at).backgroundColor);
+            opacity *= Number(getComputedStyle(at).opacity);
+        }
+        return [e.textContent.slice(0, 40), getComputedStyle(e).color, behind, opacity];
+    })"""
+
+
+def contrast(colour: str, behind: list[str], opacity: float) -> float:
+    """WCAG 2.1's ratio of a text and the first colour behind it that is not clear."""
+
+    def channels(text: str) -> list[float]:
+        numbers = [float(number) for number in re.findall(r"[\d.]+", text)]
+        return [*(number / 255 for number in numbers[:3]), *(numbers[3:] or [1.0])]
+
+    def luminance(values: list[float]) -> float:
+        linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    paper = next(channels(one) for one in behind if channels(one)[3] > 0.99)[:3]
+    ink = [opacity * a + (1 - opacity) * b for a, b in zip(channels(colour)[:3], paper)]
+    low, high = sorted((luminance(ink), luminance(paper)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def assert_readable(page: Any) -> None:
+    """All that the page says has the contrast that WCAG 2.1 asks of texts (AA)."""
+    parts = ("model", "explanation", "status", "figures", "difference", "overview", "picture")
+    texts = [text for name in parts for text in page.locator(f"#{name}").evaluate(COLOURS)]
+    assert texts and not [text for text in texts if contrast(*text[1:]) < 4.5]
