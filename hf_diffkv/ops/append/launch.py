@@ -20,6 +20,8 @@ from .kernels import append_kernel
 TILE_ELEMENTS = 4096
 WARP_ELEMENTS = 512
 MOST_WARPS = 8
+# the loop over heads runs once as a rule: nothing of the next round is to wait in shared memory
+NUM_STAGES = 1
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ def append_token(
             *query_strides,
             **constants,
             num_warps=warps,
+            num_stages=NUM_STAGES,
         )
     return held_query
 
@@ -151,5 +154,5 @@ def variants() -> list[KernelVariant]:
         constants |= {} if rotated else dict.fromkeys(plain)
         name = f"append{'_rotated' * rotated}-d{dim}" + f"-h{heads}" * (heads != 8)
         signature = {a: types.get(a, "i32") for a in append_kernel.arg_names if a not in constants}
-        found.append(KernelVariant(name, append_kernel, signature, constants, warps))
+        found.append(KernelVariant(name, append_kernel, signature, constants, warps, NUM_STAGES))
     return found
