@@ -146,7 +146,8 @@ def variants() -> list[KernelVariant]:
     }
     plain = ("query", "held_query", "key_matrix", "value_matrix", "offset")
     found = []
-    for (heads, dim), rotated in itertools.product(((8, 80), (8, 128), (32, 128), (8, 512)), (False, True)):
+    plain_sizes = itertools.product(((8, 80), (8, 128), (32, 128), (8, 512)), (False,))
+    for (heads, dim), rotated in (*plain_sizes, *itertools.product(((8, 80), (8, 128), (8, 256)), (True,))):
         constants, warps = _tile(heads, dim, dim, None)
         if rotated:
             constants, warps = _tile(heads, dim, dim, torch.empty(0, dtype=torch.bfloat16))
