@@ -10,6 +10,9 @@ from . import native, reference
 
 __all__ = ["append_rotated", "append_token"]
 
+# heads that a program rotates without spilling, on AMD devices too; wider ones take launches of their own
+WIDEST_ROTATED = 256
+
 
 def append_token(
     window_key: Tensor,
@@ -50,7 +53,7 @@ def append_rotated(
     offset: Tensor | None,
     **options: object,
 ) -> Tensor | None:
-    """`append_token` of rotated keys and values, keys less an offset; with kernels in the same launch.
+    """`append_token` of rotated keys and values, keys less an offset; with kernels in the same launch, as a rule.
 
     Args:
         query: [batch, query_heads, key_dim], rotated as keys are, or None.
@@ -61,7 +64,7 @@ def append_rotated(
         `query` rotated, or None.
     """
     window = (window_key, window_value, window_score, length, invalid)
-    if use_kernels(key.device, key.dtype):
+    if use_kernels(key.device, key.dtype) and max(key.shape[2], value.shape[2]) <= WIDEST_ROTATED:
         from . import launch
 
         rotation = launch.Rotation(key_rotation, value_rotation, offset)

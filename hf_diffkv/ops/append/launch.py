@@ -20,6 +20,8 @@ from .kernels import append_kernel
 TILE_ELEMENTS = 4096
 WARP_ELEMENTS = 512
 MOST_WARPS = 8
+# the loop over heads runs once as a rule: nothing of the next round is to wait in shared memory
+NUM_STAGES = 1
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ def append_token(
             *query_strides,
             **constants,
             num_warps=warps,
+            num_stages=NUM_STAGES,
         )
     return held_query
 
@@ -143,7 +146,8 @@ def variants() -> list[KernelVariant]:
     }
     plain = ("query", "held_query", "key_matrix", "value_matrix", "offset")
     found = []
-    for (heads, dim), rotated in itertools.product(((8, 80), (8, 128), (32, 128), (8, 512)), (False, True)):
+    plain_sizes = itertools.product(((8, 80), (8, 128), (32, 128), (8, 512)), (False,))
+    for (heads, dim), rotated in (*plain_sizes, *itertools.product(((8, 80), (8, 128), (8, 256)), (True,))):
         constants, warps = _tile(heads, dim, dim, None)
         if rotated:
             constants, warps = _tile(heads, dim, dim, torch.empty(0, dtype=torch.bfloat16))
@@ -151,5 +155,5 @@ def variants() -> list[KernelVariant]:
         constants |= {} if rotated else dict.fromkeys(plain)
         name = f"append{'_rotated' * rotated}-d{dim}" + f"-h{heads}" * (heads != 8)
         signature = {a: types.get(a, "i32") for a in append_kernel.arg_names if a not in constants}
-        found.append(KernelVariant(name, append_kernel, signature, constants, warps))
+        found.append(KernelVariant(name, append_kernel, signature, constants, warps, NUM_STAGES))
     return found

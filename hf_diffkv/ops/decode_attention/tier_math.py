@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..dequant import BIASED, SUBNORMAL, code_bias, code_unit, fields, pieces
+from ..dequant import BIASED, EXACT, SUBNORMAL, code_bias, code_unit, fields, pieces
 from ..narrow_kernel import load_metadata, load_words, metadata_of
 from ..packed_rows import gather_codes, load_codes, load_lanes, stack_pieces
 
@@ -252,15 +252,17 @@ def value_quarters(rows, TIER: tl.constexpr, OPERAND: tl.constexpr, MODE: tl.con
     BITS: tl.constexpr = TIER.v_bits
     COUNT: tl.constexpr = pieces(BITS)
     HERE: tl.constexpr = run_length(TIER, MODE) == 1
-    first = load_pieces(rows, QUARTER, BITS, DIM, SUBNORMAL, HERE, MODE, OPERAND)
+    # unpacked here, subnormal codes of two fields would spill
+    FORM: tl.constexpr = EXACT if HERE else SUBNORMAL
+    first = load_pieces(rows, QUARTER, BITS, DIM, FORM, HERE, MODE, OPERAND)
     if COUNT == 4:
         return first
-    second = load_pieces(rows + QUARTER, QUARTER, BITS, DIM, SUBNORMAL, HERE, MODE, OPERAND)
+    second = load_pieces(rows + QUARTER, QUARTER, BITS, DIM, FORM, HERE, MODE, OPERAND)
     if COUNT == 2:
         return (first[0], second[0], first[1], second[1])
     else:
-        third = load_pieces(rows + 2 * QUARTER, QUARTER, BITS, DIM, SUBNORMAL, HERE, MODE, OPERAND)
-        fourth = load_pieces(rows + 3 * QUARTER, QUARTER, BITS, DIM, SUBNORMAL, HERE, MODE, OPERAND)
+        third = load_pieces(rows + 2 * QUARTER, QUARTER, BITS, DIM, FORM, HERE, MODE, OPERAND)
+        fourth = load_pieces(rows + 3 * QUARTER, QUARTER, BITS, DIM, FORM, HERE, MODE, OPERAND)
         return (first[0], second[0], third[0], fourth[0])
 
 
@@ -286,7 +288,7 @@ def swap_rows(x, FIRST: tl.constexpr, SECOND: tl.constexpr):
 @triton.constexpr_function
 def value_unit(tier, part, mode):
     """What a value code of 1 in a quarter is multiplied as."""
-    return code_unit(tier.v_bits, part * pieces(tier.v_bits) // 4, mode) if planar_values(tier) else 1.0
+    return code_unit(tier.v_bits, part * pieces(tier.v_bits) // 4, mode) if run_length(tier, mode) > 1 else 1.0
 
 
 @triton.jit
