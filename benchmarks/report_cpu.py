@@ -75,7 +75,8 @@ def slopes(rows: list[dict]) -> str:
 def overview(rows: list[dict]) -> str:
     """A line for each context, with the whole step's median of one thread, a column for each of `SHOWN`."""
     lines = []
-    for case, members in groups([row for row in rows if row["threads"] == 1], ("model", "batch", "context")).items():
+    cases = groups([row for row in rows if row["threads"] == 1], ("model", "batch", "context"))
+    for case, members in sorted(cases.items()):
         medians = {row["cache"]: f"{row['ms'][1]:.3g}" for row in members}
         lines.append([*case, *(medians.get(name, "-") for name in SHOWN)])
     return markdown(("model", "requests", "context", *SHOWN), lines)
