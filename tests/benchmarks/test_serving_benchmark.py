@@ -54,3 +54,17 @@ def test_an_engine_that_says_something_else_is_not_timed(
     with pytest.raises(SystemExit, match="nothing is timed"):
         module.main([*OPTIONS, "--output", str(tmp_path / "none.jsonl")])
     assert not (tmp_path / "none.jsonl").exists()
+
+
+def test_the_table_on_paper(script) -> None:
+    """It is what the document shows; its dense line by hand."""
+    module = script("serving_on_paper")
+    document = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    assert f"<!-- on paper -->\n{module.table(module.TOKENS)}\n<!-- end -->" in document
+    # 32 layers of 8 heads of 128 elements, keys and values; weights of Llama-3-8B
+    each, weights = 8448 * 32 * 8 * 128 * 2 * 2, 8_030_261_248 * 2
+    requests = int((0.9 * 141e9 - weights) / each)
+    seconds = (weights + requests * each) / (0.75 * 4.8e12)
+    line = module.lines(8448)[0]
+    assert line[:4] == ["H200, bf16 weights", "bf16", each / 1e6, requests]
+    assert line[4] == pytest.approx(requests / seconds, rel=1e-3)
