@@ -57,6 +57,7 @@ def test_prompt_steps_and_turn(high: Precision, low: Precision) -> None:
     ids=["h2o", "share"],
 )
 @pytest.mark.sampled(100)
+@pytest.mark.slow
 def test_thresholds_that_policies_set(policy: str, options: dict, rule: Rule) -> None:
     config = DiffKVConfig(policy=policy, policy_options=options, window=8, page_bytes=1024)
     pair = Pair(config, 2, heads=1, group=1, dim=16, dtype=torch.float32, rule=rule)

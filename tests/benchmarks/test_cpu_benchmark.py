@@ -11,6 +11,7 @@ import torch
 from hf_diffkv import DiffKVCache, DiffKVConfig
 
 
+@pytest.mark.slow
 def test_all_caches_in_turns(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     module, output = script("decode_cpu"), tmp_path / "decode_cpu.jsonl"
     output.write_text('{"context": 1024, "cache": "of an older format"}\n')

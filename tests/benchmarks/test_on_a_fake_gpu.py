@@ -52,6 +52,7 @@ def test_memory_that_does_not_suffice(script, monkeypatch: pytest.MonkeyPatch, t
     assert "batch 1, context 160: needs 0.0 GB" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_no_memory_for_both(script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where dense and compressed do not fit together, dense keys and values go once they are measured."""
     gpu = fake_gpu(monkeypatch, script)

@@ -18,6 +18,7 @@ ENGINES = ["Transformers, paged", "DiffKV, default", "DiffKV, 22 %"]
 TOKEN = 6 * 2 * 64 * 2 * 2
 
 
+@pytest.mark.slow
 def test_engines_take_turns_at_equal_bytes(
     script, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

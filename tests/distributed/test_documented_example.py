@@ -9,6 +9,7 @@ import pytest
 from launch import ROOT, torchrun
 
 
+@pytest.mark.slow
 def test_tensor_parallel_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "distributed.md").read_text(), re.DOTALL)
     script = tmp_path / "this_file.py"

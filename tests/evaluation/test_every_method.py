@@ -60,6 +60,7 @@ def test_all_have_figures(records: dict) -> None:
 
 @pytest.mark.parametrize("task", TASK_NAMES)
 @pytest.mark.sampled(100)
+@pytest.mark.slow
 def test_lossless_is_as_good_as_dense(task: str, records: dict) -> None:
     dense, lossless = records[task, "dense"], records[task, LOSSLESS]
     kl, count = lossless["metrics"]["kl"]
@@ -73,6 +74,7 @@ def test_lossless_is_as_good_as_dense(task: str, records: dict) -> None:
 
 
 @pytest.mark.parametrize("task", TASK_NAMES)
+@pytest.mark.slow
 def test_compression_shows(task: str, records: dict) -> None:
     """In bytes, and in distributions that differ: whatever is asked has gone through the cache."""
     for method in set(METHOD_LABELS) - {"dense", LOSSLESS}:
@@ -82,12 +84,14 @@ def test_compression_shows(task: str, records: dict) -> None:
     assert records[task, "dense"]["metrics"]["kl"][0] == 0
 
 
+@pytest.mark.slow
 def test_table(run: Path) -> None:
     table = (run / "table.md").read_text().splitlines()
     assert len(table) == 2 + len(METHOD_LABELS)
     assert table[2].startswith("| dense | 100.0% |")
 
 
+@pytest.mark.slow
 def test_plots(records: dict, tmp_path: Path) -> None:
     paths = plots.plot_tasks([Record(**record) for (task, _), record in records.items() if task == "text"], tmp_path)
     assert [path.name for path in paths] == ["text-kl.png", "text-top1.png", "text-nll.png"]

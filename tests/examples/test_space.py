@@ -122,6 +122,7 @@ def test_page_shows_both_runs_and_every_head(page: Any, runs: SimpleNamespace) -
 
 @needs_browser
 @pytest.mark.parametrize("width, scheme", [(390, "dark"), (1280, "light")])
+@pytest.mark.sampled(100)
 def test_settings_and_what_they_cost(browser: Any, address: str, width: int, scheme: str) -> None:
     """One that breaks the text, then one that does not, on a phone and on a screen; nothing of the first stays."""
     from playwright.sync_api import expect

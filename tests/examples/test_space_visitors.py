@@ -119,6 +119,7 @@ def test_stop(browser: Any, gated: tuple[str, Gate], stopped: str, runs: SimpleN
 
 
 @needs_browser
+@pytest.mark.slow
 def test_visitors_wait_for_each_other_and_get_their_own(browser: Any, gated: tuple[str, Gate]) -> None:
     """Two are served, a third has had enough while it waits."""
     address, gate = gated

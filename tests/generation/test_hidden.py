@@ -122,6 +122,7 @@ class Followed:
 @pytest.mark.parametrize("interval", [1, 3])
 @pytest.mark.parametrize("name", THRESHOLDS)
 @pytest.mark.sampled(100)
+@pytest.mark.slow
 def test_compressed_tokens_equal_the_simulation_without_the_hidden_ones(name: str, interval: int) -> None:
     alpha_high, alpha_low = THRESHOLDS[name]
     thresholds = {"alpha_high": alpha_high, "alpha_low": alpha_low}

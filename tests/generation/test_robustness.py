@@ -19,6 +19,7 @@ LENGTHS = (90, 33, 1, 64)
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 @pytest.mark.sampled(100)
+@pytest.mark.slow
 def test_six_threads_on_one_model(name: str) -> None:
     """Six caches, filled at the same time, hold what they hold when filled one after the other."""
     model = model_of(name)
@@ -158,6 +159,7 @@ def test_an_interrupted_prompt() -> None:
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 @pytest.mark.sampled(100)
+@pytest.mark.slow
 def test_compiled_steps_equal_eager_ones(name: str, padding: bool) -> None:
     """One graph per step, whatever the length; a graph break would raise."""
     torch._dynamo.reset()

@@ -60,6 +60,7 @@ def run(program: str) -> None:
     ],
 )
 @pytest.mark.sampled(100)
+@pytest.mark.slow
 def test_registered_whatever_is_imported_first(first: str) -> None:
     run(f"import {first}\nassert registered() == [True] * 4\nassert not hooks()")
 

@@ -169,6 +169,7 @@ def test_groups(high: Precision, low: Precision, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dim, groups", [(64, 2), (80, 2), (96, 2), (128, 2), (192, 4), (256, 2)])
+@pytest.mark.sampled(8)
 def test_groups_of_keys_within_and_across_vectors(dim: int, groups: int, dtype: torch.dtype) -> None:
     """More tokens than are unpacked at a time, and heads that are not multiplied four at a time."""
     precisions = (Precision(4, 3, groups, 1), Precision(6, 4, groups // 2, 1))

@@ -124,6 +124,7 @@ def test_tokens_are_rotated_and_appended(emulator) -> None:
     ],
 )
 @pytest.mark.sampled(100)
+@pytest.mark.slow
 def test_levels_are_compacted(high, low, dim, dtype, emulator) -> None:
     layout = small_layout(high, low, dim, dim, 4096, dtype.itemsize)
     full = layout.high.capacity

@@ -85,6 +85,7 @@ def test_a_long_compressed_past(dim, dtype, emulator) -> None:
     ],
 )
 @pytest.mark.sampled(100)
+@pytest.mark.slow
 def test_a_compressed_past(high, low, dim, dtype, rows, emulator, monkeypatch) -> None:
     monkeypatch.setattr(past_launch, "choose_splits", lambda *_: 2)
     held = hand_past(*ROWS[rows], high=high, low=low, key_dim=dim, dtype=dtype)

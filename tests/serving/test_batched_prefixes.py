@@ -50,6 +50,7 @@ def ask(manager: DiffKVBatchingManager, name: str, ids: list[int]) -> list[int]:
         ("gemma3_text", LOSSY),
     ],
 )
+@pytest.mark.sampled(100)
 def test_turns_are_those_of_one_cache(
     name: str, config: DiffKVConfig, forwards: dict[str, list[int]], tmp_path: Path
 ) -> None:
