@@ -9,41 +9,42 @@ from .dequant import fields, unpack
 
 
 @triton.jit
-def load_lanes(pointer, lane, exists, FULL: tl.constexpr):
+def load_lanes(pointer, lane, exists, FULL: tl.constexpr, EVICT: tl.constexpr = ""):
     """Rows at pointers [tokens] as a tile [tokens, lanes] of the elements `lane`, zeros where one does not exist.
 
-    FULL: all exist; loads without a mask are wider.
+    FULL: all exist; loads without a mask are wider. EVICT: when the cache of the device may forget them,
+    "evict_first" for what is read once.
     """
     if FULL:
-        return tl.load(pointer[:, None] + lane[None, :])
+        return tl.load(pointer[:, None] + lane[None, :], eviction_policy=EVICT)
     else:
-        return tl.load(pointer[:, None] + lane[None, :], mask=exists[None, :], other=0)
+        return tl.load(pointer[:, None] + lane[None, :], mask=exists[None, :], other=0, eviction_policy=EVICT)
 
 
 @triton.jit
 def load_codes(rows, lane, exists, FULL: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, FORM: tl.constexpr,
-               HERE: tl.constexpr, MODE: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
-    """Codes of packed rows of DIM elements, a tuple of [tokens, lanes] for the `pieces`; see `unpack`.
+               HERE: tl.constexpr, MODE: tl.constexpr, DTYPE: tl.constexpr, EVICT: tl.constexpr = ""):  # fmt: skip
+    """Codes of packed rows of DIM elements, a tuple of [tokens, lanes] for the `pieces`; see `unpack`, `load_lanes`.
 
     Args:
         rows: uint8 pointers [tokens]. lane, exists: which elements of each piece, and whether they exist.
     """
     LOW: tl.constexpr = fields(BITS)[0]
-    first = load_lanes(rows, lane, exists, FULL)
+    first = load_lanes(rows, lane, exists, FULL, EVICT)
     if LOW == BITS:
         packed = (first,)
     else:
         QUARTER: tl.constexpr = DIM // 4
         HALF: tl.constexpr = DIM // 8
         above = rows + DIM * LOW // 8
-        second = load_lanes(rows + QUARTER, lane, exists, FULL) if LOW == 4 else first
+        second = load_lanes(rows + QUARTER, lane, exists, FULL, EVICT) if LOW == 4 else first
         if BITS - LOW == 2:
-            third = load_lanes(above, lane, exists, FULL)
+            third = load_lanes(above, lane, exists, FULL, EVICT)
             fourth = third
         else:
             # the planes of one bit are halves of quarters: each half in a tile of its own, with zeros in the other
-            third = load_lanes(above, lane, lane < HALF, False)
-            fourth = load_lanes(above - HALF, lane, exists & (lane >= HALF), False)
+            third = load_lanes(above, lane, lane < HALF, False, EVICT)
+            fourth = load_lanes(above - HALF, lane, exists & (lane >= HALF), False, EVICT)
         packed = (first, second, third, fourth)
     return unpack(packed, BITS, FORM, HERE, MODE, DTYPE)
 

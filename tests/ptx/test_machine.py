@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from emulator.values import PtxError
+from emulator.values import PtxError, UnknownInstruction
 from snippets import run
 
 TID = np.arange(32, dtype=np.uint32)
@@ -100,6 +100,19 @@ def test_a_copy_of_no_bytes_writes_zeros_and_reads_nothing() -> None:
     last = "setp.lt.u32 %p1, %r0, 31;\nselp.b32 %r9, 4, 0, %p1;\n"
     assert run(last + body + wait, [TID])[0].tolist() == [*range(1, 32), 0]
     refused("outside all tensors", "mov.b32 %r9, 4;\n" + body)
+
+
+def test_hints_change_nothing_but_must_be_made() -> None:
+    make = "createpolicy.fractional.L2::evict_first.b64 %rd9, 1.0;\n"
+    load = "ld.global.L1::evict_first.L2::cache_hint.b32 { %r50 }, [ %rd3 + 0 ], %rd9;\n"
+    copy = COPY.replace("shared.global", "shared.global.L2::cache_hint").replace("%r9;", "%r9, %rd9;")
+    wait = "cp.async.commit_group;\ncp.async.wait_group 0;\nld.shared.b32 %r50, [%r21];"
+    size = "mov.b32 %r9, 4;\n"
+    for body in (load, size + copy + wait):
+        assert run(make + body, [TID])[0].tolist() == TID.tolist()
+        refused("no createpolicy has made", "mov.b64 %rd9, 1;\n" + body)
+    with pytest.raises(UnknownInstruction):
+        run(make.replace("first", "last") + load, [TID])
 
 
 def test_threads_that_branch_apart_and_join() -> None:

@@ -18,6 +18,9 @@ from ..dequant import BIASED, EXACT, SUBNORMAL, code_bias, code_unit, fields, pi
 from ..narrow_kernel import load_metadata, load_words, metadata_of
 from ..packed_rows import gather_codes, load_codes, load_lanes, stack_pieces
 
+# rows make way in the cache for logits and partial outputs, which the next kernel reads
+READ_ONCE = tl.constexpr("evict_first")
+
 
 @triton.constexpr_function
 def padded(dim):
@@ -92,7 +95,7 @@ def page_offset(page, BYTES: tl.constexpr, MODE: tl.constexpr):
 def load_rows(pointer, COUNT: tl.constexpr, LANES: tl.constexpr):
     """Rows [tokens, LANES] of COUNT elements from pointers [tokens]; full rows without a mask, for wide loads."""
     lane = tl.arange(0, LANES)
-    return load_lanes(pointer, lane, lane < COUNT, COUNT == LANES)
+    return load_lanes(pointer, lane, lane < COUNT, COUNT == LANES, READ_ONCE)
 
 
 @triton.jit
@@ -101,7 +104,7 @@ def load_pieces(rows, COUNT: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr
     """Codes of packed rows (pointers [tokens]) of DIM elements, pieces [tokens, padded(COUNT)] of COUNT elements."""
     LANES: tl.constexpr = padded(COUNT)
     lane = tl.arange(0, LANES)
-    return load_codes(rows, lane, lane < COUNT, COUNT == LANES, BITS, DIM, FORM, HERE, MODE, DTYPE)
+    return load_codes(rows, lane, lane < COUNT, COUNT == LANES, BITS, DIM, FORM, HERE, MODE, DTYPE, READ_ONCE)
 
 
 @triton.jit

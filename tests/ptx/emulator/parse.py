@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from dataclasses import dataclass, field
 
 
@@ -188,6 +189,8 @@ class _Body:
     def _scalar(self, text: str) -> Register | Immediate | Symbol:
         if re.match(r"0[fF][0-9a-fA-F]{8}$|0[dD][0-9a-fA-F]{16}$", text):
             return Immediate(int(text[2:], 16))
+        if re.fullmatch(r"\d+\.\d+", text):
+            return Immediate(struct.unpack("<I", struct.pack("<f", float(text)))[0])
         if re.match(r"-?\d", text):
             return Immediate(int(text.rstrip("U"), 0))
         return self._register(text) if self._is_register(text) else Symbol(text)

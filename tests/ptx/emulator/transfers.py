@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from . import matrix
+from .cache_hints import create_policy, with_checked_hint, without_hint
 from .parse import Address, Immediate, Instruction, Register, Symbol, Vector
 from .values import BITS, TYPES, PtxError, Reader, UnknownInstruction, Values, as_bits, reader, width_of
 
@@ -16,6 +17,13 @@ if TYPE_CHECKING:
 
 def transfer(instruction: Instruction) -> Step | None:
     """What executes an instruction; None where it is of another kind."""
+    if instruction.opcode.startswith("createpolicy"):
+        return create_policy(instruction)
+    step = _transfer(without_hint(instruction))
+    return step and with_checked_hint(instruction, step)
+
+
+def _transfer(instruction: Instruction) -> Step | None:
     opcode = instruction.opcode.replace("shared::cta", "shared")
     name, *modifiers = opcode.split(".")
     if name == "ld" and modifiers[0] == "param":

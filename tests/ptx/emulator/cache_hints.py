@@ -1,0 +1,49 @@
+"""Hints to the caches: they change no result, but the policy that an access names must have been made before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .parse import Immediate, Instruction
+from .values import PtxError, UnknownInstruction, Values, reader
+
+if TYPE_CHECKING:
+    from .block import Block, Step
+
+HINT = ".L2::cache_hint"
+# the only one that is known: all of what is accessed goes first
+POLICY = "createpolicy.fractional.L2::evict_first.b64"
+ALL = Immediate(0x3F800000)
+MADE = np.uint64(0x12F0_0000_0000_0001)
+
+
+def without_hint(instruction: Instruction) -> Instruction:
+    """The access alone."""
+    if HINT not in instruction.opcode:
+        return instruction
+    opcode = instruction.opcode.replace(HINT, "").replace(".L1::evict_first", "")
+    return replace(instruction, opcode=opcode, operands=instruction.operands[:-1])
+
+
+def with_checked_hint(instruction: Instruction, access: Step) -> Step:
+    """`access`, once the policy that `instruction` names is known to be one."""
+    if HINT not in instruction.opcode:
+        return access
+    policy = reader(instruction.operands[-1], "b64")
+
+    def run(block: Block, mask: Values | None) -> None:
+        if (block.spread(policy(block))[block.lanes(mask)] != MADE).any():
+            raise PtxError(f"a cache hint that no createpolicy has made: {instruction.text}")
+        access(block, mask)
+
+    return run
+
+
+def create_policy(instruction: Instruction) -> Step:
+    target, fraction = instruction.operands
+    if instruction.opcode != POLICY or fraction != ALL:
+        raise UnknownInstruction(instruction.text)
+    return lambda block, mask: block.write(target, MADE, mask)
