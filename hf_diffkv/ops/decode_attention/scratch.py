@@ -16,9 +16,10 @@ from .splits import backend_of, choose_splits, processors, programs_per_processo
 
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 MOST_REGISTERS = 255
-# per thread of a program of one warp: ten of them run on a multiprocessor, nine where tokens are scored, without spills
-UNSCORED_REGISTERS = 200
-SCORED_REGISTERS = 224
+# per thread of a program of one warp: ten of them run on a multiprocessor
+ONE_WARP_REGISTERS = 200
+# the same where rows are padded and tokens scored, which would spill: nine run
+PADDED_REGISTERS = 224
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,14 @@ class KernelConfig:
         else:
             block = 64 if widest <= 64 else 32
         # 8-bit values of 80 or 96 elements: padding them leaves no registers for loads ahead of their use
-        crowded = widest & (widest - 1) > 0 and any(tier.v_bits == 8 for tier in tiers)
+        padded = widest & (widest - 1) > 0
+        crowded = padded and any(tier.v_bits == 8 for tier in tiers)
         # left alone, the assembler spills some kernels to reach a round number of registers; bounded, others
         options = ()
         if uncompressed or crowded or wide > 2:
             options = (("maxnreg", MOST_REGISTERS),)
         elif warps == 1 and (widest > 64 or not layout.selects):
-            options = (("maxnreg", SCORED_REGISTERS if layout.selects else UNSCORED_REGISTERS),)
+            options = (("maxnreg", PADDED_REGISTERS if padded and layout.selects else ONE_WARP_REGISTERS),)
         return cls(heads, block, warps, 1 if crowded else 3, PTX, tl.float16, raw, options)
 
     def programs_per_processor(self, layout: PageLayout, device: torch.device) -> int:
