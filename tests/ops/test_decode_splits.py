@@ -37,7 +37,8 @@ def test_splits_follow_the_load():
     [
         # 64 Ki registers: ten programs of 200 per thread, nine of 224, eight of 255; of two warps half as many
         ("K5V4", 128, UNIFORM_NUMBERS, (65536, 228 << 10), 10),
-        ("K5V4", 128, {}, (65536, 228 << 10), 9),
+        ("K5V4", 128, {}, (65536, 228 << 10), 10),
+        ("K5V4", 96, {}, (65536, 228 << 10), 9),
         ("K16V16", 128, {}, (65536, 228 << 10), 8),
         ("K5V4", 256, UNIFORM_NUMBERS, (65536, 228 << 10), 4),
         # 12 KiB of rows copied ahead and 3 of the rest
