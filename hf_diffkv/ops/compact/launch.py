@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from ...config import Precision
 from ...memory import FreeList, PageLayout, TierLayout
-from ...presets import UNIFORM_NUMBERS
 from ..quantize.launch import (
     TRITON_DTYPES,
     check_dtype,
@@ -23,7 +19,6 @@ from ..quantize.launch import (
     tier_constants,
     unit_stride,
 )
-from ..variant import UNIFORM_DIMS, UNIFORM_PRECISIONS, KernelVariant
 from .kernels import assign_pages_kernel, find_victims_kernel, plan_rows_kernel
 from .move_kernel import move_tokens_kernel
 
@@ -229,106 +224,3 @@ def _move_constants(layout: PageLayout, dtype: torch.dtype) -> dict[str, Any]:
         constants[prefix + "KEY_WIDTH"] = padded_width(tier.key_dim, tier.k_bits)
         constants[prefix + "VALUE_WIDTH"] = padded_width(tier.value_dim, tier.v_bits)
     return constants
-
-
-def variants() -> list[KernelVariant]:
-    """What the ahead-of-time report compiles."""
-    layout = PageLayout.build(Precision(8, 4), Precision(4, 2), 128, 128, 2)
-    counts = {"high_count": "*i32", "low_count": "*i32"}
-    candidates = {"score": "*fp32", "position": "*i64", "leaving": "*u8", "length": "*i64"}
-    candidates.update({"high_threshold": "*fp32", "low_threshold": "*fp32"})
-    victims = {"victim_mean": "*fp32", "victim_position": "*i32", "victim_index": "*i32"}
-    sizes = {"rows": "i32", "width": "i32"}
-    found = [
-        KernelVariant(
-            name="find_victims-K8V4-K4V2-d128",
-            kernel=find_victims_kernel,
-            signature={
-                "pages": "*u8",
-                "table": "*i32",
-                **counts,
-                **candidates,
-                **victims,
-                **sizes,
-                "splits": "i32",
-                "split_pages": "i32",
-            },
-            constexprs=_search_constants(layout),
-        ),
-        KernelVariant(
-            name="plan_rows-K8V4-K4V2-d128",
-            kernel=plan_rows_kernel,
-            signature={
-                **counts,
-                **candidates,
-                **victims,
-                "plan": "*i32",
-                "totals": "*i32",
-                **sizes,
-                "splits": "i32",
-            },
-            constexprs=_plan_constants(layout),
-        ),
-        KernelVariant(
-            name="assign_pages-K8V4-K4V2-d128",
-            kernel=assign_pages_kernel,
-            signature={
-                "ring": "*i32",
-                "state": "*i64",
-                "table": "*i32",
-                **counts,
-                "plan": "*i32",
-                "totals": "*i32",
-                "taken": "*i32",
-                "flag": "*i32",
-                **sizes,
-            },
-            constexprs={**_plan_constants(layout), "CHUNK": TOTALS_CHUNK},
-        ),
-    ]
-    one = UNIFORM_PRECISIONS[0]
-    absent = dict.fromkeys(("high_threshold", "low_threshold", "victim_mean", "victim_position", "victim_index"))
-    plan = found[1]
-    found.append(
-        replace(
-            plan,
-            name=f"plan_rows-{one.name}_unscored-d128",
-            signature={name: kind for name, kind in plan.signature.items() if name not in absent},
-            constexprs=_plan_constants(PageLayout.build(one, one, 128, 128, 2, **UNIFORM_NUMBERS)) | absent,
-        )
-    )
-    for high, low, dim, numbers in (
-        (Precision(8, 4), Precision(4, 2), 64, {}),
-        (Precision(8, 4), Precision(4, 2), 128, {}),
-        (Precision(8, 4), Precision(4, 2), 256, {}),
-        (Precision(8, 4), Precision(4, 2), 512, {}),
-        (Precision(8, 8), Precision(8, 4), 128, {}),
-        (Precision(16, 16), Precision(16, 16), 128, {}),
-        (Precision(6, 4), Precision(5, 3), 64, {}),
-        (Precision(6, 4), Precision(5, 3), 128, {}),
-        *((one, one, dim, UNIFORM_NUMBERS) for one, dim in itertools.product(UNIFORM_PRECISIONS, UNIFORM_DIMS)),
-    ):
-        levels = f"{high.name}_unscored" if numbers else f"{high.name}-{low.name}"
-        found.append(
-            KernelVariant(
-                name=f"move_tokens-{levels}-d{dim}",
-                kernel=move_tokens_kernel,
-                signature={
-                    "pages": "*u8",
-                    "state": "*i64",
-                    "table": "*i32",
-                    "key": "*bf16",
-                    "value": "*bf16",
-                    "score": "*fp32",
-                    "position": "*i64",
-                    "plan": "*i32",
-                    "taken": "*i32",
-                    **sizes,
-                    "key_stride": "i32",
-                    "value_stride": "i32",
-                },
-                constexprs=_move_constants(PageLayout.build(high, low, dim, dim, 2, **numbers), torch.bfloat16),
-                num_warps=1,
-            )
-        )
-    return found
