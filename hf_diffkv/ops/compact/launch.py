@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from ...memory import FreeList, PageLayout, TierLayout
-from ..quantize.launch import (
-    TRITON_DTYPES,
-    check_dtype,
-    check_pages,
-    number_constants,
-    padded_width,
-    tier_constants,
-    unit_stride,
-)
-from .kernels import assign_pages_kernel, find_victims_kernel, plan_rows_kernel
+from ...memory import FreeList, PageLayout
+from ..quantize.launch import TRITON_DTYPES, check_dtype, check_pages, unit_stride
+from .kernels import assign_pages_kernel, find_victims_kernel, plan_rows_kernel, tile_pages
 from .move_kernel import move_tokens_kernel
 
 SEARCH_TOKENS = 1024  # tokens a program of the victim search looks at in one go
@@ -82,7 +73,7 @@ def compact_step(
     totals = torch.empty(3, blocks, dtype=torch.int32, device=device)
     taken = torch.empty(1, dtype=torch.int32, device=device)
 
-    constants = _move_constants(layout, key.dtype)
+    move_rows = max(1, MOVE_ELEMENTS // triton.next_power_of_2(max(layout.high.key_dim, layout.high.value_dim)))
     candidates = (score, position, leaving, length, *thresholds)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         if layout.selects:
@@ -97,7 +88,9 @@ def compact_step(
                 width,
                 splits,
                 split_pages,
-                **_search_constants(layout),
+                HIGH=layout.high,
+                LOW=layout.low,
+                TOKENS=SEARCH_TOKENS,
                 num_warps=4,
             )
         plan_rows_kernel[(blocks,)](
@@ -129,7 +122,7 @@ def compact_step(
             CHUNK=TOTALS_CHUNK,
             num_warps=4,
         )
-        move_tokens_kernel[(triton.cdiv(rows, constants["BLOCK"]),)](
+        move_tokens_kernel[(triton.cdiv(rows, move_rows),)](
             pages,
             free_list.state,
             page_table,
@@ -143,7 +136,10 @@ def compact_step(
             width,
             key.stride(0),
             value.stride(0),
-            **constants,
+            HIGH=layout.high,
+            LOW=layout.low,
+            DTYPE=TRITON_DTYPES[key.dtype],
+            BLOCK=move_rows,
             num_warps=1,
         )
     return flag
@@ -179,48 +175,12 @@ def _check_rows(
 def _splits(layout: PageLayout, rows: int, max_tokens: int) -> tuple[int, int]:
     """Pieces that each row is searched in, and pages per piece."""
     most = triton.cdiv(max(max_tokens, 1), min(layout.high.capacity, layout.low.capacity))
-    tile = max(_search_tile(layout.high)[0], _search_tile(layout.low)[0])
+    tile = max(tile_pages(tier.capacity, SEARCH_TOKENS) for tier in (layout.high, layout.low))
     tiles = triton.cdiv(most, tile)
     splits = max(1, min(tiles, SEARCH_PROGRAMS // rows))
     split_pages = triton.cdiv(tiles, splits) * tile
     return triton.cdiv(most, split_pages), split_pages
 
 
-def _search_tile(tier: TierLayout) -> tuple[int, int]:
-    """Pages and padded slots of one tile of the victim search."""
-    slots = triton.next_power_of_2(tier.capacity)
-    return max(1, SEARCH_TOKENS // slots), slots
-
-
-def _search_constants(layout: PageLayout) -> dict[str, int]:
-    constants = {"PAGE_BYTES": layout.page_bytes}
-    for prefix, tier in (("HIGH_", layout.high), ("LOW_", layout.low)):
-        pages, slots = _search_tile(tier)
-        constants[prefix + "CAPACITY"] = tier.capacity
-        constants.update(number_constants(tier, prefix))
-        constants[prefix + "TILE_PAGES"] = pages
-        constants[prefix + "TILE_SLOTS"] = slots
-    return constants
-
-
 def _plan_constants(layout: PageLayout) -> dict[str, int]:
     return {"HIGH_CAPACITY": layout.high.capacity, "LOW_CAPACITY": layout.low.capacity, "BLOCK": PLAN_ROWS}
-
-
-def _move_constants(layout: PageLayout, dtype: torch.dtype) -> dict[str, Any]:
-    high = layout.high
-    widest = triton.next_power_of_2(max(high.key_dim, high.value_dim))
-    constants: dict[str, Any] = {
-        "PAGE_BYTES": layout.page_bytes,
-        "KEY_DIM": high.key_dim,
-        "VALUE_DIM": high.value_dim,
-        "DTYPE": TRITON_DTYPES[dtype],
-        "BLOCK": max(1, MOVE_ELEMENTS // widest),
-    }
-    for prefix, tier in (("HIGH_", layout.high), ("LOW_", layout.low)):
-        constants.update(tier_constants(tier, prefix))
-        constants[prefix + "CAPACITY"] = tier.capacity
-        constants.update(number_constants(tier, prefix))
-        constants[prefix + "KEY_WIDTH"] = padded_width(tier.key_dim, tier.k_bits)
-        constants[prefix + "VALUE_WIDTH"] = padded_width(tier.value_dim, tier.v_bits)
-    return constants

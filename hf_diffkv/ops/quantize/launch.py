@@ -12,7 +12,7 @@ from torch import Tensor
 from ...memory import TierLayout
 from ..backend import INTERPRETER
 from .copy_kernel import copy_tokens_kernel
-from .kernels import load_tokens_kernel, store_tokens_kernel, tile_planes
+from .kernels import load_tokens_kernel, store_tokens_kernel
 
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 TILE_ELEMENTS = 2048
@@ -61,13 +61,7 @@ def store_tokens(
             count,
             key.stride(0),
             value.stride(0),
-            **tier_constants(tier),
-            **number_constants(tier),
-            PAGE_BYTES=tier.page_bytes,
-            KEY_DIM=tier.key_dim,
-            VALUE_DIM=tier.value_dim,
-            KEY_WIDTH=padded_width(tier.key_dim, tier.k_bits),
-            VALUE_WIDTH=padded_width(tier.value_dim, tier.v_bits),
+            TIER=tier,
             DTYPE=TRITON_DTYPES[dtype],
             BLOCK=block,
             num_warps=NUM_WARPS,
@@ -94,12 +88,7 @@ def load_tokens(
             key,
             value,
             count,
-            **tier_constants(tier),
-            PAGE_BYTES=tier.page_bytes,
-            KEY_DIM=tier.key_dim,
-            VALUE_DIM=tier.value_dim,
-            KEY_WIDTH=padded_width(tier.key_dim, tier.k_bits),
-            VALUE_WIDTH=padded_width(tier.value_dim, tier.v_bits),
+            TIER=tier,
             DTYPE=TRITON_DTYPES[dtype],
             BLOCK=block,
             num_warps=NUM_WARPS,
@@ -152,26 +141,7 @@ def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def padded_width(dim: int, bits: int) -> int:
-    """Bytes of a plane of a tile (elements at 16 bits), padded to a power of two."""
-    return triton.next_power_of_2(dim // tile_planes(bits))
-
-
 def tile_tokens(tier: TierLayout) -> int:
     """Tokens per program, so that a tile has about `TILE_ELEMENTS` elements."""
     widest = triton.next_power_of_2(max(tier.key_dim, tier.value_dim))
     return max(1, min(64, TILE_ELEMENTS // widest))
-
-
-def tier_constants(tier: TierLayout, prefix: str = "") -> dict[str, int]:
-    """The page format of a tier as kernel constants, each name led by `prefix`."""
-    names = ("k_bits", "v_bits", "k_groups", "v_groups", "key_row", "value_row")
-    names += ("key_offset", "key_metadata_offset", "value_offset", "value_metadata_offset")
-    names += ("key_metadata", "value_metadata")
-    return {prefix + name.upper(): getattr(tier, name) for name in names}
-
-
-def number_constants(tier: TierLayout, prefix: str = "") -> dict[str, int]:
-    """Where scores and positions are and what they take, likewise."""
-    names = ("score_offset", "position_offset", "score_bytes", "position_bytes")
-    return {prefix + name.upper(): getattr(tier, name) for name in names}
