@@ -63,7 +63,10 @@ def tile_pages(capacity, tokens):
 def least_significant(
     pages, table, width, count, length, first, limit, TIER: tl.constexpr, IS_LOW: tl.constexpr, TOKENS: tl.constexpr
 ):  # fmt: skip
-    """Mean, position and index of the least significant token on pages [first, limit) of a row; ties to the oldest."""
+    """Mean, position and index of the least significant token on pages [first, limit) of a row; ties to the oldest.
+
+    About TOKENS are looked at in one go.
+    """
     TILE_SLOTS: tl.constexpr = page_slots(TIER.capacity)
     TILE_PAGES: tl.constexpr = tile_pages(TIER.capacity, TOKENS)
     FARTHEST: tl.constexpr = 2147483647

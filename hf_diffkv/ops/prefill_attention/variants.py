@@ -54,7 +54,7 @@ STORED = (
     (("K8V4-K4V2-g4", Precision(8, 4, 4, 4), Precision(4, 2, 4, 4)), torch.bfloat16, 128, ("padding",)),
 )
 BATCH, KV_HEADS, GROUP, TOKENS, SLOTS, SINK_SLOTS, WIDTH = 2, 2, 2, 32, 16, 4, 8
-# of the longest prompt whose padding is looked at in pieces of another size than all longer ones'
+# padding is looked at in pieces, of this size in all longer prompts
 EXTENT_TOKENS = 1024
 
 
