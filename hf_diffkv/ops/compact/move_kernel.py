@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..narrow_kernel import load_positions, load_scores
-from ..quantize.kernels import read_input, read_tile, tier_dims, write_scalars, write_tile
+from ..quantize.kernels import read_input, read_tile, rows_at, tier_dims, write_scalars, write_tile
 from .kernels import column
 
 
@@ -21,14 +21,15 @@ def token_place(pages, table, row, index, width, TIER: tl.constexpr, IS_LOW: tl.
 
 @triton.jit
 def downgrade(
-    rows, row, stride, high_base, high_slot, low_base, low_slot, active, demoted,
+    rows, row, stride, high_codes, high_metadata, low_base, low_slot, active, demoted,
     HIGH: tl.constexpr, LOW: tl.constexpr, IS_KEY: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Writes a key or value to the low tier: read from its high slot where `demoted`, from the window elsewhere."""
     dim, exists = tier_dims(LOW, IS_KEY)
-    stored = read_tile(high_base, high_slot, demoted, dim, exists, HIGH, IS_KEY, DTYPE)
+    stored = read_tile(high_codes, high_metadata, demoted, dim, exists, HIGH, IS_KEY, DTYPE)
     fresh = read_input(rows, row, active & (demoted == 0), dim, exists, stride)
-    write_tile(tl.where(demoted[:, None, None], stored, fresh), low_base, low_slot, active, LOW, IS_KEY, DTYPE)
+    codes, metadata = rows_at(low_base, low_slot, LOW, IS_KEY)
+    write_tile(tl.where(demoted[:, None, None], stored, fresh), codes, metadata, active, LOW, IS_KEY, DTYPE)
 
 
 @triton.jit(do_not_specialize=["rows", "width"])
@@ -55,14 +56,17 @@ def move_tokens_kernel(
         to_low = low_index >= 0
         demoted = to_high & to_low
         high_base, high_slot = token_place(pages, table, row, high_index, width, HIGH, False)
+        high_key, high_key_metadata = rows_at(high_base, high_slot, HIGH, True)
+        high_value, high_value_metadata = rows_at(high_base, high_slot, HIGH, False)
         if HIGH.score_bytes > 0:
             low_base, low_slot = token_place(pages, table, row, low_index, width, LOW, True)
             downgrade(
-                key, row, key_stride, high_base, high_slot, low_base, low_slot, to_low, demoted, HIGH, LOW, True, DTYPE
+                key, row, key_stride, high_key, high_key_metadata, low_base, low_slot, to_low, demoted,
+                HIGH, LOW, True, DTYPE,
             )  # fmt: skip
             downgrade(
-                value, row, value_stride, high_base, high_slot, low_base, low_slot, to_low, demoted, HIGH, LOW, False,
-                DTYPE,
+                value, row, value_stride, high_value, high_value_metadata, low_base, low_slot, to_low, demoted,
+                HIGH, LOW, False, DTYPE,
             )  # fmt: skip
             own_score = tl.load(score + row, mask=to_high | to_low, other=0.0)
             own_position = tl.load(position + row, mask=to_high | to_low, other=0).to(tl.int32)
@@ -81,9 +85,9 @@ def move_tokens_kernel(
 
         dim, exists = tier_dims(HIGH, True)
         x = read_input(key, row, to_high, dim, exists, key_stride)
-        write_tile(x, high_base, high_slot, to_high, HIGH, True, DTYPE)
+        write_tile(x, high_key, high_key_metadata, to_high, HIGH, True, DTYPE)
         dim, exists = tier_dims(HIGH, False)
         x = read_input(value, row, to_high, dim, exists, value_stride)
-        write_tile(x, high_base, high_slot, to_high, HIGH, False, DTYPE)
+        write_tile(x, high_value, high_value_metadata, to_high, HIGH, False, DTYPE)
         if HIGH.score_bytes > 0:
             write_scalars(high_base, high_slot, own_score, own_position, to_high, HIGH)

@@ -194,26 +194,24 @@ def read_rows(
 
 
 @triton.jit
-def write_tile(x, base, slot, active, TIER: tl.constexpr, IS_KEY: tl.constexpr, DTYPE: tl.constexpr):
-    """Quantises a tile of keys or values of `tier_dims` to slots of the pages at `base`, pointers [tokens]."""
+def write_tile(x, codes, metadata, active, TIER: tl.constexpr, IS_KEY: tl.constexpr, DTYPE: tl.constexpr):
+    """Quantises a tile of keys or values of `tier_dims` to the rows at `codes` and `metadata`, see `rows_at`."""
     DIM: tl.constexpr = TIER.key_dim if IS_KEY else TIER.value_dim
     BITS: tl.constexpr = TIER.k_bits if IS_KEY else TIER.v_bits
     GROUPS: tl.constexpr = TIER.k_groups if IS_KEY else TIER.v_groups
     METADATA: tl.constexpr = TIER.key_metadata if IS_KEY else TIER.value_metadata
     WIDTH: tl.constexpr = padded_width(DIM, BITS)
     dim, exists = tile_dims(DIM, BITS, WIDTH)
-    codes, metadata = rows_at(base, slot, TIER, IS_KEY)
     write_rows(x, dim, exists, codes, metadata, active, DIM, BITS, GROUPS, METADATA, WIDTH, DTYPE)
 
 
 @triton.jit
-def read_tile(base, slot, active, dim, exists, TIER: tl.constexpr, IS_KEY: tl.constexpr, DTYPE: tl.constexpr):
-    """Dequantises elements `dim` of the keys or values in slots of the pages at `base`, as `read_rows`."""
+def read_tile(codes, metadata, active, dim, exists, TIER: tl.constexpr, IS_KEY: tl.constexpr, DTYPE: tl.constexpr):
+    """Dequantises elements `dim` of keys or values, as `read_rows`."""
     DIM: tl.constexpr = TIER.key_dim if IS_KEY else TIER.value_dim
     BITS: tl.constexpr = TIER.k_bits if IS_KEY else TIER.v_bits
     GROUPS: tl.constexpr = TIER.k_groups if IS_KEY else TIER.v_groups
     METADATA: tl.constexpr = TIER.key_metadata if IS_KEY else TIER.value_metadata
-    codes, metadata = rows_at(base, slot, TIER, IS_KEY)
     return read_rows(codes, metadata, active, dim, exists, DIM, BITS, GROUPS, METADATA, DTYPE)
 
 
@@ -252,9 +250,13 @@ def store_tokens_kernel(
     base = pages + number * TIER.page_bytes
 
     dim, exists = tier_dims(TIER, True)
-    write_tile(read_input(key, token, active, dim, exists, key_stride), base, place, active, TIER, True, DTYPE)
+    x = read_input(key, token, active, dim, exists, key_stride)
+    codes, metadata = rows_at(base, place, TIER, True)
+    write_tile(x, codes, metadata, active, TIER, True, DTYPE)
     dim, exists = tier_dims(TIER, False)
-    write_tile(read_input(value, token, active, dim, exists, value_stride), base, place, active, TIER, False, DTYPE)
+    x = read_input(value, token, active, dim, exists, value_stride)
+    codes, metadata = rows_at(base, place, TIER, False)
+    write_tile(x, codes, metadata, active, TIER, False, DTYPE)
     if TIER.score_bytes > 0:
         own_score = tl.load(score + token, mask=active, other=0.0)
         own_position = tl.load(position + token, mask=active, other=0)
@@ -278,8 +280,10 @@ def load_tokens_kernel(
     inside = (token < count)[:, None, None]
 
     dim, exists = tier_dims(TIER, True)
-    x = read_tile(base, place, active, dim, exists, TIER, True, DTYPE)
+    codes, metadata = rows_at(base, place, TIER, True)
+    x = read_tile(codes, metadata, active, dim, exists, TIER, True, DTYPE)
     tl.store(key + row * TIER.key_dim + dim, x, mask=inside & exists)
     dim, exists = tier_dims(TIER, False)
-    x = read_tile(base, place, active, dim, exists, TIER, False, DTYPE)
+    codes, metadata = rows_at(base, place, TIER, False)
+    x = read_tile(codes, metadata, active, dim, exists, TIER, False, DTYPE)
     tl.store(value + row * TIER.value_dim + dim, x, mask=inside & exists)
