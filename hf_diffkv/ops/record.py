@@ -20,7 +20,7 @@ def record(launch: Callable[..., object], *arguments: object, targets: Sequence[
     """What `launch(*arguments)` compiles, in the order of its launches, each named like its kernel.
 
     Args:
-        launch: takes tensors anywhere; what it would read back is not computed.
+        launch: its tensors may lie anywhere, and nothing is written to those that kernels would fill.
         targets: for which it compiles the same.
 
     Raises:
