@@ -74,7 +74,7 @@ def collect_variants(ops: Iterable[str] = OPS) -> list[KernelVariant]:
     """Every kernel variant that the given ops ship."""
     found: list[KernelVariant] = []
     for op in ops:
-        found += importlib.import_module(f"{__package__}.ops.{op}.launch").variants()
+        found += importlib.import_module(f"{__package__}.ops.{op}.variants").variants()
     return found
 
 

@@ -1,5 +1,5 @@
 """Which implementation an op runs: Triton kernels on a GPU that they fit, native code on a CPU where it was built, the
-PyTorch reference elsewhere."""
+PyTorch reference elsewhere. And what launchers of kernels know of the GPU."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any
 
@@ -23,8 +24,31 @@ OLDEST_CAPABILITY = (8, 0)
 # what the kernels are compiled for and with (docs/kernels.md)
 AMD_TARGETS = ("gfx942",)
 OLDEST_TRITON = (3, 6)
+# consumer parts of any generation have the shared memory of sm_86, which what was chosen for sm_80 respects
+OTHER_TARGETS = {(9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}
+# where kernels are interpreted
+INTERPRETER = "interpreter"
 _logger = logging.getLogger("hf_diffkv")
 _forced: str | None = None
+
+
+@dataclass(frozen=True)
+class Device:
+    """What launchers choose sizes and constants by.
+
+    Attributes:
+        target: `sm_80`, `sm_90`, `sm_100`, `gfx942` or `INTERPRETER`.
+        processors: multiprocessors; the interpreter runs one program after the other.
+        registers, shared: of each multiprocessor, shared memory in bytes; on NVIDIA devices only.
+    """
+
+    target: str
+    processors: int = 1
+    registers: int = 65536
+    shared: int = 164 << 10
+
+
+_assumed: Device | None = None
 
 
 @contextmanager
@@ -66,6 +90,22 @@ def is_forced(name: str) -> bool:
     return _forced == name
 
 
+def device_of(device: torch.device) -> Device:
+    """What kernels are launched on for tensors on `device`."""
+    return _real_device(device) if _assumed is None else _assumed
+
+
+@contextmanager
+def assume_device(device: Device) -> Iterator[None]:
+    """Launchers take every tensor for one on `device` within the block; for launches that are not run there."""
+    global _assumed
+    previous, _assumed = _assumed, device
+    try:
+        yield
+    finally:
+        _assumed = previous
+
+
 def without_autocast(op: Callable) -> Callable:
     """For ops whose first argument is a tensor: they choose the dtypes they compute in, so autocast is off inside."""
 
@@ -78,6 +118,21 @@ def without_autocast(op: Callable) -> Callable:
             return op(tensor, *args, **kwargs)
 
     return run
+
+
+@cache
+def _real_device(device: torch.device) -> Device:
+    if device.type != "cuda":
+        return Device(INTERPRETER)
+    limits = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return Device(AMD_TARGETS[0], limits.multi_processor_count)
+    return Device(
+        OTHER_TARGETS.get(torch.cuda.get_device_capability(device), "sm_80"),
+        limits.multi_processor_count,
+        limits.regs_per_multiprocessor,
+        limits.shared_memory_per_multiprocessor,
+    )
 
 
 @cache

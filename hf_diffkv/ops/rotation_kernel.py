@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .backend import device_of
 from .quantize.kernels import stored_bits, tile_dims
-from .quantize.launch import TRITON_DTYPES, unit_stride
+from .quantize.launch import TRITON_DTYPES, dot_dtype, unit_stride
 
 TILE_ELEMENTS = 2048
 # channels that are multiplied at a time
@@ -99,7 +100,6 @@ def rotate(tensor: Tensor, matrix: Tensor, offset: Tensor | None) -> Tensor:
     if output.numel() == 0:
         return output
     tensor, block = unit_stride(tensor), block_tokens(dim)
-    dtype = TRITON_DTYPES[tensor.dtype]
     with torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext():
         rotate_kernel[(batch * heads, triton.cdiv(tokens, block))](
             tensor,
@@ -114,8 +114,8 @@ def rotate(tensor: Tensor, matrix: Tensor, offset: Tensor | None) -> Tensor:
             DIM=dim,
             WIDTH=triton.next_power_of_2(dim),
             INNER=INNER,
-            DTYPE=dtype,
-            OPERAND=dtype if tensor.is_cuda else tl.float32,
+            DTYPE=TRITON_DTYPES[tensor.dtype],
+            OPERAND=dot_dtype(tensor.dtype, device_of(tensor.device).target),
             BLOCK=block,
             num_warps=NUM_WARPS,
         )

@@ -16,21 +16,30 @@ triton = pytest.importorskip("triton")
 
 from hf_diffkv.ops.prefill_attention import tiles  # noqa: E402
 
+LIMITS = SimpleNamespace(
+    multi_processor_count=132, regs_per_multiprocessor=65536, shared_memory_per_multiprocessor=228 << 10
+)
+
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch):
     """Makes a device of the given capability out of nothing."""
 
     def make(capability: tuple[int, int], hip: str | None = None) -> torch.device:
-        backend._fits.cache_clear()
+        clear()
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: LIMITS)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
         monkeypatch.setattr(backend, "_has_triton", lambda: True)
         return torch.device("cuda", 0)
 
+    def clear() -> None:
+        for function in (backend._fits, backend._real_device):
+            function.cache_clear()
+
     yield make
-    backend._fits.cache_clear()
+    clear()
 
 
 @pytest.mark.parametrize("capability, runs", [((7, 0), False), ((7, 5), False), ((8, 0), True), ((12, 0), True)])
@@ -106,15 +115,22 @@ def test_a_library_that_is_not_there_is_said_once(monkeypatch, caplog, tmp_path)
         ((12, 0), "sm_80"),
     ],
 )
-def test_block_sizes_by_device(device, monkeypatch, capability, target) -> None:
-    monkeypatch.setattr(tiles.triton, "JITFunction", object)
-    assert tiles.target_of(device(capability)) == target
+def test_block_sizes_by_device(device, capability, target) -> None:
+    assert backend.device_of(device(capability)) == backend.Device(target, 132, 65536, 228 << 10)
     for dim in (64, 128, 256):
         for table in (tiles.FORWARD_TILES, tiles.COLUMN_TILES, tiles.PAST_TILES, tiles.MASKED_TILES):
             tile = tiles._choose(table, target, torch.bfloat16, dim)
             assert tile == table[target if target in table else "sm_90"][dim]
 
 
-def test_block_sizes_on_amd_devices(device, monkeypatch) -> None:
-    monkeypatch.setattr(tiles.triton, "JITFunction", object)
-    assert tiles.target_of(device((9, 0), hip="6.4")) == "gfx942"
+def test_amd_devices_are_what_kernels_were_compiled_for(device) -> None:
+    assert backend.device_of(device((9, 0), hip="6.4")) == backend.Device("gfx942", 132)
+
+
+def test_a_device_can_be_assumed() -> None:
+    cpu, assumed = torch.device("cpu"), backend.Device("sm_90", 2)
+    assert backend.device_of(cpu) == backend.Device(backend.INTERPRETER)
+    with pytest.raises(KeyError), backend.assume_device(assumed):
+        assert backend.device_of(cpu) == backend.device_of(torch.device("meta")) == assumed
+        raise KeyError
+    assert backend.device_of(cpu).target == backend.INTERPRETER

@@ -460,13 +460,6 @@ def test_wrong_arguments_are_refused():
         launch.decode_attention(*replace(case, table=case.table.long()).arguments(), scaling=1.0, max_tokens=9)
 
 
-def test_variants_name_every_argument_once():
-    found = launch.variants()
-    assert len({variant.name for variant in found}) == len(found)
-    for variant in found:
-        assert sorted([*variant.signature, *variant.constexprs]) == sorted(variant.kernel.arg_names)
-
-
 @pytest.mark.parametrize("backend", ["cuda", "hip"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_shipped_configurations_are_consistent(backend, dtype):

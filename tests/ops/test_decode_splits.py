@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hf_diffkv.config import Precision
 from hf_diffkv.memory import PageLayout
+from hf_diffkv.ops.backend import Device, assume_device
 from hf_diffkv.presets import UNIFORM_NUMBERS
 
 pytest.importorskip("triton")
@@ -45,11 +45,9 @@ def test_splits_follow_the_load():
         ("K8V4", 128, UNIFORM_NUMBERS, (65536, 100 << 10), 6),
     ],
 )
-def test_programs_at_once(precision, dim, numbers, processor, expected, monkeypatch):
-    registers, shared = processor
-    limits = SimpleNamespace(regs_per_multiprocessor=registers, shared_memory_per_multiprocessor=shared)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: limits)
+def test_programs_at_once(precision, dim, numbers, processor, expected):
     one = Precision.parse(precision)
     layout = PageLayout.build(one, one, dim, dim, 2, **numbers)
     config = KernelConfig.choose(layout, 4, torch.bfloat16, "cuda")
-    assert config.programs_per_processor(layout, torch.device("cuda")) == expected
+    with assume_device(Device("sm_90", 132, *processor)):
+        assert config.programs_per_processor(layout, torch.device("cpu")) == expected

@@ -226,9 +226,3 @@ def test_moved_tokens_keep_every_byte(precision, key_dim, value_dim, element_byt
     assert not torch.equal(pages, before)
     launch.move_tokens(pages, tier, *(place[:0] for place in moves))
     assert torch.equal(pages, expected)
-
-
-def test_variants_name_every_parameter():
-    for variant in launch.variants():
-        names = set(variant.kernel.arg_names)
-        assert names == set(variant.signature) | set(variant.constexprs), variant.name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -11,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..quantize.launch import TRITON_DTYPES, check_dtype, unit_stride
+from ..backend import device_of
+from ..quantize.launch import check_dtype, dot_dtype, unit_stride
 from ..rotation_kernel import INNER, root
-from ..variant import KernelVariant
 from .kernels import append_kernel
 
 # of the keys, or the values, that a program and a warp of it take at once
@@ -120,7 +119,7 @@ def _tile(heads: int, key_dim: int, value_dim: int, rotated: Tensor | None) -> t
     if rotated is not None:
         # as many as matrix products take
         at_once = 16
-        operand = TRITON_DTYPES[rotated.dtype] if rotated.is_cuda else tl.float32
+        operand = dot_dtype(rotated.dtype, device_of(rotated.device).target)
     constants = {
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
@@ -133,27 +132,3 @@ def _tile(heads: int, key_dim: int, value_dim: int, rotated: Tensor | None) -> t
         "HEADS": at_once,
     }
     return constants, max(1, min(MOST_WARPS, at_once * widest // WARP_ELEMENTS))
-
-
-def variants() -> list[KernelVariant]:
-    """What the ahead-of-time report compiles."""
-    types = {
-        **dict.fromkeys(("window_key", "window_value", "key", "value", "query", "held_query"), "*bf16"),
-        **dict.fromkeys(("window_score", "key_matrix", "value_matrix", "offset"), "*fp32"),
-        **dict.fromkeys(("length", "sink_end"), "*i64"),
-        **dict.fromkeys(("invalid", "valid"), "*u8"),
-        "limit": "fp32",
-    }
-    plain = ("query", "held_query", "key_matrix", "value_matrix", "offset")
-    found = []
-    plain_sizes = itertools.product(((8, 80), (8, 128), (32, 128), (8, 512)), (False,))
-    for (heads, dim), rotated in (*plain_sizes, *itertools.product(((8, 80), (8, 128), (8, 256)), (True,))):
-        constants, warps = _tile(heads, dim, dim, None)
-        if rotated:
-            constants, warps = _tile(heads, dim, dim, torch.empty(0, dtype=torch.bfloat16))
-            constants["OPERAND"] = tl.bfloat16
-        constants |= {} if rotated else dict.fromkeys(plain)
-        name = f"append{'_rotated' * rotated}-d{dim}" + f"-h{heads}" * (heads != 8)
-        signature = {a: types.get(a, "i32") for a in append_kernel.arg_names if a not in constants}
-        found.append(KernelVariant(name, append_kernel, signature, constants, warps, NUM_STAGES))
-    return found

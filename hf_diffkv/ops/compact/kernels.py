@@ -40,48 +40,51 @@ def candidate_level(score, position, leaving, length, high_threshold, low_thresh
 
 
 @triton.jit
-def column(entry, width, LOW: tl.constexpr):
+def column(entry, width, IS_LOW: tl.constexpr):
     """Column of a row's `entry`-th page: high pages grow from the left, low pages from the right."""
-    if LOW:
+    if IS_LOW:
         entry = width - 1 - entry
     return entry
 
 
+@triton.constexpr_function
+def page_slots(capacity):
+    """Slots of a page in a tile of the search."""
+    return triton.next_power_of_2(capacity)
+
+
+@triton.constexpr_function
+def tile_pages(capacity, tokens):
+    """Pages in a tile of the search of about so many tokens."""
+    return max(1, tokens // page_slots(capacity))
+
+
 @triton.jit
 def least_significant(
-    pages,
-    table,
-    width,
-    count,
-    length,
-    first,
-    last,
-    LOW: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    SCORE_OFFSET: tl.constexpr,
-    POSITION_OFFSET: tl.constexpr,
-    SCORE_BYTES: tl.constexpr,
-    POSITION_BYTES: tl.constexpr,
-    PAGE_BYTES: tl.constexpr,
-    TILE_PAGES: tl.constexpr,
-    TILE_SLOTS: tl.constexpr,
-):
-    """Mean, position and index of the least significant token on pages [first, last) of a row; ties to the oldest."""
+    pages, table, width, count, length, first, limit, TIER: tl.constexpr, IS_LOW: tl.constexpr, TOKENS: tl.constexpr
+):  # fmt: skip
+    """Mean, position and index of the least significant token on pages [first, limit) of a row; ties to the oldest.
+
+    About TOKENS are looked at in one go.
+    """
+    TILE_SLOTS: tl.constexpr = page_slots(TIER.capacity)
+    TILE_PAGES: tl.constexpr = tile_pages(TIER.capacity, TOKENS)
     FARTHEST: tl.constexpr = 2147483647
     slot = tl.arange(0, TILE_SLOTS)[None, :]
     best = tl.full((TILE_PAGES, TILE_SLOTS), float("inf"), tl.float32)
     best_position = tl.full((TILE_PAGES, TILE_SLOTS), FARTHEST, tl.int32)
     best_index = tl.zeros((TILE_PAGES, TILE_SLOTS), tl.int32)
+    last = tl.minimum((count + TIER.capacity - 1) // TIER.capacity, limit)
     start = first
     while start < last:
         entry = start + tl.arange(0, TILE_PAGES)
-        page = tl.load(table + column(entry, width, LOW), mask=entry < last, other=0).to(tl.int64)
-        base = (pages + page * PAGE_BYTES)[:, None]
-        index = entry[:, None] * CAPACITY + slot
+        page = tl.load(table + column(entry, width, IS_LOW), mask=entry < last, other=0).to(tl.int64)
+        base = (pages + page * TIER.page_bytes)[:, None]
+        index = entry[:, None] * TIER.capacity + slot
         # whole pages are loaded, which keeps the loads wide; what stands in unused slots is dropped afterwards
-        held = (entry < last)[:, None] & (slot < CAPACITY)
-        score = load_scores(base + SCORE_OFFSET, slot, held, SCORE_BYTES)
-        position = load_positions(base + POSITION_OFFSET, slot, held, POSITION_BYTES)
+        held = (entry < last)[:, None] & (slot < TIER.capacity)
+        score = load_scores(base + TIER.score_offset, slot, held, TIER.score_bytes)
+        position = load_positions(base + TIER.position_offset, slot, held, TIER.position_bytes)
         exists = held & (index < count)
         mean = tl.where(exists, mean_significance(score, position, length), float("inf"))
         position = tl.where(exists, position, FARTHEST)
@@ -99,39 +102,10 @@ def least_significant(
 
 @triton.jit(do_not_specialize=["victim_position", "victim_index", "rows", "width", "splits", "split_pages"])
 def find_victims_kernel(
-    pages,
-    table,
-    high_count,
-    low_count,
-    score,
-    position,
-    leaving,
-    length,
-    high_threshold,
-    low_threshold,
-    victim_mean,
-    victim_position,
-    victim_index,
-    rows,
-    width,
-    splits,
-    split_pages,
-    PAGE_BYTES: tl.constexpr,
-    HIGH_CAPACITY: tl.constexpr,
-    HIGH_SCORE_OFFSET: tl.constexpr,
-    HIGH_POSITION_OFFSET: tl.constexpr,
-    HIGH_SCORE_BYTES: tl.constexpr,
-    HIGH_POSITION_BYTES: tl.constexpr,
-    HIGH_TILE_PAGES: tl.constexpr,
-    HIGH_TILE_SLOTS: tl.constexpr,
-    LOW_CAPACITY: tl.constexpr,
-    LOW_SCORE_OFFSET: tl.constexpr,
-    LOW_POSITION_OFFSET: tl.constexpr,
-    LOW_SCORE_BYTES: tl.constexpr,
-    LOW_POSITION_BYTES: tl.constexpr,
-    LOW_TILE_PAGES: tl.constexpr,
-    LOW_TILE_SLOTS: tl.constexpr,
-):
+    pages, table, high_count, low_count, score, position, leaving, length, high_threshold, low_threshold,
+    victim_mean, victim_position, victim_index, rows, width, splits, split_pages,
+    HIGH: tl.constexpr, LOW: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """Least significant token of one split of the tier that the row's candidate enters.
 
     victim_mean (float32), victim_position and victim_index (int32): [splits, rows]; mean +inf where there is none.
@@ -156,44 +130,10 @@ def find_victims_kernel(
     index = 0
     if to_high:
         count = tl.load(high_count + row)
-        mean, oldest, index = least_significant(
-            pages,
-            entries,
-            width,
-            count,
-            seen,
-            first,
-            tl.minimum((count + HIGH_CAPACITY - 1) // HIGH_CAPACITY, limit),
-            LOW=False,
-            CAPACITY=HIGH_CAPACITY,
-            SCORE_OFFSET=HIGH_SCORE_OFFSET,
-            POSITION_OFFSET=HIGH_POSITION_OFFSET,
-            SCORE_BYTES=HIGH_SCORE_BYTES,
-            POSITION_BYTES=HIGH_POSITION_BYTES,
-            PAGE_BYTES=PAGE_BYTES,
-            TILE_PAGES=HIGH_TILE_PAGES,
-            TILE_SLOTS=HIGH_TILE_SLOTS,
-        )
+        mean, oldest, index = least_significant(pages, entries, width, count, seen, first, limit, HIGH, False, TOKENS)
     if to_low:
         count = tl.load(low_count + row)
-        mean, oldest, index = least_significant(
-            pages,
-            entries,
-            width,
-            count,
-            seen,
-            first,
-            tl.minimum((count + LOW_CAPACITY - 1) // LOW_CAPACITY, limit),
-            LOW=True,
-            CAPACITY=LOW_CAPACITY,
-            SCORE_OFFSET=LOW_SCORE_OFFSET,
-            POSITION_OFFSET=LOW_POSITION_OFFSET,
-            SCORE_BYTES=LOW_SCORE_BYTES,
-            POSITION_BYTES=LOW_POSITION_BYTES,
-            PAGE_BYTES=PAGE_BYTES,
-            TILE_PAGES=LOW_TILE_PAGES,
-            TILE_SLOTS=LOW_TILE_SLOTS,
-        )
+        mean, oldest, index = least_significant(pages, entries, width, count, seen, first, limit, LOW, True, TOKENS)
     out = split * rows + row
     tl.store(victim_mean + out, mean)
     tl.store(victim_position + out, oldest)

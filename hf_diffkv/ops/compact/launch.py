@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from contextlib import nullcontext
-from dataclasses import replace
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from ...config import Precision
-from ...memory import FreeList, PageLayout, TierLayout
-from ...presets import UNIFORM_NUMBERS
-from ..quantize.launch import (
-    TRITON_DTYPES,
-    check_dtype,
-    check_pages,
-    number_constants,
-    padded_width,
-    tier_constants,
-    unit_stride,
-)
-from ..variant import UNIFORM_DIMS, UNIFORM_PRECISIONS, KernelVariant
-from .kernels import assign_pages_kernel, find_victims_kernel, plan_rows_kernel
+from ...memory import FreeList, PageLayout
+from ..quantize.launch import TRITON_DTYPES, check_dtype, check_pages, unit_stride
+from .kernels import assign_pages_kernel, find_victims_kernel, plan_rows_kernel, tile_pages
 from .move_kernel import move_tokens_kernel
 
 SEARCH_TOKENS = 1024  # tokens a program of the victim search looks at in one go
@@ -87,7 +73,7 @@ def compact_step(
     totals = torch.empty(3, blocks, dtype=torch.int32, device=device)
     taken = torch.empty(1, dtype=torch.int32, device=device)
 
-    constants = _move_constants(layout, key.dtype)
+    move_rows = max(1, MOVE_ELEMENTS // triton.next_power_of_2(max(layout.high.key_dim, layout.high.value_dim)))
     candidates = (score, position, leaving, length, *thresholds)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         if layout.selects:
@@ -102,7 +88,9 @@ def compact_step(
                 width,
                 splits,
                 split_pages,
-                **_search_constants(layout),
+                HIGH=layout.high,
+                LOW=layout.low,
+                TOKENS=SEARCH_TOKENS,
                 num_warps=4,
             )
         plan_rows_kernel[(blocks,)](
@@ -134,7 +122,7 @@ def compact_step(
             CHUNK=TOTALS_CHUNK,
             num_warps=4,
         )
-        move_tokens_kernel[(triton.cdiv(rows, constants["BLOCK"]),)](
+        move_tokens_kernel[(triton.cdiv(rows, move_rows),)](
             pages,
             free_list.state,
             page_table,
@@ -148,7 +136,10 @@ def compact_step(
             width,
             key.stride(0),
             value.stride(0),
-            **constants,
+            HIGH=layout.high,
+            LOW=layout.low,
+            DTYPE=TRITON_DTYPES[key.dtype],
+            BLOCK=move_rows,
             num_warps=1,
         )
     return flag
@@ -184,151 +175,12 @@ def _check_rows(
 def _splits(layout: PageLayout, rows: int, max_tokens: int) -> tuple[int, int]:
     """Pieces that each row is searched in, and pages per piece."""
     most = triton.cdiv(max(max_tokens, 1), min(layout.high.capacity, layout.low.capacity))
-    tile = max(_search_tile(layout.high)[0], _search_tile(layout.low)[0])
+    tile = max(tile_pages(tier.capacity, SEARCH_TOKENS) for tier in (layout.high, layout.low))
     tiles = triton.cdiv(most, tile)
     splits = max(1, min(tiles, SEARCH_PROGRAMS // rows))
     split_pages = triton.cdiv(tiles, splits) * tile
     return triton.cdiv(most, split_pages), split_pages
 
 
-def _search_tile(tier: TierLayout) -> tuple[int, int]:
-    """Pages and padded slots of one tile of the victim search."""
-    slots = triton.next_power_of_2(tier.capacity)
-    return max(1, SEARCH_TOKENS // slots), slots
-
-
-def _search_constants(layout: PageLayout) -> dict[str, int]:
-    constants = {"PAGE_BYTES": layout.page_bytes}
-    for prefix, tier in (("HIGH_", layout.high), ("LOW_", layout.low)):
-        pages, slots = _search_tile(tier)
-        constants[prefix + "CAPACITY"] = tier.capacity
-        constants.update(number_constants(tier, prefix))
-        constants[prefix + "TILE_PAGES"] = pages
-        constants[prefix + "TILE_SLOTS"] = slots
-    return constants
-
-
 def _plan_constants(layout: PageLayout) -> dict[str, int]:
     return {"HIGH_CAPACITY": layout.high.capacity, "LOW_CAPACITY": layout.low.capacity, "BLOCK": PLAN_ROWS}
-
-
-def _move_constants(layout: PageLayout, dtype: torch.dtype) -> dict[str, Any]:
-    high = layout.high
-    widest = triton.next_power_of_2(max(high.key_dim, high.value_dim))
-    constants: dict[str, Any] = {
-        "PAGE_BYTES": layout.page_bytes,
-        "KEY_DIM": high.key_dim,
-        "VALUE_DIM": high.value_dim,
-        "DTYPE": TRITON_DTYPES[dtype],
-        "BLOCK": max(1, MOVE_ELEMENTS // widest),
-    }
-    for prefix, tier in (("HIGH_", layout.high), ("LOW_", layout.low)):
-        constants.update(tier_constants(tier, prefix))
-        constants[prefix + "CAPACITY"] = tier.capacity
-        constants.update(number_constants(tier, prefix))
-        constants[prefix + "KEY_WIDTH"] = padded_width(tier.key_dim, tier.k_bits)
-        constants[prefix + "VALUE_WIDTH"] = padded_width(tier.value_dim, tier.v_bits)
-    return constants
-
-
-def variants() -> list[KernelVariant]:
-    """What the ahead-of-time report compiles."""
-    layout = PageLayout.build(Precision(8, 4), Precision(4, 2), 128, 128, 2)
-    counts = {"high_count": "*i32", "low_count": "*i32"}
-    candidates = {"score": "*fp32", "position": "*i64", "leaving": "*u8", "length": "*i64"}
-    candidates.update({"high_threshold": "*fp32", "low_threshold": "*fp32"})
-    victims = {"victim_mean": "*fp32", "victim_position": "*i32", "victim_index": "*i32"}
-    sizes = {"rows": "i32", "width": "i32"}
-    found = [
-        KernelVariant(
-            name="find_victims-K8V4-K4V2-d128",
-            kernel=find_victims_kernel,
-            signature={
-                "pages": "*u8",
-                "table": "*i32",
-                **counts,
-                **candidates,
-                **victims,
-                **sizes,
-                "splits": "i32",
-                "split_pages": "i32",
-            },
-            constexprs=_search_constants(layout),
-        ),
-        KernelVariant(
-            name="plan_rows-K8V4-K4V2-d128",
-            kernel=plan_rows_kernel,
-            signature={
-                **counts,
-                **candidates,
-                **victims,
-                "plan": "*i32",
-                "totals": "*i32",
-                **sizes,
-                "splits": "i32",
-            },
-            constexprs=_plan_constants(layout),
-        ),
-        KernelVariant(
-            name="assign_pages-K8V4-K4V2-d128",
-            kernel=assign_pages_kernel,
-            signature={
-                "ring": "*i32",
-                "state": "*i64",
-                "table": "*i32",
-                **counts,
-                "plan": "*i32",
-                "totals": "*i32",
-                "taken": "*i32",
-                "flag": "*i32",
-                **sizes,
-            },
-            constexprs={**_plan_constants(layout), "CHUNK": TOTALS_CHUNK},
-        ),
-    ]
-    one = UNIFORM_PRECISIONS[0]
-    absent = dict.fromkeys(("high_threshold", "low_threshold", "victim_mean", "victim_position", "victim_index"))
-    plan = found[1]
-    found.append(
-        replace(
-            plan,
-            name=f"plan_rows-{one.name}_unscored-d128",
-            signature={name: kind for name, kind in plan.signature.items() if name not in absent},
-            constexprs=_plan_constants(PageLayout.build(one, one, 128, 128, 2, **UNIFORM_NUMBERS)) | absent,
-        )
-    )
-    for high, low, dim, numbers in (
-        (Precision(8, 4), Precision(4, 2), 64, {}),
-        (Precision(8, 4), Precision(4, 2), 128, {}),
-        (Precision(8, 4), Precision(4, 2), 256, {}),
-        (Precision(8, 4), Precision(4, 2), 512, {}),
-        (Precision(8, 8), Precision(8, 4), 128, {}),
-        (Precision(16, 16), Precision(16, 16), 128, {}),
-        (Precision(6, 4), Precision(5, 3), 64, {}),
-        (Precision(6, 4), Precision(5, 3), 128, {}),
-        *((one, one, dim, UNIFORM_NUMBERS) for one, dim in itertools.product(UNIFORM_PRECISIONS, UNIFORM_DIMS)),
-    ):
-        levels = f"{high.name}_unscored" if numbers else f"{high.name}-{low.name}"
-        found.append(
-            KernelVariant(
-                name=f"move_tokens-{levels}-d{dim}",
-                kernel=move_tokens_kernel,
-                signature={
-                    "pages": "*u8",
-                    "state": "*i64",
-                    "table": "*i32",
-                    "key": "*bf16",
-                    "value": "*bf16",
-                    "score": "*fp32",
-                    "position": "*i64",
-                    "plan": "*i32",
-                    "taken": "*i32",
-                    **sizes,
-                    "key_stride": "i32",
-                    "value_stride": "i32",
-                },
-                constexprs=_move_constants(PageLayout.build(high, low, dim, dim, 2, **numbers), torch.bfloat16),
-                num_warps=1,
-            )
-        )
-    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from contextlib import nullcontext
 
@@ -10,10 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...config import Precision
 from ...memory import PageLayout
-from ...presets import UNIFORM_NUMBERS
-from ..variant import UNIFORM_DIMS, UNIFORM_PRECISIONS, KernelVariant
 from .finish_kernel import finish_kernel
 from .held import Held
 from .kernels import attend_kernel
@@ -24,28 +20,6 @@ LOG2_E = math.log2(math.e)
 SPLIT_BLOCK = 16
 SCORE_TOKENS = 128
 FINISH_WARPS = 4
-
-SHIPPED_DIMS = (64, 80, 96, 128, 256, 512)
-SHIPPED_PRECISIONS = (
-    ("K8V4-K4V2", Precision(8, 4), Precision(4, 2), SHIPPED_DIMS),
-    ("K8V8", Precision(8, 8), Precision(8, 8), SHIPPED_DIMS),
-    ("K16V16", Precision(16, 16), Precision(16, 16), SHIPPED_DIMS),
-    ("K6V4-K5V3", Precision(6, 4), Precision(5, 3), (64, 128)),
-    ("K4V3-K3V2", Precision(4, 3), Precision(3, 2), (64, 128)),
-)
-SHIPPED_GROUPS = (1, 4, 5, 7, 8)
-SHIPPED_TARGETS = {"cuda": ("sm_80", "sm_90"), "hip": ("gfx942",)}
-ARGUMENT_TYPES = {
-    **dict.fromkeys(("query", "window_key", "window_value", "output"), "*bf16"),
-    **dict.fromkeys(("page_table", "high_count", "low_count"), "*i32"),
-    **dict.fromkeys(("window_start", "length", "sink_end"), "*i64"),
-    **dict.fromkeys(("partial_output", "partial_peak", "partial_total", "block_peak"), "*fp32"),
-    "window_score": "*fp32",
-    **dict.fromkeys(("table_width", "kv_heads", "slots", "sink_slots", "splits", "positions", "blocks"), "i32"),
-    "pages": "*u8",
-    "logits": "*fp16",
-    "logit_scale": "fp32",
-}
 
 
 def decode_attention(
@@ -193,43 +167,6 @@ def kernel_constants(layout: PageLayout, group: int, config: KernelConfig) -> di
             "HOLD": False,
         },
     }
-
-
-def variants() -> list[KernelVariant]:
-    """What the ahead-of-time report compiles: bf16 models without padding, soft-capping or sinks."""
-    found = []
-    layouts = [
-        (name, dim, PageLayout.build(high, low, dim, dim, 2))
-        for name, high, low, dims in SHIPPED_PRECISIONS
-        for dim in dims
-    ]
-    for one, dim in itertools.product(UNIFORM_PRECISIONS, UNIFORM_DIMS):
-        layouts.append((f"{one.name}_unscored", dim, PageLayout.build(one, one, dim, dim, 2, **UNIFORM_NUMBERS)))
-    for (name, dim, layout), group, (backend, targets) in itertools.product(
-        layouts, SHIPPED_GROUPS, SHIPPED_TARGETS.items()
-    ):
-        config = KernelConfig.choose(layout, group, torch.bfloat16, backend)
-        constants = kernel_constants(layout, group, config)
-        for kernel, function, warps, stages in (
-            ("attend", attend_kernel, config.num_warps, config.num_stages),
-            ("finish", finish_kernel, FINISH_WARPS, 2),
-        ):
-            absent = ["valid", "cap", "sinks", "held"]
-            absent += [] if layout.selects else ["logits", "block_peak"]
-            constexprs = constants[kernel] | {argument: None for argument in absent if argument in function.arg_names}
-            found.append(
-                KernelVariant(
-                    name=f"decode_{kernel}-{name}-d{dim}-g{group}-{backend}",
-                    kernel=function,
-                    signature={a: ARGUMENT_TYPES[a] for a in function.arg_names if a not in constexprs},
-                    constexprs=constexprs,
-                    num_warps=warps,
-                    num_stages=stages,
-                    options=dict(config.options) if kernel == "attend" else {},
-                    targets=targets,
-                )
-            )
-    return found
 
 
 def _check_query(query: Tensor, batch: int, kv_heads: int, key_dim: int, dtype: torch.dtype, scaling: float) -> None:

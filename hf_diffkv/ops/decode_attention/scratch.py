@@ -10,11 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ...memory import PageLayout
+from ..backend import device_of
 from ..dequant import PORTABLE, PTX, fields
+from ..quantize.launch import TRITON_DTYPES
 from .rows import STEP, columns
-from .splits import backend_of, choose_splits, processors, programs_per_processor
+from .splits import backend_of, choose_splits, programs_per_processor
 
-TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 MOST_REGISTERS = 255
 # per thread of a program of one warp: ten of them run on a multiprocessor
 ONE_WARP_REGISTERS = 200
@@ -141,7 +142,7 @@ class Scratch:
         if config is None:
             config = KernelConfig.choose(layout, group, dtype, backend_of(device))
         if splits is None:
-            programs = processors(device) * config.programs_per_processor(layout, device)
+            programs = device_of(device).processors * config.programs_per_processor(layout, device)
             splits = choose_splits(rows, max_tokens, config.block, programs)
         step = STEP.value
         steps = -(-min(slots, max_tokens) // step)

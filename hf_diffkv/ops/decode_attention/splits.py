@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
 from ...memory import PageLayout
+from ..backend import INTERPRETER, device_of
 
 MIN_BLOCKS = 2
 MAX_SPLITS = 256
@@ -59,23 +58,17 @@ def programs_per_processor(
         return INTERPRETER_PROGRAMS
     if backend == "hip":
         return max(1, HIP_WAVES // num_warps)
-    limits = torch.cuda.get_device_properties(device)
+    limits = device_of(device)
     row = max(tier.key_row + tier.value_row for tier in (layout.high, layout.low))
     # rows that were copied ahead, and 3 KiB of all else, one of them the system's
     shared = max(num_stages - 1, 1) * block * row + 3072
-    by_registers = limits.regs_per_multiprocessor // (registers * 32 * num_warps)
-    return max(1, min(by_registers, limits.shared_memory_per_multiprocessor // shared))
+    by_registers = limits.registers // (registers * 32 * num_warps)
+    return max(1, min(by_registers, limits.shared // shared))
 
 
 def backend_of(device: torch.device) -> str:
-    if torch.device(device).type != "cuda":
+    """What compiles the kernels: "cuda", "hip", or "cpu" for Triton's interpreter."""
+    target = device_of(device).target
+    if target == INTERPRETER:
         return "cpu"
-    return "hip" if torch.version.hip else "cuda"
-
-
-@cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a device; 1 for the interpreter, which runs programs one after the other."""
-    if torch.device(device).type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return "cuda" if target.startswith("sm_") else "hip"

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from contextlib import nullcontext
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from ...memory import FreeList, PageLayout
-from ...presets import UNIFORM_NUMBERS
-from ..quantize.launch import TRITON_DTYPES, check_dtype, check_pages, padded_width, unit_stride
-from ..rotation_kernel import INNER, NUM_WARPS, block_tokens, root, rotate_kernel
-from ..rounding.reference import LARGEST_BITS
-from ..variant import UNIFORM_DIMS, UNIFORM_PRECISIONS, KernelVariant
+from ..backend import device_of
+from ..quantize.kernels import padded_width
+from ..quantize.launch import TRITON_DTYPES, check_dtype, check_pages, dot_dtype, unit_stride
+from ..rotation_kernel import INNER, NUM_WARPS, block_tokens, root
 from .kernels import advance_kernel, take_pages_kernel
 from .rows import EnteredRows
 from .token_kernels import enter_kernel, fix_offsets_kernel, leave_window_kernel, sum_keys_kernel
@@ -110,7 +107,7 @@ def enter_tokens(
             KEY_ROOT=root(tier.key_dim),
             VALUE_ROOT=root(tier.value_dim),
             INNER=INNER,
-            OPERAND=tiles["DTYPE"] if pages.is_cuda else tl.float32,
+            OPERAND=dot_dtype(key.dtype, device_of(pages.device).target),
             BLOCK=block,
             **state,
             **sizes,
@@ -138,55 +135,3 @@ def _center(
 
 def _strides(name: str, tensor: Tensor) -> dict[str, int]:
     return {f"{name}_{part}": tensor.stride(index) for index, part in enumerate(("batch", "head", "token"))}
-
-
-def variants() -> list[KernelVariant]:
-    """What the ahead-of-time report compiles: bf16 models whose keys are rotated and centred."""
-    numbers = ("rows", "batch", "heads", "width", "tokens", "window", "slots", "sink_slots", "parts")
-    strides = [f"{name}_{part}" for name in ("key", "value") for part in ("batch", "head", "token")]
-    strides += ["inner_stride", "column_stride", "batch_stride", "head_stride", "token_stride"]
-    types = {
-        **dict.fromkeys(("pages", "invalid"), "*u8"),
-        **dict.fromkeys(("window_key", "window_value", "key", "value", "tensor", "output"), "*bf16"),
-        **dict.fromkeys(("window_score", "key_matrix", "value_matrix", "matrix", "offset", "shift", "sums"), "*fp32"),
-        "feedback": "*fp32",
-        **dict.fromkeys(("length", "window_start", "sink_end", "state"), "*i64"),
-        **dict.fromkeys(("ring", "table", "high_count"), "*i32"),
-        **dict.fromkeys((*numbers, *strides), "i32"),
-        "limit": "fp32",
-    }
-    absent = {"rank": None, "count": None}
-    found = []
-    for precision, dim in itertools.product(UNIFORM_PRECISIONS, UNIFORM_DIMS):
-        layout = PageLayout.build(precision, precision, dim, dim, 2, **UNIFORM_NUMBERS)
-        tier, block = layout.high, block_tokens(max(layout.high.key_dim, layout.high.value_dim))
-        widths = (padded_width(dim, tier.k_bits), padded_width(dim, tier.v_bits))
-        tile = {"TIER": tier, "KEY_WIDTH": widths[0], "VALUE_WIDTH": widths[1], "DTYPE": tl.bfloat16, "BLOCK": block}
-        product = {"KEY_ROOT": root(dim), "VALUE_ROOT": root(dim), "INNER": INNER, "OPERAND": tl.bfloat16}
-        kernels = {enter_kernel: tile | product, leave_window_kernel: tile}
-        if precision == UNIFORM_PRECISIONS[0]:
-            lanes = {"DIM": dim, "LANES": triton.next_power_of_2(dim)}
-            kernels |= {
-                sum_keys_kernel: lanes | {"BLOCK": SUM_TOKENS, "STEPS": SUM_STEPS},
-                fix_offsets_kernel: lanes | {"INNER": INNER},
-                rotate_kernel: product
-                | {"ROOT": root(dim), "DIM": dim, "WIDTH": lanes["LANES"], "DTYPE": tl.bfloat16, "BLOCK": block},
-            }
-            if dim == UNIFORM_DIMS[0]:
-                counting = {"PAGE_TOKENS": tier.capacity, "CHUNK": ROWS_CHUNK}
-                kernels |= {take_pages_kernel: counting, advance_kernel: counting}
-        for kernel, constants in kernels.items():
-            without = {"feedback": None} if tier.k_bits > LARGEST_BITS else {}
-            constants = {**absent, **constants, **without}
-            constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-            signature = {name: types[name] for name in kernel.arg_names if name not in constants}
-            found.append(
-                KernelVariant(
-                    name=f"{kernel.__name__.removesuffix('_kernel')}-{precision.name}_unscored-d{dim}",
-                    kernel=kernel,
-                    signature=signature,
-                    constexprs=constants,
-                    num_warps=ROUNDING_WARPS if "feedback" in signature else NUM_WARPS,
-                )
-            )
-    return found

@@ -9,15 +9,14 @@ import torch
 import triton
 from torch import Tensor
 
+from ..backend import device_of
+from ..quantize.launch import TRITON_DTYPES, dot_dtype
 from . import KERNEL_HEAD_DIM
 from .columns import column_scores
 from .kernels import flash_forward, row_extents
 from .past import StoredPast
 from .past_launch import check_past, heads_per_program, past_state, score_past
-from .tiles import TRITON_DTYPES, column_tile, dot_dtype, extent_block, forward_tile, padded, strides, target_of
-from .variants import variants
-
-__all__ = ["logit_factors", "prefill_attention", "variants"]
+from .tiles import column_tile, extent_block, forward_tile, padded, strides
 
 # programs along the second and third axis of a launch
 LARGEST_GRID = 65535
@@ -66,16 +65,16 @@ def prefill_attention(
         return output, received
     query, key, value = _unit_stride(query), _unit_stride(key), _unit_stride(value)
     scale, cap = logit_factors(scaling, softcap)
-    target = target_of(device)
+    target = device_of(device).target
     with _on(device):
         extents = behind = past_extents = None
         if valid is not None:
             valid = valid.contiguous().view(torch.uint8)
-            extents, behind = _row_extents(valid, observation_window if significance else None)
+            extents, behind = row_extents_of(valid, observation_window if significance else None)
         if dense:
             past_key, past_value = past_key.contiguous(), past_value.contiguous()
             past_valid = past_valid.contiguous().view(torch.uint8).view(batch * kv_heads, dense)
-            past_extents, _ = _row_extents(past_valid, None)
+            past_extents, _ = row_extents_of(past_valid, None)
         allowed, allowed_strides = None, (0, 0)
         if mask is not None:
             allowed = _unit_stride(mask).view(torch.uint8)
@@ -164,7 +163,7 @@ def logit_factors(scaling: float, softcap: float | None) -> tuple[float, float |
     return 2 * scaling * log2(e) / softcap, softcap * log2(e)
 
 
-def _row_extents(valid: Tensor, window: int | None) -> tuple[Tensor, Tensor | None]:
+def row_extents_of(valid: Tensor, window: int | None) -> tuple[Tensor, Tensor | None]:
     """Launches `row_extents` over uint8 [rows, length]: extents int32 [rows, 4], and `behind` if there is a window."""
     rows, length = valid.shape
     extents = torch.empty(rows, 4, dtype=torch.int32, device=valid.device)

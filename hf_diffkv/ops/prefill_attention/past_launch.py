@@ -8,11 +8,12 @@ import torch
 import triton
 from torch import Tensor
 
-from ..decode_attention.splits import processors
+from ..backend import device_of
+from ..quantize.launch import TRITON_DTYPES, dot_dtype
 from .columns import past_scores
 from .past import StoredPast
 from .past_kernel import past_forward
-from .tiles import TRITON_DTYPES, dot_dtype, past_constants, past_dot, past_tile, strides
+from .tiles import past_constants, past_dot, past_tile, strides
 
 # programs that fill a large device a few times over
 MANY_PROGRAMS = 1024
@@ -45,14 +46,14 @@ def past_state(past: StoredPast, common: dict[str, object], target: str) -> Part
 
     Args:
         common: arguments shared with the other launches; query [batch, query_heads, Q, key_dim].
-        target: from `target_of`.
+        target: of the device, see `ops/backend.py`.
     """
     query, group = common["query"], common["group"]
     batch, query_heads, length, _ = query.shape
     kv_heads, value_dim = query_heads // group, past.window_value.shape[-1]
     tile = past_tile(target, query.dtype, past.layout)
     blocks = triton.cdiv(length * group, tile.block_m)
-    splits = choose_splits(blocks * batch * kv_heads, past.tokens, processors(query.device))
+    splits = choose_splits(blocks * batch * kv_heads, past.tokens, device_of(query.device).processors)
 
     def buffer(*shape: int) -> Tensor:
         rows = batch * kv_heads, length * group

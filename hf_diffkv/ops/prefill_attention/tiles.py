@@ -10,14 +10,12 @@ from dataclasses import dataclass, replace
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from ...memory import PageLayout
+from ..backend import INTERPRETER
 from ..dequant import PORTABLE, PTX, pieces
-from .kernels import flash_forward
-
-TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+from ..quantize.launch import dot_dtype
 
 
 @dataclass(frozen=True)
@@ -65,17 +63,6 @@ MASKED_TILES = {
 }
 # float32 dots have no matrix instructions and keep their operands in registers
 FLOAT32_TILES = {64: Tile(32, 16, 4, 1), 128: Tile(32, 16, 8, 1), 256: Tile(16, 16, 4, 1), 512: Tile(16, 16, 4, 1)}
-
-
-def target_of(device: torch.device) -> str:
-    """The table to use on a device: `sm_80`, `sm_90`, `sm_100`, `gfx942` or `interpreter`."""
-    if not isinstance(flash_forward, triton.JITFunction):
-        return "interpreter"
-    if torch.version.hip:
-        return "gfx942"
-    # consumer parts of any generation have the shared memory of sm_86, which the sm_80 table respects
-    known = {(9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}
-    return known.get(torch.cuda.get_device_capability(device), "sm_80")
 
 
 def padded(dim: int) -> int:
@@ -137,11 +124,6 @@ def past_dot(layout: PageLayout, dtype: torch.dtype) -> torch.dtype:
     return dtype if uncompressed or dtype == torch.float32 else torch.float16
 
 
-def dot_dtype(dtype: torch.dtype, target: str) -> tl.dtype:
-    """What dots run in; the interpreter has no bf16 arithmetic."""
-    return TRITON_DTYPES[torch.float32 if target == "interpreter" else dtype]
-
-
 def strides(name: str, x: Tensor) -> dict[str, int]:
     """Strides of [batch, heads, tokens, dim] under the kernels' names; 0 along an axis of one, where any would do."""
     steps = [step if size > 1 else 0 for step, size in zip(x.stride(), x.shape)]
@@ -149,7 +131,7 @@ def strides(name: str, x: Tensor) -> dict[str, int]:
 
 
 def _choose(tables: dict[str, dict[int, Tile]], target: str, dtype: torch.dtype, dim: int) -> Tile:
-    if target == "interpreter":
+    if target == INTERPRETER:
         return INTERPRETER_TILE
     if target not in tables and target == "sm_100":
         target = "sm_90"

@@ -23,6 +23,12 @@ def tile_planes(bits):
     return max(1, 8 // fields(bits)[-1])
 
 
+@triton.constexpr_function
+def padded_width(dim, bits):
+    """Bytes of a plane of a tile (elements at 16 bits), padded to a power of two."""
+    return triton.next_power_of_2(dim // tile_planes(bits))
+
+
 @triton.jit
 def round_even(x):
     """Rounds half to even for |x| < 2^22; larger values stay beyond every code range, with their sign."""
@@ -51,6 +57,14 @@ def tile_dims(DIM: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr):
     byte = tl.arange(0, WIDTH)[None, None, :]
     dim = tl.arange(0, PLANES)[None, :, None] * BYTES + byte
     return dim, (byte < BYTES) & (dim < DIM)
+
+
+@triton.jit
+def tier_dims(TIER: tl.constexpr, IS_KEY: tl.constexpr):
+    """As `tile_dims`, of the tier's keys or values."""
+    DIM: tl.constexpr = TIER.key_dim if IS_KEY else TIER.value_dim
+    BITS: tl.constexpr = TIER.k_bits if IS_KEY else TIER.v_bits
+    return tile_dims(DIM, BITS, padded_width(DIM, BITS))
 
 
 @triton.jit
@@ -180,49 +194,51 @@ def read_rows(
 
 
 @triton.jit
-def write_scalars(base, slot, score, position, active, SCORE_OFFSET: tl.constexpr, POSITION_OFFSET: tl.constexpr,
-                  SCORE_BYTES: tl.constexpr, POSITION_BYTES: tl.constexpr):  # fmt: skip
+def write_tile(x, codes, metadata, active, TIER: tl.constexpr, IS_KEY: tl.constexpr, DTYPE: tl.constexpr):
+    """Quantises a tile of keys or values of `tier_dims` to the rows at `codes` and `metadata`, see `rows_at`."""
+    DIM: tl.constexpr = TIER.key_dim if IS_KEY else TIER.value_dim
+    BITS: tl.constexpr = TIER.k_bits if IS_KEY else TIER.v_bits
+    GROUPS: tl.constexpr = TIER.k_groups if IS_KEY else TIER.v_groups
+    METADATA: tl.constexpr = TIER.key_metadata if IS_KEY else TIER.value_metadata
+    WIDTH: tl.constexpr = padded_width(DIM, BITS)
+    dim, exists = tile_dims(DIM, BITS, WIDTH)
+    write_rows(x, dim, exists, codes, metadata, active, DIM, BITS, GROUPS, METADATA, WIDTH, DTYPE)
+
+
+@triton.jit
+def read_tile(codes, metadata, active, dim, exists, TIER: tl.constexpr, IS_KEY: tl.constexpr, DTYPE: tl.constexpr):
+    """Dequantises elements `dim` of keys or values, as `read_rows`."""
+    DIM: tl.constexpr = TIER.key_dim if IS_KEY else TIER.value_dim
+    BITS: tl.constexpr = TIER.k_bits if IS_KEY else TIER.v_bits
+    GROUPS: tl.constexpr = TIER.k_groups if IS_KEY else TIER.v_groups
+    METADATA: tl.constexpr = TIER.key_metadata if IS_KEY else TIER.value_metadata
+    return read_rows(codes, metadata, active, dim, exists, DIM, BITS, GROUPS, METADATA, DTYPE)
+
+
+@triton.jit
+def rows_at(base, slot, TIER: tl.constexpr, IS_KEY: tl.constexpr):
+    """Pointers to the codes and to the metadata of the keys or values in slots of the pages at `base`."""
+    if IS_KEY:
+        codes = base + TIER.key_offset + slot * TIER.key_row
+        metadata = base + TIER.key_metadata_offset + slot * (TIER.key_metadata * TIER.k_groups)
+    else:
+        codes = base + TIER.value_offset + slot * TIER.value_row
+        metadata = base + TIER.value_metadata_offset + slot * (TIER.value_metadata * TIER.v_groups)
+    return codes, metadata
+
+
+@triton.jit
+def write_scalars(base, slot, score, position, active, TIER: tl.constexpr):
     """Writes the score (float32) and position (int32) of each token to the page at `base`."""
-    store_scores(base + SCORE_OFFSET, slot, score, active, SCORE_BYTES)
-    store_positions(base + POSITION_OFFSET, slot, position, active, POSITION_BYTES)
+    store_scores(base + TIER.score_offset, slot, score, active, TIER.score_bytes)
+    store_positions(base + TIER.position_offset, slot, position, active, TIER.position_bytes)
 
 
 @triton.jit(do_not_specialize=["count"])
 def store_tokens_kernel(
-    pages,
-    page,
-    slot,
-    key,
-    value,
-    score,
-    position,
-    count,
-    key_stride,
-    value_stride,
-    PAGE_BYTES: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    K_BITS: tl.constexpr,
-    V_BITS: tl.constexpr,
-    K_GROUPS: tl.constexpr,
-    V_GROUPS: tl.constexpr,
-    KEY_ROW: tl.constexpr,
-    VALUE_ROW: tl.constexpr,
-    KEY_METADATA: tl.constexpr,
-    VALUE_METADATA: tl.constexpr,
-    KEY_OFFSET: tl.constexpr,
-    KEY_METADATA_OFFSET: tl.constexpr,
-    VALUE_OFFSET: tl.constexpr,
-    VALUE_METADATA_OFFSET: tl.constexpr,
-    SCORE_OFFSET: tl.constexpr,
-    POSITION_OFFSET: tl.constexpr,
-    SCORE_BYTES: tl.constexpr,
-    POSITION_BYTES: tl.constexpr,
-    KEY_WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    DTYPE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    pages, page, slot, key, value, score, position, count, key_stride, value_stride,
+    TIER: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Quantises BLOCK tokens and writes them to their slots; tokens of the null page (0) are skipped.
 
     Each token's bytes are its own, so there is neither a read-modify-write nor a race. Grid: (cdiv(count, BLOCK),).
@@ -231,80 +247,26 @@ def store_tokens_kernel(
     number = tl.load(page + token, mask=token < count, other=0).to(tl.int64)
     active = number != 0
     place = tl.load(slot + token, mask=active, other=0).to(tl.int32)
-    base = pages + number * PAGE_BYTES
+    base = pages + number * TIER.page_bytes
 
-    dim, exists = tile_dims(KEY_DIM, K_BITS, KEY_WIDTH)
-    write_rows(
-        read_input(key, token, active, dim, exists, key_stride),
-        dim,
-        exists,
-        base + KEY_OFFSET + place * KEY_ROW,
-        base + KEY_METADATA_OFFSET + place * (KEY_METADATA * K_GROUPS),
-        active,
-        DIM=KEY_DIM,
-        BITS=K_BITS,
-        GROUPS=K_GROUPS,
-        METADATA=KEY_METADATA,
-        WIDTH=KEY_WIDTH,
-        DTYPE=DTYPE,
-    )
-    dim, exists = tile_dims(VALUE_DIM, V_BITS, VALUE_WIDTH)
-    write_rows(
-        read_input(value, token, active, dim, exists, value_stride),
-        dim,
-        exists,
-        base + VALUE_OFFSET + place * VALUE_ROW,
-        base + VALUE_METADATA_OFFSET + place * (VALUE_METADATA * V_GROUPS),
-        active,
-        DIM=VALUE_DIM,
-        BITS=V_BITS,
-        GROUPS=V_GROUPS,
-        METADATA=VALUE_METADATA,
-        WIDTH=VALUE_WIDTH,
-        DTYPE=DTYPE,
-    )
-    if SCORE_BYTES > 0:
-        write_scalars(
-            base,
-            place,
-            tl.load(score + token, mask=active, other=0.0),
-            tl.load(position + token, mask=active, other=0),
-            active,
-            SCORE_OFFSET=SCORE_OFFSET,
-            POSITION_OFFSET=POSITION_OFFSET,
-            SCORE_BYTES=SCORE_BYTES,
-            POSITION_BYTES=POSITION_BYTES,
-        )
+    dim, exists = tier_dims(TIER, True)
+    x = read_input(key, token, active, dim, exists, key_stride)
+    codes, metadata = rows_at(base, place, TIER, True)
+    write_tile(x, codes, metadata, active, TIER, True, DTYPE)
+    dim, exists = tier_dims(TIER, False)
+    x = read_input(value, token, active, dim, exists, value_stride)
+    codes, metadata = rows_at(base, place, TIER, False)
+    write_tile(x, codes, metadata, active, TIER, False, DTYPE)
+    if TIER.score_bytes > 0:
+        own_score = tl.load(score + token, mask=active, other=0.0)
+        own_position = tl.load(position + token, mask=active, other=0)
+        write_scalars(base, place, own_score, own_position, active, TIER)
 
 
 @triton.jit(do_not_specialize=["count"])
 def load_tokens_kernel(
-    pages,
-    page,
-    slot,
-    key,
-    value,
-    count,
-    PAGE_BYTES: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    K_BITS: tl.constexpr,
-    V_BITS: tl.constexpr,
-    K_GROUPS: tl.constexpr,
-    V_GROUPS: tl.constexpr,
-    KEY_ROW: tl.constexpr,
-    VALUE_ROW: tl.constexpr,
-    KEY_METADATA: tl.constexpr,
-    VALUE_METADATA: tl.constexpr,
-    KEY_OFFSET: tl.constexpr,
-    KEY_METADATA_OFFSET: tl.constexpr,
-    VALUE_OFFSET: tl.constexpr,
-    VALUE_METADATA_OFFSET: tl.constexpr,
-    KEY_WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    DTYPE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    pages, page, slot, key, value, count, TIER: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """Dequantises BLOCK tokens into key and value (float32 [count, dim], contiguous); the null page yields zeros.
 
     Grid: (cdiv(count, BLOCK),).
@@ -313,35 +275,15 @@ def load_tokens_kernel(
     number = tl.load(page + token, mask=token < count, other=0).to(tl.int64)
     active = number != 0
     place = tl.load(slot + token, mask=active, other=0).to(tl.int32)
-    base = pages + number * PAGE_BYTES
+    base = pages + number * TIER.page_bytes
     row = token.to(tl.int64)[:, None, None]
     inside = (token < count)[:, None, None]
 
-    dim, exists = tile_dims(KEY_DIM, K_BITS, KEY_WIDTH)
-    x = read_rows(
-        base + KEY_OFFSET + place * KEY_ROW,
-        base + KEY_METADATA_OFFSET + place * (KEY_METADATA * K_GROUPS),
-        active,
-        dim,
-        exists,
-        DIM=KEY_DIM,
-        BITS=K_BITS,
-        GROUPS=K_GROUPS,
-        METADATA=KEY_METADATA,
-        DTYPE=DTYPE,
-    )
-    tl.store(key + row * KEY_DIM + dim, x, mask=inside & exists)
-    dim, exists = tile_dims(VALUE_DIM, V_BITS, VALUE_WIDTH)
-    x = read_rows(
-        base + VALUE_OFFSET + place * VALUE_ROW,
-        base + VALUE_METADATA_OFFSET + place * (VALUE_METADATA * V_GROUPS),
-        active,
-        dim,
-        exists,
-        DIM=VALUE_DIM,
-        BITS=V_BITS,
-        GROUPS=V_GROUPS,
-        METADATA=VALUE_METADATA,
-        DTYPE=DTYPE,
-    )
-    tl.store(value + row * VALUE_DIM + dim, x, mask=inside & exists)
+    dim, exists = tier_dims(TIER, True)
+    codes, metadata = rows_at(base, place, TIER, True)
+    x = read_tile(codes, metadata, active, dim, exists, TIER, True, DTYPE)
+    tl.store(key + row * TIER.key_dim + dim, x, mask=inside & exists)
+    dim, exists = tier_dims(TIER, False)
+    codes, metadata = rows_at(base, place, TIER, False)
+    x = read_tile(codes, metadata, active, dim, exists, TIER, False, DTYPE)
+    tl.store(value + row * TIER.value_dim + dim, x, mask=inside & exists)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from contextlib import nullcontext
 
 import torch
@@ -10,12 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...config import Precision
-from ...memory import PageLayout, TierLayout
-from ...presets import UNIFORM_NUMBERS
-from ..variant import UNIFORM_DIMS, UNIFORM_PRECISIONS, KernelVariant
+from ...memory import TierLayout
+from ..backend import INTERPRETER
 from .copy_kernel import copy_tokens_kernel
-from .kernels import load_tokens_kernel, store_tokens_kernel, tile_planes
+from .kernels import load_tokens_kernel, store_tokens_kernel
 
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 TILE_ELEMENTS = 2048
@@ -64,13 +61,7 @@ def store_tokens(
             count,
             key.stride(0),
             value.stride(0),
-            **tier_constants(tier),
-            **number_constants(tier),
-            PAGE_BYTES=tier.page_bytes,
-            KEY_DIM=tier.key_dim,
-            VALUE_DIM=tier.value_dim,
-            KEY_WIDTH=padded_width(tier.key_dim, tier.k_bits),
-            VALUE_WIDTH=padded_width(tier.value_dim, tier.v_bits),
+            TIER=tier,
             DTYPE=TRITON_DTYPES[dtype],
             BLOCK=block,
             num_warps=NUM_WARPS,
@@ -97,12 +88,7 @@ def load_tokens(
             key,
             value,
             count,
-            **tier_constants(tier),
-            PAGE_BYTES=tier.page_bytes,
-            KEY_DIM=tier.key_dim,
-            VALUE_DIM=tier.value_dim,
-            KEY_WIDTH=padded_width(tier.key_dim, tier.k_bits),
-            VALUE_WIDTH=padded_width(tier.value_dim, tier.v_bits),
+            TIER=tier,
             DTYPE=TRITON_DTYPES[dtype],
             BLOCK=block,
             num_warps=NUM_WARPS,
@@ -145,97 +131,17 @@ def check_dtype(dtype: torch.dtype) -> None:
         raise ValueError(f"the kernels support {list(TRITON_DTYPES)}, not {dtype}; use the reference.")
 
 
+def dot_dtype(dtype: torch.dtype, target: str) -> tl.dtype:
+    """What matrix products of `dtype` are computed in; the interpreter would round those of half precision."""
+    return TRITON_DTYPES[torch.float32 if target == INTERPRETER else dtype]
+
+
 def unit_stride(x: Tensor) -> Tensor:
     """`x` with elements of the last dimension next to each other."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def padded_width(dim: int, bits: int) -> int:
-    """Bytes of a plane of a tile (elements at 16 bits), padded to a power of two."""
-    return triton.next_power_of_2(dim // tile_planes(bits))
 
 
 def tile_tokens(tier: TierLayout) -> int:
     """Tokens per program, so that a tile has about `TILE_ELEMENTS` elements."""
     widest = triton.next_power_of_2(max(tier.key_dim, tier.value_dim))
     return max(1, min(64, TILE_ELEMENTS // widest))
-
-
-def tier_constants(tier: TierLayout, prefix: str = "") -> dict[str, int]:
-    """The page format of a tier as kernel constants, each name led by `prefix`."""
-    names = ("k_bits", "v_bits", "k_groups", "v_groups", "key_row", "value_row")
-    names += ("key_offset", "key_metadata_offset", "value_offset", "value_metadata_offset")
-    names += ("key_metadata", "value_metadata")
-    return {prefix + name.upper(): getattr(tier, name) for name in names}
-
-
-def number_constants(tier: TierLayout, prefix: str = "") -> dict[str, int]:
-    """Where scores and positions are and what they take, likewise."""
-    names = ("score_offset", "position_offset", "score_bytes", "position_bytes")
-    return {prefix + name.upper(): getattr(tier, name) for name in names}
-
-
-def variants() -> list[KernelVariant]:
-    """What the ahead-of-time report compiles."""
-    found = []
-    uniform = itertools.product(UNIFORM_PRECISIONS, UNIFORM_DIMS, [UNIFORM_NUMBERS])
-    for precision, dim, numbers in (
-        (Precision(8, 4), 64, {}),
-        (Precision(8, 4), 96, {}),
-        (Precision(8, 4), 128, {}),
-        (Precision(8, 4), 256, {}),
-        (Precision(8, 4), 512, {}),
-        (Precision(4, 2), 128, {}),
-        (Precision(8, 8), 128, {}),
-        (Precision(16, 16), 128, {}),
-        (Precision(16, 16), 512, {}),
-        (Precision(4, 1, 4, 2), 128, {}),
-        (Precision(6, 4), 128, {}),
-        (Precision(5, 3), 64, {}),
-        (Precision(5, 3), 128, {}),
-        *uniform,
-    ):
-        tier = PageLayout.build(precision, precision, dim, dim, 2, **numbers).high
-        constants = {
-            **tier_constants(tier),
-            "PAGE_BYTES": tier.page_bytes,
-            "KEY_DIM": dim,
-            "VALUE_DIM": dim,
-            "KEY_WIDTH": padded_width(dim, tier.k_bits),
-            "VALUE_WIDTH": padded_width(dim, tier.v_bits),
-            "DTYPE": tl.bfloat16,
-            "BLOCK": tile_tokens(tier),
-        }
-        common = {"pages": "*u8", "page": "*i64", "slot": "*i64", "count": "i32"}
-        name = f"{precision.name}_unscored" if numbers else precision.name
-        suffix = f"{name}-g{precision.k_groups}{precision.v_groups}-d{dim}"
-        store = {**common, "key": "*bf16", "value": "*bf16", "score": "*fp32", "position": "*i64"}
-        found.append(
-            KernelVariant(
-                name=f"store_tokens-{suffix}",
-                kernel=store_tokens_kernel,
-                signature={**store, "key_stride": "i32", "value_stride": "i32"},
-                constexprs={**constants, **number_constants(tier)},
-                num_warps=NUM_WARPS,
-            )
-        )
-        found.append(
-            KernelVariant(
-                name=f"load_tokens-{suffix}",
-                kernel=load_tokens_kernel,
-                signature={**common, "key": "*fp32", "value": "*fp32"},
-                constexprs=constants,
-                num_warps=NUM_WARPS,
-            )
-        )
-        places = dict.fromkeys(("from_page", "from_slot", "to_page", "to_slot"), "*i64")
-        found.append(
-            KernelVariant(
-                name=f"copy_tokens-{suffix}",
-                kernel=copy_tokens_kernel,
-                signature={"pages": "*u8", **places, "count": "i32"},
-                constexprs={"TIER": tier, "BLOCK": copy_block(tier)},
-                num_warps=NUM_WARPS,
-            )
-        )
-    return found

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from contextlib import nullcontext
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from ...memory import PageLayout, TierLayout
-from ...presets import UNIFORM_NUMBERS
-from ..quantize.launch import TRITON_DTYPES, unit_stride
-from ..variant import UNIFORM_DIMS, UNIFORM_PRECISIONS, KernelVariant
+from ...memory import TierLayout
+from ..backend import device_of
+from ..quantize.launch import TRITON_DTYPES, dot_dtype, unit_stride
 from .kernels import feedback_kernel, moment_kernel, round_keys_kernel
-from .reference import DAMPING, LARGEST_BITS
+from .reference import DAMPING
 
 TILE_ELEMENTS = 2048
 NUM_WARPS = 4
@@ -44,8 +41,7 @@ def second_moment(query: Tensor, heads: int, valid: Tensor | None = None) -> Ten
             tokens,
             parts,
             *query.stride()[:3],
-            # in the interpreter products of half precision would be rounded
-            OPERAND=TRITON_DTYPES[query.dtype] if query.is_cuda else tl.float32,
+            OPERAND=dot_dtype(query.dtype, device_of(query.device).target),
             **_products(dim),
             num_warps=MOMENT_WARPS,
         )
@@ -88,46 +84,6 @@ def round_keys(key: Tensor, row: Tensor, feedback: Tensor, tier: TierLayout) -> 
             num_warps=NUM_WARPS,
         )
     return rounded
-
-
-def variants() -> list[KernelVariant]:
-    """What the ahead-of-time report compiles."""
-    found = [
-        KernelVariant(
-            name=f"feedback-d{dim}",
-            kernel=feedback_kernel,
-            signature={"moment": "*fp32", "feedback": "*fp32"},
-            constexprs=_matrix(dim),
-            num_warps=FEEDBACK_WARPS,
-        )
-        for dim in UNIFORM_DIMS
-    ]
-    numbers = ("heads", "group", "tokens", "parts", "query_batch", "query_head", "query_token")
-    found += [
-        KernelVariant(
-            name=f"moment-d{dim}",
-            kernel=moment_kernel,
-            signature={"query": "*bf16", "moment": "*fp32", **dict.fromkeys(numbers, "i32")},
-            constexprs={"valid": None, "OPERAND": tl.bfloat16, **_products(dim)},
-            num_warps=MOMENT_WARPS,
-        )
-        for dim in UNIFORM_DIMS
-    ]
-    for precision, dim in itertools.product(UNIFORM_PRECISIONS, UNIFORM_DIMS):
-        tier = PageLayout.build(precision, precision, dim, dim, 2, **UNIFORM_NUMBERS).high
-        if tier.k_bits > LARGEST_BITS:
-            continue
-        pointers = {"key": "*bf16", "row": "*i64", "feedback": "*fp32", "rounded": "*fp32"}
-        found.append(
-            KernelVariant(
-                name=f"round_keys-{precision.name}-d{dim}",
-                kernel=round_keys_kernel,
-                signature={**pointers, "count": "i32", "key_stride": "i32"},
-                constexprs=_constants(tier),
-                num_warps=NUM_WARPS,
-            )
-        )
-    return found
 
 
 def _constants(tier: TierLayout) -> dict[str, int]:

@@ -50,19 +50,15 @@ class Emulator:
         # not before a test asks for it, since not every machine has Triton
         from triton.runtime.interpreter import InterpretedFunction
 
-        from hf_diffkv.ops.decode_attention import scratch
-        from hf_diffkv.ops.prefill_attention import launch, past_launch
+        from hf_diffkv.ops.backend import Device, assume_device
 
         def run(function: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
             self.launch(function.fn, arguments, grid, options)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(InterpretedFunction, "run", run)
-            patch.setattr(scratch, "backend_of", lambda device: "cuda")
-            patch.setattr(launch, "target_of", lambda device: self.compiler.target)
-            for module in (scratch, past_launch):
-                patch.setattr(module, "processors", lambda device: self.processors)
-            yield self
+            with assume_device(Device(self.compiler.target, self.processors)):
+                yield self
 
     def launch(self, function: Any, arguments: tuple, grid: Sequence[int], options: dict[str, Any]) -> None:
         kernel = self.compiler.compile(function, arguments, options)
