@@ -28,7 +28,7 @@ def found_by(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0)
 
 
 def test_plan_fits_and_not_one_token_more(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = ["plan", "--model", "tiny-lm", "--memory", "12MB", "--batch", "2", "--context", "500", "--high-share", "1"]
+    plan = ["plan", "--model", "tiny-lm", "--memory", "12MB", "--batch", "2", "--context", "500"]
     found = found_by(capsys, *plan)
     weights = (TINY_LM / "model.safetensors").stat().st_size
     assert found["free"] == 12_000_000 - 1_200_000 - weights
