@@ -80,9 +80,11 @@ def _layers(model_config: Any, config: Any, options: SimpleNamespace) -> dict[st
         for key_dim, value_dim in sorted(heads):
             size = shape.dtype.itemsize
             layout = PageLayout.of(config, key_dim, value_dim, size, shape.limit)
+            # where no token is chosen, all that is stored is at the high level
             levels = {
                 name: {"precision": precision.name, "token_bytes": tier.token_bytes, "tokens_per_page": tier.capacity}
                 for name, precision, tier in (("high", config.high, layout.high), ("low", config.low, layout.low))
+                if name == "high" or config.selects
             }
             dense = (key_dim + value_dim) * size
             pages.append({"dense_token_bytes": dense, "page_bytes": layout.page_bytes, "levels": levels})

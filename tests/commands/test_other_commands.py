@@ -150,6 +150,8 @@ def test_inspect_without_a_prompt_needs_no_weights(tmp_path: Path, capsys: pytes
     assert main(["inspect", "--model", str(tmp_path)]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "1 of 3 layers are compressed." in text and "(DynamicSlidingWindowLayer): 0, 2." in text
+    # the default chooses no tokens
+    assert "high K5V4" in text and " low " not in text
 
 
 # verify
