@@ -171,6 +171,7 @@ def test_the_first_lines_of_the_readme_need_the_wheel_and_the_hub_alone(
     assert 0 < float(held) < 0.5 * float(dense) and float(share) < 50
     for line in commands.splitlines():
         run(installed, tmp_path, *command(installed, line), hub=hub)
+    run(installed, tmp_path, *command(installed, "hf-diffkv inspect"), hub=hub)
     # all of it from the one repository
     assert {repository for repository, _ in hub.fetched} == {name}
 

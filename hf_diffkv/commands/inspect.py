@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..evaluation.models import resolve_model
+from ..evaluation.models import SMALLEST_MODEL, resolve_model
 from ..plot.palette import LEVELS, PAPER, TERMINAL, ink_on
 from .console import colours, megabytes, paragraph, progress, table
 from .help import Command
@@ -40,7 +40,7 @@ WHITE, BLACK = 231, 16
     help="Say which layers of a model are compressed and what a token takes there. With PROMPT, run the model on it "
     "and show what each layer keeps of it, and the text in the colours of its levels.",
 )
-@chain(prompt_options, model_option(default="tiny-lm", show_default=True), config_options, running_options)
+@chain(prompt_options, model_option(default=SMALLEST_MODEL, show_default=True), config_options, running_options)
 @json_option
 @quiet_option
 def command(**given: Any) -> None:
