@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 # read when triton is first imported; on a GPU run the tests with TRITON_INTERPRET=0
@@ -14,6 +15,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 import torch
 import transformers
+from hub_stand_in import Hub
 from quick import pytest_addoption, pytest_collection_modifyitems  # noqa: F401
 
 from hf_diffkv.evaluation.models import resolve_model
@@ -70,6 +72,12 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[DecodeStep]:
 
     monkeypatch.setattr(DecodeStep, "__init__", note)
     return found
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with Hub() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

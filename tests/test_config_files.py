@@ -2,120 +2,23 @@
 
 from __future__ import annotations
 
-import base64
 import copy
 import dataclasses
 import hashlib
 import json
-import os
 import pickle
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from hub_stand_in import TOKEN, Hub
 
 from hf_diffkv import DiffKVConfig, Precision
 from hf_diffkv.config_files import CONFIG_NAME, to_text, with_calibration
 
 ROOT = Path(__file__).parents[1]
-TOKEN = "hf_stand_in"
 CALIBRATION = {"model": "some/model", "limit": {"kl": 0.01}, "candidates": [{"alpha_high": 1.0, "kl": 0.003}]}
-
-
-class Hub(ThreadingHTTPServer):
-    """Repositories with one branch, `main`, and one file. Those in `private` are there with the token only."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.repositories: dict[str, bytes | None] = {}
-        self.private: set[str] = set()
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Hub
-
-    def log_message(self, *arguments: object) -> None:
-        pass
-
-    def answer(self, status: int, content: bytes = b"", **headers: str) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(content)), **headers}.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-    @property
-    def knows_token(self) -> bool:
-        return self.headers.get("Authorization") == f"Bearer {TOKEN}"
-
-    def do_GET(self) -> None:
-        parts = self.path.split("?")[0].strip("/").split("/")
-        if len(parts) != 5 or parts[2] != "resolve":
-            return self.answer(404)
-        repo, revision = "/".join(parts[:2]), parts[3]
-        if repo not in self.server.repositories or (repo in self.server.private and not self.knows_token):
-            # so that nobody learns which private repositories there are
-            return self.answer(401, X_Error_Code="RepoNotFound")
-        content = self.server.repositories[repo]
-        commit = hashlib.sha1(content or b"").hexdigest()
-        if revision not in ("main", commit):
-            return self.answer(404, X_Error_Code="RevisionNotFound")
-        if content is None or parts[4] != CONFIG_NAME:
-            return self.answer(404, X_Error_Code="EntryNotFound", X_Repo_Commit=commit)
-        self.answer(200, content, ETag=f'"{commit}"', X_Repo_Commit=commit)
-
-    do_HEAD = do_GET
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if not self.knows_token:
-            return self.answer(401)
-        if self.path == "/api/repos/create":
-            wanted = json.loads(body)
-            repo = f"{wanted.get('organization') or 'me'}/{wanted['name']}"
-            answer = json.dumps({"url": f"{self.server.endpoint}/{repo}"}).encode()
-            if repo in self.server.repositories:
-                return self.answer(409, answer)
-            self.server.repositories[repo] = None
-            # how this is said depends on the release of the library
-            if wanted.get("private") or wanted.get("visibility") == "private":
-                self.server.private.add(repo)
-            return self.answer(200, answer)
-        parts = self.path.split("?")[0].strip("/").split("/")
-        repo, action = "/".join(parts[2:4]), parts[4]
-        if action == "preupload":
-            files = [
-                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
-                for file in json.loads(body)["files"]
-            ]
-            return self.answer(200, json.dumps({"files": files}).encode())
-        for line in map(json.loads, body.splitlines()):
-            if line["key"] == "file":
-                assert line["value"]["path"] == CONFIG_NAME
-                self.server.repositories[repo] = base64.b64decode(line["value"]["content"])
-        done = {"success": True, "commitOid": "0" * 40, "commitUrl": f"{self.server.endpoint}/{repo}/commit/0"}
-        self.answer(200, json.dumps(done).encode())
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    server = Hub()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
 
 
 @pytest.fixture
@@ -129,12 +32,10 @@ def client(hub: Hub, home: Path, code: str, **environment: str) -> str:
         "import json\nfrom hf_diffkv import DiffKVConfig\n"
         f"try:\n    {code}\nexcept Exception as error:\n    print(type(error).__name__, error)"
     )
-    variables = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", **environment}
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
     result = subprocess.run(
         [sys.executable, "-c", program],
         cwd=ROOT,
-        env={**kept, **variables},
+        env={**hub.environment(home), **environment},
         capture_output=True,
         text=True,
         timeout=120,
@@ -185,7 +86,8 @@ def test_pushed_configurations_come_back(hub: Hub, config: DiffKVConfig, tmp_pat
     push = f"print({load}.push_to_hub('org/name', token={TOKEN!r}, private=True).commit_url)"
     assert client(hub, tmp_path, push) == f"{hub.endpoint}/org/name/commit/0"
     assert hub.private == {"org/name"}
-    assert json.loads(hub.repositories["org/name"]) == json.loads((tmp_path / "saved" / CONFIG_NAME).read_text())
+    (pushed,) = hub.repositories["org/name"].items()
+    assert pushed == (CONFIG_NAME, (tmp_path / "saved" / CONFIG_NAME).read_bytes())
     # into a repository that exists
     again = (
         f"{load}.save_pretrained({str(tmp_path / 'again')!r}, push_to_hub=True, token={TOKEN!r}, repo_id='org/name')"
@@ -206,12 +108,12 @@ def test_the_name_of_the_folder_is_that_of_the_repository(hub: Hub, tmp_path: Pa
     folder = str(tmp_path / "my-config")
     save = f"DiffKVConfig(window=5).save_pretrained({folder!r}, push_to_hub=True)"
     assert client(hub, tmp_path, save, HF_TOKEN=TOKEN) == ""
-    assert json.loads(hub.repositories["me/my-config"])["window"] == 5
+    assert json.loads(hub.repositories["me/my-config"][CONFIG_NAME])["window"] == 5
 
 
 def test_revisions(hub: Hub, tmp_path: Path) -> None:
     content = to_text(DiffKVConfig(window=7)).encode()
-    hub.repositories["org/name"] = content
+    hub.repositories["org/name"] = {CONFIG_NAME: content}
     revision = hashlib.sha1(content).hexdigest()
     read = "print(DiffKVConfig.from_pretrained('org/name', revision={!r}).window)"
     assert client(hub, tmp_path, read.format(revision)) == "7"
@@ -220,7 +122,7 @@ def test_revisions(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_what_is_not_there(hub: Hub, tmp_path: Path) -> None:
-    hub.repositories |= {"org/empty": None, "org/private": to_text(DiffKVConfig()).encode()}
+    hub.repositories |= {"org/empty": {}, "org/private": {CONFIG_NAME: to_text(DiffKVConfig()).encode()}}
     hub.private.add("org/private")
 
     def read(name: str, **environment: str) -> str:

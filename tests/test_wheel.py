@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hub_stand_in import Hub
 
 ROOT = Path(__file__).parents[1]
 
@@ -70,8 +73,8 @@ def installed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("setuptools", minversion="77")
     wheels, folder = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("installed")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    # not optimised, as it need not be fast
-    environment = {**os.environ, "HF_DIFFKV_NATIVE_FLAGS": "-O0", "HF_DIFFKV_NATIVE_SETS": "avx2"}
+    # some optimisation, as what runs on it takes longer than the compiler
+    environment = {**os.environ, "HF_DIFFKV_NATIVE_FLAGS": "-O1", "HF_DIFFKV_NATIVE_SETS": "avx2"}
     build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(wheels), str(source)]
     subprocess.run(build, check=True, env=environment)
     (wheel,) = wheels.iterdir()
@@ -80,10 +83,14 @@ def installed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(installed: Path, folder: Path, *command: str) -> str:
-    """What `command` prints in `folder`, which is not the checkout."""
-    environment = {**os.environ, "PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+def run(installed: Path, folder: Path, *command: str, hub: Hub | None = None) -> str:
+    """What `command` prints in `folder`, which is not the checkout, with this Hub or none."""
+    home = folder / "home"
+    online = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(home)} if hub is None else hub.environment(home)
+    environment = {**online, "PYTHONPATH": str(installed)}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -124,10 +131,9 @@ def test_an_installed_wheel_does_without_a_checkout(installed: Path, tmp_path: P
     answer = "9082"
     said, memory, place = run(installed, tmp_path, sys.executable, "-c", TEN_LINES).splitlines()
     assert said == answer and " dense (" in memory and Path(place).is_relative_to(installed)
-    command = [sys.executable, str(installed / "bin" / "hf-diffkv")]
-    options = ["--model", "model", "--prompt-file", "prompt.txt", "--max-new-tokens", "4", "--quiet"]
-    assert run(installed, tmp_path, *command, "generate", *options).strip() == answer
-    assert run(installed, tmp_path, *command, "--version").startswith("hf-diffkv ")
+    generate = "hf-diffkv generate --model model --prompt-file prompt.txt --max-new-tokens 4 --quiet"
+    assert run(installed, tmp_path, *command(installed, generate)).strip() == answer
+    assert run(installed, tmp_path, *command(installed, "hf-diffkv --version")).startswith("hf-diffkv ")
     assert (installed / "hf_diffkv" / "py.typed").is_file()
     shutil.copytree(ROOT / "examples" / "space", tmp_path / "space")
     space = [sys.executable, str(tmp_path / "space" / "app.py"), "--help"]
@@ -138,6 +144,43 @@ def test_an_installed_wheel_does_without_a_checkout(installed: Path, tmp_path: P
             "page.build(generation.Generator('model')); print(page.__file__)"
         )
         assert Path(run(installed, tmp_path, sys.executable, "-c", page).strip()).is_relative_to(installed)
+
+
+@needs_compiler
+@needs_glibc
+@pytest.mark.slow
+def test_the_first_lines_of_the_readme_need_the_wheel_and_the_hub_alone(
+    installed: Path, tmp_path: Path, hub: Hub
+) -> None:
+    """As they stand, with the id that stands there; there are the files of tiny-lm, and a template for chats."""
+    readme = (ROOT / "README.md").read_text()
+    lines = re.search(r"```python\n(.*?)```", readme, re.DOTALL)[1]
+    (name,) = re.findall(r'^name = "(.*)"$', lines, re.MULTILINE)
+    files = {path.name: path.read_bytes() for path in (ROOT / "examples" / "models" / "tiny-lm").iterdir()}
+    files["chat_template.jinja"] = b"{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    hub.repositories[name] = files
+
+    (commands,) = re.findall(r"```bash\n(hf-diffkv .*?)```", readme, re.DOTALL)
+    plan = next(line for line in commands.splitlines() if line.startswith("hf-diffkv plan "))
+    printed = run(installed, tmp_path, *command(installed, plan), hub=hub)
+    assert "DiffKV" in printed and {file for _, file in hub.fetched} == {"config.json"}
+
+    *said, memory = run(installed, tmp_path, sys.executable, "-c", lines, hub=hub).splitlines()
+    assert len("\n".join(said)) > 0 and "model.safetensors" in {file for _, file in hub.fetched}
+    held, dense, share = re.match(r"([\d.]+) MB of ([\d.]+) MB dense \(([\d.]+)%; ", memory).groups()
+    assert 0 < float(held) < 0.5 * float(dense) and float(share) < 50
+    for line in commands.splitlines():
+        run(installed, tmp_path, *command(installed, line), hub=hub)
+    run(installed, tmp_path, *command(installed, "hf-diffkv inspect"), hub=hub)
+    # all of it from the one repository
+    assert {repository for repository, _ in hub.fetched} == {name}
+
+
+def command(installed: Path, line: str) -> list[str]:
+    """A line of a document that begins with `hf-diffkv`, with the command of the wheel."""
+    name, *arguments = shlex.split(line, comments=True)
+    assert name == "hf-diffkv"
+    return [sys.executable, str(installed / "bin" / name), *arguments]
 
 
 @pytest.mark.slow

@@ -100,7 +100,9 @@ def _text(found: list[Any], context: int, environment: dict[str, Any]) -> str:
         for each in found
     ]
     header = ("cache", "per token", "half of them", "cache", "of dense", "prompt")
+    threads = environment["threads"]
     where = (
-        f"{context:,} tokens, {environment['device']}, {environment['threads']} threads, torch {environment['torch']}."
+        f"{context:,} tokens, {environment['device']}, {threads} thread{'s' if threads != 1 else ''}, "
+        f"torch {environment['torch']}."
     )
     return f"{table(header, rows)}\n\n{paragraph(where)}"

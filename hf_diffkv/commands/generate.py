@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..evaluation.loading import hide_progress_bars
-from ..evaluation.models import resolve_model
+from ..evaluation.models import SMALLEST_MODEL, resolve_model
 from .comparison import DENSE, DIFFKV, comparison, figures, run_summary
 from .console import Failure, progress, to_terminal
 from .env import versions
@@ -53,7 +53,7 @@ sampling_options = chain(
     "generated text alone, and the comparison goes to stderr.",
 )
 @prompt_options
-@model_option(default="tiny-lm", show_default=True)
+@model_option(default=SMALLEST_MODEL, show_default=True)
 @click.option("--then", metavar="TEXT", multiple=True, help="A further turn on the same cache; repeatable.")
 @click.option("--chat", is_flag=True, help="PROMPT and each --then are messages, set by the model's chat template.")
 @click.option("--system", metavar="TEXT", help="System message of --chat.")

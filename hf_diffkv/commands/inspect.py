@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..evaluation.models import resolve_model
+from ..evaluation.models import SMALLEST_MODEL, resolve_model
 from ..plot.palette import LEVELS, PAPER, TERMINAL, ink_on
 from .console import colours, megabytes, paragraph, progress, table
 from .help import Command
@@ -40,7 +40,7 @@ WHITE, BLACK = 231, 16
     help="Say which layers of a model are compressed and what a token takes there. With PROMPT, run the model on it "
     "and show what each layer keeps of it, and the text in the colours of its levels.",
 )
-@chain(prompt_options, model_option(default="tiny-lm", show_default=True), config_options, running_options)
+@chain(prompt_options, model_option(default=SMALLEST_MODEL, show_default=True), config_options, running_options)
 @json_option
 @quiet_option
 def command(**given: Any) -> None:
@@ -80,9 +80,11 @@ def _layers(model_config: Any, config: Any, options: SimpleNamespace) -> dict[st
         for key_dim, value_dim in sorted(heads):
             size = shape.dtype.itemsize
             layout = PageLayout.of(config, key_dim, value_dim, size, shape.limit)
+            # where no token is chosen, all that is stored is at the high level
             levels = {
                 name: {"precision": precision.name, "token_bytes": tier.token_bytes, "tokens_per_page": tier.capacity}
                 for name, precision, tier in (("high", config.high, layout.high), ("low", config.low, layout.low))
+                if name == "high" or config.selects
             }
             dense = (key_dim + value_dim) * size
             pages.append({"dense_token_bytes": dense, "page_bytes": layout.page_bytes, "levels": levels})

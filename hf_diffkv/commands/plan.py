@@ -43,7 +43,11 @@ size_options = chain(
 @model_option(required=True)
 @size_options
 @click.option(
-    "--high-share", metavar="X", type=click.FloatRange(0, 1), multiple=True, help="Of the tokens.  [default: 0, 0.5, 1]"
+    "--high-share",
+    metavar="X",
+    type=click.FloatRange(0, 1),
+    multiple=True,
+    help="Of the tokens, where there are two levels.  [default: 0, 0.5, 1]",
 )
 @format_options
 @dtype_option
@@ -105,7 +109,8 @@ def _caches(shape: ModelShape, config: Any, shares: tuple[float, ...]) -> dict[s
         f"dense, {dense}": shape.dense_bytes,
         "dense, fp8": lambda tokens: shape.dense_bytes(tokens, FP8_BYTES),
     }
-    for share in dict.fromkeys(sorted(shares, reverse=True)):
+    # where no token is chosen, all that is stored is at the high level
+    for share in dict.fromkeys(sorted(shares, reverse=True)) if config.selects else (1.0,):
         name = config.low.name if share == 0 else config.high.name if share == 1 else f"{share:.0%} {config.high.name}"
         found[f"DiffKV, {name}"] = lambda tokens, share=share: shape.diffkv_bytes(tokens, config, share)
     return found

@@ -10,6 +10,8 @@ TINY_LM = CHECKOUT / "examples" / "models" / "tiny-lm"
 # where `make models` puts what it fetches, a folder per short name
 MODELS_FOLDER = CHECKOUT / "build" / "models"
 HUB_IDS = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct", "gemma3-270m": "google/gemma-3-270m"}
+# enough for a quick look; tiny-lm is not in wheels
+SMALLEST_MODEL = "tiny-lm" if (TINY_LM / "config.json").is_file() else "smollm2"
 
 
 def resolve_model(name: str) -> str:
@@ -27,7 +29,7 @@ def resolve_model(name: str) -> str:
         return name
     if name == "tiny-lm":
         if not (TINY_LM / "config.json").is_file():
-            raise ValueError("tiny-lm comes with a checkout of the project only; give a Hub id or a folder.")
+            raise ValueError("tiny-lm comes with a checkout of the project only; give smollm2, a Hub id or a folder.")
         return str(TINY_LM)
     for short, hub_id in HUB_IDS.items():
         if name in (short, hub_id):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..store import Slots
 from ..store.staging import stage
-from .continuous_order import Expected
+from .continuous_order import ExpectedPrefix
 from .errors import HandOverError
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class ContinuousCache:
         self._coming: list[tuple[str, int]] = []
         # prompts of requests that wait, and what they will find
         self._prompts: dict[str, Tensor] = {}
-        self._expected: dict[str, Expected] = {}
+        self._expected: dict[str, ExpectedPrefix] = {}
 
     @property
     def bytes(self) -> int:
@@ -214,7 +214,7 @@ class ContinuousCache:
     def use_prefix_sharing(self) -> bool:
         return self.prefixes is not None
 
-    def expect(self, waiting: dict[str, list[int]], load: bool) -> dict[str, Expected]:
+    def expect(self, waiting: dict[str, list[int]], load: bool) -> dict[str, ExpectedPrefix]:
         """Announces requests that wait, by name with their prompts; what each will find of a prefix.
 
         While no slot is idle none of them can be let in, and the store is asked for new ones only.
@@ -226,7 +226,7 @@ class ContinuousCache:
         if self.prefixes is None or known and not (waiting and self.slots.idle):
             return self._expected
         self._prompts = {name: self._prompts.get(name, torch.tensor(ids)) for name, ids in waiting.items()}
-        found = [Expected()] * len(waiting)
+        found = [ExpectedPrefix()] * len(waiting)
         try:
             found = self.prefixes.look_ahead(list(self._prompts.values()), load)
         except OSError as error:

@@ -13,7 +13,7 @@ import transformers
 
 from .continuous_cache import ContinuousCache
 from .continuous_order import LOOK_AHEAD, AdmissionOrder
-from .private_names import Expected, changed, parameters_of
+from .private_names import PrivateName, changed, parameters_of
 
 OLDEST = (5, 23)
 _REMEDY = "generate() works with this release; please report it with the release's number"
@@ -45,7 +45,7 @@ except ImportError as error:
     ) from error
 
 # what is overridden, called or taken the place of
-EXPECTED: tuple[Expected, ...] = (
+EXPECTED: tuple[PrivateName, ...] = (
     (
         ContinuousBatchingManager,
         "__init__",

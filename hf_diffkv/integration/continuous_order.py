@@ -12,7 +12,7 @@ LOOK_AHEAD = 32
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedPrefix:
     """What of a prefix a request that waits will find.
 
     Attributes:
@@ -38,7 +38,7 @@ class AdmissionOrder:
         self.most_overtaken = most_overtaken
         self._overtaken: dict[str, int] = {}
 
-    def sort(self, waiting: Sequence[str], expected: Mapping[str, Expected], busy: bool = False) -> list[str]:
+    def sort(self, waiting: Sequence[str], expected: Mapping[str, ExpectedPrefix], busy: bool = False) -> list[str]:
         """Those to be given memory, in this order.
 
         Args:
@@ -64,7 +64,7 @@ class AdmissionOrder:
         self._overtaken = overtaken
 
 
-def _turn(expected: Expected | None) -> int:
+def _turn(expected: ExpectedPrefix | None) -> int:
     if expected is None or expected.tier is None:
         return 1
     return 0 if expected.resident else 2

@@ -6,6 +6,7 @@ Every slot has room for one request's windows, so that whoever has a slot never 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from .errors import UnsupportedModelError
 
 # queries of a prompt that attend at a time, where the window is shorter
 FEWEST_QUERIES = 128
+_attend = partial(dense_attention, dropout=0.0, causal=False)
 
 
 class SlidingWindows:
@@ -191,15 +193,3 @@ class _Forward:
     def rows(self, packed: Tensor) -> Tensor:
         """Keys or values for requests of one token, [steps, keys, kv_heads, dim], of what the allocator returns."""
         return packed.unflatten(0, (len(self.step_at), -1)) if self._only_steps else packed[self.step_keys]
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    return dense_attention(query, key, value, mask, scaling, 0.0, softcap, sinks, causal=False)

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 # owner, name, parameters without `self`
-Expected = tuple[Any, str, tuple[str, ...]]
+PrivateName = tuple[Any, str, tuple[str, ...]]
 
 
-def changed(expected: Iterable[Expected]) -> list[str]:
+def changed(expected: Iterable[PrivateName]) -> list[str]:
     """Those that are not there or take other parameters, as "Owner.name"."""
     return [
         f"{owner.__name__}.{name}"

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ..config import DiffKVConfig
 from ..integration.cache import DiffKVCache, config_of
-from ..integration.continuous_order import Expected
+from ..integration.continuous_order import ExpectedPrefix
 from ..integration.devices import TensorParallel, layer_devices
 from ..io import FORMAT_VERSION
 from ..snapshot import (
@@ -244,7 +244,7 @@ class PrefixStore:
         self._compute(ids, cache)
         return self.insert(ids, cache)
 
-    def look_ahead(self, prompts: Sequence[Any], load: bool = True) -> list[Expected]:
+    def look_ahead(self, prompts: Sequence[Any], load: bool = True) -> list[ExpectedPrefix]:
         """Announces the requests that come next; what they will use stays in faster tiers.
 
         Args:
@@ -269,7 +269,7 @@ class PrefixStore:
             self._background.want(slow if load else [])
             loading = [name is not None and self._background.is_loading(name) for name in names]
         found = zip(tiers, loading)
-        return [Expected(None if tier is None else tier.name, tier is fast, coming) for tier, coming in found]
+        return [ExpectedPrefix(None if tier is None else tier.name, tier is fast, coming) for tier, coming in found]
 
     @property
     def has_folder(self) -> bool:

@@ -17,7 +17,7 @@ if not is_serve_available():
 
 # refuses releases whose engine is another one
 from ..integration.continuous import DiffKVBatchingManager
-from ..integration.private_names import Expected, changed
+from ..integration.private_names import PrivateName, changed
 
 _REMEDY = "generate_batch works with this release; please report it with the release's number"
 
@@ -32,7 +32,7 @@ except ImportError as error:
     raise ImportError(f"transformers {transformers.__version__} has another server ({error}); {_REMEDY}.") from error
 
 # what is overridden, called or taken the place of
-EXPECTED: tuple[Expected, ...] = (
+EXPECTED: tuple[PrivateName, ...] = (
     (CBGenerateManager, "__init__", ("cb_config",)),
     (CBGenerateManager, "init_cb", ("model", "gen_config")),
     (CBGenerateManager, "_check_alive", ("request_id",)),

@@ -28,7 +28,7 @@ def found_by(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0)
 
 
 def test_plan_fits_and_not_one_token_more(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = ["plan", "--model", "tiny-lm", "--memory", "12MB", "--batch", "2", "--context", "500", "--high-share", "1"]
+    plan = ["plan", "--model", "tiny-lm", "--memory", "12MB", "--batch", "2", "--context", "500"]
     found = found_by(capsys, *plan)
     weights = (TINY_LM / "model.safetensors").stat().st_size
     assert found["free"] == 12_000_000 - 1_200_000 - weights
@@ -150,6 +150,8 @@ def test_inspect_without_a_prompt_needs_no_weights(tmp_path: Path, capsys: pytes
     assert main(["inspect", "--model", str(tmp_path)]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "1 of 3 layers are compressed." in text and "(DynamicSlidingWindowLayer): 0, 2." in text
+    # the default chooses no tokens
+    assert "high K5V4" in text and " low " not in text
 
 
 # verify

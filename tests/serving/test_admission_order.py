@@ -12,18 +12,18 @@ from tiny_models import tiny_model
 
 from hf_diffkv import PrefixStore
 from hf_diffkv.integration.continuous_cache import ContinuousCache
-from hf_diffkv.integration.continuous_order import AdmissionOrder, Expected
+from hf_diffkv.integration.continuous_order import AdmissionOrder, ExpectedPrefix
 
-RESIDENT, NONE, SLOW = Expected("device", True), Expected(), Expected("disk", False)
+RESIDENT, NONE, SLOW = ExpectedPrefix("device", True), ExpectedPrefix(), ExpectedPrefix("disk", False)
 
 
 def test_resident_hits_come_first_and_slow_ones_last() -> None:
     order = AdmissionOrder()
-    found = {"a": SLOW, "b": NONE, "c": RESIDENT, "d": Expected("host", False), "e": RESIDENT}
+    found = {"a": SLOW, "b": NONE, "c": RESIDENT, "d": ExpectedPrefix("host", False), "e": RESIDENT}
     assert order.sort("abcdef", found) == ["c", "e", "b", "f", "a", "d"]
     assert order.sort("abc", {}) == ["a", "b", "c"]
     # what is being loaded is awaited where there is something else to do
-    loading = {"a": Expected("disk", loading=True), "c": RESIDENT}
+    loading = {"a": ExpectedPrefix("disk", loading=True), "c": RESIDENT}
     assert order.sort("abc", loading, busy=True) == ["c", "b"]
     assert order.sort("abc", loading, busy=False) == ["c", "b", "a"]
 
@@ -57,7 +57,7 @@ def test_at_any_load_nobody_is_overtaken_more_often() -> None:
     """Random arrivals and tiers, up to three let in at a time in the order that is asked for."""
     most, together = 5, 3
     rng, order, waiting, overtaken = random.Random(0), AdmissionOrder(most), [], {}
-    kinds: dict[str, Expected] = {}
+    kinds: dict[str, ExpectedPrefix] = {}
     for step in range(400):
         for i in range(rng.randint(0, 3)):
             name = f"{step}-{i}"
