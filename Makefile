@@ -125,6 +125,7 @@ space: $(READY)
 
 compile-kernels: $(READY)
 	$(BIN)/python -m hf_diffkv.kernel_report -j $(WORKERS) $(if $(QUICK),--quick)
+	$(BIN)/python tools/model_decode.py
 
 bench-cpu: $(READY)
 	$(BIN)/python benchmarks/decode_cpu.py

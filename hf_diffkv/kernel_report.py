@@ -18,11 +18,14 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from tqdm.auto import tqdm
 
 from .ops.variant import TARGETS, KernelVariant
 
@@ -198,19 +201,22 @@ def _per_element(code: Sequence[tuple[int, str, int | None]], variant: KernelVar
 
 def measure_all(jobs: Sequence[tuple[str, str]], processes: int) -> Iterator[KernelResources]:
     """Resources of (variant name, target) pairs, in order; variants that compile to the same are compiled once."""
-    variants = {variant.name: variant for variant in collect_variants()}
+    variants = _variants_by_name()
+    keys = [_identity(variants[name], target) for name, target in jobs]
     first: dict[str, tuple[str, str]] = {}
-    for job in jobs:
-        first.setdefault(_identity(variants[job[0]], job[1]), job)
-    needed = list(first.values())
-    if processes > 1:
-        # fresh processes: a compiler that was forked halfway may hang
-        with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-            found = dict(zip(needed, pool.map(_measure_named, needed)))
-    else:
-        found = {job: measure(variants[job[0]], job[1]) for job in needed}
-    for name, target in jobs:
-        yield replace(found[first[_identity(variants[name], target)]], name=name)
+    for key, job in zip(keys, jobs):
+        first.setdefault(key, job)
+    found: dict[str, KernelResources] = {}
+    with ExitStack() as running:
+        measured: Iterator[KernelResources] = map(_measure_named, first.values())
+        if processes > 1:
+            # fresh processes: a compiler that was forked halfway may hang
+            pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
+            measured = running.enter_context(pool).map(_measure_named, first.values())
+        for (name, _), key in zip(jobs, keys):
+            if key not in found:
+                found[key] = next(measured)
+            yield replace(found[key], name=name)
 
 
 def _measure_named(job: tuple[str, str]) -> KernelResources:
@@ -277,13 +283,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     if not jobs:
         parser.error("no kernel variant fits --match and --targets.")
-    results = list(measure_all(jobs, options.processes))
+    results = []
+    # no bar where nobody looks
+    for result in tqdm(measure_all(jobs, options.processes), total=len(jobs), unit=" kernels", disable=None):
+        results.append(result)
+        if options.json:
+            print(json.dumps({"triton": version("triton"), **asdict(result)}), flush=True)
     if options.markdown:
         print(format_markdown(results))
-    elif options.json:
-        for result in results:
-            print(json.dumps({"triton": version("triton"), **asdict(result)}))
-    else:
+    elif not options.json:
         print(format_table(results))
     failed = [f"{r.name} for {r.target}" for r in results if r.failed]
     if failed:
