@@ -32,10 +32,20 @@ CPU = torch.device("cpu")
 class State:
     """Requests without a token, and pages for them; `turn` draws the next tokens."""
 
-    def __init__(self, high: Precision, low: Precision, dtype: torch.dtype, *, dim: int = 16, batch: int = 2,
-                 heads: int = 1, sinks: int = 2, bits: int = 32, rotates: bool = False, page_bytes: int = 512) -> None:  # fmt: skip
-        numbers = {"metadata_bits": bits, "position_bytes": bits // 8}
-        self.layout = PageLayout.build(high, low, dim, dim, dtype.itemsize, page_bytes, **numbers)
+    def __init__(
+        self,
+        high: Precision,
+        low: Precision,
+        dtype: torch.dtype,
+        *,
+        dim: int = 16,
+        heads: int = 1,
+        sinks: int = 2,
+        bits: int = 32,
+        rotates: bool = False,
+    ) -> None:
+        batch, numbers = 2, {"metadata_bits": bits, "position_bytes": bits // 8}
+        self.layout = PageLayout.build(high, low, dim, dim, dtype.itemsize, 512 * dim // 16, **numbers)
         self.pages = torch.full((PAGES, self.layout.page_bytes), 0xFF, dtype=torch.uint8)
         self.free_list = FreeList(CPU)
         self.free_list.extend(1, PAGES - 1)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...config import Precision
-from ...memory import FreeList, PageLayout
+from ...memory import FreeList, PageLayout, TierLayout
 from ..enter.launch import ROUNDING_WARPS, fix_offsets, strides
 from ..quantize.launch import TRITON_DTYPES, check_dtype, check_pages, padded_width, unit_stride
 from ..rotation_kernel import INNER, NUM_WARPS, block_tokens, root
@@ -77,7 +77,7 @@ def relevel_tokens(
     found = {"plan": plan, "order": order, "level": level, "target": target, "entries": entries, "past": past}
     found |= {"columns": columns, **counts, **sizes}
     held = {"window_key": rows.window_key, "window_value": rows.window_value, "window_score": rows.window_score}
-    block = block_tokens(max(layout.high.key_dim, layout.high.value_dim))
+    block = tile_tokens(max(layout.high.key_dim, layout.high.value_dim))
     tiles = tiers | {"DTYPE": TRITON_DTYPES[key.dtype], "BLOCK": block}
     tiles["num_warps"] = NUM_WARPS if feedback is None else ROUNDING_WARPS
     both = tiles | widths("HIGH_", layout.high) | widths("LOW_", layout.low)
@@ -106,14 +106,12 @@ def relevel_tokens(
             **pinned,
             **tiers,
         )
-        count_kernel[(many,)](
-            before, plan, state=free_list.state, ring_state=ring_state, rows=many, blocks=blocks, CHUNK=CHUNK,
-            **counts, **tiers,
-        )  # fmt: skip
+        counted = {"before": before, "blocks": blocks, "CHUNK": CHUNK}
+        free = {"ring_state": ring_state, "state": free_list.state}
+        count_kernel[(many,)](plan=plan, rows=many, **counted, **free, **counts, **tiers)
         list_kernel[(many, blocks + 1)](
-            free_list.ring, ring_state, rows.page_table, before=before, blocks=blocks, BLOCK=BLOCK, CHUNK=CHUNK,
-            **found, **tiers,
-        )  # fmt: skip
+            free_list.ring, ring_state, rows.page_table, BLOCK=BLOCK, **counted, **found, **tiers
+        )
         if past:
             grid = (many, triton.cdiv(past, block))
             demote_kernel[grid](pages, feedback=feedback, **found, **tiles, **widths("", layout.low))
@@ -148,12 +146,27 @@ def relevel_tokens(
             **both,
         )
         finish_kernel[(many,)](
-            free_list.ring, free_list.state, ring_state, rows.page_table, entries, plan,
-            length=rows.length, window_start=rows.window_start, CHUNK=CHUNK, **counts, **entering, **sizes, **tiers,
-        )  # fmt: skip
+            free_list.ring,
+            table=rows.page_table,
+            entries=entries,
+            plan=plan,
+            length=rows.length,
+            window_start=rows.window_start,
+            CHUNK=CHUNK,
+            **free,
+            **counts,
+            **entering,
+            **sizes,
+            **tiers,
+        )
 
 
-def widths(name: str, tier: object) -> dict[str, int]:
+def tile_tokens(widest: int) -> int:
+    """Tokens of a tile of `widest` channels: two tiers' tiles take more registers than one's."""
+    return max(16, block_tokens(widest) // 2)
+
+
+def widths(name: str, tier: TierLayout) -> dict[str, int]:
     return {
         f"{name}KEY_WIDTH": padded_width(tier.key_dim, tier.k_bits),
         f"{name}VALUE_WIDTH": padded_width(tier.value_dim, tier.v_bits),
@@ -161,7 +174,8 @@ def widths(name: str, tier: object) -> dict[str, int]:
 
 
 def variants() -> list[KernelVariant]:
-    """What the ahead-of-time report compiles: bf16 models, the paper's configuration, and keys rotated and centred."""
+    """What the ahead-of-time report compiles: bf16 models, the paper's configuration, and keys rotated, centred and
+    rounded for their queries."""
     found = []
     for (high, low), dim in itertools.product(PRECISIONS, DIMS):
         for transforms in (False, True):
@@ -170,7 +184,7 @@ def variants() -> list[KernelVariant]:
 
 
 def _variants(high: Precision, low: Precision, dim: int, transforms: bool) -> list[KernelVariant]:
-    """Of one page format: wide, of the model's own channels; or narrow, rotated and centred."""
+    """Of one page format: wide, of the model's own channels; or narrow, of transformed ones."""
     numbers = {"metadata_bits": 16, "position_bytes": 2} if transforms else {}
     layout = PageLayout.build(high, low, dim, dim, 2, **numbers)
     ints = ("rows", "heads", "width", "columns", "past", "tokens", "window", "slots", "sink_slots", "blocks")
@@ -187,16 +201,16 @@ def _variants(high: Precision, low: Precision, dim: int, transforms: bool) -> li
         **dict.fromkeys((*ints, "pin_start", "pin_stop"), "i32"),
         **dict.fromkeys(("limit", "pinned_sum"), "fp32"),
     }
-    absent = dict.fromkeys(("rank", "count", "feedback"))
+    absent = dict.fromkeys(("rank", "count"))
     if not transforms:
-        absent |= dict.fromkeys(("key_matrix", "value_matrix", "offset", "shift"))
-    tile = {"HIGH": layout.high, "LOW": layout.low, "DTYPE": tl.bfloat16, "BLOCK": block_tokens(dim)}
+        absent |= dict.fromkeys(("key_matrix", "value_matrix", "offset", "shift", "feedback"))
+    tile = {"HIGH": layout.high, "LOW": layout.low, "DTYPE": tl.bfloat16, "BLOCK": tile_tokens(dim)}
     product = {"KEY_ROOT": root(dim), "VALUE_ROOT": root(dim), "INNER": INNER, "OPERAND": tl.bfloat16}
     tile |= product | widths("HIGH_", layout.high) | widths("LOW_", layout.low)
     counting = {"HIGH": layout.high, "LOW": layout.low, "BLOCK": BLOCK, "CHUNK": CHUNK}
     kernels = dict.fromkeys((level_window_kernel, level_new_kernel), tile)
     kernels[demote_kernel] = tile | widths("", layout.low)
-    kernels |= dict.fromkeys((decide_kernel,), counting)
+    kernels[decide_kernel] = counting
     if not transforms:
         kernels |= dict.fromkeys((count_kernel, list_kernel, finish_kernel), counting) | {close_kernel: tile}
     name = f"{high.name}-{low.name}{'-rotated' if transforms else ''}-d{dim}"
@@ -204,6 +218,13 @@ def _variants(high: Precision, low: Precision, dim: int, transforms: bool) -> li
     for kernel, constants in kernels.items():
         constants = {each: value for each, value in (absent | constants).items() if each in kernel.arg_names}
         signature = {each: types[each] for each in kernel.arg_names if each not in constants}
-        found.append(KernelVariant(f"{kernel.__name__.removesuffix('_kernel')}-{name}", kernel, signature, constants,
-                                   num_warps=NUM_WARPS))  # fmt: skip
+        found.append(
+            KernelVariant(
+                name=f"{kernel.__name__.removesuffix('_kernel')}-{name}",
+                kernel=kernel,
+                signature=signature,
+                constexprs=constants,
+                num_warps=ROUNDING_WARPS if "feedback" in signature else NUM_WARPS,
+            )
+        )
     return found

@@ -310,18 +310,17 @@ def level_new_kernel(
     tl.store(invalid, 1, mask=wrong > 0)
 
     if tl.sum(is_low.to(tl.int32), 0) > 0:
-        x, _ = new_tile(
+        low_key, low_good = new_tile(
             keys, is_low, key_matrix, limit, KEY_ROOT, LOW.key_dim, LOW.k_bits, LOW_KEY_WIDTH, INNER, OPERAND
         )
         if offset is not None:
-            x = less(x, offset, row, LOW.key_dim, LOW.k_bits, LOW_KEY_WIDTH)
-        stored_key(
-            rounded(x, DTYPE), pages, low_page, low_slot, feedback, row, is_low, LOW, LOW_KEY_WIDTH, DTYPE
-        )  # fmt: skip
-        x, _ = new_tile(
+            low_key = less(low_key, offset, row, LOW.key_dim, LOW.k_bits, LOW_KEY_WIDTH)
+        low_key = rounded(low_key, DTYPE)
+        stored_key(low_key, pages, low_page, low_slot, feedback, row, is_low, LOW, LOW_KEY_WIDTH, DTYPE)
+        low_value, low_fine = new_tile(
             values, is_low, value_matrix, limit, VALUE_ROOT, LOW.value_dim, LOW.v_bits, LOW_VALUE_WIDTH, INNER, OPERAND
         )
-        page_tile(rounded(x, DTYPE), pages, low_page, low_slot, is_low, LOW, False, LOW_VALUE_WIDTH, DTYPE)
+        page_tile(rounded(low_value, DTYPE), pages, low_page, low_slot, is_low, LOW, False, LOW_VALUE_WIDTH, DTYPE)
 
     score = tl.load(received + row.to(tl.int64) * columns + past + token, mask=real, other=0.0)
     score = raised_if_pinned(score, position, pin_start, pin_stop, pinned_sum)
