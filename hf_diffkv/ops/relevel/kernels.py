@@ -23,7 +23,8 @@ one that is still to be read but by a launch before.
              and the low tier, tokens added to the high and the low tier
     plan     int32 [6, rows]: these four of the whole row, pages that it lacks, pages that it gives back
     order    int32 [rows, columns]: rank among the added ones of the tier; of kept ones that from the last on
-    target   int32 [rows, P], free slots among the high tier's old tokens, and from the first low column on the low one's
+    target   int32 [rows, P], free slots among the old ones of the high tier, and from the first low column on of the
+             low tier
     entries  int32 [rows, 2, width], page ids of both tiers
     ring_state  int64 [3], the free list's state before
 
