@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_diffkv.config import Precision
-from hf_diffkv.memory import HIGH, FreeList, PageLayout
+from hf_diffkv.memory import HIGH, LOW, FreeList, PageLayout
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.compact import stored_tokens
 from hf_diffkv.ops.relevel import LevelledRows, reference, relevel_tokens
@@ -112,6 +112,20 @@ class State:
             **options,
         }
 
+    def tokens(self, tier: int, least_sum: float = 0.0) -> set[tuple[int, int]]:
+        """Row and position of each token of a tier with such a sum or a larger one."""
+        layout = (self.layout.high, self.layout.low)[tier]
+        count = (self.rows.high_count, self.rows.low_count)[tier].flatten()
+        tokens = stored_tokens(self.rows.page_table.flatten(0, 1), count, tier, layout)
+        view = segments(self.pages, layout)
+        position = view.positions(tokens.page, tokens.slot)
+        chosen = view.scores(tokens.page, tokens.slot) >= least_sum
+        return set(zip(tokens.row[chosen].tolist(), position[chosen].tolist()))
+
+    def page_count(self, tier: int) -> Tensor:
+        count = (self.rows.high_count, self.rows.low_count)[tier]
+        return -(-count // (self.layout.high, self.layout.low)[tier].capacity)
+
     def apply(self, how: str, turn: dict) -> None:
         with use_backend(how):
             relevel_tokens(self.rows, self.pages, self.layout, self.free_list, **turn)
@@ -147,18 +161,19 @@ def compare_turns(state: State, turns: tuple, exact: bool = True, **options: obj
     """Compares after each of the turns, and counts what happened."""
     seen = {"demoted": 0, "pruned": 0, "given": 0}
     for tokens, padded, share in turns:
-        rows, tiers = state.rows, (state.layout.high, state.layout.low)
-        before = rows.high_count.clone(), rows.low_count.clone()
+        before = [state.tokens(tier) for tier in (HIGH, LOW)]
+        held = [state.page_count(tier) for tier in (HIGH, LOW)]
         want = copy.deepcopy(state)
         turn = state.turn(tokens, padded, share, **options)
         state.apply("kernels", turn)
         want.apply("reference", turn)
         assert_alike(state, want, exact)
         state.pages.copy_(want.pages)
-        seen["demoted"] += int((rows.high_count < before[0]).sum())
-        seen["pruned"] += int((rows.high_count + rows.low_count < before[0] + before[1]).sum())
-        for tier, count, held in zip(tiers, (rows.high_count, rows.low_count), before):
-            seen["given"] += int((-(-count // tier.capacity) < -(-held // tier.capacity)).sum())
+        after = [state.tokens(tier) for tier in (HIGH, LOW)]
+        seen["demoted"] += len(before[HIGH] & after[LOW])
+        seen["pruned"] += len((before[HIGH] | before[LOW]) - after[HIGH] - after[LOW])
+        seen["given"] += sum(int((state.page_count(tier) < held[tier]).sum()) for tier in (HIGH, LOW))
+        assert not before[LOW] & after[HIGH]
     owned = state.rows.page_table[state.rows.page_table > 0].tolist()
     assert sorted(owned + state.free_list.ids().tolist()) == list(range(1, PAGES))
     return seen
@@ -188,14 +203,8 @@ def test_rounded_and_pinned() -> None:
     matrix = torch.eye(16) + torch.rand(2, 16, 16, generator=state.generator).triu(1) / 4
     options = {"feedback": matrix, "pin": (3, 20)}
     compare_turns(state, ((30, 5, 1.0), (20, 0, 0.5), (60, 0, 0.0)), **options)
-    layout, table = state.layout.high, state.rows.page_table.flatten(0, 1)
-    tokens = stored_tokens(table, state.rows.high_count.flatten(), HIGH, layout)
-    view, row = segments(state.pages, layout), tokens.row
-    position = view.positions(tokens.page, tokens.slot)
-    pinned = (position >= 3) & (position < 20)
-    assert position[pinned].sort().values.tolist() == sorted(2 * list(range(3, 20)))
-    assert view.scores(tokens.page, tokens.slot)[pinned].min() > 1e29
-    assert row.numel() < 60 and state.rows.low_count.any()
+    pinned = {(row, position) for row in range(2) for position in range(3, 20)}
+    assert state.tokens(HIGH, 1e29) == pinned and len(state.tokens(HIGH)) < 60 and state.tokens(LOW)
 
 
 def test_what_does_not_fit_is_refused() -> None:
