@@ -37,12 +37,15 @@ import triton
 import triton.language as tl
 
 from ..compact.kernels import column, mean_significance
-from ..enter.kernels import CAPACITY, FREE, START, new_start
+from ..enter.kernels import CAPACITY, FREE, LENGTHS, START, new_start
 from ..narrow_kernel import load_positions, load_scores, narrow_score, score_noise
 from . import rows as levels
 
 NOTHING, PRUNED, LOW_LEVEL = tl.constexpr(levels.NOTHING), tl.constexpr(levels.PRUNED), tl.constexpr(levels.LOW)
 HIGH_LEVEL, EXACT = tl.constexpr(levels.HIGH), tl.constexpr(levels.EXACT)
+# what is of one layer, and so stands at any address, as LENGTHS do
+COUNTS = ("high_count", "low_count")
+LAYER = ("table", *COUNTS, *LENGTHS)
 # rows of `plan`, the first two for both tiers
 KEPT, ADDED, LACKS, GIVES = tl.constexpr(0), tl.constexpr(2), tl.constexpr(4), tl.constexpr(5)
 
@@ -82,6 +85,8 @@ def raised_if_pinned(score, position, pin_start, pin_stop, pinned_sum):
 
 @triton.jit(
     do_not_specialize=[
+        *LAYER,
+        *("alpha_high", "alpha_low", "window_score"),
         *("rank", "count", "heads", "width", "tokens", "window", "slots", "sink_slots", "past"),
         *("pin_start", "pin_stop"),
     ]
@@ -152,7 +157,7 @@ def decide_kernel(
     tl.store(counts + 3, tl.sum(((is_high | is_new) & (earned == LOW_LEVEL)).to(tl.int32), 0))
 
 
-@triton.jit(do_not_specialize=["rows", "blocks"])
+@triton.jit(do_not_specialize=[*COUNTS, "rows", "blocks"])
 def count_kernel(
     before, plan, high_count, low_count, state, ring_state, rows, blocks,
     HIGH: tl.constexpr, LOW: tl.constexpr, CHUNK: tl.constexpr,
@@ -252,7 +257,7 @@ def list_block(level, before, plan, order, target, high_count, low_count, row, b
     tl.store(free + token - kept_low, token - high, mask=is_low & ~keeps_low)
 
 
-@triton.jit(do_not_specialize=["rows", "width", "columns", "past", "blocks"])
+@triton.jit(do_not_specialize=["table", *COUNTS, "rows", "width", "columns", "past", "blocks"])
 def list_kernel(
     ring, ring_state, table, entries, level, before, plan, order, target, high_count, low_count, rows, width, columns,
     past, blocks, HIGH: tl.constexpr, LOW: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
@@ -286,7 +291,7 @@ def give_pages(ring, capacity, own, have, need, place, CHUNK: tl.constexpr):
         first += CHUNK
 
 
-@triton.jit(do_not_specialize=["count", "rows", "heads", "width", "tokens", "window"])
+@triton.jit(do_not_specialize=[*LAYER, "count", "rows", "heads", "width", "tokens", "window"])
 def finish_kernel(
     ring, state, ring_state, table, entries, plan, high_count, low_count, count, length, window_start, rows, heads,
     width, tokens, window, HIGH: tl.constexpr, LOW: tl.constexpr, CHUNK: tl.constexpr,

@@ -15,7 +15,7 @@ from ..quantize.copy_kernel import copy_rows
 from ..quantize.kernels import read_rows, tile_dims, write_scalars
 from ..rotation_kernel import rounded
 from ..rounding import reference
-from .kernels import ADDED, HIGH_LEVEL, KEPT, LOW_LEVEL, NOTHING, kinds, raised_if_pinned
+from .kernels import ADDED, COUNTS, HIGH_LEVEL, KEPT, LAYER, LOW_LEVEL, NOTHING, kinds, raised_if_pinned
 
 MOST_BITS = tl.constexpr(reference.LARGEST_BITS)
 
@@ -117,7 +117,7 @@ def demoted_tile(pages, from_page, from_slot, active, HIGH: tl.constexpr, LOW: t
         )
 
 
-@triton.jit(do_not_specialize=["rows", "width", "columns", "past"])
+@triton.jit(do_not_specialize=[*COUNTS, "rows", "width", "columns", "past"])
 def demote_kernel(
     pages, entries, target, plan, level, order, high_count, low_count, feedback, rows, width, columns, past,
     HIGH: tl.constexpr, LOW: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, DTYPE: tl.constexpr,
@@ -152,7 +152,7 @@ def demote_kernel(
         numbers_tile(pages, to_page, to_slot, score, position, sinks, LOW)
 
 
-@triton.jit(do_not_specialize=["rows", "width", "columns", "past"])
+@triton.jit(do_not_specialize=[*COUNTS, "rows", "width", "columns", "past"])
 def close_kernel(
     pages, entries, target, plan, level, order, high_count, low_count, rows, width, columns, past,
     HIGH: tl.constexpr, BLOCK: tl.constexpr,
@@ -208,7 +208,7 @@ def less(x, offset, row, DIM: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.conste
 
 
 @triton.jit(
-    do_not_specialize=["count", "rows", "heads", "width", "columns", "past", "tokens", "window", "slots", "sink_slots"]
+    do_not_specialize=[*LAYER, "window_score", "rows", "heads", "width", "columns", "past", "slots", "sink_slots"]
 )
 def level_window_kernel(
     pages, entries, target, plan, level, order, high_count, low_count, window_key, window_value, window_score, length,
@@ -256,6 +256,7 @@ def level_window_kernel(
 
 @triton.jit(
     do_not_specialize=[
+        *(*LAYER, "window_score"),
         *("rank", "count", "rows", "heads", "width", "columns", "past", "tokens", "window", "slots", "sink_slots"),
         *("pin_start", "pin_stop"),
         *("key_batch", "key_head", "key_token", "value_batch", "value_head", "value_token"),
