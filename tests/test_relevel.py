@@ -23,7 +23,7 @@ triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 
-MIXED = {"alpha_high": 1.0, "alpha_low": 0.5, "window": 8, "page_bytes": 1280}
+MIXED = {"alpha_high": 1.0, "alpha_low": 0.5, "window": 8, "page_bytes": 448}
 
 
 def relevel_at_once(monkeypatch: pytest.MonkeyPatch, how: str) -> list[int]:
@@ -85,7 +85,7 @@ def test_prompts_turns_and_steps(how: str, dtype: torch.dtype, fields: dict, mon
     others = relevel_at_once(monkeypatch, how)
     fields = {**MIXED, **fields}
     make = DiffKVConfig.paper if fields.pop("paper", False) else DiffKVConfig
-    pair = RotatedPair(make(**fields), 2, 2, 2, 64, dtype)
+    pair = RotatedPair(make(**fields), 2, 2, 2, 16, dtype)
     if dtype != torch.float32:
         # outputs of at most 16 are rounded before and after they are rotated back
         pair.output_tolerance = 16 * 2**-8
@@ -119,7 +119,7 @@ def test_layers_that_share_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def make_store(layers: int, **fields: object) -> Store:
-    config = DiffKVConfig.paper(**{**MIXED, "page_bytes": 320, **fields})
+    config = DiffKVConfig.paper(**{**MIXED, **fields})
     store = Store(config, layers, 2, 1, 16, 16, torch.float32, torch.device("cpu"))
     for layer in range(layers):
         store.set_thresholds(layer, config.alpha_high, config.alpha_low)
@@ -153,7 +153,7 @@ def test_few_looks_and_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_layers_whose_worst_case_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     others = relevel_at_once(monkeypatch, "reference")
-    pair = Pair(DiffKVConfig.paper(**{**MIXED, "page_bytes": 640}), 2, 2, 2, 16, torch.float32)
+    pair = Pair(DiffKVConfig.paper(**MIXED), 2, 2, 2, 16, torch.float32)
     pair.forward(60, left_padding((60, 40)))
     pool = pair.store.pool
     pool.max_pages = pool.capacity + 4
@@ -169,7 +169,7 @@ def test_layers_whose_worst_case_does_not_fit(monkeypatch: pytest.MonkeyPatch) -
     check_integrity(pair.store)
 
 
-@pytest.mark.parametrize("how", ["kernels", "reference"])
+@pytest.mark.parametrize("how", ["reference", "kernels"])
 @pytest.mark.sampled(3)
 def test_what_cannot_be_stored_is_seen_at_the_next_look(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     relevel_at_once(monkeypatch, how)
@@ -186,8 +186,8 @@ def test_what_cannot_be_stored_is_seen_at_the_next_look(how: str, monkeypatch: p
         store.check_values()
 
 
-@pytest.mark.parametrize("fields", [{}, {"rotate": True, "center": True, "metadata_bits": 16}], ids=str)
-@pytest.mark.sampled(3)
+@pytest.mark.parametrize("fields", [{"rotate": True, "center": True, "metadata_bits": 16}, {}], ids=str)
+@pytest.mark.sampled(100)
 def test_launches_and_reads(fields: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """After attention at most 12 launches a layer; the device is read by looks alone."""
     store, attention = make_store(2, **fields), prompt.prefill_attention

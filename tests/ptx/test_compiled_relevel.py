@@ -16,7 +16,7 @@ from hf_diffkv.config import Precision
 )
 def test_rows_are_levelled(high, low, dim, dtype, bits, emulator) -> None:
     """A padded prompt, and a turn in which tokens sink and rows end earlier."""
-    seen = compare_turns(State(high, low, dtype, dim=dim, bits=bits), ((40, 7, 1.0), (35, 0, 0.4)))
+    seen = compare_turns(State(high, low, dtype, dim=dim, bits=bits), ((30, 7, 1.0), (30, 3, 0.4)))
     assert seen["demoted"] and seen["pruned"], seen
     names = ["decide", "count", "list", "level_new", "finish"]
     turn = ["decide", "count", "list", "demote", "close", "level_window", "level_new", "finish"]
