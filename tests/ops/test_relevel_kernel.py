@@ -188,7 +188,7 @@ def compare_turns(state: State, turns: tuple, exact: bool = True, **options: obj
     ],
     ids=str,
 )
-@pytest.mark.sampled(100)
+@pytest.mark.slow
 def test_turns(high: Precision, low: Precision, dtype: torch.dtype, fields: dict) -> None:
     """Padding, prompts that stay in their windows, rows that grow, sink, shrink by whole pages, and start over."""
     state = State(high, low, dtype, **fields)
@@ -198,6 +198,7 @@ def test_turns(high: Precision, low: Precision, dtype: torch.dtype, fields: dict
     assert not state.rows.invalid
 
 
+@pytest.mark.slow
 def test_rounded_and_pinned() -> None:
     state = State(K8V4, Precision(4, 3, 2, 1), torch.float32, heads=1)
     matrix = torch.eye(16) + torch.rand(2, 16, 16, generator=state.generator).triu(1) / 4
