@@ -124,6 +124,8 @@ class Policy:
     observation_window: ClassVar[int | None] = None
     # whether any token is ever low
     two_levels: ClassVar[bool] = True
+    # whether `levels` gives each token what its mean alone earns by `relative_thresholds`, and leaves the alphas
+    by_thresholds: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from .base import Levels, Policy, Rows, Tokens, levels_between, relative_thresholds
 
@@ -11,6 +11,8 @@ from .base import Levels, Policy, Rows, Tokens, levels_between, relative_thresho
 @dataclass(frozen=True)
 class DiffKV(Policy):
     """A token is high from `alpha_high / N` on, low from `alpha_low / N` on, pruned below."""
+
+    by_thresholds: ClassVar[bool] = True
 
     def first_alphas(self, alpha_high: Any, alpha_low: Any) -> tuple[Any, Any]:
         return alpha_high, alpha_low

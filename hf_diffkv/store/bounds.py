@@ -159,7 +159,7 @@ class HostBounds(Held):
         """Reads the device.
 
         Raises:
-            ValueError: since the last look a step of one token (or a prompt, see enter.py) stored keys or values that
+            ValueError: since the last look a step of one token (or a prompt, see forward.py) stored keys or values that
                 are not finite, or a step had a mask for the tokens before it that differs from what is stored.
         """
         self.raise_for(*torch.stack([flag.reshape(()) != 0 for flag in self.flags()]).tolist())

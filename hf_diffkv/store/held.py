@@ -19,7 +19,7 @@ from .padding import Padding
 
 if TYPE_CHECKING:
     from ..ops.decode_attention.scratch import Scratch
-    from .enter import Forward
+    from .forward import Forward
     from .native import NativeCalls
     from .record import Recorded
     from .state import Store
@@ -105,7 +105,7 @@ class Held:
         self.seen = 0
         self.recording = False
         self.recorded: list[Recorded | None] = [None] * num_layers
-        # what the host knows of the layers in a forward of several tokens, see enter.py
+        # what the host knows of the layers in a forward of several tokens, see forward.py
         self.forward: Forward | None = None
         # bytes other stores of the cache hold on this device, and their layers still to come in this forward
         self.taken = 0

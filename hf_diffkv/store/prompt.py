@@ -13,10 +13,13 @@ from ..ops.narrow import score_noise
 from ..ops.prefill_attention import StoredPast, prefill_attention
 from ..ops.segments import segments
 from ..policy import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL
-from .enter import Forward, enter, enters_at_once
+from .enter import enter
 from .feedback import feedback, query_moment
+from .finite import check_finite
+from .forward import Forward, enters_at_once
 from .levels import decide_levels
 from .pinned import pinned_sums
+from .relevel import relevel
 from .state import Store
 from .transform import Entering, PromptSource, model_form, note_logits, query_form
 from .window import held_count, slots_of
@@ -103,24 +106,28 @@ class Past:
         """Before `new` enters."""
         past = cls()
         if enters_at_once(store):
-            past._attend_to(store, layer, Forward.of(store, layer, new).longest[layer])
-            return past
+            longest = Forward.of(store, layer, new).longest[layer]
+        else:
+            longest = past.find_tokens(store, layer)
+        past._attend_to(store, layer, longest)
+        return past
+
+    def find_tokens(self, store: Store, layer: int) -> int:
+        """Lists every token, and returns how many the longest row has."""
         rows = store.batch_size * store.num_heads
         table = store.table.table[layer]
         counts = [store.high_count[layer].view(rows), store.low_count[layer].view(rows)]
         tiers = (store.layout.high, store.layout.low)
-        past.tokens = tuple(stored_tokens(table.view(rows, -1), counts[t], t, tiers[t]) for t in (HIGH, LOW))
-        past.window_row, past.window_token, window_rank = _window_tokens(store, layer)
-        window_count = torch.bincount(past.window_row, minlength=rows)
+        self.tokens = tuple(stored_tokens(table.view(rows, -1), counts[t], t, tiers[t]) for t in (HIGH, LOW))
+        self.window_row, self.window_token, window_rank = _window_tokens(store, layer)
+        window_count = torch.bincount(self.window_row, minlength=rows)
         longest = int((counts[HIGH] + counts[LOW] + window_count).max())
-        if longest == 0:
-            return past
-        first = past.tokens[HIGH].index
-        second = past.tokens[LOW].index + counts[HIGH].long()[past.tokens[LOW].row]
-        third = window_rank + (counts[HIGH] + counts[LOW]).long()[past.window_row]
-        past.ranks = [first, second, third]
-        past._attend_to(store, layer, longest)
-        return past
+        if longest > 0:
+            first = self.tokens[HIGH].index
+            second = self.tokens[LOW].index + counts[HIGH].long()[self.tokens[LOW].row]
+            third = window_rank + (counts[HIGH] + counts[LOW]).long()[self.window_row]
+            self.ranks = [first, second, third]
+        return longest
 
     def _attend_to(self, store: Store, layer: int, longest: int) -> None:
         """Has attention see what is stored; `longest`: tokens of the longest row, window included."""
@@ -183,8 +190,10 @@ def compress(
         MemoryError: they do not fit; the layer is as it was.
     """
     if enters_at_once(store):
-        enter(store, layer, new, feedback(store, moment))
-        return
+        if _stored_by_kernels(store, layer, new, received, moment):
+            return
+        check_finite(store, new.key, new.value, new.valid)
+        past.find_tokens(store, layer)
     heads = store.num_heads
     rows = store.batch_size * heads
     valid, new_count = new.valid, new.key.shape[2]
@@ -240,6 +249,18 @@ def compress(
     store.window_start[layer] = start
     store.forget_bounds()
     store.steps_since_compaction = 0
+
+
+def _stored_by_kernels(store: Store, layer: int, new: Entering, received: Tensor | None, moment: Tensor | None) -> bool:
+    """Whether there was room for the most that kernels may take; the layer is as it was if not. Raises likewise."""
+    if received is None:
+        enter(store, layer, new, feedback(store, moment))
+        return True
+    try:
+        relevel(store, layer, new, received, feedback(store, moment))
+    except MemoryError:
+        return False
+    return True
 
 
 def _write_scores(store: Store, past: Past, scores: list[Tensor], length: Tensor | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..memory.layout import NARROW_POSITIONS
 from .bounds import HostBounds
 from .compaction import compact_round
-from .enter import enters_at_once
+from .forward import enters_at_once
 from .window import center_rows
 
 

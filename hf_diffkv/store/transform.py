@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ..ops.rotation import rotate, tokens_at_once
-from .enter import enters_at_once
 from .finite import check_finite
+from .forward import enters_at_once
 from .state import Store
 from .window import held_tokens, is_whole
 

@@ -15,7 +15,7 @@ import torch
 from tiny_models import tiny_model
 from transformers import CompileConfig
 
-from hf_diffkv import Precision
+from hf_diffkv import DiffKVConfig, Precision
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
@@ -82,6 +82,7 @@ def test_models(load, name: str, arguments: tuple) -> None:
 @pytest.mark.slow
 def test_prompts(load) -> None:
     load("test_prompts_on_gpu").test_prompts_and_turns(CPU, "balanced", torch.float32, 32, (15, 30))
+    load("test_prompts_on_gpu").test_levelled_prompts_and_turns(CPU, DiffKVConfig, torch.float32, 32, (90, 30))
     load("test_prompts_on_gpu").test_rotation(CPU, 80, torch.bfloat16)
 
 

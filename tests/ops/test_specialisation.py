@@ -18,6 +18,7 @@ from tiny_models import tiny_model
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.prefill_attention import prefill_attention
+from hf_diffkv.presets import preset_named
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
@@ -74,13 +75,24 @@ def check(launches: dict[str, list[dict[str, tuple]]]) -> None:
 
 
 @pytest.mark.slow
-def test_a_generation_compiles_every_kernel_once(launches) -> None:
+@pytest.mark.parametrize(
+    "fields, kernels",
+    [
+        (
+            {"alpha_high": 1.0, "alpha_low": 0.3},
+            {"column_scores", "past_scores", "find_victims_kernel", "level_window_kernel", "level_new_kernel"},
+        ),
+        (preset_named("quality"), {"leave_window_kernel", "enter_kernel", "advance_kernel"}),
+    ],
+    ids=["chosen", "all"],
+)
+def test_a_generation_compiles_every_kernel_once(launches, fields: dict, kernels: set[str]) -> None:
     """One request and one KV head: what belongs to one layer stands at any address."""
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 64}
     model = tiny_model("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=16, **sizes)
     model = model.to(torch.bfloat16).eval()
     model.set_attn_implementation("diffkv")
-    cache = DiffKVCache(model.config, DiffKVConfig(window=4, alpha_high=1.0, alpha_low=0.3, page_bytes=512))
+    cache = DiffKVCache(model.config, DiffKVConfig(**{**fields, "window": 4, "page_bytes": 512}))
     mask = torch.ones(1, 64, dtype=torch.int64)
     mask[:, 0] = 0
     seen = 0
@@ -90,8 +102,8 @@ def test_a_generation_compiles_every_kernel_once(launches) -> None:
             ids = torch.arange(tokens)[None]
             model(ids, attention_mask=mask[:, :seen], past_key_values=cache)
     assert {"append_kernel", "attend_kernel", "finish_kernel", "move_tokens_kernel"} <= launches.keys()
-    assert {"flash_forward", "column_scores", "past_forward", "past_scores", "row_extents"} <= launches.keys()
-    assert {"find_victims_kernel", "plan_rows_kernel", "assign_pages_kernel"} <= launches.keys()
+    assert {"flash_forward", "past_forward", "row_extents"} <= launches.keys()
+    assert {"plan_rows_kernel", "assign_pages_kernel", *kernels} <= launches.keys()
     check(launches)
 
 

@@ -17,6 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# what is of one layer, and so stands at any address
+LENGTHS = ("length", "window_start", "sink_end")
 START, FREE, CAPACITY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -43,7 +45,7 @@ def row_counts(high_count, count, length, window_start, sink_end, row, there, he
     return after, have, tl.where(there, tl.maximum(need - have, 0), 0)
 
 
-@triton.jit(do_not_specialize=["rows", "heads", "width", "tokens", "window"])
+@triton.jit(do_not_specialize=["table", "high_count", *LENGTHS, "rows", "heads", "width", "tokens", "window"])
 def take_pages_kernel(
     ring, state, table, high_count, count, length, window_start, sink_end, rows, heads, width, tokens, window,
     PAGE_TOKENS: tl.constexpr, CHUNK: tl.constexpr,
@@ -74,7 +76,7 @@ def take_pages_kernel(
         taken += CHUNK
 
 
-@triton.jit(do_not_specialize=["rows", "batch", "heads", "tokens", "window"])
+@triton.jit(do_not_specialize=["high_count", *LENGTHS, "rows", "batch", "heads", "tokens", "window"])
 def advance_kernel(
     state, high_count, count, length, window_start, sink_end, rows, batch, heads, tokens, window,
     PAGE_TOKENS: tl.constexpr, CHUNK: tl.constexpr,

@@ -67,7 +67,7 @@ def enter_tokens(
     shift = torch.empty_like(rows.key_offset) if centers else None
     with torch.cuda.device(pages.device) if pages.is_cuda else nullcontext():
         if centers:
-            _center(rows, key, key_rotation, rank, shift, sizes | state | slots)
+            fix_offsets(rows, key, key_rotation, rank, shift, sizes | state | slots)
         take_pages_kernel[(batch * heads,)](
             ring=free_list.ring, table=rows.page_table, width=width, **lists, **state, **sizes, **counting
         )
@@ -102,8 +102,8 @@ def enter_tokens(
             feedback=feedback,
             limit=limit,
             width=width,
-            **_strides("key", key),
-            **_strides("value", value),
+            **strides("key", key),
+            **strides("value", value),
             KEY_ROOT=root(tier.key_dim),
             VALUE_ROOT=root(tier.value_dim),
             INNER=INNER,
@@ -117,7 +117,7 @@ def enter_tokens(
         advance_kernel[(1,)](batch=batch, **lists, **state, **sizes, **counting)
 
 
-def _center(
+def fix_offsets(
     rows: EnteredRows, key: Tensor, matrix: Tensor | None, rank: Tensor | None, shift: Tensor, state: dict[str, object]
 ) -> None:
     """Fixes the offsets of rows whose first token leaves the window; `shift` becomes what they grow by."""
@@ -133,5 +133,5 @@ def _center(
     )
 
 
-def _strides(name: str, tensor: Tensor) -> dict[str, int]:
+def strides(name: str, tensor: Tensor) -> dict[str, int]:
     return {f"{name}_{part}": tensor.stride(index) for index, part in enumerate(("batch", "head", "token"))}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -47,11 +49,64 @@ def enter_tokens(
         feedback: [batch * heads, key_dim, key_dim] that quantised keys are rounded with (ops/rounding); None rounds
             each element for itself.
     """
-    batch, heads, tokens, _ = key.shape
     rows.check(key, value)
+    heads = key.shape[1]
+    transforms = {"key_rotation": key_rotation, "value_rotation": value_rotation, "centers": centers}
+    exact = exact_tokens(rows, key, value, rank=rank, count=count, window=window, limit=limit, **transforms)
+    _take_pages(rows, free_list, exact.start, layout.high.capacity)
+    for request, place in exact.leaves.nonzero().tolist():
+        index = int(exact.token[request, place] - rows.sink_end[request])
+        entry = column(HIGH, index // layout.high.capacity, rows.page_table.shape[2])
+        page, slot = rows.page_table[request, :, entry].long(), torch.full((heads,), index % layout.high.capacity)
+        contents = (exact.key[request, :, place], exact.value[request, :, place])
+        if feedback is not None:
+            of_heads = torch.arange(request * heads, (request + 1) * heads, device=key.device)
+            contents = (round_keys(contents[0], of_heads, feedback, layout.high), contents[1])
+        nothing = torch.zeros(heads, device=key.device)
+        store_tokens(pages, layout.high, page, slot.to(key.device), *contents, nothing, nothing.int(), key.dtype)
+    keep_exact(rows, exact, torch.zeros_like(exact.key[..., 0], dtype=torch.float32))
+    rows.high_count.copy_((exact.start - rows.sink_end)[:, None].expand_as(rows.high_count))
+    rows.length.copy_(exact.length)
+    rows.window_start.copy_(exact.start)
+
+
+class Exact(NamedTuple):
+    """What stands in windows and what is new, one after the other.
+
+    Attributes:
+        key, value: [batch, heads, n, dim] as the store holds them.
+        token: int64 [batch, n], which of a request's real tokens each is, -1 for none.
+        stays, leaves: bool [batch, n], those that are in the window from now on, and those that are not.
+        start, length: int64 [batch], where windows start then, and how many tokens there are.
+    """
+
+    key: Tensor
+    value: Tensor
+    token: Tensor
+    stays: Tensor
+    leaves: Tensor
+    start: Tensor
+    length: Tensor
+
+
+def exact_tokens(
+    rows: EnteredRows,
+    key: Tensor,
+    value: Tensor,
+    *,
+    rank: Tensor | None,
+    count: Tensor | None,
+    window: int,
+    limit: float,
+    key_rotation: Tensor | None,
+    value_rotation: Tensor | None,
+    centers: bool,
+) -> Exact:
+    """Brings new tokens into the store's form, fixes offsets, and notes tokens that cannot be stored; arguments as in
+    `enter_tokens`."""
     if rank is None:
-        rank = torch.arange(tokens, dtype=torch.int32, device=key.device).expand(batch, -1)
-        count = torch.full_like(rows.length, tokens)
+        rank = torch.arange(key.shape[2], dtype=torch.int32, device=key.device).expand(key.shape[0], -1)
+        count = torch.full_like(rows.length, key.shape[2])
     real = rank >= 0
     for tensor, rotation in ((key, key_rotation), (value, value_rotation)):
         wide = tensor.to(compute_dtype(tensor.dtype))
@@ -59,40 +114,34 @@ def enter_tokens(
         rows.invalid.logical_or_((real & ~(peak <= limit)).any())
     after = rows.length + count
     start = torch.maximum(rows.window_start, after - window)
-    slots = rows.window_key.shape[2]
-    held = held_tokens(rows.window_start, rows.length, rows.sink_end, rows.sink_slots, slots)
+    held = held_tokens(rows.window_start, rows.length, rows.sink_end, rows.sink_slots, rows.window_key.shape[2])
     if centers:
-        _center(rows, key.masked_fill(~real[:, None, :, None], 0.0), key_rotation, held >= 0, after, start)
+        _fix_offsets(rows, key.masked_fill(~real[:, None, :, None], 0.0), key_rotation, held >= 0, after, start)
     offset = rows.key_offset if rows.key_offset.shape[2] else None
     new_key, new_value = rotate(key, key_rotation, offset), rotate(value, value_rotation)
-    # the exact tokens of both sources one after the other, and which of all real ones each is, -1 for none
-    all_keys, all_values = torch.cat([rows.window_key, new_key], 2), torch.cat([rows.window_value, new_value], 2)
     token = torch.cat([held, torch.where(real, rows.length[:, None] + rank, -1)], dim=1)
-    end = rows.sink_end[:, None]
-    stays = (token >= 0) & ((token < end) | (token >= start[:, None]))
-    leaves = (token >= 0) & ~stays
-    _take_pages(rows, free_list, start, layout.high.capacity)
-    for request, place in leaves.nonzero().tolist():
-        index = int(token[request, place] - rows.sink_end[request])
-        entry = column(HIGH, index // layout.high.capacity, rows.page_table.shape[2])
-        page, slot = rows.page_table[request, :, entry].long(), torch.full((heads,), index % layout.high.capacity)
-        contents = (all_keys[request, :, place], all_values[request, :, place])
-        if feedback is not None:
-            of_heads = torch.arange(request * heads, (request + 1) * heads, device=key.device)
-            contents = (round_keys(contents[0], of_heads, feedback, layout.high), contents[1])
-        nothing = torch.zeros(heads, device=key.device)
-        store_tokens(pages, layout.high, page, slot.to(key.device), *contents, nothing, nothing.int(), key.dtype)
-    request, place = stays.nonzero(as_tuple=True)
-    to_slot = slots_of(token, end, rows.sink_slots, slots)[request, place]
-    rows.window_key[request, :, to_slot] = all_keys[request, :, place]
-    rows.window_value[request, :, to_slot] = all_values[request, :, place]
-    rows.window_score[request, :, to_slot] = 0.0
-    rows.high_count.copy_((start - rows.sink_end)[:, None].expand(batch, heads))
-    rows.length.copy_(after)
-    rows.window_start.copy_(start)
+    stays = (token >= 0) & ((token < rows.sink_end[:, None]) | (token >= start[:, None]))
+    return Exact(
+        torch.cat([rows.window_key, new_key], 2),
+        torch.cat([rows.window_value, new_value], 2),
+        token,
+        stays,
+        (token >= 0) & ~stays,
+        start,
+        after,
+    )
 
 
-def _center(
+def keep_exact(rows: EnteredRows, exact: Exact, score: Tensor) -> None:
+    """Writes what stays to its slots of the windows; score: float32 [batch, heads, n]."""
+    request, place = exact.stays.nonzero(as_tuple=True)
+    slots = slots_of(exact.token, rows.sink_end[:, None], rows.sink_slots, rows.window_key.shape[2])[request, place]
+    rows.window_key[request, :, slots] = exact.key[request, :, place]
+    rows.window_value[request, :, slots] = exact.value[request, :, place]
+    rows.window_score[request, :, slots] = score[request, :, place]
+
+
+def _fix_offsets(
     rows: EnteredRows, key: Tensor, rotation: Tensor | None, there: Tensor, after: Tensor, start: Tensor
 ) -> None:
     dtype = rows.key_offset.dtype

@@ -11,7 +11,7 @@ import triton.language as tl
 from ..quantize.kernels import stored_bits, tile_dims, write_rows
 from ..rotation_kernel import rotated_tile, rounded
 from ..rounding.kernels import round_tile
-from .kernels import new_start
+from .kernels import LENGTHS, new_start
 
 
 @triton.jit
@@ -91,6 +91,7 @@ def page_of(table, row, width, index, leaves, TIER: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
+        *("table", "window_score", *LENGTHS),
         *("rank", "count", "heads", "width", "tokens", "window", "slots", "sink_slots"),
         *("key_batch", "key_head", "key_token", "value_batch", "value_head", "value_token"),
     ]
@@ -150,7 +151,7 @@ def enter_kernel(
     tl.store(invalid, 1, mask=wrong > 0)
 
 
-@triton.jit(do_not_specialize=["count", "heads", "width", "tokens", "window", "slots", "sink_slots"])
+@triton.jit(do_not_specialize=["table", *LENGTHS, "count", "heads", "width", "tokens", "window", "slots", "sink_slots"])
 def leave_window_kernel(
     pages, table, window_key, window_value, length, window_start, sink_end, count, shift,
     feedback, heads, width, tokens, window, slots, sink_slots,
@@ -215,7 +216,7 @@ def sum_keys_kernel(key, rank, sums, heads, tokens, parts, key_batch, key_head, 
     tl.store(sums + (row.to(tl.int64) * parts + part) * DIM + lane, tl.sum(total, 0), mask=lane < DIM)
 
 
-@triton.jit(do_not_specialize=["count", "heads", "tokens", "window", "slots", "sink_slots", "parts"])
+@triton.jit(do_not_specialize=[*LENGTHS, "count", "heads", "tokens", "window", "slots", "sink_slots", "parts"])
 def fix_offsets_kernel(
     sums, matrix, window_key, offset, shift, count, length, window_start, sink_end, heads, tokens, window, slots,
     sink_slots, parts, DIM: tl.constexpr, LANES: tl.constexpr, INNER: tl.constexpr,

@@ -1,0 +1,333 @@
+"""Many new tokens enter rows whose tokens are chosen by thresholds (Triton); DiffKV, section 4.2.
+
+    decide        what every token received is added to its sum, and its level decided; how many of each there are
+    count         how many come before each block, what a row keeps and gains, which pages it lacks and gives back
+    list          a token's rank among its like, slots that become free, page ids of the rows, new ones included
+    demote        tokens that sink to the low level go there, and low tokens behind the row's new end move up
+    close         high tokens behind the row's new end move up
+    level_window  tokens that leave the window go to their level
+    level_new     new tokens go to their level, or stay in the window
+    finish        counts, lengths, windows, the page table and the free list follow
+
+`demote` and `close` are left out where nothing is stored, `level_window` too. Sums of keys and offsets that are fixed
+(ops/enter) come first.
+
+A token has a column: of the P columns of what was there before, a row's high tokens come first, then its low ones,
+then those of its window by position; the new ones follow as they came. What is kept stays in its slot if that is below
+the tier's new count. The slots below it that are free, in order, go first to those that are added to the tier, in order
+of their columns, then to those that are kept behind the new end, the last first. So a slot that is written is never
+one that is still to be read but by a launch before.
+
+    level    int8 [rows, columns], as in `rows.py`
+    before   int32 [rows, blocks, 4], first the counts of a block, then of all blocks before it: tokens kept in the high
+             and the low tier, tokens added to the high and the low tier
+    plan     int32 [6, rows]: these four of the whole row, pages that it lacks, pages that it gives back
+    order    int32 [rows, columns]: rank among the added ones of the tier; of kept ones that from the last on
+    target   int32 [rows, P], free slots among the old ones of the high tier, and from the first low column on of the
+             low tier
+    entries  int32 [rows, 2, width], page ids of both tiers
+    ring_state  int64 [3], the free list's state before
+
+Rows are (request, head). `length`, `window_start` and `sink_end` are int64 [batch] as they were before these tokens.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..compact.kernels import column, mean_significance
+from ..enter.kernels import CAPACITY, FREE, LENGTHS, START, new_start
+from ..narrow_kernel import load_positions, load_scores, narrow_score, score_noise
+from . import rows as levels
+
+NOTHING, PRUNED, LOW_LEVEL = tl.constexpr(levels.NOTHING), tl.constexpr(levels.PRUNED), tl.constexpr(levels.LOW)
+HIGH_LEVEL, EXACT = tl.constexpr(levels.HIGH), tl.constexpr(levels.EXACT)
+# what is of one layer, and so stands at any address, as LENGTHS do
+COUNTS = ("high_count", "low_count")
+LAYER = ("table", *COUNTS, *LENGTHS)
+# rows of `plan`, the first two for both tiers
+KEPT, ADDED, LACKS, GIVES = tl.constexpr(0), tl.constexpr(2), tl.constexpr(4), tl.constexpr(5)
+
+
+@triton.jit
+def add_to_sums(pages, table, width, index, received, active, length, TIER: tl.constexpr, IS_LOW: tl.constexpr):
+    """Sums of a row's stored tokens grow: float32, not rounded to what pages hold, and their positions, int32.
+
+    Args:
+        table: of the row. index: int32, of tokens within row and tier. length: of the row from now on.
+    """
+    page = tl.load(table + column(index // TIER.capacity, width, IS_LOW), mask=active, other=0).to(tl.int64)
+    base = pages + page * TIER.page_bytes
+    slot = index % TIER.capacity
+    score = load_scores(base + TIER.score_offset, slot, active, TIER.score_bytes) + received
+    position = load_positions(base + TIER.position_offset, slot, active, TIER.position_bytes)
+    segment = base + TIER.score_offset
+    if TIER.score_bytes == 2:
+        code = narrow_score(score, score_noise(index, length, IS_LOW))
+        tl.store(segment.to(tl.pointer_type(tl.uint16)) + slot, code, mask=active)
+    else:
+        tl.store(segment.to(tl.pointer_type(tl.float32)) + slot, score, mask=active)
+    return score, position
+
+
+@triton.jit
+def kinds(high_count, low_count, row, token):
+    """Which columns are the row's high tokens, and its low ones; how many there are of both tiers, int32."""
+    high, low = tl.load(high_count + row), tl.load(low_count + row)
+    return token < high, (token >= high) & (token < high + low), high, low
+
+
+@triton.jit
+def raised_if_pinned(score, position, pin_start, pin_stop, pinned_sum):
+    return tl.where((position >= pin_start) & (position < pin_stop), pinned_sum, score)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *LAYER,
+        *("alpha_high", "alpha_low", "window_score"),
+        *("rank", "count", "heads", "width", "tokens", "window", "slots", "sink_slots", "past"),
+        *("pin_start", "pin_stop"),
+    ]
+)
+def decide_kernel(
+    pages, table, high_count, low_count, alpha_high, alpha_low, window_score, length, window_start, sink_end, received,
+    rank, count, level, before, heads, width, tokens, window, slots, sink_slots, past, pin_start, pin_stop, pinned_sum,
+    HIGH: tl.constexpr, LOW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (rows, cdiv(past + tokens, BLOCK)).
+
+    Args:
+        received: float32 [rows, past + tokens]. past: P.
+        rank: int32 [batch, tokens], how many real tokens come before each, -1 for padding; None where all are real.
+        pin_start, pin_stop: positions of pinned tokens; pinned_sum: the sum that they have once they are exact.
+    """
+    row, block = tl.program_id(0), tl.program_id(1)
+    request = row // heads
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    place = row.to(tl.int64) * (past + tokens) + token
+    there = token < past + tokens
+    start, total = new_start(count, length, window_start, request, True, tokens, window)
+    held, begin = tl.load(length + request), tl.load(window_start + request)
+    sinks = tl.load(sink_end + request)
+    got = tl.load(received + place, mask=there, other=0.0)
+    is_high, is_low, high, low = kinds(high_count, low_count, row, token)
+    entries = table + row.to(tl.int64) * width
+    score, position = add_to_sums(pages, entries, width, token, got, is_high, total, HIGH, 0)
+    low_score, low_position = add_to_sums(pages, entries, width, token - high, got, is_low, total, LOW, 1)
+    score, position = tl.where(is_low, low_score, score), tl.where(is_low, low_position, position).to(tl.int64)
+
+    exact = (token - high - low).to(tl.int64)
+    in_window = tl.maximum(held - begin, 0) + tl.minimum(held, sinks)
+    is_exact = (exact >= 0) & (exact < in_window)
+    exact = tl.where(exact < sinks, exact, exact + begin - sinks)
+    slot = tl.where(exact < sinks, exact, sink_slots + exact % (slots - sink_slots)) + row.to(tl.int64) * slots
+    sums = tl.load(window_score + slot, mask=is_exact, other=0.0) + got
+    sums = raised_if_pinned(sums, exact, pin_start, pin_stop, pinned_sum)
+    tl.store(window_score + slot, sums, mask=is_exact)
+
+    real = there & (token >= past)
+    new = token - past
+    if rank is not None:
+        new = tl.load(rank + request.to(tl.int64) * tokens + new, mask=real, other=-1)
+        real = real & (new >= 0)
+    new = held + new
+    # what is pinned is high whatever its sum
+    score = tl.where(is_exact, sums, tl.where(real, got, score))
+    position = tl.where(is_exact, exact, tl.where(real, new, position))
+    is_new = is_exact | real
+    mean = mean_significance(score, position, total)
+    tokens_seen = total.to(tl.float32) + tl.zeros((BLOCK,), tl.float32)
+    high_limit = tl.div_rn(tl.load(alpha_high + row) + tl.zeros((BLOCK,), tl.float32), tokens_seen)
+    low_limit = tl.div_rn(tl.load(alpha_low + row) + tl.zeros((BLOCK,), tl.float32), tokens_seen)
+    pinned = (position >= pin_start) & (position < pin_stop)
+    earned = tl.where(mean >= low_limit, LOW_LEVEL, PRUNED)
+    earned = tl.where((mean >= high_limit) | pinned, HIGH_LEVEL, earned)
+    # no stored token rises
+    earned = tl.where(is_low, tl.minimum(earned, LOW_LEVEL), earned)
+    earned = tl.where(is_new & ((position < sinks) | (position >= start)), EXACT, earned)
+    earned = tl.where(is_high | is_low | is_new, earned, NOTHING)
+    tl.store(level + place, earned.to(tl.int8), mask=there)
+
+    counts = before + (row.to(tl.int64) * tl.num_programs(1) + block) * 4
+    tl.store(counts, tl.sum((is_high & (earned == HIGH_LEVEL)).to(tl.int32), 0))
+    tl.store(counts + 1, tl.sum((is_low & (earned == LOW_LEVEL)).to(tl.int32), 0))
+    tl.store(counts + 2, tl.sum((is_new & (earned == HIGH_LEVEL)).to(tl.int32), 0))
+    tl.store(counts + 3, tl.sum(((is_high | is_new) & (earned == LOW_LEVEL)).to(tl.int32), 0))
+
+
+@triton.jit(do_not_specialize=[*COUNTS, "rows", "blocks"])
+def count_kernel(
+    before, plan, high_count, low_count, state, ring_state, rows, blocks,
+    HIGH: tl.constexpr, LOW: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (rows,)."""
+    row = tl.program_id(0)
+    lane = tl.arange(0, CHUNK)
+    kind = tl.arange(0, 4)[None, :]
+    total = tl.zeros((4,), tl.int32)
+    first = 0
+    while first < blocks:
+        block = first + lane
+        place = before + (row.to(tl.int64) * blocks + block)[:, None] * 4 + kind
+        mask = (block < blocks)[:, None] & (kind < 4)
+        some = tl.load(place, mask=mask, other=0)
+        tl.store(place, tl.cumsum(some, 0) - some + total[None, :], mask=mask)
+        total += tl.sum(some, 0)
+        first += CHUNK
+    kind = tl.arange(0, 4)
+    tl.store(plan + kind * rows + row, total)
+    held = tl.where(kind % 2 == 0, tl.load(high_count + row), tl.load(low_count + row))
+    capacity = tl.where(kind % 2 == 0, HIGH.capacity, LOW.capacity)
+    # kept and added ones of a tier stand two apart
+    pair = (kind[:, None] % 2 == kind[None, :] % 2).to(tl.int32)
+    after = tl.sum(pair * total[None, :], 1)
+    grows = (after + capacity - 1) // capacity - (held + capacity - 1) // capacity
+    grows = tl.where(kind < 2, grows, 0)
+    tl.store(plan + LACKS * rows + row, tl.sum(tl.maximum(grows, 0), 0))
+    tl.store(plan + GIVES * rows + row, tl.sum(tl.maximum(-grows, 0), 0))
+    if row == 0:
+        for part in tl.static_range(3):
+            tl.store(ring_state + part, tl.load(state + part))
+
+
+@triton.jit
+def sum_of_rows(numbers, row, rows, CHUNK: tl.constexpr):
+    """Sums of int32 [rows] over the rows before `row`, and over all."""
+    lane = tl.arange(0, CHUNK)
+    some = tl.zeros((CHUNK,), tl.int32)
+    every = tl.zeros((CHUNK,), tl.int32)
+    first = 0
+    while first < rows:
+        other = first + lane
+        number = tl.load(numbers + other, mask=other < rows, other=0)
+        some += tl.where(other < row, number, 0)
+        every += number
+        first += CHUNK
+    return tl.sum(some, 0), tl.sum(every, 0)
+
+
+@triton.jit
+def tier_pages(plan, count, row, rows, TIER: tl.constexpr, IS_LOW: tl.constexpr):
+    """Pages that a row's tier has and will have."""
+    after = tl.load(plan + (KEPT + IS_LOW) * rows + row) + tl.load(plan + (ADDED + IS_LOW) * rows + row)
+    held = tl.load(count + row)
+    return (held + TIER.capacity - 1) // TIER.capacity, (after + TIER.capacity - 1) // TIER.capacity
+
+
+@triton.jit
+def list_pages(ring, ring_state, table, entries, have, need, place, width, IS_LOW: tl.constexpr, CHUNK: tl.constexpr):
+    """Page ids of one tier of a row, taken from the free list from `place` on where it lacks them."""
+    lane = tl.arange(0, CHUNK)
+    capacity = tl.maximum(tl.load(ring_state + CAPACITY), 1)
+    first = 0
+    while first < tl.maximum(have, need):
+        entry = first + lane
+        page = tl.load(table + column(entry, width, IS_LOW), mask=entry < have, other=0)
+        fresh = (entry >= have) & (entry < need)
+        page += tl.load(ring + (place + entry - have) % capacity, mask=fresh, other=0)
+        tl.store(entries + IS_LOW * width + entry, page, mask=(entry < have) | fresh)
+        first += CHUNK
+
+
+@triton.jit
+def list_block(level, before, plan, order, target, high_count, low_count, row, block, blocks, rows, columns, past,
+               BLOCK: tl.constexpr):  # fmt: skip
+    """Ranks of a block's tokens, and its slots that become free."""
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    there = token < columns
+    place = row.to(tl.int64) * columns + token
+    earned = tl.load(level + place, mask=there, other=NOTHING)
+    is_high, is_low, high, low = kinds(high_count, low_count, row, token)
+    counts = before + (row.to(tl.int64) * blocks + block) * 4
+    keeps_high, keeps_low = is_high & (earned == HIGH_LEVEL), is_low & (earned == LOW_LEVEL)
+    adds_high = (token >= high + low) & (earned == HIGH_LEVEL)
+    adds_low = ~is_low & (earned == LOW_LEVEL)
+    kept_high = tl.load(counts) + tl.cumsum(keeps_high.to(tl.int32), 0) - keeps_high.to(tl.int32)
+    kept_low = tl.load(counts + 1) + tl.cumsum(keeps_low.to(tl.int32), 0) - keeps_low.to(tl.int32)
+    added_high = tl.load(counts + 2) + tl.cumsum(adds_high.to(tl.int32), 0) - adds_high.to(tl.int32)
+    added_low = tl.load(counts + 3) + tl.cumsum(adds_low.to(tl.int32), 0) - adds_low.to(tl.int32)
+    found = tl.where(adds_high, added_high, added_low)
+    found = tl.where(keeps_high, tl.load(plan + KEPT * rows + row) - 1 - kept_high, found)
+    found = tl.where(keeps_low, tl.load(plan + (KEPT + 1) * rows + row) - 1 - kept_low, found)
+    tl.store(order + place, found, mask=there)
+    free = target + row.to(tl.int64) * past
+    tl.store(free + token - kept_high, token, mask=is_high & ~keeps_high)
+    tl.store(free + token - kept_low, token - high, mask=is_low & ~keeps_low)
+
+
+@triton.jit(do_not_specialize=["table", *COUNTS, "rows", "width", "columns", "past", "blocks"])
+def list_kernel(
+    ring, ring_state, table, entries, level, before, plan, order, target, high_count, low_count, rows, width, columns,
+    past, blocks, HIGH: tl.constexpr, LOW: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (rows, blocks + 1), the last for the pages; columns: P and the new tokens."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    if block < blocks:
+        list_block(level, before, plan, order, target, high_count, low_count, row, block, blocks, rows, columns, past,
+                   BLOCK)  # fmt: skip
+    else:
+        taken, _ = sum_of_rows(plan + LACKS * rows, row, rows, CHUNK)
+        place = tl.load(ring_state + START) + taken
+        held = table + row.to(tl.int64) * width
+        own = entries + row.to(tl.int64) * (2 * width)
+        have, need = tier_pages(plan, high_count, row, rows, HIGH, 0)
+        list_pages(ring, ring_state, held, own, have, need, place, width, 0, CHUNK)
+        place += tl.maximum(need - have, 0)
+        have, need = tier_pages(plan, low_count, row, rows, LOW, 1)
+        list_pages(ring, ring_state, held, own, have, need, place, width, 1, CHUNK)
+
+
+@triton.jit
+def give_pages(ring, capacity, own, have, need, place, CHUNK: tl.constexpr):
+    """Gives a tier's pages from the `need`-th on back, to the free list from `place` on."""
+    lane = tl.arange(0, CHUNK)
+    first = need
+    while first < have:
+        entry = first + lane
+        page = tl.load(own + entry, mask=entry < have, other=0)
+        tl.store(ring + (place + entry - need) % capacity, page, mask=entry < have)
+        first += CHUNK
+
+
+@triton.jit(do_not_specialize=[*LAYER, "count", "rows", "heads", "width", "tokens", "window"])
+def finish_kernel(
+    ring, state, ring_state, table, entries, plan, high_count, low_count, count, length, window_start, rows, heads,
+    width, tokens, window, HIGH: tl.constexpr, LOW: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (rows,). A row's program alone reads its counts, and of a request that of its first head its lengths."""
+    row = tl.program_id(0)
+    given, gives = sum_of_rows(plan + GIVES * rows, row, rows, CHUNK)
+    start, free = tl.load(ring_state + START), tl.load(ring_state + FREE)
+    capacity = tl.maximum(tl.load(ring_state + CAPACITY), 1)
+    own = entries + row.to(tl.int64) * (2 * width)
+    high_have, high_need = tier_pages(plan, high_count, row, rows, HIGH, 0)
+    low_have, low_need = tier_pages(plan, low_count, row, rows, LOW, 1)
+    place = start + free + given
+    give_pages(ring, capacity, own, high_have, high_need, place, CHUNK)
+    place += tl.maximum(high_have - high_need, 0)
+    give_pages(ring, capacity, own + width, low_have, low_need, place, CHUNK)
+    lane = tl.arange(0, CHUNK)
+    first = 0
+    while first < width:
+        entry = first + lane
+        back = width - 1 - entry
+        page = tl.load(own + entry, mask=entry < high_need, other=0)
+        page += tl.load(own + width + back, mask=(back >= 0) & (back < low_need), other=0)
+        tl.store(table + row.to(tl.int64) * width + entry, page, mask=entry < width)
+        first += CHUNK
+    for tier in tl.static_range(2):
+        after = tl.load(plan + (KEPT + tier) * rows + row) + tl.load(plan + (ADDED + tier) * rows + row)
+        tl.debug_barrier()
+        tl.store((high_count if tier == 0 else low_count) + row, after)
+    if row % heads == 0:
+        request = row // heads
+        begin, total = new_start(count, length, window_start, request, True, tokens, window)
+        tl.debug_barrier()
+        tl.store(length + request, total)
+        tl.store(window_start + request, begin)
+    if row == 0:
+        _, lacks = sum_of_rows(plan + LACKS * rows, row, rows, CHUNK)
+        tl.store(state + START, (start + lacks) % capacity)
+        tl.store(state + FREE, free - lacks + gives)

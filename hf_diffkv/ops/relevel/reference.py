@@ -1,0 +1,222 @@
+"""Many new tokens enter rows whose tokens are chosen by thresholds, in plain PyTorch, row by row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...memory import HIGH, LOW, NULL_PAGE, FreeList, PageLayout, TierLayout, column
+from ..enter.reference import Exact, exact_tokens, keep_exact
+from ..narrow import score_noise
+from ..quantize.reference import load_tokens, move_tokens, store_tokens
+from ..rounding.reference import LARGEST_BITS, round_keys
+from ..segments import segments
+from ..window import held_tokens
+from . import rows as levels
+from .rows import LevelledRows
+
+
+def relevel_tokens(
+    rows: LevelledRows,
+    pages: Tensor,
+    layout: PageLayout,
+    free_list: FreeList,
+    key: Tensor,
+    value: Tensor,
+    *,
+    received: Tensor,
+    rank: Tensor | None,
+    count: Tensor | None,
+    window: int,
+    limit: float,
+    key_rotation: Tensor | None,
+    value_rotation: Tensor | None,
+    centers: bool,
+    feedback: Tensor | None,
+    pin: tuple[int, int],
+    pinned_sum: float,
+) -> None:
+    """Adds to the sums of all tokens of every request, new ones included, and levels all that is outside the windows.
+
+    A token is high where its mean is alpha_high / N or more, low from alpha_low / N on, and pruned below (DiffKV,
+    section 4.2); N is the request's length with the new tokens. No stored token rises.
+
+    Args:
+        pages: uint8 [pages, page_bytes], whose layout has scores and positions.
+        free_list: holds all pages that the rows may lack, before any is given back.
+        key, value: of the model, [batch, heads, tokens, dim].
+        received: float32 [batch, heads, P + tokens], attention received in this forward: by what a row held (high
+            tokens, low ones, those of the window by position; P of the longest row), then by the new tokens.
+        rank: int32 [batch, tokens], how many real tokens come before each, -1 for padding; None where all are real.
+        count: int64 [batch], real tokens; None with `rank`.
+        window: tokens that a window holds beside sinks.
+        limit: magnitude up to which elements, as they are held, can be stored; rotated tokens by their norms.
+        key_rotation, value_rotation: as `rotate` takes them.
+        centers: whether offsets are fixed where a row's first token leaves its window (store/transform.py).
+        feedback: [batch * heads, key_dim, key_dim] that quantised keys are rounded with (ops/rounding); None rounds
+            each element for itself.
+        pin: positions [start, stop) of tokens that are high once they leave the window; pinned_sum: the sum they have.
+    """
+    rows.check(key, value)
+    heads = key.shape[1]
+    rows.check_received(received, key.shape[2])
+    transforms = {"key_rotation": key_rotation, "value_rotation": value_rotation, "centers": centers}
+    # ranks in the window, by position, before anything changes
+    held = _held_ranks(rows)
+    exact = exact_tokens(rows, key, value, rank=rank, count=count, window=window, limit=limit, **transforms)
+    score = _exact_sums(rows, exact, held, received, key.shape[2], pin, pinned_sum)
+    given = []
+    for request, head in torch.cartesian_prod(*map(torch.arange, rows.high_count.shape)).tolist():
+        one = _Row(rows, pages, layout, exact, score, request, head, pin)
+        matrix = None if feedback is None else feedback[request * heads + head][None]
+        given += one.relevel(received[request, head], free_list, matrix)
+    for entries in given:
+        free_list.give(entries)
+    keep_exact(rows, exact, score)
+    rows.length.copy_(exact.length)
+    rows.window_start.copy_(exact.start)
+
+
+def _held_ranks(rows: LevelledRows) -> Tensor:
+    """Tokens of a window before each of its slots' one, int64 [batch, slots]."""
+    slots = rows.window_key.shape[2]
+    token = held_tokens(rows.window_start, rows.length, rows.sink_end, rows.sink_slots, slots)
+    earlier = (token[:, None, :] >= 0) & (token[:, None, :] < token[:, :, None])
+    return earlier.sum(-1)
+
+
+def _exact_sums(
+    rows: LevelledRows,
+    exact: Exact,
+    held: Tensor,
+    received: Tensor,
+    tokens: int,
+    pin: tuple[int, int],
+    pinned_sum: float,
+) -> Tensor:
+    """Sums of the exact tokens, float32 [batch, heads, n]."""
+    slots = held.shape[1]
+    first = (rows.high_count + rows.low_count).long()[..., None] + held[:, None]
+    # slots without a token may point behind the last column
+    got = received.gather(2, first.clamp(max=received.shape[2] - 1))
+    there = exact.token[:, None, :slots] >= 0
+    before = torch.where(there, rows.window_score + got, 0.0)
+    score = torch.cat([before, received[..., received.shape[2] - tokens :]], dim=2)
+    pinned = (exact.token >= pin[0]) & (exact.token < pin[1])
+    return torch.where(pinned[:, None], pinned_sum, score)
+
+
+class _Row:
+    """One request and head."""
+
+    def __init__(
+        self,
+        rows: LevelledRows,
+        pages: Tensor,
+        layout: PageLayout,
+        exact: Exact,
+        score: Tensor,
+        request: int,
+        head: int,
+        pin: tuple[int, int],
+    ) -> None:
+        self.pages, self.tiers, self.pin = pages, (layout.high, layout.low), pin
+        self.counts = (rows.high_count[request, head], rows.low_count[request, head])
+        self.table = rows.page_table[request, head]
+        self.length = exact.length[request]
+        self.alphas = (rows.alpha_high[request, head], rows.alpha_low[request, head])
+        # those that leave the window, oldest first: what was in it, then what is new
+        place = exact.leaves[request].nonzero()[:, 0]
+        self.position = exact.token[request, place].sort().values
+        place = place[exact.token[request, place].argsort()]
+        self.key, self.value = exact.key[request, head, place], exact.value[request, head, place]
+        self.score, self.dtype = score[request, head, place], exact.key.dtype
+
+    def relevel(self, received: Tensor, free_list: FreeList, feedback: Tensor | None) -> list[Tensor]:
+        """Returns the page ids that the row gives back, in the order of its tiers."""
+        earned, first = [], 0
+        for tier in (HIGH, LOW):
+            index = torch.arange(int(self.counts[tier]), device=self.pages.device)
+            page, slot = self._places(tier, index)
+            view = segments(self.pages, self.tiers[tier])
+            score = view.scores(page, slot) + received[first : first + index.numel()]
+            view.write_scores(page, slot, score, score_noise(index, self.length, tier))
+            level = self._level(score, view.positions(page, slot).long())
+            earned.append(level.clamp(max=(levels.HIGH, levels.LOW)[tier]))
+            first += index.numel()
+        kept = (earned[HIGH] == levels.HIGH, earned[LOW] == levels.LOW)
+        leaving = self._level(self.score, self.position)
+        sinking = (earned[HIGH] == levels.LOW).nonzero()[:, 0]
+        added = ((leaving == levels.HIGH).nonzero()[:, 0], (leaving == levels.LOW).nonzero()[:, 0])
+        after = [int(kept[tier].sum()) + added[tier].numel() for tier in (HIGH, LOW)]
+        after[LOW] += sinking.numel()
+        pages = [self._pages(tier, after[tier], free_list) for tier in (HIGH, LOW)]
+
+        # what sinks is read before its slot is written
+        page, slot = self._places(HIGH, sinking)
+        view = segments(self.pages, self.tiers[HIGH])
+        sunk = (*load_tokens(self.pages, self.tiers[HIGH], page, slot, self.dtype), view.scores(page, slot))
+        position = view.positions(page, slot).long()
+        arriving = [(self.key[i], self.value[i], self.score[i], self.position[i]) for i in added]
+        arriving[LOW] = tuple(
+            torch.cat([old.to(torch.promote_types(old.dtype, new.dtype)), new])
+            for old, new in zip((*sunk, position), arriving[LOW])
+        )
+        for tier in (LOW, HIGH):
+            self._fill(tier, kept[tier], after[tier], pages[tier], arriving[tier], feedback)
+        given = []
+        self.table.fill_(NULL_PAGE)
+        for tier in (HIGH, LOW):
+            need = -(-after[tier] // self.tiers[tier].capacity)
+            entry = column(tier, torch.arange(need, device=self.table.device), self.table.numel())
+            self.table[entry] = pages[tier][:need].to(self.table.dtype)
+            given.append(pages[tier][need:])
+            self.counts[tier].fill_(after[tier])
+        return given
+
+    def _level(self, score: Tensor, position: Tensor) -> Tensor:
+        """int64 levels by the thresholds."""
+        mean = score / (self.length - 1 - position).clamp(min=1).float()
+        high, low = (alpha / self.length.float() for alpha in self.alphas)
+        level = torch.where(mean >= high, levels.HIGH, torch.where(mean >= low, levels.LOW, levels.PRUNED))
+        return torch.where((position >= self.pin[0]) & (position < self.pin[1]), levels.HIGH, level)
+
+    def _places(self, tier: int, index: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Pages and slots of tokens; ids: of the tier's pages, None for those in the table."""
+        capacity = self.tiers[tier].capacity
+        if ids is None:
+            ids = self.table[column(tier, torch.arange(self.table.numel(), device=index.device), self.table.numel())]
+        return ids[index // capacity].long(), index % capacity
+
+    def _pages(self, tier: int, after: int, free_list: FreeList) -> Tensor:
+        """Page ids of a tier, those that it lacks included."""
+        capacity = self.tiers[tier].capacity
+        have, need = -(-int(self.counts[tier]) // capacity), -(-after // capacity)
+        entry = column(tier, torch.arange(have, device=self.table.device), self.table.numel())
+        _, fresh = free_list.take(torch.tensor([max(0, need - have)], device=self.table.device))
+        return torch.cat([self.table[entry].long(), fresh])
+
+    def _fill(
+        self,
+        tier: int,
+        kept: Tensor,
+        after: int,
+        ids: Tensor,
+        arriving: tuple[Tensor, ...],
+        feedback: Tensor | None,
+    ) -> None:
+        """Free slots below the new end go to what is added, then to what is kept behind it, the last first."""
+        layout: TierLayout = self.tiers[tier]
+        old = torch.arange(max(after, kept.numel()), device=kept.device)
+        holds = torch.zeros_like(old, dtype=torch.bool)
+        holds[: kept.numel()] = kept
+        target, movers = old[~holds & (old < after)], old[holds & (old >= after)].flip(0)
+        key, value, score, position = arriving
+        count = position.numel()
+        to_page, to_slot = self._places(tier, target, ids)
+        if feedback is not None and layout.k_bits <= LARGEST_BITS and count:
+            key = round_keys(key, torch.zeros(count, dtype=torch.int64, device=key.device), feedback, layout)
+        page, slot = self._places(tier, movers, ids)
+        move_tokens(self.pages, layout, page, slot, to_page[count:], to_slot[count:])
+        contents = (key, value, score, position)
+        store_tokens(self.pages, layout, to_page[:count], to_slot[:count], *contents, self.dtype)

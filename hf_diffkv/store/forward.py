@@ -1,0 +1,165 @@
+"""What the host knows of a forward of several tokens that kernels store, from few looks at the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..memory import PagePool
+from ..memory.free_list import FREE
+from ..ops.backend import KERNELS
+from .look import pages_of, read_together
+
+if TYPE_CHECKING:
+    from .state import Store
+    from .transform import Entering
+
+
+def enters_at_once(store: Store) -> bool:
+    """Whether kernels bring a prompt's tokens to where they stay: none is chosen, or thresholds alone choose."""
+    by_kernels = store.backend() == KERNELS and type(store.pool) is PagePool
+    return by_kernels and (not store.layout.selects or (store.policy.by_thresholds and store.config.max_bytes is None))
+
+
+@dataclass
+class Forward:
+    """What the host knows of the layers of a store before a forward of several tokens.
+
+    Attributes:
+        tokens: new ones of each request, padding included.
+        rank, count: of the new tokens, as the ops take them.
+        longest: tokens of each layer's longest row, window included. centers: layers with a row to be centred.
+        pages: that each layer lacks; where tokens are chosen, the most that it may lack before it gives any back.
+        free: pages that are free; where tokens are chosen, that are at least. looked: nothing has changed since then.
+        width: tokens of the longest row afterwards, as its table must hold them; the most that they may be.
+        left: layers whose tokens are still to come.
+    """
+
+    tokens: int
+    rank: Tensor | None
+    count: Tensor | None
+    longest: list[int]
+    centers: list[bool]
+    pages: list[int]
+    free: int
+    width: int
+    left: set[int]
+    ready: bool = False
+    looked: bool = True
+
+    @classmethod
+    def of(cls, store: Store, layer: int, new: Entering) -> Forward:
+        """What is known, or read from the device if the forward has not been looked at yet.
+
+        Raises:
+            ValueError: an earlier forward stored keys or values that are not finite.
+        """
+        known, tokens = store.forward, new.key.shape[2]
+        same = known is not None and known.tokens == tokens and (known.rank is None) == (new.valid is None)
+        if not same or layer not in known.left:
+            store.forward = cls.read(store, tokens, new.valid)
+        return store.forward
+
+    @classmethod
+    def read(cls, store: Store, tokens: int, valid: Tensor | None) -> Forward:
+        rank = count = None
+        if valid is not None:
+            rank = torch.where(valid, valid.cumsum(-1, dtype=torch.int32) - 1, -1).to(torch.int32)
+            count = valid.sum(-1)
+        parts = [store.high_count, store.low_count, store.length, store.window_start, store.sink_end]
+        real = torch.full_like(store.length[0], tokens) if count is None else count
+        free, real, high, low, length, start, end, *flags = read_together(
+            store.pool.free_list.state[FREE], real, *parts, *store.flags()
+        )
+        store.raise_for(*map(bool, flags))
+        after = length + real
+        new_start = np.maximum(start, after - store.config.window)
+        lacking = _lacking_pages(store, high, low, (new_start - start)[..., None])
+        due = (start == end) & (after - start > store.config.window)
+        centers = store.config.center & due.any(1)
+        longest = (high + low).max(-1)
+        held = longest + np.maximum(length - start, 0) + np.minimum(length, end)
+        return cls(
+            tokens,
+            rank,
+            count,
+            held.max(1).tolist(),
+            [bool(centers[layer]) and layer not in store.uncentered for layer in range(store.num_layers)],
+            lacking.sum((1, 2)).tolist(),
+            int(free),
+            int((longest + new_start - start).max()) + store.window_slots,
+            set(range(store.num_layers)),
+        )
+
+    def provide(self, store: Store, layer: int) -> None:
+        """Makes room for what `layer` stores next, which is then left no more.
+
+        Where no token is chosen, the first layer makes room for all. Elsewhere what a layer takes is only known on the
+        device: where the pages that are surely free may not do, the host looks how many there are, and provides what a
+        quarter of the layers that are left may take at most.
+
+        Raises:
+            MemoryError: there is no room; nothing has changed then but the width of the page table.
+        """
+        if not self.ready:
+            store.ensure_width(self.width)
+            store.update_limit()
+            if not store.layout.selects:
+                store.pool.ensure_free(sum(self.pages), self.free)
+            self.ready = True
+        try:
+            if store.layout.selects:
+                self._provide_most(store, layer)
+        finally:
+            self.left.discard(layer)
+
+    def options(self, store: Store, layer: int) -> dict[str, Any]:
+        """What the ops are told of the layer's new tokens."""
+        return {
+            "rank": self.rank,
+            "count": self.count,
+            "window": store.config.window,
+            "limit": store.value_limit,
+            "key_rotation": store.key_rotation,
+            "value_rotation": store.value_rotation,
+            "centers": self.centers[layer],
+        }
+
+    def _provide_most(self, store: Store, layer: int) -> None:
+        need = self.pages[layer]
+        if self.free < need:
+            if not self.looked:
+                self.free = store.pool.free_list.free
+            ahead = [layer, *sorted(self.left - {layer})][: -(-len(self.left) // 4)]
+            pages = sum(self.pages[each] for each in ahead)
+            try:
+                store.pool.ensure_free(pages, self.free)
+            except MemoryError:
+                self._provide_one(store, need)
+            else:
+                self.free = max(self.free, pages)
+        self.free, self.looked = self.free - need, False
+
+    def _provide_one(self, store: Store, need: int) -> None:
+        try:
+            store.pool.ensure_free(need, self.free)
+        except MemoryError:
+            # the layer is then stored in another way
+            self.free, self.looked = 0, False
+            raise
+        self.free = max(self.free, need)
+
+
+def _lacking_pages(store: Store, high: np.ndarray, low: np.ndarray, leaving: np.ndarray) -> np.ndarray:
+    """Pages that each row lacks at most, int64 [layers, batch, heads], as `leaving` tokens leave its window."""
+    capacity, low_capacity = store.layout.high.capacity, store.layout.low.capacity
+    if not store.layout.selects:
+        return pages_of(high + leaving, capacity) - pages_of(high, capacity)
+    # a row gains at most what leaves its window; where the high tier gains nothing, all that is high may sink
+    gains = pages_of(leaving, min(capacity, low_capacity)) + (leaving > 0)
+    sinks = pages_of(high + low + leaving, low_capacity) - pages_of(low, low_capacity)
+    return np.maximum(gains, sinks)

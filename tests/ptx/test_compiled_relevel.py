@@ -1,0 +1,25 @@
+"""Rows that are levelled anew by compiled code, byte for byte against the reference."""
+
+from __future__ import annotations
+
+import torch
+from selection import cases
+from test_relevel_kernel import K4V2, K8V4, State, compare_turns
+
+from hf_diffkv.config import Precision
+
+
+@cases(
+    "high, low, dim, dtype, bits",
+    [(K8V4, K4V2, 64, torch.bfloat16, 16)],
+    [(K8V4, K4V2, 128, torch.bfloat16, 32), (Precision(16, 8), Precision(3, 5), 80, torch.float16, 16)],
+)
+def test_rows_are_levelled(high, low, dim, dtype, bits, emulator) -> None:
+    """A padded prompt, and a turn in which tokens sink and rows end earlier."""
+    seen = compare_turns(State(high, low, dtype, dim=dim, bits=bits), ((30, 7, 1.0), (30, 3, 0.4)))
+    assert seen["demoted"] and seen["pruned"], seen
+    names = ["decide", "count", "list", "level_new", "finish"]
+    turn = ["decide", "count", "list", "demote", "close", "level_window", "level_new", "finish"]
+    assert [name.removesuffix("_kernel") for name, _ in emulator.launched] == names + turn
+    # no page is given back
+    assert [name for name in turn if emulator.never_run(f"{name}_kernel")] == ["finish"]

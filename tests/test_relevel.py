@@ -1,0 +1,227 @@
+"""Prompts of stores that choose by thresholds: kernels that read nothing, against the dense simulation."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+from dense_simulation import Rule
+from launches import Launches
+from test_compressed import Pair, left_padding
+from test_pinned import PIN, Pinned, PinnedPair
+from test_rotated import RotatedPair, RotatedSharedPair
+
+from hf_diffkv.config import DiffKVConfig, Precision
+from hf_diffkv.memory import FreeList
+from hf_diffkv.ops.backend import use_backend
+from hf_diffkv.store import Store, attend_tokens, check_integrity, prompt
+
+triton = pytest.importorskip("triton")
+if not triton.knobs.runtime.interpret:
+    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
+
+MIXED = {"alpha_high": 1.0, "alpha_low": 0.5, "window": 8, "page_bytes": 448}
+
+
+def relevel_at_once(monkeypatch: pytest.MonkeyPatch, how: str) -> list[int]:
+    """Has tokens be levelled at once, by kernels or by their reference, while all else runs as it does on a CPU.
+
+    Returns:
+        Layers that were levelled in the other way, as it happens.
+    """
+    for module in ("prompt", "transform", "state"):
+        monkeypatch.setattr(f"hf_diffkv.store.{module}.enters_at_once", lambda store: store.policy.by_thresholds)
+    monkeypatch.setattr("hf_diffkv.ops.relevel.use_kernels", lambda device, dtype: how == "kernels")
+    others, decide = [], prompt.decide_levels
+
+    def noted(store: Store, layer: int, *arguments: object) -> object:
+        others.append(layer)
+        return decide(store, layer, *arguments)
+
+    monkeypatch.setattr(prompt, "decide_levels", noted)
+    return others
+
+
+def run(pair: Pair) -> None:
+    """Padded prompts that stay in their windows and leave them, turns over what is stored, and steps."""
+    with use_backend("reference"):
+        pair.forward(7, left_padding((7, 3)))
+        pair.compare()
+        pair.forward(60, torch.tensor([[True] * 60, [False] * 24 + [True] * 36]))
+        pair.compare()
+        before = (pair.store.high_count.clone(), pair.store.low_count.clone())
+        for _ in range(2):
+            pair.forward(1)
+        pair.compare()
+        # what was stored receives little of so many queries
+        pair.forward(80)
+        pair.compare()
+        assert (pair.store.high_count + pair.store.low_count < before[0] + before[1] + 80).all()
+        pair.forward(5)
+        for _ in range(3):
+            pair.forward(1)
+        pair.compare()
+    counts = pair.level_counts()
+    assert all(counts[level] > 10 for level in (0, 1, 2)), counts
+    assert not pair.store.invalid
+
+
+@pytest.mark.parametrize(
+    "how, dtype, fields",
+    [
+        ("kernels", torch.bfloat16, {"paper": True, "alpha_high": ((1.0, 1.4),), "alpha_low": ((0.5, 0.2),)}),
+        ("kernels", torch.float32, {"sinks": 3, "metadata_bits": 16}),
+        ("kernels", torch.float16, {"rotate": False, "low": Precision(4, 2, 2, 4), "adaptive_rounding": True}),
+        ("reference", torch.float32, {"sinks": 3, "metadata_bits": 16}),
+        ("reference", torch.bfloat16, {"paper": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.sampled(10)
+def test_prompts_turns_and_steps(how: str, dtype: torch.dtype, fields: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = relevel_at_once(monkeypatch, how)
+    fields = {**MIXED, **fields}
+    make = DiffKVConfig.paper if fields.pop("paper", False) else DiffKVConfig
+    pair = RotatedPair(make(**fields), 2, 2, 2, 16, dtype)
+    if dtype != torch.float32:
+        # outputs of at most 16 are rounded before and after they are rotated back
+        pair.output_tolerance = 16 * 2**-8
+        pair.score_tolerance = 1e-4
+    run(pair)
+    assert not others
+
+
+@pytest.mark.parametrize("how", ["kernels", "reference"])
+@pytest.mark.sampled(3)
+def test_pinned(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = relevel_at_once(monkeypatch, how)
+    config = DiffKVConfig.paper(**{**MIXED, "alpha_high": 1.5, "alpha_low": 0.8}, pin=PIN)
+    pair = PinnedPair(config, 2, 1, 2, 16, torch.float32, rule=Pinned(Rule()))
+    with use_backend("reference"):
+        for tokens in (30, 40, 1, 60, 1, 1):
+            pair.forward(tokens, left_padding((30, 11)) if tokens == 30 else None)
+            pair.compare()
+    # some as they left the window, some as they came
+    assert (pair.store.high_count > PIN[1] - PIN[0]).all() and not others
+
+
+def test_layers_that_share_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = relevel_at_once(monkeypatch, "reference")
+    pair = RotatedSharedPair(DiffKVConfig(alpha_high=1.6, alpha_low=0.9, window=8))
+    pair.forward(6, left_padding((6, 3, 1, 2)), 5)
+    for tokens in (1, 60, 1, 12):
+        pair.forward(tokens, None, 5)
+        pair.compare()
+    assert not others
+
+
+def make_store(layers: int, **fields: object) -> Store:
+    config = DiffKVConfig.paper(**{**MIXED, **fields})
+    store = Store(config, layers, 2, 1, 16, 16, torch.float32, torch.device("cpu"))
+    for layer in range(layers):
+        store.set_thresholds(layer, config.alpha_high, config.alpha_low)
+    return store
+
+
+def draw(tokens: int) -> list[torch.Tensor]:
+    return [torch.randn(2, heads, tokens, 16) for heads in (2, 1, 1)]
+
+
+def test_few_looks_and_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward looks at the free list when what is surely free may not do, and pages are not made for the worst of
+    all layers at once."""
+    others = relevel_at_once(monkeypatch, "reference")
+    looks, free = [], FreeList.free
+    monkeypatch.setattr(FreeList, "free", property(lambda self: looks.append(1) or free.fget(self)))
+    torch.manual_seed(0)
+    store = make_store(32)
+    for tokens in (60, 50):
+        looks.clear()
+        store.begin(tokens)
+        for layer in range(32):
+            attend_tokens(store, layer, *draw(tokens), scaling=0.25)
+            if layer == 0:
+                worst, known = max(store.forward.pages), len(looks)
+        assert known == 0 and 1 < len(looks) <= 10
+        check_integrity(store)
+    assert store.pool.free_list.free < 4 * worst
+    assert not others
+
+
+def test_layers_whose_worst_case_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = relevel_at_once(monkeypatch, "reference")
+    pair = Pair(DiffKVConfig.paper(**MIXED), 2, 2, 2, 16, torch.float32)
+    pair.forward(60, left_padding((60, 40)))
+    pool = pair.store.pool
+    pool.max_pages = pool.capacity + 4
+    pair.forward(40)
+    pair.compare()
+    assert others == [0] and pool.capacity <= pool.max_pages
+    before = [getattr(pair.store, name).clone() for name in ("high_count", "low_count", "length", "window_key")]
+    pair.store.begin(300)
+    with pytest.raises(MemoryError, match="more pages"):
+        attend_tokens(pair.store, 0, *[pair.draw(heads, 300) for heads in (4, 2, 2)], scaling=0.25)
+    after = [getattr(pair.store, name) for name in ("high_count", "low_count", "length", "window_key")]
+    assert all(torch.equal(*both) for both in zip(before, after))
+    check_integrity(pair.store)
+
+
+@pytest.mark.parametrize("how", ["reference", "kernels"])
+@pytest.mark.sampled(3)
+def test_what_cannot_be_stored_is_seen_at_the_next_look(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    relevel_at_once(monkeypatch, how)
+    store = make_store(1)
+    for wrong in (False, True):
+        query, key, value = draw(12)
+        value[1, :, 3] = float("nan") if wrong else 1.0
+        store.begin(12)
+        with use_backend("reference"):
+            attend_tokens(store, 0, query, key, value, scaling=0.25)
+        if not wrong:
+            store.check_values()
+    with pytest.raises(ValueError, match="NaN, infinite or beyond 32752"):
+        store.check_values()
+
+
+@pytest.mark.parametrize("fields", [{"rotate": True, "center": True, "metadata_bits": 16}, {}], ids=str)
+@pytest.mark.sampled(100)
+def test_launches_and_reads(fields: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After attention at most 12 launches a layer; the device is read by looks alone."""
+    store, attention = make_store(2, **fields), prompt.prefill_attention
+    counter = Launches(monkeypatch)
+
+    def marked(*args: object, **options: object) -> object:
+        counter.phase = "attention"
+        with use_backend("reference"):
+            found = attention(*args, **options)
+        counter.phase = "after"
+        return found
+
+    monkeypatch.setattr(prompt, "prefill_attention", marked)
+    with use_backend("kernels"), torch.no_grad():
+        # all stay in the window; they leave it and rows are centred; a turn over what is stored
+        for turn, tokens in enumerate((6, 20, 12)):
+            store.begin(tokens)
+            valid = left_padding((tokens, tokens - 2)) if turn == 1 else None
+            for layer in range(2):
+                inputs = draw(tokens)
+                # what growing the pool takes is no part of a layer
+                store.pool.ensure_free(60)
+                counter.phase = "before"
+                counter.launched.clear()
+                counter.reads.clear()
+                with counter:
+                    attend_tokens(store, layer, *inputs, scaling=0.25, valid=valid)
+                after = [what for phase, what in counter.launched if phase == "after"]
+                reads = [what for phase, what in counter.reads if phase != "attention"]
+                assert "level_new_kernel" in after
+                if layer == 0:
+                    # a forward's one copy to the host
+                    assert reads == ["cpu in read_together", "numpy in read_together"]
+                else:
+                    assert len(after) <= 12, " ".join(after)
+                    assert not reads
+    check_integrity(store)
