@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ...memory import FreeList, PageLayout
 from ..backend import device_of
-from ..quantize.kernels import padded_width
 from ..quantize.launch import TRITON_DTYPES, check_dtype, check_pages, dot_dtype, unit_stride
 from ..rotation_kernel import INNER, NUM_WARPS, block_tokens, root
 from .kernels import advance_kernel, take_pages_kernel
@@ -19,7 +18,7 @@ from .token_kernels import enter_kernel, fix_offsets_kernel, leave_window_kernel
 
 ROWS_CHUNK = 256
 SUM_TOKENS, SUM_STEPS = 32, 16
-# of a tile of keys that is rounded, which takes more registers
+# of a tile of keys that is rounded, which takes more registers; so it is of fewer tokens, too
 ROUNDING_WARPS = 8
 
 
@@ -58,12 +57,12 @@ def enter_tokens(
     width = rows.page_table.shape[2]
     tiles = {
         "TIER": tier,
-        "KEY_WIDTH": padded_width(tier.key_dim, tier.k_bits),
-        "VALUE_WIDTH": padded_width(tier.value_dim, tier.v_bits),
         "DTYPE": TRITON_DTYPES[key.dtype],
         "num_warps": NUM_WARPS if feedback is None else ROUNDING_WARPS,
     }
     block = block_tokens(max(layout.high.key_dim, layout.high.value_dim))
+    if feedback is not None:
+        block = max(16, block // 2)
     shift = torch.empty_like(rows.key_offset) if centers else None
     with torch.cuda.device(pages.device) if pages.is_cuda else nullcontext():
         if centers:

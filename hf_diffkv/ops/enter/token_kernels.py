@@ -1,6 +1,6 @@
 """What becomes of each token that enters or leaves a window (Triton); see `kernels.py`.
 
-Tiles are those of `quantize/kernels.py`, [tokens, planes, WIDTH].
+Tiles are those of `quantize/kernels.py`, [tokens, planes, bytes of a plane].
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..quantize.kernels import stored_bits, tile_dims, write_rows
+from ..quantize.kernels import padded_width, rows_at, stored_bits, tier_dims, write_tile
 from ..rotation_kernel import rotated_tile, rounded
 from ..rounding.kernels import round_tile
 from .kernels import LENGTHS, new_start
 
 
 @triton.jit
-def new_tile(rows, active, matrix, limit, ROOT: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr,
-             WIDTH: tl.constexpr, INNER: tl.constexpr, OPERAND: tl.constexpr):  # fmt: skip
+def new_tile(rows, active, matrix, limit, ROOT: tl.constexpr, TIER: tl.constexpr, IS_KEY: tl.constexpr,
+             INNER: tl.constexpr, OPERAND: tl.constexpr):  # fmt: skip
     """Rotates tokens: a tile in float32, and whether each may be stored. Arguments as in `rotated_tile`.
 
     Args:
@@ -24,59 +24,40 @@ def new_tile(rows, active, matrix, limit, ROOT: tl.constexpr, DIM: tl.constexpr,
         limit: none of a token's elements may be larger, rotated or not; where it is rotated, its norm decides.
     """
     if matrix is None:
-        dim, exists = tile_dims(DIM, BITS, WIDTH)
+        dim, exists = tier_dims(TIER, IS_KEY)
         x = tl.load(rows[:, None, None] + dim, mask=active[:, None, None] & exists, other=0.0).to(tl.float32)
         # a comparison with NaN is false
         wrong = exists & ~(tl.abs(x) <= limit)
         good = tl.sum(tl.sum(wrong.to(tl.int32), 2), 1) == 0
     else:
+        DIM: tl.constexpr = TIER.key_dim if IS_KEY else TIER.value_dim
+        BITS: tl.constexpr = TIER.k_bits if IS_KEY else TIER.v_bits
+        WIDTH: tl.constexpr = padded_width(DIM, BITS)
         x, squares = rotated_tile(rows, active, matrix, DIM, 1, ROOT, DIM, BITS, WIDTH, INNER, OPERAND)
         good = squares <= limit * limit
     return x, good
 
 
 @triton.jit
-def page_tile(x, pages, number, place, leaves, TIER: tl.constexpr, IS_KEY: tl.constexpr, WIDTH: tl.constexpr,
-              DTYPE: tl.constexpr):  # fmt: skip
+def page_tile(x, pages, number, place, leaves, TIER: tl.constexpr, IS_KEY: tl.constexpr, DTYPE: tl.constexpr):
     """Quantises a tile of keys or values to the slots `place` of the pages `number`, int64 [tokens] each."""
-    DIM: tl.constexpr = TIER.key_dim if IS_KEY else TIER.value_dim
-    BITS: tl.constexpr = TIER.k_bits if IS_KEY else TIER.v_bits
-    GROUPS: tl.constexpr = TIER.k_groups if IS_KEY else TIER.v_groups
-    ROW: tl.constexpr = TIER.key_row if IS_KEY else TIER.value_row
-    METADATA: tl.constexpr = TIER.key_metadata if IS_KEY else TIER.value_metadata
-    OFFSET: tl.constexpr = TIER.key_offset if IS_KEY else TIER.value_offset
-    METADATA_OFFSET: tl.constexpr = TIER.key_metadata_offset if IS_KEY else TIER.value_metadata_offset
-    dim, exists = tile_dims(DIM, BITS, WIDTH)
-    base = pages + number * TIER.page_bytes
-    write_rows(
-        x,
-        dim,
-        exists,
-        base + OFFSET + place * ROW,
-        base + METADATA_OFFSET + place * (METADATA * GROUPS),
-        leaves,
-        DIM=DIM,
-        BITS=BITS,
-        GROUPS=GROUPS,
-        METADATA=METADATA,
-        WIDTH=WIDTH,
-        DTYPE=DTYPE,
-    )
+    codes, metadata = rows_at(pages + number * TIER.page_bytes, place, TIER, IS_KEY)
+    write_tile(x, codes, metadata, leaves, TIER, IS_KEY, DTYPE)
 
 
 @triton.jit
-def round_keys_tile(x, feedback, row, TIER: tl.constexpr, WIDTH: tl.constexpr):
+def round_keys_tile(x, feedback, row, TIER: tl.constexpr):
     """A tile of keys of one row, rounded by `feedback`."""
-    dim, exists = tile_dims(TIER.key_dim, TIER.k_bits, WIDTH)
+    dim, exists = tier_dims(TIER, True)
     matrix = feedback + row.to(tl.int64) * (TIER.key_dim * TIER.key_dim) + dim
     return round_tile(x, dim, exists, matrix, TIER.key_dim, TIER.k_bits, TIER.k_groups, TIER.key_metadata)
 
 
 @triton.jit
-def keep_tile(x, window, window_row, stays, DIM: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr,
-              DTYPE: tl.constexpr):  # fmt: skip
+def keep_tile(x, window, window_row, stays, TIER: tl.constexpr, IS_KEY: tl.constexpr, DTYPE: tl.constexpr):
     """Writes a tile to the window, [rows * slots, DIM]; window_row: int64 [tokens]."""
-    dim, exists = tile_dims(DIM, BITS, WIDTH)
+    DIM: tl.constexpr = TIER.key_dim if IS_KEY else TIER.value_dim
+    dim, exists = tier_dims(TIER, IS_KEY)
     bits = stored_bits(x, DTYPE)
     pointer = window.to(tl.pointer_type(bits.dtype)) + window_row[:, None, None] * DIM + dim
     tl.store(pointer, bits, mask=stays[:, None, None] & exists)
@@ -100,8 +81,8 @@ def enter_kernel(
     pages, table, window_key, window_value, window_score, length, window_start, sink_end, invalid, key, value, rank,
     count, key_matrix, value_matrix, offset, feedback, limit, heads, width, tokens, window, slots, sink_slots,
     key_batch, key_head, key_token, value_batch, value_head, value_token,
-    TIER: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, KEY_ROOT: tl.constexpr,
-    VALUE_ROOT: tl.constexpr, INNER: tl.constexpr, DTYPE: tl.constexpr, OPERAND: tl.constexpr, BLOCK: tl.constexpr,
+    TIER: tl.constexpr, KEY_ROOT: tl.constexpr, VALUE_ROOT: tl.constexpr, INNER: tl.constexpr,
+    DTYPE: tl.constexpr, OPERAND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows, cdiv(tokens, BLOCK)).
 
@@ -129,23 +110,21 @@ def enter_kernel(
     slot = tl.where(is_sink, position, sink_slots + position % (slots - sink_slots)) + row.to(tl.int64) * slots
 
     rows = key + request * key_batch + head * key_head + token.to(tl.int64) * key_token
-    x, good = new_tile(rows, real, key_matrix, limit, KEY_ROOT, TIER.key_dim, TIER.k_bits, KEY_WIDTH, INNER, OPERAND)
+    x, good = new_tile(rows, real, key_matrix, limit, KEY_ROOT, TIER, True, INNER, OPERAND)
     if offset is not None:
-        dim, exists = tile_dims(TIER.key_dim, TIER.k_bits, KEY_WIDTH)
+        dim, exists = tier_dims(TIER, True)
         x -= tl.load(offset + row.to(tl.int64) * TIER.key_dim + dim, mask=exists, other=0.0)
     x = rounded(x, DTYPE)
-    keep_tile(x, window_key, slot, stays, TIER.key_dim, TIER.k_bits, KEY_WIDTH, DTYPE)
+    keep_tile(x, window_key, slot, stays, TIER, True, DTYPE)
     if feedback is not None:
-        x = round_keys_tile(x, feedback, row, TIER, KEY_WIDTH)
-    page_tile(x, pages, number, place, leaves, TIER, True, KEY_WIDTH, DTYPE)
+        x = round_keys_tile(x, feedback, row, TIER)
+    page_tile(x, pages, number, place, leaves, TIER, True, DTYPE)
 
     rows = value + request * value_batch + head * value_head + token.to(tl.int64) * value_token
-    x, fine = new_tile(
-        rows, real, value_matrix, limit, VALUE_ROOT, TIER.value_dim, TIER.v_bits, VALUE_WIDTH, INNER, OPERAND
-    )
+    x, fine = new_tile(rows, real, value_matrix, limit, VALUE_ROOT, TIER, False, INNER, OPERAND)
     x = rounded(x, DTYPE)
-    page_tile(x, pages, number, place, leaves, TIER, False, VALUE_WIDTH, DTYPE)
-    keep_tile(x, window_value, slot, stays, TIER.value_dim, TIER.v_bits, VALUE_WIDTH, DTYPE)
+    page_tile(x, pages, number, place, leaves, TIER, False, DTYPE)
+    keep_tile(x, window_value, slot, stays, TIER, False, DTYPE)
     tl.store(window_score + slot, tl.zeros((BLOCK,), tl.float32), mask=stays)
     wrong = tl.sum((real & ~(good & fine)).to(tl.int32), 0)
     tl.store(invalid, 1, mask=wrong > 0)
@@ -155,7 +134,7 @@ def enter_kernel(
 def leave_window_kernel(
     pages, table, window_key, window_value, length, window_start, sink_end, count, shift,
     feedback, heads, width, tokens, window, slots, sink_slots,
-    TIER: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+    TIER: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows, cdiv(slots, BLOCK)). shift: float32 [rows, key_dim], what is taken off all keys that were in the
     window, or None; feedback: as in `enter_kernel`."""
@@ -171,19 +150,19 @@ def leave_window_kernel(
     number, place = page_of(table, row, width, token - sinks, leaves, TIER)
     window_row = slot + row.to(tl.int64) * slots
 
-    dim, exists = tile_dims(TIER.key_dim, TIER.k_bits, KEY_WIDTH)
+    dim, exists = tier_dims(TIER, True)
     mask = there[:, None, None] & exists
     x = tl.load(window_key + window_row[:, None, None] * TIER.key_dim + dim, mask=mask, other=0.0).to(tl.float32)
     if shift is not None:
         x = rounded(x - tl.load(shift + row.to(tl.int64) * TIER.key_dim + dim, mask=exists, other=0.0), DTYPE)
-        keep_tile(x, window_key, window_row, there & ~leaves, TIER.key_dim, TIER.k_bits, KEY_WIDTH, DTYPE)
+        keep_tile(x, window_key, window_row, there & ~leaves, TIER, True, DTYPE)
     if feedback is not None:
-        x = round_keys_tile(x, feedback, row, TIER, KEY_WIDTH)
-    page_tile(x, pages, number, place, leaves, TIER, True, KEY_WIDTH, DTYPE)
-    dim, exists = tile_dims(TIER.value_dim, TIER.v_bits, VALUE_WIDTH)
+        x = round_keys_tile(x, feedback, row, TIER)
+    page_tile(x, pages, number, place, leaves, TIER, True, DTYPE)
+    dim, exists = tier_dims(TIER, False)
     mask = leaves[:, None, None] & exists
     x = tl.load(window_value + window_row[:, None, None] * TIER.value_dim + dim, mask=mask, other=0.0).to(tl.float32)
-    page_tile(x, pages, number, place, leaves, TIER, False, VALUE_WIDTH, DTYPE)
+    page_tile(x, pages, number, place, leaves, TIER, False, DTYPE)
 
 
 @triton.jit

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 from contextlib import nullcontext
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from ...config import Precision
-from ...memory import FreeList, PageLayout, TierLayout
+from ...memory import FreeList, PageLayout
+from ..backend import device_of
 from ..enter.launch import ROUNDING_WARPS, fix_offsets, strides
-from ..quantize.launch import TRITON_DTYPES, check_dtype, check_pages, padded_width, unit_stride
+from ..quantize.launch import TRITON_DTYPES, check_dtype, check_pages, dot_dtype, unit_stride
 from ..rotation_kernel import INNER, NUM_WARPS, block_tokens, root
-from ..variant import KernelVariant
 from .kernels import count_kernel, decide_kernel, finish_kernel, list_kernel
 from .move_kernels import close_kernel, demote_kernel, level_new_kernel, level_window_kernel
 from .rows import LevelledRows
 
 # tokens that are levelled and ranked at a time, and rows, blocks or pages that are counted so
 BLOCK, CHUNK = 256, 128
-# of the paper, section 4.1
-PRECISIONS = ((Precision(8, 4), Precision(4, 2)),)
-DIMS = (64, 128)
 
 
 def relevel_tokens(
@@ -80,7 +74,6 @@ def relevel_tokens(
     block = tile_tokens(max(layout.high.key_dim, layout.high.value_dim))
     tiles = tiers | {"DTYPE": TRITON_DTYPES[key.dtype], "BLOCK": block}
     tiles["num_warps"] = NUM_WARPS if feedback is None else ROUNDING_WARPS
-    both = tiles | widths("HIGH_", layout.high) | widths("LOW_", layout.low)
     shift = torch.empty_like(rows.key_offset) if centers else None
     received = received.contiguous()
     with torch.cuda.device(pages.device) if pages.is_cuda else nullcontext():
@@ -114,10 +107,10 @@ def relevel_tokens(
         )
         if past:
             grid = (many, triton.cdiv(past, block))
-            demote_kernel[grid](pages, feedback=feedback, **found, **tiles, **widths("", layout.low))
+            demote_kernel[grid](pages, feedback=feedback, **found, **tiles)
             close_kernel[grid](pages, HIGH=layout.high, BLOCK=block, num_warps=NUM_WARPS, **found)
             level_window_kernel[(many, triton.cdiv(slots["slots"], block))](
-                pages, shift=shift, feedback=feedback, heads=heads, **held, **lengths, **slots, **found, **both
+                pages, shift=shift, feedback=feedback, heads=heads, **held, **lengths, **slots, **found, **tiles
             )
         level_new_kernel[(many, triton.cdiv(tokens, block))](
             pages,
@@ -136,14 +129,14 @@ def relevel_tokens(
             KEY_ROOT=root(layout.high.key_dim),
             VALUE_ROOT=root(layout.high.value_dim),
             INNER=INNER,
-            OPERAND=tiles["DTYPE"] if pages.is_cuda else tl.float32,
+            OPERAND=dot_dtype(key.dtype, device_of(pages.device).target),
             **held,
             **lengths,
             **entering,
             **slots,
             **pinned,
             **found,
-            **both,
+            **tiles,
         )
         finish_kernel[(many,)](
             free_list.ring,
@@ -164,67 +157,3 @@ def relevel_tokens(
 def tile_tokens(widest: int) -> int:
     """Tokens of a tile of `widest` channels: two tiers' tiles take more registers than one's."""
     return max(16, block_tokens(widest) // 2)
-
-
-def widths(name: str, tier: TierLayout) -> dict[str, int]:
-    return {
-        f"{name}KEY_WIDTH": padded_width(tier.key_dim, tier.k_bits),
-        f"{name}VALUE_WIDTH": padded_width(tier.value_dim, tier.v_bits),
-    }
-
-
-def variants() -> list[KernelVariant]:
-    """What the ahead-of-time report compiles: bf16 models, the paper's configuration, and keys rotated, centred and
-    rounded for their queries."""
-    found = []
-    for (high, low), dim in itertools.product(PRECISIONS, DIMS):
-        for transforms in (False, True):
-            found += _variants(high, low, dim, transforms)
-    return found
-
-
-def _variants(high: Precision, low: Precision, dim: int, transforms: bool) -> list[KernelVariant]:
-    """Of one page format: wide, of the model's own channels; or narrow, of transformed ones."""
-    numbers = {"metadata_bits": 16, "position_bytes": 2} if transforms else {}
-    layout = PageLayout.build(high, low, dim, dim, 2, **numbers)
-    ints = ("rows", "heads", "width", "columns", "past", "tokens", "window", "slots", "sink_slots", "blocks")
-    ints += tuple(f"{name}_{part}" for name in ("key", "value") for part in ("batch", "head", "token"))
-    types = {
-        **dict.fromkeys(("pages", "invalid"), "*u8"),
-        "level": "*i8",
-        **dict.fromkeys(("window_key", "window_value", "key", "value"), "*bf16"),
-        **dict.fromkeys(("window_score", "received", "alpha_high", "alpha_low"), "*fp32"),
-        **dict.fromkeys(("key_matrix", "value_matrix", "offset", "shift", "feedback"), "*fp32"),
-        **dict.fromkeys(("length", "window_start", "sink_end", "state", "ring_state"), "*i64"),
-        **dict.fromkeys(("ring", "table", "high_count", "low_count", "before", "plan", "order", "target"), "*i32"),
-        "entries": "*i32",
-        **dict.fromkeys((*ints, "pin_start", "pin_stop"), "i32"),
-        **dict.fromkeys(("limit", "pinned_sum"), "fp32"),
-    }
-    absent = dict.fromkeys(("rank", "count"))
-    if not transforms:
-        absent |= dict.fromkeys(("key_matrix", "value_matrix", "offset", "shift", "feedback"))
-    tile = {"HIGH": layout.high, "LOW": layout.low, "DTYPE": tl.bfloat16, "BLOCK": tile_tokens(dim)}
-    product = {"KEY_ROOT": root(dim), "VALUE_ROOT": root(dim), "INNER": INNER, "OPERAND": tl.bfloat16}
-    tile |= product | widths("HIGH_", layout.high) | widths("LOW_", layout.low)
-    counting = {"HIGH": layout.high, "LOW": layout.low, "BLOCK": BLOCK, "CHUNK": CHUNK}
-    kernels = dict.fromkeys((level_window_kernel, level_new_kernel), tile)
-    kernels[demote_kernel] = tile | widths("", layout.low)
-    kernels[decide_kernel] = counting
-    if not transforms:
-        kernels |= dict.fromkeys((count_kernel, list_kernel, finish_kernel), counting) | {close_kernel: tile}
-    name = f"{high.name}-{low.name}{'-rotated' if transforms else ''}-d{dim}"
-    found = []
-    for kernel, constants in kernels.items():
-        constants = {each: value for each, value in (absent | constants).items() if each in kernel.arg_names}
-        signature = {each: types[each] for each in kernel.arg_names if each not in constants}
-        found.append(
-            KernelVariant(
-                name=f"{kernel.__name__.removesuffix('_kernel')}-{name}",
-                kernel=kernel,
-                signature=signature,
-                constexprs=constants,
-                num_warps=ROUNDING_WARPS if "feedback" in signature else NUM_WARPS,
-            )
-        )
-    return found

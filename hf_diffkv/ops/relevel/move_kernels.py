@@ -1,6 +1,6 @@
 """Where each token goes once levels are decided (Triton); see `kernels.py`.
 
-Tiles are those of `quantize/kernels.py`, [tokens, planes, WIDTH].
+Tiles are those of `quantize/kernels.py`, [tokens, planes, bytes of a plane].
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ..enter.kernels import new_start
 from ..enter.token_kernels import keep_tile, new_tile, page_tile, round_keys_tile, token_in_slot
 from ..narrow_kernel import load_positions, load_scores
 from ..quantize.copy_kernel import copy_rows
-from ..quantize.kernels import read_rows, tile_dims, write_scalars
+from ..quantize.kernels import read_tile, rows_at, tier_dims, write_scalars
 from ..rotation_kernel import rounded
 from ..rounding import reference
 from .kernels import ADDED, COUNTS, HIGH_LEVEL, KEPT, LAYER, LOW_LEVEL, NOTHING, kinds, raised_if_pinned
@@ -60,68 +60,30 @@ def copy_tile(pages, from_page, from_slot, to_page, to_slot, active, TIER: tl.co
 @triton.jit
 def numbers_tile(pages, page, slot, score, position, active, TIER: tl.constexpr):
     """Writes scores and positions."""
-    write_scalars(
-        pages + page * TIER.page_bytes,
-        slot,
-        score,
-        position,
-        active,
-        SCORE_OFFSET=TIER.score_offset,
-        POSITION_OFFSET=TIER.position_offset,
-        SCORE_BYTES=TIER.score_bytes,
-        POSITION_BYTES=TIER.position_bytes,
-    )
+    write_scalars(pages + page * TIER.page_bytes, slot, score, position, active, TIER)
 
 
 @triton.jit
-def stored_key(x, pages, page, slot, feedback, row, active, TIER: tl.constexpr, WIDTH: tl.constexpr,
-               DTYPE: tl.constexpr):  # fmt: skip
+def stored_key(x, pages, page, slot, feedback, row, active, TIER: tl.constexpr, DTYPE: tl.constexpr):
     """Quantises a tile of keys of one row, rounded by `feedback` where that is given and bits are few."""
     if feedback is not None and TIER.k_bits <= MOST_BITS:
-        x = round_keys_tile(x, feedback, row, TIER, WIDTH)
-    page_tile(x, pages, page, slot, active, TIER, True, WIDTH, DTYPE)
+        x = round_keys_tile(x, feedback, row, TIER)
+    page_tile(x, pages, page, slot, active, TIER, True, DTYPE)
 
 
 @triton.jit
 def demoted_tile(pages, from_page, from_slot, active, HIGH: tl.constexpr, LOW: tl.constexpr, IS_KEY: tl.constexpr,
-                 WIDTH: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+                 DTYPE: tl.constexpr):  # fmt: skip
     """Keys or values of high tokens, in the order that their low tier is packed in."""
-    base = pages + from_page * HIGH.page_bytes
-    if IS_KEY:
-        dim, exists = tile_dims(LOW.key_dim, LOW.k_bits, WIDTH)
-        return read_rows(
-            base + HIGH.key_offset + from_slot * HIGH.key_row,
-            base + HIGH.key_metadata_offset + from_slot * (HIGH.key_metadata * HIGH.k_groups),
-            active,
-            dim,
-            exists,
-            DIM=HIGH.key_dim,
-            BITS=HIGH.k_bits,
-            GROUPS=HIGH.k_groups,
-            METADATA=HIGH.key_metadata,
-            DTYPE=DTYPE,
-        )
-    else:
-        dim, exists = tile_dims(LOW.value_dim, LOW.v_bits, WIDTH)
-        return read_rows(
-            base + HIGH.value_offset + from_slot * HIGH.value_row,
-            base + HIGH.value_metadata_offset + from_slot * (HIGH.value_metadata * HIGH.v_groups),
-            active,
-            dim,
-            exists,
-            DIM=HIGH.value_dim,
-            BITS=HIGH.v_bits,
-            GROUPS=HIGH.v_groups,
-            METADATA=HIGH.value_metadata,
-            DTYPE=DTYPE,
-        )
+    codes, metadata = rows_at(pages + from_page * HIGH.page_bytes, from_slot, HIGH, IS_KEY)
+    dim, exists = tier_dims(LOW, IS_KEY)
+    return read_tile(codes, metadata, active, dim, exists, HIGH, IS_KEY, DTYPE)
 
 
 @triton.jit(do_not_specialize=[*COUNTS, "rows", "width", "columns", "past"])
 def demote_kernel(
     pages, entries, target, plan, level, order, high_count, low_count, feedback, rows, width, columns, past,
-    HIGH: tl.constexpr, LOW: tl.constexpr, KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, DTYPE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HIGH: tl.constexpr, LOW: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows, cdiv(past, BLOCK)). feedback: float32 [rows, key_dim, key_dim] that keys are rounded with
     (ops/rounding), or None."""
@@ -142,10 +104,10 @@ def demote_kernel(
         page, slot = place_of(entries, row, width, token - high, moves, LOW, 1)
         copy_tile(pages, page, slot, to_page, to_slot, moves, LOW)
         page, slot = place_of(entries, row, width, token, sinks, HIGH, 0)
-        x = demoted_tile(pages, page, slot, sinks, HIGH, LOW, True, KEY_WIDTH, DTYPE)
-        stored_key(x, pages, to_page, to_slot, feedback, row, sinks, LOW, KEY_WIDTH, DTYPE)
-        x = demoted_tile(pages, page, slot, sinks, HIGH, LOW, False, VALUE_WIDTH, DTYPE)
-        page_tile(x, pages, to_page, to_slot, sinks, LOW, False, VALUE_WIDTH, DTYPE)
+        x = demoted_tile(pages, page, slot, sinks, HIGH, LOW, True, DTYPE)
+        stored_key(x, pages, to_page, to_slot, feedback, row, sinks, LOW, DTYPE)
+        x = demoted_tile(pages, page, slot, sinks, HIGH, LOW, False, DTYPE)
+        page_tile(x, pages, to_page, to_slot, sinks, LOW, False, DTYPE)
         base = pages + page * HIGH.page_bytes
         score = load_scores(base + HIGH.score_offset, slot, sinks, HIGH.score_bytes)
         position = load_positions(base + HIGH.position_offset, slot, sinks, HIGH.position_bytes)
@@ -193,18 +155,19 @@ def targets(
 
 
 @triton.jit
-def window_tile(window, window_row, active, DIM: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr):
+def window_tile(window, window_row, active, TIER: tl.constexpr, IS_KEY: tl.constexpr):
     """A tile of what windows hold, [rows * slots, DIM]; window_row: int64 [tokens]."""
-    dim, exists = tile_dims(DIM, BITS, WIDTH)
+    DIM: tl.constexpr = TIER.key_dim if IS_KEY else TIER.value_dim
+    dim, exists = tier_dims(TIER, IS_KEY)
     mask = active[:, None, None] & exists
     return tl.load(window + window_row[:, None, None] * DIM + dim, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def less(x, offset, row, DIM: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr):
-    """A tile of keys of one row less its offset, float32 [rows, DIM]."""
-    dim, exists = tile_dims(DIM, BITS, WIDTH)
-    return x - tl.load(offset + row.to(tl.int64) * DIM + dim, mask=exists, other=0.0)
+def less(x, offset, row, TIER: tl.constexpr):
+    """A tile of keys of one row less its offset, float32 [rows, key_dim]."""
+    dim, exists = tier_dims(TIER, True)
+    return x - tl.load(offset + row.to(tl.int64) * TIER.key_dim + dim, mask=exists, other=0.0)
 
 
 @triton.jit(
@@ -213,8 +176,7 @@ def less(x, offset, row, DIM: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.conste
 def level_window_kernel(
     pages, entries, target, plan, level, order, high_count, low_count, window_key, window_value, window_score, length,
     window_start, sink_end, shift, feedback, rows, heads, width, columns, past, slots, sink_slots,
-    HIGH: tl.constexpr, LOW: tl.constexpr, HIGH_KEY_WIDTH: tl.constexpr, HIGH_VALUE_WIDTH: tl.constexpr,
-    LOW_KEY_WIDTH: tl.constexpr, LOW_VALUE_WIDTH: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+    HIGH: tl.constexpr, LOW: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows, cdiv(slots, BLOCK)). shift: float32 [rows, key_dim], what is taken off all keys that were in the
     window, or None; feedback: as in `demote_kernel`."""
@@ -231,23 +193,23 @@ def level_window_kernel(
     )  # fmt: skip
     place = slot + row.to(tl.int64) * slots
 
-    x = window_tile(window_key, place, there, HIGH.key_dim, HIGH.k_bits, HIGH_KEY_WIDTH)
+    x = window_tile(window_key, place, there, HIGH, True)
     if shift is not None:
-        x = rounded(less(x, shift, row, HIGH.key_dim, HIGH.k_bits, HIGH_KEY_WIDTH), DTYPE)
-    stored_key(x, pages, high_page, high_slot, feedback, row, is_high, HIGH, HIGH_KEY_WIDTH, DTYPE)
+        x = rounded(less(x, shift, row, HIGH), DTYPE)
+    stored_key(x, pages, high_page, high_slot, feedback, row, is_high, HIGH, DTYPE)
     stays = there & ~is_high & ~is_low
-    x = window_tile(window_value, place, is_high, HIGH.value_dim, HIGH.v_bits, HIGH_VALUE_WIDTH)
-    page_tile(x, pages, high_page, high_slot, is_high, HIGH, False, HIGH_VALUE_WIDTH, DTYPE)
+    x = window_tile(window_value, place, is_high, HIGH, False)
+    page_tile(x, pages, high_page, high_slot, is_high, HIGH, False, DTYPE)
 
-    x = window_tile(window_key, place, there, LOW.key_dim, LOW.k_bits, LOW_KEY_WIDTH)
+    x = window_tile(window_key, place, there, LOW, True)
     if shift is not None:
-        x = rounded(less(x, shift, row, LOW.key_dim, LOW.k_bits, LOW_KEY_WIDTH), DTYPE)
+        x = rounded(less(x, shift, row, LOW), DTYPE)
         # all of a token is read, and by this program alone, before what stays in the window is written
         tl.debug_barrier()
-        keep_tile(x, window_key, place, stays, LOW.key_dim, LOW.k_bits, LOW_KEY_WIDTH, DTYPE)
-    stored_key(x, pages, low_page, low_slot, feedback, row, is_low, LOW, LOW_KEY_WIDTH, DTYPE)
-    x = window_tile(window_value, place, is_low, LOW.value_dim, LOW.v_bits, LOW_VALUE_WIDTH)
-    page_tile(x, pages, low_page, low_slot, is_low, LOW, False, LOW_VALUE_WIDTH, DTYPE)
+        keep_tile(x, window_key, place, stays, LOW, True, DTYPE)
+    stored_key(x, pages, low_page, low_slot, feedback, row, is_low, LOW, DTYPE)
+    x = window_tile(window_value, place, is_low, LOW, False)
+    page_tile(x, pages, low_page, low_slot, is_low, LOW, False, DTYPE)
 
     score = tl.load(window_score + place, mask=is_high | is_low, other=0.0)
     numbers_tile(pages, high_page, high_slot, score, token, is_high, HIGH)
@@ -267,8 +229,7 @@ def level_new_kernel(
     window_start, sink_end, invalid, key, value, received, rank, count, key_matrix, value_matrix, offset, feedback,
     limit, rows, heads, width, columns, past, tokens, window, slots, sink_slots, pin_start, pin_stop, pinned_sum,
     key_batch, key_head, key_token, value_batch, value_head, value_token,
-    HIGH: tl.constexpr, LOW: tl.constexpr, HIGH_KEY_WIDTH: tl.constexpr, HIGH_VALUE_WIDTH: tl.constexpr,
-    LOW_KEY_WIDTH: tl.constexpr, LOW_VALUE_WIDTH: tl.constexpr, KEY_ROOT: tl.constexpr, VALUE_ROOT: tl.constexpr,
+    HIGH: tl.constexpr, LOW: tl.constexpr, KEY_ROOT: tl.constexpr, VALUE_ROOT: tl.constexpr,
     INNER: tl.constexpr, DTYPE: tl.constexpr, OPERAND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows, cdiv(tokens, BLOCK)); arguments as in `enter_kernel` and `decide_kernel`."""
@@ -292,36 +253,28 @@ def level_new_kernel(
     )  # fmt: skip
 
     keys = key + request * key_batch + head * key_head + token.to(tl.int64) * key_token
-    x, good = new_tile(
-        keys, real, key_matrix, limit, KEY_ROOT, HIGH.key_dim, HIGH.k_bits, HIGH_KEY_WIDTH, INNER, OPERAND
-    )
+    x, good = new_tile(keys, real, key_matrix, limit, KEY_ROOT, HIGH, True, INNER, OPERAND)
     if offset is not None:
-        x = less(x, offset, row, HIGH.key_dim, HIGH.k_bits, HIGH_KEY_WIDTH)
+        x = less(x, offset, row, HIGH)
     x = rounded(x, DTYPE)
-    keep_tile(x, window_key, slot, stays, HIGH.key_dim, HIGH.k_bits, HIGH_KEY_WIDTH, DTYPE)
-    stored_key(x, pages, high_page, high_slot, feedback, row, is_high, HIGH, HIGH_KEY_WIDTH, DTYPE)
+    keep_tile(x, window_key, slot, stays, HIGH, True, DTYPE)
+    stored_key(x, pages, high_page, high_slot, feedback, row, is_high, HIGH, DTYPE)
     values = value + request * value_batch + head * value_head + token.to(tl.int64) * value_token
-    x, fine = new_tile(
-        values, real, value_matrix, limit, VALUE_ROOT, HIGH.value_dim, HIGH.v_bits, HIGH_VALUE_WIDTH, INNER, OPERAND
-    )
+    x, fine = new_tile(values, real, value_matrix, limit, VALUE_ROOT, HIGH, False, INNER, OPERAND)
     x = rounded(x, DTYPE)
-    keep_tile(x, window_value, slot, stays, HIGH.value_dim, HIGH.v_bits, HIGH_VALUE_WIDTH, DTYPE)
-    page_tile(x, pages, high_page, high_slot, is_high, HIGH, False, HIGH_VALUE_WIDTH, DTYPE)
+    keep_tile(x, window_value, slot, stays, HIGH, False, DTYPE)
+    page_tile(x, pages, high_page, high_slot, is_high, HIGH, False, DTYPE)
     wrong = tl.sum((real & ~(good & fine)).to(tl.int32), 0)
     tl.store(invalid, 1, mask=wrong > 0)
 
     if tl.sum(is_low.to(tl.int32), 0) > 0:
-        low_key, low_good = new_tile(
-            keys, is_low, key_matrix, limit, KEY_ROOT, LOW.key_dim, LOW.k_bits, LOW_KEY_WIDTH, INNER, OPERAND
-        )
+        low_key, low_good = new_tile(keys, is_low, key_matrix, limit, KEY_ROOT, LOW, True, INNER, OPERAND)
         if offset is not None:
-            low_key = less(low_key, offset, row, LOW.key_dim, LOW.k_bits, LOW_KEY_WIDTH)
+            low_key = less(low_key, offset, row, LOW)
         low_key = rounded(low_key, DTYPE)
-        stored_key(low_key, pages, low_page, low_slot, feedback, row, is_low, LOW, LOW_KEY_WIDTH, DTYPE)
-        low_value, low_fine = new_tile(
-            values, is_low, value_matrix, limit, VALUE_ROOT, LOW.value_dim, LOW.v_bits, LOW_VALUE_WIDTH, INNER, OPERAND
-        )
-        page_tile(rounded(low_value, DTYPE), pages, low_page, low_slot, is_low, LOW, False, LOW_VALUE_WIDTH, DTYPE)
+        stored_key(low_key, pages, low_page, low_slot, feedback, row, is_low, LOW, DTYPE)
+        low_value, low_fine = new_tile(values, is_low, value_matrix, limit, VALUE_ROOT, LOW, False, INNER, OPERAND)
+        page_tile(rounded(low_value, DTYPE), pages, low_page, low_slot, is_low, LOW, False, DTYPE)
 
     score = tl.load(received + row.to(tl.int64) * columns + past + token, mask=real, other=0.0)
     score = raised_if_pinned(score, position, pin_start, pin_stop, pinned_sum)
