@@ -66,7 +66,8 @@ def enter_tokens(
         "DTYPE": TRITON_DTYPES[key.dtype],
         "num_warps": NUM_WARPS if feedback is None else ROUNDING_WARPS,
     }
-    block = block_tokens(max(layout.high.key_dim, layout.high.value_dim))
+    widest = max(tier.key_dim, tier.value_dim)
+    block = block_tokens(widest) if feedback is None else few_tokens(widest)
     shift = torch.empty_like(rows.key_offset) if centers else None
     with torch.cuda.device(pages.device) if pages.is_cuda else nullcontext():
         if centers:
@@ -136,6 +137,11 @@ def fix_offsets(
     )
 
 
+def few_tokens(widest: int) -> int:
+    """Tokens of a tile of `widest` channels that takes more registers, as it is rounded for queries or of two tiers."""
+    return max(16, block_tokens(widest) // 2)
+
+
 def strides(name: str, tensor: Tensor) -> dict[str, int]:
     return {f"{name}_{part}": tensor.stride(index) for index, part in enumerate(("batch", "head", "token"))}
 
@@ -159,7 +165,8 @@ def variants() -> list[KernelVariant]:
     found = []
     for precision, dim in itertools.product(UNIFORM_PRECISIONS, UNIFORM_DIMS):
         layout = PageLayout.build(precision, precision, dim, dim, 2, **UNIFORM_NUMBERS)
-        tier, block = layout.high, block_tokens(max(layout.high.key_dim, layout.high.value_dim))
+        tier = layout.high
+        block = block_tokens(dim) if tier.k_bits > LARGEST_BITS else few_tokens(dim)
         widths = (padded_width(dim, tier.k_bits), padded_width(dim, tier.v_bits))
         tile = {"TIER": tier, "KEY_WIDTH": widths[0], "VALUE_WIDTH": widths[1], "DTYPE": tl.bfloat16, "BLOCK": block}
         product = {"KEY_ROOT": root(dim), "VALUE_ROOT": root(dim), "INNER": INNER, "OPERAND": tl.bfloat16}

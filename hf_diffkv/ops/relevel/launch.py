@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ...config import Precision
 from ...memory import FreeList, PageLayout, TierLayout
-from ..enter.launch import ROUNDING_WARPS, fix_offsets, strides
+from ..enter.launch import ROUNDING_WARPS, few_tokens, fix_offsets, strides
 from ..quantize.launch import TRITON_DTYPES, check_dtype, check_pages, padded_width, unit_stride
-from ..rotation_kernel import INNER, NUM_WARPS, block_tokens, root
+from ..rotation_kernel import INNER, NUM_WARPS, root
 from ..variant import KernelVariant
 from .kernels import count_kernel, decide_kernel
 from .move_kernels import close_kernel, demote_kernel
@@ -79,7 +79,7 @@ def relevel_tokens(
     found = {"plan": plan, "order": order, "level": level, "target": target, "entries": entries, "past": past}
     found |= {"columns": columns, **counts, **sizes}
     held = {"window_key": rows.window_key, "window_value": rows.window_value, "window_score": rows.window_score}
-    block = tile_tokens(max(layout.high.key_dim, layout.high.value_dim))
+    block = few_tokens(max(layout.high.key_dim, layout.high.value_dim))
     tiles = tiers | {"DTYPE": TRITON_DTYPES[key.dtype], "BLOCK": block}
     tiles["num_warps"] = NUM_WARPS if feedback is None else ROUNDING_WARPS
     both = tiles | widths("HIGH_", layout.high) | widths("LOW_", layout.low)
@@ -163,11 +163,6 @@ def relevel_tokens(
         )
 
 
-def tile_tokens(widest: int) -> int:
-    """Tokens of a tile of `widest` channels: two tiers' tiles take more registers than one's."""
-    return max(16, block_tokens(widest) // 2)
-
-
 def widths(name: str, tier: TierLayout) -> dict[str, int]:
     return {
         f"{name}KEY_WIDTH": padded_width(tier.key_dim, tier.k_bits),
@@ -206,7 +201,7 @@ def _variants(high: Precision, low: Precision, dim: int, transforms: bool) -> li
     absent = dict.fromkeys(("rank", "count"))
     if not transforms:
         absent |= dict.fromkeys(("key_matrix", "value_matrix", "offset", "shift", "feedback"))
-    tile = {"HIGH": layout.high, "LOW": layout.low, "DTYPE": tl.bfloat16, "BLOCK": tile_tokens(dim)}
+    tile = {"HIGH": layout.high, "LOW": layout.low, "DTYPE": tl.bfloat16, "BLOCK": few_tokens(dim)}
     product = {"KEY_ROOT": root(dim), "VALUE_ROOT": root(dim), "INNER": INNER, "OPERAND": tl.bfloat16}
     tile |= product | widths("HIGH_", layout.high) | widths("LOW_", layout.low)
     counting = {"HIGH": layout.high, "LOW": layout.low, "BLOCK": BLOCK, "CHUNK": CHUNK}
