@@ -60,9 +60,8 @@ def enter_tokens(
         "DTYPE": TRITON_DTYPES[key.dtype],
         "num_warps": NUM_WARPS if feedback is None else ROUNDING_WARPS,
     }
-    block = block_tokens(max(layout.high.key_dim, layout.high.value_dim))
-    if feedback is not None:
-        block = max(16, block // 2)
+    widest = max(tier.key_dim, tier.value_dim)
+    block = block_tokens(widest) if feedback is None else few_tokens(widest)
     shift = torch.empty_like(rows.key_offset) if centers else None
     with torch.cuda.device(pages.device) if pages.is_cuda else nullcontext():
         if centers:
@@ -130,6 +129,11 @@ def fix_offsets(
     fix_offsets_kernel[(batch * heads,)](
         sums, matrix, rows.window_key, rows.key_offset, shift, parts=parts, INNER=INNER, **state, **lanes
     )
+
+
+def few_tokens(widest: int) -> int:
+    """Tokens of a tile of `widest` channels that takes more registers, as it is rounded for queries or of two tiers."""
+    return max(16, block_tokens(widest) // 2)
 
 
 def strides(name: str, tensor: Tensor) -> dict[str, int]:

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from ...memory import FreeList, PageLayout
 from ..backend import device_of
-from ..enter.launch import ROUNDING_WARPS, fix_offsets, strides
+from ..enter.launch import ROUNDING_WARPS, few_tokens, fix_offsets, strides
 from ..quantize.launch import TRITON_DTYPES, check_dtype, check_pages, dot_dtype, unit_stride
-from ..rotation_kernel import INNER, NUM_WARPS, block_tokens, root
-from .kernels import count_kernel, decide_kernel, finish_kernel, list_kernel
-from .move_kernels import close_kernel, demote_kernel, level_new_kernel, level_window_kernel
+from ..rotation_kernel import INNER, NUM_WARPS, root
+from .kernels import count_kernel, decide_kernel
+from .move_kernels import close_kernel, demote_kernel
+from .plan_kernels import finish_kernel, list_kernel
 from .rows import LevelledRows
+from .token_kernels import level_new_kernel, level_window_kernel
 
 # tokens that are levelled and ranked at a time, and rows, blocks or pages that are counted so
 BLOCK, CHUNK = 256, 128
@@ -71,7 +73,7 @@ def relevel_tokens(
     found = {"plan": plan, "order": order, "level": level, "target": target, "entries": entries, "past": past}
     found |= {"columns": columns, **counts, **sizes}
     held = {"window_key": rows.window_key, "window_value": rows.window_value, "window_score": rows.window_score}
-    block = tile_tokens(max(layout.high.key_dim, layout.high.value_dim))
+    block = few_tokens(max(layout.high.key_dim, layout.high.value_dim))
     tiles = tiers | {"DTYPE": TRITON_DTYPES[key.dtype], "BLOCK": block}
     tiles["num_warps"] = NUM_WARPS if feedback is None else ROUNDING_WARPS
     shift = torch.empty_like(rows.key_offset) if centers else None
@@ -152,8 +154,3 @@ def relevel_tokens(
             **sizes,
             **tiers,
         )
-
-
-def tile_tokens(widest: int) -> int:
-    """Tokens of a tile of `widest` channels: two tiers' tiles take more registers than one's."""
-    return max(16, block_tokens(widest) // 2)
