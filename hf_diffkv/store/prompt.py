@@ -252,7 +252,7 @@ def compress(
 
 
 def _stored_by_kernels(store: Store, layer: int, new: Entering, received: Tensor | None, moment: Tensor | None) -> bool:
-    """Whether there was room for the most that kernels may take; the layer is as it was if not. Raises likewise."""
+    """Whether there was room for the most that kernels take; the layer is as it was if not. Raises as `enter` does."""
     if received is None:
         enter(store, layer, new, feedback(store, moment))
         return True
