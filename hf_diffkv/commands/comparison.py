@@ -118,9 +118,11 @@ def _kept(run: Run) -> list[str]:
             )
         )
     if run.dense_bytes is not None and run.cache_bytes >= run.dense_bytes:
-        lossless = run.payload_bytes == run.dense_bytes and run.levels["high"] + run.levels["low"]
-        why = "every token is stored as it is" if lossless else "the window and partly filled pages outweigh it"
-        lines.append(paragraph(f"{'Nothing is saved' if lossless else 'So short a cache saves nothing'}: {why}."))
+        if run.payload_bytes == run.dense_bytes and run.levels["high"] + run.levels["low"]:
+            why = "Nothing is saved: every token is stored as it is."
+        else:
+            why = "So short a cache saves nothing: the window and partly filled pages outweigh it."
+        lines.append(paragraph(why))
     return lines
 
 
