@@ -84,6 +84,15 @@ class MemoryReport:
         """payload_bytes / dense_bytes; 0 for an empty cache."""
         return _quotient(self.payload_bytes, self.dense_bytes)
 
+    @property
+    def hint(self) -> str:
+        """Why no memory is saved; empty where some is."""
+        if self.ratio < 1:
+            return ""
+        # fewer bits or pruning would show in the payload
+        as_they_are = self.tokens["high"] + self.tokens["low"] > 0 and self.payload_bytes == self.dense_bytes
+        return "tokens are stored as they are, which saves nothing" if as_they_are else "too few tokens to save memory"
+
     def __str__(self) -> str:
         parts = [
             f"{self.bytes / 1e6:.2f} MB of {self.dense_bytes / 1e6:.2f} MB dense ({self.ratio:.1%}; payload "
@@ -96,8 +105,8 @@ class MemoryReport:
         parts.append("tokens: " + ", ".join(f"{name} {count}" for name, count in self.tokens.items()))
         if self.thresholds is not None:
             parts.append("max_bytes has raised alpha_high to {:.3g}, alpha_low to {:.3g}".format(*self.thresholds))
-        if self.ratio >= 1:
-            parts.append("too few tokens to save memory")
+        if self.hint:
+            parts.append(self.hint)
         return "; ".join(parts)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .console import Failure, megabytes, one_line, paragraph, progress, to_terminal
+from .console import Failure, entry, megabytes, one_line, paragraph, progress, to_terminal
 from .generate import SAMPLING, sampling_options
 from .help import Command
 from .inspect import level_table
@@ -119,7 +119,7 @@ def _lines(options: SimpleNamespace) -> Iterator[str]:
         import readline  # noqa: F401  lets input() edit lines and remember them
     except ImportError:
         pass
-    progress("/help lists the commands, /quit or Ctrl-D leaves.", options.quiet)
+    progress(paragraph("/help lists the commands, /quit or Ctrl-D leaves."), options.quiet)
     stopped = False
     while True:
         try:
@@ -197,7 +197,8 @@ class _Session:
             return print("The cache is empty.", flush=True)
         layers = f"{len(memory.layers)} of {len(self.talk.cache.layers)} layers compressed"
         text = f"{tokens:,} tokens take {megabytes(held)}, {held / whole:.1%} of a dense cache's {megabytes(whole)}"
-        print(paragraph(f"{text}; {layers}."), flush=True)
+        hint = f"; {memory.hint}" if memory.hint else ""
+        print(paragraph(f"{text}; {layers}{hint}."), flush=True)
 
     def levels(self) -> None:
         if not self.talk.cache.get_seq_length():
@@ -209,7 +210,7 @@ class _Session:
         print("Everything is forgotten.", flush=True)
 
     def help(self) -> None:
-        print("\n".join(f"{name:<14}{what}" for name, what in HELP.items()), flush=True)
+        print("\n".join(entry(name, what, 14) for name, what in HELP.items()), flush=True)
 
     def save(self, name: str) -> None:
         if not name:
@@ -227,7 +228,7 @@ class _Session:
         """Says what is wrong; without a person to put it right the talk ends."""
         if not sys.stdin.isatty():
             raise Failure(message)
-        print(message, file=sys.stderr, flush=True)
+        print(paragraph(message), file=sys.stderr, flush=True)
 
 
 class _Stop:

@@ -118,7 +118,11 @@ def _kept(run: Run) -> list[str]:
             )
         )
     if run.dense_bytes is not None and run.cache_bytes >= run.dense_bytes:
-        lines.append(paragraph("So short a cache saves nothing: the window and partly filled pages outweigh it."))
+        if run.payload_bytes == run.dense_bytes and run.levels["high"] + run.levels["low"]:
+            why = "Nothing is saved: every token is stored as it is."
+        else:
+            why = "So short a cache saves nothing: the window and partly filled pages outweigh it."
+        lines.append(paragraph(why))
     return lines
 
 

@@ -46,6 +46,11 @@ def paragraph(text: str) -> str:
     return textwrap.fill(" ".join(text.split()), width(), break_on_hyphens=False, break_long_words=False)
 
 
+def entry(name: str, text: str, column: int) -> str:
+    """`text` wrapped to the terminal from `column` on, behind `name`."""
+    return textwrap.fill(text, width(), initial_indent=name.ljust(column), subsequent_indent=" " * column)
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Aligned columns; where they do not fit, a heading for each row and a line for each cell."""
     lines = [list(header), *map(list, rows)]

@@ -162,18 +162,22 @@ def _kept(cache: DiffKVCache, pieces: list[str]) -> dict[str, Any]:
 
 
 def _kept_text(cache: DiffKVCache, kept: dict[str, Any]) -> str:
-    whole = kept["dense_bytes"]
+    memory, whole = cache.memory(), kept["dense_bytes"]
+    others = ", layers that are left as they are included" if len(memory.layers) < memory.num_layers else ""
     lines = [
         paragraph(
             f"{len(kept['tokens']):,} tokens take {megabytes(kept['bytes'])}, {kept['bytes'] / whole:.1%} of a dense "
-            f"cache's {megabytes(whole)}, layers that are left as they are included."
+            f"cache's {megabytes(whole)}{others}."
         )
     ]
-    if kept["bytes"] >= whole:
-        lines.append(paragraph("So short a cache saves nothing: the window and partly filled pages outweigh it."))
-    lines += ["", level_table(cache.memory())]
-    if kept["levels"] and sum(kept["levels"].values()):
-        lines += ["", _coloured(kept["tokens"]) if colours() else _extremes(kept["tokens"])]
+    if memory.hint:
+        lines.append(paragraph(f"{memory.hint.capitalize()}."))
+    lines += ["", level_table(memory)]
+    if sum(kept["levels"].values()):
+        if colours():
+            lines += ["", _coloured(kept["tokens"])]
+        elif cache.config.selects:
+            lines += ["", _extremes(kept["tokens"])]
     return "\n".join(lines)
 
 

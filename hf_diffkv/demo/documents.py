@@ -22,11 +22,12 @@ KEYS = ("sky", "tin", "jar", "hen")
 
 @dataclass(frozen=True)
 class Example:
-    """A document and a question of it; `name` is what to call both."""
+    """A document and a question of it; `name` is what to call both, `hint` what to know of them."""
 
     name: str
     document: str
     question: str = ""
+    hint: str = ""
 
 
 def chats() -> list[Example]:
@@ -41,7 +42,8 @@ def free_prompts(chats: bool) -> list[Example]:
         return [Example(text, text) for text in BEGINNINGS]
     text = _read("recall.txt")
     facts, _, asked = text.rpartition("?")
-    return [Example(f"?{key}=", f"{facts}?{key}=") for key in (asked.removesuffix("="), *KEYS)]
+    hint = "Facts such as @sky=0400 stand between lines of code; the last line, such as ?sky=, asks for one of them."
+    return [Example(f"?{key}=", f"{facts}?{key}=", hint=hint) for key in (asked.removesuffix("="), *KEYS)]
 
 
 def _read(name: str) -> str:

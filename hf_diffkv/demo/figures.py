@@ -25,8 +25,8 @@ def figures(result: Result, setting: str) -> str:
     notes = [f"setting {setting}", f"{len(result.pieces):,} tokens in the cache"]
     if len(memory.layers) < memory.num_layers:
         notes.append(f"{len(memory.layers)} of {memory.num_layers} layers compressed")
-    if share >= 1:
-        notes.append("too few tokens to save memory")
+    if memory.hint:
+        notes.append(memory.hint)
     bars = _bars(
         {
             "DynamicCache": (dense.cache_bytes, EDGE),

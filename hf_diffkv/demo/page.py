@@ -78,7 +78,7 @@ def build(generator: Generator, note: str = "") -> Any:
                     question = gr.Textbox(talks[0].question, label="Question", elem_id="question")
                     _offer(talks, document, question)
                 with gr.Column(visible=not generator.chats) as free_fields:
-                    prompt = _text_field(prompts[0].document, "Prompt", "prompt", 15)
+                    prompt = _text_field(prompts[0].document, "Prompt", "prompt", 15, prompts[0].hint)
                     _offer(prompts, prompt)
             with gr.Column(scale=1, min_width=320):
                 setting = gr.Radio([*SETTINGS, OWN], value="default", label="setting", elem_id="setting")
@@ -136,12 +136,11 @@ def build(generator: Generator, note: str = "") -> Any:
     return page
 
 
-def _text_field(text: str, label: str, name: str, lines: int) -> Any:
+def _text_field(text: str, label: str, name: str, lines: int, hint: str = "") -> Any:
     import gradio as gr
 
-    return gr.Textbox(
-        text, label=label, lines=lines, max_lines=lines, autoscroll=False, elem_id=name, elem_classes="plain"
-    )
+    look = {"lines": lines, "max_lines": lines, "autoscroll": False, "elem_classes": "plain"}
+    return gr.Textbox(text, label=label, info=hint or None, elem_id=name, **look)
 
 
 def _offer(examples: Sequence[Example], *fields: Any) -> None:

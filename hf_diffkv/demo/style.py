@@ -4,9 +4,11 @@ from __future__ import annotations
 
 FONTS = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
 CSS = """
+.gradio-container { --block-info-text-color: color-mix(in srgb, var(--body-text-color) 80%, transparent); }
 .message { padding: .55em .9em; border-radius: 8px; background: var(--block-background-fill); }
 .message[role=alert] { background: #fde8e8; color: #8a1c1c; border-left: 4px solid #c53030; }
 .dark .message[role=alert] { background: #46191b; color: #ffd3d0; }
+#figures:has(.prose:empty), #difference:has(.prose:empty), #picture:has(.prose:empty) { display: none; }
 .note { opacity: .8; margin: .3em 0 .6em; }
 .big { font-size: 1.6rem; margin: .2em 0 0; }
 .big b { font-size: 2.6rem; color: var(--body-text-color); }
@@ -16,6 +18,7 @@ CSS = """
 .figures, .figures tr { border: 0 !important; }
 .figures { width: 100%; border-collapse: collapse; font-variant-numeric: tabular-nums; }
 .figures td { white-space: nowrap; }
+.figures th:last-child, .figures td:last-child { padding-right: 0 !important; }
 .figures th, .figures td { text-align: left; padding: .35em .8em .35em 0; border: 0 !important;
   border-bottom: 1px solid var(--border-color-primary) !important; }
 .difference { font-family: var(--font-mono); white-space: pre-wrap; overflow-wrap: anywhere; }
@@ -37,5 +40,6 @@ pre.levels { background: var(--background-fill-primary) !important; color: var(-
 @media (max-width: 500px) {
   .bars { grid-template-columns: 1fr; gap: .15em; }
   .bars span:nth-child(3n) { margin-bottom: .5em; }
+  .figures th, .figures td { padding-right: .5em; font-size: .9em; }
 }
 """

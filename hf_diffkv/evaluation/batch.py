@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .decoding import generate_options
-from .methods import Held, Method
+from .methods import HeldBytes, Method
 
 
 class Batch:
@@ -66,7 +66,7 @@ class Batch:
             self.tokenizer.decode(row[:count], skip_special_tokens=True) for row, count in zip(written, counts.tolist())
         ]
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[HeldBytes]:
         """What the documents take after `generate`, in bytes: the whole cache, shared out by tokens.
 
         A document's share is by the tokens it would have alone: neither padding nor what it gets behind its end, while

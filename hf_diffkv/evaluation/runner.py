@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from .batch import Batch
 from .environment import describe_environment
 from .errors import EvaluationError
-from .methods import Held, Method, get_method
+from .methods import HeldBytes, Method, get_method
 from .methods.dense import DENSE
 from .records import Record, RunFolder
 from .session import Session
@@ -148,7 +148,7 @@ def _key(method: Method, task: Task, document: Document) -> tuple[str, str, str,
 
 
 def _record(key: tuple[str, ...], sums: Sums, details: dict[str, Any], dense: Record | None, seconds: float) -> Record:
-    held: Held = details.pop("held")
+    held: HeldBytes = details.pop("held")
     dense_bytes = held.bytes if dense is None else dense.bytes
     if dense is not None and "tokens" in details:
         # of a dense cache with as many tokens: a method that writes more must not seem to compress less

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .methods import Held, Method
+    from .methods import HeldBytes, Method
 
 
 class Session:
@@ -101,7 +101,7 @@ class Session:
         """A session that goes on from here and leaves this one as it is."""
         return Session(self.model, self.method, self.tokenizer, self.method.branch(self.cache), self.ids)
 
-    def held(self) -> Held:
+    def held(self) -> HeldBytes:
         return self.method.held(self.cache)
 
 

@@ -22,7 +22,7 @@ from .devices import TensorParallel, are_apart, layer_devices
 from .errors import HandOverError, stopped_halfway
 from .held_tokens import HeldTokens
 from .layer import DiffKVLayer
-from .models import cache_layers, check_model_config, shared_layers
+from .models import cache_layers, check_attention, check_model_config, shared_layers
 from .stores import Stores
 from .usage import Usage
 
@@ -43,15 +43,17 @@ class DiffKVCache(Cache):
     Raises:
         ValueError: unknown or invalid fields (`DiffKVConfig`), or `model_config` is no configuration.
         UnsupportedModelError: models this cache cannot work with: encoder-decoder models, models that cache latents or
-            attend to a selection of tokens, models without attention.
+            attend to a selection of tokens, models without attention; given the model itself, also those whose
+            attention cannot be switched.
     """
 
     # Transformers' own and DiffKVLayer
     layers: list[Any]
 
     def __init__(self, model_config: Any, config: DiffKVConfig | Mapping | None = None, **kwargs: Any) -> None:
-        model_config = configuration_of(model_config)
+        model, model_config = model_config, configuration_of(model_config)
         check_model_config(model_config)
+        check_attention(model)
         text_config = model_config.get_text_config(decoder=True)
         self.model_fingerprint = model_fingerprint(model_config)
         self.config = resolve_config(model_config, config, kwargs)
@@ -410,4 +412,6 @@ def resolve_config(model_config: Any, config: DiffKVConfig | Mapping | None, fie
         raise ValueError(f"config={config!r} must be a DiffKVConfig, or a dict of its fields.")
     if config is None:
         return DiffKVConfig.for_model(model_config, **fields)
+    if "target_ratio" in fields:
+        raise ValueError("target_ratio chooses a configuration; leave it out, or give no config beside it.")
     return DiffKVConfig.from_dict({**config.to_dict(), **fields}) if fields else config

@@ -24,7 +24,8 @@ from .continuous_engine import (
 )
 from .continuous_sizes import check_servable, free_bytes, make_slots, sliding_layers, try_attention
 from .continuous_sliding import SlidingWindows
-from .registration import can_switch, set_attention
+from .models import can_switch
+from .registration import set_attention
 
 # tokens of a forward where the user says nothing, as in Transformers
 MAX_BATCH_TOKENS = 8192

@@ -29,8 +29,8 @@ def check_model_config(model_config: Any) -> None:
     """Raises `UnsupportedModelError` for models that cannot work with this cache, before anything runs."""
     if not hasattr(model_config, "get_text_config"):
         raise ValueError(
-            f"model_config is a {type(model_config).__name__}; pass the model's configuration: "
-            "DiffKVCache(model.config)."
+            f"model_config is a {type(model_config).__name__}; pass the model or its configuration: "
+            "DiffKVCache(model) or DiffKVCache(model.config)."
         )
     if getattr(model_config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
@@ -44,6 +44,21 @@ def check_model_config(model_config: Any) -> None:
         )
     if name in REFUSED_TYPES:
         raise UnsupportedModelError(f"{name} {REFUSED_TYPES[name]}, so DiffKVCache cannot be used; use DynamicCache.")
+
+
+def can_switch(model: Any) -> bool:
+    """Whether the attention of `model` goes through Transformers' interface."""
+    check = getattr(model, "_can_set_attn_implementation", None)
+    return check is None or check()
+
+
+def check_attention(model: Any) -> None:
+    """Raises `UnsupportedModelError` for a model whose attention cannot be switched, which no configuration tells."""
+    if not can_switch(model):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not use Transformers' attention interface, so its attention cannot be "
+            "switched to 'diffkv'; use another cache."
+        )
 
 
 def cache_layers(text_config: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from .attention import diffkv_attention, diffkv_mask
 from .cache import DiffKVCache
 from .errors import UnsupportedModelError
 from .graphs import DecodeStep, GraphRequest, wants_graphs
-from .models import check_model_config
+from .models import check_attention, check_model_config
 from .paged_attention import no_mask, paged_attention
 
 _logger = logging.getLogger("hf_diffkv")
@@ -91,11 +91,7 @@ def ensure_attention(model: Any) -> None:
     """
     check_model_config(model.config)
     text_config = model.config.get_text_config(decoder=True)
-    if not can_switch(model):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} does not use Transformers' attention interface, so its attention cannot be "
-            "switched to 'diffkv'; use another cache."
-        )
+    check_attention(model)
     if text_config._attn_implementation == NAME:
         return
     set_attention(model, NAME)
@@ -112,12 +108,6 @@ def set_attention(model: Any, name: str) -> None:
     else:
         part = next(key for key in model.config.sub_configs if getattr(model.config, key, None) is text_config)
         model.set_attn_implementation({part: name})
-
-
-def can_switch(model: Any) -> bool:
-    """Whether the attention of `model` goes through Transformers' interface."""
-    check = getattr(model, "_can_set_attn_implementation", None)
-    return check is None or check()
 
 
 def _cache_fields(cache_config: Any) -> dict[str, Any]:

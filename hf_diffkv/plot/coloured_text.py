@@ -132,9 +132,9 @@ class ColouredText:
             f'<span style="{CHIP};background:{colour};color:{ink_on(colour)}">{name} {self.totals()[name]:.0%}</span>'
             for name, colour in LEVELS.items()
         ]
-        more = [self.title] + ["framed: generated"] * (self.generated_from is not None)
-        notes = "".join(f"<span>{escape(note)}</span>" for note in more)
-        inner = "".join(chips) + notes
+        framed = f'<span style="{CHIP};outline:2px solid {FRAME};outline-offset:-2px">generated</span>'
+        chips += [framed] * (self.generated_from is not None)
+        inner = f"<b>{escape(self.title)}</b>" + "".join(chips)
         return f'<div style="display:flex;flex-wrap:wrap;gap:.5em;align-items:center;margin-bottom:.6em">{inner}</div>'
 
     def _repr_html_(self) -> str:

@@ -34,11 +34,12 @@ class Style:
 CACHES = {
     "dynamiccache": Style("#1a1a1a", "*"),
     "dense": Style("#1a1a1a", "*"),
-    "staticcache": Style("#9a9a9a", "h"),
-    "quantizedcachehqq": Style("#e59cc4", "D", "dashed"),
-    "hqq": Style("#e59cc4", "D", "dashed"),
-    "quantizedcache": Style("#d55e00", "s"),
-    "quanto": Style("#d55e00", "s"),
+    # takes what a dynamic one does, so its curve lies on that and must leave it visible
+    "staticcache": Style("#9a9a9a", "x", "dashed"),
+    "quantizedcachehqq": Style("#e59cc4", "D"),
+    "hqq": Style("#e59cc4", "D"),
+    "quantizedcache": Style("#d55e00", "s", "dashed"),
+    "quanto": Style("#d55e00", "s", "dashed"),
     "fp8": Style("#005a43", "P"),
     "kvpress": Style("#7a4b00", "X"),
     "diffkv": Style("#0072b2", "o"),

@@ -184,6 +184,9 @@ def test_summary_of_one_run() -> None:
     text = run_summary(run_of([[1]], dense_bytes=800_000))
     assert "0.40 MB" in text and "50.0%" in text and "saves nothing" not in text
     assert "saves nothing" in run_summary(run_of([[1]], dense_bytes=400_000))
+    levels = {"high": 9, "low": 0, "window": 9, "pruned": 0}
+    lossless = run_of([[1]], dense_bytes=400_000, payload_bytes=400_000, levels=levels)
+    assert "Nothing is saved: every token is stored as it is." in run_summary(lossless)
 
 
 def test_narrow_terminals_get_a_line_for_each_figure(monkeypatch: pytest.MonkeyPatch) -> None:

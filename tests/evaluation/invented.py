@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_diffkv.evaluation.methods import METHODS, Held, Method
+from hf_diffkv.evaluation.methods import METHODS, HeldBytes, Method
 from hf_diffkv.evaluation.session import Session
 from hf_diffkv.evaluation.tasks import TASKS, Document, Task
 from hf_diffkv.evaluation.tasks.base import KL, RIGHT, Source, Sums
@@ -40,7 +40,7 @@ class Invented(Task):
         index = int(document.name[-1])
         share = {"dense": 1.0, GOOD: 0.5, BAD: 0.2}[label]
         sums = {"right": (10 * share, 10.0), "kl": ((1 - share) * (index + 1), index + 1.0)}
-        held = Held(int(DENSE_BYTES[index] * share), simulated=label == BAD)
+        held = HeldBytes(int(DENSE_BYTES[index] * share), simulated=label == BAD)
         return sums, document.name, {"held": held, "index": index}
 
 

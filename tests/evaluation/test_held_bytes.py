@@ -9,7 +9,7 @@ import torch
 from tiny_models import VOCABULARY, tiny_model
 from transformers import DynamicCache
 
-from hf_diffkv.evaluation.methods import Held, get_method
+from hf_diffkv.evaluation.methods import HeldBytes, get_method
 from hf_diffkv.evaluation.methods.base import tensor_bytes
 from hf_diffkv.evaluation.session import Session
 
@@ -27,7 +27,7 @@ def ids(count: int) -> list[int]:
     return torch.randint(3, VOCABULARY, (count,), generator=torch.Generator().manual_seed(count)).tolist()
 
 
-def held(model: Any, label: str, *sizes: int) -> Held:
+def held(model: Any, label: str, *sizes: int) -> HeldBytes:
     session = Session(model, get_method(label))
     for size in sizes:
         session.forward(ids(size))
@@ -43,11 +43,11 @@ def test_dense(llama: Any, bfloat16: Any) -> None:
     for model, itemsize in ((llama, FLOAT32), (bfloat16, BFLOAT16)):
         for sizes in ((PROMPT,), (PROMPT, 1, 7)):
             expected = sum(sizes) * NUMBERS * itemsize
-            assert held(model, "dense", *sizes) == Held(expected, expected)
+            assert held(model, "dense", *sizes) == HeldBytes(expected, expected)
 
 
 def test_empty_cache(llama: Any) -> None:
-    assert held(llama, "dense") == Held(0, 0)
+    assert held(llama, "dense") == HeldBytes(0, 0)
     assert held(llama, "quanto:4").bytes == held(llama, "fp8").bytes == 0
 
 
@@ -92,7 +92,7 @@ def test_sliding_windows(gemma: Any) -> None:
     for sizes in ((PROMPT,), (PROMPT, 5)):
         sliding = (window - 1) * token + size
         expected = sum(sizes) * token + sliding
-        assert held(gemma, "dense", *sizes) == Held(expected, expected)
+        assert held(gemma, "dense", *sizes) == HeldBytes(expected, expected)
         assert held(gemma, "diffkv:lossless", *sizes).payload_bytes == expected
     outside = PROMPT - WINDOW
     low = held(gemma, "diffkv:K4V2", PROMPT).payload_bytes

@@ -143,6 +143,8 @@ def test_settings_and_what_they_cost(browser: Any, address: str, width: int, sch
             assert bool(marked) == (expected.dense != expected.diffkv) == (name == "brutal")
             page.locator("#picture pre").wait_for()
             assert page.evaluate("document.documentElement.scrollWidth") <= width
+            table, bars = (page.locator(f"#figures {part}").bounding_box() for part in ("table", ".bars"))
+            assert table["x"] + table["width"] <= bars["x"] + bars["width"] + 1
             if folder := os.environ.get("DEMO_SCREENSHOTS"):
                 page.screenshot(path=Path(folder) / f"{name}-{scheme}-{width}.png", full_page=True)
             assert_readable(page)

@@ -166,6 +166,8 @@ def test_a_model_whose_attention_cannot_be_switched() -> None:
     for options in ({"cache_implementation": "diffkv"}, {"past_key_values": DiffKVCache(model.config)}):
         with raises(UnsupportedModelError, "Bloom", "attention", "another cache"):
             generate(model, **options)
+    with raises(UnsupportedModelError, "Bloom", "attention", "another cache"):
+        DiffKVCache(model)
     assert model.config._attn_implementation == "eager"
     assert torch.equal(generate(model), before)
 

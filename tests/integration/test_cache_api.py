@@ -105,6 +105,9 @@ def test_sizes() -> None:
     assert "too few tokens" not in str(memory)
     few = Conversation(model, torch.full((1, 4), 5), torch.ones(1, 4, dtype=torch.int64)).cache
     assert few.memory().ratio > 1 and "too few tokens to save memory" in str(few.memory())
+    lossless = DiffKVCache(model.config, DiffKVConfig.lossless(window=4))
+    lossless = Conversation(model, torch.full((1, 40), 5), torch.ones(1, 40, dtype=torch.int64), cache=lossless).cache
+    assert lossless.memory().ratio > 1 and str(lossless.memory()).endswith("as they are, which saves nothing")
 
 
 @pytest.mark.parametrize(

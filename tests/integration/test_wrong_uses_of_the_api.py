@@ -21,7 +21,7 @@ from hf_diffkv import DiffKVCache, DiffKVConfig, Precision, PrefixStore, plot
 ROWS = torch.tensor([0, 5])
 # a call of a model, a cache that holds two sequences, a folder and a file; what the message has to say
 CASES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
-    "no model": (lambda to: DiffKVCache(None), ("model_config is a NoneType", "model.config")),
+    "no model": (lambda to: DiffKVCache(None), ("model_config is a NoneType", "DiffKVCache(model)")),
     "a name as model": (lambda to: DiffKVCache("gpt2"), ("model_config is a str", "model.config")),
     "config of another type": (lambda to: DiffKVCache(to.config, 5), ("config=5", "DiffKVConfig, or a dict")),
     "config by name": (lambda to: DiffKVCache(to.config, "small"), ("config='small'", "DiffKVConfig, or a dict")),
@@ -56,6 +56,10 @@ CASES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     ),
     "ratio that is none": (lambda to: DiffKVCache(to.config, target_ratio=0.0), ("target_ratio=0.0", "0.3")),
     "ratio out of reach": (lambda to: DiffKVCache(to.config, target_ratio=0.01), ("target_ratio=0.01", "raise it")),
+    "ratio beside a configuration": (
+        lambda to: DiffKVCache(to.config, DiffKVConfig(), target_ratio=0.3),
+        ("target_ratio chooses a configuration", "give no config"),
+    ),
     "pin of one position": (lambda to: DiffKVConfig(pin=5), ("pin=5", "(start, stop)")),
     "pin without tokens": (lambda to: DiffKVConfig(pin=(5, 2)), ("pin=(5, 2)", "start < stop")),
     "metadata of 8 bits": (lambda to: DiffKVConfig(metadata_bits=8), ("metadata_bits=8", "one of (16, 32)")),

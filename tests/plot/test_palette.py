@@ -50,6 +50,15 @@ def test_colours_differ(seen: np.ndarray) -> None:
         assert one.mark != other.mark
 
 
+@pytest.mark.parametrize(
+    "under, over", [("DynamicCache", "StaticCache"), ("QuantizedCache hqq 4 bit", "QuantizedCache quanto 4 bit")]
+)
+def test_caches_of_the_same_bytes_are_both_seen(under: str, over: str) -> None:
+    """The later of two curves that lie on each other leaves gaps in front of the earlier one."""
+    assert palette.order_of(under) < palette.order_of(over)
+    assert palette.style_of(under).dash == "solid" != palette.style_of(over).dash
+
+
 def test_text_on_colours_can_be_read() -> None:
     shares = [dict(zip(palette.LEVELS, parts)) for parts in itertools.product((0, 1, 2, 5), repeat=4) if any(parts)]
     colours = [palette.mixed({name: part / sum(one.values()) for name, part in one.items()}) for one in shares]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from ..errors import EvaluationError
 from ..registry import Registry
-from .base import Held, Method
+from .base import HeldBytes, Method
 
 METHODS: Registry[Callable[[list[str]], Method]] = Registry("method", __name__)
 
@@ -37,4 +37,4 @@ def get_method(text: str) -> Method:
     return built
 
 
-__all__ = ["METHODS", "Held", "Method", "get_method", "method"]
+__all__ = ["METHODS", "HeldBytes", "Method", "get_method", "method"]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldBytes:
     """Bytes of one cache.
 
     Attributes:
@@ -34,9 +34,9 @@ class Held:
     simulated: bool = False
     levels: dict[str, int] | None = None
 
-    def share(self, part: float) -> Held:
+    def share(self, part: float) -> HeldBytes:
         """`part` of it all."""
-        return Held(
+        return HeldBytes(
             round(self.bytes * part),
             None if self.payload_bytes is None else round(self.payload_bytes * part),
             self.simulated,
@@ -93,9 +93,9 @@ class Method(ABC):
         session.ids = written[: session.cache.get_seq_length()]
         return session.tokenizer.decode(written[len(whole) :], skip_special_tokens=True)
 
-    def held(self, cache: Any) -> Held:
+    def held(self, cache: Any) -> HeldBytes:
         """What `cache` takes, in bytes."""
-        return Held(tensor_bytes(cache.layers))
+        return HeldBytes(tensor_bytes(cache.layers))
 
     @contextmanager
     def attached(self, session: Session | Batch) -> Iterator[None]:

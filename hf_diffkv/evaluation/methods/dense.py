@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 from ..errors import EvaluationError
 from . import method
-from .base import Held, Method, tensor_bytes
+from .base import HeldBytes, Method, tensor_bytes
 
 DENSE = "dense"
 
@@ -21,9 +21,9 @@ class DenseMethod(Method):
     def new_cache(self, model: Any) -> Any:
         return DynamicCache(config=model.config)
 
-    def held(self, cache: Any) -> Held:
+    def held(self, cache: Any) -> HeldBytes:
         held = tensor_bytes(cache.layers)
-        return Held(held, held)
+        return HeldBytes(held, held)
 
 
 @method(DENSE)

@@ -19,7 +19,7 @@ from ...precision import NAME, Precision
 from ...presets import PRESETS
 from ..errors import EvaluationError
 from . import method
-from .base import Held, Method
+from .base import HeldBytes, Method
 
 if TYPE_CHECKING:
     from ..batch import Batch
@@ -60,9 +60,9 @@ class DiffKVMethod(Method):
     def branch(self, cache: Any) -> Any:
         return cache.fork(1)[0]
 
-    def held(self, cache: Any) -> Held:
+    def held(self, cache: Any) -> HeldBytes:
         report = cache.memory()
-        return Held(report.bytes, report.payload_bytes, levels=report.tokens)
+        return HeldBytes(report.bytes, report.payload_bytes, levels=report.tokens)
 
     @contextmanager
     def attached(self, session: Session | Batch) -> Iterator[None]:

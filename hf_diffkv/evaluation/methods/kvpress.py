@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from ..errors import EvaluationError, unknown
 from ..session import attends_fully
 from . import method
-from .base import Held, Method, tensor_bytes
+from .base import HeldBytes, Method, tensor_bytes
 
 if TYPE_CHECKING:
     from ..session import Session
@@ -96,13 +96,13 @@ class KVPressMethod(Method):
             _draw_by_layer(press)
         return kvpress.AdaKVPress(press) if self.press.startswith(ADAKV) else press
 
-    def held(self, cache: Any) -> Held:
+    def held(self, cache: Any) -> HeldBytes:
         hidden = 0
         for layer, indices in zip(cache.layers, cache.hidden):
             of_token = sum(states.shape[-1] * states.element_size() for states in (layer.keys, layer.values))
             hidden += 0 if indices is None else len(indices[0]) * of_token
         held = tensor_bytes(cache.layers) - hidden
-        return Held(held, held, simulated=hidden > 0)
+        return HeldBytes(held, held, simulated=hidden > 0)
 
 
 def _draw_by_layer(press: Any) -> None:

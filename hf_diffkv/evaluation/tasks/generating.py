@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..batch import Batch
-from ..methods import Held
+from ..methods import HeldBytes
 from ..session import Session
 from .base import Document, Metric, Source, Sums, Task
 from .chat import Prompt, spoken
@@ -78,7 +78,7 @@ class GeneratingTask(Task):
         return [self._judge(*found) for found in zip(texts, documents, references, batch.held(), batch.seen)]
 
     def _judge(
-        self, text: str, document: Document, reference: Any, held: Held, seen: int
+        self, text: str, document: Document, reference: Any, held: HeldBytes, seen: int
     ) -> tuple[Sums, Any, dict[str, Any]]:
         answer = spoken(text, document.extra["thinking"])
         for stop in document.extra["stop"]:
