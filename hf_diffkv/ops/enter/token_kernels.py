@@ -70,6 +70,28 @@ def page_of(table, row, width, index, leaves, TIER: tl.constexpr):
     return number, index % TIER.capacity
 
 
+@triton.jit
+def new_tokens(token, rank, count, length, window_start, sink_end, request, tokens, window):
+    """Which of a row's new tokens are real, their positions, where sinks end, and which of them stay in the window;
+    arguments as in `enter_kernel`."""
+    order = token
+    real = token < tokens
+    if rank is not None:
+        order = tl.load(rank + request * tokens + token, mask=real, other=-1)
+        real = real & (order >= 0)
+    start, _ = new_start(count, length, window_start, request, True, tokens, window)
+    sinks = tl.load(sink_end + request)
+    position = tl.load(length + request) + order
+    return real, position, sinks, real & ((position < sinks) | (position >= start))
+
+
+@triton.jit
+def slot_of(position, sinks, row, slots, sink_slots):
+    """Slots of tokens among those of all windows, int64."""
+    slot = tl.where(position < sinks, position, sink_slots + position % (slots - sink_slots))
+    return slot + row.to(tl.int64) * slots
+
+
 @triton.jit(
     do_not_specialize=[
         *("table", "window_score", *LENGTHS),
@@ -95,19 +117,12 @@ def enter_kernel(
     row = tl.program_id(0)
     request, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    order = token
-    real = token < tokens
-    if rank is not None:
-        order = tl.load(rank + request * tokens + token, mask=real, other=-1)
-        real = real & (order >= 0)
-    start, _ = new_start(count, length, window_start, request, True, tokens, window)
-    sinks = tl.load(sink_end + request)
-    position = tl.load(length + request) + order
-    is_sink = position < sinks
-    stays = real & (is_sink | (position >= start))
+    real, position, sinks, stays = new_tokens(
+        token, rank, count, length, window_start, sink_end, request, tokens, window
+    )
     leaves = real & ~stays
     number, place = page_of(table, row, width, position - sinks, leaves, TIER)
-    slot = tl.where(is_sink, position, sink_slots + position % (slots - sink_slots)) + row.to(tl.int64) * slots
+    slot = slot_of(position, sinks, row, slots, sink_slots)
 
     rows = key + request * key_batch + head * key_head + token.to(tl.int64) * key_token
     x, good = new_tile(rows, real, key_matrix, limit, KEY_ROOT, TIER, True, INNER, OPERAND)

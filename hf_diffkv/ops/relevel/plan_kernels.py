@@ -7,23 +7,8 @@ import triton.language as tl
 
 from ..compact.kernels import column
 from ..enter.kernels import CAPACITY, FREE, START, new_start
+from ..scan import sum_totals
 from .kernels import ADDED, COUNTS, GIVES, HIGH_LEVEL, KEPT, LACKS, LAYER, LOW_LEVEL, NOTHING, kinds
-
-
-@triton.jit
-def sum_of_rows(numbers, row, rows, CHUNK: tl.constexpr):
-    """Sums of int32 [rows] over the rows before `row`, and over all."""
-    lane = tl.arange(0, CHUNK)
-    some = tl.zeros((CHUNK,), tl.int32)
-    every = tl.zeros((CHUNK,), tl.int32)
-    first = 0
-    while first < rows:
-        other = first + lane
-        number = tl.load(numbers + other, mask=other < rows, other=0)
-        some += tl.where(other < row, number, 0)
-        every += number
-        first += CHUNK
-    return tl.sum(some, 0), tl.sum(every, 0)
 
 
 @triton.jit
@@ -86,7 +71,7 @@ def list_kernel(
         list_block(level, before, plan, order, target, high_count, low_count, row, block, blocks, rows, columns, past,
                    BLOCK)  # fmt: skip
     else:
-        taken, _ = sum_of_rows(plan + LACKS * rows, row, rows, CHUNK)
+        taken, _ = sum_totals(plan + LACKS * rows, row, rows, CHUNK)
         place = tl.load(ring_state + START) + taken
         held = table + row.to(tl.int64) * width
         own = entries + row.to(tl.int64) * (2 * width)
@@ -116,7 +101,7 @@ def finish_kernel(
 ):  # fmt: skip
     """Grid: (rows,). A row's program alone reads its counts, and of a request that of its first head its lengths."""
     row = tl.program_id(0)
-    given, gives = sum_of_rows(plan + GIVES * rows, row, rows, CHUNK)
+    given, gives = sum_totals(plan + GIVES * rows, row, rows, CHUNK)
     start, free = tl.load(ring_state + START), tl.load(ring_state + FREE)
     capacity = tl.maximum(tl.load(ring_state + CAPACITY), 1)
     own = entries + row.to(tl.int64) * (2 * width)
@@ -146,6 +131,6 @@ def finish_kernel(
         tl.store(length + request, total)
         tl.store(window_start + request, begin)
     if row == 0:
-        _, lacks = sum_of_rows(plan + LACKS * rows, row, rows, CHUNK)
+        _, lacks = sum_totals(plan + LACKS * rows, row, rows, CHUNK)
         tl.store(state + START, (start + lacks) % capacity)
         tl.store(state + FREE, free - lacks + gives)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..enter.kernels import new_start
-from ..enter.token_kernels import keep_tile, new_tile, page_tile, token_in_slot
+from ..enter.token_kernels import keep_tile, new_tile, new_tokens, page_tile, slot_of, token_in_slot
 from ..quantize.kernels import tier_dims
 from ..rotation_kernel import rounded
 from .kernels import HIGH_LEVEL, LAYER, LOW_LEVEL, NOTHING, raised_if_pinned
@@ -117,17 +116,10 @@ def level_new_kernel(
     row = tl.program_id(0)
     request, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    order_of_real = token
-    real = token < tokens
-    if rank is not None:
-        order_of_real = tl.load(rank + request * tokens + token, mask=real, other=-1)
-        real = real & (order_of_real >= 0)
-    start, _ = new_start(count, length, window_start, request, True, tokens, window)
-    sinks = tl.load(sink_end + request)
-    position = tl.load(length + request) + order_of_real
-    is_sink = position < sinks
-    stays = real & (is_sink | (position >= start))
-    slot = tl.where(is_sink, position, sink_slots + position % (slots - sink_slots)) + row.to(tl.int64) * slots
+    real, position, sinks, stays = new_tokens(
+        token, rank, count, length, window_start, sink_end, request, tokens, window
+    )
+    slot = slot_of(position, sinks, row, slots, sink_slots)
     is_high, high_page, high_slot, is_low, low_page, low_slot = targets(
         entries, target, plan, level, order, high_count, low_count, row, rows, past + token, real, width, columns, past,
         HIGH, LOW,
