@@ -124,8 +124,8 @@ space: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m hf_diffkv demo $(if $(filter-out smollm2,$(MODEL)),--model $(MODEL))
 
 compile-kernels: $(READY)
-	$(BIN)/python -m hf_diffkv.kernel_report -j $(WORKERS) $(if $(QUICK),--quick)
-	$(BIN)/python tools/model_decode.py
+	$(BIN)/python -m tools.kernels.report -j $(WORKERS) $(if $(QUICK),--quick)
+	$(BIN)/python -m tools.kernels.model_decode
 
 bench-cpu: $(READY)
 	$(BIN)/python benchmarks/decode_cpu.py

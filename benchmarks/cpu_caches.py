@@ -24,9 +24,9 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.config.presets import PRESETS
 from hf_diffkv.evaluation.methods.base import tensor_bytes
 from hf_diffkv.native import library
-from hf_diffkv.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {"tiny-lm": ROOT / "examples/models/tiny-lm", "smollm2": ROOT / "build/models/smollm2"}

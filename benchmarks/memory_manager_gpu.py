@@ -21,9 +21,9 @@ from measure import Session, free_memory, parser
 from rows import Rows
 from torch import Tensor
 
-from hf_diffkv.memory import FreeList
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.compact import compact_step
+from hf_diffkv.pages import FreeList
 
 LAYERS = 32
 MIX = "30/40/30"

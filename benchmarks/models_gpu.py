@@ -20,7 +20,7 @@ from transformers import (
 from transformers.cache_utils import Cache
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
-from hf_diffkv.presets import PRESETS
+from hf_diffkv.config.presets import PRESETS
 
 # as Transformers has it, and with attention that expands no keys and values
 STATIC, LEAN_STATIC = "StaticCache, compiled", "StaticCache, lean, compiled"

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from hf_diffkv.config import Precision
-from hf_diffkv.memory import HIGH, LOW, PageLayout, TierLayout
 from hf_diffkv.ops.decode_attention import decode_attention
 from hf_diffkv.ops.quantize import load_tokens, store_tokens
 from hf_diffkv.ops.tiles import Bounds, build_tiles
+from hf_diffkv.pages import HIGH, LOW, PageLayout, TierLayout
 
 CHUNK_TOKENS = 1 << 18
 

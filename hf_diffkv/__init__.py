@@ -12,12 +12,12 @@ from .import_hook import register, unregister
 
 if TYPE_CHECKING:
     from . import plot
-    from .integration.cache import DiffKVCache
-    from .integration.errors import HandOverError, UnsupportedModelError
-    from .integration.usage import CacheInUseError
+    from .cache.diffkv_cache import DiffKVCache
+    from .cache.errors import HandOverError, UnsupportedModelError
+    from .cache.report import MemoryReport
+    from .cache.snapshot import CacheFileError
+    from .cache.usage import CacheInUseError
     from .prefixes import PrefixStore
-    from .report import MemoryReport
-    from .snapshot import CacheFileError
     from .store.read import IntegrityError
 
 __version__ = "0.1.0"
@@ -39,14 +39,14 @@ __all__ = [
 
 # loaded on first use, since they need PyTorch and Transformers
 _LAZY = {
-    "CacheFileError": "snapshot",
-    "CacheInUseError": "integration.usage",
-    "DiffKVCache": "integration.cache",
-    "HandOverError": "integration.errors",
+    "CacheFileError": "cache.snapshot",
+    "CacheInUseError": "cache.usage",
+    "DiffKVCache": "cache.diffkv_cache",
+    "HandOverError": "cache.errors",
     "IntegrityError": "store.read",
-    "MemoryReport": "report",
+    "MemoryReport": "cache.report",
     "PrefixStore": "prefixes",
-    "UnsupportedModelError": "integration.errors",
+    "UnsupportedModelError": "cache.errors",
 }
 
 

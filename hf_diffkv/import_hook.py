@@ -21,7 +21,7 @@ PAGED_NAME = "diffkv_paged"
 CONFIGURATION = "transformers.generation.configuration_utils"
 GENERATION = "transformers.generation.utils"
 MODELS = "transformers.modeling_utils"
-REGISTRATION = "hf_diffkv.integration.registration"
+REGISTRATION = "hf_diffkv.cache.registration"
 # release of Transformers from which on the integration works
 OLDEST = (5, 17)
 

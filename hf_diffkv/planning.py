@@ -15,9 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from .cache.models import cache_layers, check_model_config
 from .config import DiffKVConfig
-from .integration.models import cache_layers, check_model_config
-from .memory import PageLayout
+from .pages import PageLayout
 
 INT = 4
 # float32 thresholds and int32 counts of two levels, per layer, request and head

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from .agreement import Agreement
+from .cache.diffkv_cache import DiffKVCache
+from .cache.registration import set_attention
 from .config import DiffKVConfig
-from .integration.cache import DiffKVCache
-from .integration.registration import set_attention
+from .evaluation.agreement import Agreement
 
 
 class DiffKVEvaluationCallback(TrainerCallback):

@@ -18,14 +18,14 @@ import transformers
 from hub_stand_in import Hub
 from quick import pytest_addoption, pytest_collection_modifyitems  # noqa: F401
 
+from hf_diffkv.cache.graphs import DecodeStep
 from hf_diffkv.evaluation.models import resolve_model
-from hf_diffkv.integration.graphs import DecodeStep
-from hf_diffkv.memory import PagePool
+from hf_diffkv.pages import PagePool
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 # test folders are no packages; this is where the tiny models are
-sys.path.append(str(Path(__file__).parent / "integration"))
+sys.path.append(str(Path(__file__).parent / "cache"))
 
 
 def _loop_bounds_of_one_element() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_diffkv.integration.compiled import attend_at, layer_of
+from hf_diffkv.cache.compiled import attend_at, layer_of
 
 READS = {
     torch.ops.aten._local_scalar_dense,

@@ -14,12 +14,12 @@ from test_shared import SharedPair
 from torch import Tensor
 
 from hf_diffkv.config import DiffKVConfig, Precision
-from hf_diffkv.memory import PageLayout, TierLayout
 from hf_diffkv.native import library
 from hf_diffkv.native.library import use_instructions
 from hf_diffkv.ops.quantize.reference import dequantize, quantize
 from hf_diffkv.ops.rotation import rotation_matrix
 from hf_diffkv.ops.rounding import feedback_of, native, reference, second_moment
+from hf_diffkv.pages import PageLayout, TierLayout
 from hf_diffkv.store import read_tokens
 
 CHANNELS = torch.logspace(0.5, -0.5, 16, dtype=torch.float64)

@@ -14,9 +14,9 @@ from transformers import LlamaConfig
 
 from hf_diffkv import DiffKVCache
 from hf_diffkv.config import DiffKVConfig, Precision
-from hf_diffkv.memory import PageLayout
-from hf_diffkv.memory.reserve import Reservation
 from hf_diffkv.ops.prefill_attention import prefill_attention
+from hf_diffkv.pages import PageLayout
+from hf_diffkv.pages.reserve import Reservation
 from hf_diffkv.store import Store, attend_token, attend_tokens, check_integrity, payload, select_rows
 
 TOKENS, HEADS, LAYERS, DIM, SINKS = 4096, 2, 2, 128, 4

@@ -17,7 +17,7 @@ from hf_diffkv.calibration.candidates import Candidate, Thresholds, cheapest, cl
 from hf_diffkv.calibration.sweep import ALPHA_HIGH, ALPHA_LOW, Grid, sweep
 from hf_diffkv.calibration.texts import MATH, documents, read_pieces
 from hf_diffkv.cli import main
-from hf_diffkv.config_files import CONFIG_NAME
+from hf_diffkv.config.files import CONFIG_NAME
 from hf_diffkv.evaluation import runner
 from hf_diffkv.evaluation.errors import EvaluationError
 from hf_diffkv.evaluation.methods import get_method

@@ -9,9 +9,9 @@ import pytest
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from hf_diffkv import DiffKVConfig
-from hf_diffkv.chat import chat_turns
-from hf_diffkv.compare import DIFFKV, DYNAMIC, Job, execute
 from hf_diffkv.evaluation.models import TINY_LM
+from hf_diffkv.evaluation.side_by_side import DIFFKV, DYNAMIC, Job, execute
+from hf_diffkv.evaluation.talk import chat_turns
 
 WITH_ROLES = (
     "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}</s>\n{% endfor %}"

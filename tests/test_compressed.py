@@ -10,11 +10,11 @@ from dense_simulation import LayerSimulation, Rule
 from simulated_storage import SimPrecision
 
 from hf_diffkv.config import DiffKVConfig, Precision
-from hf_diffkv.memory import HIGH, LOW
 from hf_diffkv.native import library
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.compact import stored_tokens
-from hf_diffkv.ops.segments import segments
+from hf_diffkv.pages import HIGH, LOW
+from hf_diffkv.pages.segments import segments
 from hf_diffkv.store import Store, attend_token, attend_tokens, check_integrity, read_tokens
 from hf_diffkv.store.read import LayerTokens
 

@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaConfig
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
-from hf_diffkv import config as config_module
+from hf_diffkv.config import diffkv_config as config_module
 
 CONFIGS = [
     DiffKVConfig(),

@@ -15,7 +15,7 @@ import pytest
 from hub_stand_in import TOKEN, Hub
 
 from hf_diffkv import DiffKVConfig, Precision
-from hf_diffkv.config_files import CONFIG_NAME, to_text, with_calibration
+from hf_diffkv.config.files import CONFIG_NAME, to_text, with_calibration
 
 ROOT = Path(__file__).parents[1]
 CALIBRATION = {"model": "some/model", "limit": {"kl": 0.01}, "candidates": [{"alpha_high": 1.0, "kl": 0.003}]}

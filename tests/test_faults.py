@@ -12,8 +12,17 @@ from torch import Tensor
 
 from hf_diffkv import DiffKVCache
 from hf_diffkv.config import DiffKVConfig, Precision
-from hf_diffkv.memory import PagePool
-from hf_diffkv.store import Store, attend_token, attend_tokens, check_integrity, hide, payload, read_tokens, select_rows
+from hf_diffkv.pages import PagePool
+from hf_diffkv.store import (
+    Store,
+    attend_token,
+    attend_tokens,
+    check_integrity,
+    hide,
+    payload,
+    read_tokens,
+    select_rows,
+)
 from hf_diffkv.store.bounds import REFRESH_STEPS
 
 CPU = torch.device("cpu")

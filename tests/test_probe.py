@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
-from hf_diffkv.probe import FRAGILE_KL, KeyProbe, probe_keys
+from hf_diffkv.calibration.probe import FRAGILE_KL, KeyProbe, probe_keys
 
 TINY_LM = Path(__file__).parents[1] / "examples" / "models" / "tiny-lm"
 TOKENS = 80

@@ -15,8 +15,8 @@ from test_pinned import PIN, Pinned, PinnedPair
 from test_rotated import RotatedPair, RotatedSharedPair
 
 from hf_diffkv.config import DiffKVConfig, Precision
-from hf_diffkv.memory import FreeList
 from hf_diffkv.ops.backend import use_backend
+from hf_diffkv.pages import FreeList
 from hf_diffkv.store import Store, attend_tokens, check_integrity, prompt
 
 triton = pytest.importorskip("triton")

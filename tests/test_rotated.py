@@ -17,15 +17,7 @@ from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.native import library
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.rotation import CHUNK_ELEMENTS, rotate, rotation_matrix
-from hf_diffkv.store import (
-    Store,
-    attend_token,
-    attend_tokens,
-    fork_store,
-    hide_tokens,
-    read_tokens,
-    select_rows,
-)
+from hf_diffkv.store import Store, attend_token, attend_tokens, fork_store, hide_tokens, read_tokens, select_rows
 from hf_diffkv.store.fork import make_private
 
 BOTH = {"rotate": True, "center": True}

@@ -21,10 +21,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, IntegrityError, Precision
-from hf_diffkv.io import JSON_NAME, TENSORS_NAME, _checksum
+from hf_diffkv.cache.io import JSON_NAME, TENSORS_NAME, _checksum
 from hf_diffkv.native.library import library
 from hf_diffkv.ops.backend import use_backend
-from hf_diffkv.ops.window import held_count, held_tokens, slots_of
+from hf_diffkv.pages.window import held_count, held_tokens, slots_of
 from hf_diffkv.store import (
     Store,
     attend_token,

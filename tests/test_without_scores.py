@@ -11,10 +11,10 @@ import torch
 from test_compressed import Pair, left_padding
 
 from hf_diffkv import DiffKVConfig, IntegrityError, Precision
-from hf_diffkv.memory import PageLayout
 from hf_diffkv.native import library
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.compact import rewrite
+from hf_diffkv.pages import PageLayout
 from hf_diffkv.store import check_integrity, select_rows
 from hf_diffkv.store.hide import hide_tokens
 

@@ -8,10 +8,10 @@ import torch
 
 import hf_diffkv
 from hf_diffkv import DiffKVCache, DiffKVConfig, MemoryReport, Precision, PrefixStore, plot
+from hf_diffkv.cache.report import LayerReport
 from hf_diffkv.planning import LayerShape
 from hf_diffkv.plot import ColouredText, Picture
 from hf_diffkv.policy import Policy
-from hf_diffkv.report import LayerReport
 
 
 def configurations() -> list[DiffKVConfig]:

@@ -16,7 +16,7 @@ import pytest
 from transformers.generation.utils import GenerationMixin
 
 from hf_diffkv import DiffKVConfig
-from hf_diffkv.integration.layer import DiffKVLayer
+from hf_diffkv.cache.layer import DiffKVLayer
 
 LOSSLESS = DiffKVConfig.lossless(window=4, alpha_high=1.0).to_dict()
 BASELINE = os.environ.get("HF_DIFFKV_BASELINE") == "1"

@@ -11,7 +11,7 @@ import click
 
 from ..calibration.candidates import Candidate, Thresholds, cheapest, closest, table
 from ..calibration.sweep import ALPHA_HIGH, ALPHA_LOW, Grid, sweep
-from ..config_files import CONFIG_NAME, with_calibration
+from ..config.files import CONFIG_NAME, with_calibration
 from ..evaluation.errors import EvaluationError
 from .console import Failure
 from .help import Command

@@ -21,7 +21,7 @@ from .models import load_tokenizer, position_limit, supported_config, usable_dev
 from .options import AtLeast, config_of, config_options, model_option, quiet_option, running_options
 
 if TYPE_CHECKING:
-    from ..chat import Talk
+    from ..evaluation.talk import Talk
 
 TALK_NAME = "talk.json"
 HELP = {
@@ -73,9 +73,9 @@ def _start(options: SimpleNamespace, saved: dict[str, Any] | None) -> tuple[Talk
 
     import torch
 
-    from ..chat import Talk, chat_turns
+    from ..cache.diffkv_cache import DiffKVCache
     from ..evaluation.loading import load_model
-    from ..integration.cache import DiffKVCache
+    from ..evaluation.talk import Talk, chat_turns
 
     if not options.plain:
         try:
@@ -168,7 +168,7 @@ class _Session:
     def answer(self, message: str) -> None:
         from transformers import StoppingCriteriaList, TextStreamer
 
-        from ..compare import EXPECTED
+        from ..evaluation.side_by_side import EXPECTED
 
         try:
             held, new = self.talk.ids.shape[1] + len(self.talk.encode(message)), self.options.max_new_tokens

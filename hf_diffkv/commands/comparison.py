@@ -11,7 +11,7 @@ import click
 from .console import colours, megabytes, paragraph, table
 
 if TYPE_CHECKING:
-    from ..compare import Run
+    from ..evaluation.side_by_side import Run
 
 DENSE, DIFFKV = "DynamicCache", "DiffKV"
 

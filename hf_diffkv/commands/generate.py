@@ -32,7 +32,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..compare import Job, Run
+    from ..evaluation.side_by_side import Job, Run
 
 SAMPLING = ("temperature", "top_p", "top_k")
 
@@ -105,7 +105,7 @@ def _job(options: SimpleNamespace) -> Job:
     _check_length(options, turns, position_limit(model_config))
     device = usable_device(options.device)
 
-    from ..compare import Job
+    from ..evaluation.side_by_side import Job
 
     terminal = to_terminal() and not options.quiet
     return Job(
@@ -129,7 +129,7 @@ def _job(options: SimpleNamespace) -> Job:
 
 def _run(job: Job, options: SimpleNamespace) -> list[Run]:
     """The DiffKV run, and the dense one if it is wanted."""
-    from .. import compare
+    from ..evaluation import side_by_side as compare
 
     try:
         progress(f"{'' if options.no_compare else '[1/2] '}{DIFFKV}: loading {options.model}", options.quiet)
@@ -146,7 +146,7 @@ def _run(job: Job, options: SimpleNamespace) -> list[Run]:
 
 
 def _check_length(options: SimpleNamespace, turns: list[str], limit: int | None) -> None:
-    from ..chat import chat_turns
+    from ..evaluation.talk import chat_turns
 
     tokenizer = load_tokenizer(options.model)
     try:

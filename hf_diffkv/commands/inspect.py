@@ -27,7 +27,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..integration.cache import DiffKVCache
+    from ..cache.diffkv_cache import DiffKVCache
 
 WORDS = 12
 # of the 256 colours
@@ -64,8 +64,8 @@ def command(**given: Any) -> None:
 
 def _layers(model_config: Any, config: Any, options: SimpleNamespace) -> dict[str, Any]:
     """Kinds of layers and what a token of one KV head takes in the compressed ones."""
-    from ..integration.cache import DiffKVCache
-    from ..memory import PageLayout
+    from ..cache.diffkv_cache import DiffKVCache
+    from ..pages import PageLayout
     from ..planning import ModelShape
 
     try:
@@ -112,7 +112,7 @@ def _layer_text(found: dict[str, Any]) -> str:
 
 def _tokens(options: SimpleNamespace, text: str, limit: int | None) -> tuple[list[int], list[str]]:
     """Ids of the tokens and their text."""
-    from ..pieces import pieces_of_text
+    from ..plot.pieces import pieces_of_text
 
     ids, pieces = pieces_of_text(load_tokenizer(options.model), text)
     if not ids:
@@ -127,8 +127,8 @@ def _tokens(options: SimpleNamespace, text: str, limit: int | None) -> tuple[lis
 def _run(options: SimpleNamespace, config: Any, ids: list[int]) -> DiffKVCache:
     import torch
 
+    from ..cache.diffkv_cache import DiffKVCache
     from ..evaluation.loading import load_model
-    from ..integration.cache import DiffKVCache
 
     progress(f"loading {options.model}", options.quiet)
     model = load_model(options.model, options.dtype, options.device, options.quiet)
@@ -146,7 +146,7 @@ def _kept(cache: DiffKVCache, pieces: list[str]) -> dict[str, Any]:
     """Memory, and how many heads have each token at each level."""
     import dataclasses
 
-    from ..report import level_counts, levels_of_request
+    from ..cache.report import level_counts, levels_of_request
 
     memory = cache.memory()
     lists = level_counts(levels_of_request(cache)) if cache.compressed_layers() else {}

@@ -19,8 +19,8 @@ def supported_config(name: str) -> Any:
     """
     from transformers import AutoConfig
 
-    from ..integration.errors import UnsupportedModelError
-    from ..integration.models import cache_layers, check_model_config
+    from ..cache.errors import UnsupportedModelError
+    from ..cache.models import cache_layers, check_model_config
 
     config = loaded(AutoConfig, name)
     try:

@@ -141,18 +141,18 @@ def _serve(
     options: SimpleNamespace, config: DiffKVConfig, model_config: Any, tokenizer: Any, listener: socket.socket
 ) -> None:
     try:
-        from ..serving import parts  # noqa: F401
+        from ..batching.server import parts  # noqa: F401
     except ImportError as error:
         raise Failure(one_line(error)) from error
-    from ..integration.continuous_sizes import check_servable_config
+    from ..batching.sizes import check_servable_config
 
     try:
         check_servable_config(model_config, options.model)
     except ValueError as error:
         raise Failure(f"{one_line(error)} Without a compressed cache, transformers serve serves it.") from error
+    from ..batching.server.app import build_app
+    from ..batching.server.run import run
     from ..evaluation.loading import load_model
-    from ..serving.app import build_app
-    from ..serving.server import run
 
     progress(f"loading {options.model}", options.quiet)
     model = load_model(options.model, options.dtype, options.device, options.quiet)

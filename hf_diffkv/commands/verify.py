@@ -12,15 +12,7 @@ import click
 from .console import Failure, paragraph, progress, table
 from .help import Command
 from .models import load_tokenizer, position_limit, supported_config, usable_device
-from .options import (
-    AtLeast,
-    config_of,
-    config_options,
-    json_option,
-    model_option,
-    quiet_option,
-    running_options,
-)
+from .options import AtLeast, config_of, config_options, json_option, model_option, quiet_option, running_options
 
 MAX_KL = 0.01
 LENGTH, CONTINUED = 1024, 128

@@ -15,14 +15,14 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from ..agreement import Agreement
-from ..chat import chat_turns
-from ..compare import EXPECTED
+from ..cache.diffkv_cache import DiffKVCache
+from ..cache.report import MemoryReport
 from ..config import DiffKVConfig
+from ..evaluation.agreement import Agreement
 from ..evaluation.models import HUB_IDS, resolve_model
-from ..integration.cache import DiffKVCache
-from ..pieces import pieces_of_ids, pieces_of_text
-from ..report import MemoryReport
+from ..evaluation.side_by_side import EXPECTED
+from ..evaluation.talk import chat_turns
+from ..plot.pieces import pieces_of_ids, pieces_of_text
 
 DEFAULT_MODEL, BUNDLED_MODEL = "smollm2", "tiny-lm"
 REFRESH_SECONDS = 0.1

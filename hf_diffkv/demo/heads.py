@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ..cache.report import LayerReport, level_counts
 from ..plot.coloured_text import ColouredText
 from ..plot.palette import LEVELS
-from ..report import LayerReport, level_counts
 from .figures import message
 from .generation import Result
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cache.diffkv_cache import DiffKVCache
+from ..cache.errors import UnsupportedModelError
 from ..config import DiffKVConfig
-from ..integration.cache import DiffKVCache
-from ..integration.errors import UnsupportedModelError
 from .errors import EvaluationError
 from .methods import get_method
 from .methods.dense import DENSE

@@ -11,7 +11,7 @@ constexpr int MAX_DIM = 512;
 enum Dtype : int32_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 enum Status : int64_t { OK = 0, BAD_PAGE = 1, BAD_COUNT = 2, NO_MEMORY = 3 };
 
-// Keys or values of one tier; offsets, rows and the metadata of a group in bytes (memory/layout.py).
+// Keys or values of one tier; offsets, rows and the metadata of a group in bytes (pages/layout.py).
 struct Side {
   int32_t bits, groups, dim, row, offset, metadata_offset, metadata_bytes;
 };

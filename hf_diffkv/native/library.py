@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..memory import TierLayout
+from ..pages import TierLayout
 from . import structs
 
 # another build of it may be tried, such as one that checks every access

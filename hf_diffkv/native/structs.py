@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from ..memory import PageLayout, TierLayout
+from ..pages import PageLayout, TierLayout
 
 MAX_TIERS = 4
 ABI_VERSION = 4

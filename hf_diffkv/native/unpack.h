@@ -1,4 +1,4 @@
-// Codes of packed rows, one byte each in their order (memory/layout.py): bit planes, in one field or two.
+// Codes of packed rows, one byte each in their order (pages/layout.py): bit planes, in one field or two.
 #pragma once
 #include "page.h"
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..memory import TierLayout
 from ..native import library
+from ..pages import TierLayout
 
 REFERENCE, KERNELS, NATIVE = BACKENDS = ("reference", "kernels", "native")
 # NVIDIA devices before it have less shared memory than the kernels take, and no bfloat16

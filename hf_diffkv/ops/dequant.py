@@ -1,6 +1,6 @@
 """Unpacking bit-plane packed codes in registers (Triton).
 
-With P = 8 / bits, byte j of a row holds elements j, j + D/P, ... from its lowest bits up (`memory/layout.py`), so one
+With P = 8 / bits, byte j of a row holds elements j, j + D/P, ... from its lowest bits up (`pages/layout.py`), so one
 packed tile becomes P tiles and nothing is shuffled. Codes of two fields become the four quarters of a row, each of
 them from one tile of either field (loaded by `packed_rows.py`).
 
@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 
-from ..memory import layout
-from ..precision import SUPPORTED_BITS
+from ..config.precision import SUPPORTED_BITS
+from ..pages import layout
 
 PORTABLE = 0
 PTX = 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from . import narrow
+from ..pages import narrow
 
 SCORE_SHIFT = tl.constexpr(narrow.SCORE_SHIFT)
 NOISE_SHIFT = tl.constexpr(32 - narrow.SCORE_SHIFT)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .palette import EDGE, FRAME, INK, LEVELS, PAPER, ink_on, mixed
 
 if TYPE_CHECKING:
-    from ..integration.cache import DiffKVCache
+    from ..cache.diffkv_cache import DiffKVCache
 
 NEWLINE = "↵"
 BLOCK = (
@@ -179,8 +179,8 @@ def text(
         ValueError: no such layer, head or request, an empty cache, fewer tokens than it has seen, or ids without a
             tokenizer.
     """
-    from ..pieces import pieces_of_ids
-    from ..report import level_counts, levels_of_request
+    from ..cache.report import level_counts, levels_of_request
+    from .pieces import pieces_of_ids
 
     levels = levels_of_request(cache, request, layer_idx, head)
     seen, given = levels.shape[1], list(tokens.tolist() if hasattr(tokens, "tolist") else tokens)

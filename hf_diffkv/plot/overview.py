@@ -8,8 +8,8 @@ from .figure import LARGE, SIZE, SMALL, Picture, new_figure
 from .palette import EDGE, INK, LEVELS
 
 if TYPE_CHECKING:
-    from ..integration.cache import DiffKVCache
-    from ..report import LayerReport, MemoryReport
+    from ..cache.diffkv_cache import DiffKVCache
+    from ..cache.report import LayerReport, MemoryReport
 
 # inches: of a row of heads at least and at most, of all rows where they are many, and of the picture's width
 ROW, ROWS = (0.05, 0.3), 8.0

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from ..snapshot import CacheFileError, Snapshot
+from ..cache.snapshot import CacheFileError, Snapshot
 from .hierarchy import Hierarchy
 from .requests import Requests
 from .tiers import MemoryTier, Rank

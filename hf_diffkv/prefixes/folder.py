@@ -13,9 +13,9 @@ from pathlib import Path
 from filelock import FileLock
 from safetensors import SafetensorError
 
-from ..integration.devices import TensorParallel
-from ..io import load_snapshot, save_snapshot
-from ..snapshot import Snapshot
+from ..cache.devices import TensorParallel
+from ..cache.io import load_snapshot, save_snapshot
+from ..cache.snapshot import Snapshot
 
 # fingerprint of model and configuration, tokens, hash of the tokens
 NAME = re.compile(r"([0-9a-f]{16})-([0-9]+)-([0-9a-f]{32})")

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Union
 
-from ..snapshot import Snapshot
+from ..cache.snapshot import Snapshot
 from .folder import FolderTier
 from .tiers import MemoryTier, Rank, choose_victims
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 
-from ..integration.cache import DiffKVCache
+from ..cache.diffkv_cache import DiffKVCache
 from .hierarchy import Entry
 
 

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..config import DiffKVConfig
-from ..integration.cache import DiffKVCache, config_of
-from ..integration.continuous_order import ExpectedPrefix
-from ..integration.devices import TensorParallel, layer_devices
-from ..io import FORMAT_VERSION
-from ..snapshot import (
+from ..batching.order import ExpectedPrefix
+from ..cache.devices import TensorParallel, layer_devices
+from ..cache.diffkv_cache import DiffKVCache, config_of
+from ..cache.io import FORMAT_VERSION
+from ..cache.snapshot import (
     CacheFileError,
     Snapshot,
     model_fingerprint,
@@ -32,6 +31,7 @@ from ..snapshot import (
     take_snapshot,
     weights_fingerprint,
 )
+from ..config import DiffKVConfig
 from ..store import Store
 from .background import Background
 from .folder import FolderTier

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..snapshot import Snapshot
+from ..cache.snapshot import Snapshot
 
 
 class Rank(NamedTuple):

@@ -9,7 +9,6 @@ from .read import Payload, check_integrity, levels, payload, read_tokens
 from .record import Recorded, SharedRecording, attend_recorded, commit
 from .rows import drop_unused_layers, move_rows, prepare_rows, select_rows
 from .shared import SharedStep, SharedTokens
-from .slots import Slots
 from .state import Store
 
 __all__ = [
@@ -18,7 +17,6 @@ __all__ = [
     "SharedRecording",
     "SharedStep",
     "SharedTokens",
-    "Slots",
     "Store",
     "attend_recorded",
     "attend_token",

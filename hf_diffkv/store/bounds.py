@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..memory import HIGH, LOW
-from ..memory.free_list import FREE
 from ..ops.backend import REFERENCE
 from ..ops.tiles import Bounds, build_tiles
+from ..pages import HIGH, LOW
+from ..pages.free_list import FREE
 from .budget import make_room
 from .held import Held
 from .look import pages_of, read_together

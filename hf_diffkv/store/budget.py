@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..memory import HIGH, LOW
 from ..ops.compact import Given, NewTokens, StoredTokens, rewrite_rows, stored_tokens
-from ..ops.segments import segments
+from ..pages import HIGH, LOW
+from ..pages.segments import segments
 from ..policy import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL, levels_between, mean_significance
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..memory import HIGH
 from ..ops.backend import NATIVE
 from ..ops.compact import compact_step, least_mean
+from ..pages import HIGH
 from ..policy import StepRows, relative_thresholds
 from . import native
 from .pinned import is_pinned, pin_candidates

@@ -11,7 +11,7 @@ import weakref
 
 from torch import Tensor
 
-from ..memory import NULL_PAGE, PagePool, PageTable
+from ..pages import NULL_PAGE, PagePool, PageTable
 from .held import ROW_STATE
 from .state import Store
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..memory import PagePool
-from ..memory.free_list import FREE
 from ..ops.backend import KERNELS
+from ..pages import PagePool
+from ..pages.free_list import FREE
 from .look import pages_of, read_together
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..config import DiffKVConfig
-from ..memory import NULL_PAGE, PageLayout, PagePool, PageTable
 from ..ops.backend import choose
 from ..ops.quantize import compute_dtype
 from ..ops.rotation import rotation_matrix
+from ..pages import NULL_PAGE, PageLayout, PagePool, PageTable
 from ..policy import Policy, make_policy
 from ..policy.diffkv import DiffKV
 from .padding import Padding

@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..memory import HIGH, LOW
 from ..ops.compact import rewrite_rows, stored_tokens, token_positions
-from ..ops.segments import segments
+from ..pages import HIGH, LOW
+from ..pages.segments import segments
 from .budget import no_tokens
 from .fork import make_private
 from .state import Store

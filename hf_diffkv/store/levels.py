@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..memory import HIGH, LOW
 from ..ops.compact import NewTokens, StoredTokens
 from ..ops.quantize import load_tokens
-from ..ops.segments import segments
+from ..pages import HIGH, LOW
+from ..pages.segments import segments
 from ..policy import HIGH_LEVEL, LOW_LEVEL, WINDOW_LEVEL, Rows, Tokens, mean_significance
 from .budget import Weighed, fit_layer
 from .pinned import is_pinned

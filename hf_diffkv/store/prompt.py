@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..memory import HIGH, LOW
 from ..ops.compact import Given, NewTokens, StoredTokens, rewrite_rows, stored_tokens
-from ..ops.narrow import score_noise
 from ..ops.prefill_attention import StoredPast, prefill_attention
-from ..ops.segments import segments
+from ..pages import HIGH, LOW
+from ..pages.narrow import score_noise
+from ..pages.segments import segments
 from ..policy import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL
 from .enter import enter
 from .feedback import feedback, query_moment

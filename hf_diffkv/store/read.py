@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..memory import HIGH, LOW, NULL_PAGE, TierLayout, column
 from ..ops.compact import StoredTokens, stored_tokens, token_positions
 from ..ops.quantize import compute_dtype, load_tokens
-from ..ops.segments import segments
+from ..pages import HIGH, LOW, NULL_PAGE, TierLayout, column
+from ..pages.segments import segments
 from ..policy import HIGH_LEVEL, LOW_LEVEL, PADDING_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL
 from .state import Store
 from .transform import model_form, model_keys

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..memory import NULL_PAGE
+from ..pages import NULL_PAGE
 from .budget import make_room
 from .fork import copy_pages, make_private
 from .held import ROW_STATE

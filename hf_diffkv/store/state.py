@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..memory.layout import NARROW_POSITIONS
+from ..pages.layout import NARROW_POSITIONS
 from .bounds import HostBounds
 from .compaction import compact_round
 from .forward import enters_at_once
@@ -13,7 +13,7 @@ class Store(HostBounds):
     """Pages and windows of `num_layers` layers on one device.
 
     A token of a request has an index among the request's real tokens (padding never counts). The exact ones are the
-    sinks, below `sink_end`, and those from `window_start` on; ops/window.py. Rows are (layer, request, head).
+    sinks, below `sink_end`, and those from `window_start` on; pages/window.py. Rows are (layer, request, head).
 
     Args:
         config: the user's choices.

@@ -1,4 +1,4 @@
-"""The exact tokens of a store: sinks and windows (their slots: ops/window.py)."""
+"""The exact tokens of a store: sinks and windows (their slots: pages/window.py)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..ops import window
 from ..ops.rotation import center_windows
+from ..pages import window
 
 if TYPE_CHECKING:
     from .state import Store

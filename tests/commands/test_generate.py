@@ -13,13 +13,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
 
-from hf_diffkv import DiffKVCache, DiffKVConfig, compare
-from hf_diffkv.agreement import Agreement
+from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cli import main
 from hf_diffkv.commands.comparison import comparison, run_summary, same_tokens, word_difference
-from hf_diffkv.compare import DIFFKV, DYNAMIC, Job, Run
+from hf_diffkv.evaluation import side_by_side as compare
+from hf_diffkv.evaluation.agreement import Agreement
 from hf_diffkv.evaluation.models import TINY_LM
-from hf_diffkv.peak import PeakMemory
+from hf_diffkv.evaluation.peak import PeakMemory
+from hf_diffkv.evaluation.side_by_side import DIFFKV, DYNAMIC, Job, Run
 from hf_diffkv.plot.palette import LEVELS
 
 PROMPT_FILE = TINY_LM.parents[1] / "prompts" / "recall.txt"

@@ -11,8 +11,8 @@ from tiny_models import ragged_prompts, tiny_model
 from transformers import AutoModelForCausalLM
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
-from hf_diffkv.integration import devices
-from hf_diffkv.integration.devices import layer_devices
+from hf_diffkv.cache import devices
+from hf_diffkv.cache.devices import layer_devices
 
 pytestmark = pytest.mark.oldest
 

@@ -19,8 +19,8 @@ from tiny_models import ragged_prompts
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, HandOverError, PrefixStore
-from hf_diffkv.integration.layer import DiffKVLayer
-from hf_diffkv.integration.stores import Stores
+from hf_diffkv.cache.layer import DiffKVLayer
+from hf_diffkv.cache.stores import Stores
 from hf_diffkv.store import Store
 
 LENGTHS = (90, 33, 1, 64)
@@ -187,7 +187,7 @@ def test_saved_and_loaded_on_other_devices(
     run.cache.save_pretrained(tmp_path, model)
     if loaded == 2:
         devices = {0: torch.device("cpu"), 1: torch.device("cpu"), 2: torch.device("cpu:0"), 3: torch.device("cpu:0")}
-        monkeypatch.setattr("hf_diffkv.integration.cache.layer_devices", lambda model: devices)
+        monkeypatch.setattr("hf_diffkv.cache.diffkv_cache.layer_devices", lambda model: devices)
     again = run.on(DiffKVCache.from_pretrained(tmp_path, model))
     assert len(again.cache.stores.stores) == max(saved, loaded)
     assert_equal_contents(again.cache, run.cache)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
-from hf_diffkv.compare import DYNAMIC, Job, execute
+from hf_diffkv.evaluation.side_by_side import DYNAMIC, Job, execute
 
 ROOT = Path(__file__).parents[2]
 HANDBOOK = ROOT / "examples" / "prompts" / "museum.txt"

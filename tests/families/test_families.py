@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
-from hf_diffkv.integration.errors import UnsupportedModelError
-from hf_diffkv.integration.layer import DiffKVLayer
+from hf_diffkv.cache.errors import UnsupportedModelError
+from hf_diffkv.cache.layer import DiffKVLayer
 
 LENGTHS = (90, 41, 7)
 NEW_TOKENS = 16

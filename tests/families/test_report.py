@@ -11,7 +11,7 @@ from transformers import AutoModelForSeq2SeqLM, BartConfig, T5Config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_diffkv import DiffKVCache
-from hf_diffkv.integration.errors import UnsupportedModelError
+from hf_diffkv.cache.errors import UnsupportedModelError
 
 
 def test_the_document_is_current() -> None:

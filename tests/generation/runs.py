@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
-from hf_diffkv.integration.layer import DiffKVLayer
+from hf_diffkv.cache.layer import DiffKVLayer
 
 # Transformers 5.17's own sliding layers return more keys than their mask has if nothing is cropped between two forwards
 SLIDING_LAYERS_RECORD = Version(transformers.__version__) >= Version("5.18")

@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
-from hf_diffkv.integration.errors import HandOverError
+from hf_diffkv.cache.errors import HandOverError
 from hf_diffkv.store import hide
 
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt_oss")

@@ -14,7 +14,7 @@ from tiny_models import ragged_prompts
 from transformers import PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
-from hf_diffkv.io import JSON_NAME, TENSORS_NAME, _checksum, _digest
+from hf_diffkv.cache.io import JSON_NAME, TENSORS_NAME, _checksum, _digest
 
 LENGTHS = (120, 33, 1, 64)
 POLICIES = {

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from hf_diffkv import DiffKVConfig, PrefixStore
-from hf_diffkv.io import JSON_NAME, TENSORS_NAME, save_snapshot
+from hf_diffkv.cache.io import JSON_NAME, TENSORS_NAME, save_snapshot
 from hf_diffkv.prefixes import folder as folder_module
 from hf_diffkv.prefixes.folder import PARTIAL
 

@@ -16,7 +16,7 @@ from tiny_models import ragged_prompts
 from transformers import PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
-from hf_diffkv.io import JSON_NAME, TENSORS_NAME, CacheFileError
+from hf_diffkv.cache.io import JSON_NAME, TENSORS_NAME, CacheFileError
 
 LENGTHS = (90, 33, 1, 64)
 

@@ -16,10 +16,10 @@ from tiny_models import ragged_prompts, tiny_model
 from transformers import DynamicCache, PreTrainedModel, cache_utils
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
-from hf_diffkv.integration import devices
-from hf_diffkv.integration.attention import diffkv_attention
-from hf_diffkv.integration.errors import HandOverError, NotCapturableError
-from hf_diffkv.integration.graphs import GRAPH_TYPES, wants_graphs
+from hf_diffkv.cache import devices
+from hf_diffkv.cache.attention import diffkv_attention
+from hf_diffkv.cache.errors import HandOverError, NotCapturableError
+from hf_diffkv.cache.graphs import GRAPH_TYPES, wants_graphs
 
 pytestmark = pytest.mark.oldest
 LENGTHS = (130, 1, 77)

@@ -9,7 +9,7 @@ import pytest
 from runs import assert_equal_contents, assert_equals_simulation, captured, model_of, simulation_of, started, tokens
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
-from hf_diffkv.io import JSON_NAME, CacheFileError, _checksum
+from hf_diffkv.cache.io import JSON_NAME, CacheFileError, _checksum
 
 UNIFORM = {"high": Precision(5, 3), "low": Precision(5, 3), "alpha_high": 0.0}
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
-from hf_diffkv.integration import graphs
+from hf_diffkv.cache import graphs
 
 PROMPT = 600
 # nothing is quantised: what a compiler rounds otherwise moves no code

@@ -10,12 +10,12 @@ import torch
 from rows import Rows, random_rows
 
 from hf_diffkv.config import Precision
-from hf_diffkv.memory import HIGH, LOW, FreeList, PageLayout
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.compact import compact_step
 from hf_diffkv.ops.prefill_attention import StoredPast, prefill_attention
 from hf_diffkv.ops.quantize import load_tokens, move_tokens, store_tokens
-from hf_diffkv.ops.segments import segments
+from hf_diffkv.pages import HIGH, LOW, FreeList, PageLayout
+from hf_diffkv.pages.segments import segments
 
 K8V4, K4V2, K8V8, FULL = Precision(8, 4), Precision(4, 2), Precision(8, 8), Precision(16, 16)
 GROUPED = Precision(4, 2, 2, 4)

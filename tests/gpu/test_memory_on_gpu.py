@@ -6,8 +6,8 @@ import gc
 
 import torch
 
-from hf_diffkv.memory import PagePool
-from hf_diffkv.memory.cuda_reserve import CudaReservation, mapped_bytes
+from hf_diffkv.pages import PagePool
+from hf_diffkv.pages.cuda_reserve import CudaReservation, mapped_bytes
 
 
 def test_a_pool_grows_in_place_and_gives_its_memory_back(device) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from hand_pages import unpack_row
 
-from hf_diffkv.memory import HIGH, LOW
+from hf_diffkv.pages import HIGH, LOW
 
 
 def decode_by_hand(data, metadata, bits, groups):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_diffkv.memory import HIGH, PageLayout, PagePool, TierLayout
+from hf_diffkv.pages import HIGH, PageLayout, PagePool, TierLayout
 
 LOW_BITS = {3: 2, 5: 4, 6: 4}
 # of a group: fp16 scale and zero point, or one number of 16 bits

@@ -10,8 +10,8 @@ from hand_pages import HandStore
 from torch import Tensor
 
 from hf_diffkv.config import Precision
-from hf_diffkv.memory import HIGH, LOW, PageLayout
 from hf_diffkv.ops.prefill_attention import StoredPast
+from hf_diffkv.pages import HIGH, LOW, PageLayout
 
 K8V4, K4V2 = Precision(8, 4), Precision(4, 2)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hf_diffkv.config import Precision
-from hf_diffkv.memory import PageLayout
 from hf_diffkv.ops import backend
+from hf_diffkv.pages import PageLayout
 
 triton = pytest.importorskip("triton")
 

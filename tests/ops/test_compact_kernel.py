@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_diffkv.config import Precision
-from hf_diffkv.memory import HIGH, LOW, FreeList, PageLayout, column
+from hf_diffkv.pages import HIGH, LOW, FreeList, PageLayout, column
 
 triton = pytest.importorskip("triton")
 if isinstance(triton.language.sum, triton.JITFunction):
@@ -21,8 +21,8 @@ from hf_diffkv.ops.compact import launch, reference  # noqa: E402
 from hf_diffkv.ops.quantize import launch as quantize_launch  # noqa: E402
 from hf_diffkv.ops.quantize.reference import load_tokens, store_tokens  # noqa: E402
 from hf_diffkv.ops.scan import pair_ranks, sum_totals  # noqa: E402
-from hf_diffkv.ops.segments import segments  # noqa: E402
 from hf_diffkv.ops.tiles import build_tiles  # noqa: E402
+from hf_diffkv.pages.segments import segments  # noqa: E402
 
 K8V4, K4V2 = Precision(8, 4), Precision(4, 2)
 CPU = torch.device("cpu")

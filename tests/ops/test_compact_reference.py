@@ -11,10 +11,10 @@ import torch
 from hand_pages import HandStore, read_token, write_token
 
 from hf_diffkv.config import Precision
-from hf_diffkv.memory import HIGH, LOW, PageLayout, PagePool
 from hf_diffkv.ops.compact import Given, NewTokens, rewrite_rows, stored_tokens
 from hf_diffkv.ops.compact.reference import compact_step
 from hf_diffkv.ops.tiles import build_tiles
+from hf_diffkv.pages import HIGH, LOW, PageLayout, PagePool
 
 DIM = 16
 DTYPE = torch.float32

@@ -9,10 +9,10 @@ from hand_pages import HandStore, grown_score
 from torch import Tensor
 
 from hf_diffkv.config import Precision
-from hf_diffkv.memory import LOW, PageLayout
 from hf_diffkv.ops.decode_attention import reference_tier
 from hf_diffkv.ops.decode_attention.reference import decode_attention
 from hf_diffkv.ops.tiles import build_tiles
+from hf_diffkv.pages import LOW, PageLayout
 
 HIGH_PRECISION, LOW_PRECISION = Precision(8, 4), Precision(4, 2)
 

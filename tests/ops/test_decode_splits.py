@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from hf_diffkv.config import Precision
-from hf_diffkv.memory import PageLayout
+from hf_diffkv.config.presets import UNIFORM_NUMBERS
 from hf_diffkv.ops.backend import Device, assume_device
-from hf_diffkv.presets import UNIFORM_NUMBERS
+from hf_diffkv.pages import PageLayout
 
 pytest.importorskip("triton")
 

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from hf_diffkv import kernel_report  # noqa: E402
+from tools.kernels import report as kernel_report  # noqa: E402
 
 # instructions per dequantised element of the decode loops at head_dim 128 on sm_90
 CEILINGS = {"K8V4-K4V2": (2.8, 2.6), "K6V4-K5V3": (3.0, 3.4), "K4V3-K3V2": (3.1, 2.8)}
@@ -64,7 +64,7 @@ def results(decode_names, tmp_path_factory):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     match = f"^({'|'.join(map(re.escape, names))})$"
-    command = [sys.executable, "-m", "hf_diffkv.kernel_report", "--json", "--targets", "sm_80", "sm_90", "sm_100"]
+    command = [sys.executable, "-m", "tools.kernels.report", "--json", "--targets", "sm_80", "sm_90", "sm_100"]
     run = subprocess.run([*command, "--match", match], env=environment, capture_output=True, text=True)
     assert run.stdout, run.stderr
     found = [json.loads(line) for line in run.stdout.splitlines()]

@@ -10,8 +10,8 @@ import torch
 from hand_pages import narrow_score, noise_of, pack_row, quantise_row, scale_and_zero, score_of
 from test_quantize_reference import draw
 
-from hf_diffkv.ops import narrow
 from hf_diffkv.ops.quantize.reference import dequantize, quantize
+from hf_diffkv.pages import narrow
 
 BITS = (1, 2, 3, 4, 5, 6)
 

@@ -18,7 +18,7 @@ from native_code import SETS, needs_native
 from test_compact_kernel import State, run_reference
 from torch import Tensor
 
-from hf_diffkv.memory import HIGH, PageLayout, TierLayout
+from hf_diffkv.config.precision import SUPPORTED_BITS, Precision
 from hf_diffkv.native.library import use_instructions
 from hf_diffkv.ops.append import native as append_native
 from hf_diffkv.ops.append import reference as append_reference
@@ -27,8 +27,8 @@ from hf_diffkv.ops.compact import native as compact_native
 from hf_diffkv.ops.decode_attention import native as attention_native
 from hf_diffkv.ops.quantize import native as quantize_native
 from hf_diffkv.ops.quantize import reference as quantize_reference
-from hf_diffkv.ops.segments import segments
-from hf_diffkv.precision import SUPPORTED_BITS, Precision
+from hf_diffkv.pages import HIGH, PageLayout, TierLayout
+from hf_diffkv.pages.segments import segments
 
 pytestmark = needs_native
 ROWS = 256

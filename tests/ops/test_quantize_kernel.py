@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from hf_diffkv.config import Precision
-from hf_diffkv.memory import PageLayout
+from hf_diffkv.pages import PageLayout
 
 triton = pytest.importorskip("triton")
 if isinstance(triton.language.sum, triton.JITFunction):
     pytest.skip("triton was imported before TRITON_INTERPRET=1 was set", allow_module_level=True)
 
 from hf_diffkv.ops.quantize import launch, reference  # noqa: E402
-from hf_diffkv.ops.segments import segments  # noqa: E402
+from hf_diffkv.pages.segments import segments  # noqa: E402
 
 PAGES = 7
 

@@ -8,8 +8,8 @@ import torch
 from hand_pages import decode_row, pack_row, quantise_row, read_token, unpack_row, write_token
 
 from hf_diffkv.config import Precision
-from hf_diffkv.memory import PageLayout
 from hf_diffkv.ops.quantize.reference import dequantize, load_tokens, move_tokens, quantize, store_tokens, unpack
+from hf_diffkv.pages import PageLayout
 
 BITS = (1, 2, 3, 4, 5, 6, 8)
 

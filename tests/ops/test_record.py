@@ -15,14 +15,14 @@ import triton.language as tl  # noqa: E402
 from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from hf_diffkv import kernel_report  # noqa: E402
 from hf_diffkv.ops.backend import INTERPRETER, device_of  # noqa: E402
 from hf_diffkv.ops.decode_attention import launch as decode  # noqa: E402
 from hf_diffkv.ops.decode_attention.scratch import KernelConfig  # noqa: E402
 from hf_diffkv.ops.prefill_attention import tiles  # noqa: E402
 from hf_diffkv.ops.quantize import launch as quantize  # noqa: E402
-from hf_diffkv.ops.record import record  # noqa: E402
-from hf_diffkv.ops.variant import KernelVariant  # noqa: E402
+from tools.kernels import report as kernel_report  # noqa: E402
+from tools.kernels.record import record  # noqa: E402
+from tools.kernels.variant import KernelVariant  # noqa: E402
 
 CPU = torch.device("cpu")
 ARGUMENTS = {

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from hf_diffkv.config import Precision
-from hf_diffkv.memory import HIGH, LOW, FreeList, PageLayout
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.compact import stored_tokens
 from hf_diffkv.ops.relevel import LevelledRows, reference, relevel_tokens
 from hf_diffkv.ops.rotation import rotation_matrix
-from hf_diffkv.ops.segments import segments
-from hf_diffkv.ops.window import held_tokens
+from hf_diffkv.pages import HIGH, LOW, FreeList, PageLayout
+from hf_diffkv.pages.segments import segments
+from hf_diffkv.pages.window import held_tokens
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:

@@ -16,9 +16,9 @@ import torch
 from tiny_models import tiny_model
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.config.presets import preset_named
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.prefill_attention import prefill_attention
-from hf_diffkv.presets import preset_named
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:

@@ -15,8 +15,8 @@ from matplotlib.image import imread
 from matplotlib.text import Text
 
 from hf_diffkv import plot
+from hf_diffkv.cache.report import LayerReport, MemoryReport
 from hf_diffkv.plot import palette
-from hf_diffkv.report import LayerReport, MemoryReport
 
 
 def report_of(layers: list[LayerReport], num_layers: int | None = None) -> MemoryReport:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-SCRIPT = Path(__file__).parents[2] / "tools" / "compile_table.py"
+SCRIPT = Path(__file__).parents[2] / "tools" / "kernels" / "compile_table.py"
 
 
 def row(triton: str, name: str, registers: int, **more: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import subprocess
@@ -19,11 +19,7 @@ TOOLS = Path(__file__).parents[2] / "tools"
 
 @pytest.fixture(scope="module")
 def scoreboard() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("scoreboard", TOOLS / "scoreboard.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["scoreboard"] = module
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("tools.kernels.scoreboard")
 
 
 # stall 4, result to scoreboard 2, operands to 1, waits for 0 and 5: bits from 41 on
@@ -127,7 +123,7 @@ def test_shipped_loops_copy_ahead_and_come_near_the_bandwidth(tmp_path: Path) ->
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     names = "|".join(dict.fromkeys(name for name, _ in FLOORS))
-    command = [sys.executable, str(TOOLS / "model_decode.py"), "--json", f"--match=-({names})-d128-g4-"]
+    command = [sys.executable, "-m", "tools.kernels.model_decode", "--json", f"--match=-({names})-d128-g4-"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     loops = {

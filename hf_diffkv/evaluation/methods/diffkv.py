@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ...config import DiffKVConfig
-from ...precision import NAME, Precision
-from ...presets import PRESETS
+from ...config.precision import NAME, Precision
+from ...config.presets import PRESETS
 from ..errors import EvaluationError
 from . import method
 from .base import HeldBytes, Method
@@ -53,7 +53,7 @@ class DiffKVMethod(Method):
         return DiffKVConfig.for_model(model_config, **self.fields)
 
     def new_cache(self, model: Any) -> Any:
-        from ...integration.cache import DiffKVCache
+        from ...cache.diffkv_cache import DiffKVCache
 
         return DiffKVCache(model.config, self.config_for(model.config))
 

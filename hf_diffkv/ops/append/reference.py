@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..window import slots_of
+from ...pages.window import slots_of
 
 
 def append_token(
@@ -32,7 +32,7 @@ def append_token(
         key, value: [batch, heads, dim].
         limit: largest magnitude that can be stored.
         valid: bool [batch], where the token is real; nothing changes elsewhere. None where all are.
-        sink_end, sink_slots: int64 [batch], where tokens stand in the window (ops/window.py); None without sinks.
+        sink_end, sink_slots: int64 [batch], where tokens stand in the window (pages/window.py); None without sinks.
     """
     batch = torch.arange(length.shape[0], device=length.device)
     slot = slots_of(length, sink_end, sink_slots, window_key.shape[2])

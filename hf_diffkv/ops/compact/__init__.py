@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...memory import FreeList, PageLayout
+from ...pages import FreeList, PageLayout
 from ..backend import KERNELS, NATIVE, choose, without_autocast
 from ..tiles import Bounds
 from . import native, reference

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...memory import FreeList, PageLayout
 from ...native.library import address, call
 from ...native.structs import Compaction, format_of
+from ...pages import FreeList, PageLayout
 
 
 def compact_step(

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...memory import HIGH, LOW, NULL_PAGE, FreeList, PageLayout, TierLayout, column
+from ...pages import HIGH, LOW, NULL_PAGE, FreeList, PageLayout, TierLayout, column
+from ...pages.segments import as_positions, as_scores, segments
 from ..quantize import load_tokens, store_tokens
-from ..segments import as_positions, as_scores, segments
 from ..tiles import Tiles
 
 

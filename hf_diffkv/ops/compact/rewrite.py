@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...memory import HIGH, LOW, NULL_PAGE, PageLayout, PagePool, TierLayout, column
+from ...pages import HIGH, LOW, NULL_PAGE, PageLayout, PagePool, TierLayout, column
+from ...pages.segments import segments
 from ..quantize import load_tokens, move_tokens, store_tokens
 from ..quantize.reference import move_tokens as move_through_copy
 from ..rounding import round_keys
-from ..segments import segments
 from .tokens import Given, NewTokens
 
 # tokens that are moved through a copy at once

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ...memory import PageLayout
+from ...pages import PageLayout
 from ..backend import KERNELS, NATIVE, choose, use_kernels, without_autocast
 from ..tiles import Bounds
 from . import native, reference

@@ -14,16 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .rows import (
-    STEP,
-    columns,
-    join_totals,
-    row_counts,
-    softmax_step,
-    store_logits,
-    store_peak,
-    window_slots,
-)
+from .rows import STEP, columns, join_totals, row_counts, softmax_step, store_logits, store_peak, window_slots
 from .tier_math import (
     add_raw_values,
     add_tier_values,

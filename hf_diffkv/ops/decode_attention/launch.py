@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...memory import PageLayout
+from ...pages import PageLayout
 from .finish_kernel import finish_kernel
 from .held import Held
 from .kernels import attend_kernel

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...memory import PageLayout
 from ...native.library import address, call, with_rows
 from ...native.structs import Step, format_of
+from ...pages import PageLayout
 from .held import Held
 
 

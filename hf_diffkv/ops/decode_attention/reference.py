@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...memory import HIGH, LOW, PageLayout
+from ...pages import HIGH, LOW, PageLayout
+from ...pages.window import held_tokens
 from ..quantize import compute_dtype
 from ..tiles import Tiles
-from ..window import held_tokens
 from .held import Held
 from .reference_tier import Partials, TierAttention
 
@@ -46,7 +46,7 @@ def decode_attention(
         pages: uint8 [pages, page_bytes]; the score segments of attended tokens are updated.
         page_table: int32 [batch, kv_heads, width].
         high_count, low_count: int32 [batch, kv_heads], tokens stored at each level.
-        window_key, window_value: [batch, kv_heads, slots, dim], where tokens stand is said in ops/window.py.
+        window_key, window_value: [batch, kv_heads, slots, dim], where tokens stand is said in pages/window.py.
         window_score: float32 [batch, kv_heads, slots], updated.
         window_start, length: int64 [batch], the window holds the tokens [window_start, length), and the sinks.
         tiles: pieces that cover all high and all low pages of the batch * kv_heads rows.

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...memory import NULL_PAGE, PageLayout, column, fields
-from ..narrow import scale_and_zero, score_noise, score_of, stored_score
-from ..segments import score_segment, segment
+from ...pages import NULL_PAGE, PageLayout, column, fields
+from ...pages.narrow import scale_and_zero, score_noise, score_of, stored_score
+from ...pages.segments import score_segment, segment
 from ..tiles import Tiles
 
 CHUNK_ELEMENTS = 1 << 18

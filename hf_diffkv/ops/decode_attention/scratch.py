@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...memory import PageLayout
+from ...pages import PageLayout
 from ..backend import device_of
 from ..dequant import PORTABLE, PTX, fields
 from ..quantize.launch import TRITON_DTYPES

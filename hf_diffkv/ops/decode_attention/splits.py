@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...memory import PageLayout
+from ...pages import PageLayout
 from ..backend import INTERPRETER, device_of
 
 MIN_BLOCKS = 2

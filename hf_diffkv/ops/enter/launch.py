@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...memory import FreeList, PageLayout
+from ...pages import FreeList, PageLayout
 from ..backend import device_of
 from ..quantize.launch import TRITON_DTYPES, check_dtype, check_pages, dot_dtype, unit_stride
 from ..rotation_kernel import INNER, NUM_WARPS, block_tokens, root

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...memory import HIGH, FreeList, PageLayout, column
+from ...pages import HIGH, FreeList, PageLayout, column
+from ...pages.window import held_tokens, slots_of
 from ..quantize.reference import compute_dtype, store_tokens
 from ..rotation import rotate
 from ..rounding.reference import round_keys
-from ..window import held_tokens, slots_of
 from .rows import EnteredRows
 
 

@@ -182,7 +182,7 @@ def leave_window_kernel(
 
 @triton.jit
 def token_in_slot(slot, start, length, sink_end, sink_slots, slots):
-    """The token in each slot of a window, int64, and whether there is one; see `ops/window.py`."""
+    """The token in each slot of a window, int64, and whether there is one; see `pages/window.py`."""
     ring = slots - sink_slots
     back = (length - 1 - (slot - sink_slots)) % ring
     back = tl.where(back < 0, back + ring, back)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...memory import HIGH, LOW, PageLayout
+from ...pages import HIGH, LOW, PageLayout
+from ...pages.window import held_tokens
 from ..compact import stored_tokens
 from ..quantize import compute_dtype, load_tokens
-from ..window import held_tokens
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class StoredPast:
         pages: uint8 [pages, page_bytes]. page_table: int32 [batch, kv_heads, width].
         high_count, low_count: int32 [batch, kv_heads], tokens stored at each level.
         window_key, window_value: [batch, kv_heads, slots, dim] in the model's dtype; where tokens stand is said in
-            ops/window.py.
+            pages/window.py.
         window_start, length: int64 [batch], the window holds the tokens [window_start, length), and the sinks.
         tokens: of the longest row, window included. A row's tokens rank high, low, window, each in stored order.
         sink_end, sink_slots: int64 [batch], the tokens below are sinks, and slots for them; None without sinks.

@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...memory import PageLayout
+from ...pages import PageLayout
 from ..backend import INTERPRETER
 from ..dequant import PORTABLE, PTX, pieces
 from ..quantize.launch import dot_dtype

@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ...memory import TierLayout
+from ...pages import TierLayout
 from ..backend import KERNELS, NATIVE, choose, without_autocast
 from . import native, reference
 from .reference import compute_dtype, dequantize, quantize

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...memory import TierLayout
+from ...pages import TierLayout
 from ..backend import INTERPRETER
 from .copy_kernel import copy_tokens_kernel
 from .kernels import load_tokens_kernel, store_tokens_kernel

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...memory import TierLayout
 from ...native.library import address, call
 from ...native.structs import DTYPES, Transfer, format_of_tier
+from ...pages import TierLayout
 
 
 def store_tokens(

@@ -1,6 +1,6 @@
 """Asymmetric quantisation per token and group, in plain PyTorch (DiffKV, section 4; algorithm of docs/algorithm.md).
 
-zero = min, scale = (max - min) / (2^bits - 1), both rounded to fp16, or as `ops/narrow.py` has it; codes are computed
+zero = min, scale = (max - min) / (2^bits - 1), both rounded to fp16, or as `pages/narrow.py` has it; codes are computed
 with the rounded pair, so that decoding what was stored is consistent. A scale of 0 decodes to the zero point exactly.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...memory import TierLayout, fields
-from ..narrow import group_metadata, scale_and_zero
-from ..segments import segments
+from ...pages import TierLayout, fields
+from ...pages.narrow import group_metadata, scale_and_zero
+from ...pages.segments import segments
 
 
 def quantize(

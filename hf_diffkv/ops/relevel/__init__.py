@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...memory import FreeList, PageLayout
+from ...pages import FreeList, PageLayout
 from ..backend import use_kernels, without_autocast
 from . import reference
 from .rows import LevelledRows

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...memory import HIGH, LOW, NULL_PAGE, FreeList, PageLayout, TierLayout, column
+from ...pages import HIGH, LOW, NULL_PAGE, FreeList, PageLayout, TierLayout, column
+from ...pages.narrow import score_noise
+from ...pages.segments import segments
+from ...pages.window import held_tokens
 from ..enter.reference import Exact, exact_tokens, keep_exact
-from ..narrow import score_noise
 from ..quantize.reference import load_tokens, move_tokens, store_tokens
 from ..rounding.reference import LARGEST_BITS, round_keys
-from ..segments import segments
-from ..window import held_tokens
 from . import rows as levels
 from .rows import LevelledRows
 

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...memory import TierLayout
+from ...pages import TierLayout
 from ..backend import device_of
 from ..quantize.launch import TRITON_DTYPES, dot_dtype, unit_stride
 from .kernels import feedback_kernel, moment_kernel, round_keys_kernel

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...memory import TierLayout
 from ...native.library import address, call
 from ...native.structs import DTYPES, Rounding, side_of_keys
+from ...pages import TierLayout
 
 
 def round_keys(key: Tensor, row: Tensor, feedback: Tensor, tier: TierLayout) -> Tensor:

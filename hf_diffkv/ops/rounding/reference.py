@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...memory import TierLayout
+from ...pages import TierLayout
 from ..quantize.reference import compute_dtype, scale_and_zero_of
 from ..rotation import tokens_at_once
 

@@ -1,0 +1,352 @@
+"""What Transformers' continuous batching engine asks of a cache, answered by slots of one compressed store.
+
+The engine counts memory in blocks of a request; here a block is a page, and what a request will need is an upper bound
+of which the rest is given back after each forward. Names and arguments are those of `PagedAttentionCache`.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..cache.errors import HandOverError
+from .order import ExpectedPrefix
+from .slots import Slots
+from .staging import stage
+
+if TYPE_CHECKING:
+    from .sliding import SlidingWindows
+
+NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
+_logger = logging.getLogger("hf_diffkv")
+
+
+@dataclass(frozen=True)
+class ServingMemory:
+    """What continuous batching holds at this moment.
+
+    Attributes:
+        requests: in flight, prompts under way included. slots: most there may be.
+        longest: tokens of the longest request that is admitted.
+        held_bytes: windows, tables, scratch and pages, free ones included, on the device.
+        peak_bytes: the most that was held after any forward. max_bytes: the budget.
+        free_share: of the pages that the budget allows, how many nobody has; 0 to 1.
+    """
+
+    requests: int
+    slots: int
+    longest: int
+    held_bytes: int
+    peak_bytes: int
+    max_bytes: int
+    free_share: float
+
+
+@dataclass(frozen=True)
+class ServingStatistics:
+    """What continuous batching is doing at this moment, and has done since it was started.
+
+    Attributes:
+        memory: what it holds. waiting: requests that have no memory yet, preempted ones included.
+        prompt_tokens: computed of prompts, anew after a preemption. generated_tokens: handed out.
+    """
+
+    memory: ServingMemory
+    waiting: int
+    prompt_tokens: int
+    generated_tokens: int
+
+
+class _Pool:
+    """What the scheduler calls before it forms a batch, and the processor before it forks."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+
+    def try_to_free_sectors(self) -> None:
+        self._slots.settle()
+
+
+class _Allocator:
+    """What is asked of the layers of one kind; there is one kind."""
+
+    layer_type = "full_attention"
+    index = 0
+    blocks_per_sector = tokens_per_page = 1
+    read_trash_index = write_trash_index = 0
+
+    def __init__(self, cache: ContinuousCache) -> None:
+        self._cache = cache
+        self.bytes_per_block = cache.bytes_per_sector
+        # blocks have no content of their own to be swapped out
+        self.block_table: dict[str, list[int]] = {}
+
+    def get_seqlen_k(self, past_length: int, query_length: int) -> int:
+        return past_length + query_length
+
+    def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
+        return self._cache.need(request_id, query_length)
+
+
+class ContinuousCache:
+    """Stands where the engine has its `PagedAttentionCache`.
+
+    Args:
+        slots: hold the requests, in layers of full attention.
+        num_layers: of the model.
+        max_batch_tokens: tokens of a forward, all requests together.
+        sliding: hold them in all other layers, where there are any.
+    """
+
+    # nothing is shared between requests, read by index, or read by a kernel of the engine
+    allow_block_sharing = False
+    read_cache_limit = max_blocks_per_request = max_decode_fast_path_length = 0
+    max_tokens_read = 1
+
+    def __init__(
+        self, slots: Slots, num_layers: int, max_batch_tokens: int, sliding: SlidingWindows | None = None
+    ) -> None:
+        self.slots, self.sliding = slots, sliding
+        # place in the store of each layer of full attention
+        full = [layer for layer in range(num_layers) if sliding is None or layer not in sliding.layers]
+        self._place_of = {layer: place for place, layer in enumerate(full)}
+        self.max_batch_tokens = max_batch_tokens
+        self.device, self.dtype = slots.store.device, slots.store.dtype
+        self.num_blocks = slots.store.pool.max_pages - 1
+        self.bytes_per_sector = slots.store.layout.page_bytes
+        self.pool = _Pool(slots)
+        self.cache_allocators = {_Allocator.layer_type: _Allocator(self)}
+        self.peak_bytes = self.bytes
+        # a `PrefixStore`, where prefixes are kept
+        self.prefixes: Any = None
+        self._last_layer = num_layers - 1
+        self._slot_of: dict[str, int] = {}
+        self._coming: list[tuple[str, int]] = []
+        # prompts of requests that wait, and what they will find
+        self._prompts: dict[str, Tensor] = {}
+        self._expected: dict[str, ExpectedPrefix] = {}
+
+    @property
+    def bytes(self) -> int:
+        """Bytes the device holds for all requests."""
+        return self.slots.bytes + (0 if self.sliding is None else self.sliding.bytes)
+
+    def memory(self) -> ServingMemory:
+        """What is held; may be asked by any thread, and changes nothing."""
+        slots, pool = self.slots, self.slots.store.pool
+        used = pool.capacity - 1 - pool.free_list.free
+        sizes = (self.bytes, self.peak_bytes, slots.max_bytes, 1 - used / max(1, self.num_blocks))
+        return ServingMemory(len(self._slot_of), slots.store.batch_size, slots.longest, *sizes)
+
+    def check_request(self, prompt_tokens: int, max_new_tokens: int | None) -> int:
+        """How many new tokens a request may have, where there is room for it by itself.
+
+        Args:
+            max_new_tokens: None takes as many as there is room for.
+
+        Raises:
+            ValueError: there is not enough room, or no prompt.
+        """
+        if prompt_tokens == 0:
+            raise ValueError("the prompt is empty; a request needs at least one token.")
+        # the last token is never stored
+        allowed = self.slots.longest + 1 - prompt_tokens
+        wanted = 1 if max_new_tokens is None else max_new_tokens
+        if wanted > allowed:
+            raise ValueError(
+                f"a request of {prompt_tokens} prompt tokens and {wanted} new ones needs room for "
+                f"{prompt_tokens + wanted - 1}, but max_bytes={self.slots.max_bytes} and the longest request that was "
+                f"planned for leave room for {self.slots.longest}; shorten the prompt, lower max_new_tokens, or raise "
+                "max_bytes."
+            )
+        return allowed if max_new_tokens is None else max_new_tokens
+
+    def need(self, request_id: str, tokens: int) -> int:
+        """Pages that `tokens` more tokens of a request take at most."""
+        return self.slots.need(self._slot_of.get(request_id), tokens)
+
+    def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
+        slot = self._slot_of.get(state.request_id)
+        if slot is None and not self.slots.idle:
+            return False
+        if self.slots.need(slot, request_len) > self.slots.reservations.unreserved:
+            return False
+        if not dry_run:
+            if slot is None:
+                slot = self._slot_of[state.request_id] = self.slots.adopt()
+            self.slots.reserve(slot, request_len)
+        return True
+
+    def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
+        left = self.slots.reservations.unreserved
+        for count, needed in enumerate(list_blocks_needed):
+            left -= sum(needed.values())
+            if left < 0:
+                return count
+        return len(list_blocks_needed)
+
+    def compute_free_capacity(self, relative: bool = True) -> int | float:
+        free = max(0, self.slots.reservations.unreserved)
+        return free / max(1, self.num_blocks) if relative else free * self.bytes_per_sector
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        slot = self._slot_of.pop(request_id, None)
+        if slot is not None:
+            self.slots.release(slot)
+            if self.sliding is not None:
+                self.sliding.release(request_id)
+
+    def free_all_requests(self, clear_ledgers: bool = False) -> None:
+        for request_id in list(self._slot_of):
+            self.free_blocks(request_id)
+        self._coming.clear()
+        self._prompts, self._expected = {}, {}
+        self.slots.settle()
+
+    def reset(self) -> None:
+        self.free_all_requests()
+
+    @property
+    def use_prefix_sharing(self) -> bool:
+        return self.prefixes is not None
+
+    def expect(self, waiting: dict[str, list[int]], load: bool) -> dict[str, ExpectedPrefix]:
+        """Announces requests that wait, by name with their prompts; what each will find of a prefix.
+
+        While no slot is idle none of them can be let in, and the store is asked for new ones only.
+
+        Args:
+            load: have their prefixes loaded meanwhile.
+        """
+        known = waiting.keys() == self._expected.keys()
+        if self.prefixes is None or known and not (waiting and self.slots.idle):
+            return self._expected
+        self._prompts = {name: self._prompts.get(name, torch.tensor(ids)) for name, ids in waiting.items()}
+        found = [ExpectedPrefix()] * len(waiting)
+        try:
+            found = self.prefixes.look_ahead(list(self._prompts.values()), load)
+        except OSError as error:
+            _logger.warning("prefixes cannot be looked up: %s", error)
+        self._expected = dict(zip(self._prompts, found))
+        return self._expected
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        """Gives a request that waits a slot with the longest prefix that is kept; the number of its tokens."""
+        if not self.slots.idle or self.slots.need(None, len(prompt_ids)) > self.slots.reservations.unreserved:
+            return 0
+        try:
+            cache = self.prefixes.lookup(torch.tensor(prompt_ids))
+        except NO_MEMORY as error:
+            _logger.warning("a prefix that is kept cannot be used, its tokens are computed: %s", error)
+            return 0
+        length = cache.get_seq_length()
+        if length:
+            slot = self._slot_of[request_id] = self.slots.adopt()
+            self.slots.load(slot, cache.stores.stores[0])
+            if self.sliding is not None:
+                self.sliding.load(request_id, {layer: cache.layers[layer] for layer in self.sliding.layers})
+        return length
+
+    def keep_prefix(self, request_id: str, input_ids: list[int]) -> None:
+        """Keeps what a request that is done holds, where prefixes are kept."""
+        slot = self._slot_of.get(request_id)
+        if self.prefixes is not None and slot is not None:
+            store = self.slots.store
+            store.settle()
+            seen = self.slots.seen(slot)
+            held = stage(store, slot, seen, store.pool)
+            try:
+                others = {} if self.sliding is None else self.sliding.dense_layers(request_id, seen)
+                self.prefixes.insert_request(torch.tensor(input_ids), held, others)
+            except NO_MEMORY as error:
+                _logger.warning("a prefix is not kept: %s", error)
+
+    def count_new_complete_blocks(self, state: Any, request_len: int) -> dict[str, int]:
+        return {}
+
+    def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
+        return None
+
+    def evict_cached_blocks(self) -> bool:
+        return False
+
+    def prepare_fork_request(self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: dict) -> list[str]:
+        """Copies a request for each of `dst_req_ids` that there is room for; returns those."""
+        # a request that failed has none, and no children to come
+        source = self._slot_of.get(src_state.request_id)
+        for count, request_id in enumerate(dst_req_ids):
+            twin = self.slots.fork(source)
+            if twin is None:
+                return dst_req_ids[:count]
+            self._slot_of[request_id] = twin
+            if self.sliding is not None:
+                self.sliding.fork(src_state.request_id, request_id, self.slots.seen(source))
+        return dst_req_ids
+
+    def perform_cache_copy(self, copy_src_and_dst: dict) -> None:
+        return None
+
+    def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
+        raise NotImplementedError("no kernel of the engine reads this cache.")
+
+    def extend_read_and_write_indices(
+        self, request_id: str, past_length: int, query_length: int, read_index: list | None, write_index: list
+    ) -> None:
+        """Called for each request of a batch, in the order in which they are packed."""
+        if self.slots.seen(self._slot_of[request_id]) != past_length:
+            raise RuntimeError(
+                f"request {request_id} goes on after {past_length} tokens but "
+                f"{self.slots.seen(self._slot_of[request_id])} are stored; please report it."
+            )
+        self._coming.append((request_id, query_length))
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sliding_window: int | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Attention of a layer.
+
+        Args:
+            sliding_window: what the model says of this layer; which layers have one is known.
+
+        Other arguments and result as in `Slots.attend`.
+        """
+        if layer == 0:
+            self._begin()
+        place = self._place_of.get(layer)
+        if place is None:
+            output = self.sliding.attend(layer, query, key, value, **options)
+        else:
+            output = self.slots.attend(place, query, key, value, **options)
+        if layer == self._last_layer:
+            self.peak_bytes = max(self.peak_bytes, self.bytes)
+        return output
+
+    def _begin(self) -> None:
+        coming, self._coming = self._coming, []
+        if self.sliding is not None:
+            self.sliding.begin([(name, self.slots.seen(self._slot_of[name]), tokens) for name, tokens in coming])
+        self.slots.begin([(self._slot_of[name], tokens) for name, tokens in coming])
+
+    def take_failures(self) -> dict[str, Exception]:
+        """What went wrong in the forward that has just run, by request.
+
+        Raises:
+            HandOverError: the forward did not attend through this cache.
+        """
+        if self._coming:
+            raise HandOverError(
+                "the model ran without attending to its requests: its attention was switched while the manager was "
+                "running. Stop the manager before using the model otherwise, or use pause()."
+            )
+        failures = self.slots.take_failures()
+        return {name: failures[slot] for name, slot in self._slot_of.items() if slot in failures}

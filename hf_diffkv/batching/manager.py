@@ -1,0 +1,273 @@
+"""Transformers' continuous batching (`generate_batch`, `ContinuousBatchingManager`) with a compressed cache.
+
+The engine stays Transformers' own: scheduling, packing of prompts and generated tokens, preemption, cancellation and
+streaming. It gets another cache, another attention function, and refuses requests that can never fit.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from ..cache.diffkv_cache import resolve_config
+from ..cache.models import can_switch
+from ..cache.registration import set_attention
+from ..import_hook import PAGED_NAME
+from .engine import ContinuousBatchingManager, DiffKVBatchProcessor, initialization, scheduler_class
+from .engine_cache import ContinuousCache, ServingMemory, ServingStatistics
+from .sizes import check_servable, free_bytes, make_slots, sliding_layers, try_attention
+from .sliding import SlidingWindows
+
+# tokens of a forward where the user says nothing, as in Transformers
+MAX_BATCH_TOKENS = 8192
+NOT_THERE = {
+    "use_cuda_graph": "steps of changing batches are not captured",
+    "use_async_batching": "memory is counted between one batch and the next",
+    "varlen_compile_config": "the forward is not compiled",
+    "decode_compile_config": "the forward is not compiled",
+    "default_compile_level": "the forward is not compiled",
+    "cpu_offload_space": "preempted requests are computed anew",
+}
+
+
+class DiffKVBatchingManager(ContinuousBatchingManager):
+    """A `ContinuousBatchingManager` whose cache is compressed; made by `init_continuous_batching` and all that call it.
+
+    Args:
+        model: the model.
+        fields: of `DiffKVConfig`, or one under "config"; its `max_bytes` is the budget.
+        generation_config, continuous_batching_config, workload_hints: of Transformers. `max_requests_per_batch`
+            limits the requests in flight, `max_memory_percent` is the share of free memory that is the budget where
+            `max_bytes` is not given.
+
+    Raises:
+        UnsupportedModelError, HandOverError: the model cannot be batched continuously with this cache.
+        ValueError: options that do not go with it.
+        MemoryError: the budget does not hold one request.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        fields: dict[str, Any],
+        generation_config: GenerationConfig,
+        continuous_batching_config: ContinuousBatchingConfig,
+        workload_hints: Any = None,
+    ) -> None:
+        check_servable(model)
+        self._config = resolve_config(model.config, fields.pop("config", None), fields)
+        self._longest = _longest(model, workload_hints)
+        self._cache: ContinuousCache | None = None
+        # a `PrefixStore`, once `use_prefixes` was called
+        self.prefixes: Any = None
+        # whether its thread was started from here
+        self._moving = False
+        # the base would switch back while its loop may still be running
+        self._attention: str | None = None
+        self._stopping = False
+        self.model = model
+        options = _checked_options(continuous_batching_config)
+        scheduler_class(options.scheduler_type)
+        try:
+            super().__init__(model, generation_config, options, workload_hints)
+            self._shape = try_attention(model)
+            self._cache = self._make_cache()
+        except BaseException:
+            self._restore_attention()
+            raise
+
+    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+        """Switches `model` to the packed attention, and notes what it had."""
+        current = model.config.get_text_config(decoder=True)._attn_implementation
+        if current != PAGED_NAME:
+            if not can_switch(model):
+                raise ValueError(f"the attention of {type(model).__name__} cannot be switched to {PAGED_NAME!r}.")
+            set_attention(model, PAGED_NAME)
+            self._attention = current
+        self._stopping = False
+
+    def start(self) -> None:
+        """As Transformers'; also after a `stop`."""
+        if not self.is_running():
+            self.switch_to_cb_friendly_attn(self.model)
+        self._start_moving()
+        super().start()
+
+    def _restore_attention(self) -> None:
+        name, self._attention = self._attention, None
+        if name is not None:
+            set_attention(self.model, name)
+
+    def warmup(self) -> None:
+        """As Transformers'; the model has its attention back where it fails."""
+        try:
+            super().warmup()
+        except BaseException:
+            self._restore_attention()
+            raise
+
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        """As Transformers'; the model has its attention back when the last forward has run."""
+        self._stopping = True
+        super().stop(*args, **kwargs)
+        if self.batch_processor is None:
+            self._cache = None
+        if not self.is_running():
+            self._restore_attention()
+        self._stop_moving()
+
+    def _run_generation_loop(self) -> None:
+        super()._run_generation_loop()
+        if self._stopping:
+            self._restore_attention()
+
+    def memory(self) -> ServingMemory | None:
+        """What is held now; None where nothing runs."""
+        return None if self._cache is None else self._cache.memory()
+
+    def use_prefixes(self, prefixes: Any) -> None:
+        """Has requests begin with what earlier ones left, and leave what they hold at their end.
+
+        Args:
+            prefixes: a `PrefixStore` of this model and configuration.
+
+        Raises:
+            ValueError: it is of another model or configuration.
+        """
+        config = replace(self._config, max_bytes=None)
+        if prefixes.model is not self.model or prefixes.config != config:
+            raise ValueError(
+                "prefixes are of another model or configuration than this manager; make them with "
+                f"PrefixStore(model, {config!r})."
+            )
+        self._stop_moving()
+        self.prefixes = prefixes
+        if self._cache is not None:
+            self._cache.prefixes = prefixes
+        if self.is_running():
+            self._start_moving()
+
+    def _start_moving(self) -> None:
+        if self.prefixes is not None and not self._moving:
+            self._moving = True
+            self.prefixes.start()
+
+    def _stop_moving(self) -> None:
+        if self._moving:
+            self._moving = False
+            self.prefixes.stop()
+
+    def statistics(self) -> ServingStatistics | None:
+        """What is being done; None where nothing runs. May be asked by any thread."""
+        memory, processor = self.memory(), self.batch_processor
+        if memory is None:
+            return None
+        waiting, tokens = self.input_queue.qsize(), (0, 0)
+        if processor is not None:
+            waiting += len(processor.scheduler.waiting_requests)
+            tokens = (processor.prompt_tokens, processor.generated_tokens)
+        return ServingStatistics(memory, waiting, *tokens)
+
+    def check_request(self, prompt_tokens: int, max_new_tokens: int | None) -> int:
+        """As `ContinuousCache.check_request`, before anything is added. Raises `ValueError` also where nothing runs."""
+        if self._cache is None:
+            raise ValueError("the manager is stopped; start it before adding requests.")
+        return self._cache.check_request(prompt_tokens, max_new_tokens)
+
+    def _make_cache(self) -> ContinuousCache:
+        options = self.continuous_batching_config
+        text_config = self.model.config.get_text_config(decoder=True)
+        sliding, layers = sliding_layers(self.model.config), text_config.num_hidden_layers
+        compressed = layers if sliding is None else layers - len(sliding.layers)
+        budget = self._config.max_bytes
+        if budget is None:
+            budget = int(free_bytes(self._shape.device) * options.max_memory_percent)
+        sizes = (sliding, options.max_requests_per_batch, self._longest, budget)
+        with torch.no_grad():
+            slots = make_slots(self._config, self._shape, compressed, *sizes)
+        windows = None
+        if sliding is not None:
+            requests = slots.store.batch_size
+            windows = SlidingWindows(text_config, sliding, self._shape, requests, slots.longest)
+        tokens = MAX_BATCH_TOKENS if options.max_batch_tokens is None else options.max_batch_tokens
+        cache = ContinuousCache(slots, layers, tokens, windows)
+        cache.prefixes = self.prefixes
+        return cache
+
+    def _create_batch_processor(self) -> DiffKVBatchProcessor:
+        if isinstance(self.batch_processor, DiffKVBatchProcessor):
+            self.batch_processor.reset()
+            return self.batch_processor
+        if self._cache is None:
+            self._cache = self._make_cache()
+        cache = self._cache
+        options = self.continuous_batching_config
+        initialization.update_cb_config_after_cache_creation(
+            cb_config=options, num_blocks=cache.num_blocks, max_batch_tokens=cache.max_batch_tokens
+        )
+        self._use_prefix_sharing = False
+        scheduler = scheduler_class(options.scheduler_type)(
+            cache=cache, safety_margin=options.safety_margin, max_requests_per_batch=options.max_requests_per_batch
+        )
+        return DiffKVBatchProcessor(
+            cache=cache,
+            config=self.model.config.get_text_config(),
+            generation_config=self.generation_config,
+            continuous_batching_config=options,
+            logit_processor=self.logit_processor,
+            input_queue=self.input_queue if self.is_tp_driver else None,
+            cancel_queue=self.cancel_queue if self.is_tp_driver else None,
+            output_router=self.output_router,
+            background_thread_status=self.background_thread_status,
+            model_device=self.model.device,
+            model_dtype=self.model.dtype,
+            scheduler=scheduler,
+            distributed_helper=self.distributed_helper,
+        )
+
+
+def make_manager(
+    model: Any,
+    fields: dict[str, Any],
+    generation_config: GenerationConfig,
+    continuous_batching_config: ContinuousBatchingConfig | None = None,
+    workload_hints: Any = None,
+) -> DiffKVBatchingManager:
+    """What `init_continuous_batching` returns for `cache_implementation="diffkv"`; arguments as in the manager."""
+    generation_config = copy.deepcopy(generation_config)
+    if generation_config.eos_token_id is None:
+        generation_config.eos_token_id = -1
+    options = ContinuousBatchingConfig() if continuous_batching_config is None else continuous_batching_config
+    return DiffKVBatchingManager(model, dict(fields), generation_config, options, workload_hints)
+
+
+def _checked_options(given: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
+    """A copy of what the user asks of the engine, without what this cache has no use for.
+
+    Raises:
+        ValueError: something that is not there is asked for.
+    """
+    options = copy.deepcopy(given)
+    for name, reason in NOT_THERE.items():
+        value = getattr(options, name)
+        asked = any(value) if isinstance(value, tuple) else bool(value)
+        # None offloads as much as there is room for
+        if asked or name == "cpu_offload_space" and value is None:
+            raise ValueError(
+                f'{name}={value!r} does not go with cache_implementation="diffkv": {reason}; leave it out.'
+            )
+    options.use_cuda_graph = options.use_async_batching = options.allow_block_sharing = False
+    options.max_blocks_per_request = 0
+    return options
+
+
+def _longest(model: Any, hints: Any) -> int | None:
+    """Tokens of the longest request to plan for; None is as long as fits."""
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if hints is None or not hints.max_generated_length:
+        return positions
+    return hints.max_prompt_length + hints.max_generated_length

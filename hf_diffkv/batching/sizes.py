@@ -1,0 +1,197 @@
+"""How a byte budget becomes slots and pages, for a model whose attention is tried out first."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from ..cache.dense import dense_attention
+from ..cache.devices import TensorParallel
+from ..cache.errors import UnsupportedModelError
+from ..cache.models import cache_layers, check_model_config, shared_layers
+from ..config import DiffKVConfig
+from ..pages import PageLayout
+from .slots import Slots
+
+# share of the budget that slots may take beside the pages, and sliding windows
+SLOT_SHARE = 0.25
+SLIDING_SHARE = 0.5
+# tokens of a page of sliding-window layers, and how many such pages the engine's allocator keeps to itself
+SLIDING_PAGE = 16
+SPARE_PAGES = 2
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Of one layer: KV heads, query heads, elements of a key and of a value, and where they are."""
+
+    num_heads: int
+    query_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class SlidingShape:
+    """The sliding-window layers of a model: their indices, and the tokens that each query sees, itself included."""
+
+    layers: tuple[int, ...]
+    window: int
+
+    def pages(self, longest: int) -> int:
+        """Pages, each in every layer, of a request of `longest` tokens."""
+        return -(-min(self.window, longest) // SLIDING_PAGE)
+
+    def bytes(self, shape: AttentionShape, requests: int, longest: int) -> int:
+        """What `requests` requests of up to `longest` tokens take, whatever their length."""
+        token = shape.num_heads * (shape.key_dim + shape.value_dim) * shape.dtype.itemsize
+        return (requests * self.pages(longest) + SPARE_PAGES) * len(self.layers) * SLIDING_PAGE * token
+
+
+class _Trial:
+    """In place of a cache: ordinary attention, and what comes in."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, AttentionShape] = {}
+        self.windows: dict[int, int] = {}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, sliding_window: int | None, **options: Any
+    ) -> Tensor:
+        if sliding_window is not None:
+            self.windows[layer] = sliding_window
+        dims = (key.shape[1], query.shape[1], key.shape[3], value.shape[3])
+        self.shapes[layer] = AttentionShape(*dims, key.dtype, key.device)
+        scaling, softcap, sinks = (options[name] for name in ("scaling", "softcap", "sinks"))
+        return dense_attention(query, key, value, None, scaling, 0.0, softcap, sinks, causal=True)
+
+
+def check_servable_config(config: Any, name: str) -> None:
+    """Raises `UnsupportedModelError` for a model, called `name`, whose configuration rules continuous batching out."""
+    check_model_config(config)
+    text_config = config.get_text_config(decoder=True)
+    layers = cache_layers(text_config)
+    kinds = {type(layer).__name__ for layer in layers} - {DynamicLayer.__name__, DynamicSlidingWindowLayer.__name__}
+    # chunks of attention are kept in the same kind of layer
+    if getattr(text_config, "attention_chunk_size", None) is not None:
+        kinds |= {"chunked_attention"} & set(getattr(text_config, "layer_types", None) or ("chunked_attention",))
+    if kinds:
+        raise _unservable(name, f"has layers beside full and sliding attention ({', '.join(sorted(kinds))})")
+    if shared_layers(text_config):
+        raise _unservable(name, "has layers that read the keys and values of earlier ones")
+    windows = {layer.sliding_window for layer in layers if type(layer) is DynamicSlidingWindowLayer}
+    if windows and not any(type(layer) is DynamicLayer for layer in layers):
+        raise _unservable(name, "has sliding-window layers only, of which none is compressed")
+    if windows - {getattr(text_config, "sliding_window", None)}:
+        raise _unservable(name, f"has sliding windows of several lengths ({', '.join(map(str, sorted(windows)))})")
+
+
+def sliding_layers(config: Any) -> SlidingShape | None:
+    """The sliding-window layers of a model that passed `check_servable_config`; None where it has none."""
+    layers = cache_layers(config.get_text_config(decoder=True))
+    sliding = [i for i, layer in enumerate(layers) if type(layer) is DynamicSlidingWindowLayer]
+    return SlidingShape(tuple(sliding), layers[sliding[0]].sliding_window) if sliding else None
+
+
+def check_servable(model: Any) -> None:
+    """Raises `UnsupportedModelError` for a model that cannot be batched continuously, or not where it is."""
+    name = type(model).__name__
+    check_servable_config(model.config, name)
+    if TensorParallel.of(model).size > 1:
+        raise _unservable(name, "is spread by tensor parallelism")
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+        raise _unservable(name, "is spread over several devices")
+
+
+def _unservable(name: str, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{name} {reason}, which continuous batching with the compressed cache does not do; leave "
+        'cache_implementation="diffkv" out of it, or use generate().'
+    )
+
+
+def try_attention(model: Any) -> AttentionShape:
+    """Runs two tokens through `model`, whose attention is the paged one, and looks at what its layers do.
+
+    Raises:
+        HandOverError: the model does not hand its cache on.
+        UnsupportedModelError: layers that differ, or that pass the attention by.
+    """
+    trial, count = _Trial(), model.config.get_text_config(decoder=True).num_hidden_layers
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    with torch.no_grad():
+        model(input_ids=ids, position_ids=torch.arange(2, device=model.device)[None], use_cache=False, cache=trial)
+    if sorted(trial.shapes) != list(range(count)) or len(set(trial.shapes.values())) != 1:
+        raise UnsupportedModelError(
+            f"the layers of {type(model).__name__} differ in heads, head_dim, dtype or device, or do not all attend "
+            "through the attention interface; continuous batching with the compressed cache needs them alike."
+        )
+    sliding = sliding_layers(model.config)
+    expected = {} if sliding is None else dict.fromkeys(sliding.layers, sliding.window)
+    # some models say it in their mask alone
+    if trial.windows.items() - expected.items():
+        raise _unservable(type(model).__name__, "has sliding windows that its configuration does not tell of")
+    return trial.shapes[0]
+
+
+def make_slots(
+    config: DiffKVConfig,
+    shape: AttentionShape,
+    num_layers: int,
+    sliding: SlidingShape | None,
+    requests: int,
+    tokens: int | None,
+    max_bytes: int,
+) -> Slots:
+    """Slots for `requests` requests of `tokens` tokens at most, or as many and as long as fit `max_bytes`.
+
+    What slots take beside their pages is kept to a quarter of the budget, and sliding windows to half of it, but for
+    one slot.
+
+    Args:
+        num_layers: of full attention.
+        sliding: the other layers, whose memory is left in the budget.
+        tokens: None is as long as fits.
+
+    Raises:
+        MemoryError: not even one slot fits.
+    """
+    layout = PageLayout.of(replace(config, max_bytes=None), shape.key_dim, shape.value_dim, shape.dtype.itemsize, None)
+    per_row = max_bytes // (layout.page_bytes * num_layers * shape.num_heads)
+    fitting = per_row * max(layout.high.capacity, layout.low.capacity) + config.window + config.sinks
+    longest = max(1, fitting if tokens is None else min(fitting, tokens))
+
+    def make(slots: int) -> Slots:
+        left = 0 if sliding is None else sliding.bytes(shape, slots, longest)
+        options = {"max_tokens": longest, "max_bytes": max_bytes, "left_bytes": left}
+        return Slots(config, num_layers, slots, *astuple(shape), **options)
+
+    one = make(1)
+    slots = min(requests, max(1, int(SLOT_SHARE * max_bytes) // (one.bytes - one.store.pool.bytes)))
+    if sliding is not None:
+        spare = sliding.bytes(shape, 0, longest)
+        each = sliding.bytes(shape, 1, longest) - spare
+        slots = min(slots, max(1, (int(SLIDING_SHARE * max_bytes) - spare) // each))
+    return one if slots == 1 else make(slots)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that may still be taken on `device`.
+
+    Raises:
+        ValueError: nobody knows; the caller should be given a budget.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if device.type == "cpu":
+        import psutil
+
+        return psutil.virtual_memory().available
+    raise ValueError(f"how much memory is free on {device} is not known; set max_bytes in cache_config.")

@@ -1,0 +1,417 @@
+"""`DiffKVCache`: Transformers' Cache API outside, paged compressed storage inside."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+from ..config.diffkv_config import DiffKVConfig, configuration_of
+from ..store import Store, check_integrity, commit, fork_store, levels, move_rows, prepare_rows, read_tokens
+from .devices import TensorParallel, are_apart, layer_devices
+from .errors import HandOverError, stopped_halfway
+from .held_tokens import HeldTokens
+from .io import load_cache, save_cache
+from .layer import DiffKVLayer
+from .models import cache_layers, check_attention, check_model_config, shared_layers
+from .report import MemoryReport, memory_report
+from .snapshot import model_fingerprint
+from .stores import Stores
+from .usage import Usage
+
+
+class DiffKVCache(Cache):
+    """A cache that keeps important tokens at high precision, others at low precision, and prunes the rest.
+
+    Works with models whose attention implementation is `"diffkv"`; `generate()` switches a model by itself, elsewhere
+    call `model.set_attn_implementation("diffkv")`. Layers that are not plain full attention (sliding window, linear)
+    keep Transformers' own layers.
+
+    Args:
+        model_config: the model's `PretrainedConfig`, or the model itself.
+        config: a `DiffKVConfig`, or a dict of its fields on top of `DiffKVConfig.for_model(model_config)`, which None
+            takes as it is.
+        **kwargs: single fields of `DiffKVConfig`, on top of `config`.
+
+    Raises:
+        ValueError: unknown or invalid fields (`DiffKVConfig`), or `model_config` is no configuration.
+        UnsupportedModelError: models this cache cannot work with: encoder-decoder models, models that cache latents or
+            attend to a selection of tokens, models without attention; given the model itself, also those whose
+            attention cannot be switched.
+    """
+
+    # Transformers' own and DiffKVLayer
+    layers: list[Any]
+
+    def __init__(self, model_config: Any, config: DiffKVConfig | Mapping | None = None, **kwargs: Any) -> None:
+        model, model_config = model_config, configuration_of(model_config)
+        check_model_config(model_config)
+        check_attention(model)
+        text_config = model_config.get_text_config(decoder=True)
+        self.model_fingerprint = model_fingerprint(model_config)
+        self.config = resolve_config(model_config, config, kwargs)
+        layers = cache_layers(text_config)
+        self._readers = shared_layers(text_config)
+        compressed = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
+        if not compressed:
+            warnings.warn(
+                "this model has no plain full-attention layer, so DiffKVCache compresses nothing.", stacklevel=2
+            )
+        self.stores = Stores(self.config, len(compressed), getattr(text_config, "max_position_embeddings", None))
+        self.usage = Usage()
+        self.held_tokens = HeldTokens()
+        for index, layer_idx in enumerate(compressed):
+            layers[layer_idx] = DiffKVLayer(self.stores, index, len(self._readers.get(layer_idx, ())))
+        super().__init__(layers=layers)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Takes a layer's new keys and values, [batch, heads, tokens, head_dim] each.
+
+        Raises:
+            HandOverError: what an earlier `update` announced never reached the `diffkv` attention function, or an
+                earlier forward stopped halfway.
+        """
+        self._check_picked_up()
+        layer = self.layers[layer_idx]
+        if self.stores.awaited is not None and layer_idx <= self.compressed_layers()[self.stores.awaited]:
+            self.stores.check_read()
+        if isinstance(layer, DiffKVLayer) and layer.index == 0 and not self._in_graph():
+            self._check_stock_layers(layer_idx, layer.seen, key_states.shape[2])
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _in_graph(self) -> bool:
+        """Whether the host learns nothing of this forward."""
+        return torch.compiler.is_compiling() or self.stores.capturing
+
+    def _check_stock_layers(self, layer_idx: int, seen: int, tokens: int) -> None:
+        """Raises unless Transformers' own layers stand where the first compressed one is, before its `tokens` come."""
+        for index, layer in enumerate(self.layers):
+            expected = seen + tokens if index < layer_idx else seen
+            if hasattr(layer, "sliding_window") and layer.get_seq_length() != expected:
+                raise stopped_halfway()
+
+    def check_handover(self) -> None:
+        """Raises `HandOverError` if announced keys and values were not picked up by all attention functions."""
+        self._check_picked_up()
+        self.stores.check_read()
+
+    def _check_picked_up(self) -> None:
+        if self.stores.pending is not None:
+            raise HandOverError(
+                f"layer {self.compressed_layers()[self.stores.pending]} gave keys and values to DiffKVCache but its "
+                'attention function never picked them up. Call model.set_attn_implementation("diffkv") (generate() '
+                "does it by itself); if that is done, this model changes keys or values after caching them and cannot "
+                "use DiffKVCache. Call cache.reset() before using this cache again."
+            )
+
+    def check_layers(self, model: Any) -> None:
+        """Raises `ValueError` if `model` has other layers than the one this cache was made for."""
+        text_config = config_of(model).get_text_config(decoder=True)
+        mine = [DynamicLayer if isinstance(layer, DiffKVLayer) else type(layer) for layer in self.layers]
+        if mine != [type(layer) for layer in cache_layers(text_config)]:
+            raise ValueError(
+                f"this cache was made for another model: its layers are not those of {type(model).__name__}; use "
+                "DiffKVCache(model.config)."
+            )
+
+    def attach(self, model: Any) -> None:
+        """Tells the cache over which devices and processes `model` is spread.
+
+        `generate()` does it. Call it before `model(...)` with a model under tensor parallelism, so that ranks stop
+        together where one cannot go on, or with a `device_map` over several devices and `max_bytes`, or one that parts
+        layers that share keys and values: the layer that the others read is then not compressed.
+
+        Raises:
+            ValueError: the model has other layers than the one this cache was made for.
+        """
+        self.check_layers(model)
+        for layer_idx, readers in self._readers.items():
+            layer = self.layers[layer_idx]
+            if isinstance(layer, DiffKVLayer) and layer.store is None and are_apart(model, (layer_idx, *readers)):
+                self.stores.kept_dense.add(layer.index)
+                self.layers[layer_idx] = DynamicLayer()
+        self.stores.attach(model, self.compressed_layers())
+
+    def compressed_layers(self) -> list[int]:
+        """Indices of the layers this cache compresses."""
+        return [i for i, layer in enumerate(self.layers) if isinstance(layer, DiffKVLayer)]
+
+    def memory(self) -> MemoryReport:
+        """What the cache holds, in bytes and tokens; under tensor parallelism, of this rank's heads."""
+        self._check_idle()
+        return memory_report(self)
+
+    def levels(self, layer_idx: int) -> Tensor:
+        """int8 [batch, kv_heads, seen]: -1 padding, 0 pruned, 1 low, 2 high, 3 window, sinks included.
+
+        Under tensor parallelism, here and below, kv_heads are those of this rank.
+        """
+        return levels(*self._compressed(layer_idx))
+
+    def dequantize(self, layer_idx: int) -> tuple[Tensor, Tensor, Tensor]:
+        """keys and values [batch, kv_heads, seen, head_dim] (float32) and bool [batch, kv_heads, seen]: what is stored.
+
+        Entries that are not stored are zero.
+        """
+        tokens = read_tokens(*self._compressed(layer_idx))
+        return tokens.keys, tokens.values, tokens.mask
+
+    def significance(self, layer_idx: int) -> Tensor:
+        """float32 [batch, kv_heads, seen]: the sum of attention each stored token received from later queries.
+
+        Raises:
+            ValueError: the configuration never chooses between tokens, so no sums are kept.
+        """
+        store, slot = self._compressed(layer_idx)
+        if not self.config.selects:
+            raise ValueError(
+                "this cache keeps no significance, as its configuration keeps every token at one precision; give "
+                "DiffKVConfig two precisions with alpha_high above 0, or alpha_low above 0."
+            )
+        return read_tokens(store, slot).score
+
+    def check_integrity(self) -> None:
+        """Every page owned once, counts and tables agree; raises `IntegrityError` otherwise."""
+        for store in self.stores.stores:
+            check_integrity(store)
+
+    def _check_idle(self) -> None:
+        if self.stores.awaited is not None:
+            raise HandOverError("a forward is under way; look at the cache when it has returned.")
+
+    def _compressed(self, layer_idx: int) -> tuple[Store, Any]:
+        """Where a layer's tokens are: a store, and the slot in it."""
+        self._check_idle()
+        if not isinstance(layer_idx, Integral):
+            raise ValueError(f"layer_idx={layer_idx!r} must be an integer.")
+        if not -len(self.layers) <= layer_idx < len(self.layers):
+            raise ValueError(f"layer_idx={layer_idx} does not exist: this cache has {len(self.layers)} layers.")
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, DiffKVLayer):
+            raise ValueError(
+                f"layer {layer_idx} is a {type(layer).__name__}, which is not compressed; compressed layers are "
+                f"{self.compressed_layers()}."
+            )
+        if layer.store is None:
+            raise ValueError(f"layer {layer_idx} holds nothing yet; run the model with this cache first.")
+        return layer.store, layer.slot
+
+    def save_pretrained(self, save_directory: str | os.PathLike, model: Any = None) -> None:
+        """Writes the cache as safetensors and JSON; with `model` its weights are checked when loading.
+
+        Raises:
+            ValueError: tokens that may still be taken back (call `crop(0)`), a layer that cannot be saved, or a
+                `model` with another configuration than the cache was made for, or with offloaded weights.
+        """
+        if model is not None and self.model_fingerprint != model_fingerprint(config_of(model)):
+            raise ValueError("the configuration of model is not the one this cache was made for; pass its own model.")
+        self.check_handover()
+        save_cache(self, save_directory, model)
+
+    @classmethod
+    def from_pretrained(
+        cls, save_directory: str | os.PathLike, model: Any, *, device: torch.device | str | None = None
+    ) -> DiffKVCache:
+        """Reads what `save_pretrained` wrote.
+
+        Args:
+            model: the model, onto the devices of whose layers the cache is read; or its `PretrainedConfig`, where there
+                is no model yet: its weights are not compared then.
+            device: with a configuration, where to; None takes the CPU.
+
+        Raises:
+            FileNotFoundError: there is no saved cache.
+            CacheFileError: the files are damaged, newer than this version, or belong to another model.
+            UnsupportedModelError: a configuration that this cache cannot work with.
+            ValueError: `model` is neither, or a `device` is given beside a model.
+        """
+        model_config = configuration_of(model)
+        if not hasattr(model_config, "get_text_config"):
+            raise ValueError(f"model is a {type(model).__name__}; pass the model itself, or its configuration.")
+        check_model_config(model_config)
+        if model is model_config:
+            place = torch.device("cpu" if device is None else device)
+            return load_cache(cls, save_directory, model, TensorParallel(), {}, place)
+        if device is not None:
+            raise ValueError(
+                f"device={device} is given beside a model, whose layers say where the cache goes; leave it."
+            )
+        parallel, devices = TensorParallel.of(model), layer_devices(model)
+        return load_cache(cls, save_directory, model, parallel, devices, model.device)
+
+    def fork(self, n: int) -> list[DiffKVCache]:
+        """`n` caches that continue from the same tokens and share this one's memory until they change.
+
+        The first forward of a fork copies what it shares: a forward adds to the significance of all tokens, which
+        stands beside them. Layers of Transformers' own are copied.
+
+        Raises:
+            ValueError: n below 1, or tokens that may still be taken back (call `crop(0)`).
+        """
+        if not isinstance(n, Integral) or n < 1:
+            raise ValueError(f"n={n!r} must be an integer of at least 1.")
+        self.check_handover()
+        self.stores.check_complete()
+        return [self._twin() for _ in range(n)]
+
+    def _twin(self) -> DiffKVCache:
+        twin = object.__new__(type(self))
+        stores = [fork_store(store) for store in self.stores.stores]
+        memo = {id(store): fork for store, fork in zip(self.stores.stores, stores)}
+        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return twin
+
+    def reset(self) -> None:
+        """Empties the cache and gives its memory back."""
+        super().reset()
+        for layer in self.layers:
+            if hasattr(layer, "record_past"):
+                layer.record_past = False
+            if isinstance(layer, DynamicLayer):
+                # up to Transformers 5.17 these keep their old keys, as zeros in front of the new ones
+                layer.keys = layer.values = None
+                layer.is_initialized = False
+        self.stores.clear()
+        self.usage.clear()
+        self.held_tokens.clear()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Makes sequence i what sequence beam_idx[i] was; beam_idx: int64 [batch]."""
+        self._select(torch.as_tensor(beam_idx).long(), lambda layer: layer.reorder_cache(beam_idx))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every sequence `repeats` times, copies side by side."""
+        if not isinstance(repeats, Integral) or repeats < 1:
+            raise ValueError(f"repeats={repeats!r} must be an integer of at least 1.")
+        index = torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats)
+        self._select(index, lambda layer: layer.batch_repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the sequences `indices` (int64, or bool [batch]); the others give their pages back at once."""
+        indices = torch.as_tensor(indices)
+        try:
+            index = torch.arange(max(self.batch_size, 0)).to(indices.device)[indices]
+        except IndexError as error:
+            raise ValueError(f"indices={indices.tolist()}: this cache holds {self.batch_size} sequences.") from error
+        self._select(index, lambda layer: layer.batch_select_indices(indices))
+
+    def _select(self, index: Tensor, stock: Any) -> None:
+        self.check_handover()
+        if self.stores.stores:
+            batch = self.stores.stores[0].batch_size
+            if index.numel() == 0 or int(index.min()) < 0 or int(index.max()) >= batch:
+                raise ValueError(f"indices {index.tolist()} must be in [0, {batch}) and not empty.")
+        with self.stores.in_step():
+            for store in self.stores.stores:
+                self.stores.share_budget(store, max(0, index.numel() - store.batch_size))
+                prepare_rows(store, index)
+        for store in self.stores.stores:
+            move_rows(store, index)
+        for layer in self.layers:
+            if not isinstance(layer, DiffKVLayer):
+                stock(layer)
+        self.held_tokens.select(index, self.get_seq_length())
+
+    def activate_past_recording(self) -> None:
+        """From now on new tokens can be taken back by `crop`, which must follow every forward.
+
+        Between two crops tokens are attended exactly and not compressed; up to 512 of them are held uncompressed.
+        """
+        super().activate_past_recording()
+        self.stores.recording = True
+        for store in self.stores.stores:
+            store.settle()
+            store.recording = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes the last tokens back: levels, significance and pages become as if they had never been seen.
+
+        Args:
+            tokens_to_remove: minus the number of tokens, or 0 to keep all.
+
+        Raises:
+            ValueError: a positive number, or more tokens than can be taken back; nothing has changed then.
+        """
+        # generate() passes a tensor in some versions
+        if isinstance(tokens_to_remove, Tensor):
+            tokens_to_remove = int(tokens_to_remove)
+        if not isinstance(tokens_to_remove, Integral):
+            raise ValueError(f"tokens_to_remove={tokens_to_remove!r} must be an integer: minus the tokens to remove.")
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove={tokens_to_remove} must be 0 or negative: minus the tokens to remove.")
+        self.check_handover()
+        for layer in self.layers:
+            _check_croppable(layer, tokens_to_remove)
+        seen = self.get_seq_length()
+        try:
+            with self.stores.in_step():
+                for store in self.stores.stores:
+                    self.stores.share_budget(store)
+                    commit(store, -tokens_to_remove)
+        except MemoryError:
+            self.stores.broken = True
+            raise
+        for layer in self.layers:
+            if isinstance(layer, DiffKVLayer):
+                layer.seen += tokens_to_remove if layer.is_initialized else 0
+            elif tokens_to_remove < 0 or getattr(layer, "record_past", True):
+                layer.crop(tokens_to_remove)
+        self.held_tokens.crop(seen, -tokens_to_remove)
+
+    def early_initialization(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("DiffKVCache allocates with the first keys and values; there is nothing to prepare.")
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        """-1: no maximum (the older name of `get_max_length`)."""
+        return -1
+
+    def __iter__(self) -> Iterator:
+        raise TypeError(
+            "DiffKVCache cannot be iterated: its keys and values are not dense tensors. Use dequantize(layer_idx); "
+            "with torch.nn.DataParallel pass use_cache=False."
+        )
+
+    def __repr__(self) -> str:
+        return f"DiffKVCache(config={self.config}, compressed_layers={self.compressed_layers()})"
+
+
+def _check_croppable(layer: Any, tokens_to_remove: int) -> None:
+    """Raises `ValueError` if a layer of Transformers' own has dropped what `crop` would have to bring back."""
+    if tokens_to_remove == 0 or getattr(layer, "record_past", True):
+        return
+    if not hasattr(layer, "sliding_window") or layer.get_seq_length() >= layer.sliding_window:
+        raise ValueError(
+            f"cannot remove {-tokens_to_remove} tokens: a {type(layer).__name__} keeps only what the next token needs. "
+            "Call activate_past_recording() before the forward whose tokens may be rejected (generate() does), or keep "
+            "a copy.deepcopy of the cache."
+        )
+
+
+def config_of(model: Any) -> Any:
+    """The configuration of `model`. Raises `ValueError` where it is not a model."""
+    model_config = configuration_of(model)
+    if model_config is model or not hasattr(model_config, "get_text_config"):
+        raise ValueError(f"model is a {type(model).__name__}; pass the model itself, not its configuration or name.")
+    return model_config
+
+
+def resolve_config(model_config: Any, config: DiffKVConfig | Mapping | None, fields: dict[str, Any]) -> DiffKVConfig:
+    """`config`, or what suits the model, with single fields on top. Raises `ValueError` as `DiffKVConfig` does."""
+    if isinstance(config, Mapping):
+        fields, config = {**config, **fields}, None
+    if config is not None and not isinstance(config, DiffKVConfig):
+        raise ValueError(f"config={config!r} must be a DiffKVConfig, or a dict of its fields.")
+    if config is None:
+        return DiffKVConfig.for_model(model_config, **fields)
+    if "target_ratio" in fields:
+        raise ValueError("target_ratio chooses a configuration; leave it out, or give no config beside it.")
+    return DiffKVConfig.from_dict({**config.to_dict(), **fields}) if fields else config

@@ -1,0 +1,304 @@
+"""Captured decode steps: what `generate()` runs for every token is recorded once and replayed (docs/graphs.md).
+
+Only the device's work is captured: the model's forward and the compaction behind it. What the host has to do, looking
+at the counts every few steps and making room, happens between two replays. A step is replayed only while every tensor
+it touches is where it was at capture; otherwise one step runs uncaptured and the next is captured anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.generation.configuration_utils import CompileConfig
+
+from ..ops.backend import use_kernels
+from .cuda_graph import CudaGraph
+from .errors import NotCapturableError
+from .forward import compiled_forward, not_compiled
+from .layer import DiffKVLayer
+from .windows import Windows
+
+if TYPE_CHECKING:
+    from ..store import Store
+    from .diffkv_cache import DiffKVCache
+
+_logger = logging.getLogger("hf_diffkv")
+# tables and buffers are made for the tokens to come, but not for more than so many at once
+MOST_TOKENS_AHEAD = 4096
+# name of the buffer for what the newest token sees of the sliding windows
+WINDOW_MASK = "window_mask"
+_MASKS = {"attention_mask": torch.bool, WINDOW_MASK: torch.bool}
+
+
+# how work is recorded, by type of device; other devices run every step from Python
+GRAPH_TYPES: dict[str, Callable[[torch.device], Any]] = {"cuda": CudaGraph}
+# models of which a step could not be captured; it is not tried again
+_given_up: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class _Captured(NamedTuple):
+    """A graph, the buffers of its inputs, its output, and all inputs, as none of them may be freed before it."""
+
+    graph: Any
+    buffers: dict[str, Tensor]
+    output: Any
+    inputs: dict[str, Any]
+
+
+class GraphRequest(CompileConfig):
+    """Carries the captured step to where `generate()` asks the model for its compiled forward."""
+
+    def __init__(self, step: DecodeStep) -> None:
+        super().__init__()
+        self.step = step
+
+
+def wants_graphs(model: Any, cache: DiffKVCache) -> bool:
+    """Whether `generate()` shall replay captured steps."""
+    return (
+        cache.config.cuda_graphs
+        and model.device.type in GRAPH_TYPES
+        and model not in _given_up
+        and cache.stores.tensor_parallel.size == 1
+        and len(set(getattr(model, "hf_device_map", {}).values())) <= 1
+        and all(isinstance(layer, DiffKVLayer) or type(layer) is DynamicSlidingWindowLayer for layer in cache.layers)
+        and not any(getattr(layer, "readers", 0) for layer in cache.layers)
+        and not _rotates_by_length(model)
+    )
+
+
+def _rotates_by_length(model: Any) -> bool:
+    """Whether rotary frequencies change with the length, which such a model reads off the device at every step."""
+    types = [getattr(module, "rope_type", None) for module in model.modules()]
+    types += [kind for found in types if isinstance(found, dict) for kind in found.values()]
+    return any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in types)
+
+
+class DecodeStep:
+    """Stands in for `model.__call__` during one `generate()` call.
+
+    Args:
+        model: called as it is for whatever is not a plain decode step.
+        cache: the cache of the call.
+        max_tokens: length at which generation stops, for which room is made ahead.
+        compile_config: with which the forward that is captured is compiled; None leaves it as it is.
+        get_compiled_call: Transformers' method of that name.
+
+    Attributes:
+        captures, replays: how often each happened.
+        compiled: whether the forward that is captured is compiled.
+
+    Raises:
+        ValueError: a `compile_config` that cannot be used here.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache: DiffKVCache,
+        max_tokens: int,
+        compile_config: CompileConfig | None = None,
+        get_compiled_call: Callable | None = None,
+    ) -> None:
+        self.model, self.cache, self.max_tokens = model, cache, max_tokens
+        self._compile_config = compile_config
+        forward = None if compile_config is None else compiled_forward(model, compile_config, get_compiled_call)
+        self.compiled = forward is not None
+        self._forward = model if forward is None else forward
+        self.windows = Windows(cache.layers, model.config.get_text_config(decoder=True))
+        self.captures = self.replays = 0
+        self._failed = self._compacted = False
+        # where everything was after the last uncaptured step; capturing must not be the first use of a kernel
+        self._warm: tuple | None = None
+        # where everything was when these were captured, by whether a compaction follows
+        self._place: tuple | None = None
+        self._graphs: dict[bool, _Captured] = {}
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        # Transformers hands the tokenizer that stop strings need on to the model, which has no use for it
+        inputs.pop("tokenizer", None)
+        store = self._store(args, inputs)
+        if store is None:
+            self._warm = None
+            return self.model(*args, **inputs)
+        store.check_positions(1)
+        self._compacted |= store.compaction_due
+        store.settle()
+        self._reserve(store)
+        self.cache.stores.share_budget(store)
+        store.refresh_if_due()
+        tensors, fixed = self._static_inputs(inputs)
+        place = (fixed, self._addresses(store))
+        # what is done once for a row is not captured
+        if store.centers_soon or not (place == self._warm and store.scratch_fits()):
+            output = self.model(**inputs)
+            self._warm = (fixed, self._addresses(store))
+            if self._warm != self._place:
+                self._graphs.clear()
+                self._place = self._warm
+            return output
+        # a kernel's first run, for which it is compiled, must not be a capture
+        compacts = self._compacted and store.compacts_after_step()
+        if compacts not in self._graphs and not self._capture(store, inputs, tensors, compacts):
+            return self.model(**inputs)
+        captured = self._graphs[compacts]
+        for name, value in tensors.items():
+            captured.buffers[name].copy_(value)
+        self._count(store, inputs.get("attention_mask"))
+        captured.graph.replay()
+        store.compaction_done(compacts)
+        self.replays += 1
+        return _copied(captured.output)
+
+    def _store(self, args: tuple, inputs: dict[str, Any]) -> Store | None:
+        """The store of a step that can be captured; None where it must run from Python."""
+        stores, ids, mask = self.cache.stores, inputs.get("input_ids"), inputs.get("attention_mask")
+        if self._failed or args or len(stores.stores) != 1 or stores.recording or stores.broken:
+            return None
+        store = stores.stores[0]
+        plain = (
+            inputs.get("past_key_values") is self.cache
+            and isinstance(ids, Tensor)
+            and ids.shape == (store.batch_size, 1)
+            # without them models count from the length of the cache, which a graph would keep as it was
+            and isinstance(inputs.get("position_ids"), Tensor)
+            and (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2))
+            and all(_is_plain(name, value) for name, value in inputs.items())
+        )
+        ready = (
+            store.twins is None
+            and store.pool.grows_in_place
+            and use_kernels(store.device, store.dtype)
+            and {*stores.seen, store.seen} == {store.seen}
+            and store.seen > 0
+            and self.windows.full
+        )
+        # autocast decides on dtypes where a step runs, and a graph would not see it change
+        mode = torch.is_grad_enabled() or torch.is_autocast_enabled(store.device.type)
+        return store if plain and ready and not mode else None
+
+    def _addresses(self, store: Store) -> tuple:
+        return store.addresses() + self.windows.addresses()
+
+    def _reserve(self, store: Store) -> None:
+        if store.config.max_bytes is not None:
+            # as long as the budget allows, at once: no graph is valid any more when it moves
+            store.pool.free_list.reserve(store.pool.max_pages)
+        elif store.room < store.seen + 1:
+            store.room = min(self.max_tokens, store.seen + max(store.seen, MOST_TOKENS_AHEAD))
+            # made at once, or a graph captured before it is made would not stay valid
+            store.forget_bounds()
+
+    def _static_inputs(self, inputs: dict[str, Any]) -> tuple[dict[str, Tensor], tuple]:
+        """What goes into a graph's buffers, and what a graph keeps as it was.
+
+        Of a mask, which grows, buffers get what concerns the newest token and the windows.
+        """
+        tensors: dict[str, Tensor] = {}
+        fixed: list[tuple] = []
+        for name, value in inputs.items():
+            if isinstance(value, Tensor):
+                if name == "attention_mask":
+                    if self.windows.layers:
+                        tensors[WINDOW_MASK] = self.windows.shown(value)
+                    value = value[:, -1, None, None, None]
+                tensors[name] = value
+                fixed.append((name, value.shape, value.dtype))
+            elif name != "past_key_values":
+                fixed.append((name, value))
+        return tensors, tuple(fixed)
+
+    def _capture(self, store: Store, inputs: dict[str, Any], tensors: dict[str, Tensor], compacts: bool) -> bool:
+        buffers = {name: value.to(_MASKS.get(name, value.dtype), copy=True) for name, value in tensors.items()}
+        captured = {**inputs, **buffers}
+        # prepared masks, or models would make them from the length of the cache
+        everything = partial(torch.ones, dtype=torch.bool, device=store.device)
+        mask = buffers.get("attention_mask")
+        if mask is None:
+            mask = everything(store.batch_size, 1, 1, 1)
+        if self.windows.layers:
+            shown = captured.pop(WINDOW_MASK, None)
+            shown = everything(store.batch_size, 1, 1, self.windows.size) if shown is None else shown
+            mask = {"full_attention": mask, "sliding_attention": shown}
+        captured["attention_mask"] = mask
+
+        def work() -> Any:
+            with self.windows.in_place():
+                output = self._forward(**captured)
+            if compacts:
+                store.compact()
+            return output
+
+        graph = GRAPH_TYPES[store.device.type](store.device)
+        self.cache.stores.capturing = True
+        self.cache.stores.capturing_mask = "attention_mask" in buffers
+        try:
+            self._warm_up(captured)
+            output = graph.capture(work)
+        except Exception as error:  # models fail in many ways; nothing has run on the device, so the step can go on
+            self._give_up(error)
+            return False
+        finally:
+            self.cache.stores.capturing = False
+        self._graphs[compacts] = _Captured(graph, buffers, output, captured)
+        self.captures += 1
+        return True
+
+    def _give_up(self, error: Exception) -> None:
+        self._failed = True
+        if not isinstance(error, torch.OutOfMemoryError):
+            _given_up.add(self.model)
+        reason = [type(error).__name__, *str(error).strip().splitlines()[:1]]
+        _logger.warning("decode steps are not captured, which is slower: %s", ": ".join(reason))
+
+    def _warm_up(self, inputs: dict[str, Any]) -> None:
+        """Runs the forward with an attention that touches nothing: compiling must not happen within a capture."""
+        self.cache.stores.rehearsing = True
+        try:
+            with self.windows.kept(), self.windows.in_place():
+                self._try(inputs)
+        finally:
+            self.cache.stores.rehearsing = False
+
+    def _try(self, inputs: dict[str, Any]) -> None:
+        try:
+            self._forward(**inputs)
+        except NotCapturableError:
+            raise
+        except Exception as error:  # compilers fail in many ways too
+            if not self.compiled:
+                raise
+            not_compiled(self.model, self._compile_config, error)
+            self._forward, self.compiled = self.model, False
+            self._forward(**inputs)
+
+    def _count(self, store: Store, mask: Tensor | None) -> None:
+        """What the layers note on the host in a step that runs from Python."""
+        store.count_step()
+        self.windows.count()
+        store.seen += 1
+        stores = self.cache.stores
+        stores.seen = [seen + 1 for seen in stores.seen]
+        store.padding.append(1, None if mask is None else mask[:, -1:])
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    return name == "past_key_values" or value is None or isinstance(value, (Tensor, bool, int, float, str))
+
+
+def _copied(output: Any) -> Any:
+    """`output` with tensors that the next replay leaves alone, those in tuples (hidden states, say) included."""
+    return type(output)(**{name: _copied_value(value) for name, value in output.items()})
+
+
+def _copied_value(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    return tuple(map(_copied_value, value)) if type(value) in (tuple, list) else value

@@ -1,0 +1,178 @@
+"""Saving a cache to a folder and loading it: safetensors and JSON, nothing pickled."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, load_file, save_file
+
+from ..config.diffkv_config import DiffKVConfig, configuration_of
+from ..config.files import new_folder
+from .snapshot import (
+    CacheFileError,
+    Snapshot,
+    model_fingerprint,
+    restore_snapshot,
+    take_snapshot,
+    weights_fingerprint,
+)
+
+if TYPE_CHECKING:
+    from .devices import TensorParallel
+    from .diffkv_cache import DiffKVCache
+
+FORMAT_VERSION = 4
+# in version 1 thresholds had no batch dimension, and keys and values were held as the model had them; up to version 2
+# there were no sinks; up to version 3 no layers with several states, and all pages had scores and positions
+READABLE_VERSIONS = (1, 2, 3, 4)
+FIRST_WITHOUT_SCORES = 4
+JSON_NAME = "diffkv_cache.json"
+TENSORS_NAME = "diffkv_cache.safetensors"
+
+
+def save_cache(cache: DiffKVCache, save_directory: str | os.PathLike, model: Any = None) -> None:
+    """Writes `cache` into `save_directory` (made if missing).
+
+    Args:
+        model: also record a fingerprint of this model's weights, which loading then checks.
+
+    Raises:
+        ValueError: tokens that may still be taken back, or a layer of Transformers' own that cannot be saved;
+            `save_directory` is no folder.
+    """
+    snapshot = take_snapshot(cache, None if model is None else weights_fingerprint(model))
+    held = cache.held_tokens.pieces(cache.get_seq_length())
+    snapshot.content["held_tokens"] = [piece.start for piece in held]
+    snapshot.tensors.update({f"held_tokens{index}": piece.ids for index, piece in enumerate(held)})
+    save_snapshot(snapshot, new_folder(save_directory), cache.stores.tensor_parallel)
+
+
+def save_snapshot(snapshot: Snapshot, folder: Path, parallel: TensorParallel) -> None:
+    """Writes `snapshot` into `folder` (made if missing), as this rank's part."""
+    json_path, path = _paths(folder, parallel)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.cpu().contiguous() for name, tensor in snapshot.tensors.items()}, path)
+    content = {"format_version": FORMAT_VERSION, **snapshot.content, "sha256": _digest(path)}
+    content["checksum"] = _checksum(content)
+    json_path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def load_cache(
+    cache_class: type[DiffKVCache],
+    save_directory: str | os.PathLike,
+    model: Any,
+    parallel: TensorParallel,
+    devices: dict[int, torch.device],
+    other_device: torch.device,
+) -> DiffKVCache:
+    """Reads what `save_cache` wrote.
+
+    Args:
+        model: a model, or its configuration: then the weights are not compared.
+        parallel: the model's ranks.
+        devices: of its layers. other_device: of those that are not named.
+
+    Raises:
+        FileNotFoundError: there is no saved cache.
+        CacheFileError: the files are damaged, newer than this version, or belong to another model.
+    """
+    folder = Path(save_directory)
+    snapshot = load_snapshot(folder, parallel, torch.device("cpu") if devices else other_device)
+    model_config = configuration_of(model)
+    if snapshot.content["model"] != model_fingerprint(model_config):
+        raise CacheFileError(f"{folder} was saved with another model configuration; load it with the model it is of.")
+    weights = snapshot.content["weights"]
+    if weights is not None and model is not model_config and weights != weights_fingerprint(model):
+        raise CacheFileError(f"{folder} was saved with other model weights; load it with the model it is of.")
+    try:
+        cache = restore_snapshot(cache_class, snapshot, model, devices, other_device)
+    except CacheFileError as error:
+        raise CacheFileError(f"{folder}: {error}") from error
+    # unknown where an earlier hf_diffkv saved the cache
+    starts = snapshot.content.get("held_tokens", [])
+    held = [(start, snapshot.tensors[f"held_tokens{index}"]) for index, start in enumerate(starts)]
+    cache.held_tokens.take_up(held, cache.get_seq_length())
+    cache.check_integrity()
+    return cache
+
+
+def load_snapshot(folder: Path, parallel: TensorParallel, device: torch.device | None = None) -> Snapshot:
+    """Reads what `save_snapshot` wrote.
+
+    Args:
+        device: of the tensors; on a CPU they stay mapped to the file. None reads them into memory of their own, from
+            one look at the file, which another process may remove meanwhile.
+
+    Raises:
+        FileNotFoundError: there is no saved cache.
+        OSError: with `device=None`, the files cannot be read.
+        CacheFileError: the files are damaged, or newer than this version.
+    """
+    json_path, path = _paths(folder, parallel)
+    for needed in (json_path, path):
+        if not needed.is_file():
+            raise FileNotFoundError(
+                f"{needed} does not exist; write it with cache.save_pretrained first, in as many tensor-parallel "
+                "processes as load it."
+            )
+    content = _read_json(json_path)
+    data = path.read_bytes() if device is None else None
+    if (_digest(path) if data is None else hashlib.sha256(data).hexdigest()) != content["sha256"]:
+        raise CacheFileError(f"{path} is damaged (its checksum differs); save the cache again.")
+    if content["format_version"] < FIRST_WITHOUT_SCORES and not DiffKVConfig.from_dict(content["config"]).selects:
+        raise CacheFileError(
+            f"{folder} was saved by an earlier hf_diffkv, in pages with scores and positions, which this one does not "
+            "keep for such a configuration; read its text with the model again and save the new cache."
+        )
+    try:
+        return Snapshot(content, load_file(path, device=str(device)) if data is None else load(data))
+    except (SafetensorError, OSError) as error:
+        raise CacheFileError(f"{path} cannot be read: {error}") from error
+
+
+def _paths(folder: Path, parallel: TensorParallel) -> tuple[Path, Path]:
+    """Description and tensors; every tensor-parallel rank has files of its own."""
+    part = f".rank{parallel.rank}of{parallel.size}" if parallel.size > 1 else ""
+    return tuple((folder / name).with_suffix(part + Path(name).suffix) for name in (JSON_NAME, TENSORS_NAME))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+        version = content["format_version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CacheFileError(f"{path} is not a saved DiffKV cache: {error}") from error
+    if not isinstance(version, int):
+        raise CacheFileError(f"{path} is not a saved DiffKV cache: its format version is {version!r}.")
+    if version not in READABLE_VERSIONS:
+        raise CacheFileError(
+            f"{path} has format version {version}, this hf_diffkv reads versions up to {FORMAT_VERSION}; "
+            + ("upgrade hf_diffkv." if version > FORMAT_VERSION else "save the cache again.")
+        )
+    if content.pop("checksum", None) != _checksum(content):
+        raise CacheFileError(f"{path} is damaged (its checksum differs); save the cache again.")
+    return content
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return (
+            hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _slow_digest(file)
+        )
+
+
+def _slow_digest(file: Any) -> str:
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,328 @@
+"""Makes `"diffkv"` known to Transformers: attention, mask, and `cache_implementation`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.generation.utils import GenerationMixin
+
+from ..config import DiffKVConfig
+from ..import_hook import NAME, PAGED_NAME, add_name, remove_name
+from .attention import diffkv_attention, diffkv_mask
+from .diffkv_cache import DiffKVCache
+from .errors import UnsupportedModelError
+from .graphs import DecodeStep, GraphRequest, wants_graphs
+from .models import check_attention, check_model_config
+from .paged_attention import no_mask, paged_attention
+
+_logger = logging.getLogger("hf_diffkv")
+_original: Callable | None = None
+# methods of models that are wrapped beside it, as they were
+_forward_methods: dict[tuple[type, str], Callable] = {}
+
+
+def register() -> None:
+    """Registers everything; a second call does nothing."""
+    global _original
+    if _original is not None:
+        return
+    AttentionInterface.register(NAME, diffkv_attention)
+    AttentionMaskInterface.register(NAME, diffkv_mask)
+    AttentionInterface.register(PAGED_NAME, paged_attention)
+    AttentionMaskInterface.register(PAGED_NAME, no_mask)
+    original = GenerationMixin._prepare_cache_for_generation
+    parameters = list(inspect.signature(original).parameters)
+    _original = original
+    if parameters[:3] != ["self", "generation_config", "model_kwargs"]:
+        warnings.warn(
+            'this version of transformers does not accept cache_implementation="diffkv"; pass '
+            "past_key_values=DiffKVCache(model.config) and call model.set_attn_implementation('diffkv').",
+            stacklevel=3,
+        )
+        remove_name()
+        return
+    add_name()
+    GenerationMixin._prepare_cache_for_generation = _wrap(original)
+    for owner, name, wrap in (
+        (GenerationMixin, "_valid_auto_compile_criteria", _wrap_criteria),
+        (PreTrainedModel, "get_compiled_call", _wrap_compiled_call),
+        (GenerationMixin, "_prefill", _wrap_prefill),
+        (GenerationMixin, "prepare_inputs_for_generation", _wrap_inputs),
+        (_batching_mixin(), "init_continuous_batching", _wrap_batching),
+    ):
+        method = getattr(owner, name, None)
+        if method is not None:
+            _forward_methods[owner, name] = method
+            setattr(owner, name, wrap(method))
+
+
+def unregister() -> None:
+    """Undoes `register`."""
+    global _original
+    if _original is None:
+        return
+    # where another library wrapped the method since, our part of the chain merely passes calls on
+    if getattr(GenerationMixin._prepare_cache_for_generation, "_diffkv", False):
+        GenerationMixin._prepare_cache_for_generation = _original
+    for (owner, name), method in _forward_methods.items():
+        if getattr(getattr(owner, name), "_diffkv", False):
+            setattr(owner, name, method)
+    _forward_methods.clear()
+    _original = None
+    remove_name()
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        interface._global_mapping.pop(NAME, None)
+        interface._global_mapping.pop(PAGED_NAME, None)
+
+
+def ensure_attention(model: Any) -> None:
+    """Switches the decoder of `model` to the "diffkv" attention.
+
+    Raises:
+        UnsupportedModelError: its attention cannot be switched, or the cache cannot work with it.
+    """
+    check_model_config(model.config)
+    text_config = model.config.get_text_config(decoder=True)
+    check_attention(model)
+    if text_config._attn_implementation == NAME:
+        return
+    set_attention(model, NAME)
+    if text_config._attn_implementation != NAME:
+        raise UnsupportedModelError(f"{type(model).__name__} refused the attention implementation 'diffkv'.")
+    _logger.info("switched %s to attn_implementation='diffkv'", type(model).__name__)
+
+
+def set_attention(model: Any, name: str) -> None:
+    """Sets the attention implementation of the decoder of `model`; other parts, an image encoder say, keep theirs."""
+    text_config = model.config.get_text_config(decoder=True)
+    if text_config is model.config:
+        model.set_attn_implementation(name)
+    else:
+        part = next(key for key in model.config.sub_configs if getattr(model.config, key, None) is text_config)
+        model.set_attn_implementation({part: name})
+
+
+def _cache_fields(cache_config: Any) -> dict[str, Any]:
+    if cache_config is None:
+        return {}
+    if isinstance(cache_config, DiffKVConfig):
+        return {"config": cache_config}
+    if not isinstance(cache_config, Mapping):
+        raise ValueError(f"cache_config={cache_config!r} must be a dict of DiffKVConfig fields, or a DiffKVConfig.")
+    return dict(cache_config)
+
+
+def _warn_of_unused(generation_config: Any, wanted: bool) -> None:
+    """Warns of fields that are ours where no cache of ours is asked for."""
+    given = generation_config.cache_config
+    if wanted or given is None or generation_config.cache_implementation is not None:
+        return
+    known = {field.name for field in dataclasses.fields(DiffKVConfig)}
+    ours = isinstance(given, DiffKVConfig) or (isinstance(given, Mapping) and given and set(given) <= known)
+    if ours:
+        warnings.warn(
+            "cache_config has fields of DiffKVConfig, which nothing reads without cache_implementation='diffkv'.",
+            stacklevel=4,
+        )
+
+
+def _check_options(model: Any, cache: DiffKVCache, generation_config: Any) -> None:
+    """Raises `ValueError` for options of `generate()` that contradict a cache given to it."""
+    if generation_config.use_cache is False:
+        raise ValueError("use_cache=False contradicts past_key_values=DiffKVCache(...); leave one of them out.")
+    given = generation_config.cache_config
+    # what comes from the model's own generation_config is a default, which a cache overrides
+    if given is None or given == getattr(model.generation_config, "cache_config", None):
+        return
+    fields = _cache_fields(given)
+    wanted = fields.get("config") or DiffKVConfig.from_dict({**cache.config.to_dict(), **fields})
+    if cache.config != wanted:
+        raise ValueError(
+            f"cache_config={given!r} differs from the configuration that past_key_values has; leave cache_config out, "
+            "or make a new DiffKVCache(model.config, ...) with these fields."
+        )
+
+
+def _check_padding(generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+    """Raises `ValueError` for prompts that end with padding: the next token would be predicted from that."""
+    mask = model_kwargs.get("attention_mask")
+    # an assistant is given no mask, and what was generated may well end with the padding id
+    if mask is None or mask.ndim != 2 or getattr(generation_config, "is_assistant", False):
+        return
+    ends = mask.any(-1) & (mask[:, -1] == 0)
+    if bool(ends.any()):
+        raise ValueError(
+            f"the attention_mask of rows {ends.nonzero()[:, 0].tolist()} ends with padding, from which the next token "
+            "would be predicted; pad on the left (tokenizer.padding_side = 'left'), or pass an attention_mask if these "
+            "are tokens that merely have the padding's id."
+        )
+
+
+def _text_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int | None:
+    """Tokens of the whole text, those in the cache included, by its mask; None where there is none."""
+    mask = model_kwargs.get("attention_mask")
+    # newer releases drop a mask without padding before they come here, and note its length
+    return getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
+
+
+def _check_prompt(cache: DiffKVCache, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+    """Raises `ValueError` for a prompt no longer than what the cache holds, which `generate()` would cut wrongly."""
+    length, seen = _text_length(generation_config, model_kwargs), cache.get_seq_length()
+    if seen and length is not None and length <= seen:
+        raise ValueError(
+            f"past_key_values holds {seen} tokens of each sequence but the prompt has {length}: to continue, pass the "
+            "whole text, earlier tokens included (or the new tokens and an attention_mask for all); for another "
+            "prompt use a new DiffKVCache, or call reset()."
+        )
+
+
+def _wrap(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def prepare(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if _original is None:
+            return original(self, generation_config, model_kwargs, *args, **kwargs)
+        cache = model_kwargs.get("past_key_values")
+        wanted = generation_config.cache_implementation == NAME
+        if isinstance(cache, DiffKVCache):
+            _check_options(self, cache, generation_config)
+            if generation_config.cache_implementation not in (None, NAME):
+                # refuses a cache together with a name
+                return original(self, generation_config, model_kwargs, *args, **kwargs)
+            _check_padding(generation_config, model_kwargs)
+            check_model_config(self.config)
+            cache.check_layers(self)
+            ensure_attention(self)
+            cache.check_handover()
+            cache.usage.claim(self, generation_config)
+            _check_prompt(cache, generation_config, model_kwargs)
+            cache.attach(self)
+        elif not wanted or cache is not None or generation_config.use_cache is False:
+            _warn_of_unused(generation_config, wanted)
+            return original(self, generation_config, model_kwargs, *args, **kwargs)
+        else:
+            _check_padding(generation_config, model_kwargs)
+            made = DiffKVCache(self.config, **_cache_fields(generation_config.cache_config))
+            ensure_attention(self)
+            made.usage.claim(self, generation_config)
+            made.attach(self)
+            model_kwargs["past_key_values"] = made
+        if generation_config.output_attentions:
+            warnings.warn(
+                "a DiffKVCache gives no attention weights, so `attentions` stays empty; cache.significance(layer_idx) "
+                "has what each token received.",
+                stacklevel=3,
+            )
+        # generate() works on its own copy of the config; the stock code refuses a cache together with a name
+        generation_config.cache_implementation = None
+        try:
+            result = original(self, generation_config, model_kwargs, *args, **kwargs)
+        finally:
+            generation_config.cache_implementation = NAME if wanted else None
+        if cache is None:
+            model_kwargs["past_key_values"]._is_user_defined = False
+            if getattr(generation_config, "is_assistant", False):
+                model_kwargs["past_key_values"].activate_past_recording()
+        return result
+
+    prepare._diffkv = True
+    return prepare
+
+
+def _wrap_criteria(original: Callable) -> Callable:
+    """Has `generate()` ask for a compiled forward where steps are to be captured."""
+
+    @functools.wraps(original)
+    def valid(self: Any, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+        cache = model_kwargs.get("past_key_values")
+        if isinstance(generation_config.compile_config, GraphRequest):
+            return True
+        if isinstance(cache, DiffKVCache) and _original is not None and wants_graphs(self, cache):
+            asked = None if generation_config.disable_compile else generation_config.compile_config
+            compiled_call = _forward_methods.get((PreTrainedModel, "get_compiled_call"))
+            step = DecodeStep(self, cache, generation_config.max_length, asked, compiled_call)
+            # generate() works on its own copy of the config
+            generation_config.compile_config = GraphRequest(step)
+            return True
+        return original(self, model_kwargs, generation_config)
+
+    valid._diffkv = True
+    return valid
+
+
+def _wrap_prefill(original: Callable) -> Callable:
+    """Has `generate()` refuse a prompt that does not begin with the tokens its cache holds."""
+
+    @functools.wraps(original)
+    def prefill(
+        self: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        cache = model_kwargs.get("past_key_values")
+        # an assistant's cache is cropped to what it is given; embeddings say nothing of tokens
+        checks = isinstance(cache, DiffKVCache) and not getattr(generation_config, "is_assistant", False)
+        if checks and model_kwargs.get("inputs_embeds") is None and input_ids.ndim == 2:
+            # the new tokens alone have a longer mask
+            if input_ids.shape[1] == _text_length(generation_config, model_kwargs):
+                cache.held_tokens.check(input_ids, model_kwargs.get("attention_mask"), cache.get_seq_length())
+        return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+    prefill._diffkv = True
+    return prefill
+
+
+def _wrap_inputs(original: Callable) -> Callable:
+    """Has a cache remember which tokens `generate()` gives it."""
+
+    @functools.wraps(original)
+    def inputs(self: Any, input_ids: Any, next_sequence_length: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        cache, first = kwargs.get("past_key_values"), bool(kwargs.get("is_first_iteration"))
+        embedded = first and kwargs.get("inputs_embeds") is not None
+        if isinstance(cache, DiffKVCache) and not embedded and input_ids is not None and input_ids.ndim == 2:
+            new = input_ids if next_sequence_length is None else input_ids[:, -next_sequence_length:]
+            cache.held_tokens.note(input_ids, new.shape[1], cache.get_seq_length(), first)
+        return original(self, input_ids, next_sequence_length, *args, **kwargs)
+
+    inputs._diffkv = True
+    return inputs
+
+
+def _batching_mixin() -> type:
+    """The class that offers continuous batching to models; any other where there is none."""
+    return next((cls for cls in GenerationMixin.__mro__ if "init_continuous_batching" in vars(cls)), GenerationMixin)
+
+
+def _wrap_batching(original: Callable) -> Callable:
+    """Has continuous batching use a compressed cache where `cache_implementation` says so."""
+
+    @functools.wraps(original)
+    def init(self: Any, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
+        chosen = self.generation_config if generation_config is None else generation_config
+        # a manager that was kept is used again, whatever is asked for
+        kept = getattr(self, "_cached_continuous_batching_manager", None) is not None
+        if _original is None or kept or getattr(chosen, "cache_implementation", None) != NAME:
+            return original(self, generation_config, *args, **kwargs)
+        # what it relies on is private to Transformers, and need not be there for anything else
+        from ..batching.manager import make_manager
+
+        return make_manager(self, _cache_fields(chosen.cache_config), chosen, *args, **kwargs)
+
+    init._diffkv = True
+    return init
+
+
+def _wrap_compiled_call(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def compiled_call(self: Any, compile_config: Any) -> Callable:
+        if isinstance(compile_config, GraphRequest):
+            return compile_config.step
+        return original(self, compile_config)
+
+    compiled_call._diffkv = True
+    return compiled_call

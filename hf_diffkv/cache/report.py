@@ -1,0 +1,197 @@
+"""What a cache holds: bytes, and tokens per level."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..policy import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL
+from ..store import Store, payload
+
+if TYPE_CHECKING:
+    from .diffkv_cache import DiffKVCache
+
+# codes of `DiffKVCache.levels`
+LEVEL_CODES = {"high": HIGH_LEVEL, "low": LOW_LEVEL, "window": WINDOW_LEVEL, "pruned": PRUNED_LEVEL}
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """Tokens of one compressed layer, per KV head and summed over the batch.
+
+    Attributes:
+        high, low, window, pruned: tokens at each level, one number per KV head.
+    """
+
+    layer_idx: int
+    high: tuple[int, ...]
+    low: tuple[int, ...]
+    window: tuple[int, ...]
+    pruned: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Memory of a cache.
+
+    Attributes:
+        compressed_bytes: what the devices hold for the compressed layers: whole pages, windows, tables, free list,
+            counters.
+        compressed_dense_bytes: what an uncompressed cache of the same tokens would hold for them.
+        other_bytes: what Transformers' own layers (sliding window, linear) hold, compressed or not.
+        payload_bytes: `bytes` with the compressed layers' codes and windows alone, the figure the papers give; no
+            metadata, scores or page slack.
+        tokens: token count over layers, heads and requests, by level: high, low, window, pruned.
+        layers: the same per layer and head.
+        num_layers: layers of the cache, compressed or not.
+        thresholds: alpha_high and alpha_low, the highest of any request and head, where `max_bytes` has raised them;
+            else None.
+    """
+
+    compressed_bytes: int
+    compressed_dense_bytes: int
+    other_bytes: int
+    payload_bytes: int
+    tokens: dict[str, int]
+    layers: tuple[LayerReport, ...]
+    num_layers: int
+    thresholds: tuple[float, float] | None = None
+
+    @property
+    def bytes(self) -> int:
+        """What the whole cache holds, in bytes."""
+        return self.compressed_bytes + self.other_bytes
+
+    @property
+    def dense_bytes(self) -> int:
+        """What it would hold uncompressed."""
+        return self.compressed_dense_bytes + self.other_bytes
+
+    @property
+    def ratio(self) -> float:
+        """bytes / dense_bytes; 0 for an empty cache."""
+        return _quotient(self.bytes, self.dense_bytes)
+
+    @property
+    def compressed_ratio(self) -> float:
+        """The same of the compressed layers alone."""
+        return _quotient(self.compressed_bytes, self.compressed_dense_bytes)
+
+    @property
+    def payload_ratio(self) -> float:
+        """payload_bytes / dense_bytes; 0 for an empty cache."""
+        return _quotient(self.payload_bytes, self.dense_bytes)
+
+    @property
+    def hint(self) -> str:
+        """Why no memory is saved; empty where some is."""
+        if self.ratio < 1:
+            return ""
+        # fewer bits or pruning would show in the payload
+        as_they_are = self.tokens["high"] + self.tokens["low"] > 0 and self.payload_bytes == self.dense_bytes
+        return "tokens are stored as they are, which saves nothing" if as_they_are else "too few tokens to save memory"
+
+    def __str__(self) -> str:
+        parts = [
+            f"{self.bytes / 1e6:.2f} MB of {self.dense_bytes / 1e6:.2f} MB dense ({self.ratio:.1%}; payload "
+            f"{self.payload_ratio:.1%})"
+        ]
+        if len(self.layers) < self.num_layers and self.layers:
+            parts.append(
+                f"{len(self.layers)} of {self.num_layers} layers compressed, to {self.compressed_ratio:.1%} of theirs"
+            )
+        parts.append("tokens: " + ", ".join(f"{name} {count}" for name, count in self.tokens.items()))
+        if self.thresholds is not None:
+            parts.append("max_bytes has raised alpha_high to {:.3g}, alpha_low to {:.3g}".format(*self.thresholds))
+        if self.hint:
+            parts.append(self.hint)
+        return "; ".join(parts)
+
+
+def memory_report(cache: DiffKVCache) -> MemoryReport:
+    """Reads the devices; see `MemoryReport`."""
+    stores = cache.stores.stores
+    counts = {id(store): payload(store) for store in stores}
+    other = _stock_bytes(cache)
+    layers = []
+    dense = held_payload = 0
+    for layer_idx in cache.compressed_layers():
+        layer = cache.layers[layer_idx]
+        if layer.store is None:
+            continue
+        store, held = layer.store, counts[id(layer.store)]
+        high, low, window = (t[layer.slot] for t in (held.high, held.low, held.window))
+        pruned = held.seen[layer.slot][:, None] - high - low - window
+        layers.append(LayerReport(layer_idx, *(tuple(t.sum(0).tolist()) for t in (high, low, window, pruned))))
+        token = _dense_token_bytes(store)
+        dense += int(held.seen[layer.slot].sum()) * store.num_heads * token
+        held_payload += int(window.sum()) * token
+        held_payload += int(high.sum()) * store.layout.high.payload_bits // 8
+        held_payload += int(low.sum()) * store.layout.low.payload_bits // 8
+    tightened = [store for store in stores if store.tightening]
+    return MemoryReport(
+        compressed_bytes=sum(store.bytes for store in stores),
+        compressed_dense_bytes=dense,
+        other_bytes=other,
+        payload_bytes=held_payload + other,
+        tokens={name: sum(sum(getattr(layer, name)) for layer in layers) for name in LEVEL_CODES},
+        layers=tuple(layers),
+        num_layers=len(cache.layers),
+        thresholds=(_highest(tightened, "alpha_high"), _highest(tightened, "alpha_low")) if tightened else None,
+    )
+
+
+def level_counts(levels: torch.Tensor) -> dict[str, list[int]]:
+    """How many heads have each token at each level; none has padding at any.
+
+    Args:
+        levels: int8 [heads, tokens], as of `DiffKVCache.levels` of one request.
+    """
+    return {name: (levels == code).sum(0).tolist() for name, code in LEVEL_CODES.items()}
+
+
+def levels_of_request(
+    cache: DiffKVCache, request: int = 0, layer_idx: int | None = None, head: int | None = None
+) -> torch.Tensor:
+    """int8 [heads, tokens] of a request: the levels of all heads, those of a layer, or of one head.
+
+    Raises:
+        ValueError: no such request, layer or head, a head without its layer, or the cache holds nothing yet.
+    """
+    if head is not None and layer_idx is None:
+        raise ValueError(f"head={head} needs layer_idx, the layer it is in.")
+    chosen = cache.compressed_layers() if layer_idx is None else [layer_idx]
+    if not chosen:
+        raise ValueError("no layer of this cache is compressed, so there are no levels.")
+    found = [cache.levels(index) for index in chosen]
+    if not 0 <= request < found[0].shape[0]:
+        raise ValueError(f"request={request} does not exist: the cache holds {found[0].shape[0]} requests.")
+    if head is not None and not 0 <= head < found[0].shape[1]:
+        raise ValueError(f"head={head} does not exist: layer {layer_idx} has {found[0].shape[1]} KV heads.")
+    rows = torch.cat([levels[request].cpu() for levels in found])
+    return rows if head is None else rows[head : head + 1]
+
+
+def _quotient(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+def _highest(stores: list[Store], name: str) -> float:
+    return max(float(getattr(store, name).max()) for store in stores)
+
+
+def _dense_token_bytes(store: Store) -> int:
+    return (store.key_dim + store.value_dim) * store.dtype.itemsize
+
+
+def _stock_bytes(cache: DiffKVCache) -> int:
+    compressed = set(cache.compressed_layers())
+    total = 0
+    for layer_idx, layer in enumerate(cache.layers):
+        if layer_idx in compressed or not getattr(layer, "is_initialized", True):
+            continue
+        tensors = [value for value in vars(layer).values() if hasattr(value, "element_size")]
+        total += sum(t.numel() * t.element_size() for t in tensors)
+    return total

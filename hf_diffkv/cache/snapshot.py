@@ -1,0 +1,292 @@
+"""What a cache holds, apart from any cache: values and tensors to be kept, moved or written, and taken up again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..config.diffkv_config import DiffKVConfig, configuration_of
+from ..pages import NULL_PAGE
+from ..store import Store
+from ..store.held import ROW_STATE
+
+if TYPE_CHECKING:
+    from .diffkv_cache import DiffKVCache
+    from .stores import Stores
+
+# what does not change the keys and values a model computes
+VOLATILE = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
+WEIGHT_SAMPLES = 64
+
+
+class CacheFileError(ValueError):
+    """A saved cache that cannot be loaded: damaged, too new, or made with another model."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a cache held when it was taken; shares no memory with the cache.
+
+    Pages are those in use alone, layer after layer, so the bytes follow from the tokens that were kept.
+
+    Attributes:
+        content: values that JSON knows: fingerprints, configuration, where each layer stands.
+        tensors: by name.
+    """
+
+    content: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+
+def take_snapshot(cache: DiffKVCache, weights: str | None = None) -> Snapshot:
+    """Copies what `cache` holds, on its own devices.
+
+    Args:
+        weights: `weights_fingerprint` of the cache's model, to be noted.
+
+    Raises:
+        ValueError: tokens that may still be taken back, or a layer of Transformers' own that cannot be copied so.
+    """
+    tensors: dict[str, Tensor] = {}
+    compressed = cache.compressed_layers()
+    stores = [_describe_store(store, index, tensors) for index, store in enumerate(cache.stores.stores)]
+    places = {
+        str(layer.index): [cache.stores.stores.index(layer.store), layer.slot, layer.seen]
+        for layer in (cache.layers[i] for i in compressed)
+        if layer.store is not None
+    }
+    stock = {
+        str(layer_idx): _describe_stock(layer, f"layer{layer_idx}", tensors)
+        for layer_idx, layer in enumerate(cache.layers)
+        if layer_idx not in compressed
+    }
+    content = _content(cache.model_fingerprint, weights, cache.config, stores, places, stock)
+    return Snapshot(content, tensors)
+
+
+def snapshot_of_request(
+    store: Store, others: Mapping[int, Any], config: DiffKVConfig, model: str, weights: str
+) -> Snapshot:
+    """Copies what one request holds, as a cache of its own would be copied.
+
+    Args:
+        store: has every compressed layer of the model, and this request alone.
+        others: layers of Transformers' own, by index.
+        config: of that cache.
+        model, weights: fingerprints of the model.
+    """
+    tensors: dict[str, Tensor] = {}
+    described = [_describe_store(store, 0, tensors)]
+    places = {str(layer): [0, layer, store.seen] for layer in range(store.num_layers)}
+    stock = {str(index): _describe_stock(layer, f"layer{index}", tensors) for index, layer in others.items()}
+    return Snapshot(_content(model, weights, config, described, places, stock), tensors)
+
+
+def _content(
+    model: str, weights: str | None, config: DiffKVConfig, stores: list, places: dict[str, list], stock: dict
+) -> dict[str, Any]:
+    return {
+        "model": model,
+        "weights": weights,
+        "config": config.to_dict(),
+        "stores": stores,
+        "places": places,
+        "stock_layers": stock,
+    }
+
+
+def restore_snapshot(
+    cache_class: type[DiffKVCache],
+    snapshot: Snapshot,
+    model: Any,
+    devices: dict[int, torch.device],
+    other_device: torch.device,
+) -> DiffKVCache:
+    """A new cache of `model` that holds what the snapshot does, and shares no memory with it.
+
+    Args:
+        model: a model, or its configuration.
+        devices: of the model's layers. other_device: of those that are not named.
+
+    Raises:
+        CacheFileError: the snapshot holds layers that are not in this process, or pages of another format.
+    """
+    content, tensors = snapshot.content, snapshot.tensors
+    cache = cache_class(model, DiffKVConfig.from_dict(content["config"]))
+    if configuration_of(model) is not model:
+        cache.attach(model)
+    # layers that were together may run on several devices now
+    groups: dict[tuple[int, torch.device], list[tuple[int, int, int]]] = {}
+    layers = cache.compressed_layers()
+    if any(int(index) in cache.stores.absent for index in content["places"]):
+        raise CacheFileError(
+            "the saved cache holds layers that are not in this process, or that layers on another device read; under "
+            "pipeline parallelism save and load with a folder for each rank."
+        )
+    for index, (store, slot, seen) in content["places"].items():
+        device = devices.get(layers[int(index)], other_device)
+        groups.setdefault((store, device), []).append((int(index), slot, seen))
+    for (number, device), places in groups.items():
+        slots = [slot for _, slot, _ in places]
+        store = _restore_store(cache.stores, content["stores"][number], number, tensors, slots, device)
+        for position, (index, _, seen) in enumerate(places):
+            store.place_layer(position, index)
+            cache.stores.assign(index, store, position)
+            cache.layers[layers[index]].restore(seen)
+    for layer_idx, described in content["stock_layers"].items():
+        device = devices.get(int(layer_idx), other_device)
+        _restore_stock(cache.layers[int(layer_idx)], described, f"layer{layer_idx}", tensors, device)
+    return cache
+
+
+def model_fingerprint(model_config: Any) -> str:
+    """Digest of everything in the config that shapes keys and values."""
+    values = model_config.get_text_config(decoder=True).to_dict()
+    for name in VOLATILE:
+        values.pop(name, None)
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def weights_fingerprint(model: Any) -> str:
+    """Digest of a few elements of every parameter. Raises `ValueError` where they are not in memory."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        if parameter.is_meta:
+            raise ValueError(f"{name} is offloaded, so model cannot be told from others; load it without offloading.")
+        # under tensor parallelism, what this rank holds
+        parameter = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        flat = parameter.detach().flatten()
+        sample = flat[:: max(1, flat.numel() // WEIGHT_SAMPLES)][:WEIGHT_SAMPLES]
+        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        digest.update(sample.float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _describe_store(store: Store, index: int, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    if any(recorded is not None for recorded in store.recorded):
+        raise ValueError("some tokens may still be taken back; call cache.crop(0) before saving.")
+    store.settle()
+    store.check_values()
+    table = store.table.table
+    used = table != NULL_PAGE
+    renumbered = torch.zeros_like(table)
+    renumbered[used] = torch.arange(1, int(used.sum()) + 1, dtype=table.dtype, device=table.device)
+    tensors[f"store{index}.table"] = renumbered
+    tensors[f"store{index}.pages"] = store.pool.pages[table[used].long()]
+    tensors[f"store{index}.padding"] = store.padding.mask().clone()
+    for name in ROW_STATE:
+        tensors[f"store{index}.{name}"] = getattr(store, name).clone()
+    return {
+        "num_layers": store.num_layers,
+        "batch_size": store.batch_size,
+        "num_heads": store.num_heads,
+        "key_dim": store.key_dim,
+        "value_dim": store.value_dim,
+        "dtype": str(store.dtype).removeprefix("torch."),
+        "seen": store.seen,
+        "steps_since_compaction": store.steps_since_compaction,
+        "tightening": store.tightening,
+        "page_bytes": store.layout.page_bytes,
+    }
+
+
+def _restore_store(
+    stores: Stores,
+    described: dict[str, Any],
+    index: int,
+    tensors: dict[str, Tensor],
+    slots: list[int],
+    device: torch.device,
+) -> Store:
+    """A store on `device` of the layers that had the places `slots` in the saved one."""
+    shape = [described[name] for name in ("batch_size", "num_heads", "key_dim", "value_dim")]
+    store = stores.make_store(len(slots), *shape, getattr(torch, described["dtype"]), device)
+    if described["page_bytes"] != store.layout.page_bytes:
+        raise CacheFileError("the page format of the saved cache differs from this version's; save the cache again.")
+    for name in ROW_STATE:
+        target = getattr(store, name)
+        # the key offset is empty where keys are not centred, and unknown to version 1, as sinks are to versions 1 and 2
+        known = name != "sink_end" or store.sink_slots or f"store{index}.{name}" in tensors
+        if target.numel() and known:
+            saved = tensors[f"store{index}.{name}"][slots]
+            target.copy_(saved if saved.ndim == target.ndim else saved[:, None])
+    table = tensors[f"store{index}.table"][slots].to(device)
+    used = table != NULL_PAGE
+    pages = tensors[f"store{index}.pages"]
+    if slots != list(range(described["num_layers"])):
+        pages = pages[(table[used] - 1).long().to(pages.device)]
+    pages = pages.to(device)
+    store.pool.ensure_free(pages.shape[0])
+    _, fresh = store.pool.free_list.take(torch.tensor([pages.shape[0]], device=device))
+    store.pool.pages[fresh] = pages
+    table[used] = fresh.to(table.dtype)
+    store.table.table = table
+    padding = tensors[f"store{index}.padding"].to(device)
+    store.padding.append(padding.shape[1], None if bool(padding.all()) else padding)
+    store.seen = described["seen"]
+    store.steps_since_compaction = described["steps_since_compaction"]
+    # unknown up to version 3
+    store.tightening = described.get("tightening", 0.0)
+    return store
+
+
+def _describe_stock(layer: Any, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """A Transformers layer's tensors and plain values, by attribute name."""
+    described: dict[str, Any] = {"type": type(layer).__name__, "plain": {}, "tensors": []}
+    for name, value in vars(layer).items():
+        if isinstance(value, Tensor):
+            tensors[f"{prefix}.{name}"] = value.clone()
+            described["tensors"].append(name)
+        else:
+            described["plain"][name] = _describe_value(layer, name, value, prefix, tensors)
+    return described
+
+
+def _describe_value(layer: Any, name: str, value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (torch.dtype, torch.device)):
+        return {type(value).__name__: str(value)}
+    if isinstance(value, Tensor):
+        tensors[f"{prefix}.{name}"] = value.clone()
+        return {"tensor": name}
+    if isinstance(value, dict) and all(type(key) is int for key in value):
+        # several states of one layer, by number
+        items = value.items()
+        return {"states": [[key, _describe_value(layer, f"{name}.{key}", v, prefix, tensors)] for key, v in items]}
+    raise ValueError(
+        f"a {type(layer).__name__} holds {name}={type(value).__name__}, which cannot be saved; caches of this "
+        "model can only be copied with copy.deepcopy."
+    )
+
+
+def _restore_stock(
+    layer: Any, described: dict[str, Any], prefix: str, tensors: dict[str, Tensor], device: torch.device
+) -> None:
+    if described["type"] != type(layer).__name__:
+        raise CacheFileError(f"{prefix} was a {described['type']} and now is a {type(layer).__name__}.")
+    values = {name: {"tensor": name} for name in described["tensors"]} | described["plain"]
+    for name, value in values.items():
+        setattr(layer, name, _restore_value(value, prefix, tensors, device))
+
+
+def _restore_value(value: Any, prefix: str, tensors: dict[str, Tensor], device: torch.device) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        # some layers write into their tensors
+        return tensors[f"{prefix}.{value['tensor']}"].to(device, copy=True)
+    if "states" in value:
+        return {key: _restore_value(state, prefix, tensors, device) for key, state in value["states"]}
+    return getattr(torch, value["dtype"].removeprefix("torch.")) if "dtype" in value else device

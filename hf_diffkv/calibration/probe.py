@@ -1,0 +1,137 @@
+"""Whether a model's keys survive few bits: a sweep over some two hundred tokens, which takes seconds.
+
+Some models (Qwen2.5-7B, Gemma 3 270M) have channels of such magnitude in their keys that 4 bits leave little of the
+others. A low level of such keys loses what the model needs, however insignificant its tokens are.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..config import DiffKVConfig, Precision
+from ..evaluation.comparison import compare_logits
+from ..evaluation.methods import Method
+from ..evaluation.methods.dense import DenseMethod
+from ..evaluation.methods.diffkv import DiffKVMethod
+from ..evaluation.session import Session
+from ..evaluation.tasks.text import texts
+
+BITS = (8, 6, 4, 2)
+# of the tokens, how many are stored before the others are read against them
+STORED = 0.75
+MIN_TOKENS = 16
+# docs/calibration.md has what it was chosen by
+FRAGILE_KL = 0.1
+
+
+@dataclass(frozen=True)
+class KeyProbe:
+    """What fewer bits per key element cost a model; values are held as they are.
+
+    Attributes:
+        kl: bits -> mean KL divergence of the next-token distribution to the dense cache's, in nats.
+        tokens: tokens it was measured on.
+        seconds: how long that took.
+    """
+
+    kl: dict[int, float]
+    tokens: int
+    seconds: float
+
+    def survives(self, bits: int) -> bool:
+        """Whether keys of so many bits leave the model what it is: KL of at most `FRAGILE_KL`.
+
+        Raises:
+            KeyError: these bits were not measured.
+        """
+        return self.kl[bits] <= FRAGILE_KL
+
+    def __str__(self) -> str:
+        figures = ", ".join(
+            f"{bits} bits {kl:.4f}{'' if self.survives(bits) else ' (fragile)'}" for bits, kl in self.kl.items()
+        )
+        return f"KL of keys at {figures}; {self.tokens} tokens, {self.seconds:.1f} s"
+
+
+def probe_keys(
+    model: Any,
+    tokenizer: Any = None,
+    text: str | None = None,
+    tokens: int = 200,
+    *,
+    bits: tuple[int, ...] = BITS,
+    config: DiffKVConfig | None = None,
+) -> KeyProbe:
+    """Measures what each number of key bits costs.
+
+    Three quarters of the tokens are stored with keys of so many bits and values as they are; then the model reads the
+    others, and its predictions are compared with those on a dense cache.
+
+    Args:
+        model: a loaded decoder-only model.
+        tokenizer: its tokenizer; without one the tokens are drawn at random.
+        text: what to read, of at least `tokens` tokens; None takes some that Python brings along.
+        tokens: how many.
+        bits: which numbers of bits.
+        config: how keys are held else: `rotate`, `center`, `metadata_bits` and the groups of its precisions; None is
+            the default.
+
+    Raises:
+        ValueError: a text without a tokenizer, a text or number of tokens too short, bits that are not supported.
+        UnsupportedModelError: a model that a `DiffKVCache` does not work with.
+    """
+    if text is not None and tokenizer is None:
+        raise ValueError("text needs a tokenizer.")
+    if tokens < MIN_TOKENS:
+        raise ValueError(f"tokens={tokens} must be at least {MIN_TOKENS}.")
+    started = time.perf_counter()
+    ids = _ids(model, tokenizer, text, tokens)
+    base = config or DiffKVConfig()
+    methods = {count: DiffKVMethod(_fields(count, base)) for count in bits}
+    reference = _logits(model, DenseMethod(), ids)
+    following = ids[int(STORED * tokens) + 1 :]
+    kl = {}
+    for count, method in methods.items():
+        total, weight = compare_logits(_logits(model, method, ids), reference, following)["kl"]
+        kl[count] = total / weight
+    return KeyProbe(kl, tokens, time.perf_counter() - started)
+
+
+def without_fragile_level(config: DiffKVConfig, model: Any, tokenizer: Any = None) -> DiffKVConfig:
+    """`config`, with all tokens that it keeps at its high level where the model's keys do not survive the low one."""
+    if config.low.k_bits >= config.high.k_bits or config.alpha_high == config.alpha_low:
+        return config
+    bits = config.low.k_bits
+    if probe_keys(model, tokenizer, bits=(bits,), config=config).survives(bits):
+        return config
+    if config.policy == "diffkv":
+        return replace(config, alpha_high=config.alpha_low)
+    return replace(config, low=config.high)
+
+
+def _fields(bits: int, base: DiffKVConfig) -> dict[str, Any]:
+    groups = {precision.k_bits: precision.k_groups for precision in (base.high, base.low)}
+    precision = Precision(bits, 16, groups.get(bits, 1))
+    fields = {"high": precision, "low": precision, "alpha_high": 0.0, "alpha_low": 0.0, "window": 1, "sinks": 0}
+    return {**fields, "rotate": base.rotate, "center": base.center, "metadata_bits": base.metadata_bits}
+
+
+def _ids(model: Any, tokenizer: Any, text: str | None, tokens: int) -> list[int]:
+    if tokenizer is None:
+        vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        rng = random.Random(0)
+        return [rng.randrange(vocabulary) for _ in range(tokens)]
+    ids = tokenizer(texts()[0] if text is None else text, verbose=False).input_ids[:tokens]
+    if len(ids) < tokens:
+        raise ValueError(f"the text has {len(ids)} tokens, of {tokens} needed; give a longer text or lower tokens.")
+    return list(ids)
+
+
+def _logits(model: Any, method: Method, ids: list[int]) -> Any:
+    stored = int(STORED * len(ids))
+    session = Session(model, method)
+    session.forward(ids[:stored])
+    return session.forward(ids[stored:-1], keep=len(ids) - stored - 1)

@@ -1,0 +1,415 @@
+"""What a user can choose: precisions, thresholds, window. No tensors, no Transformers models."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import numbers
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Union
+
+from . import files as config_files
+from .precision import Precision, as_precision, is_integer
+
+METADATA_BITS = (16, 32)
+
+Threshold = Union[float, tuple[float, ...], tuple[tuple[float, ...], ...]]
+ThresholdLike = Union[float, Sequence[float], Sequence[Sequence[float]]]
+
+
+class Options(dict):
+    """Options by name, which stay as they are."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple:
+        return Options, (dict(self),)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("the options of a configuration cannot be changed; make another one with dataclasses.replace.")
+
+    __setitem__ = __delitem__ = __ior__ = clear = _refuse  # type: ignore[assignment]
+    pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class DiffKVConfig:
+    """Every choice of a `DiffKVCache` (algorithm: DiffKV, SOSP 2025, sections 4 and 5).
+
+    A token whose mean received attention is at least `alpha_high / N` (N: tokens seen) is kept at `high`, from
+    `alpha_low / N` on at `low`, below that it is pruned.
+
+    Args:
+        high: precision of important tokens: a `Precision`, or its name, for example "K8V4".
+        low: precision of less important tokens; may not need more bytes than `high`.
+        alpha_high: threshold of the high level: one number, one per compressed layer, or one per layer and KV head.
+        alpha_low: threshold of the low level, in the same forms; 0 never prunes. At most `alpha_high` everywhere.
+        window: newest tokens of each request kept uncompressed in the model's dtype; at least 1.
+        sinks: first tokens of each request kept likewise, beside the window, and never pruned.
+        pin: positions (start, stop) of tokens, for example of a system prompt, that stay at `high` once they have left
+            the window; with `max_bytes` they are the last that are pruned. None pins nothing.
+        policy: name of the rule that turns significance into levels (docs/policies.md); `alpha_high` and `alpha_low`
+            are for `"diffkv"` only.
+        policy_options: options of that policy, by name.
+        protected_layers: so many first and so many last compressed layers are kept entirely at `high`.
+        observation_window: how many of a prompt's last queries significance is taken from; None takes all, or as many
+            as the policy's paper does. Nothing is taken where no token is chosen by it (`selects`).
+        compaction_interval: generated tokens between two compactions; 1 is the paper.
+        rotate: keys and values are held rotated by a Hadamard matrix with random signs, which spreads channels of
+            large magnitude over all: fewer bits do. Costs no memory, and two small products per layer and step.
+        center: keys are held less the mean key of their request and KV head. Layers with attention sinks or a
+            softcap are not centred.
+        adaptive_rounding: keys of up to 6 bits that a forward of several tokens stores are rounded so that its queries'
+            logits change least, instead of each element to the nearest (`ops/rounding`). Costs no memory.
+        metadata_bits: bits of the scale and zero point of a quantisation group, of the significance and of the position
+            of a stored token: 32 each, or 16, with scales of 5 bits of mantissa and sums that are rounded at random.
+            Tokens have neither significance nor position where none is chosen by it (`selects`).
+        page_bytes: largest size of a unified page in bytes; None chooses the best filled size near 6 KiB.
+        max_bytes: byte budget per device; None is unlimited.
+        cuda_graphs: whether `generate()` on a CUDA device captures a decode step once and replays it; its
+            `compile_config` has the forward compiled beforehand.
+
+    Raises:
+        ValueError: a value outside its range, or thresholds out of order. The message names the argument.
+    """
+
+    high: Precision = Precision(8, 4)
+    low: Precision = Precision(4, 2)
+    alpha_high: Threshold = 1.0
+    alpha_low: Threshold = 0.0
+    window: int = 64
+    sinks: int = 4
+    pin: tuple[int, int] | None = None
+    policy: str = "diffkv"
+    policy_options: Mapping[str, Any] = Options()
+    protected_layers: int = 0
+    observation_window: int | None = None
+    compaction_interval: int = 1
+    rotate: bool = True
+    center: bool = True
+    adaptive_rounding: bool = False
+    metadata_bits: int = 32
+    page_bytes: int | None = None
+    max_bytes: int | None = None
+    cuda_graphs: bool = True
+
+    if TYPE_CHECKING:
+        # what is taken; the fields above have the types it becomes
+        def __init__(
+            self,
+            high: Precision | str = ...,
+            low: Precision | str = ...,
+            alpha_high: ThresholdLike = ...,
+            alpha_low: ThresholdLike = ...,
+            window: int = ...,
+            sinks: int = ...,
+            pin: Sequence[int] | None = ...,
+            policy: str = ...,
+            policy_options: Mapping[str, Any] = ...,
+            protected_layers: int = ...,
+            observation_window: int | None = ...,
+            compaction_interval: int = ...,
+            rotate: bool = ...,
+            center: bool = ...,
+            adaptive_rounding: bool = ...,
+            metadata_bits: int = ...,
+            page_bytes: int | None = ...,
+            max_bytes: int | None = ...,
+            cuda_graphs: bool = ...,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        for name in ("high", "low"):
+            object.__setattr__(self, name, as_precision(name, getattr(self, name)))
+        for name in ("alpha_high", "alpha_low"):
+            object.__setattr__(self, name, _as_threshold(name, getattr(self, name)))
+        self._check_order()
+        for name in ("window", "compaction_interval", "observation_window", "page_bytes", "max_bytes"):
+            if getattr(self, name) is not None or name in ("window", "compaction_interval"):
+                object.__setattr__(self, name, _as_count(name, getattr(self, name)))
+        for name in ("rotate", "center", "adaptive_rounding", "cuda_graphs"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
+        for name in ("sinks", "protected_layers"):
+            object.__setattr__(self, name, _as_count(name, getattr(self, name), least=0))
+        object.__setattr__(self, "pin", _as_range("pin", self.pin))
+        if not is_integer(self.metadata_bits) or self.metadata_bits not in METADATA_BITS:
+            raise ValueError(f"metadata_bits={self.metadata_bits!r} is not supported; use one of {METADATA_BITS}.")
+        object.__setattr__(self, "metadata_bits", int(self.metadata_bits))
+        object.__setattr__(self, "policy_options", _checked_options(self.policy, self.policy_options))
+        if _payload_bits(self.low) > _payload_bits(self.high):
+            raise ValueError(
+                f"low={self.low.name} needs more bits per token than high={self.high.name}; swap the two precisions."
+            )
+
+    @property
+    def selects(self) -> bool:
+        """Whether what becomes of a token depends on its significance.
+
+        False where all tokens end at one precision whatever they receive: the policy is "diffkv", nothing is pruned
+        (`alpha_low` is 0 everywhere, no `max_bytes`), and `alpha_high` is 0 everywhere or both precisions are the same.
+        Such caches keep neither sums nor positions of stored tokens, and do no work for them.
+        """
+        if self.policy != "diffkv" or self.max_bytes is not None:
+            return True
+        pairs = _paired(self.alpha_low, self.alpha_high)
+        return any(low > 0 or (high > 0 and self.high != self.low) for low, high in pairs or ())
+
+    def _check_order(self) -> None:
+        low, high = self.alpha_low, self.alpha_high
+        pairs = _paired(low, high)
+        if pairs is None:
+            raise ValueError(
+                "alpha_low and alpha_high have different lengths; give each as one number, one per layer, "
+                "or one per layer and head."
+            )
+        for a, b in pairs:
+            if a > b:
+                raise ValueError(f"alpha_low={a} is above alpha_high={b}; need 0 <= alpha_low <= alpha_high.")
+
+    @classmethod
+    def lossless(cls, **kwargs: Any) -> DiffKVConfig:
+        """A configuration that stores everything as it is in the model's dtype and prunes nothing."""
+        full = Precision(16, 16)
+        return cls.paper(**{"high": full, "low": full, "alpha_high": 0.0, "alpha_low": 0.0, **kwargs})
+
+    @classmethod
+    def paper(cls, **kwargs: Any) -> DiffKVConfig:
+        """What the paper describes, without what was added to it: no sinks, keys and values as the model has them."""
+        cls._check_names(kwargs)
+        return cls(**{"rotate": False, "center": False, "sinks": 0, "metadata_bits": 32, **kwargs})
+
+    @classmethod
+    def preset(cls, name: str, **kwargs: Any) -> DiffKVConfig:
+        """A measured choice between memory and quality (docs/quality.md has the figures of each).
+
+        Args:
+            name: "quality", "balanced" or "small", from the most memory to the least.
+            **kwargs: fields that override the choice.
+
+        Raises:
+            ValueError: another name.
+        """
+        from .presets import preset_named
+
+        cls._check_names(kwargs)
+        return cls(**{**preset_named(name), **kwargs})
+
+    @classmethod
+    def for_model(
+        cls,
+        model: Any,
+        *,
+        target_ratio: float | None = None,
+        probe: bool = False,
+        tokenizer: Any = None,
+        **kwargs: Any,
+    ) -> DiffKVConfig:
+        """The published thresholds where this model was calibrated, otherwise `preset("balanced")`.
+
+        Where `kwargs` choose levels (precisions, thresholds, a policy), the rest is the paper's: two levels and
+        thresholds that never prune.
+
+        Args:
+            model: a Transformers model, its `PretrainedConfig`, or the model's name or folder as a string.
+            target_ratio: instead of that choice, the best single precision whose stored tokens take at most this share
+                of their bytes in the model's dtype (`presets.LADDER`); needs the model or its configuration.
+            probe: whether to run the model on some 200 tokens (`probe.probe_keys`) and to leave the low level out where
+                its keys do not survive that level's bits. Needs the model itself.
+            tokenizer: for the probe; without one it takes tokens drawn at random.
+            **kwargs: fields that override the choice; the probe goes by them.
+
+        Raises:
+            ValueError: `model` is something else, or no model to probe; a `target_ratio` that cannot be met.
+        """
+        from .presets import preset_for, preset_within
+
+        model_config = configuration_of(model)
+        cls._check_names(kwargs)
+        chosen = preset_for(model_config, kwargs)
+        if target_ratio is not None:
+            chosen = preset_within(target_ratio, model_config)
+        config = cls(**{**chosen, **kwargs})
+        if not probe:
+            return config
+        if model_config is model:
+            raise ValueError(f"probe=True runs the model; pass it instead of its {type(model).__name__}.")
+        from ..calibration.probe import without_fragile_level
+
+        return without_fragile_level(config, model, tokenizer)
+
+    @property
+    def calibration(self) -> dict[str, Any] | None:
+        """What `hf-diffkv calibrate` chose it by (docs/calibration.md), where it was read from such a file; else None.
+
+        No field: it takes no part in comparisons, and a changed copy does not have it.
+        """
+        return vars(self).get(config_files.CALIBRATION_ATTRIBUTE)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> DiffKVConfig:
+        """Builds a config from plain values; unknown keys raise `ValueError`.
+
+        Keys that are missing have their defaults. Only where `values` is what `to_dict` of a release wrote that knew
+        fewer fields, these fields are what that release did: `rotate` and `center` False, `sinks` 0, `metadata_bits`
+        32.
+        """
+        if not isinstance(values, Mapping):
+            raise ValueError(f"values is a {type(values).__name__}; it must be a dict of DiffKVConfig's fields.")
+        cls._check_names(values)
+        return cls(**config_files.completed(values))
+
+    @classmethod
+    def _check_names(cls, values: Mapping[str, Any]) -> None:
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = sorted(set(values) - set(known))
+        if unknown:
+            close = [match for name in unknown for match in difflib.get_close_matches(name, known, n=1)]
+            hint = f" (did you mean {', '.join(map(repr, close))}?)" if close else ""
+            raise ValueError(f"unknown DiffKV config keys {unknown}{hint}; known keys are {known}.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return dataclasses.asdict(self)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> DiffKVConfig:
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"text is not a JSON object of DiffKVConfig's fields: {error}.") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"a DiffKV config must be a JSON object of its fields, not a {type(values).__name__}.")
+        return cls.from_dict(values)
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, *, push_to_hub: bool = False, repo_id: str | None = None, **kwargs: Any
+    ) -> None:
+        """Writes `diffkv_config.json` into `save_directory` (made if missing).
+
+        Args:
+            push_to_hub: whether to upload it as well.
+            repo_id: where to; the folder's name without.
+            **kwargs: of `push_to_hub`.
+
+        Raises:
+            OSError: the folder cannot be written, or what `push_to_hub` raises.
+        """
+        if kwargs and not push_to_hub:
+            raise ValueError(f"{', '.join(kwargs)}: only with push_to_hub=True.")
+        folder = config_files.new_folder(save_directory)
+        (folder / config_files.CONFIG_NAME).write_text(config_files.to_text(self))
+        if push_to_hub:
+            self.push_to_hub(repo_id or folder.resolve().name, **kwargs)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """Uploads `diffkv_config.json` to a repository of the Hub, made if missing.
+
+        Args:
+            repo_id: "owner/name"; beside a model's own files is a good place.
+            **kwargs: revision, token, private, create_pr, commit_message, as in Transformers.
+
+        Returns:
+            The Hub's `CommitInfo`.
+
+        Raises:
+            OSError: the Hub cannot be reached or refuses; the message says what to do.
+        """
+        return config_files.push(self, repo_id, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, name: str | os.PathLike, **kwargs: Any) -> DiffKVConfig:
+        """Reads what `save_pretrained` or `push_to_hub` wrote.
+
+        Args:
+            name: a folder, or "owner/name" of a repository of the Hub.
+            **kwargs: for the Hub: revision, token, cache_dir, local_files_only, as in Transformers.
+
+        Raises:
+            FileNotFoundError: there is no such file, folder or repository.
+            OSError: the repository may not be read or the Hub not be reached.
+            ValueError: the file is no configuration.
+        """
+        return config_files.read(cls, name, **kwargs)
+
+
+def configuration_of(model: Any) -> Any:
+    """The `PretrainedConfig` of a Transformers model; anything else, a configuration above all, as it is."""
+    return model if hasattr(model, "get_text_config") else getattr(model, "config", model)
+
+
+def _as_threshold(name: str, value: Any) -> Threshold:
+    if isinstance(value, (list, tuple)):
+        if not value:
+            raise ValueError(f"{name} is empty; give one number, one per layer, or one per layer and head.")
+        nested = [isinstance(entry, (list, tuple)) for entry in value]
+        if any(nested) and not all(nested):
+            raise ValueError(f"{name} mixes numbers and lists; give one number per layer, or one list per layer.")
+        entries: tuple[Any, ...] = tuple(_as_threshold(name, entry) for entry in value)
+        if any(isinstance(inner, tuple) for entry in entries if isinstance(entry, tuple) for inner in entry):
+            raise ValueError(f"{name} is nested too deeply; at most one list of heads per layer.")
+        if all(nested) and len({len(entry) for entry in entries}) > 1:
+            raise ValueError(f"{name} has layers with different numbers of heads.")
+        return entries
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value) or value < 0:
+        raise ValueError(f"{name}={value!r} must be a number of at least 0, or lists of such numbers.")
+    return float(value)
+
+
+def _paired(low: Any, high: Any) -> list[tuple[float, float]] | None:
+    """All pairs of two `Threshold`s that meet in some layer and head; None where their shapes do not fit."""
+    if not isinstance(low, tuple) and not isinstance(high, tuple):
+        return [(low, high)]
+    if isinstance(low, tuple) and isinstance(high, tuple) and len(low) != len(high):
+        return None
+    length = len(low) if isinstance(low, tuple) else len(high)
+    lows = low if isinstance(low, tuple) else (low,) * length
+    highs = high if isinstance(high, tuple) else (high,) * length
+    pairs: list[tuple[float, float]] = []
+    for a, b in zip(lows, highs):
+        inner = _paired(a, b)
+        if inner is None:
+            return None
+        pairs += inner
+    return pairs
+
+
+def _as_count(name: str, value: Any, least: int = 1) -> int:
+    if not is_integer(value) or value < least:
+        raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
+    return int(value)
+
+
+def _as_range(name: str, value: Any) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple)) or len(value) != 2 or not all(map(is_integer, value)):
+        raise ValueError(f"{name}={value!r} must be two positions, (start, stop).")
+    start, stop = map(int, value)
+    if not 0 <= start < stop:
+        raise ValueError(f"{name}={value!r} has no tokens; need 0 <= start < stop.")
+    return start, stop
+
+
+def _checked_options(policy: Any, options: Any) -> Options:
+    if not isinstance(policy, str):
+        raise ValueError(f"policy={policy!r} must be the name of a policy.")
+    if not isinstance(options, Mapping):
+        raise ValueError(f"policy_options={options!r} must be a dictionary of options by name.")
+    # policies compute with PyTorch, which importing this module must not load
+    from ..policy import make_policy
+
+    made = make_policy(policy, options)
+    return Options({name: getattr(made, name) for name in options})
+
+
+def _payload_bits(precision: Precision) -> int:
+    return precision.k_bits + precision.v_bits

@@ -1,0 +1,178 @@
+"""Where configurations are kept: `diffkv_config.json` in a folder or in a repository of the Hub."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .diffkv_config import DiffKVConfig
+
+CONFIG_NAME = "diffkv_config.json"
+# key of what a configuration was chosen by, and where the object has it
+CALIBRATION = "calibration"
+CALIBRATION_ATTRIBUTE = "_calibration"
+# what `to_dict` of every release wrote, all of it
+FIRST_FIELDS = {
+    *("high", "low", "alpha_high", "alpha_low", "window", "policy", "observation_window", "compaction_interval"),
+    *("page_bytes", "max_bytes"),
+}
+# fields that some releases did not know, and what these did; others have defaults that change nothing
+ADDED_FIELDS = {"rotate": False, "center": False, "sinks": 0, "metadata_bits": 32}
+
+
+def to_text(config: DiffKVConfig) -> str:
+    """What the file holds: the fields, and the calibration where there was one."""
+    values = config.to_dict()
+    if config.calibration is not None:
+        values[CALIBRATION] = config.calibration
+    return json.dumps(values, indent=2, sort_keys=True) + "\n"
+
+
+def completed(values: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a configuration, with those that `to_dict` of an earlier release did not write, if it did."""
+    return {**ADDED_FIELDS, **values} if set(values) >= FIRST_FIELDS else values
+
+
+def read(config_class: type[DiffKVConfig], name: str | os.PathLike, **kwargs: Any) -> DiffKVConfig:
+    """The configuration in the file that `find` finds. Raises `ValueError` where it holds none."""
+    path = find(name, **kwargs)
+    try:
+        values = json.loads(path.read_text())
+        if not isinstance(values, dict):
+            raise ValueError("a DiffKV config must be a JSON object.")
+        calibration = values.pop(CALIBRATION, None)
+        return with_calibration(config_class.from_dict(values), calibration)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def with_calibration(config: DiffKVConfig, calibration: dict[str, Any] | None) -> DiffKVConfig:
+    """`config`, fresh from its constructor, with what it was chosen by."""
+    object.__setattr__(config, CALIBRATION_ATTRIBUTE, calibration)
+    return config
+
+
+def new_folder(save_directory: str | os.PathLike) -> Path:
+    """A folder to save into, made if missing. Raises `ValueError` for what cannot be one."""
+    if not isinstance(save_directory, (str, os.PathLike)):
+        raise ValueError(f"save_directory={save_directory!r} must be the path of a folder.")
+    folder = Path(save_directory)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"save_directory={str(folder)!r} is a file; name a folder, it is made if missing.")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def find(
+    name: str | os.PathLike,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike | None = None,
+    local_files_only: bool = False,
+) -> Path:
+    """The file of a folder, or of a repository of the Hub, downloaded unless it is in the Hub's cache.
+
+    Raises:
+        FileNotFoundError: the folder or the repository has no such file, or there is neither.
+        OSError: the repository may not be read, or the Hub cannot be reached and the file is not in its cache.
+    """
+    folder = Path(name)
+    if (folder / CONFIG_NAME).is_file():
+        return folder / CONFIG_NAME
+    if folder.is_dir():
+        raise FileNotFoundError(
+            f"{folder / CONFIG_NAME} does not exist; write it with DiffKVConfig.save_pretrained first."
+        )
+    from huggingface_hub import errors, hf_hub_download
+
+    repo = os.fspath(name)
+    try:
+        found = hf_hub_download(
+            repo,
+            CONFIG_NAME,
+            revision=revision,
+            token=token,
+            cache_dir=None if cache_dir is None else os.fspath(cache_dir),
+            local_files_only=local_files_only,
+        )
+    except errors.HFValidationError as error:
+        raise FileNotFoundError(
+            f"{repo!r} is no folder, and no id of a repository of the Hub; write {CONFIG_NAME} with "
+            "DiffKVConfig.save_pretrained first."
+        ) from error
+    except errors.RemoteEntryNotFoundError as error:
+        raise FileNotFoundError(
+            f"{repo} on the Hub has no {CONFIG_NAME}; use DiffKVConfig.for_model, or write one with "
+            "DiffKVConfig.push_to_hub."
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise FileNotFoundError(
+            f"{CONFIG_NAME} of {repo} is not in the Hub's cache, and the Hub was not asked or could not be reached; "
+            "connect (and leave out local_files_only and HF_HUB_OFFLINE), or give a folder."
+        ) from error
+    except errors.HfHubHTTPError as error:
+        raise _hub_error(error, repo, revision, "read") from error
+    return Path(found)
+
+
+def push(
+    config: DiffKVConfig,
+    repo_id: str,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    private: bool | None = None,
+    create_pr: bool = False,
+    commit_message: str = f"Upload {CONFIG_NAME}",
+) -> Any:
+    """Uploads the file to a repository of the Hub, made if missing; the Hub's `CommitInfo`.
+
+    Raises:
+        OSError: the Hub cannot be reached or refuses.
+        ValueError: `repo_id` is no id.
+    """
+    from huggingface_hub import HfApi, errors
+
+    api = HfApi(token=token, library_name="hf-diffkv")
+    try:
+        repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        return api.upload_file(
+            path_or_fileobj=to_text(config).encode(),
+            path_in_repo=CONFIG_NAME,
+            repo_id=repo,
+            revision=revision,
+            create_pr=create_pr,
+            commit_message=commit_message,
+        )
+    except errors.HFValidationError as error:
+        raise ValueError(f"repo_id={repo_id!r} is no id of a repository; write OWNER/NAME.") from error
+    except errors.LocalTokenNotFoundError as error:
+        raise OSError(f"no token to write {repo_id} with; log in with `hf auth login`, or give token=.") from error
+    except errors.HfHubHTTPError as error:
+        raise _hub_error(error, repo_id, revision, "write") from error
+    # HTTPError is that of the HTTP client which the Hub's library uses
+    except (errors.OfflineModeIsEnabled, errors.HTTPError) as error:
+        reason = " ".join(str(error).split())
+        raise OSError(f"cannot reach the Hub to write {repo_id} ({reason}); connect, or save to a folder.") from error
+
+
+def _hub_error(error: Any, repo: str, revision: str | None, doing: str) -> OSError:
+    """One line for what the Hub answered."""
+    from huggingface_hub import errors
+
+    status = getattr(error.response, "status_code", None)
+    if isinstance(error, errors.GatedRepoError):
+        return OSError(f"{repo} is gated; ask for access on its page of the Hub, then log in with `hf auth login`.")
+    if isinstance(error, errors.RevisionNotFoundError):
+        return FileNotFoundError(f"{repo} on the Hub has no revision {revision!r}; see its branches, tags and commits.")
+    if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403):
+        what = "neither a folder nor a repository" if doing == "read" else "no repository"
+        return FileNotFoundError(
+            f"{repo!r} is {what} of the Hub that you may {doing}; check the name, and log in with `hf auth login` (or "
+            "give token=) if it is private or yours."
+        )
+    return OSError(f"the Hub cannot {doing} {repo}: {' '.join(str(error).split())}; try again later.")

@@ -1,0 +1,110 @@
+"""Configurations by name: ours, by what they take, and the published thresholds (DiffKV, SOSP 2025), by model."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection
+from typing import Any
+
+from .precision import Precision
+
+# model name -> (alpha_low, alpha_high); a sibling release (Llama-3.1, a distillation) was not calibrated
+CALIBRATED: dict[str, tuple[float, float]] = {
+    r"(meta-)?llama-?3-8b(-instruct)?(-hf)?": (0.02, 1.0),
+    r"(meta-)?llama-?3-70b(-instruct)?(-hf)?": (0.0, 1.0),
+    r"qwen2\.5-7b(-instruct)?": (0.04, 0.04),
+    r"qwen2\.5-32b(-instruct)?": (0.0, 3.0),
+    r"qwq-32b(-preview)?": (0.0, 3.0),
+}
+SAFE: dict[str, Any] = {"alpha_low": 0.0, "alpha_high": 1.0}
+# of models whose thresholds were not published, where none of these fields is chosen
+DEFAULT_PRESET = "balanced"
+LEVEL_FIELDS = {"high", "low", "alpha_high", "alpha_low", "policy", "policy_options", "protected_layers"}
+
+# The papers' runs of these families quantise in groups: 1 at 8 bits, 2 at 4 bits, 4 at 2 bits.
+GROUPED = re.compile(r"^(qwq|qwen3)\b")
+GROUPED_PRECISIONS: dict[str, Any] = {"high": Precision(8, 4, 1, 2), "low": Precision(4, 2, 2, 4)}
+
+
+# of pages whose tokens all have one precision: narrow ones without scores and positions
+UNIFORM_NUMBERS = {"metadata_bits": 16, "position_bytes": 0}
+
+
+def _uniform(name: str, **fields: Any) -> dict[str, Any]:
+    precision = Precision.parse(name)
+    levels = {"high": precision, "low": precision, "alpha_high": 0.0, "alpha_low": 0.0}
+    return {**levels, "adaptive_rounding": True, "metadata_bits": 16, **fields}
+
+
+# Every token at one precision: on small models that beat tokens at two precisions of the same bytes (docs/quality.md).
+PRESETS: dict[str, dict[str, Any]] = {
+    "quality": _uniform("K8V4"),
+    "balanced": _uniform("K5V4", window=32),
+    "small": _uniform("K4V3g2/1", window=32),
+}
+
+
+# from the best to the smallest (docs/quality.md has what each keeps)
+LADDER = ("K8V8", "K8V4", "K6V4", "K5V4", "K4V4g2/1", "K4V4", "K4V3g2/1", "K4V3", "K4V2")
+
+
+def preset_within(target_ratio: Any, model_config: Any) -> dict[str, Any]:
+    """Config fields that keep every token at the best precision of `LADDER` that takes no more.
+
+    Args:
+        target_ratio: bytes of a stored token to its bytes in the model's dtype; the window comes on top.
+        model_config: a Transformers configuration, for the size of a head and of an element.
+
+    Raises:
+        ValueError: `target_ratio` is no number above 0, or below what the smallest takes; no configuration.
+    """
+    # the page format computes bytes; what imports this module for a name need not load it
+    from ..pages.layout import PageLayout
+
+    if isinstance(target_ratio, bool) or not isinstance(target_ratio, (int, float)) or not 0 < target_ratio:
+        raise ValueError(f"target_ratio={target_ratio!r} must be a number above 0, for example 0.3.")
+    if not hasattr(model_config, "get_text_config"):
+        raise ValueError("target_ratio needs the size of the model's heads; pass the model or model.config.")
+    text_config = model_config.get_text_config(decoder=True)
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+    element_bytes = getattr(getattr(text_config, "dtype", None), "itemsize", 2)
+    for name in LADDER:
+        precision = Precision.parse(name)
+        pages = PageLayout.build(precision, precision, head_dim, head_dim, element_bytes, **UNIFORM_NUMBERS)
+        ratio = pages.high.token_bytes / (2 * head_dim * element_bytes)
+        if ratio <= target_ratio:
+            return _uniform(name, window=32)
+    raise ValueError(
+        f"target_ratio={target_ratio} is below what {LADDER[-1]} takes of heads of {head_dim}, "
+        f"{ratio:.3f}; raise it, or choose precisions or a policy yourself."
+    )
+
+
+def preset_named(name: str) -> dict[str, Any]:
+    """Config fields of one of `PRESETS`. Raises `ValueError` for another name."""
+    if name not in PRESETS:
+        raise ValueError(f"there is no preset {name!r}; choose one of {', '.join(map(repr, PRESETS))}.")
+    return PRESETS[name]
+
+
+def preset_for(model_config: Any, given: Collection[str] = ()) -> dict[str, Any]:
+    """Config fields for a model: calibrated where published, otherwise a preset, or thresholds that never prune.
+
+    Args:
+        given: fields that somebody chooses; where one of `LEVEL_FIELDS` is among them, no preset is taken.
+    """
+    if isinstance(model_config, (str, os.PathLike)):
+        name = os.fspath(model_config)
+    elif hasattr(model_config, "_name_or_path"):
+        name = model_config._name_or_path
+    else:
+        raise ValueError(
+            f"a {type(model_config).__name__} is no model; pass the model, model.config, or the model's name or folder."
+        )
+    name = (name or "").lower().replace("_", "-").rstrip("/").rsplit("/", 1)[-1]
+    grouped = GROUPED_PRECISIONS if GROUPED.match(name) else {}
+    for pattern, (alpha_low, alpha_high) in CALIBRATED.items():
+        if re.fullmatch(pattern, name):
+            return {"alpha_low": alpha_low, "alpha_high": alpha_high, **grouped}
+    return {**SAFE, **grouped} if grouped or LEVEL_FIELDS & set(given) else dict(PRESETS[DEFAULT_PRESET])

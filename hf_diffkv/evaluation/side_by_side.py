@@ -1,0 +1,320 @@
+"""One generation with one cache in a process of its own, and the comparison of two such runs.
+
+A process per cache keeps the figures apart: memory that one run leaves behind is never counted for the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer
+from transformers.utils import logging
+
+from .. import plot
+from ..cache.diffkv_cache import DiffKVCache
+from ..cache.errors import HandOverError
+from ..config import DiffKVConfig
+from .peak import PeakMemory
+from .talk import Talk
+
+DYNAMIC, DIFFKV = "DynamicCache", "DiffKV"
+# What a user can cause; anything else is a defect and keeps its traceback.
+EXPECTED = (ValueError, OSError, MemoryError, NotImplementedError, HandOverError, torch.OutOfMemoryError)
+WARM_UP_TOKENS = 3
+# as a shell says that a process was ended by SIGPIPE
+BROKEN_PIPE = 141
+# Ctrl-C reaches both processes; the one that waits says so, this one ends without a word
+NEW_PROCESS = (
+    "import runpy, signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    "runpy.run_module('hf_diffkv.evaluation.side_by_side', run_name='__main__')"
+)
+
+
+class RunError(Exception):
+    """A run that could not be made; the message says why in one line."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything one run needs.
+
+    Attributes:
+        turns: the prompt, then what the user adds after each answer.
+        chat: whether the turns are messages to a chat model.
+        max_new_tokens: tokens generated per turn.
+        config: fields of `DiffKVConfig` (DiffKV only).
+        system: system message of a chat; None leaves it to the template.
+        sampling: further arguments of `generate()`, used where `sample` is True.
+        picture: where to plot the levels; None for no picture.
+        stream: whether the text goes to stdout while it is generated.
+        echo: whether what the user added goes there as well; answers are kept apart by newlines otherwise.
+        quiet: no progress bar.
+    """
+
+    cache: str
+    model: str
+    turns: list[str]
+    max_new_tokens: int
+    config: dict[str, Any]
+    dtype: str
+    device: str
+    seed: int
+    sample: bool
+    chat: bool = False
+    system: str | None = None
+    sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
+    picture: str | None = None
+    stream: bool = False
+    echo: bool = True
+    quiet: bool = False
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run did.
+
+    Attributes:
+        text: all that followed the prompt; answers: what the model wrote in each turn; generated: its token ids.
+        cache_bytes: what the cache really holds; dense_bytes: what a dense one of the same tokens would (DiffKV only);
+            payload_bytes: codes and window alone (DiffKV only).
+        peak_bytes: highest memory of the process or device; above_model_bytes: the same less what the loaded model
+            took; peak_source: how they were measured. None where the platform cannot tell.
+        prompt_seconds: time to the first token of the first turn.
+        tokens_per_second: of decoding, first tokens of turns left out; None if there was nothing else.
+        levels: tokens per level over layers, heads and requests (DiffKV only); layers: the same per layer and head.
+        num_layers: layers of the cache, compressed or not.
+    """
+
+    cache: str
+    text: str
+    generated: list[list[int]]
+    prompt_tokens: int
+    seen_tokens: int
+    cache_bytes: int
+    payload_bytes: int | None
+    peak_bytes: int | None
+    above_model_bytes: int | None
+    peak_source: str
+    prompt_seconds: float
+    tokens_per_second: float | None
+    levels: dict[str, int] | None = None
+    layers: list[dict[str, Any]] | None = None
+    note: str | None = None
+    dense_bytes: int | None = None
+    num_layers: int | None = None
+    answers: list[str] = dataclasses.field(default_factory=list)
+
+
+def run_in_fresh_process(job: Job) -> Run:
+    """Runs `job` in a new Python process, which writes to this one's stdout and stderr.
+
+    Raises:
+        RunError: the run failed for a reason that a user can act on, or the process died.
+        BrokenPipeError: nobody reads stdout any more.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        job_path, run_path = Path(folder, "job.json"), Path(folder, "run.json")
+        job_path.write_text(json.dumps(dataclasses.asdict(job)))
+        # at the end, so that whatever the caller put first stays first
+        package = str(Path(__file__).resolve().parents[1])
+        paths = [path for path in (os.environ.get("PYTHONPATH"), package) if path]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+        sys.stdout.flush()
+        command = [sys.executable, "-c", NEW_PROCESS, str(job_path), str(run_path)]
+        code = subprocess.run(command, env=environment).returncode
+        if code == BROKEN_PIPE:
+            raise BrokenPipeError
+        if not run_path.exists():
+            reason = "was killed, most likely for lack of memory" if code == -9 else f"ended with exit code {code}"
+            raise RunError(f"the {job.cache} run {reason}.")
+        result = json.loads(run_path.read_text())
+    if "error" in result:
+        raise RunError(f"{job.cache}: {result['error']}")
+    return Run(**result)
+
+
+def execute_here(job: Job) -> Run:
+    """Runs `job` in this process.
+
+    Raises:
+        RunError: the run failed for a reason that a user can act on.
+        BrokenPipeError: nobody reads stdout any more.
+    """
+    try:
+        return execute(job)
+    except BrokenPipeError:
+        raise
+    except EXPECTED as error:
+        raise RunError(f"{job.cache}: {_reason(error)}") from error
+
+
+def execute(job: Job) -> Run:
+    """Runs `job` in this process; what goes wrong is raised as it is."""
+    tokenizer = AutoTokenizer.from_pretrained(job.model)
+    dtype = job.dtype if job.dtype == "auto" else getattr(torch, job.dtype)
+    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype).to(job.device).eval()
+    cache = _new_cache(model, job)
+    talk = Talk(model, tokenizer, cache, chat=job.chat, system=job.system)
+    prompt = torch.tensor([talk.encode(job.turns[0])], device=job.device)
+    _warm_up(model, prompt, job)
+    peak = PeakMemory(torch.device(job.device))
+    streamer = _TimedStreamer(tokenizer, job)
+    torch.manual_seed(job.seed)
+    options = {"max_new_tokens": job.max_new_tokens, "do_sample": job.sample, **(job.sampling if job.sample else {})}
+    generated = []
+    for number, turn in enumerate(job.turns):
+        if number:
+            streamer.say(f"\n> {turn}\n" if job.chat else turn)
+        generated.append(talk.answer(turn, streamer=streamer, **options))
+    peak_bytes, above = peak.read()
+    streamer.close()
+    held, note = _held(cache, job)
+    return Run(
+        cache=job.cache,
+        text=tokenizer.decode(talk.ids[0, prompt.shape[1] :], skip_special_tokens=True),
+        answers=[tokenizer.decode(ids, skip_special_tokens=True) for ids in generated],
+        generated=generated,
+        prompt_tokens=prompt.shape[1],
+        seen_tokens=cache.get_seq_length(),
+        peak_bytes=peak_bytes,
+        above_model_bytes=above,
+        peak_source=peak.source,
+        prompt_seconds=streamer.prompt_seconds,
+        tokens_per_second=streamer.tokens_per_second,
+        note=note,
+        num_layers=len(cache.layers),
+        **held,
+    )
+
+
+def _new_cache(model: Any, job: Job) -> Any:
+    if job.cache == DYNAMIC:
+        return DynamicCache(config=model.config)
+    return DiffKVCache(model.config, DiffKVConfig.from_dict(job.config))
+
+
+def _warm_up(model: Any, prompt: torch.Tensor, job: Job) -> None:
+    """First calls pay for kernels and thread pools; they must not fall into the measured time."""
+    config = DiffKVConfig.from_dict(job.config) if job.cache == DIFFKV else DiffKVConfig()
+    window = config.window + config.sinks
+    ids = prompt[:, -(window + 16) :]
+    mask = torch.ones_like(ids)
+    cache = _new_cache(model, job)
+    model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=WARM_UP_TOKENS, do_sample=False)
+
+
+def _held(cache: Any, job: Job) -> tuple[dict[str, Any], str | None]:
+    """The part of a `Run` that describes what the cache holds, and a note where the picture is missing."""
+    if job.cache == DYNAMIC:
+        tensors = [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, torch.Tensor)]
+        return {"cache_bytes": sum(t.numel() * t.element_size() for t in tensors), "payload_bytes": None}, None
+    report = cache.memory()
+    note = None
+    if job.picture:
+        try:
+            plot.levels(cache).save(job.picture)
+        except ImportError as error:
+            note = f"no picture: {error}"
+    held = {
+        "cache_bytes": report.bytes,
+        "dense_bytes": report.dense_bytes,
+        "payload_bytes": report.payload_bytes,
+        "levels": report.tokens,
+        "layers": [dataclasses.asdict(layer) for layer in report.layers],
+    }
+    return held, note
+
+
+class _TimedStreamer(TextStreamer):
+    """Notes when each token arrived; prints the text, or a progress bar where the text is not wanted.
+
+    `generate()` hands over each token on the host, so the clock also covers the device's work.
+    """
+
+    def __init__(self, tokenizer: Any, job: Job) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.printing, self.echo, self.ends = job.stream, job.echo, True
+        total = len(job.turns) * job.max_new_tokens
+        self.bar = (
+            None
+            if job.stream
+            else tqdm(total=total, unit="token", desc=job.cache, leave=False, disable=job.quiet or None)
+        )
+        self.arrivals: list[list[float]] = []
+        self.started = time.perf_counter()
+
+    def put(self, value: torch.Tensor) -> None:
+        now = time.perf_counter()
+        if self.next_tokens_are_prompt:
+            self.arrivals.append([])
+            if len(self.arrivals) == 1:
+                self.started = now
+        else:
+            self.arrivals[-1].append(now)
+            if self.bar is not None:
+                self.bar.update(1)
+        super().put(value)
+
+    def say(self, text: str) -> None:
+        """Shows what the user added."""
+        if self.echo:
+            self.write(text)
+        elif not self.ends:
+            self.write("\n")
+
+    def write(self, text: str) -> None:
+        if self.printing and text:
+            self.ends = text.endswith("\n")
+            print(text, end="", flush=True)
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.write(text)
+
+    def close(self) -> None:
+        if not self.ends:
+            self.write("\n")
+        if self.bar is not None:
+            self.bar.close()
+
+    @property
+    def prompt_seconds(self) -> float:
+        return self.arrivals[0][0] - self.started
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        seconds = sum(times[-1] - times[0] for times in self.arrivals if times)
+        tokens = sum(len(times) - 1 for times in self.arrivals if times)
+        return tokens / seconds if tokens else None
+
+
+def _reason(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _main(job_path: str, run_path: str) -> None:
+    job = Job(**json.loads(Path(job_path).read_text()))
+    if job.quiet or not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    try:
+        result = dataclasses.asdict(execute(job))
+    except BrokenPipeError:
+        # whoever read the text has had enough
+        os._exit(BROKEN_PIPE)
+    except EXPECTED as error:
+        result = {"error": _reason(error)}
+    Path(run_path).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

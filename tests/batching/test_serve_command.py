@@ -1,0 +1,272 @@
+"""`hf-diffkv serve` in a process of its own: what clients get over HTTP, and what is left when they are gone."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_diffkv.evaluation.models import TINY_LM
+
+httpx = pytest.importorskip("httpx")
+parts = pytest.importorskip("hf_diffkv.batching.server.parts", exc_type=ImportError)
+
+ROOT = Path(__file__).parents[2]
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+    "{% for message in messages %}@{{ message.role }}={{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}?{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "tree_height", "parameters": {"type": "object", "properties": {}}}}
+BUDGET, SLOTS, LONGEST, NEW = 12_000_000, 6, 1200, 6
+ASKED = 1100
+LONG = json.dumps({"max_new_tokens": ASKED, "eos_token_id": -1})
+PATIENCE = 60
+
+
+class Server:
+    """The command, and requests to it."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "template.jinja").write_text(TEMPLATE)
+        self.errors = folder / "stderr.txt"
+        sizes = {"max-bytes": BUDGET, "max-requests": SLOTS, "max-length": LONGEST, "max-batch-tokens": 96}
+        others = {"port": 0, "chat-template": folder / "template.jinja", "dtype": "float32", "device": "cpu"}
+        prefixes = {"prefix-bytes": 4 << 20, "prefix-folder": folder / "prefixes", "prefix-folder-bytes": 64 << 20}
+        given = {**sizes, **others, **prefixes, "log-every": 0.2}.items()
+        options = ["--lossless", "--greedy", *(f"--{name}={value}" for name, value in given)]
+        command = [sys.executable, "-m", "hf_diffkv", "serve", "tiny-lm", *options]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        with self.errors.open("w") as file:
+            # a shell may have had its children ignore what Ctrl-C sends
+            reset = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+            self.process = subprocess.Popen(command, stderr=file, env=environment, preexec_fn=reset)
+        found = self.until(lambda: re.search(r"http://localhost:\d+", self.errors.read_text()))
+        self.client = httpx.Client(base_url=found[0], timeout=PATIENCE)
+        self.until(self.answers)
+
+    def until(self, found: Callable[[], Any]) -> Any:
+        """What `found` finds at last."""
+        for _ in range(PATIENCE * 20):
+            result = found()
+            if result:
+                return result
+            assert self.process.poll() is None, self.errors.read_text()
+            time.sleep(0.05)
+        raise AssertionError(f"nothing came; {self.errors.read_text()}")
+
+    def answers(self) -> bool:
+        try:
+            return self.client.get("/health").json() == {"status": "ok"}
+        except httpx.ConnectError:
+            return False
+
+    def statistics(self) -> dict[str, Any]:
+        return self.client.get("/diffkv").json()
+
+    def idle(self) -> dict[str, Any]:
+        """The statistics, once nothing is in flight or waiting and every page is free."""
+
+        def at_rest() -> dict[str, Any] | None:
+            found = self.statistics()
+            return found if (found["requests"], found["waiting"], found["free_share"]) == (0, 0, 1.0) else None
+
+        return self.until(at_rest)
+
+    def chat(self, text: str, max_tokens: int | None = NEW, **fields: Any) -> Any:
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": max_tokens, **fields}
+        return self.client.post("/v1/chat/completions", json=body)
+
+    def stream(self, text: str, **headers: str) -> Any:
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": NEW, "stream": True}
+        return self.client.stream("POST", "/v1/chat/completions", json=body, headers=headers)
+
+    def long(self, **headers: str) -> Any:
+        """A stream that goes on for as long as somebody reads it."""
+        body = {"messages": [{"role": "user", "content": "a"}], "generation_config": LONG, "stream": True}
+        return self.client.stream("POST", "/v1/chat/completions", json=body, headers=headers)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    running = Server(tmp_path_factory.mktemp("server"))
+    yield running
+    running.process.kill()
+    running.process.wait()
+
+
+@functools.cache
+def tokenizer() -> Any:
+    loaded = AutoTokenizer.from_pretrained(TINY_LM)
+    loaded.chat_template = TEMPLATE
+    return loaded
+
+
+@functools.cache
+def model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(TINY_LM, dtype=torch.float32)
+
+
+def expected(ids: list[int], new: int = NEW) -> str:
+    """What `generate()` says with Transformers' own cache."""
+    output = model().generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False)
+    return tokenizer().decode(output[0, len(ids) :], skip_special_tokens=True)
+
+
+def prompt_of(text: str, **options: Any) -> list[int]:
+    messages = [{"role": "user", "content": text}]
+    return tokenizer().apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
+
+
+def read(stream: Any) -> tuple[list[str], dict[str, Any]]:
+    """Pieces of text, and the last chunk."""
+    with stream as response:
+        assert response.status_code == 200, response.read()
+        chunks = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+    return [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks], chunks[-1]
+
+
+def test_many_streaming_clients_get_what_generate_says(server: Server) -> None:
+    texts = [f"@oak={5000 + 7 * i}" + " @elm=1177" * (i % 9) + f" ?oak=\n{'?elm=' * (i % 2)}" for i in range(32)]
+    before = server.idle()
+    with ThreadPoolExecutor(len(texts)) as pool:
+        answers = list(pool.map(lambda text: read(server.stream(text)), texts))
+    said = 0
+    for text, (pieces, last) in zip(texts, answers):
+        ids = prompt_of(text)
+        assert "".join(pieces) == expected(ids)
+        assert len(pieces) > 3 and last["usage"]["prompt_tokens"] == len(ids)
+        said += last["usage"]["completion_tokens"]
+    found = server.idle()
+    assert found["generated_tokens"] - before["generated_tokens"] == said
+    assert found["slots"] == SLOTS and found["longest"] == LONGEST
+    assert found["max_bytes"] == BUDGET and found["held_bytes"] <= found["peak_bytes"] <= BUDGET
+
+
+def test_tools_reach_the_template(server: Server) -> None:
+    answer = server.chat("@oak=5305 ?oak=", tools=[TOOL]).json()
+    ids = prompt_of("@oak=5305 ?oak=", tools=[TOOL])
+    assert "tree_height" in tokenizer().decode(ids)
+    assert answer["choices"][0]["message"]["content"] == expected(ids)
+    assert answer["usage"]["prompt_tokens"] == len(ids)
+
+
+def test_other_routes(server: Server) -> None:
+    prompt = "@oak=5305 @elm=1177 ?elm="
+    ids = tokenizer()(prompt).input_ids
+    body = {"prompt": prompt, "max_tokens": NEW, "model": "tiny-lm"}
+    assert server.client.post("/v1/completions", json=body).json()["choices"][0]["text"] == expected(ids)
+    body = {"input": "@oak=5305 ?oak=", "max_output_tokens": NEW, "stream": False}
+    output = server.client.post("/v1/responses", json=body).json()["output"]
+    assert output[0]["content"][0]["text"] == expected(prompt_of("@oak=5305 ?oak="))
+    assert [found["id"] for found in server.client.get("/v1/models").json()["data"]] == ["tiny-lm"]
+    assert server.client.post("/reset").status_code == 404
+
+
+def test_a_further_turn_computes_new_tokens_alone(server: Server) -> None:
+    def ask(prompt: str) -> tuple[str, int]:
+        before = server.idle()["prompt_tokens"]
+        body = {"prompt": prompt, "max_tokens": NEW, "generation_config": LONG}
+        text = server.client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        return text, server.idle()["prompt_tokens"] - before
+
+    first, further = "@oak=5305 @elm=1177 @yew=9021 ?elm=", "\n?yew="
+    answer, computed = ask(first)
+    ids = tokenizer()(first).input_ids
+    assert computed == len(ids)
+    text = first + answer + further
+    _, computed = ask(text)
+    held = len(ids) + NEW - 1
+    assert computed == len(tokenizer()(text).input_ids) - held
+    found = server.statistics()["prefixes"]
+    assert found["tokens_reused"] == held and found["hits"]["device"] == 1 and found["kept"] > 2
+
+
+def test_clients_that_go_away_free_their_pages(server: Server) -> None:
+    """While they read, while they wait for a whole answer, and while they wait for room."""
+    before = server.idle()
+    reading = [server.long() for _ in range(SLOTS - 1)]
+    # a connection is closed with what reads from it
+    lines = [stream.__enter__().iter_lines() for stream in reading]
+    assert all(next(each) for each in lines)
+    body = {"prompt": "a", "generation_config": LONG}
+    with pytest.raises(httpx.ReadTimeout):
+        server.client.post("/v1/completions", json=body, timeout=httpx.Timeout(PATIENCE, read=0.3))
+    waiting = [server.long() for _ in range(SLOTS)]
+    for stream in waiting:
+        stream.__enter__()
+
+    def busy() -> bool:
+        found = server.statistics()
+        return found["requests"] == SLOTS and found["waiting"] > 0 and found["free_share"] < 1
+
+    server.until(busy)
+    for stream in reading + waiting:
+        stream.__exit__(None, None, None)
+    said = server.idle()["generated_tokens"] - before["generated_tokens"]
+    assert 0 < said < ASKED
+
+
+def test_what_has_no_room_is_refused_with_the_reason(server: Server) -> None:
+    answer = server.chat("a", LONGEST)
+    assert answer.status_code == 400
+    assert f"{LONGEST} new ones" in answer.json()["detail"] and f"room for {LONGEST};" in answer.json()["detail"]
+    assert answer.json()["error"]["message"] == answer.json()["detail"]
+    answer = server.chat("a" * 2000)
+    assert answer.status_code == 400 and "shorten the prompt" in answer.json()["detail"]
+    with server.stream("a" * 2000) as response:
+        assert response.status_code == 400
+    # who does not say how much gets what there is room for
+    text = "a" * (LONGEST - len(prompt_of("")) - 3)
+    answer = server.chat(text, None).json()
+    assert answer["usage"]["prompt_tokens"] == LONGEST - 3
+    assert answer["usage"]["completion_tokens"] <= 4
+    server.idle()
+
+
+def test_names_that_do_not_go(server: Server) -> None:
+    answer = server.chat("a", model="gpt")
+    assert answer.status_code == 400 and "tiny-lm" in answer.json()["detail"]
+    with server.long(**{"x-request-id": "mine"}) as response:
+        lines = response.iter_lines()
+        assert next(lines)
+        with server.stream("b", **{"x-request-id": "mine"}) as second:
+            assert second.status_code == 409 and "'mine'" in second.read().decode()
+        # the first one has its stream still
+        assert any("content" in line for line, _ in zip(lines, range(4)))
+    server.idle()
+
+
+def test_a_release_that_changed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parts.surprises() == []
+    from transformers.cli.serving import utils
+
+    monkeypatch.setattr(utils.CBGenerateManager, "init_cb", lambda self, model: None)
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.99.0")
+    monkeypatch.delitem(sys.modules, parts.__name__)
+    with pytest.raises(ImportError, match=r"5\.99\.0 changed CBGenerateManager\.init_cb"):
+        importlib.import_module(parts.__name__)
+
+
+def test_it_says_what_it_does_until_it_is_interrupted(server: Server) -> None:
+    server.chat("@oak=5305 ?oak=")
+    server.until(lambda: re.search(r"in flight, \d+ waiting; .* of 12\.0 MB held", server.errors.read_text()))
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(PATIENCE) == 130
+    # for the next process
+    assert any((server.errors.parent / "prefixes").iterdir())
+    assert server.errors.read_text().endswith("hf-diffkv: interrupted.\n")

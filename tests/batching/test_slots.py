@@ -1,0 +1,212 @@
+"""Random arrivals, departures and failures on the slots of one store: each request is what it would be by itself."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from torch import Tensor
+
+from hf_diffkv.batching.slots import Slots
+from hf_diffkv.batching.staging import stage
+from hf_diffkv.config import DiffKVConfig, Precision
+from hf_diffkv.ops.backend import use_backend
+from hf_diffkv.store import Store, attend_token, attend_tokens, check_integrity, read_tokens
+
+LAYERS, HEADS, GROUP, DIM, SLOTS, LONGEST = 2, 2, 2, 8, 4, 120
+SETTINGS = settings(max_examples=6, stateful_step_count=12, derandomize=True, deadline=None, database=None)
+THRESHOLDS = [(1.0, 0.5), (0.0, 0.0), (1e9, 0.0), (0.9, 0.9), (1.5, 1.0)]
+BUDGETS = {"tight": 22_000, "ample": 400_000}
+CPU = torch.device("cpu")
+
+
+def configuration(alpha_high: float = 1.0, alpha_low: float = 0.5, window: int = 4, **fields) -> DiffKVConfig:
+    """Small pages, so that there are many."""
+    precisions = {"high": Precision(8, 4), "low": Precision(4, 2), "page_bytes": 192, "sinks": 0}
+    return DiffKVConfig(**{**precisions, "alpha_high": alpha_high, "alpha_low": alpha_low, "window": window, **fields})
+
+
+def make_slots(config: DiffKVConfig, max_bytes: int = BUDGETS["ample"], slots: int = SLOTS, **sizes) -> Slots:
+    options = {"max_tokens": LONGEST, "max_bytes": max_bytes, **sizes}
+    return Slots(config, LAYERS, slots, HEADS, HEADS * GROUP, DIM, DIM, torch.float32, CPU, **options)
+
+
+@dataclass
+class Request:
+    """A request in a slot, and the same one on a store of its own."""
+
+    slot: int
+    generator: torch.Generator
+    alone: Store
+    tokens: int = 0
+
+    def draw(self, tokens: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Queries, keys and values of each layer for the next tokens."""
+        shapes = ((1, HEADS * GROUP, tokens, DIM), (1, HEADS, tokens, DIM), (1, HEADS, tokens, DIM))
+        drawn = [[torch.randn(shape, generator=self.generator) for shape in shapes] for _ in range(LAYERS)]
+        for query, _, _ in drawn:
+            query *= 3
+        return drawn
+
+    def run_alone(self, inputs: list[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
+        """The forward on the store of its own."""
+        tokens, seen = inputs[0][0].shape[2], self.alone.seen
+        self.alone.begin(tokens)
+        attend = attend_token if tokens == 1 and seen else attend_tokens
+        outputs = [attend(self.alone, layer, *part, scaling=0.4) for layer, part in enumerate(inputs)]
+        self.alone.padding.append(tokens, None)
+        return outputs
+
+
+def alone_store(config: DiffKVConfig) -> Store:
+    store = Store(config, LAYERS, 1, HEADS, DIM, DIM, torch.float32, CPU)
+    for layer in range(LAYERS):
+        store.set_thresholds(layer, config.alpha_high, config.alpha_low)
+    return store
+
+
+def forward(slots: Slots, parts: list[tuple[Request, list[tuple[Tensor, Tensor, Tensor]]]]) -> list[list[Tensor]]:
+    """One packed forward; each request's output of each layer."""
+    counts = [inputs[0][0].shape[2] for _, inputs in parts]
+    slots.begin([(request.slot, count) for (request, _), count in zip(parts, counts)])
+    outputs = []
+    for layer in range(LAYERS):
+        packed = (torch.cat(tensors, dim=2) for tensors in zip(*(inputs[layer] for _, inputs in parts)))
+        outputs.append(slots.attend(layer, *packed, scaling=0.4).split(counts, dim=2))
+    return list(map(list, zip(*outputs)))
+
+
+def assert_same_request(slots: Slots, request: Request) -> None:
+    """The slot holds what the store of its own holds, bit for bit."""
+    slots.settle()
+    held = stage(slots.store, request.slot, slots.seen(request.slot), slots.store.pool)
+    for layer in range(LAYERS):
+        mine, alone = read_tokens(held, layer), read_tokens(request.alone, layer)
+        assert torch.equal(mine.levels, alone.levels)
+        assert torch.equal(mine.keys, alone.keys) and torch.equal(mine.values, alone.values)
+        torch.testing.assert_close(mine.score, alone.score, rtol=1e-5, atol=1e-6)
+
+
+class SlotMachine(RuleBasedStateMachine):
+    """Slots under random traffic."""
+
+    @initialize(
+        thresholds=st.sampled_from(THRESHOLDS),
+        window=st.sampled_from([1, 4]),
+        budget=st.sampled_from(sorted(BUDGETS)),
+        center=st.booleans(),
+        sinks=st.sampled_from([0, 2]),
+    )
+    def start(self, thresholds: tuple[float, float], window: int, budget: str, center: bool, sinks: int) -> None:
+        self.config = configuration(*thresholds, window=window, center=center, rotate=center, sinks=sinks)
+        # the budgets are of what is beside sinks: keys, values and a sum of each
+        exact = sinks * LAYERS * SLOTS * HEADS * (2 * DIM + 1) * 4
+        self.slots = make_slots(self.config, BUDGETS[budget] + exact)
+        self.requests: list[Request] = []
+
+    def arrive(self, seed: int) -> None:
+        if self.slots.idle:
+            generator = torch.Generator().manual_seed(seed)
+            self.requests.append(Request(self.slots.adopt(), generator, alone_store(self.config)))
+        else:
+            with pytest.raises(MemoryError, match="slots are taken"):
+                self.slots.adopt()
+
+    @rule(arrivals=st.lists(st.integers(0, 1000), max_size=2), data=st.data())
+    def forwards(self, arrivals: list[int], data) -> None:
+        """A few forwards; in each of them some requests have one token, some a chunk, some none."""
+        for seed in arrivals:
+            self.arrive(seed)
+        for _ in range(data.draw(st.integers(1, 4), label="forwards")):
+            chosen = []
+            for request in data.draw(st.permutations(self.requests), label="order"):
+                tokens = data.draw(st.sampled_from([1, 30, 0, 1, 2, 7, 1]), label="tokens")
+                if tokens and request.tokens + tokens <= self.slots.longest:
+                    chosen.append((request, tokens))
+            self.run(chosen, data.draw(st.sampled_from([None] * 7 + [0]), label="a bad one"))
+
+    def run(self, chosen: list[tuple[Request, int]], bad: int | None) -> None:
+        self.slots.settle()
+        parts = []
+        for request, tokens in chosen:
+            if self.slots.reserve(request.slot, tokens):
+                parts.append((request, request.draw(tokens)))
+        if not parts:
+            return
+        spoiled = parts[bad][0] if bad is not None else None
+        expected = [None if request is spoiled else request.run_alone(inputs) for request, inputs in parts]
+        if spoiled is not None:
+            parts[bad][1][-1][1][0, 0, -1, 0] = torch.nan
+        outputs = forward(self.slots, parts)
+        failures = self.slots.take_failures()
+        assert list(failures) == ([] if spoiled is None else [spoiled.slot])
+        for (request, inputs), output, alone in zip(parts, outputs, expected):
+            request.tokens += inputs[0][0].shape[2]
+            if request is spoiled:
+                assert "NaN" in str(failures[request.slot])
+                self.leave(request)
+                continue
+            for mine, his in zip(output, alone):
+                torch.testing.assert_close(mine, his, rtol=1e-5, atol=1e-5)
+
+    def leave(self, request: Request) -> None:
+        self.slots.release(request.slot)
+        self.requests.remove(request)
+
+    @rule(data=st.data())
+    def depart(self, data) -> None:
+        if self.requests:
+            self.leave(data.draw(st.sampled_from(self.requests), label="departs"))
+
+    @rule(data=st.data())
+    def fork(self, data) -> None:
+        if not self.requests:
+            return
+        request = data.draw(st.sampled_from(self.requests), label="forked")
+        self.slots.settle()
+        idle = self.slots.idle
+        slot = self.slots.fork(request.slot)
+        if slot is None:
+            assert self.slots.idle == idle
+            return
+        twin = copy.deepcopy(request.alone)
+        generator = torch.Generator().manual_seed(slot)
+        self.requests.append(Request(slot, generator, twin, request.tokens))
+
+    @rule(data=st.data())
+    def compare(self, data) -> None:
+        for request in self.requests:
+            assert self.slots.seen(request.slot) == request.tokens
+            if request.tokens:
+                assert_same_request(self.slots, request)
+
+    @invariant()
+    def sound(self) -> None:
+        if not hasattr(self, "slots"):
+            return
+        assert self.slots.bytes <= self.slots.max_bytes
+        assert self.slots.idle + len(self.requests) == SLOTS
+        check_integrity(self.slots.store)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "slots"):
+            return
+        for request in list(self.requests):
+            self.leave(request)
+        self.slots.settle()
+        check_integrity(self.slots.store)
+        assert self.slots.store.owned_pages().numel() == 0
+        assert self.slots.reservations.unreserved == self.slots.store.pool.max_pages - 1
+        assert not self.slots.store.length.any()
+
+
+@pytest.mark.parametrize("backend", ["reference", "native"])
+@pytest.mark.sampled(100)
+def test_requests_are_what_they_would_be_alone(backend: str) -> None:
+    with use_backend(backend):
+        run_state_machine_as_test(SlotMachine, settings=SETTINGS)

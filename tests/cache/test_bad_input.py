@@ -1,0 +1,429 @@
+"""Wrong configurations, models and calls: an error that names the argument and the remedy, and nothing changed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import ragged_prompts, tiny_model
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel, T5Config, T5ForConditionalGeneration
+
+from hf_diffkv import DiffKVCache, DiffKVConfig, HandOverError, Precision, UnsupportedModelError
+from hf_diffkv.cache import models
+
+LENGTHS = (20, 7)
+# steps until a decode error must have surfaced: the host looks at the device every 8 steps
+STEPS_TO_A_LOOK = 10
+
+
+@contextmanager
+def raises(kind: type[Exception] | tuple[type[Exception], ...], *words: str) -> Any:
+    """Expects an error of `kind` whose message contains every one of `words`."""
+    with pytest.raises(kind) as caught:
+        yield caught
+    missing = [word for word in words if not re.search(re.escape(word), str(caught.value), re.IGNORECASE)]
+    assert not missing, f"{missing} not in {caught.value}"
+
+
+def generate(model: PreTrainedModel, **options: Any) -> Tensor:
+    ids, mask = ragged_prompts(LENGTHS)
+    return model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False, **options)
+
+
+def contents(cache: DiffKVCache) -> dict[str, Any]:
+    """All that can be observed of a cache."""
+    filled = [i for i in cache.compressed_layers() if cache.layers[i].is_initialized]
+    return {
+        "seen": [layer.get_seq_length() for layer in cache.layers],
+        "memory": cache.memory(),
+        "levels": [cache.levels(i).tolist() for i in filled],
+        "tokens": [[t.tolist() for t in cache.dequantize(i)] for i in filled],
+        "significance": [cache.significance(i).tolist() for i in filled if cache.config.selects],
+    }
+
+
+# configurations
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda config: DiffKVConfig.from_dict({"alpha_hgih": 1.0}),
+        lambda config: DiffKVConfig.from_json('{"alpha_hgih": 1.0}'),
+        lambda config: DiffKVCache(config, alpha_hgih=1.0),
+    ],
+    ids=["from_dict", "from_json", "DiffKVCache"],
+)
+def test_unknown_config_key(build: Callable) -> None:
+    with raises(ValueError, "alpha_hgih", "known keys", "alpha_high"):
+        build(tiny_model("llama").config)
+
+
+BAD_FIELDS = [
+    ({"alpha_hgih": 1.0}, ("alpha_hgih", "known keys", "alpha_high")),
+    ({"alpha_low": 2.0, "alpha_high": 1.0}, ("alpha_low=2", "alpha_high=1", "alpha_low <= alpha_high")),
+    ({"alpha_low": (0.1, 2.0), "alpha_high": 1.0}, ("alpha_low=2", "alpha_high=1", "alpha_low <= alpha_high")),
+    ({"alpha_low": -0.1}, ("alpha_low=-0.1", "at least 0")),
+    ({"alpha_high": float("nan")}, ("alpha_high=nan", "number")),
+    ({"window": -1}, ("window=-1", "at least 1")),
+    ({"window": 0}, ("window=0", "at least 1")),
+    ({"window": 2.5}, ("window=2.5", "integer")),
+    ({"compaction_interval": 0}, ("compaction_interval=0", "at least 1")),
+    ({"observation_window": 0}, ("observation_window=0", "at least 1")),
+    ({"max_bytes": -5}, ("max_bytes=-5", "at least 1")),
+    ({"high": (7, 4)}, ("k_bits=7", "(1, 2, 3, 4, 5, 6, 8, 16)")),
+    ({"low": (4, 9)}, ("v_bits=9", "(1, 2, 3, 4, 5, 6, 8, 16)")),
+    ({"high": {"k_bits": 8, "vbits": 4}}, ("vbits", "high", "v_bits")),
+    ({"high": (8.0, 4)}, ("k_bits=8.0", "(1, 2, 3, 4, 5, 6, 8, 16)")),
+    ({"high": {"k_bits": 8}}, ("high", "both k_bits and v_bits")),
+    ({"low": "int4"}, ("low='int4'", "write it as 'K8V4'")),
+    ({"policy": "nothing"}, ("policy='nothing'", "diffkv")),
+    ({"policy": "snapvk"}, ("policy='snapvk'", "did you mean 'snapkv'")),
+    ({"policy": 3}, ("policy=3", "name")),
+    ({"policy_options": {"budget": 0.5}}, ("policy_options", "'diffkv' has no option 'budget'")),
+    ({"policy_options": [0.5]}, ("policy_options=[0.5]", "dictionary")),
+    ({"policy": "h2o", "policy_options": {"budgte": 1}}, ("'budgte'", "did you mean 'budget'", "minimum")),
+    ({"policy": "h2o", "policy_options": {"budget": 1.5}}, ("budget=1.5", "between 0 and 1")),
+    ({"policy": "h2o", "policy_options": {"minimum": 2.5}}, ("minimum=2.5", "an integer of at least 0")),
+    ({"policy": "snapkv", "policy_options": {"pool": 4}}, ("pool=4", "odd")),
+    ({"policy": "share", "policy_options": {"by": "luck"}}, ("by='luck'", "'contribution'")),
+    ({"policy": "leankv", "policy_options": {"high_cut": 0.1, "low_cut": 0.2}}, ("low_cut=0.2", "high_cut=0.1")),
+    ({"protected_layers": -1}, ("protected_layers=-1", "at least 0")),
+    ({"high": (8, 4, 0)}, ("k_groups=0", "at least 1")),
+    ({"high": (4, 2), "low": (8, 4)}, ("low=K8V4", "high=K4V2", "swap")),
+    ({"alpha_high": (1.0, 1.0, 1.0)}, ("alpha_high", "3 entries", "2 layers")),
+    ({"alpha_low": (0.0,)}, ("alpha_low", "1 entries", "2 layers")),
+]
+
+
+@pytest.mark.parametrize("fields, words", BAD_FIELDS, ids=[str(fields) for fields, _ in BAD_FIELDS])
+def test_bad_config_fields(fields: dict[str, Any], words: tuple[str, ...]) -> None:
+    """Refused before anything runs, by the cache and by generate(), which leaves the model as it was."""
+    model = tiny_model("llama")
+    with raises(ValueError, *words):
+        DiffKVCache(model.config, **fields)
+    with raises(ValueError, *words):
+        generate(model, cache_implementation="diffkv", cache_config=fields)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_cache_config_of_another_type_names_it() -> None:
+    with raises(ValueError, "cache_config", "lossless"):
+        generate(tiny_model("llama"), cache_implementation="diffkv", cache_config="lossless")
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"high": (8, 4, 3, 1)}, ("high.k_groups=3", "head_dim=16")),
+        ({"low": (4, 2, 1, 5)}, ("low.v_groups=5", "head_dim=16")),
+        ({"alpha_high": ((1.0, 1.0, 1.0),) * 2}, ("alpha_high", "3 entries", "2 KV heads")),
+        ({"max_bytes": 1000}, ("max_bytes=1000", "window")),
+        ({"page_bytes": 64, "high": "K16V16"}, ("page_bytes=64", "raise page_bytes")),
+    ],
+    ids=["k_groups", "v_groups", "heads", "max_bytes", "page_bytes"],
+)
+def test_what_only_the_first_keys_can_tell(fields: dict[str, Any], words: tuple[str, ...]) -> None:
+    model = tiny_model("llama")
+    cache = DiffKVCache(model.config, **fields)
+    before = contents(cache)
+    with raises((ValueError, MemoryError), *words):
+        generate(model, past_key_values=cache)
+    assert contents(cache) == before
+
+
+# models
+
+
+def tiny_t5() -> PreTrainedModel:
+    sizes = {"vocab_size": 128, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
+
+
+@pytest.mark.parametrize(
+    "build, words",
+    [(tiny_t5, ("decoder-only", "encoder-decoder")), (lambda: tiny_model("deepseek_v3"), ("latent", "DynamicCache"))],
+    ids=["t5", "deepseek_v3"],
+)
+def test_models_with_other_caches(build: Callable, words: tuple[str, ...]) -> None:
+    model = build()
+    attention = model.config._attn_implementation
+    with raises(UnsupportedModelError, *words):
+        DiffKVCache(model.config)
+    with raises(UnsupportedModelError, *words):
+        generate(model, cache_implementation="diffkv")
+    assert model.config._attn_implementation == attention
+
+
+def test_a_model_whose_attention_cannot_be_switched() -> None:
+    model = tiny_model("bloom", "eager")
+    before = generate(model)
+    for options in ({"cache_implementation": "diffkv"}, {"past_key_values": DiffKVCache(model.config)}):
+        with raises(UnsupportedModelError, "Bloom", "attention", "another cache"):
+            generate(model, **options)
+    with raises(UnsupportedModelError, "Bloom", "attention", "another cache"):
+        DiffKVCache(model)
+    assert model.config._attn_implementation == "eager"
+    assert torch.equal(generate(model), before)
+
+
+@pytest.mark.parametrize("name", ["diffllama", "jetmoe"])
+def test_models_that_change_keys_or_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models nobody listed as refused are found out by the first forward."""
+    monkeypatch.setattr(models, "REFUSED_TYPES", {})
+    model = tiny_model(name, "eager")
+    with raises(HandOverError, "keys or values", "cannot use DiffKVCache"):
+        generate(model, cache_implementation="diffkv")
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_model_that_was_not_switched(attention: str) -> None:
+    """The first forward stops, and the cache works after the remedies its message names."""
+    model = tiny_model("llama", attention)
+    cache = DiffKVCache(model.config, window=4)
+    ids, mask = ragged_prompts(LENGTHS)
+    words = ("layer 0", 'set_attn_implementation("diffkv")', "reset()")
+    for _ in range(2):
+        with raises(HandOverError, *words):
+            model(ids, attention_mask=mask, past_key_values=cache)
+    with raises(HandOverError, *words):
+        generate(model, past_key_values=cache)
+    cache.reset()
+    model.set_attn_implementation("diffkv")
+    fresh = DiffKVCache(model.config, window=4)
+    outputs = [model(ids, attention_mask=mask, past_key_values=c).logits for c in (cache, fresh)]
+    assert torch.equal(*outputs)
+    assert contents(cache) == contents(fresh)
+
+
+# keys and values
+
+
+@contextmanager
+def spoiled(module: nn.Module, value: float) -> Any:
+    """Puts `value` into what the module returns for the last token of the first row."""
+
+    def spoil(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        output = output.clone()
+        output[0, -1, 0] = value
+        return output
+
+    handle = module.register_forward_hook(spoil)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def visible(cache: DiffKVCache, new: int) -> Tensor:
+    """The mask of a forward of `new` tokens after the padded prompt of `filled`, or of a first one."""
+    seen = cache.get_seq_length()
+    prompt = ragged_prompts(LENGTHS)[1] if seen else torch.ones(2, 0, dtype=torch.int64)
+    return torch.cat([prompt, torch.ones(2, seen + new - prompt.shape[1], dtype=torch.int64)], 1)
+
+
+def filled(model: PreTrainedModel) -> DiffKVCache:
+    """A cache after a prompt and a decode step."""
+    cache = DiffKVCache(model.config, alpha_high=1.0, alpha_low=0.5, window=4)
+    ids, mask = ragged_prompts(LENGTHS)
+    model(ids, attention_mask=mask, past_key_values=cache)
+    model(ids[:, -1:], attention_mask=visible(cache, 1), past_key_values=cache)
+    return cache
+
+
+def follow_up(model: PreTrainedModel, cache: DiffKVCache) -> Tensor:
+    ids = ragged_prompts((5, 5), seed=2)[0]
+    return model(ids, attention_mask=visible(cache, 5), past_key_values=cache).logits
+
+
+def assert_unharmed_or_refusing(model: PreTrainedModel, cache: DiffKVCache) -> None:
+    """A cache that was `filled` goes on as if a failed call had not been, or says that it must be reset."""
+    try:
+        logits = follow_up(model, cache)
+    except (HandOverError, ValueError) as error:
+        assert "reset()" in str(error)
+        cache.reset()
+        assert contents(cache) == contents(DiffKVCache(model.config, cache.config))
+    else:
+        assert torch.equal(logits, follow_up(model, filled(model)))
+
+
+NOT_STORABLE = [float("nan"), float("inf"), 1e6]
+
+
+@pytest.mark.parametrize("part", ["k_proj", "v_proj"])
+@pytest.mark.parametrize("value", NOT_STORABLE)
+def test_keys_or_values_of_a_prompt_that_cannot_be_stored(part: str, value: float) -> None:
+    model = tiny_model("llama", "diffkv")
+    attention = model.model.layers[0].self_attn
+    empty = DiffKVCache(model.config)
+    with spoiled(getattr(attention, part), value), raises(ValueError, "keys or values", "NaN", "bfloat16"):
+        follow_up(model, empty)
+    assert sum(empty.memory().tokens.values()) == 0
+    assert empty.get_seq_length() == 0
+    assert torch.equal(follow_up(model, empty), follow_up(model, DiffKVCache(model.config)))
+
+    cache, twin = filled(model), filled(model)
+    before = contents(cache)
+    with spoiled(getattr(attention, part), value), raises(ValueError, "keys or values", "NaN", "bfloat16"):
+        follow_up(model, cache)
+    assert contents(cache) == before
+    cache.check_integrity()
+    assert torch.equal(follow_up(model, cache), follow_up(model, twin))
+
+
+def test_a_later_layer_that_cannot_be_stored_does_not_go_unnoticed() -> None:
+    """Earlier layers hold the prompt already when the error is found."""
+    model = tiny_model("llama", "diffkv")
+    cache = filled(model)
+    with spoiled(model.model.layers[1].self_attn.v_proj, float("nan")), raises(ValueError, "keys or values", "NaN"):
+        follow_up(model, cache)
+    assert_unharmed_or_refusing(model, cache)
+
+
+@pytest.mark.parametrize("layer_idx", [0, 1])
+@pytest.mark.parametrize("value", NOT_STORABLE)
+def test_keys_of_a_decode_step_that_cannot_be_stored(layer_idx: int, value: float) -> None:
+    """Noticed at the next look at the device; it stays an error until the cache is reset."""
+    model = tiny_model("llama", "diffkv")
+    token = torch.full((2, 1), 5)
+    cache = filled(model)
+    with spoiled(model.model.layers[layer_idx].self_attn.k_proj, value):
+        model(token, attention_mask=visible(cache, 1), past_key_values=cache)
+    with raises(ValueError, "keys or values", "NaN", "bfloat16"):
+        cache.check_integrity()
+    with raises(ValueError, "keys or values", "NaN", "bfloat16"):
+        for _ in range(STEPS_TO_A_LOOK):
+            model(token, attention_mask=visible(cache, 1), past_key_values=cache)
+    with raises(ValueError, "keys or values"):
+        model(token, attention_mask=visible(cache, 1), past_key_values=cache)
+    cache.reset()
+    assert torch.equal(follow_up(model, cache), follow_up(model, DiffKVCache(model.config, cache.config)))
+
+
+@pytest.mark.parametrize("value", NOT_STORABLE)
+def test_padding_of_a_prompt_may_hold_anything(value: float) -> None:
+    model = tiny_model("llama", "diffkv")
+    ids, mask = ragged_prompts(LENGTHS)
+    mask[0, -1] = 0  # the token that `spoiled` touches
+    caches = [DiffKVCache(model.config, window=4) for _ in range(2)]
+    with spoiled(model.model.layers[0].self_attn.v_proj, value):
+        model(ids, attention_mask=mask, past_key_values=caches[0])
+    model(ids, attention_mask=mask, past_key_values=caches[1])
+    assert contents(caches[0]) == contents(caches[1])
+
+
+@pytest.mark.parametrize("value", NOT_STORABLE)
+def test_padding_of_a_decode_step_may_hold_anything(value: float) -> None:
+    model = tiny_model("llama", "diffkv")
+    caches = [filled(model) for _ in range(2)]
+    mask = torch.cat([ragged_prompts(LENGTHS)[1], torch.tensor([[1, 0], [1, 1]])], 1)
+    token = torch.full((2, 1), 5)
+    with spoiled(model.model.layers[0].self_attn.k_proj, value):
+        model(token, attention_mask=mask, past_key_values=caches[0])
+    model(token, attention_mask=mask, past_key_values=caches[1])
+    for cache in caches:
+        cache.check_integrity()
+    assert contents(caches[0]) == contents(caches[1])
+
+
+# calls
+
+
+def test_another_batch_size() -> None:
+    model = tiny_model("llama", "diffkv")
+    cache, twin = filled(model), filled(model)
+    before = contents(cache)
+    ids = ragged_prompts((5, 5, 5))[0]
+    for call in (lambda: model(ids, past_key_values=cache), lambda: model(ids[:1, :1], past_key_values=cache)):
+        with raises(ValueError, "2 sequences", "new DiffKVCache", "batch_repeat_interleave"):
+            call()
+    assert contents(cache) == before
+    assert torch.equal(follow_up(model, cache), follow_up(model, twin))
+
+
+def test_another_dtype() -> None:
+    cache = filled(tiny_model("llama", "diffkv"))
+    before = contents(cache)
+    with raises(ValueError, "float32", "bfloat16", "new DiffKVCache"):
+        follow_up(tiny_model("llama", "diffkv", dtype=torch.bfloat16), cache)
+    assert contents(cache) == before
+
+
+def test_iteration() -> None:
+    cache = filled(tiny_model("llama", "diffkv"))
+    with raises(TypeError, "cannot be iterated", "dequantize", "DataParallel"):
+        list(cache)
+
+
+def test_layers_that_are_not_compressed_or_empty() -> None:
+    model = tiny_model("gemma2", "diffkv")
+    cache = DiffKVCache(model.config)
+    for read in (cache.levels, cache.dequantize, cache.significance):
+        with raises(ValueError, "layer 1", "holds nothing yet"):
+            read(1)
+        with raises(ValueError, "layer 0", "DynamicSlidingWindowLayer", "[1]"):
+            read(0)
+
+
+@pytest.mark.parametrize("argument", ["position_bias", "indices", "block_indices", "sinks"])
+def test_attention_arguments_that_cannot_be_honoured(argument: str) -> None:
+    model = tiny_model("llama", "diffkv")
+    ids = ragged_prompts((9, 9))[0]
+    cache = filled(model)
+    for used in (cache, DynamicCache(config=model.config)):
+        with raises(HandOverError, argument, "LlamaAttention", "another cache", "eager"):
+            mask = visible(used, 9)
+            model(ids, attention_mask=mask, past_key_values=used, **{argument: torch.zeros(2, 1)})
+    assert_unharmed_or_refusing(model, cache)
+
+
+def test_bidirectional_attention() -> None:
+    model = tiny_model("llama", "diffkv")
+    cache = filled(model)
+    with raises(HandOverError, "both directions", "cannot use DiffKVCache"):
+        ids = ragged_prompts((9, 9))[0]
+        model(ids, attention_mask=visible(cache, 9), past_key_values=cache, is_causal=False)
+    assert_unharmed_or_refusing(model, cache)
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    with raises(HandOverError, "both directions", "cannot use DiffKVCache"):
+        model(ids, past_key_values=DiffKVCache(model.config))
+
+
+def test_masks_that_cannot_be_honoured() -> None:
+    model = tiny_model("llama", "diffkv")
+    ids = ragged_prompts((5, 5), seed=2)[0]
+    past = max(LENGTHS) + 1
+    padding = torch.cat([ragged_prompts(LENGTHS)[1].bool(), torch.ones(2, 1, dtype=torch.bool)], 1)
+    causal = torch.ones(5, 5, dtype=torch.bool).tril()[None, None].expand(2, 1, 5, 5)
+    allowed = torch.cat([padding[:, None, None].expand(2, 1, 5, past), causal], -1)
+    expected = model(ids, attention_mask=allowed, past_key_values=filled(model)).logits
+    assert expected.isfinite().all()
+
+    hidden = allowed.clone()
+    hidden[0, 0, 2, 3] = False
+    bias = torch.where(allowed, 0.5, torch.finfo(torch.float32).min)
+    end = allowed.clone()
+    end[0, 0, -1, past + 1] = False
+    for mask, words in (
+        (hidden, ("hides some past tokens", "by none")),
+        (causal, ("mask covers 5 keys", "seen 26", "past ones included")),
+        (bias, ("bias", "allow or forbid")),
+        (end, ("hides new tokens from the last", "not padding")),
+    ):
+        cache = filled(model)
+        with raises(HandOverError, *words):
+            model(ids, attention_mask=mask, past_key_values=cache)
+        assert_unharmed_or_refusing(model, cache)
+
+
+def test_precision_is_refused_by_itself() -> None:
+    for bits in (0, 7, 32, True, "8"):
+        with raises(ValueError, "k_bits", "(1, 2, 3, 4, 5, 6, 8, 16)"):
+            Precision(bits, 4)

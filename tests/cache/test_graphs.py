@@ -1,0 +1,308 @@
+"""Captured decode steps give the text that steps from Python give, on the CPU with a recorded graph."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+from captured_steps import FIELDS, build, generate, run
+from recorded_graph import RecordedGraph
+from transformers import AutoTokenizer
+
+from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.cache import graphs
+from hf_diffkv.evaluation.models import TINY_LM
+from hf_diffkv.store import Store
+from hf_diffkv.store.read import IntegrityError
+
+triton = pytest.importorskip("triton")
+if not triton.knobs.runtime.interpret:
+    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
+from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("recorded")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build(1)
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.slow
+def test_the_same_text_across_refreshes_and_growth(steps, interval: int) -> None:
+    model = build(2)
+    tokens = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    mask[1, :5] = 0
+    fields = {"compaction_interval": interval}
+    expected, eager = run(model, False, tokens, 12, fields, attention_mask=mask)
+    assert not steps
+    got, cache = run(model, True, tokens, 12, fields, attention_mask=mask)
+    assert torch.equal(got, expected)
+    (step,) = steps
+    # one step runs from Python and none is captured again: with and without a compaction at most
+    assert step.replays == 10 and step.captures <= 2
+    assert len(RecordedGraph.made) == step.captures
+    # the pool has grown on the way, and the cache is as it would have been
+    store, other = cache.stores.stores[0], eager.stores.stores[0]
+    assert cache.get_seq_length() == eager.get_seq_length() == 23
+    for name in ("high_count", "low_count", "length", "window_start", "window_key", "window_score"):
+        assert torch.equal(getattr(store, name), getattr(other, name)), name
+    for index in cache.compressed_layers():
+        assert torch.equal(cache.levels(index), eager.levels(index))
+        assert torch.equal(cache.significance(index), eager.significance(index))
+
+
+@pytest.mark.parametrize(
+    "layers, fields",
+    [
+        (1, {"policy": "h2o", "policy_options": {"minimum": 2}, "max_bytes": 30_000}),
+        (1, {"policy": "random"}),
+        (2, {"policy": "share", "policy_options": {"prune": 0.3}}),
+        (3, {"policy": "streaming", "policy_options": {"sinks": 1}, "protected_layers": 1}),
+    ],
+    ids=lambda value: value["policy"] if isinstance(value, dict) else "",
+)
+@pytest.mark.slow
+def test_policies_are_captured(steps, layers: int, fields: dict) -> None:
+    model = build(layers)
+    tokens = torch.randint(0, 96, (1, 9), generator=torch.Generator().manual_seed(1))
+    expected, eager = run(model, False, tokens, 7, fields)
+    got, cache = run(model, True, tokens, 7, fields)
+    assert torch.equal(got, expected)
+    assert steps[0].replays == 5
+    store, other = cache.stores.stores[0], eager.stores.stores[0]
+    for name in ("high_count", "low_count", "window_start", "alpha_high", "alpha_low"):
+        assert torch.equal(getattr(store, name), getattr(other, name)), name
+
+
+def test_a_replay_repeats_what_was_captured(model, steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the compaction in the graph, the text would differ: the test above can fail."""
+    monkeypatch.setattr(Store, "compaction_done", lambda self, done=True: setattr(self, "compaction_due", False))
+    monkeypatch.setattr(Store, "compact", lambda self: None)
+    tokens = torch.randint(0, 96, (1, 12), generator=torch.Generator().manual_seed(1))
+    with pytest.raises(IntegrityError, match="a window holds more tokens than it has slots"):
+        run(model, True, tokens, 6)
+    assert steps[0].replays == 4
+
+
+@pytest.mark.slow
+def test_room_that_runs_out_is_made_and_captured_again(model, steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MOST_TOKENS_AHEAD", 1)
+    monkeypatch.setattr("hf_diffkv.store.decode.SCRATCH_TOKENS", 8)
+    tokens = torch.randint(0, 96, (1, 6), generator=torch.Generator().manual_seed(2))
+    expected, _ = run(model, False, tokens, 16)
+    got, _ = run(model, True, tokens, 16)
+    assert torch.equal(got, expected)
+    assert steps[0].captures > 1 and steps[0].replays + steps[0].captures <= 15
+
+
+@pytest.mark.slow
+def test_a_pool_that_grows_under_a_budget_needs_no_other_capture(model, steps) -> None:
+    tokens = torch.randint(0, 96, (1, 20), generator=torch.Generator().manual_seed(3))
+    expected, _ = run(model, False, tokens, 12, {"max_bytes": 6000})
+    got, cache = run(model, True, tokens, 12, {"max_bytes": 6000})
+    assert torch.equal(got, expected)
+    assert steps[0].captures == 1 and steps[0].replays == 10
+    assert cache.memory().bytes <= 6000 and cache.stores.stores[0].pool.capacity > 2
+
+
+@pytest.mark.slow
+def test_a_second_turn_and_a_fork(model, steps) -> None:
+    tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(3))
+    turn = torch.randint(0, 96, (1, 5), generator=torch.Generator().manual_seed(4))
+    found = []
+    for captured in (False, True):
+        logits, cache = run(model, captured, tokens, 6)
+        (fork,) = cache.fork(1)
+        # the last token is not in the cache yet
+        ids = torch.cat([tokens, logits.argmax(-1)[:, :-1], turn], dim=1)
+        for each in (cache, fork):
+            found.append(torch.stack(generate(model, ids, each, 6).logits, 1))
+            each.check_integrity()
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+    assert [step.replays for step in steps] == [4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 2},
+        {"prompt_lookup_num_tokens": 2},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.slow
+def test_what_is_not_captured_runs_from_python(model, steps, options: dict) -> None:
+    tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(5))
+    cache = DiffKVCache(model.config, DiffKVConfig(**FIELDS))
+    expected = DiffKVCache(model.config, DiffKVConfig(**FIELDS, cuda_graphs=False))
+    sequences = [
+        model.generate(tokens, past_key_values=each, max_new_tokens=4, do_sample=False, **options)
+        for each in (cache, expected)
+    ]
+    assert torch.equal(*sequences)
+    assert not RecordedGraph.made
+    cache.check_integrity()
+
+
+@pytest.mark.slow
+def test_stop_strings_are_captured(model, steps) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TINY_LM)
+    tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(5))
+    options = {"stop_strings": ["no model writes this"], "tokenizer": tokenizer}
+    expected, _ = run(model, False, tokens, 6, **options)
+    got, _ = run(model, True, tokens, 6, **options)
+    assert torch.equal(got, expected)
+    assert steps[-1].replays == 4
+
+
+def test_autocast_is_not_captured(model, steps) -> None:
+    tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(5))
+    cache = DiffKVCache(model.config, DiffKVConfig(**FIELDS))
+    with torch.autocast("cpu", torch.bfloat16):
+        generate(model, tokens, cache, 4)
+    assert steps and not RecordedGraph.made
+    cache.check_integrity()
+
+
+@pytest.mark.slow
+def test_a_model_that_asks_for_the_length_is_not_captured(model, steps, monkeypatch, caplog) -> None:
+    tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(6))
+    expected, _ = run(model, False, tokens, 5)
+    forward = model.model.layers[0].forward
+
+    def asks(*args: object, **kwargs: object) -> object:
+        kwargs["past_key_values"].get_seq_length()
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model.model.layers[0], "forward", asks)
+    with caplog.at_level(logging.WARNING, "hf_diffkv"):
+        got, _ = run(model, True, tokens, 5)
+    assert torch.equal(got, expected)
+    assert steps[0].replays == 0
+    assert caplog.text.count("not captured") == 1 and "length of the cache" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_host_read_in_the_model_is_not_captured(model, steps, monkeypatch, caplog) -> None:
+    tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(6))
+    forward = model.model.layers[0].forward
+
+    def reads(hidden: torch.Tensor, *args: object, **kwargs: object) -> object:
+        assert bool(hidden.isfinite().all())
+        return forward(hidden, *args, **kwargs)
+
+    monkeypatch.setattr(model.model.layers[0], "forward", reads)
+    with caplog.at_level(logging.WARNING, "hf_diffkv"):
+        run(model, True, tokens, 4)
+        run(model, True, tokens, 4)
+    assert steps[0].replays == 0 and caplog.text.count("not permitted during a capture") == 1
+    # nor is it tried again with this model
+    assert len(steps) == 1
+
+
+@pytest.mark.slow
+def test_a_full_device_is_no_reason_to_give_up(model, steps, monkeypatch, caplog) -> None:
+    tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(6))
+    capture = RecordedGraph.capture
+
+    def full(self: RecordedGraph, work: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    monkeypatch.setattr(RecordedGraph, "capture", full)
+    with caplog.at_level(logging.WARNING, "hf_diffkv"):
+        run(model, True, tokens, 4)
+    assert "not captured, which is slower: OutOfMemoryError: CUDA out of memory" in caplog.text
+    monkeypatch.setattr(RecordedGraph, "capture", capture)
+    run(model, True, tokens, 4)
+    assert [step.replays for step in steps] == [0, 2]
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "linear"])
+@pytest.mark.sampled(100)
+def test_rotary_frequencies_that_change_with_the_length(steps, kind: str) -> None:
+    """Models read the length off the device at every step, to choose them."""
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
+    if kind == "longrope":
+        rope |= {"original_max_position_embeddings": 16, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    model = build(1, rope_parameters=rope)
+    tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(6))
+    run(model, True, tokens, 8)
+    assert len(steps) == (kind == "linear")
+
+
+def test_values_that_are_not_finite_are_reported(model, steps, monkeypatch) -> None:
+    """The error a step from Python raises, at the next look at the device."""
+    tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(7))
+    cache = DiffKVCache(model.config, DiffKVConfig(**FIELDS))
+    step = graphs.DecodeStep.__call__
+
+    def poison(self: graphs.DecodeStep, *args: object, **inputs: object) -> object:
+        if self.replays == 3:
+            cache.stores.stores[0].invalid.fill_(True)
+        return step(self, *args, **inputs)
+
+    monkeypatch.setattr(graphs.DecodeStep, "__call__", poison)
+    with pytest.raises(ValueError, match="NaN, infinite"):
+        generate(model, tokens, cache, 20)
+
+
+def form(kernel: InterpretedFunction, args: tuple, kwargs: dict) -> tuple:
+    """What a launch has Triton compile: of numbers and addresses, whether they are 1 or multiples of 16."""
+    any_value = kernel.kwargs["do_not_specialize"] or ()
+    found = []
+    for name, value in {**dict(zip(kernel.arg_names, args)), **kwargs}.items():
+        if isinstance(value, torch.Tensor):
+            found.append((name, value.dtype, name in any_value or value.data_ptr() % 16 == 0))
+        elif isinstance(value, int) and name not in any_value:
+            found.append((name, value == 1, value % 16 == 0))
+        elif not isinstance(value, (int, float)):
+            found.append((name, value))
+    return kernel.__name__, tuple(found)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.sampled(100)
+def test_a_capture_compiles_nothing(model, steps, monkeypatch: pytest.MonkeyPatch, masked: bool, batch: int) -> None:
+    """What it launches was compiled for the step from Python before it, and loaded, which a capture forbids."""
+    forms: dict[bool, set] = {False: set(), True: set()}
+    launch = InterpretedFunction.run
+
+    def note(self: InterpretedFunction, *args: object, grid: object, warmup: bool, **kwargs: object) -> object:
+        forms[RecordedGraph.current is not None].add(form(self, args, kwargs))
+        return launch(self, *args, grid=grid, warmup=warmup, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", note)
+    tokens = torch.randint(0, 96, (batch, 10), generator=torch.Generator().manual_seed(8))
+    mask = torch.ones_like(tokens)
+    if masked:
+        mask[0, :3] = 0
+    run(model, True, tokens, 3, attention_mask=mask)
+    assert steps[0].captures == 1
+    assert {name for name, _ in forms[True]} > {"append_kernel", "attend_kernel", "move_tokens_kernel"}
+    assert forms[True] <= forms[False]
+
+
+@pytest.mark.slow
+def test_hidden_states_of_replays_stay(model, steps) -> None:
+    tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(9))
+    found = []
+    for captured in (False, True):
+        cache = DiffKVCache(model.config, DiffKVConfig(**FIELDS, cuda_graphs=captured))
+        output = generate(model, tokens, cache, 6, output_hidden_states=True)
+        found.append([state for states in output.hidden_states[1:] for state in states])
+    assert steps[0].replays == 4 and len(found[0]) == 10
+    assert all(map(torch.equal, *found))
+
+
+def test_the_switch_must_be_a_bool() -> None:
+    with pytest.raises(ValueError, match="cuda_graphs='no' must be True or False"):
+        DiffKVConfig(cuda_graphs="no")

@@ -1,0 +1,88 @@
+"""Between two refreshes a compiled or captured step reads nothing from the device; a refresh reads once.
+
+Steps from Python: `test_fault_9_no_host_reads_between_two_refreshes`.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+from captured_steps import FIELDS, build
+from host_reads import HostReads
+
+from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.cache import graphs
+from hf_diffkv.store import bounds, hide
+
+triton = pytest.importorskip("triton")
+if not triton.knobs.runtime.interpret:
+    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
+
+LOOK = ["cpu in read_together", "numpy in read_together"]
+
+
+def ignore_the_interpreter(monkeypatch: pytest.MonkeyPatch, reads: HostReads) -> None:
+    """What Triton's interpreter reads, a GPU does not."""
+    from triton.runtime.interpreter import GridExecutor
+
+    launch = GridExecutor.__call__
+
+    def quietly(self: GridExecutor, *args: object, **kwargs: object) -> object:
+        active, reads.active = reads.active, False
+        try:
+            return launch(self, *args, **kwargs)
+        finally:
+            reads.active = active
+
+    monkeypatch.setattr(GridExecutor, "__call__", quietly)
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("way", ["compiled", "captured"])
+@pytest.mark.parametrize("batch, padding", [(1, False), (3, True)])
+@pytest.mark.slow
+def test_no_reads_between_two_refreshes(monkeypatch: pytest.MonkeyPatch, way: str, batch: int, padding: bool) -> None:
+    monkeypatch.setattr(hide, "reads_are_free", lambda device: False)
+    torch._dynamo.reset()
+    model = build(1)
+    model.set_attn_implementation("diffkv")
+    cache = DiffKVCache(model.config, DiffKVConfig(**FIELDS))
+    mask = torch.ones(batch, 10, dtype=torch.int64)
+    mask[-1, : 4 * padding] = 0
+    step = {
+        "compiled": lambda: torch.compile(model, backend="eager", fullgraph=True),
+        "captured": lambda: graphs.DecodeStep(model, cache, 64),
+    }[way]()
+    reads = HostReads(monkeypatch)
+    ignore_the_interpreter(monkeypatch, reads)
+    found = []
+    with torch.no_grad():
+        with reads:
+            model(torch.randint(96, (batch, 10)), attention_mask=mask, past_key_values=cache)
+        assert reads.found, "the counter sees nothing, not even the prompt's reads"
+        for _ in range(2 * bounds.REFRESH_STEPS + 1):
+            mask = torch.cat([mask, torch.ones(batch, 1, dtype=torch.int64)], dim=1)
+            positions = mask.sum(1, keepdim=True) - 1
+            reads.found.clear()
+            with reads:
+                step(
+                    input_ids=torch.randint(96, (batch, 1)),
+                    attention_mask=mask,
+                    position_ids=positions,
+                    past_key_values=cache,
+                )
+            found.append(list(reads.found))
+    if way == "captured":
+        assert step.captures == 1 and step.replays == len(found) - 1
+    for index, reads_of_step in enumerate(found):
+        if index % bounds.REFRESH_STEPS:
+            assert reads_of_step == [], f"step {index}"
+        else:
+            # the free list is read beside it where the pool grows
+            assert reads_of_step[:2] == LOOK and len(reads_of_step) <= 4, f"step {index}"
+            assert all("FreeList" in read for read in reads_of_step[2:])
+    cache.check_integrity()

@@ -1,0 +1,208 @@
+"""Whole models whose cache holds rotated, centred keys and rotated values."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from pathlib import Path
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+from captured_steps import build, run
+from recorded_graph import RecordedGraph
+from safetensors.torch import load_file, save_file
+from simulated_attention import simulated
+from test_compressed_models import assert_same, assert_same_state, generate
+from tiny_models import ragged_prompts, tiny_model
+from transformers import DynamicCache
+
+from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.cache.io import JSON_NAME, TENSORS_NAME, _checksum
+
+BOTH = {"rotate": True, "center": True}
+CONFIGS = {
+    "llama": DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=12, **BOTH),
+    "qwen2": DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=12, compaction_interval=3, **BOTH),
+    "gemma2": DiffKVConfig(alpha_high=1.2, alpha_low=0.8, window=12, **BOTH),
+    "gpt_oss": DiffKVConfig(alpha_high=0.8, alpha_low=0.2, window=12, **BOTH),
+}
+# rows without a token outside the sinks and the window, at their end, and beyond it
+LENGTHS = (1, 2, 15, 16, 17, 90)
+
+
+def offsets(cache: DiffKVCache) -> torch.Tensor:
+    return cache.stores.stores[0].key_offset
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.sampled(100)
+def test_two_turns_equal_the_simulation(name: str) -> None:
+    model, config = tiny_model(name, dtype=torch.float64, attention="eager"), CONFIGS[name]
+    ids, mask = ragged_prompts(LENGTHS)
+    more, more_mask = ragged_prompts((5, 1, 64, 17, 9, 30), seed=1)
+
+    def talk(cache: DynamicCache | DiffKVCache) -> list[tuple]:
+        first = generate(model, cache, ids, mask, 40)
+        both = torch.cat([first[0], more], 1)
+        both_mask = torch.cat([mask, torch.ones(len(LENGTHS), 40, dtype=mask.dtype), more_mask], 1)
+        return [first, generate(model, cache, both, both_mask, 20)]
+
+    with simulated(model, config) as simulation:
+        expected = talk(DynamicCache(config=model.config))
+    cache = DiffKVCache(model.config, config)
+    for actual, turn in zip(talk(cache), expected):
+        assert_same(actual, turn)
+    assert_same_state(cache, simulation, least=30)
+    # layers with a softcap or sinks are not centred
+    assert bool(offsets(cache).any()) == (name in ("llama", "qwen2"))
+    plain = DiffKVCache(model.config, dataclasses.replace(config, rotate=False, center=False))
+    assert not torch.equal(talk(plain)[0][1], expected[0][1]), "rotation changed nothing"
+
+
+@pytest.mark.parametrize("chunk", [10, 50])
+def test_chunked_prompts(chunk: int) -> None:
+    model, config = tiny_model("llama", dtype=torch.float64, attention="eager"), CONFIGS["llama"]
+    ids, mask = ragged_prompts((130, 1, 77, 16))
+    with simulated(model, config) as simulation:
+        expected = generate(model, DynamicCache(config=model.config), ids, mask, 20, prefill_chunk_size=chunk)
+    cache = DiffKVCache(model.config, config)
+    assert_same(generate(model, cache, ids, mask, 20, prefill_chunk_size=chunk), expected)
+    assert_same_state(cache, simulation, least=8)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_a_first_prompt_is_attended_as_it_is(name: str) -> None:
+    model = tiny_model(name, "diffkv", dtype=torch.bfloat16)
+    ids, mask = ragged_prompts((90, 40))
+    logits = []
+    for fields in ({"rotate": False, "center": False}, BOTH):
+        cache = DiffKVCache(model.config, DiffKVConfig(**fields))
+        with torch.no_grad():
+            logits.append(model(ids, attention_mask=mask, past_key_values=cache).logits)
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_autocast_leaves_the_rotation_alone(name: str) -> None:
+    model = tiny_model(name, "diffkv")
+    ids, mask = ragged_prompts((40, 20))
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = DiffKVCache(model.config, DiffKVConfig.lossless(window=4, **BOTH))
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            model(ids, attention_mask=mask, past_key_values=cache)
+        store = cache.stores.stores[0]
+        assert store.dtype == torch.bfloat16
+        keys = cache.dequantize(cache.compressed_layers()[0])[0]
+        with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+            found.append(cache.dequantize(cache.compressed_layers()[0])[0])
+        assert torch.equal(found[-1], keys)
+
+
+@pytest.mark.usefixtures("recorded")
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.slow
+def test_captured_steps_through_the_end_of_the_window(steps, interval: int) -> None:
+    """Centring a row runs from Python; before it and after it steps are replayed."""
+    pytest.importorskip("triton")
+    model = build(1)
+    tokens = torch.randint(0, 96, (2, 3), generator=torch.Generator().manual_seed(1))
+    mask = torch.tensor([[1, 1, 1], [0, 1, 1]])
+    fields = {"compaction_interval": interval, "window": 10, **BOTH}
+    expected, eager = run(model, False, tokens, 24, fields, attention_mask=mask)
+    got, cache = run(model, True, tokens, 24, fields, attention_mask=mask)
+    assert torch.equal(got, expected)
+    (step,) = steps
+    assert step.replays > 8 and step.captures <= 2, (step.replays, step.captures)
+    assert len(RecordedGraph.made) == step.captures
+    assert offsets(cache).abs().amax((0, 2, 3)).gt(0).all()
+    assert torch.equal(offsets(cache), offsets(eager))
+    for index in cache.compressed_layers():
+        assert torch.equal(cache.levels(index), eager.levels(index))
+        assert torch.equal(cache.dequantize(index)[0], eager.dequantize(index)[0])
+
+
+def test_compiled_forwards() -> None:
+    torch._dynamo.reset()
+    ids, mask = ragged_prompts((20, 3))
+    found = []
+    for compiled in (False, True):
+        model = tiny_model("llama", "diffkv")
+        if compiled:
+            model.forward = torch.compile(model.forward, backend="eager")
+        cache = DiffKVCache(model.config, CONFIGS["llama"])
+        found.append((generate(model, cache, ids, mask, 20), cache))
+    assert torch.equal(found[0][0][0], found[1][0][0])
+    torch.testing.assert_close(found[0][0][1], found[1][0][1])
+    torch.testing.assert_close(offsets(found[0][1]), offsets(found[1][1]))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+def test_a_saved_cache_continues_identically(interval: int, tmp_path: Path) -> None:
+    model = tiny_model("llama", "diffkv", dtype=torch.float64)
+    config = dataclasses.replace(CONFIGS["llama"], compaction_interval=interval)
+    ids, mask = ragged_prompts((30, 4))
+    cache = DiffKVCache(model.config, config)
+    text, _ = generate(model, cache, ids, mask, 6)
+    cache.save_pretrained(tmp_path, model)
+    loaded = DiffKVCache.from_pretrained(tmp_path, model)
+    assert loaded.config == config
+    assert torch.equal(offsets(loaded), offsets(cache)) and offsets(loaded)[:, 0].any()
+    mask = torch.cat([mask, torch.ones(2, 6, dtype=mask.dtype)], 1)
+    both = [generate(model, each, text, mask, 20) for each in (cache, loaded)]
+    assert torch.equal(both[0][0], both[1][0]) and torch.equal(both[0][1], both[1][1])
+    assert torch.equal(offsets(loaded), offsets(cache)) and offsets(loaded)[:, 1].any()
+
+
+def test_a_cache_saved_by_0_1_is_what_it_was(tmp_path: Path) -> None:
+    """It has no offsets and its configuration names neither option: keys and values stand in the model's channels."""
+    model = tiny_model("llama", "diffkv", dtype=torch.float64)
+    ids, mask = ragged_prompts((30, 4))
+    config = dataclasses.replace(CONFIGS["llama"], rotate=False, center=False, sinks=0)
+    cache = DiffKVCache(model.config, config)
+    text, _ = generate(model, cache, ids, mask, 6)
+    cache.save_pretrained(tmp_path)
+    path, description = tmp_path / TENSORS_NAME, tmp_path / JSON_NAME
+    tensors = load_file(path)
+    known = {name: tensor for name, tensor in tensors.items() if not name.endswith(("key_offset", "sink_end"))}
+    save_file(known, path)
+    content = json.loads(description.read_text())
+    del content["checksum"], content["config"]["rotate"], content["config"]["center"]
+    del content["config"]["sinks"], content["config"]["metadata_bits"]
+    content |= {"format_version": 1, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    description.write_text(json.dumps({**content, "checksum": _checksum(content)}))
+    loaded = DiffKVCache.from_pretrained(tmp_path, model)
+    assert loaded.config == cache.config
+    mask = torch.cat([mask, torch.ones(2, 6, dtype=mask.dtype)], 1)
+    both = [generate(model, each, text, mask, 20) for each in (cache, loaded)]
+    assert torch.equal(both[0][0], both[1][0]) and torch.equal(both[0][1], both[1][1])
+
+
+def test_beams_and_assisted_decoding() -> None:
+    """Requests that are reordered and tokens that are taken back, under a budget and without."""
+    model = tiny_model("llama", "diffkv", dtype=torch.float64)
+    ids, _ = ragged_prompts((10,))
+    full = DiffKVConfig.lossless(window=8, **BOTH)
+    for options in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"num_beams": 2, "num_return_sequences": 2}):
+        arguments = {"max_new_tokens": 24, "do_sample": False, **options}
+        expected = model.generate(ids, past_key_values=DynamicCache(config=model.config), **arguments)
+        cache = DiffKVCache(model.config, full)
+        assert torch.equal(model.generate(ids, past_key_values=cache, **arguments), expected)
+        cache.check_integrity()
+        assert offsets(cache).any()
+
+
+def test_a_budget_counts_the_offsets() -> None:
+    model = tiny_model("llama", "diffkv")
+    ids, mask = ragged_prompts((200, 100))
+    cache = DiffKVCache(
+        model.config, dataclasses.replace(CONFIGS["llama"], alpha_low=0.0, page_bytes=512, max_bytes=90_000)
+    )
+    generate(model, cache, ids, mask, 20)
+    cache.check_integrity()
+    assert cache.memory().bytes <= 90_000

@@ -1,0 +1,99 @@
+"""The page pool: growth that moves nothing, and its limit."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from hf_diffkv.pages import NULL_PAGE, PagePool
+
+CPU = torch.device("cpu")
+
+
+def test_the_null_page_is_never_given_out() -> None:
+    pool = PagePool(256, CPU)
+    assert (pool.capacity, pool.free_list.free) == (1, 0)
+    pool.ensure_free(3)
+    _, ids = pool.free_list.take(torch.tensor([3]))
+    assert NULL_PAGE not in ids.tolist()
+    assert sorted(ids.tolist()) == [1, 2, 3]
+
+
+def test_growth_adds_only_what_is_missing() -> None:
+    pool = PagePool(256, CPU)
+    pool.ensure_free(5)
+    assert (pool.capacity, pool.free_list.free) == (6, 5)
+    pool.free_list.take(torch.tensor([2]))
+    pool.ensure_free(3)
+    assert pool.capacity == 6
+    pool.ensure_free(7)
+    assert (pool.capacity, pool.free_list.free) == (10, 7)
+
+
+def test_growth_keeps_contents_and_addresses() -> None:
+    pool = PagePool(512, CPU)
+    pool.ensure_free(4)
+    pool.pages[1:5] = torch.arange(4 * 512).remainder(251).to(torch.uint8).view(4, 512)
+    before, address = pool.pages[1:5].clone(), pool.pages.data_ptr()
+    for count in (10, 1000, 20000):
+        pool.ensure_free(count)
+        assert pool.pages.data_ptr() == address
+        assert torch.equal(pool.pages[1:5], before)
+        assert pool.pages.shape[0] >= pool.capacity
+        assert pool.pages.shape[1] == 512
+        pool.pages[pool.capacity - 1].fill_(7)
+        assert (pool.pages[pool.capacity - 1] == 7).all()
+
+
+def test_bytes_count_every_page_that_exists_and_the_free_list() -> None:
+    pool = PagePool(1024, CPU)
+    pool.ensure_free(100)
+    free_list = pool.free_list
+    tables = free_list.ring.numel() * 4 + free_list.state.numel() * 8
+    assert pool.bytes == 101 * 1024 + tables
+    assert pool._reservation.committed == 101 * 1024
+
+
+@pytest.mark.parametrize("max_pages", [1, 2, 9])
+def test_the_limit_is_reached_exactly(max_pages: int) -> None:
+    pool = PagePool(256, CPU, max_pages=max_pages)
+    pool.ensure_free(max_pages - 1)
+    assert pool.capacity == max_pages
+    taken = pool.free_list.take(torch.tensor([max_pages - 1]))[1]
+    before = pool.capacity, pool.free_list.state.tolist(), pool._reservation.committed
+    pool.ensure_free(0)
+    with pytest.raises(MemoryError, match=f"1 more pages of 256 bytes but its limit of {max_pages} pages"):
+        pool.ensure_free(1)
+    assert before == (pool.capacity, pool.free_list.state.tolist(), pool._reservation.committed)
+    if max_pages > 1:
+        pool.free_list.give(taken[:1])
+        pool.ensure_free(1)
+        assert pool.free_list.free == 1
+
+
+def test_a_failed_growth_changes_nothing() -> None:
+    pool = PagePool(256, CPU, max_pages=6)
+    pool.ensure_free(3)
+    before = pool.capacity, pool.free_list.state.tolist(), pool.free_list.ids().tolist()
+    with pytest.raises(MemoryError, match="3 more pages"):
+        pool.ensure_free(6)
+    assert before == (pool.capacity, pool.free_list.state.tolist(), pool.free_list.ids().tolist())
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda pool: pickle.loads(pickle.dumps(pool))])
+def test_copies_are_independent(duplicate) -> None:
+    pool = PagePool(256, CPU, max_pages=50)
+    pool.ensure_free(4)
+    pool.free_list.take(torch.tensor([1]))
+    pool.pages[:5] = torch.arange(5, dtype=torch.uint8)[:, None]
+    other = duplicate(pool)
+    assert (other.capacity, other.max_pages) == (5, 50)
+    assert torch.equal(other.pages[:5], pool.pages[:5])
+    assert other.free_list.ids().tolist() == [2, 3, 4]
+    other.pages[:5] = 9
+    other.ensure_free(30)
+    assert torch.equal(pool.pages[:5], torch.arange(5, dtype=torch.uint8)[:, None].expand(5, 256))
+    assert (pool.capacity, pool.free_list.free) == (5, 3)

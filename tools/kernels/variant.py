@@ -1,0 +1,52 @@
+"""What the ahead-of-time report compiles: one kernel with one choice of types and constants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+from hf_diffkv.config.presets import PRESETS, UNIFORM_NUMBERS
+from hf_diffkv.pages import PageLayout
+
+UNIFORM_DIMS = (64, 128)
+TARGETS = ("sm_80", "sm_90", "gfx942")
+
+
+@dataclass(frozen=True)
+class KernelVariant:
+    """One compiled form of a kernel.
+
+    Numbers and addresses that the kernel lets Triton specialise count as multiples of 16, which launchers make sure of.
+
+    Attributes:
+        name: unique among all variants, for example `store_tokens-K8V4-d128`.
+        kernel: the `@triton.jit` function.
+        signature: Triton type of every runtime argument by name, for example `{"pages": "*u8", "count": "i32"}`.
+        constexprs: value of every `tl.constexpr` parameter by name.
+        num_warps, num_stages: launch options; None leaves the stages to Triton's default for the target.
+        options: further launch options, for example `{"maxnreg": 168}`.
+        targets: what the variant is shipped for.
+    """
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constexprs: dict[str, object]
+    num_warps: int = 4
+    num_stages: int | None = None
+    options: dict[str, object] = field(default_factory=dict)
+    targets: tuple[str, ...] = TARGETS
+
+    def named(self, name: str) -> KernelVariant:
+        """The same under another name."""
+        return replace(self, name=name)
+
+
+def uniform_layouts() -> list[tuple[str, PageLayout]]:
+    """Pages of bfloat16 models with the precisions of the presets, without scores, and what each is called."""
+    precisions = [fields["high"] for fields in PRESETS.values()]
+    return [
+        (f"{one.name}_unscored", PageLayout.build(one, one, dim, dim, 2, **UNIFORM_NUMBERS))
+        for one, dim in product(precisions, UNIFORM_DIMS)
+    ]
