@@ -27,11 +27,14 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
-    return markdown if page.file.src_uri in PAGES.values() else linked(markdown, "docs")
+    if page.file.src_uri in PAGES.values():
+        return markdown
+    folder = os.path.dirname(f"docs/{page.file.src_uri}")
+    return linked(markdown, folder, folder)
 
 
-def linked(markdown: str, folder: str) -> str:
-    """`markdown`, which stands in `folder` of the repository, with its links as the site has them."""
+def linked(markdown: str, folder: str, shown_in: str = "docs") -> str:
+    """`markdown`, which stands in `folder` of the repository, with its links as its page in `shown_in` has them."""
 
     def one(match: re.Match) -> str:
         image, words, target, anchor = match.groups(default="")
@@ -41,9 +44,9 @@ def linked(markdown: str, folder: str) -> str:
             return match[0]
         path = os.path.normpath(os.path.join(folder, target))
         if path in PAGES:
-            return f"[{words}]({PAGES[path]}{anchor})"
+            return f"[{words}]({os.path.relpath(f'docs/{PAGES[path]}', shown_in)}{anchor})"
         if path.startswith("docs/"):
-            return f"{image}[{words}]({path.removeprefix('docs/')}{anchor})"
+            return f"{image}[{words}]({os.path.relpath(path, shown_in)}{anchor})"
         return words
 
     return LINK.sub(one, markdown)
