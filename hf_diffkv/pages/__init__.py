@@ -2,13 +2,29 @@
 
 from .free_list import FreeList
 from .layout import PageLayout, TierLayout, fields
-from .page_table import HIGH, LOW, NULL_PAGE, PageTable, column
+from .page_table import (
+    HIGH,
+    HIGH_LEVEL,
+    LOW,
+    LOW_LEVEL,
+    NULL_PAGE,
+    PADDING_LEVEL,
+    PRUNED_LEVEL,
+    WINDOW_LEVEL,
+    PageTable,
+    column,
+)
 from .pool import PagePool
 
 __all__ = [
     "HIGH",
+    "HIGH_LEVEL",
     "LOW",
+    "LOW_LEVEL",
     "NULL_PAGE",
+    "PADDING_LEVEL",
+    "PRUNED_LEVEL",
+    "WINDOW_LEVEL",
     "FreeList",
     "PageLayout",
     "PagePool",

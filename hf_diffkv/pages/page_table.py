@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 NULL_PAGE = 0
+# tiers of pages
 HIGH, LOW = 0, 1
+# levels of tokens: padding has none, pruned ones are gone, the window's are exact
+PADDING_LEVEL, PRUNED_LEVEL, LOW_LEVEL, HIGH_LEVEL, WINDOW_LEVEL = -1, 0, 1, 2, 3
 
 
 class PageTable:

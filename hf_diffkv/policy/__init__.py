@@ -9,12 +9,8 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
+from ..pages import HIGH_LEVEL, LOW_LEVEL, PADDING_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL
 from .base import (
-    HIGH_LEVEL,
-    LOW_LEVEL,
-    PADDING_LEVEL,
-    PRUNED_LEVEL,
-    WINDOW_LEVEL,
     Levels,
     Policy,
     Rows,

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-PADDING_LEVEL, PRUNED_LEVEL, LOW_LEVEL, HIGH_LEVEL, WINDOW_LEVEL = -1, 0, 1, 2, 3
+from ..pages import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL
 
 
 class Tokens(NamedTuple):

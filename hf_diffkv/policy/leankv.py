@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .base import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL, Levels, Policy, Rows, Tokens, option
+from ..pages import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL
+from .base import Levels, Policy, Rows, Tokens, option
 from .ranking import least_in_rows, rank_in_rows
 
 

@@ -8,7 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .base import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL, Levels, Policy, Rows, StepRows, Tokens, option
+from ..pages import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL
+from .base import Levels, Policy, Rows, StepRows, Tokens, option
 from .hashing import HASHES, token_hash
 from .ranking import least_in_rows, rank_in_rows, share_of
 

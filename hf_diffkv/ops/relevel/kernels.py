@@ -18,7 +18,7 @@ the tier's new count. The slots below it that are free, in order, go first to th
 of their columns, then to those that are kept behind the new end, the last first. So a slot that is written is never
 one that is still to be read but by a launch before.
 
-    level    int8 [rows, columns], as in `rows.py`
+    level    int8 [rows, columns], as in pages/page_table.py
     before   int32 [rows, blocks, 4], first the counts of a block, then of all blocks before it: tokens kept in the high
              and the low tier, tokens added to the high and the low tier
     plan     int32 [6, rows]: these four of the whole row, pages that it lacks, pages that it gives back
@@ -36,13 +36,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ... import pages
 from ..compact.kernels import column, mean_significance
 from ..enter.kernels import LENGTHS, new_start
 from ..narrow_kernel import load_positions, load_scores, narrow_score, score_noise
-from . import rows as levels
 
-NOTHING, PRUNED, LOW_LEVEL = tl.constexpr(levels.NOTHING), tl.constexpr(levels.PRUNED), tl.constexpr(levels.LOW)
-HIGH_LEVEL, EXACT = tl.constexpr(levels.HIGH), tl.constexpr(levels.EXACT)
+PADDING_LEVEL, PRUNED_LEVEL = tl.constexpr(pages.PADDING_LEVEL), tl.constexpr(pages.PRUNED_LEVEL)
+LOW_LEVEL, HIGH_LEVEL = tl.constexpr(pages.LOW_LEVEL), tl.constexpr(pages.HIGH_LEVEL)
+WINDOW_LEVEL = tl.constexpr(pages.WINDOW_LEVEL)
 # what is of one layer, and so stands at any address, as LENGTHS do
 COUNTS = ("high_count", "low_count")
 LAYER = ("table", *COUNTS, *LENGTHS)
@@ -142,12 +143,12 @@ def decide_kernel(
     high_limit = tl.div_rn(tl.load(alpha_high + row) + tl.zeros((BLOCK,), tl.float32), tokens_seen)
     low_limit = tl.div_rn(tl.load(alpha_low + row) + tl.zeros((BLOCK,), tl.float32), tokens_seen)
     pinned = (position >= pin_start) & (position < pin_stop)
-    earned = tl.where(mean >= low_limit, LOW_LEVEL, PRUNED)
+    earned = tl.where(mean >= low_limit, LOW_LEVEL, PRUNED_LEVEL)
     earned = tl.where((mean >= high_limit) | pinned, HIGH_LEVEL, earned)
     # no stored token rises
     earned = tl.where(is_low, tl.minimum(earned, LOW_LEVEL), earned)
-    earned = tl.where(is_new & ((position < sinks) | (position >= start)), EXACT, earned)
-    earned = tl.where(is_high | is_low | is_new, earned, NOTHING)
+    earned = tl.where(is_new & ((position < sinks) | (position >= start)), WINDOW_LEVEL, earned)
+    earned = tl.where(is_high | is_low | is_new, earned, PADDING_LEVEL)
     tl.store(level + place, earned.to(tl.int8), mask=there)
 
     counts = before + (row.to(tl.int64) * tl.num_programs(1) + block) * 4

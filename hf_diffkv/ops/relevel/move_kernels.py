@@ -13,7 +13,7 @@ from ..narrow_kernel import load_positions, load_scores
 from ..quantize.copy_kernel import copy_rows
 from ..quantize.kernels import read_tile, rows_at, tier_dims, write_scalars
 from ..rounding import reference
-from .kernels import ADDED, COUNTS, HIGH_LEVEL, KEPT, LOW_LEVEL, NOTHING, kinds
+from .kernels import ADDED, COUNTS, HIGH_LEVEL, KEPT, LOW_LEVEL, PADDING_LEVEL, kinds
 
 MOST_BITS = tl.constexpr(reference.LARGEST_BITS)
 
@@ -87,7 +87,7 @@ def demote_kernel(
     (ops/rounding), or None."""
     row = tl.program_id(0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    earned = tl.load(level + row.to(tl.int64) * columns + token, mask=token < past, other=NOTHING)
+    earned = tl.load(level + row.to(tl.int64) * columns + token, mask=token < past, other=PADDING_LEVEL)
     rank = tl.load(order + row.to(tl.int64) * columns + token, mask=token < past, other=0)
     is_high, is_low, high, _ = kinds(high_count, low_count, row, token)
     added = tl.load(plan + (ADDED + 1) * rows + row)
@@ -120,7 +120,7 @@ def close_kernel(
     """Grid: (rows, cdiv(past, BLOCK))."""
     row = tl.program_id(0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    earned = tl.load(level + row.to(tl.int64) * columns + token, mask=token < past, other=NOTHING)
+    earned = tl.load(level + row.to(tl.int64) * columns + token, mask=token < past, other=PADDING_LEVEL)
     rank = tl.load(order + row.to(tl.int64) * columns + token, mask=token < past, other=0)
     added = tl.load(plan + ADDED * rows + row)
     after = tl.load(plan + KEPT * rows + row) + added

@@ -8,7 +8,7 @@ import triton.language as tl
 from ..compact.kernels import column
 from ..enter.kernels import CAPACITY, FREE, START, new_start
 from ..scan import sum_totals
-from .kernels import ADDED, COUNTS, GIVES, HIGH_LEVEL, KEPT, LACKS, LAYER, LOW_LEVEL, NOTHING, kinds
+from .kernels import ADDED, COUNTS, GIVES, HIGH_LEVEL, KEPT, LACKS, LAYER, LOW_LEVEL, PADDING_LEVEL, kinds
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def list_block(level, before, plan, order, target, high_count, low_count, row, b
     token = block * BLOCK + tl.arange(0, BLOCK)
     there = token < columns
     place = row.to(tl.int64) * columns + token
-    earned = tl.load(level + place, mask=there, other=NOTHING)
+    earned = tl.load(level + place, mask=there, other=PADDING_LEVEL)
     is_high, is_low, high, low = kinds(high_count, low_count, row, token)
     counts = before + (row.to(tl.int64) * blocks + block) * 4
     keeps_high, keeps_low = is_high & (earned == HIGH_LEVEL), is_low & (earned == LOW_LEVEL)

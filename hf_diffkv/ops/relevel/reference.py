@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...pages import HIGH, LOW, NULL_PAGE, FreeList, PageLayout, TierLayout, column
+from ...pages import HIGH, HIGH_LEVEL, LOW, LOW_LEVEL, NULL_PAGE, PRUNED_LEVEL, FreeList, PageLayout, TierLayout, column
 from ...pages.narrow import score_noise
 from ...pages.segments import segments
 from ...pages.window import held_tokens
 from ..enter.reference import Exact, exact_tokens, keep_exact
 from ..quantize.reference import load_tokens, move_tokens, store_tokens
 from ..rounding.reference import LARGEST_BITS, round_keys
-from . import rows as levels
 from .rows import LevelledRows
 
 
@@ -142,12 +141,12 @@ class _Row:
             score = view.scores(page, slot) + received[first : first + index.numel()]
             view.write_scores(page, slot, score, score_noise(index, self.length, tier))
             level = self._level(score, view.positions(page, slot).long())
-            earned.append(level.clamp(max=(levels.HIGH, levels.LOW)[tier]))
+            earned.append(level.clamp(max=(HIGH_LEVEL, LOW_LEVEL)[tier]))
             first += index.numel()
-        kept = (earned[HIGH] == levels.HIGH, earned[LOW] == levels.LOW)
+        kept = (earned[HIGH] == HIGH_LEVEL, earned[LOW] == LOW_LEVEL)
         leaving = self._level(self.score, self.position)
-        sinking = (earned[HIGH] == levels.LOW).nonzero()[:, 0]
-        added = ((leaving == levels.HIGH).nonzero()[:, 0], (leaving == levels.LOW).nonzero()[:, 0])
+        sinking = (earned[HIGH] == LOW_LEVEL).nonzero()[:, 0]
+        added = ((leaving == HIGH_LEVEL).nonzero()[:, 0], (leaving == LOW_LEVEL).nonzero()[:, 0])
         after = [int(kept[tier].sum()) + added[tier].numel() for tier in (HIGH, LOW)]
         after[LOW] += sinking.numel()
         pages = [self._pages(tier, after[tier], free_list) for tier in (HIGH, LOW)]
@@ -178,8 +177,8 @@ class _Row:
         """int64 levels by the thresholds."""
         mean = score / (self.length - 1 - position).clamp(min=1).float()
         high, low = (alpha / self.length.float() for alpha in self.alphas)
-        level = torch.where(mean >= high, levels.HIGH, torch.where(mean >= low, levels.LOW, levels.PRUNED))
-        return torch.where((position >= self.pin[0]) & (position < self.pin[1]), levels.HIGH, level)
+        level = torch.where(mean >= high, HIGH_LEVEL, torch.where(mean >= low, LOW_LEVEL, PRUNED_LEVEL))
+        return torch.where((position >= self.pin[0]) & (position < self.pin[1]), HIGH_LEVEL, level)
 
     def _places(self, tier: int, index: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Pages and slots of tokens; ids: of the tier's pages, None for those in the table."""

@@ -8,9 +8,6 @@ from torch import Tensor
 
 from ..enter import EnteredRows
 
-# levels of a token: none (padding), pruned, low, high, and exact in the window
-NOTHING, PRUNED, LOW, HIGH, EXACT = -1, 0, 1, 2, 3
-
 
 @dataclass(frozen=True)
 class LevelledRows(EnteredRows):

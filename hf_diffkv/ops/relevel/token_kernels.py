@@ -11,7 +11,7 @@ import triton.language as tl
 from ..enter.token_kernels import keep_tile, new_tile, new_tokens, page_tile, slot_of, token_in_slot
 from ..quantize.kernels import tier_dims
 from ..rotation_kernel import rounded
-from .kernels import HIGH_LEVEL, LAYER, LOW_LEVEL, NOTHING, raised_if_pinned
+from .kernels import HIGH_LEVEL, LAYER, LOW_LEVEL, PADDING_LEVEL, raised_if_pinned
 from .move_kernels import numbers_tile, stored_key, target_of
 
 
@@ -22,7 +22,7 @@ def targets(
 ):  # fmt: skip
     """Which exact tokens are high and which low from now on, and where they go: page and slot of each tier."""
     place = row.to(tl.int64) * columns + column
-    earned = tl.load(level + place, mask=there, other=NOTHING)
+    earned = tl.load(level + place, mask=there, other=PADDING_LEVEL)
     is_high, is_low = there & (earned == HIGH_LEVEL), there & (earned == LOW_LEVEL)
     rank = tl.load(order + place, mask=is_high | is_low, other=0)
     high_page, high_slot = target_of(
