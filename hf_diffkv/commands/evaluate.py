@@ -12,7 +12,7 @@ from ..evaluation.errors import EvaluationError
 from .help import Command
 from .options import AtLeast, model_option, quiet_option, running_options
 
-# the suite of small tasks that need no Hub
+# the suite of small tasks
 OFFLINE = "offline"
 DEFAULT_METHODS = "dense,diffkv,diffkv:K8V4,diffkv:K4V2,quanto:4"
 
@@ -54,10 +54,6 @@ def _list(context: click.Context, param: click.Parameter, value: bool) -> None:
     metavar="N",
     help="Documents per cache, where tasks and methods allow it.",
 )
-@click.option(
-    "--datasets-folder", type=Path, metavar="FOLDER", help="NAME.jsonl or a saved data set per task; then the Hub."
-)
-@click.option("--allow-code-execution", is_flag=True, help="Run the programs that the model writes, on this machine.")
 @running_options
 @click.option("--retry", is_flag=True, help="Run again what failed before.")
 @quiet_option
@@ -93,8 +89,6 @@ def evaluate(options: SimpleNamespace) -> None:
         limit,
         options.max_new_tokens,
         options.sample,
-        options.datasets_folder,
-        options.allow_code_execution,
     )
     prepared = [(task, documents_of(task, source)) for task in tasks]
     for task, documents in prepared:

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+
 import click
 
 from .help import Command
+
+CACHES = """The model hf-diffkv is the harness's hf with a cache that you choose. Its --model_args, beside those of hf:
+
+  cache=METHOD   diffkv (default), diffkv:K8V4, diffkv:3/0.02, snapkv:budget=0.3, quanto:4, dense and so on, as
+                 `hf-diffkv evaluate --list` has them
+  FIELD=VALUE    a field of DiffKVConfig, with cache=diffkv: alpha_high=3, window=128, rotate=True and so on
+
+  hf-diffkv lm-eval --model hf-diffkv --model_args pretrained=MODEL,cache=diffkv:K8V4 --tasks gsm8k --batch_size 8
+
+Only tasks that generate are run with a compressed cache. All arguments: hf-diffkv lm-eval run --help
+
+What follows is the harness's own help.
+"""
 
 
 # all arguments, options too, are the harness's
@@ -17,6 +33,18 @@ from .help import Command
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(arguments: tuple[str, ...]) -> None:
     """Run lm-evaluation-harness: --model hf-diffkv --model_args pretrained=M,cache=C ..."""
-    from ..evaluation import lm_eval
+    asks_help = not arguments or not {"-h", "--help"}.isdisjoint(arguments)
+    if asks_help and importlib.util.find_spec("lm_eval"):
+        click.echo(CACHES)
+    else:
+        # takes seconds, and says what to install where there is no harness
+        from ..evaluation.lm_eval import register
 
-    lm_eval.run(arguments)
+        register()
+    from lm_eval.__main__ import cli_evaluate
+
+    before, sys.argv = sys.argv, ["lm-eval", *arguments]
+    try:
+        cli_evaluate()
+    finally:
+        sys.argv = before

@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,7 +25,6 @@ from .models import resolve_model
 from .session import Session
 
 try:
-    from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.instance import Instance
     from lm_eval.api.registry import model_registry
     from lm_eval.models.huggingface import HFLM
@@ -156,13 +153,3 @@ def method_name(cache: str, fields: dict[str, Any]) -> str:
 def register() -> None:
     """Lets the harness find this model as `hf-diffkv`; more than once is no harm."""
     model_registry.register(NAME, target=DiffKVLM)
-
-
-def run(arguments: Sequence[str]) -> None:
-    """Hands `arguments` to the harness's command line."""
-    register()
-    before, sys.argv = sys.argv, ["lm-eval", *arguments]
-    try:
-        cli_evaluate()
-    finally:
-        sys.argv = before

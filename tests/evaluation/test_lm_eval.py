@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
+import re
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_diffkv.cli import main
 from hf_diffkv.evaluation.errors import EvaluationError
+from hf_diffkv.evaluation.tasks import HARNESS_TASKS, harness_task
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed")
 
@@ -177,3 +179,93 @@ def test_command(tasks: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert main(["lm-eval", *arguments, "--tasks", "facts_scored"]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("hf-diffkv: cache=diffkv:lossless cannot answer log-likelihood requests (facts_scored)")
+
+
+HARNESS = Path(lm_eval.tasks.__file__).parent
+DOCUMENT = Path(__file__).parents[2] / "docs" / "evaluation.md"
+# what the table of the document names
+FOLDERS = "gsm8k minerva_math benchmarks hendrycks_math aime mmlu mmlu_pro gpqa humaneval mbpp longbench ruler".split()
+
+
+@pytest.mark.slow
+def test_the_harness_has_the_documented_tasks() -> None:
+    rows = [line.split("|") for line in DOCUMENT.read_text().splitlines() if line.startswith("| ")]
+    (first,) = (index for index, row in enumerate(rows) if row[1].strip() == "task of the paper")
+    named = {name for row in rows[first + 1 :] for name in re.findall(r"`([\w-]+)`", row[2])}
+    manager = TaskManager(include_path=[HARNESS / folder for folder in FOLDERS], include_defaults=False)
+    assert len(named) > 20 and named <= set(manager.all_tasks)
+    # what `evaluate` refers to
+    assert set(HARNESS_TASKS.values()) <= named
+    sets = [name for name in manager.all_subtasks if name.startswith("longbench_") and not name.endswith("_e")]
+    english = {name for name in sets if not name.endswith(("_zh", "dureader", "lsht", "vcsum"))}
+    assert {harness_task(f"longbench-{name}") for name in OUR_LONGBENCH} == english
+
+
+# the sets by the names that they had here
+OUR_LONGBENCH = (
+    *("qasper", "narrativeqa", "multifieldqa-en", "hotpotqa", "2wikimqa", "musique", "gov-report", "multi-news"),
+    *("qmsum", "trec", "triviaqa", "samsum", "passage-count", "passage-retrieval-en", "lcc", "repobench-p"),
+)
+# by task of the harness: its file, and a row of the form of its data set
+ROWS = {
+    "gsm8k_cot_zeroshot": (
+        "gsm8k/gsm8k-cot-zeroshot",
+        {"question": "What are 3 and 4?", "answer": "3 + 4\n#### 7"},
+    ),
+    "hendrycks_math_algebra": (
+        "hendrycks_math/hendrycks_math_algebra",
+        {"problem": "What is $3+4$?", "level": "1", "type": "Algebra", "solution": r"It is $\boxed{7}$."},
+    ),
+    "aime24": ("aime/aime24", {"Problem": "How many are 3 and 4?", "Answer": 7}),
+    "mmlu_astronomy_flan": (
+        "mmlu/flan_cot_zeroshot/mmlu_astronomy",
+        {"question": "Which is a star?", "choices": ["Mars", "Vega", "Io", "Pluto"], "answer": 1},
+    ),
+    "mmlu_pro_law": (
+        "mmlu_pro/mmlu_pro_law",
+        {
+            "question": "Which letter?",
+            "options": ["x", "y"],
+            "answer": "A",
+            "answer_index": 0,
+            "cot_content": "",
+            "category": "law",
+        },
+    ),
+    "gpqa_diamond_cot_zeroshot": (
+        "gpqa/cot_zeroshot/gpqa_diamond_cot_zeroshot",
+        {"Question": "What?", "Correct Answer": "y"} | {f"Incorrect Answer {n}": f"n{n}" for n in (1, 2, 3)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.sampled(100)
+def test_tasks_of_the_harness(name: str, tmp_path: Path) -> None:
+    """Its wording and scoring, on a row of its data set's form: a lossless cache writes what the dense one does."""
+    file, row = ROWS[name]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    splits = dict.fromkeys(("train", "validation", "dev", "test"), str(tmp_path / "rows.jsonl"))
+    task = {
+        "include": str(HARNESS / f"{file}.yaml"),
+        "task": name,
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": splits, "cache_dir": str(tmp_path / "cache")},
+        "num_fewshot": 0,
+        "generation_kwargs": {"until": ["Q:"], "max_gen_toks": 8, "do_sample": False},
+    }
+    (tmp_path / "task.yaml").write_text(yaml.safe_dump(task))
+    written = []
+    for cache in ("dense", LOSSLESS):
+        results = evaluate(tmp_path, name, cache)
+        assert any(metric.startswith("exact_match") for metric in results["results"][name])
+        written.append(results["samples"][name][0]["resps"])
+    assert written[0] == written[1] and written[0][0][0]
+
+
+def test_help_says_what_the_cache_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["lm-eval", "--help"])
+    printed = capsys.readouterr().out
+    assert "cache=METHOD" in printed and "FIELD=VALUE" in printed and "usage: lm-eval" in printed

@@ -92,6 +92,15 @@ def test_a_task_that_is_none() -> None:
         get_task("trajectroy")
 
 
+@pytest.mark.parametrize(
+    ("name", "harness"),
+    [("gsm8k", "gsm8k"), ("humaneval-plus", "humaneval_plus"), ("longbench-repobench-p", "longbench_repobench-p")],
+)
+def test_a_task_that_the_harness_has(name: str, harness: str) -> None:
+    with pytest.raises(EvaluationError, match=f"hf-diffkv lm-eval --model hf-diffkv .* --tasks {harness}$"):
+        get_task(name)
+
+
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_diffkv.evaluation.methods.quantized._is_installed", lambda module: False)
     with pytest.raises(EvaluationError, match="pip install optimum-quanto"):

@@ -4,10 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..errors import EvaluationError
 from ..registry import Registry
 from .base import Document, Metric, Task
 
 TASKS: Registry[Callable[[], Task]] = Registry("task", __name__)
+# tasks and suites that lm-evaluation-harness runs, by the names that they had here
+HARNESS_TASKS = {
+    "gsm8k": "gsm8k",
+    "math": "minerva_math",
+    "math-500": "minerva_math500",
+    "aime24": "aime24",
+    "mmlu": "mmlu_flan_cot_zeroshot",
+    "mmlu-pro": "mmlu_pro",
+    "gpqa": "gpqa_diamond_cot_zeroshot",
+    "humaneval": "humaneval",
+    "humaneval-plus": "humaneval_plus",
+    "mbpp-plus": "mbpp_plus",
+    "ruler-qa-1": "ruler_qa_squad",
+    "ruler-qa-2": "ruler_qa_hotpot",
+    "longbench": "longbench",
+}
 
 
 def task(name: str) -> Callable:
@@ -25,10 +42,23 @@ def suites() -> dict[str, list[str]]:
 
 
 def get_task(name: str) -> Task:
-    """The task called `name`; `EvaluationError` with suggestions where there is none."""
+    """The task called `name`; `EvaluationError` with suggestions where there is none, or where the harness has it."""
+    harness = harness_task(name)
+    if harness is not None:
+        raise EvaluationError(
+            f"task {name!r} is run by lm-evaluation-harness: hf-diffkv lm-eval --model hf-diffkv --model_args "
+            f"pretrained=MODEL,cache=METHOD --tasks {harness}"
+        )
     found = TASKS.find(name)()
     found.name = name
     return found
+
+
+def harness_task(name: str) -> str | None:
+    """What lm-evaluation-harness calls a task that was called `name` here; None where it has none."""
+    if name.startswith("longbench-"):
+        return name.replace("-", "_").replace("repobench_p", "repobench-p")
+    return HARNESS_TASKS.get(name)
 
 
 __all__ = ["TASKS", "Document", "Metric", "Task", "get_task", "suites", "task"]

@@ -8,7 +8,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ..batch import Batch
@@ -86,8 +85,6 @@ class Source:
         limit: the most tokens the model takes; None where it does not say.
         max_new_tokens: of tasks that generate; None takes the task's own.
         sample: whether they draw tokens as the model's generation config says; the likeliest ones otherwise.
-        datasets_folder: where to look for data sets before the Hub is asked.
-        allow_code_execution: whether programs that a model writes may be run.
     """
 
     tokenizer: Any
@@ -97,15 +94,13 @@ class Source:
     limit: int | None = None
     max_new_tokens: int | None = None
     sample: bool = False
-    datasets_folder: Path | None = None
-    allow_code_execution: bool = False
 
 
 class Task(ABC):
     """Documents, and how a method does on one of them."""
 
     name: str = ""
-    # names by which a command can take several tasks; "offline" ones need neither the Hub nor much time
+    # names by which a command can take several tasks; "offline" ones take little time
     suites: tuple[str, ...] = ("offline",)
     # `measure_batch` measures several documents in one cache
     batches = False

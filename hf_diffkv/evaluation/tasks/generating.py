@@ -30,14 +30,10 @@ class GeneratingTask(Task):
     metrics = (SCORE, KEPT)
     batches = True
     max_new_tokens = 64
-    # where the answer to a prompt without a chat template ends; a chat model ends by itself
-    stop: tuple[str, ...] = ()
-    # whether a thinking model may think first
-    thinks = False
 
     @abstractmethod
     def score_answer(self, text: str, document: Document) -> float:
-        """From 0 (wrong) to 1 (right). `text` is without thoughts; `document.extra["expected"]` says what is right."""
+        """From 0 (wrong) to 1 (right); `document.extra["expected"]` says what is right."""
 
     def document(self, source: Source, name: str, prompt: Prompt, expected: Any) -> Document:
         """The document that asks `prompt`.
@@ -45,17 +41,15 @@ class GeneratingTask(Task):
         Args:
             expected: what `score_answer` needs to know, ready for JSON.
         """
-        tokens = prompt.encode(source.tokenizer, self.thinks)
+        context, question = prompt.encode(source.tokenizer)
         extra = {
             "expected": expected,
             "more_tokens": source.max_new_tokens or self.max_new_tokens,
-            "stop": [] if tokens.chat else list(self.stop),
-            "thinking": tokens.thinking,
             "seed": rng_for(source, f"{name}/sample", 0).randrange(2**31) if source.sample else None,
         }
-        if not tokens.context:
-            return Document(name, tokens.question, extra=extra)
-        return Document(name, tokens.context, ((tokens.question, ()),), extra=extra)
+        if not context:
+            return Document(name, question, extra=extra)
+        return Document(name, context, ((question, ()),), extra=extra)
 
     def measure(self, session: Session, document: Document, reference: Any) -> tuple[Sums, Any, dict[str, Any]]:
         ids = document.context
@@ -80,10 +74,7 @@ class GeneratingTask(Task):
     def _judge(
         self, text: str, document: Document, reference: Any, held: HeldBytes, seen: int
     ) -> tuple[Sums, Any, dict[str, Any]]:
-        answer = spoken(text, document.extra["thinking"])
-        for stop in document.extra["stop"]:
-            answer = answer.split(stop)[0]
-        score = self.score_answer(answer, document)
+        score = self.score_answer(spoken(text), document)
         known = score if reference is None else reference
         sums: Sums = {"score": (score, 1.0), "kept": (score if known > 0 else 0.0, known)}
         return sums, score, {"text": text, "held": held, "tokens": seen}
@@ -93,7 +84,7 @@ class GeneratingTask(Task):
 def _options(document: Document) -> Iterator[dict[str, Any]]:
     """Arguments of `generate`; every method draws the same random numbers, and nobody else's are changed."""
     extra = document.extra
-    options = {"max_new_tokens": extra["more_tokens"], "stop": extra["stop"]}
+    options = {"max_new_tokens": extra["more_tokens"]}
     if extra["seed"] is None:
         yield options
         return

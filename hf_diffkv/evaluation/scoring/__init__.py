@@ -1,1 +1,0 @@
-"""How good an answer is: rules of public data sets, in plain Python and without downloads."""
