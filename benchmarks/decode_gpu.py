@@ -24,6 +24,9 @@ from transformers import CompileConfig, DynamicCache, PreTrainedModel, Quantized
 from transformers.cache_utils import Cache
 
 from hf_diffkv import DiffKVCache
+from hf_diffkv.store import settle
+from hf_diffkv.store.compaction import compact
+from hf_diffkv.store.step import refresh
 
 CONTEXTS = (1024, 4096, 8192, 16384, 32768, 65536)
 ATTENTION = ("attend_kernel", "finish_kernel")
@@ -148,8 +151,8 @@ def shares(
         found = {"kernels_us": round(total / (last - first), 1), "attention_share": round(attention / total, 4)}
         found["finish_share"] = round(1e-3 * finish_us / ms_per_token, 5)
     (store,) = cache.stores.stores
-    store.settle()
-    store.refresh()
+    settle(store)
+    refresh(store)
     free_list = store.pool.free_list
     # the newest token that left the windows leaves them again, whatever became of it
     store.window_start -= 1
@@ -160,11 +163,11 @@ def shares(
         for tensor, before in zip(state, saved):
             tensor.copy_(before)
 
-    def compact() -> None:
+    def compact_again() -> None:
         restore()
-        store.compact()
+        compact(store)
 
-    whole, copies = session.time_all([compact, restore])
+    whole, copies = session.time_all([compact_again, restore])
     if int(store.flag):
         raise RuntimeError("the compaction was called off, its time means nothing")
     compaction = max(whole.median - copies.median, 0.0)

@@ -17,7 +17,7 @@ from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.prefill_attention import prefill_attention
 from hf_diffkv.pages import PageLayout
 from hf_diffkv.pages.reserve import Reservation
-from hf_diffkv.store import Store, attend_token, attend_tokens, check_integrity, payload, select_rows
+from hf_diffkv.store import Store, attend_token, attend_tokens, begin_forward, check_integrity, payload, select_rows
 
 TOKENS, HEADS, LAYERS, DIM, SINKS = 4096, 2, 2, 128, 4
 CPU = torch.device("cpu")
@@ -74,7 +74,7 @@ def model_config() -> LlamaConfig:
 def medians() -> tuple[tuple[float, ...], ...]:
     """Per layer and head the alpha_high that half the tokens outside the window reach."""
     store = Store(DiffKVConfig(alpha_high=1e9), LAYERS, 1, HEADS, DIM, DIM, torch.bfloat16, CPU)
-    store.begin(TOKENS)
+    begin_forward(store, TOKENS)
     store.padding.append(TOKENS, None)
     outside = slice(SINKS, TOKENS - 64)
     position = torch.arange(TOKENS)[outside]
@@ -148,7 +148,7 @@ def small_store(batch: int = 2, **options) -> Store:
 
 
 def run(store: Store, tokens: int, seed: int) -> None:
-    store.begin(tokens)
+    begin_forward(store, tokens)
     store.padding.append(tokens, None)
     for layer in range(store.num_layers):
         forward(store, layer, 3 * draw(tokens, 2 * seed + layer, 2, 8, store.batch_size))
@@ -236,7 +236,7 @@ def test_a_budget_is_kept(max_bytes: int) -> None:
 PEAK = """
 import torch
 from hf_diffkv.config import DiffKVConfig
-from hf_diffkv.store import Store, attend_tokens
+from hf_diffkv.store import Store, attend_tokens, begin_forward
 
 torch.set_num_threads(1)
 LAYERS, HEADS, TOKENS, DIM = 25, 4, 1024, 128
@@ -248,7 +248,7 @@ def peak():
 store = Store(DiffKVConfig(alpha_high=1e9, window=16), LAYERS, 1, HEADS, DIM, DIM, torch.bfloat16, torch.device("cpu"))
 for layer in range(LAYERS):
     store.set_thresholds(layer, 1e9, 0.0)
-store.begin(TOKENS)
+begin_forward(store, TOKENS)
 store.padding.append(TOKENS, None)
 for layer in range(LAYERS):
     query, key, value = (torch.randn(1, HEADS, TOKENS, DIM).to(torch.bfloat16) for _ in range(3))

@@ -15,7 +15,7 @@ from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.compact import stored_tokens
 from hf_diffkv.pages import HIGH, LOW
 from hf_diffkv.pages.segments import segments
-from hf_diffkv.store import Store, attend_token, attend_tokens, check_integrity, read_tokens
+from hf_diffkv.store import Store, attend_token, attend_tokens, begin_forward, check_integrity, read_tokens
 from hf_diffkv.store.read import LayerTokens
 
 LENGTHS = (1, 2, 63, 64, 65, 128, 192, 300)
@@ -88,7 +88,7 @@ class Pair:
         value = self.draw(self.heads, tokens)
         scaling = self.dim**-0.5
         first = self.store.seen == 0
-        self.store.begin(tokens)
+        begin_forward(self.store, tokens)
         self.store.padding.append(tokens, valid)
         if tokens == 1 and not first:
             one = None if valid is None else valid[:, 0]

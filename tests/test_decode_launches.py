@@ -14,7 +14,7 @@ from test_compressed import left_padding
 
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
-from hf_diffkv.store import Store, attend_token, attend_tokens, check_integrity
+from hf_diffkv.store import Store, attend_token, attend_tokens, begin_forward, check_integrity
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
@@ -43,7 +43,7 @@ def test_launches_of_a_layer(config: DiffKVConfig, expected: list[str], padded: 
     counter, generator = Launches(monkeypatch), torch.Generator().manual_seed(0)
     with use_backend("kernels"), torch.no_grad():
         for tokens in (6, 1):
-            store.begin(tokens)
+            begin_forward(store, tokens)
             valid = left_padding((tokens, tokens - 1)) if padded else None
             for layer in range(2):
                 inputs = [torch.randn(2, heads, tokens, 16, generator=generator) for heads in (2, 1, 1)]

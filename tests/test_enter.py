@@ -15,7 +15,7 @@ from test_rotated import RotatedPair, held_offset
 
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
-from hf_diffkv.store import Store, attend_tokens, check_integrity, prompt
+from hf_diffkv.store import Store, attend_tokens, begin_forward, check_integrity, prompt
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
@@ -31,7 +31,7 @@ def uniform(precision: Precision, **fields) -> DiffKVConfig:
 
 def enter_at_once(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """Has tokens enter at once, by kernels or by their reference, while all else runs as it does on a CPU."""
-    for module in ("prompt", "transform", "state"):
+    for module in ("prompt", "transform", "step"):
         monkeypatch.setattr(f"hf_diffkv.store.{module}.enters_at_once", lambda store: not store.layout.selects)
     monkeypatch.setattr("hf_diffkv.ops.enter.use_kernels", lambda device, dtype: how == "kernels")
 
@@ -89,7 +89,7 @@ def test_what_cannot_be_stored_is_seen_at_the_next_look(how: str, wrong: str, mo
         key, value, query = (pair.draw(1, 30) for _ in range(3))
         value[:, :, place] = bad
         valid[0, 0] = shown
-        store.begin(30)
+        begin_forward(store, 30)
         attend_tokens(
             store, 0, query, key, torch.nan_to_num(value, 0.0) if not shown else value, scaling=0.2, valid=valid
         )
@@ -115,7 +115,7 @@ def test_launches_and_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with use_backend("kernels"), torch.no_grad():
         # all stay in the window; they leave it and rows are centred; a turn over what is stored
         for turn, tokens in enumerate((6, 20, 12)):
-            store.begin(tokens)
+            begin_forward(store, tokens)
             valid = left_padding((tokens, tokens - 2)) if turn == 1 else None
             for layer in range(2):
                 inputs = [torch.randn(2, heads, tokens, 32) for heads in (2, 1, 1)]

@@ -17,13 +17,13 @@ from hf_diffkv.store import (
     Store,
     attend_token,
     attend_tokens,
+    begin_forward,
     check_integrity,
     hide,
     payload,
     read_tokens,
     select_rows,
 )
-from hf_diffkv.store.bounds import REFRESH_STEPS
 
 CPU = torch.device("cpu")
 FULL = Precision(16, 16)
@@ -67,7 +67,7 @@ class Run:
         """Runs all layers; returns what they were fed."""
         store, fed = self.store, []
         before = [read_tokens(store, layer) if store.seen else None for layer in range(store.num_layers)]
-        store.begin(tokens)
+        begin_forward(store, tokens)
         store.padding.append(tokens, valid)
         for layer in range(store.num_layers):
             states = self.draw(tokens)
@@ -220,7 +220,7 @@ def test_fault_7_a_prompt_reserves_pages_layer_by_layer_and_as_needed(alpha_high
     run = Run(batch=2, layers=4, alpha_high=alpha_high, alpha_low=alpha_low, window=8, page_bytes=512)
     store = run.store
     valid = left_padding((300, 120))
-    store.begin(300)
+    begin_forward(store, 300)
     store.padding.append(300, valid)
     for layer in range(4):
         run.attend(layer, run.draw(300), valid)
@@ -239,7 +239,7 @@ def test_fault_8_pages_are_given_back_during_generation() -> None:
     free, held = store.pool.free_list.free, run.pages()
     query, key, value = run.draw(400)
     query[:], key[:], key[:, :, 0] = 4.0, -1.0, 1.0
-    store.begin(400)
+    begin_forward(store, 400)
     store.padding.append(400, None)
     run.attend(0, (query, key, value))
     assert run.pages() < 0.8 * held
@@ -261,7 +261,7 @@ def test_fault_8_pages_are_given_back_during_generation() -> None:
 def test_fault_9_no_host_reads_between_two_refreshes(
     monkeypatch: pytest.MonkeyPatch, interval: int, batch: int, padding: bool
 ) -> None:
-    """Whatever the number of layers, the host looks at the device once in `REFRESH_STEPS` generated tokens."""
+    """Whatever the number of layers, the host looks at the device once in `refresh_steps` generated tokens."""
     monkeypatch.setattr(hide, "reads_are_free", lambda device: False)
     model = tiny_model("llama", "diffkv", num_hidden_layers=3)
     cache = DiffKVCache(model.config, alpha_high=1.0, alpha_low=0.5, window=4, compaction_interval=interval)
@@ -274,17 +274,17 @@ def test_fault_9_no_host_reads_between_two_refreshes(
             model(torch.randint(50, (batch, 40)), attention_mask=mask, past_key_values=cache)
         assert reads.found, "the counter sees nothing, not even the prompt's reads"
         per_step = []
-        for _ in range(3 * REFRESH_STEPS):
+        for _ in range(3 * Store.refresh_steps):
             mask = torch.cat([mask, torch.ones(batch, 1, dtype=torch.long)], dim=1)
             reads.found.clear()
             with reads:
                 model(torch.randint(50, (batch, 1)), attention_mask=mask, past_key_values=cache)
             per_step.append(list(reads.found))
     for step, found in enumerate(per_step):
-        if step % REFRESH_STEPS:
+        if step % Store.refresh_steps:
             assert found == [], f"step {step}"
-    refreshes = [len(found) for found in per_step[::REFRESH_STEPS]]
-    assert all(2 <= count <= 4 for count in refreshes), per_step[::REFRESH_STEPS]
+    refreshes = [len(found) for found in per_step[:: Store.refresh_steps]]
+    assert all(2 <= count <= 4 for count in refreshes), per_step[:: Store.refresh_steps]
     cache.check_integrity()
 
 

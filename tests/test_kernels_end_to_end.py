@@ -17,6 +17,7 @@ from hf_diffkv import DiffKVCache
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.store import select_rows
+from hf_diffkv.store.step import prepare_step
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
@@ -82,7 +83,7 @@ def test_a_captured_step_takes_queries_of_another_dtype() -> None:
                     layer.update(key, value)
                     layer.attend(query, None, None, 0.25, None, None)
                     continue
-                layer.store.prepare_step()
+                prepare_step(layer.store)
                 query = query.to(torch.bfloat16)
                 query = query.float() if rounded else query
                 found.append(layer.attend_captured(query, key, value, None, 0.25, None, None))

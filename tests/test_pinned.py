@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.native.library import library
 from hf_diffkv.ops.backend import use_backend
-from hf_diffkv.store import attend_token, attend_tokens, read_tokens
+from hf_diffkv.store import attend_token, attend_tokens, begin_forward, read_tokens
 from hf_diffkv.store.read import LayerTokens
 
 PIN = (20, 85)
@@ -97,12 +97,12 @@ def test_narrow_numbers_hold_the_largest_sum(backend: str) -> None:
     config = DiffKVConfig(**options, pin=(3, 40), window=8, sinks=2)
     pair = Pair(config, 1, heads=2, group=2, dim=32, dtype=torch.float32)
     with use_backend(backend):
-        pair.store.begin(44)
+        begin_forward(pair.store, 44)
         pair.store.padding.append(44, None)
         draw = [pair.draw(heads, 44) for heads in (4, 2, 2)]
         attend_tokens(pair.store, 0, *draw, scaling=0.2)
         for _ in range(30):
-            pair.store.begin(1)
+            begin_forward(pair.store, 1)
             pair.store.padding.append(1, None)
             step = [pair.draw(heads, 1) for heads in (4, 2, 2)]
             attend_token(pair.store, 0, *step, scaling=0.2)

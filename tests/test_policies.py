@@ -16,7 +16,7 @@ from hf_diffkv.ops.compact import least_mean
 from hf_diffkv.policy import POLICIES
 from hf_diffkv.policy.hashing import HASHES, token_hash
 from hf_diffkv.policy.ranking import rank_in_rows, share_of
-from hf_diffkv.store import Store, attend_token, attend_tokens, check_integrity, read_tokens
+from hf_diffkv.store import Store, attend_token, attend_tokens, begin_forward, check_integrity, read_tokens
 
 WINDOW_TOKENS = 12
 PLACE = (1, 5)
@@ -90,7 +90,7 @@ def outside(levels: Tensor) -> Tensor:
 def prompted(lengths: tuple[int, ...], policy: str, place: tuple[int, int] = (0, 1), **options: Any) -> Pair:
     config = DiffKVConfig(policy=policy, policy_options=options, window=WINDOW_TOKENS, sinks=0, page_bytes=512)
     pair = Pair(config, len(lengths), heads=3, group=1, dim=16, place=place)
-    pair.store.begin(max(lengths))
+    begin_forward(pair.store, max(lengths))
     pair.store.padding.append(max(lengths), left_padding(lengths))
     generator = torch.Generator().manual_seed(len(lengths))
     query, key, value = torch.randn(3, len(lengths), 3, max(lengths), 16, generator=generator, dtype=torch.float64)
@@ -181,7 +181,7 @@ def test_generation_keeps_the_share(tokens: int, share: float, prune: float, spr
         key[..., 0] = spread * torch.randn(2, 4, new, generator=generator)
         query = 2 * torch.randn(2, 4, new, 16, generator=generator)
         query[..., 0] = 8.0
-        store.begin(new)
+        begin_forward(store, new)
         store.padding.append(new, None)
         (attend_token if step else attend_tokens)(store, 0, query, key, value, scaling=0.125)
         high, kept = (count.float() for count in (store.high_count, store.high_count + store.low_count))

@@ -11,7 +11,16 @@ from tiny_models import tiny_model
 
 from hf_diffkv import DiffKVCache
 from hf_diffkv.config import DiffKVConfig, Precision
-from hf_diffkv.store import Store, attend_token, attend_tokens, check_integrity, levels, read_tokens, select_rows
+from hf_diffkv.store import (
+    Store,
+    attend_token,
+    attend_tokens,
+    begin_forward,
+    check_integrity,
+    levels,
+    read_tokens,
+    select_rows,
+)
 
 HEADS, GROUP, DIM = 2, 2, 8
 SETTINGS = settings(max_examples=40, stateful_step_count=15, derandomize=True, deadline=None, database=None)
@@ -111,7 +120,7 @@ class StoreMachine(RuleBasedStateMachine):
         before = snapshot(store) if store.pool.max_pages is not None else None
         seen = store.seen
         try:
-            store.begin(tokens)
+            begin_forward(store, tokens)
             for layer in range(store.num_layers):
                 query = 3 * torch.randn(store.batch_size, HEADS * GROUP, tokens, DIM, generator=generator)
                 key, value = torch.randn(2, store.batch_size, HEADS, tokens, DIM, generator=generator)
@@ -199,7 +208,7 @@ def test_selecting_rows_between_two_compactions(interval: int) -> None:
     generator = torch.Generator().manual_seed(0)
     for step, tokens in enumerate([5] + [1] * 40):
         query, key, value = torch.randn(3, 2, 1, tokens, DIM, generator=generator)
-        store.begin(tokens)
+        begin_forward(store, tokens)
         store.padding.append(tokens, None)
         (attend_token if step else attend_tokens)(store, 0, query, key, value, scaling=0.4)
         select_rows(store, torch.tensor([1, 0]))
@@ -239,7 +248,7 @@ def test_padding_in_a_step_may_hold_anything() -> None:
         if step == 1:
             valid[1] = False
             query[1], key[1], value[1] = torch.nan, torch.nan, torch.nan
-        store.begin(tokens)
+        begin_forward(store, tokens)
         store.padding.append(tokens, valid)
         options = {"valid": valid[:, 0]} if step else {"valid": valid}
         output = (attend_token if step else attend_tokens)(store, 0, query, key, value, scaling=0.4, **options)

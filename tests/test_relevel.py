@@ -17,7 +17,7 @@ from test_rotated import RotatedPair, RotatedSharedPair
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.pages import FreeList
-from hf_diffkv.store import Store, attend_tokens, check_integrity, prompt
+from hf_diffkv.store import Store, attend_tokens, begin_forward, check_integrity, prompt
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
@@ -32,7 +32,7 @@ def relevel_at_once(monkeypatch: pytest.MonkeyPatch, how: str) -> list[int]:
     Returns:
         Layers that were levelled in the other way, as it happens.
     """
-    for module in ("prompt", "transform", "state"):
+    for module in ("prompt", "transform", "step"):
         monkeypatch.setattr(f"hf_diffkv.store.{module}.enters_at_once", lambda store: store.policy.by_thresholds)
     monkeypatch.setattr("hf_diffkv.ops.relevel.use_kernels", lambda device, dtype: how == "kernels")
     others, decide = [], prompt.decide_levels
@@ -140,7 +140,7 @@ def test_few_looks_and_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     store = make_store(32)
     for tokens in (60, 50):
         looks.clear()
-        store.begin(tokens)
+        begin_forward(store, tokens)
         for layer in range(32):
             attend_tokens(store, layer, *draw(tokens), scaling=0.25)
             if layer == 0:
@@ -161,7 +161,7 @@ def test_layers_whose_worst_case_does_not_fit(monkeypatch: pytest.MonkeyPatch) -
     pair.compare()
     assert others == [0] and pool.capacity <= pool.max_pages
     before = [getattr(pair.store, name).clone() for name in ("high_count", "low_count", "length", "window_key")]
-    pair.store.begin(300)
+    begin_forward(pair.store, 300)
     with pytest.raises(MemoryError, match="more pages"):
         attend_tokens(pair.store, 0, *[pair.draw(heads, 300) for heads in (4, 2, 2)], scaling=0.25)
     after = [getattr(pair.store, name) for name in ("high_count", "low_count", "length", "window_key")]
@@ -177,7 +177,7 @@ def test_what_cannot_be_stored_is_seen_at_the_next_look(how: str, monkeypatch: p
     for wrong in (False, True):
         query, key, value = draw(12)
         value[1, :, 3] = float("nan") if wrong else 1.0
-        store.begin(12)
+        begin_forward(store, 12)
         with use_backend("reference"):
             attend_tokens(store, 0, query, key, value, scaling=0.25)
         if not wrong:
@@ -204,7 +204,7 @@ def test_launches_and_reads(fields: dict, monkeypatch: pytest.MonkeyPatch) -> No
     with use_backend("kernels"), torch.no_grad():
         # all stay in the window; they leave it and rows are centred; a turn over what is stored
         for turn, tokens in enumerate((6, 20, 12)):
-            store.begin(tokens)
+            begin_forward(store, tokens)
             valid = left_padding((tokens, tokens - 2)) if turn == 1 else None
             for layer in range(2):
                 inputs = draw(tokens)

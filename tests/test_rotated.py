@@ -17,7 +17,17 @@ from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.native import library
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.rotation import CHUNK_ELEMENTS, rotate, rotation_matrix
-from hf_diffkv.store import Store, attend_token, attend_tokens, fork_store, hide_tokens, read_tokens, select_rows
+from hf_diffkv.store import (
+    Store,
+    attend_token,
+    attend_tokens,
+    begin_forward,
+    fork_store,
+    hide_tokens,
+    read_tokens,
+    select_rows,
+    settle,
+)
 from hf_diffkv.store.fork import make_private
 
 BOTH = {"rotate": True, "center": True}
@@ -207,12 +217,12 @@ def test_one_layer_with_a_softcap_among_others() -> None:
     store = Store(DiffKVConfig(**BOTH, window=4, sinks=0), 3, 1, 2, 16, 16, torch.float32, torch.device("cpu"))
     query, key = torch.ones(1, 4, 1, 16), torch.ones(1, 2, 1, 16)
     for step in range(6):
-        store.begin(1)
+        begin_forward(store, 1)
         store.padding.append(1, None)
         attend = attend_token if step else attend_tokens
         for layer in range(3):
             attend(store, layer, query, key, key, scaling=0.25, softcap=5.0 if layer == 1 else None)
-    store.settle()
+    settle(store)
     assert store.key_offset.abs().amax((1, 2, 3)).gt(0).tolist() == [True, False, True]
 
 
@@ -228,7 +238,7 @@ def test_keys_and_values_of_different_dims() -> None:
         )
         outputs = []
         for each in (store, exact):
-            each.begin(tokens)
+            begin_forward(each, tokens)
             each.padding.append(tokens, None)
             attend = attend_token if tokens == 1 else attend_tokens
             outputs.append(attend(each, 0, query, key, value, scaling=0.25))
@@ -309,7 +319,7 @@ def test_tokens_taken_back(interval: int) -> None:
         DiffKVConfig(alpha_high=1.6, alpha_low=0.9, window=8, compaction_interval=interval, **BOTH)
     )
     pair.forward(5, left_padding((5, 3, 1, 2)))
-    pair.store.settle()
+    settle(pair.store)
     pair.store.recording = True
     for tokens, rejected in ((6, 4), (1, 0), (4, 3), (9, 2), (1, 0), (1, 0), (6, 6), (3, 1)):
         pair.forward_recorded(tokens, rejected)
@@ -348,7 +358,7 @@ def test_what_a_rotation_makes_too_large_is_refused(steps: int) -> None:
     pair.draw = lambda heads, tokens: draw(heads, tokens) + 5000 * row
     with pytest.raises(ValueError, match="beyond 16376"):
         if steps:
-            pair.store.begin(1)
+            begin_forward(pair.store, 1)
             query, key, value = pair.draw(1, 1), pair.draw(1, 1), draw(1, 1)
             attend_token(pair.store, 0, query, key, value, scaling=0.25)
             pair.store.check_values()

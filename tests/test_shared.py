@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.ops.backend import use_backend
-from hf_diffkv.store import SharedRecording, SharedStep, SharedTokens, commit, read_tokens
+from hf_diffkv.store import SharedRecording, SharedStep, SharedTokens, begin_forward, commit, read_tokens, settle
 
 LENGTHS = (90, 33, 1, 64)
 CONFIG = DiffKVConfig(alpha_high=1.6, alpha_low=0.9, window=8)
@@ -70,7 +70,7 @@ class SharedPair(Pair):
     def attend(self, new: Drawn, queries: list[Tensor], mask: Tensor | None = None) -> None:
         store, tokens = self.store, new.key.shape[2]
         first = store.seen == 0
-        store.begin(tokens)
+        begin_forward(store, tokens)
         store.padding.append(tokens, new.valid)
         inputs = (store, 0, new.key, new.value)
         if store.recording:
@@ -118,7 +118,7 @@ def test_tokens_taken_back(newest: int, interval: int) -> None:
     """Between two crops lies one forward of the tokens that remain, of which readers had the newest queries."""
     pair = SharedPair(DiffKVConfig(alpha_high=1.6, alpha_low=0.9, window=8, compaction_interval=interval))
     pair.forward(90, left_padding(LENGTHS))
-    pair.store.settle()
+    settle(pair.store)
     pair.store.recording = True
     # the last: more rejected than readers had queries of
     for forwards, rejected in (((6,), 2), ((4,), 3), ((1,), 0), ((5, 3), 1), ((1, 1, 1), 2), ((3, 6), 1), ((9,), 5)):

@@ -29,11 +29,13 @@ from hf_diffkv.store import (
     Store,
     attend_token,
     attend_tokens,
+    begin_forward,
     check_integrity,
     fork_store,
     hide_tokens,
     read_tokens,
     select_rows,
+    settle,
 )
 
 MIXED = {"alpha_high": 1.0, "alpha_low": 0.5}
@@ -147,7 +149,7 @@ def test_hidden_sinks(sinks: int, tokens: int, steps: int, shown: str) -> None:
     pair.forward(tokens, left_padding((tokens, tokens - 3, 4)))
     for _ in range(steps):
         pair.forward(1)
-    pair.store.settle()
+    settle(pair.store)
     columns = torch.arange(pair.store.seen)
     index = pair.simulation._index
     mask = {
@@ -170,7 +172,7 @@ def test_hidden_sinks(sinks: int, tokens: int, steps: int, shown: str) -> None:
 def test_tokens_taken_back_into_the_sinks(lengths: tuple[int, ...]) -> None:
     pair = RotatedSharedPair(DiffKVConfig(alpha_high=1.6, alpha_low=0.9, window=4, sinks=6))
     pair.forward(max(lengths), left_padding(lengths))
-    pair.store.settle()
+    settle(pair.store)
     pair.store.recording = True
     for tokens, rejected in ((4, 4), (6, 5), (1, 0), (4, 3), (9, 2), (1, 0), (6, 6), (3, 1), (1, 0), (8, 0)):
         pair.forward_recorded(tokens, rejected)
@@ -217,7 +219,7 @@ def feed(pair: Pair, tokens: int) -> None:
     """A forward without a simulation beside it."""
     first = pair.store.seen == 0
     states = (pair.draw(heads, tokens) for heads in (pair.heads * pair.group, pair.heads, pair.heads))
-    pair.store.begin(tokens)
+    begin_forward(pair.store, tokens)
     pair.store.padding.append(tokens, None)
     (attend_token if tokens == 1 and not first else attend_tokens)(pair.store, 0, *states, scaling=0.25)
 

@@ -23,8 +23,10 @@ from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.config.precision import SUPPORTED_BITS, Precision
 from hf_diffkv.native import library
 from hf_diffkv.ops.backend import NATIVE, REFERENCE, use_backend
-from hf_diffkv.store import Store, attend_token, attend_tokens, check_integrity, read_tokens
+from hf_diffkv.store import Store, attend_token, attend_tokens, begin_forward, check_integrity, read_tokens
+from hf_diffkv.store.compaction import compacts_after_step
 from hf_diffkv.store.read import LayerTokens
+from hf_diffkv.store.step import refresh
 
 # of the norm of a head's output; half precision has its own rounding and 14 bits of queries and weights in it
 OUTPUT = {torch.float32: 2e-5, torch.bfloat16: 2**-8, torch.float16: 2e-3}
@@ -114,15 +116,15 @@ def check(case: Case) -> str | None:
     real = torch.randint(1, case.prompt + 1, (case.batch, 1), generator=generator)
     valid = torch.arange(case.prompt) >= case.prompt - real
     with use_backend(REFERENCE):
-        store.begin(case.prompt)
+        begin_forward(store, case.prompt)
         store.padding.append(case.prompt, valid)
         attend_tokens(store, 0, *tokens(case.prompt), scaling=scaling, valid=valid)
     for step in range(case.steps):
         other, new, outputs = copy.deepcopy(store), tokens(1), {}
         for backend, each in ((NATIVE, store), (REFERENCE, other)):
             with use_backend(backend):
-                each.refresh()
-                each.begin(1)
+                refresh(each)
+                begin_forward(each, 1)
                 each.padding.append(1, None)
                 outputs[backend] = attend_token(each, 0, *new, scaling=scaling).double()
         for each in (store, other):
@@ -142,7 +144,7 @@ def check(case: Case) -> str | None:
         if not error <= OUTPUT[case.dtype]:
             return f"step {step}: outputs differ by {error:.2e} of their norm"
         check_integrity(store)
-        store.compaction_due = store.compacts_after_step(0)
+        store.compaction_due = compacts_after_step(store, 0)
     return None
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..cache.errors import HandOverError
+from ..store import settle
 from .order import ExpectedPrefix
 from .slots import Slots
 from .staging import stage
@@ -256,7 +257,7 @@ class ContinuousCache:
         slot = self._slot_of.get(request_id)
         if self.prefixes is not None and slot is not None:
             store = self.slots.store
-            store.settle()
+            settle(store)
             seen = self.slots.seen(slot)
             held = stage(store, slot, seen, store.pool)
             try:

@@ -8,8 +8,10 @@ from torch import Tensor
 from ..config import Threshold
 from ..ops.backend import REFERENCE
 from ..ops.tiles import TILE_TOKENS
+from ..store.compaction import settle
 from ..store.look import read_together
 from ..store.state import Store
+from ..store.step import bound_rows
 
 # a step of one token and the compaction behind it
 LOOKAHEAD = 1
@@ -18,11 +20,7 @@ TILE_BYTES = 16
 
 
 class SlotStore(Store):
-    """A store whose pages are reserved by others (`slots.py`); it takes one for each row that `look` names at most."""
-
-    def refresh(self) -> None:
-        """Looks at the device; room is made elsewhere."""
-        self.look()
+    """A store whose pages are reserved by others (slots.py); it takes one for each row that `look` names at most."""
 
     def look(self) -> tuple[np.ndarray, np.ndarray]:
         """Runs the compaction that is due and reads counts, for the next step.
@@ -31,13 +29,12 @@ class SlotStore(Store):
             bool [layers, slots, heads], rows that may need a page for a token that leaves the window, and int64
             [layers, slots, heads], how many pages they hold.
         """
-        self.settle()
+        settle(self)
         has_low = self.policy.has_low(self.alpha_high, self.alpha_low)
         high, low, has_low, flag = read_together(self.high_count, self.low_count, has_low, self.flag)
         self.raise_for(False, False, bool(flag))
-        self._high_bound, self._low_bound = high, low
-        self._bound_rows(LOOKAHEAD)
-        self._steps_left = LOOKAHEAD
+        bound_rows(self, high, low, LOOKAHEAD)
+        self.steps_left = LOOKAHEAD
         high_size, low_size = self.layout.high.capacity, self.layout.low.capacity
         full = (high % high_size == 0) | (low % low_size == 0) & (has_low != 0)
         return full, -(-high // high_size) - (-low // low_size)
@@ -60,14 +57,13 @@ class SlotStore(Store):
         Args:
             max_tokens: of the longest request.
         """
-        other = self._bytes_beside_pool() - self._tile_bytes_held() + self._most_tile_bytes(max_tokens)
+        other = self.bytes_beside_pool() - self._tile_bytes_held() + self._most_tile_bytes(max_tokens)
         pool = self.pool.granularity + 8 * self.pool.free_list.state.numel()
         # a page and its entry in the free list
         return (max_bytes - other - pool) // (self.layout.page_bytes + 4)
 
     def _tile_bytes_held(self) -> int:
-        bounds = [] if self.all_bounds is None else [self.all_bounds, *self._bounds]
-        return sum(t.numel() * t.element_size() for bound in bounds for t in bound.tensors())
+        return sum(t.numel() * t.element_size() for t in self.bound_tensors())
 
     def _most_tile_bytes(self, max_tokens: int) -> int:
         """What the reference's work is cut into takes at most, for all layers together and for each."""

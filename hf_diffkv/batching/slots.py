@@ -18,11 +18,12 @@ from torch import Tensor
 
 from ..config import DiffKVConfig
 from ..pages import NULL_PAGE
+from ..store.compaction import settle
 from ..store.decode import attend_token, prepare_scratch
 from ..store.fork import copy_pages
-from ..store.held import ROW_STATE
 from ..store.prompt import attend_tokens
-from ..store.state import Store
+from ..store.state import ROW_STATE, Store
+from ..store.step import begin_forward
 from .reservations import Reservations, ReservedPool
 from .slot_store import SlotStore
 from .staging import stage
@@ -209,7 +210,7 @@ class Slots:
 
     def settle(self) -> None:
         """Ends the last forward: runs the compaction behind it and takes back every reservation."""
-        self.store.settle()
+        settle(self.store)
         self.reservations.clear()
         self._staged.clear()
         self._forward.clear()
@@ -265,7 +266,7 @@ class Slots:
         if steps:
             leaves = any(self._seen[slot] == self._exact + 1 for slot, _ in steps)
             self.store.centers_soon = self.store.config.center and leaves
-            self.store.begin(1)
+            begin_forward(self.store, 1)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """Attends from the packed tokens of a forward and stores them.

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ..pages import PageTable
-from ..store.held import ROW_STATE
 from ..store.padding import Padding
-from ..store.state import Store
+from ..store.state import ROW_STATE, Store
 from .reservations import ReservedPool
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..config.diffkv_config import DiffKVConfig, configuration_of
-from ..store import Store, check_integrity, commit, fork_store, levels, move_rows, prepare_rows, read_tokens
+from ..store import Store, check_integrity, commit, fork_store, levels, move_rows, prepare_rows, read_tokens, settle
 from .devices import TensorParallel, are_apart, layer_devices
 from .errors import HandOverError, stopped_halfway
 from .held_tokens import HeldTokens
@@ -329,7 +329,7 @@ class DiffKVCache(Cache):
         super().activate_past_recording()
         self.stores.recording = True
         for store in self.stores.stores:
-            store.settle()
+            settle(store)
             store.recording = True
 
     def crop(self, tokens_to_remove: int) -> None:

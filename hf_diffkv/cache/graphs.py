@@ -19,6 +19,8 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation.configuration_utils import CompileConfig
 
 from ..ops.backend import use_kernels
+from ..store.compaction import compact, compaction_done, compacts_after_step, settle
+from ..store.step import count_step, refresh_if_due
 from .cuda_graph import CudaGraph
 from .errors import NotCapturableError
 from .forward import compiled_forward, not_compiled
@@ -130,10 +132,10 @@ class DecodeStep:
             return self.model(*args, **inputs)
         store.check_positions(1)
         self._compacted |= store.compaction_due
-        store.settle()
+        settle(store)
         self._reserve(store)
         self.cache.stores.share_budget(store)
-        store.refresh_if_due()
+        refresh_if_due(store)
         tensors, fixed = self._static_inputs(inputs)
         place = (fixed, self._addresses(store))
         # what is done once for a row is not captured
@@ -145,7 +147,7 @@ class DecodeStep:
                 self._place = self._warm
             return output
         # a kernel's first run, for which it is compiled, must not be a capture
-        compacts = self._compacted and store.compacts_after_step()
+        compacts = self._compacted and compacts_after_step(store)
         if compacts not in self._graphs and not self._capture(store, inputs, tensors, compacts):
             return self.model(**inputs)
         captured = self._graphs[compacts]
@@ -153,7 +155,8 @@ class DecodeStep:
             captured.buffers[name].copy_(value)
         self._count(store, inputs.get("attention_mask"))
         captured.graph.replay()
-        store.compaction_done(compacts)
+        if compacts:
+            compaction_done(store)
         self.replays += 1
         return _copied(captured.output)
 
@@ -233,7 +236,7 @@ class DecodeStep:
             with self.windows.in_place():
                 output = self._forward(**captured)
             if compacts:
-                store.compact()
+                compact(store)
             return output
 
         graph = GRAPH_TYPES[store.device.type](store.device)
@@ -281,7 +284,7 @@ class DecodeStep:
 
     def _count(self, store: Store, mask: Tensor | None) -> None:
         """What the layers note on the host in a step that runs from Python."""
-        store.count_step()
+        count_step(store)
         self.windows.count()
         store.seen += 1
         stores = self.cache.stores

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..config.diffkv_config import DiffKVConfig, configuration_of
 from ..pages import NULL_PAGE
-from ..store import Store
-from ..store.held import ROW_STATE
+from ..store import Store, settle
+from ..store.state import ROW_STATE
 
 if TYPE_CHECKING:
     from .diffkv_cache import DiffKVCache
@@ -176,7 +176,7 @@ def weights_fingerprint(model: Any) -> str:
 def _describe_store(store: Store, index: int, tensors: dict[str, Tensor]) -> dict[str, Any]:
     if any(recorded is not None for recorded in store.recorded):
         raise ValueError("some tokens may still be taken back; call cache.crop(0) before saving.")
-    store.settle()
+    settle(store)
     store.check_values()
     table = store.table.table
     used = table != NULL_PAGE

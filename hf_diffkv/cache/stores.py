@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..config import DiffKVConfig, Threshold
-from ..store import Store, begin_forward, drop_unused_layers
-from ..store.held import LayerThreshold
+from ..store import Store, begin_forward, drop_unused_layers, withdraw
+from ..store.state import LayerThreshold
 from .devices import TensorParallel, absent_layers, layer_devices
 from .errors import HandOverError, stopped_halfway
 
@@ -147,7 +147,7 @@ class Stores:
 
         Raises:
             HandOverError: an earlier forward stopped halfway.
-            ValueError, MemoryError: as `Store.begin`; every store is as it was.
+            ValueError, MemoryError: as `begin_forward`; every store is as it was.
         """
         self.check_complete()
         begun = []
@@ -160,7 +160,7 @@ class Stores:
                 begun.append(store)
         except BaseException:
             for store in begun:
-                store.withdraw(tokens)
+                withdraw(store, tokens)
             raise
 
     def in_step(self) -> AbstractContextManager:
@@ -204,7 +204,7 @@ class Stores:
             return
         layer.seen -= tokens
         for store in self.stores:
-            store.withdraw(tokens)
+            withdraw(store, tokens)
         if not others and layer.seen == 0:
             layer.reset()
             self.clear()

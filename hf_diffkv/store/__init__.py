@@ -1,15 +1,18 @@
 """The state of one device and everything that changes it. Knows nothing of Transformers."""
 
+from .compaction import settle
 from .decode import attend_token
-from .finite import check_finite
-from .fork import begin_forward, fork_store
+from .fork import fork_store
 from .hide import check_shown, hide_tokens
 from .prompt import attend_tokens
 from .read import Payload, check_integrity, levels, payload, read_tokens
-from .record import Recorded, SharedRecording, attend_recorded, commit
-from .rows import drop_unused_layers, move_rows, prepare_rows, select_rows
+from .recorded import Recorded
+from .rollback import SharedRecording, attend_recorded, commit
+from .select import drop_unused_layers, move_rows, prepare_rows, select_rows
 from .shared import SharedStep, SharedTokens
 from .state import Store
+from .step import begin_forward, withdraw
+from .transform import check_finite
 
 __all__ = [
     "Payload",
@@ -35,4 +38,6 @@ __all__ = [
     "prepare_rows",
     "read_tokens",
     "select_rows",
+    "settle",
+    "withdraw",
 ]

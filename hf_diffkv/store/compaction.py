@@ -1,8 +1,9 @@
-"""One round of Algorithm 1 over all rows of a store, by the thresholds its policy sets. Nothing is read by the host."""
+"""Compaction behind generated tokens: rounds of Algorithm 1 over all rows of a store.
+
+The policy sets their thresholds. Nothing is read by the host.
+"""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,11 +13,34 @@ from ..ops.compact import compact_step, least_mean
 from ..pages import HIGH
 from ..policy import StepRows, relative_thresholds
 from . import native
-from .pinned import is_pinned, pin_candidates
-from .window import candidate_slots
+from .exact_tokens import candidate_slots, center_rows, is_pinned, pin_candidates
+from .state import Store
 
-if TYPE_CHECKING:
-    from .state import Store
+
+def compacts_after_step(store: Store, steps: int = 1) -> bool:
+    """Whether a compaction is due once `steps` more steps have run."""
+    return store.steps_since_compaction + steps >= store.config.compaction_interval
+
+
+def settle(store: Store) -> None:
+    """Runs the compaction of the last step, if it is still to be done."""
+    if store.compaction_due:
+        compact(store)
+        compaction_done(store)
+
+
+def compaction_done(store: Store) -> None:
+    """Notes that the compaction that was due has run."""
+    store.compaction_due = False
+    store.steps_since_compaction = 0
+
+
+def compact(store: Store) -> None:
+    """The device's part of a compaction: as many rounds as tokens left the windows."""
+    if store.centers_soon:
+        center_rows(store)
+    for _ in range(store.config.compaction_interval):
+        compact_round(store)
 
 
 def compact_round(store: Store) -> None:

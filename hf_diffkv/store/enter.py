@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def enter(store: Store, layer: int, new: Entering, feedback: Tensor | None) -> None:
-    """Stores a layer's new tokens; keys are rounded by `feedback` (feedback.py).
+    """Stores a layer's new tokens; keys are rounded by `feedback` (transform.py).
 
     Whether they are finite is seen at the next look at the device, as with steps of one token.
 

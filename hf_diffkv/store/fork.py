@@ -12,8 +12,8 @@ import weakref
 from torch import Tensor
 
 from ..pages import NULL_PAGE, PagePool, PageTable
-from .held import ROW_STATE
-from .state import Store
+from .compaction import settle
+from .state import ROW_STATE, Store
 
 COPY_PAGES = 4096
 
@@ -24,7 +24,7 @@ def fork_store(store: Store) -> Store:
     Raises:
         ValueError: some tokens may still be taken back.
     """
-    store.settle()
+    settle(store)
     if any(recorded is not None for recorded in store.recorded):
         raise ValueError("some tokens may still be taken back; call cache.crop(0) before forking.")
     if store.twins is None:
@@ -36,12 +36,6 @@ def fork_store(store: Store) -> Store:
     twin.twins.add(twin)
     _release_at_end(twin)
     return twin
-
-
-def begin_forward(store: Store, tokens: int) -> None:
-    """Prepares a forward of `tokens` new tokens; raises as `Store.begin` does."""
-    make_private(store)
-    store.begin(tokens)
 
 
 def make_private(store: Store) -> None:

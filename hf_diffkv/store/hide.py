@@ -15,9 +15,9 @@ from ..ops.compact import rewrite_rows, stored_tokens, token_positions
 from ..pages import HIGH, LOW
 from ..pages.segments import segments
 from .budget import no_tokens
+from .exact_tokens import held_tokens, slots_of
 from .fork import make_private
 from .state import Store
-from .window import held_tokens, slots_of
 
 
 def check_shown(store: Store, shown: Tensor | None, tokens: int) -> Tensor | None:

@@ -13,7 +13,7 @@ from ..pages import HIGH, LOW
 from ..pages.segments import segments
 from ..policy import HIGH_LEVEL, LOW_LEVEL, WINDOW_LEVEL, Rows, Tokens, mean_significance
 from .budget import Weighed, fit_layer
-from .pinned import is_pinned
+from .exact_tokens import is_pinned
 from .state import Store
 
 if TYPE_CHECKING:

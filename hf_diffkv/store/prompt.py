@@ -14,15 +14,12 @@ from ..pages.narrow import score_noise
 from ..pages.segments import segments
 from ..policy import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL
 from .enter import enter
-from .feedback import feedback, query_moment
-from .finite import check_finite
+from .exact_tokens import held_count, pinned_sums, slots_of
 from .forward import Forward, enters_at_once
 from .levels import decide_levels
-from .pinned import pinned_sums
 from .relevel import relevel
 from .state import Store
-from .transform import Entering, PromptSource, model_form, note_logits, query_form
-from .window import held_count, slots_of
+from .transform import Entering, PromptSource, check_finite, feedback, model_form, note_logits, query_form, query_moment
 
 
 def attend_tokens(
@@ -59,7 +56,7 @@ def attend_tokens(
     past = Past.read(store, layer, new)
     options = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
     options |= {"mask": mask, "observation_window": store.observation_window}
-    output, received = attend_beside(store, layer, past, query, *new.beside(past), valid=valid, **options)
+    output, received = attend_beside(store, layer, past, query, *new.beside(past.stored), valid=valid, **options)
     compress(store, layer, past, new, received, query_moment(store, query, valid))
     return output
 

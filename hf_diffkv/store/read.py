@@ -12,9 +12,10 @@ from ..ops.quantize import compute_dtype, load_tokens
 from ..pages import HIGH, LOW, NULL_PAGE, TierLayout, column
 from ..pages.segments import segments
 from ..policy import HIGH_LEVEL, LOW_LEVEL, PADDING_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL
+from .compaction import settle
+from .exact_tokens import exact_tokens, held_count
 from .state import Store
 from .transform import model_form, model_keys
-from .window import exact_tokens, held_count
 
 
 class IntegrityError(RuntimeError):
@@ -54,7 +55,7 @@ class Payload:
 
 def levels(store: Store, layer: int) -> Tensor:
     """int8 [batch, heads, seen] as in `LayerTokens.levels`."""
-    store.settle()
+    settle(store)
     by_index = _by_index(store, torch.zeros((), dtype=torch.int8))
     for tier, layout, level in ((HIGH, store.layout.high, HIGH_LEVEL), (LOW, store.layout.low, LOW_LEVEL)):
         tokens = _tier(store, layer, tier)
@@ -105,7 +106,7 @@ def _as_the_model_had_them(store: Store, layer: int, keys: Tensor, values: Tenso
 
 def payload(store: Store) -> Payload:
     """Counts of all layers."""
-    store.settle()
+    settle(store)
     none = torch.zeros(store.batch_size, dtype=torch.int64, device=store.device)
     recorded = torch.stack([none if r is None else r.count() for r in store.recorded])
     window = (held_count(store) + recorded)[..., None].expand_as(store.high_count)
@@ -114,7 +115,7 @@ def payload(store: Store) -> Payload:
 
 def check_integrity(store: Store) -> None:
     """Raises `IntegrityError` unless every page has one owner and counts, tables and positions agree."""
-    store.settle()
+    settle(store)
     store.check_values()
     rows = store.num_layers * store.batch_size * store.num_heads
     table = store.table.table.view(rows, -1)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ..ops.relevel import LevelledRows, relevel_tokens
 from .enter import entered_rows
+from .exact_tokens import PINNED_SUM
 from .forward import Forward
-from .pinned import PINNED_SUM
 
 if TYPE_CHECKING:
     from .state import Store
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def relevel(store: Store, layer: int, new: Entering, received: Tensor, feedback: Tensor | None) -> None:
     """Adds what was received, float32 [batch, heads, P + Q], and levels a layer's new tokens and its past.
 
-    Keys are rounded by `feedback` (feedback.py). Whether new ones are finite is seen at the next look at the device.
+    Keys are rounded by `feedback` (transform.py). Whether new ones are finite is seen at the next look at the device.
 
     Raises:
         MemoryError: the most pages that the layer may lack are not there; it is as it was, and may fit nevertheless.

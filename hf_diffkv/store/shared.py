@@ -16,10 +16,9 @@ from torch import Tensor
 
 from ..ops.decode_attention import Held
 from .decode import append, attend_newest
-from .feedback import query_moment
 from .prompt import Past, attend_beside, compress
 from .state import Store
-from .transform import Entering, query_form
+from .transform import Entering, query_form, query_moment
 
 
 class SharedStep:
@@ -74,7 +73,7 @@ def attend_from_newest(
     Returns:
         [batch, query_heads, n, value_dim], and what each key received, as `attend_beside` returns it.
     """
-    (key, value), valid = new.beside(past), new.valid
+    (key, value), valid = new.beside(past.stored), new.valid
     options["observation_window"] = store.observation_window
     earlier = key.shape[2] - query.shape[2]
     if earlier == 0:

@@ -1,16 +1,55 @@
-"""The state of one device, from one forward to the next."""
+"""The state of one device: pages, tables, counts, windows, thresholds, and what the host knows of them."""
 
 from __future__ import annotations
 
+import weakref
+from typing import TYPE_CHECKING, Union
+
+import torch
+from torch import Tensor
+
+from ..config import DiffKVConfig
+from ..ops.backend import choose
+from ..ops.quantize import compute_dtype
+from ..ops.rotation import rotation_matrix
+from ..ops.tiles import Bounds
+from ..pages import NULL_PAGE, PageLayout, PagePool, PageTable
 from ..pages.layout import NARROW_POSITIONS
-from .bounds import HostBounds
-from .compaction import compact_round
-from .forward import enters_at_once
-from .window import center_rows
+from ..policy import Policy, make_policy
+from ..policy.diffkv import DiffKV
+from .padding import Padding
+
+if TYPE_CHECKING:
+    from ..ops.decode_attention.scratch import Scratch
+    from .forward import Forward
+    from .native import NativeCalls
+    from .recorded import Recorded
+
+# fp16 metadata holds a range of twice this
+FP16_RANGE = 32752.0
+
+LayerThreshold = Union[float, tuple[float, ...]]
+
+# tensors with a row for each (layer, request); everything a request is, beside its pages
+ROW_STATE = (
+    "window_key",
+    "window_value",
+    "window_score",
+    "high_count",
+    "low_count",
+    "length",
+    "window_start",
+    "sink_end",
+    "alpha_high",
+    "alpha_low",
+    "key_offset",
+)
+# with thresholds of zero it keeps everything high
+PROTECTION = DiffKV()
 
 
-class Store(HostBounds):
-    """Pages and windows of `num_layers` layers on one device.
+class Store:
+    """Pages and windows of `num_layers` layers on one device; step.py brings it from one forward to the next.
 
     A token of a request has an index among the request's real tokens (padding never counts). The exact ones are the
     sinks, below `sink_end`, and those from `window_start` on; pages/window.py. Rows are (layer, request, head).
@@ -30,21 +69,277 @@ class Store(HostBounds):
         MemoryError: `max_bytes` cannot hold the windows.
     """
 
-    def begin(self, tokens: int) -> None:
-        """Starts a forward of `tokens` new tokens: runs the compaction that is due and makes room.
+    # generated tokens between two looks at the device; the host works with upper bounds in between
+    refresh_steps = 8
+
+    def __init__(
+        self,
+        config: DiffKVConfig,
+        num_layers: int,
+        batch_size: int,
+        num_heads: int,
+        key_dim: int,
+        value_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        total_layers: int | None = None,
+        first_head: int = 0,
+        max_positions: int | None = None,
+    ) -> None:
+        self.config = config
+        self.policy = make_policy(config.policy, config.policy_options)
+        self.num_layers, self.batch_size, self.num_heads = num_layers, batch_size, num_heads
+        self.key_dim, self.value_dim = key_dim, value_dim
+        # as tensors name it: "cuda" is cuda:0
+        self.dtype, self.device = dtype, torch.empty(0, device=device).device
+        self.layout = PageLayout.of(config, key_dim, value_dim, dtype.itemsize, max_positions)
+        self.sink_slots, self.window_slots = config.sinks, config.sinks + config.window + config.compaction_interval
+        # index of each layer and head in the model, among its compressed layers
+        self.total_layers = num_layers if total_layers is None else total_layers
+        self.layers = list(range(num_layers))
+        self.layer_index = torch.arange(num_layers, device=device)
+        self.head_index = torch.arange(first_head, first_head + num_heads, device=device)
+        shape = (num_layers, batch_size, num_heads)
+        self.alpha_high = torch.zeros(shape, device=device)
+        self.alpha_low = torch.zeros(shape, device=device)
+        self.window_key = torch.zeros(*shape, self.window_slots, key_dim, dtype=dtype, device=device)
+        self.window_value = torch.zeros(*shape, self.window_slots, value_dim, dtype=dtype, device=device)
+        self.window_score = torch.zeros(*shape, self.window_slots, device=device)
+        self.high_count = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.low_count = torch.zeros(shape, dtype=torch.int32, device=device)
+        # what the keys of a row are held less by, rotated
+        centered = key_dim if config.center else 0
+        self.key_offset = torch.zeros(*shape, centered, dtype=compute_dtype(dtype), device=device)
+        # layers that are not centred, as their attention does not depend on differences of logits alone
+        self.uncentered: set[int] = set()
+        # whether the first tokens of some row may leave the window before the next refresh
+        self.centers_soon = False
+        self.length = torch.zeros(num_layers, batch_size, dtype=torch.int64, device=device)
+        self.sink_end = torch.full_like(self.length, self.sink_slots)
+        self.window_start = self.sink_end.clone()
+        self.flag = torch.zeros(1, dtype=torch.int32, device=device)
+        self.invalid = torch.zeros((), dtype=torch.bool, device=device)
+        self.changed_past = torch.zeros((), dtype=torch.bool, device=device)
+        self.table = PageTable(num_layers, batch_size, num_heads, device)
+        self.pool = PagePool(self.layout.page_bytes, device)
+        self.padding = Padding(batch_size, device)
+        self.seen = 0
+        self.recording = False
+        self.recorded: list[Recorded | None] = [None] * num_layers
+        # what the host knows of the layers in a forward of several tokens, see forward.py
+        self.forward: Forward | None = None
+        # bytes other stores of the cache hold on this device, and their layers still to come in this forward
+        self.taken = 0
+        self.layers_later = 0
+        self.tightening = 0.0  # the most that `max_bytes` has tightened the thresholds of any layer by
+        self.steps_since_compaction = 0
+        self.compaction_due = False
+        self.scratch: Scratch | None = None
+        # where native code finds everything, see native.py
+        self.native_calls: NativeCalls | None = None
+        # tokens per row that tables and buffers are made for beforehand, so that they stay in place until then
+        self.room = 0
+        # what the host knows of the rows, all together and by layer, for so many further steps
+        self.all_bounds: Bounds | None = None
+        self.layer_bounds: list[Bounds] = []
+        self.steps_left = 0
+        # the stores that share all memory with this one, itself included (see fork.py)
+        self.twins: weakref.WeakSet[Store] | None = None
+        self.finalizer: weakref.finalize | None = None
+        self.update_limit()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes the device holds for this store; what it shares with forks counts in equal parts."""
+        return (self.pool.bytes + self.bytes_beside_pool()) // (1 if self.twins is None else len(self.twins))
+
+    def bytes_beside_pool(self) -> int:
+        """Bytes of everything but pages."""
+        tensors = sum(t.numel() * t.element_size() for t in self._tensors())
+        return tensors + self.padding.bytes + sum(r.bytes for r in self.recorded if r is not None)
+
+    def _tensors(self) -> list[Tensor]:
+        tensors = [self.window_key, self.window_value, self.window_score, self.high_count, self.low_count]
+        tensors += [self.length, self.window_start, self.sink_end, self.table.table, self.alpha_high, self.alpha_low]
+        tensors += [self.layer_index, self.head_index, self.invalid, self.changed_past, self.key_offset]
+        if self.scratch is not None:
+            tensors += [t for t in vars(self.scratch).values() if isinstance(t, Tensor)]
+        return [*tensors, self.flag, *self.bound_tensors()]
+
+    def bound_tensors(self) -> list[Tensor]:
+        """What `all_bounds` and `layer_bounds` hold on the device."""
+        bounds = [] if self.all_bounds is None else [*self.layer_bounds, self.all_bounds]
+        return [tensor for bound in bounds for tensor in bound.tensors()]
+
+    @property
+    def key_rotation(self) -> Tensor | None:
+        """Of keys and queries, [key_dim, key_dim]; None where they are held as they are."""
+        return self._rotation(self.key_dim)
+
+    @property
+    def value_rotation(self) -> Tensor | None:
+        """Of values, [value_dim, value_dim], likewise."""
+        return self._rotation(self.value_dim)
+
+    def _rotation(self, dim: int) -> Tensor | None:
+        return rotation_matrix(dim, self.key_offset.dtype, self.device) if self.config.rotate else None
+
+    def owned_pages(self) -> Tensor:
+        """int32 [n], the pages in the table."""
+        table = self.table.table
+        return table[table != NULL_PAGE]
+
+    def private_pages(self) -> tuple[PagePool, PageTable]:
+        """A pool with copies of the pages in the table and nothing else, and the table for it."""
+        pages = self.owned_pages().long()
+        pool = PagePool(self.pool.page_bytes, self.device, self.pool.max_pages)
+        pool.ensure_free(pages.numel())
+        _, fresh = pool.free_list.take(torch.tensor([pages.numel()], device=self.device))
+        pool.pages[fresh] = self.pool.pages[pages]
+        table = self.table.copy()
+        table.table[table.table != NULL_PAGE] = fresh.to(torch.int32)
+        return pool, table
+
+    def __getstate__(self) -> dict:
+        """For copies and pickles: a fork takes along pages of its own."""
+        state = dict(self.__dict__, native_calls=None)
+        if self.twins is not None:
+            pool, table = self.private_pages()
+            state |= {"pool": pool, "table": table, "twins": None, "finalizer": None, "steps_left": 0}
+        return state
+
+    def addresses(self) -> tuple:
+        """Where everything is that a decode step reads or writes: a captured step is valid while this is the same."""
+        held = [self.pool.free_list.ring, self.pool.free_list.state, self.table.table]
+        held += [getattr(self, name) for name in ROW_STATE]
+        held += [self.flag, self.invalid]
+        held += [] if self.scratch is None else [t for t in vars(self.scratch).values() if isinstance(t, Tensor)]
+        return (self.pool.address, *((tensor.data_ptr(), tensor.shape) for tensor in held))
+
+    @property
+    def rows_per_layer(self) -> int:
+        """Requests times KV heads."""
+        return self.batch_size * self.num_heads
+
+    def backend(self) -> str:
+        """What runs the ops on this store, one of `ops.backend.BACKENDS`."""
+        return choose(self.device, self.dtype, self.layout.high, self.layout.low)
+
+    @property
+    def value_limit(self) -> float:
+        """Largest magnitude of elements, as they are held, that can be stored."""
+        bits = (self.config.high, self.config.low)
+        limit = torch.finfo(self.dtype).max
+        if not all(p.k_bits == 16 and p.v_bits == 16 for p in bits):
+            limit = min(FP16_RANGE, limit)
+        # the mean that is taken off keys is no larger than they are
+        return limit / 2 if self.config.center else limit
+
+    def value_message(self) -> str:
+        rotated = "rotated " if self.config.rotate else ""
+        return (
+            f"{rotated}keys or values are NaN, infinite or beyond {self.value_limit:g}, which the cache cannot store; "
+            "check the model's dtype (float16 overflows: load it with dtype=torch.bfloat16) or use "
+            "DiffKVConfig.lossless()."
+        )
+
+    def place_layer(self, layer: int, index: int) -> None:
+        """Says that `layer` is the model's compressed layer `index`."""
+        self.layers[layer] = index
+        self.layer_index[layer] = index
+
+    def is_protected(self, layer: int) -> bool:
+        """Whether the policy has no say in `layer`, which is high but for what `max_bytes` takes."""
+        count = self.config.protected_layers
+        return not count <= self.layers[layer] < self.total_layers - count
+
+    def policy_of(self, layer: int) -> Policy:
+        """What levels the tokens of `layer`."""
+        return PROTECTION if self.is_protected(layer) else self.policy
+
+    @property
+    def observation_window(self) -> int | None:
+        """How many of a prompt's last queries significance is taken from; None is all, or that there is none."""
+        if not self.layout.selects:
+            return None
+        chosen = self.config.observation_window
+        return self.policy.observation_window if chosen is None else chosen
+
+    def set_thresholds(self, layer: int, alpha_high: LayerThreshold, alpha_low: LayerThreshold) -> None:
+        """Sets thresholds for a layer that is still empty: one number, or one per head (else `ValueError`).
+
+        A layer that keeps all tokens high, whatever they receive, has zeros.
+        """
+        for name, value in (("alpha_high", alpha_high), ("alpha_low", alpha_low)):
+            if isinstance(value, tuple) and len(value) != self.num_heads:
+                raise ValueError(
+                    f"{name} has {len(value)} entries per layer but layers have {self.num_heads} KV heads here; give "
+                    f"{self.num_heads}, or under tensor parallelism call cache.attach(model) first."
+                )
+        fixed = self.is_protected(layer) or not self.layout.selects
+        alphas = (0.0, 0.0) if fixed else self.policy.first_alphas(alpha_high, alpha_low)
+        for target, value in zip((self.alpha_high, self.alpha_low), alphas):
+            target[layer] = torch.tensor(value, dtype=torch.float32)
+
+    @property
+    def max_bytes(self) -> int | None:
+        """What the other stores of the device leave of the budget; None is unlimited."""
+        limit = self.config.max_bytes
+        return None if limit is None else limit - self.taken
+
+    def check_budget(self, more: int) -> None:
+        """Raises `MemoryError` unless `more` bytes outside the pool fit into the budget; sets the pool's limit."""
+        self.update_limit(more)
+        if self.config.max_bytes is not None and more > 0 and self.bytes + more > self.max_bytes:
+            raise MemoryError(
+                f"{more} more bytes do not fit into max_bytes={self.config.max_bytes}; raise max_bytes, or use fewer "
+                "sequences."
+            )
+
+    def update_limit(self, more: int = 0) -> None:
+        """Says how many pages fit beside everything else that is held, and `more` bytes to come.
 
         Raises:
-            ValueError: the tokens would be more than positions can count, or see `check_values`.
-            MemoryError: there is no room; the cache is as it was.
+            MemoryError: none does.
         """
-        self.check_positions(tokens)
-        self.settle()
-        self.forward = None
-        if tokens > 1 and not enters_at_once(self):
-            self.check_values()
-        if tokens == 1 and self.seen > 0 and not self.recording:
-            self.prepare_step()
-        self.seen += tokens
+        max_bytes = self.max_bytes
+        if max_bytes is None:
+            return
+        # what may still be added until the limit is looked at again
+        growth = self.padding.bytes // 8 + self.batch_size * (self.refresh_steps + 1) + self.config.max_bytes // 32
+        growth += self.pool.granularity
+        other = self.bytes_beside_pool() + growth + more
+        pages = (max_bytes - other) // (self.layout.page_bytes + 8)
+        if pages < 1:
+            raise MemoryError(
+                f"max_bytes={self.config.max_bytes} cannot even hold the windows and tables of this cache ({other} "
+                "bytes); raise max_bytes, or lower window, sinks or the batch size."
+            )
+        self.pool.max_pages = int(pages)
+
+    def ensure_width(self, tokens: int) -> None:
+        """Makes table rows wide enough for `tokens` stored tokens."""
+        high = self.layout.high.capacity
+        high_pages = (self.high_count + (high - 1)) // high
+        self.table.ensure_width(tokens, min(high, self.layout.low.capacity), high_pages)
+
+    def bounds(self, layer: int) -> Bounds:
+        """What the host knows of one layer's rows, valid until the next refresh."""
+        return self.layer_bounds[layer]
+
+    @property
+    def look_due(self) -> bool:
+        """Whether the next generated token makes the host look at the device, and so may raise."""
+        return self.steps_left == 0
+
+    def forget_bounds(self) -> None:
+        """Says that counts changed in a way the host's bounds do not cover."""
+        self.steps_left = 0
+
+    def scratch_fits(self) -> bool:
+        """Whether the buffers between the kernels serve the next step."""
+        return self.scratch is not None and self.scratch.max_tokens >= self.bounds(0).max_tokens
 
     def check_positions(self, tokens: int) -> None:
         """Raises `ValueError` if pages cannot hold the positions of so many more tokens."""
@@ -54,45 +349,30 @@ class Store(HostBounds):
                 "16 bits cannot hold; use DiffKVConfig(metadata_bits=32)."
             )
 
-    def prepare_step(self) -> None:
-        """Makes room for one generated token per request. Raises as `begin` does."""
-        self.refresh_if_due()
-        self.count_step()
+    def check_values(self) -> None:
+        """Reads the device.
 
-    def count_step(self) -> None:
-        """Notes that a step runs for which there is room."""
-        self._steps_left -= 1
-        self.steps_since_compaction += 1
-        self.compaction_due = self.compacts_after_step(0)
+        Raises:
+            ValueError: since the last look a step of one token (or a prompt, see forward.py) stored keys or values that
+                are not finite, or a step had a mask for the tokens before it that differs from what is stored.
+        """
+        self.raise_for(*torch.stack([flag.reshape(()) != 0 for flag in self.flags()]).tolist())
 
-    def compacts_after_step(self, steps: int = 1) -> bool:
-        """Whether a compaction is due once `steps` more steps have run."""
-        return self.steps_since_compaction + steps >= self.config.compaction_interval
+    def flags(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What `raise_for` takes, as it stands on the device."""
+        return self.invalid, self.changed_past, self.flag
 
-    def settle(self) -> None:
-        """Runs the compaction of the last step, if it is still to be done."""
-        if not self.compaction_due:
-            return
-        self.compact()
-        self.compaction_done()
-
-    def compact(self) -> None:
-        """The device's part of a compaction: as many rounds as tokens left the windows."""
-        if self.centers_soon:
-            center_rows(self)
-        for _ in range(self.config.compaction_interval):
-            compact_round(self)
-
-    def compaction_done(self, done: bool = True) -> None:
-        """Notes that the compaction that was due has run, if `done`."""
-        if done:
-            self.compaction_due = False
-            self.steps_since_compaction = 0
-
-    def withdraw(self, tokens: int) -> None:
-        """Undoes `begin` for a forward whose first layer stored nothing."""
-        self.seen -= tokens
-        self.padding.length = min(self.padding.length, self.seen)
-        self.compaction_due = False
-        if tokens == 1 and self.seen > 0 and not self.recording:
-            self.steps_since_compaction -= 1
+    def raise_for(self, invalid: bool, changed_past: bool, flag: bool) -> None:
+        """Raises as `check_values` does."""
+        if invalid:
+            raise ValueError(self.value_message())
+        if changed_past:
+            raise ValueError(
+                "the attention mask of a step of one token hides tokens that are stored, or shows some that are not. "
+                "On this device tokens can be hidden only together with a forward of several tokens; what was "
+                "generated since then is wrong. Call cache.reset() and start over."
+            )
+        if flag:
+            raise RuntimeError(
+                "a compaction found too few pages, which the host should have provided; please report it."
+            )

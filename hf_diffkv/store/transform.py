@@ -10,24 +10,26 @@ mu is fixed when the first token of a row leaves the window, as the mean of all 
 the forward that makes it leave included. Until then it is zero, and the window is centred anew when it is fixed.
 Afterwards it stays, also where the mean of later keys is another. A row of which nothing outside the window is left
 (tokens that a mask hides) starts over.
+
+How keys are rounded when they are stored is up to the queries of the forward that brings them (ops/rounding). What
+these say is taken from the prompt, the turn or the chunk itself and then forgotten: it takes no memory between
+forwards. Tokens that leave the window while generating are rounded each for itself.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ..ops.prefill_attention import StoredPast
+from ..ops.quantize import compute_dtype
 from ..ops.rotation import rotate, tokens_at_once
-from .finite import check_finite
+from ..ops.rounding import LARGEST_BITS, feedback_of, second_moment
+from .exact_tokens import held_tokens, is_whole
 from .forward import enters_at_once
 from .state import Store
-from .window import held_tokens, is_whole
-
-if TYPE_CHECKING:
-    from .prompt import Past
 
 
 def stored_form(
@@ -71,6 +73,42 @@ def _offset(store: Store, layer: int) -> Tensor | None:
     return store.key_offset[layer] if store.config.center else None
 
 
+def check_finite(store: Store, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
+    """Raises `ValueError` unless all real keys and values, [batch, heads, tokens, dim], can be stored."""
+    for tensor in (key, value):
+        peaks = [_peak(store, part) for part in tensor.split(tokens_at_once(tensor), dim=2)]
+        peak = torch.cat(peaks, dim=1)
+        peak = peak if valid is None else torch.where(valid, peak, 0)
+        if not bool((peak <= store.value_limit).all()):
+            raise ValueError(store.value_message())
+
+
+def _peak(store: Store, tensor: Tensor) -> Tensor:
+    """The largest that an element of each token [batch, heads, tokens, dim] may be in the store, [batch, tokens]."""
+    if store.config.rotate:
+        # no element is larger than that, however a token is rotated
+        return torch.linalg.vector_norm(tensor, dim=3, dtype=compute_dtype(tensor.dtype)).amax(1)
+    return tensor.abs().amax((1, 3))
+
+
+def query_moment(store: Store, query: Tensor, valid: Tensor | None) -> Tensor | None:
+    """`second_moment` of queries [batch, query_heads, n, key_dim] of the model; None where keys are rounded plainly.
+
+    Args:
+        valid: bool [batch, Q] of the Q >= n new tokens, of which these are the newest; None where all are real.
+    """
+    bits = min(store.layout.high.k_bits, store.layout.low.k_bits)
+    if not store.config.adaptive_rounding or bits > LARGEST_BITS:
+        return None
+    valid = None if valid is None else valid[:, valid.shape[1] - query.shape[2] :]
+    return second_moment(query, store.num_heads, valid)
+
+
+def feedback(store: Store, moment: Tensor | None) -> Tensor | None:
+    """[rows, key_dim, key_dim], as `round_keys` takes it for keys in the store's form."""
+    return None if moment is None else feedback_of(moment, store.key_rotation)
+
+
 class Entering:
     """New tokens of one layer: as the model has them, and in the forms the store needs them in.
 
@@ -90,9 +128,9 @@ class Entering:
             check_finite(store, key, value, valid)
         return cls(store, layer, key, value, valid)
 
-    def beside(self, past: Past) -> tuple[Tensor, Tensor]:
-        """Keys and values to attend to together with `past`."""
-        if past.stored is None:
+    def beside(self, past: StoredPast | None) -> tuple[Tensor, Tensor]:
+        """Keys and values to attend to together with `past`, which is None where nothing is stored."""
+        if past is None:
             return self.key, self.value
         if self._beside_past is None:
             self._beside_past = stored_form(self._store, self._layer, self.key, self.value)

@@ -18,7 +18,7 @@ from hf_diffkv.batching import manager as continuous
 from hf_diffkv.batching.engine_cache import ContinuousCache
 from hf_diffkv.batching.manager import DiffKVBatchingManager
 from hf_diffkv.batching.staging import stage
-from hf_diffkv.store import check_integrity, read_tokens
+from hf_diffkv.store import check_integrity, read_tokens, settle
 
 CROWD = (70, 60, 75, 50)
 
@@ -57,7 +57,7 @@ class Watch:
             self.preempted += no_cache and slot is not None
             if slot is not None and cache.slots.seen(slot):
                 slots = cache.slots
-                slots.store.settle()
+                settle(slots.store)
                 held = stage(slots.store, slot, slots.seen(slot), slots.store.pool)
                 self.tokens[request_id] = [read_tokens(held, layer) for layer in range(held.num_layers)]
             original["free_blocks"](cache, request_id, no_cache)

@@ -16,7 +16,7 @@ from hf_diffkv.batching.slots import Slots
 from hf_diffkv.batching.staging import stage
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
-from hf_diffkv.store import Store, attend_token, attend_tokens, check_integrity, read_tokens
+from hf_diffkv.store import Store, attend_token, attend_tokens, begin_forward, check_integrity, read_tokens
 
 LAYERS, HEADS, GROUP, DIM, SLOTS, LONGEST = 2, 2, 2, 8, 4, 120
 SETTINGS = settings(max_examples=6, stateful_step_count=12, derandomize=True, deadline=None, database=None)
@@ -56,7 +56,7 @@ class Request:
     def run_alone(self, inputs: list[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
         """The forward on the store of its own."""
         tokens, seen = inputs[0][0].shape[2], self.alone.seen
-        self.alone.begin(tokens)
+        begin_forward(self.alone, tokens)
         attend = attend_token if tokens == 1 and seen else attend_tokens
         outputs = [attend(self.alone, layer, *part, scaling=0.4) for layer, part in enumerate(inputs)]
         self.alone.padding.append(tokens, None)

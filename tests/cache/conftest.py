@@ -9,6 +9,7 @@ from recorded_graph import RecordedGraph, record_launches
 
 from hf_diffkv.cache import graphs
 from hf_diffkv.ops.backend import use_backend
+from hf_diffkv.store import Store
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch):
     record_launches(monkeypatch)
     # the interpreter is slow: little to split, and the host looks often
     monkeypatch.setattr("hf_diffkv.store.decode.SCRATCH_TOKENS", 64)
-    monkeypatch.setattr("hf_diffkv.store.bounds.REFRESH_STEPS", 4)
+    monkeypatch.setattr(Store, "refresh_steps", 4)
     with use_backend("kernels"):
         yield
 

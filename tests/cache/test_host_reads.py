@@ -16,7 +16,7 @@ from host_reads import HostReads
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cache import graphs
-from hf_diffkv.store import bounds, hide
+from hf_diffkv.store import Store, hide
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
@@ -64,7 +64,7 @@ def test_no_reads_between_two_refreshes(monkeypatch: pytest.MonkeyPatch, way: st
         with reads:
             model(torch.randint(96, (batch, 10)), attention_mask=mask, past_key_values=cache)
         assert reads.found, "the counter sees nothing, not even the prompt's reads"
-        for _ in range(2 * bounds.REFRESH_STEPS + 1):
+        for _ in range(2 * Store.refresh_steps + 1):
             mask = torch.cat([mask, torch.ones(batch, 1, dtype=torch.int64)], dim=1)
             positions = mask.sum(1, keepdim=True) - 1
             reads.found.clear()
@@ -79,7 +79,7 @@ def test_no_reads_between_two_refreshes(monkeypatch: pytest.MonkeyPatch, way: st
     if way == "captured":
         assert step.captures == 1 and step.replays == len(found) - 1
     for index, reads_of_step in enumerate(found):
-        if index % bounds.REFRESH_STEPS:
+        if index % Store.refresh_steps:
             assert reads_of_step == [], f"step {index}"
         else:
             # the free list is read beside it where the pool grows

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cache.io import JSON_NAME, TENSORS_NAME, _checksum, _digest
+from hf_diffkv.store import settle
 
 LENGTHS = (120, 33, 1, 64)
 POLICIES = {
@@ -36,7 +37,7 @@ def config_of(policy: str, **options) -> DiffKVConfig:
 
 def alphas(cache: DiffKVCache) -> list[torch.Tensor]:
     (store,) = cache.stores.stores
-    store.settle()
+    settle(store)
     return [store.alpha_high.clone(), store.alpha_low.clone()]
 
 

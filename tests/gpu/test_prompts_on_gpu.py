@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.rotation import rotate, rotation_matrix
-from hf_diffkv.store import Store, attend_tokens, check_integrity, read_tokens
+from hf_diffkv.store import Store, attend_tokens, begin_forward, check_integrity, read_tokens
 
 
 def relative(got: Tensor, expected: Tensor) -> float:
@@ -48,7 +48,7 @@ def by_both(
             for turn, tokens in enumerate(turns):
                 valid = torch.ones(2, tokens, dtype=torch.bool, device=device)
                 valid[1, : tokens // 3] = False
-                store.begin(tokens)
+                begin_forward(store, tokens)
                 store.padding.append(tokens, valid if turn == 0 else None)
                 for layer in range(2):
                     # keys with a mean far from zero

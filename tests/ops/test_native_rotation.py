@@ -14,7 +14,8 @@ from torch import Tensor
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.native.library import use_instructions
 from hf_diffkv.ops.backend import use_backend
-from hf_diffkv.store import Store, attend_token, attend_tokens, read_tokens
+from hf_diffkv.store import Store, attend_token, attend_tokens, begin_forward, read_tokens
+from hf_diffkv.store.step import refresh
 
 pytestmark = [needs_native, every_set]
 BOTH = {"rotate": True, "center": True}
@@ -56,13 +57,13 @@ class Case:
         config = DiffKVConfig(*precisions, window=16, **(fields or BOTH))
         self.store = store = Store(config, 1, 2, heads, *dims, dtype, torch.device("cpu"))
         store.set_thresholds(0, 1.0, 0.3)
-        store.begin(tokens)
+        begin_forward(store, tokens)
         store.padding.append(tokens, None)
         prompt = self.tokens(heads, group, tokens, seed=0)
         with use_backend("reference"):
             attend_tokens(store, 0, *prompt, scaling=self.scaling)
         self.query, self.key, self.value = self.tokens(heads, group, 1, seed=9)
-        store.begin(1)
+        begin_forward(store, 1)
         store.padding.append(1, None)
 
     def tokens(self, heads: int, group: int, tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,7 +134,7 @@ def test_tokens_are_those_of_the_matrix_product(dim: int, dtype: torch.dtype) ->
     case, other = Case((dim, dim), dtype), Case((dim, dim), dtype)
     case.run()
     with use_backend("reference"):
-        other.store.refresh()
+        refresh(other.store)
         other.run()
     for mine, theirs in zip(case.entered(), other.entered()):
         step = theirs.abs() * torch.finfo(dtype).eps

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ..pages import NULL_PAGE
 from .budget import make_room
+from .compaction import settle
 from .fork import copy_pages, make_private
-from .held import ROW_STATE
-from .state import Store
+from .state import ROW_STATE, Store
 
 
 def select_rows(store: Store, index: Tensor) -> None:
@@ -52,7 +52,7 @@ def prepare_rows(store: Store, index: Tensor) -> None:
         MemoryError: the copies do not fit; nothing has changed then.
     """
     make_private(store)
-    store.settle()
+    settle(store)
     rows_more = max(0, index.numel() - store.batch_size)
     store.check_budget((store.bytes - store.pool.bytes) * rows_more // store.batch_size)
     given, _, duplicate = _moves(store, index.to(store.device))

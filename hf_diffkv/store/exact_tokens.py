@@ -1,18 +1,21 @@
-"""The exact tokens of a store: sinks and windows (their slots: pages/window.py)."""
+"""The exact tokens of a store: sinks and windows (their slots: pages/window.py), and how pinned ones leave them.
+
+Pinned tokens stay at the high level (`DiffKVConfig.pin`). A step that looks for a victim knows sums alone, so a pinned
+token has one that nothing exceeds.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+import torch
 from torch import Tensor
 
 from ..ops.rotation import center_windows
 from ..pages import window
-
-if TYPE_CHECKING:
-    from .state import Store
+from .state import Store
 
 ALL = slice(None)
+# above every threshold, and far from overflow however much is added; narrow pages hold their largest number for it
+PINNED_SUM = 1e30
 
 
 def is_whole(store: Store, layer: int | slice = ALL) -> Tensor:
@@ -55,3 +58,27 @@ def center_rows(store: Store) -> None:
     for layer in store.uncentered:
         due[layer] = False
     center_windows(store.window_key, held_tokens(store) >= 0, store.key_offset, due)
+
+
+def is_pinned(store: Store, position: Tensor) -> Tensor | None:
+    """bool of the shape of positions among a request's real tokens; None where nothing is pinned."""
+    if store.config.pin is None:
+        return None
+    start, stop = store.config.pin
+    return (position >= start) & (position < stop)
+
+
+def pinned_sums(store: Store, score: Tensor, position: Tensor) -> Tensor:
+    """Sums, float32, of tokens that leave the window: the given ones, or for pinned tokens the largest."""
+    pinned = is_pinned(store, position)
+    return score if pinned is None else torch.where(pinned, PINNED_SUM, score)
+
+
+def pin_candidates(store: Store) -> None:
+    """The same for the oldest token of every window, in place; nothing where nothing is pinned."""
+    if store.config.pin is None:
+        return
+    position = store.window_start[:, :, None, None]
+    slot = candidate_slots(store)
+    score = store.window_score.gather(3, slot)
+    store.window_score.scatter_(3, slot, pinned_sums(store, score, position))

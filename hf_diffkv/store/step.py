@@ -1,0 +1,131 @@
+"""From one forward to the next: room is made before the new tokens, and the host looks at the device.
+
+The host works with upper bounds of the counts, which one look extends by `Store.refresh_steps` generated tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..ops.backend import REFERENCE
+from ..ops.tiles import Bounds, build_tiles
+from ..pages.free_list import FREE
+from .budget import make_room
+from .compaction import compacts_after_step, settle
+from .exact_tokens import is_whole
+from .fork import make_private
+from .forward import enters_at_once
+from .look import pages_of, read_together
+from .state import Store
+
+
+def begin_forward(store: Store, tokens: int) -> None:
+    """Starts a forward of `tokens` new tokens: runs the compaction that is due and makes room.
+
+    Raises:
+        ValueError: the tokens would be more than positions can count, or see `Store.check_values`.
+        MemoryError: there is no room; the cache is as it was.
+    """
+    make_private(store)
+    store.check_positions(tokens)
+    settle(store)
+    store.forward = None
+    if tokens > 1 and not enters_at_once(store):
+        store.check_values()
+    if _generates(store, tokens):
+        prepare_step(store)
+    store.seen += tokens
+
+
+def withdraw(store: Store, tokens: int) -> None:
+    """Undoes `begin_forward` for a forward whose first layer stored nothing."""
+    store.seen -= tokens
+    store.padding.length = min(store.padding.length, store.seen)
+    store.compaction_due = False
+    if _generates(store, tokens):
+        store.steps_since_compaction -= 1
+
+
+def _generates(store: Store, tokens: int) -> bool:
+    """Whether `tokens` new ones after those that `store` has seen are a generation step of the algorithm."""
+    return tokens == 1 and store.seen > 0 and not store.recording
+
+
+def prepare_step(store: Store) -> None:
+    """Makes room for one generated token per request. Raises as `begin_forward` does."""
+    refresh_if_due(store)
+    count_step(store)
+
+
+def count_step(store: Store) -> None:
+    """Notes that a step runs for which there is room."""
+    store.steps_left -= 1
+    store.steps_since_compaction += 1
+    store.compaction_due = compacts_after_step(store, 0)
+
+
+def refresh_if_due(store: Store) -> None:
+    """Looks at the device where the host's bounds do not cover another step. Raises as `begin_forward` does."""
+    if store.look_due:
+        refresh(store)
+
+
+def refresh(store: Store) -> None:
+    """Makes room for the next `refresh_steps` steps. Reads the device once, and once more where the pool grows."""
+    lookahead = store.refresh_steps + store.config.compaction_interval
+    high, low, has_low, first_leave, free = _look(store, lookahead)
+    store.centers_soon = first_leave and store.config.center and len(store.uncentered) < store.num_layers
+    tiers = (store.layout.high.capacity, store.layout.low.capacity)
+    growth = (lookahead, np.where(has_low, lookahead, 0))
+    more_pages = sum(
+        int((pages_of(count + more, capacity) - pages_of(count, capacity)).sum())
+        for count, more, capacity in zip((high, low), growth, tiers)
+    )
+    bound_rows(store, high, low, lookahead)
+    store.ensure_width(max(int((high + low).max()) + lookahead, store.room))
+    if store.room > 0:
+        store.pool.free_list.reserve(store.table.table.numel())
+    store.update_limit()
+    try:
+        store.pool.ensure_free(more_pages, free)
+    except MemoryError:
+        if store.config.max_bytes is None:
+            raise
+        make_room(store, more_pages)
+        refresh(store)
+    store.steps_left = store.refresh_steps
+
+
+def bound_rows(store: Store, high: np.ndarray, low: np.ndarray, lookahead: int) -> None:
+    """Notes how long rows are until `lookahead` more tokens have left their windows.
+
+    Args:
+        high, low: int64 [layers, batch, heads], the counts now.
+    """
+    longest = int((high + low).max()) + lookahead + store.window_slots
+    if store.backend() != REFERENCE:
+        store.all_bounds = Bounds(longest)
+        store.layer_bounds = [store.all_bounds] * store.num_layers
+        return
+    tiers = ((high, store.layout.high.capacity), (low, store.layout.low.capacity))
+
+    def bounds(layers: slice | int) -> Bounds:
+        tiles = (build_tiles(counts[layers].ravel(), lookahead, capacity, store.device) for counts, capacity in tiers)
+        return Bounds(longest, tuple(tiles))
+
+    store.all_bounds = bounds(slice(None))
+    store.layer_bounds = [bounds(layer) for layer in range(store.num_layers)]
+
+
+def _look(store: Store, lookahead: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool, int]:
+    """All the host wants to know, in one copy: high and low counts, where low ones may come, bool, free pages.
+
+    The first three are [layers, batch, heads]. The single bool is whether the first token of some row can leave
+    its window within `lookahead` tokens. Raises as `Store.check_values` does.
+    """
+    has_low = store.policy.has_low(store.alpha_high, store.alpha_low)
+    first_leave = (is_whole(store) & (store.length - store.window_start > store.config.window - lookahead)).any()
+    parts = (store.high_count, store.low_count, has_low, first_leave, store.pool.free_list.state[FREE])
+    high, low, has_low, leave, free, *flags = read_together(*parts, *store.flags())
+    store.raise_for(*map(bool, flags))
+    return high, low, has_low.astype(bool), bool(leave), int(free)
