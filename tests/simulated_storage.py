@@ -66,7 +66,7 @@ def round_trip(x: Tensor, bits: int, groups: int, dtype: torch.dtype, narrow: bo
     """What remains of x after storing it; `dtype` is the model's, which 16 bits stand for. Keeps x's own dtype."""
     if bits == 16:
         return x.to(dtype).to(x.dtype)
-    return decode(*(quantise_narrow if narrow and bits < 8 else quantise)(x, bits, groups)).to(x.dtype)
+    return decode(*(quantise_narrow if narrow and bits <= 6 else quantise)(x, bits, groups)).to(x.dtype)
 
 
 def adapted_round_trip(x: Tensor, moment: Tensor, bits: int, groups: int, narrow: bool = False) -> Tensor:
@@ -75,7 +75,7 @@ def adapted_round_trip(x: Tensor, moment: Tensor, bits: int, groups: int, narrow
     From the last channel to the first, each takes the code nearest to where the mean of (q . e)^2 would be least if the
     channels before it need not be rounded. A group's least and largest element keep the codes they have by themselves.
     """
-    codes, scale, zero = (quantise_narrow if narrow and bits < 8 else quantise)(x, bits, groups)
+    codes, scale, zero = (quantise_narrow if narrow and bits <= 6 else quantise)(x, bits, groups)
     parts = x.to(torch.float32).unflatten(-1, (groups, -1))
     low, high = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
     is_low, is_high = parts == low, parts == high

@@ -8,7 +8,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+# with native/precision.h all that knows which precisions there are; `fields` of pages/layout.py is how they are packed
 SUPPORTED_BITS = (1, 2, 3, 4, 5, 6, 8, 16)
+CODE_BITS = tuple(bits for bits in SUPPORTED_BITS if bits < 16)
 # bits of keys and values, then groups of both
 NAME = re.compile(r"K(\d+)V(\d+)(?:g(\d+)/(\d+))?")
 
@@ -23,7 +25,7 @@ class Precision:
     """Bits of keys and values and the quantisation groups of each token.
 
     Args:
-        k_bits: bits per key element: 1 to 6, 8, or 16 (16 keeps the model's own dtype).
+        k_bits: bits per key element, one of `SUPPORTED_BITS` (16 keeps the model's own dtype).
         v_bits: bits per value element, likewise.
         k_groups: equal groups of `head_dim` with their own scale and zero point, for keys.
         v_groups: the same for values.

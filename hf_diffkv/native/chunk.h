@@ -130,8 +130,8 @@ inline void key_products(const Step& step, Work& work, const Piece* begin, const
     switch (form_of(side)) {
       case CODES: {
         const uint8_t* codes = work.codes;
-        if (side.bits == 8 && side.dim == padding) {
-          // bytes in rows of whole vectors need not be unpacked
+        if (side.row == padding) {
+          // codes of whole bytes in rows of whole vectors need not be unpacked
           codes = cursor.piece->key;
           count = cursor.piece->count;
           cursor.fetch_ahead(false);
@@ -186,7 +186,7 @@ inline void value_sums(const Step& step, Work& work, const Piece* begin, const P
             float lost;
             work.weight_factor[h] = weight_digits(weight + h * stride, count, upper, lower, lost);
             // lost is only what codes differ from their middle, as the zero points have their whole weights
-            const Floats middle = splat(lost * 0.5f * float((1 << side.bits) - 1));
+            const Floats middle = splat(lost * 0.5f * levels_of(side.bits));
             for (int64_t d = 0; d < padding; d += WIDTH) {
               float* to = output + h * padding + d;
               store(to, load(to) + middle);

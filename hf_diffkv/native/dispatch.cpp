@@ -4,6 +4,7 @@
 #include <initializer_list>
 
 #include "abi.h"
+#include "precision.h"
 
 namespace diffkv {
 namespace {
@@ -71,6 +72,8 @@ EXPORT int64_t diffkv_abi() {
     number = number * 31 + int64_t(bytes);
   return number;
 }
+// A bit for each number of bits that codes may have.
+EXPORT int64_t diffkv_code_bits() { return CODE_BITS; }
 EXPORT const char* diffkv_instructions() { return selected()->name; }
 // 0 where the library or the processor lacks them; null chooses the best.
 EXPORT int64_t diffkv_select(const char* name) {

@@ -1,5 +1,6 @@
 // The numbers of narrow pages, bit for bit as in pages/narrow.py: metadata and scores of 16 bits.
 #pragma once
+#include "precision.h"
 #include "simd.h"
 
 namespace diffkv {
@@ -13,7 +14,7 @@ constexpr uint32_t LARGEST_SCALE = 0x3df;
 typedef uint32_t Words __attribute__((vector_size(4 * DIFFKV_WIDTH)));
 
 // What a zero point's 6 bits are multiplied with, beside the scale; all three products are exact.
-inline float zero_factor(int bits) { return -float((1 << bits) - 1) * (65.f / 4096.f); }
+inline float zero_factor(int bits) { return -levels_of(bits) * (65.f / 4096.f); }
 
 inline float scale_of(uint32_t word) { return as_float((word & 0xffc0) << 12) * 0x1p112f; }
 
@@ -26,7 +27,7 @@ inline void read_narrow(const uint8_t* from, float factor, float& scale, float& 
 
 // Metadata of a group with the elements [low, high].
 inline uint16_t narrow_metadata(float low, float high, int bits) {
-  const float levels = float((1 << bits) - 1);
+  const float levels = levels_of(bits);
   low = smaller(low, 0.f);
   high = larger(high, 0.f);
   float16 half;
@@ -34,9 +35,7 @@ inline uint16_t narrow_metadata(float low, float high, int bits) {
   const uint32_t scale = smaller((uint32_t(half.bits) + 0xf + (half.bits >> 5 & 1)) >> 5, LARGEST_SCALE);
   const float covered = scale_of(scale << 6) * levels;
   if (covered == 0) return uint16_t(scale << 6);
-  constexpr float MAGIC = 12582912.f;
-  // as long as it is small, adding it rounds to the nearest integer, halves to the even one
-  const float zero = ((covered - (low + high)) * (ZERO_LEVELS / 2.f) / covered + MAGIC) - MAGIC;
+  const float zero = round_even((covered - (low + high)) * (ZERO_LEVELS / 2.f) / covered);
   return uint16_t(scale << 6 | uint32_t(smaller(larger(zero, 0.f), float(ZERO_LEVELS))));
 }
 

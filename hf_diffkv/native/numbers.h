@@ -32,6 +32,13 @@ inline uint32_t as_bits(float x) {
   return bits;
 }
 
+// Adding it rounds what is small to the nearest integer, halves to the even one.
+constexpr float MAGIC = 12582912.f;
+template <class Number>
+inline Number round_even(Number x) {
+  return (x + MAGIC) - MAGIC;
+}
+
 inline float to_float(float x) { return x; }
 inline float to_float(bfloat16 x) { return as_float(uint32_t(x.bits) << 16); }
 inline float to_float(float16 x) {

@@ -27,7 +27,7 @@ inline uint8_t* page_at(const Format& format, const Rows& rows, int64_t row, int
 
 inline int64_t pages_of(const Tier& tier, int64_t count) { return (count + tier.capacity - 1) / tier.capacity; }
 
-inline bool has_metadata(const Side& side) { return side.bits < 16; }
+inline bool has_metadata(const Side& side) { return side.metadata_bytes > 0; }
 inline bool has_scores(const Tier& tier) { return tier.score_bytes > 0; }
 
 // Whether a row's counts fit its table and its entries are pages of the pool, the null page excluded.
@@ -67,7 +67,7 @@ inline void make_group(uint8_t* to, const Side& side, float low, float high) {
     memcpy(to, &word, 2);
   } else {
     float16 pair[2];
-    from_float((high - low) / float((1 << side.bits) - 1), pair[0]);
+    from_float((high - low) / levels_of(side.bits), pair[0]);
     from_float(low, pair[1]);
     memcpy(to, pair, 4);
   }

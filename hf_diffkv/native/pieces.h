@@ -31,7 +31,6 @@ inline Tier window_tier(const Format& format) {
   Tier tier = {};
   Side Tier::* const sides[] = {&Tier::key, &Tier::value};
   for (auto side : sides) {
-    (tier.*side).bits = 16;
     (tier.*side).groups = 1;
     (tier.*side).dim = (format.tier[0].*side).dim;
     (tier.*side).row = int32_t((tier.*side).dim * element_bytes(format.dtype));

@@ -19,16 +19,11 @@ inline void pack_field(const uint8_t* __restrict codes, int dim, uint8_t* __rest
 }
 
 inline void pack(const uint8_t* codes, const Side& side, uint8_t* to) {
-  const int dim = side.dim;
-  switch (side.bits) {
-    case 1: return pack_field<1, 0>(codes, dim, to);
-    case 2: return pack_field<2, 0>(codes, dim, to);
-    case 3: pack_field<2, 0>(codes, dim, to); return pack_field<1, 2>(codes, dim, to + dim / 4);
-    case 4: return pack_field<4, 0>(codes, dim, to);
-    case 5: pack_field<4, 0>(codes, dim, to); return pack_field<1, 4>(codes, dim, to + dim / 2);
-    case 6: pack_field<4, 0>(codes, dim, to); return pack_field<2, 4>(codes, dim, to + dim / 2);
-    default: memcpy(to, codes, dim);
-  }
+  with_bits(side.bits, [&](auto bits) {
+    each_field<bits.value>([&](auto field, auto below) {
+      pack_field<field.value, below.value>(codes, side.dim, to + side.dim * below.value / 8);
+    });
+  });
 }
 
 inline void range_of(const float* x, int count, float& low, float& high) {
@@ -55,13 +50,11 @@ inline void quantize_group(uint8_t* page, const Side& side, int64_t slot, int gr
   float low, high, step, from;
   range_of(x, count, low, high);
   write_group(page, side, slot, group, low, high, step, from);
-  const float levels = float((1 << side.bits) - 1);
+  const float levels = levels_of(side.bits);
   if (step == 0) {
     memset(codes, 0, count);
     return;
   }
-  // adding it rounds to the nearest integer, halves to the even one
-  constexpr float MAGIC = 12582912.f;
   for (int d = 0; d < count; d++) {
     float code = (x[d] - from) / step;
     code = code > 0 ? code : 0;

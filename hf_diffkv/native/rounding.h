@@ -13,14 +13,12 @@ struct KeyBlock {
 };
 
 inline float code_near(float x, float zero, float step, float top) {
-  constexpr float MAGIC = 12582912.f;
-  const float code = smaller(larger((x - zero) / step, 0.f), top);
-  return (code + MAGIC) - MAGIC;
+  return round_even(smaller(larger((x - zero) / step, 0.f), top));
 }
 
 // Numbers of one group of the keys in all lanes.
 inline void weigh_group(KeyBlock& keys, const Side& side, int first, int size) {
-  const float levels = float((1 << side.bits) - 1);
+  const float levels = levels_of(side.bits);
   Floats lowest = load(keys.x[first]), highest = lowest;
   for (int d = first + 1; d < first + size; d++) {
     lowest = minimum(lowest, load(keys.x[d]));
@@ -54,11 +52,9 @@ inline Floats added(const KeyBlock& keys, const float* feedback, int channel, in
 
 // Rounds one channel; the element becomes what is to be quantised.
 inline void round_channel(KeyBlock& keys, int channel, Floats behind) {
-  const Floats magic = splat(12582912.f);
   const Floats x = load(keys.x[channel]), step = load(keys.step), zero = load(keys.zero);
   const Floats low = load(keys.low), high = load(keys.high), least = load(keys.least), most = load(keys.most);
-  Floats code = minimum(maximum((x - behind - zero) / step, least), most);
-  code = (code + magic) - magic;
+  Floats code = round_even(minimum(maximum((x - behind - zero) / step, least), most));
   // the ends of the range stay, so that the group's numbers do
   code = x == low ? least : x == high ? most : code;
   const Floats decoded = fma(code, step, zero);

@@ -135,7 +135,7 @@ inline void sums(const Floats* a, float* out) {
 
 // 2^x for x up to 126; the relative error is about 1e-7. Below -126 the result is as small as a float gets.
 inline Floats exp2(Floats x) {
-  const Floats magic = splat(12582912.f);
+  const Floats magic = splat(MAGIC);
   x = minimum(maximum(x, splat(-126.f)), splat(126.f));
   const Floats shifted = x + magic;
   const Floats part = x - (shifted - magic);

@@ -1,4 +1,4 @@
-// Codes of packed rows, one byte each in their order (pages/layout.py): bit planes, in one field or two.
+// Codes of packed rows (pages/layout.py), one byte each in their order.
 #pragma once
 #include "page.h"
 
@@ -77,6 +77,12 @@ inline void unpack_wide(const uint8_t* from, uint8_t* to) {
 }
 #endif
 
+template <int BITS, int PLACE, int SHIFT = 0>
+inline void unpack_planes(const uint8_t* from, int count, uint8_t* to) {
+  unpack_plane<BITS, SHIFT, PLACE>(from, count, to);
+  if constexpr (SHIFT + BITS < 8) unpack_planes<BITS, PLACE, SHIFT + BITS>(from, count, to + count);
+}
+
 template <int BITS, int PLACE>
 inline void unpack_field(const uint8_t* from, int dim, uint8_t* to) {
   const int count = dim * BITS / 8;
@@ -88,39 +94,20 @@ inline void unpack_field(const uint8_t* from, int dim, uint8_t* to) {
     if (count == 64) return unpack_wide<BITS, PLACE, 64>(from, to);
   }
 #endif
-  unpack_plane<BITS, 0, PLACE>(from, count, to);
-  if constexpr (BITS <= 4) unpack_plane<BITS, BITS, PLACE>(from, count, to + count);
-  if constexpr (BITS <= 2) {
-    unpack_plane<BITS, 2 * BITS, PLACE>(from, count, to + 2 * count);
-    unpack_plane<BITS, 3 * BITS, PLACE>(from, count, to + 3 * count);
-  }
-  if constexpr (BITS == 1) {
-    unpack_plane<1, 4, PLACE>(from, count, to + 4 * count);
-    unpack_plane<1, 5, PLACE>(from, count, to + 5 * count);
-    unpack_plane<1, 6, PLACE>(from, count, to + 6 * count);
-    unpack_plane<1, 7, PLACE>(from, count, to + 7 * count);
-  }
+  unpack_planes<BITS, PLACE>(from, count, to);
 }
 
-template <int LOW, int UPPER>
+template <int BITS>
 DIFFKV_ALONE void unpack_rows(const uint8_t* from, const Side& side, int count, uint8_t* to, int64_t stride) {
-  for (int t = 0; t < count; t++, from += side.row, to += stride) {
-    unpack_field<LOW, 0>(from, side.dim, to);
-    if constexpr (UPPER > 0) unpack_field<UPPER, LOW>(from + side.dim * LOW / 8, side.dim, to);
-  }
+  for (int t = 0; t < count; t++, from += side.row, to += stride)
+    each_field<BITS>([&](auto field, auto below) {
+      unpack_field<field.value, below.value>(from + side.dim * below.value / 8, side.dim, to);
+    });
 }
 
 // Codes [count, dim] of rows packed one after the other, to rows of `stride` bytes.
 inline void unpack(const uint8_t* from, const Side& side, int count, uint8_t* to, int64_t stride) {
-  switch (side.bits) {
-    case 1: return unpack_rows<1, 0>(from, side, count, to, stride);
-    case 2: return unpack_rows<2, 0>(from, side, count, to, stride);
-    case 3: return unpack_rows<2, 1>(from, side, count, to, stride);
-    case 4: return unpack_rows<4, 0>(from, side, count, to, stride);
-    case 5: return unpack_rows<4, 1>(from, side, count, to, stride);
-    case 6: return unpack_rows<4, 2>(from, side, count, to, stride);
-    default: return unpack_rows<8, 0>(from, side, count, to, stride);
-  }
+  with_bits(side.bits, [&](auto bits) { unpack_rows<bits.value>(from, side, count, to, stride); });
 }
 
 // Keys or values of one token in float, as `dequantize` of ops/quantize rounds them: a product, then a sum.

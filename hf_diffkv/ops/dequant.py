@@ -1,8 +1,8 @@
-"""Unpacking bit-plane packed codes in registers (Triton).
+"""Unpacking packed codes in registers (Triton).
 
-With P = 8 / bits, byte j of a row holds elements j, j + D/P, ... from its lowest bits up (`pages/layout.py`), so one
-packed tile becomes P tiles and nothing is shuffled. Codes of two fields become the four quarters of a row, each of
-them from one tile of either field (loaded by `packed_rows.py`).
+Rows are packed as `pages/layout.py` says, so one packed tile becomes as many as there are bit planes and nothing is
+shuffled. Codes of several fields become the four quarters of a row, from tiles of each field (loaded by
+`packed_rows.py`).
 
 MODE 0 (`PORTABLE`) uses shifts and casts: the interpreter, AMD, float32 operands. MODE 1 (`PTX`) builds fp16 numbers
 from bits: a code OR-ed into the mantissa of 2^(10 - shift) reads as that power of two plus the code. Keys keep this
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 
-from ..config.precision import SUPPORTED_BITS
+from ..config.precision import CODE_BITS
 from ..pages import layout
 
 PORTABLE = 0
@@ -27,79 +27,94 @@ PTX = 1
 BIASED, EXACT, SUBNORMAL = FORMS = tuple(map(tl.constexpr, range(3)))
 BYTES = 0x01010101
 HALVES = 0x00010001
-PACKED_BITS = tuple(bits for bits in SUPPORTED_BITS if bits < 16)
+# tiles that quarters of a row are unpacked from, by the bits of a field: halves of a plane, a plane, two planes
+FIELD_WORDS = {4: 2, 2: 1, 1: 2}
 
 fields = triton.constexpr_function(layout.fields)
 
 
 @triton.constexpr_function
+def below(bits, index):
+    """Bits of the fields below one."""
+    return sum(fields(bits)[:index])
+
+
+@triton.constexpr_function
 def pieces(bits):
-    """Equal pieces that a row is unpacked into: the planes of one field, quarters where codes have two."""
+    """Equal pieces that a row is unpacked into: the planes of one field, quarters where codes have several."""
     return 4 if len(fields(bits)) > 1 else max(1, 8 // bits)
 
 
 @triton.constexpr_function
-def words(bits):
-    """Words that `assembly` takes."""
-    return 4 if len(fields(bits)) > 1 else 1
+def words(bits, count=None):
+    """Words that `assembly` takes, or those of the first `count` fields."""
+    return sum(FIELD_WORDS[field] for field in fields(bits)[:count]) if len(fields(bits)) > 1 else 1
 
 
 @triton.constexpr_function
 def mantissa_bit(bits, piece):
     """Where `assembly` leaves the lowest bits of the codes of a piece."""
-    if bits == 3:
-        return 4 * (piece // 2)
-    if bits > 4:
-        return 2 if bits < 8 and piece == 3 else 0
-    return bits * piece
+    if len(fields(bits)) == 1:
+        return bits * piece
+    # two quarters of few bits share a byte; else a last quarter is left where its last field is
+    return 4 * (piece // 2) if bits <= 4 else max(0, 2 * piece - below(bits, len(fields(bits)) - 1))
 
 
 def assembly(bits: int, form: int, chosen: Sequence[int]) -> str:
     """PTX that turns words of four packed bytes into two words of two fp16 for each of the `chosen` pieces.
 
-    Of codes of one field it takes one word; of two fields the low field's for the even quarters and for the odd ones
-    (the same at 3 bits), and the high field's: for the first and the second half of a quarter where it has one bit,
-    zeros in the other half, the same twice where it has two. prmt spreads bytes over 16-bit halves; lop3 with 0xEA is
-    (a & b) | c, with 0xE4 it is a where c is set, else b.
+    Of codes of one field it takes one word; of several, for each: of 4 bits for the even quarters and for the odd ones,
+    of 2 bits one, of 1 bit for the first and the second half of a quarter, zeros in the other half. prmt spreads bytes
+    over 16-bit halves; lop3 with 0xEA is (a & b) | c, with 0xE4 it is a where c is set, else b.
     """
-    first, second, above, other = (f"${2 * len(chosen) + word}" for word in range(4))
-    lines = [".reg .b32 low, high, bias, bits, upper, lower, joined;"]
-    if bits in (3, 5):
+    inputs = [f"${2 * len(chosen) + word}" for word in range(words(bits))]
+    lines = [".reg .b32 low, high, bias, bits, upper, joined;"]
+    if len(inputs) > 1 and fields(bits)[-1] == 1:
         # the second half of quarter q is plane 2 q + 1
-        lines += [f"shr.u32 bits, {other}, 1;", f"or.b32 bits, bits, {above};"]
-        above = "bits"
+        lines += [f"shr.u32 bits, {inputs[-1]}, 1;", f"or.b32 bits, bits, {inputs[-2]};"]
     outputs = [(f"${2 * output}", f"${2 * output + 1}", piece) for output, piece in enumerate(chosen)]
     for *pair, piece in outputs:
         start = mantissa_bit(bits, piece)
         magic = 0 if form == SUBNORMAL.value else (25 - start) << 10
-        if bits == 3:
-            # quarters 0 and 2, and 1 and 3, become packed codes of four bits, of which the uppermost means nothing
-            lines += _join(first, 2 * (piece % 2), above, 2 - 2 * (piece % 2), 0x33)
-            lines += _spread(("low", "high"), "joined", 0) + _pick(pair, 0x7 << start, magic)
-        elif bits > 4:
-            source = first
-            if bits < 8:
-                mask = ((1 << bits - 4) - 1) * 0x11 << 2 * (piece % 2)
-                lines += [f"and.b32 upper, {above}, {mask * BYTES:#010x};"]
-                low_shift, high_shift = ((0, 4), (0, 2), (4, 0), (2, 0))[piece]
-                lines += _join((first, second)[piece % 2], low_shift, "upper", high_shift, 0xF << start)
-                source = "joined"
+        source = inputs[0]
+        if len(inputs) > 1:
+            lines += _join(bits, piece, inputs)
+            source = "joined"
+        if bits > 4:
             lines += _spread(pair, source, magic >> 8)
         else:
-            lines += _spread(("low", "high"), first, 0) + _pick(pair, (1 << bits) - 1 << start, magic)
+            lines += _spread(("low", "high"), source, 0) + _pick(pair, (1 << bits) - 1 << start, magic)
         if form == EXACT.value:
             lines += [f"mov.b32 bias, {magic * HALVES:#010x};"]
             lines += [f"sub.f16x2 {word}, {word}, bias;" for word in pair]
     return "{\n" + "\n".join(lines) + "\n}"
 
 
-def _join(lower: str, right: int, upper: str, left: int, taken: int) -> list[str]:
-    """Bits `taken` of the bytes of `lower`, shifted right, and the others of `upper`, shifted left, to "joined"."""
-    return [
-        f"shr.u32 lower, {lower}, {right};",
-        f"shl.b32 upper, {upper}, {left};",
-        f"lop3.b32 joined, lower, upper, {taken * BYTES:#010x}, 0xE4;",
-    ]
+def _join(bits: int, piece: int, inputs: Sequence[str]) -> list[str]:
+    """Moves the fields of a quarter's codes together, to "joined".
+
+    What is taken of a word is so for two quarters, as the assembler then takes it once: with few bits both codes end up
+    in a byte, otherwise what is of the other quarter falls on bits that are replaced.
+    """
+    start, lines = mantissa_bit(bits, piece), []
+    for index, field in enumerate(fields(bits)):
+        done = below(bits, index)
+        word, place = inputs[words(bits, index)], 2 * piece
+        if field == 4:
+            word, place = inputs[piece % 2], 4 * (piece // 2)
+        elif field == 1:
+            word = "bits"
+        left = start + done - place
+        shift = f"shl.b32 %s, %s, {left};" if left > 0 else f"shr.u32 %s, %s, {-left};"
+        if index == 0:
+            lines += [shift % ("joined", word)]
+            continue
+        kept = ((1 << done) - 1) * (0x11 if bits <= 4 else 1 << start)
+        if bits > 4:
+            lines += [f"and.b32 upper, {word}, {(((1 << field) - 1) * 0x11 << 2 * (piece % 2)) * BYTES:#010x};"]
+            word = "upper"
+        lines += [shift % ("upper", word), f"lop3.b32 joined, joined, upper, {kept * BYTES:#010x}, 0xE4;"]
+    return lines
 
 
 def _spread(words: Sequence[str], source: str, upper_byte: int) -> list[str]:
@@ -123,12 +138,12 @@ def constraints(bits, count):
 # constants, which Triton has in the key of what it compiled
 _ALONE = tl.constexpr(
     [
-        {bits: [assembly(bits, form, (i,)) for i in range(pieces(bits))] for bits in PACKED_BITS}
+        {bits: [assembly(bits, form, (i,)) for i in range(pieces(bits))] for bits in CODE_BITS}
         for form in range(len(FORMS))
     ]
 )
 _TOGETHER = tl.constexpr(
-    [{bits: assembly(bits, form, range(pieces(bits))) for bits in PACKED_BITS} for form in range(len(FORMS))]
+    [{bits: assembly(bits, form, range(pieces(bits))) for bits in CODE_BITS} for form in range(len(FORMS))]
 )
 
 
@@ -198,15 +213,24 @@ def unpack(packed, BITS: tl.constexpr, FORM: tl.constexpr, HERE: tl.constexpr, M
 @triton.jit
 def portable_piece(packed, PIECE: tl.constexpr, BITS: tl.constexpr):
     """Codes of one piece as uint8."""
-    COUNT: tl.constexpr = pieces(BITS)
-    LOW: tl.constexpr = fields(BITS)[0]
-    if LOW == BITS:
+    COUNT: tl.constexpr = len(fields(BITS))
+    if COUNT == 1:
         code = packed[0] >> (BITS * PIECE) if PIECE > 0 else packed[0]
-        return code & ((1 << BITS) - 1) if PIECE < COUNT - 1 else code
+        return code & ((1 << BITS) - 1) if PIECE < pieces(BITS) - 1 else code
     else:
-        # a quarter is a plane of two bits, or half a plane of four, or two planes of one
-        low = packed[PIECE % 2] >> (PIECE // 2 * 4) if LOW == 4 else packed[0] >> (PIECE * 2)
-        high = packed[2] >> (PIECE * 2)
-        if BITS - LOW == 1:
-            high = high | packed[3] >> (PIECE * 2 + 1)
-        return low & ((1 << LOW) - 1) | (high & ((1 << (BITS - LOW)) - 1)) << LOW
+        code = portable_field(packed, PIECE, fields(BITS)[0], 0)
+        for index in tl.static_range(1, COUNT):
+            code |= portable_field(packed, PIECE, fields(BITS)[index], words(BITS, index)) << below(BITS, index)
+        return code
+
+
+@triton.jit
+def portable_field(packed, PIECE: tl.constexpr, FIELD: tl.constexpr, FIRST: tl.constexpr):
+    """One field of the codes of a quarter, packed in the words from FIRST on."""
+    if FIELD == 4:
+        field = packed[FIRST + PIECE % 2] >> (PIECE // 2 * 4)
+    else:
+        field = packed[FIRST] >> (PIECE * 2)
+        if FIELD == 1:
+            field = field | packed[FIRST + 1] >> (PIECE * 2 + 1)
+    return field & ((1 << FIELD) - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .dequant import fields, unpack
+from .dequant import below, fields, unpack
 
 
 @triton.jit
@@ -29,24 +29,30 @@ def load_codes(rows, lane, exists, FULL: tl.constexpr, BITS: tl.constexpr, DIM: 
     Args:
         rows: uint8 pointers [tokens]. lane, exists: which elements of each piece, and whether they exist.
     """
-    LOW: tl.constexpr = fields(BITS)[0]
-    first = load_lanes(rows, lane, exists, FULL, EVICT)
-    if LOW == BITS:
-        packed = (first,)
+    COUNT: tl.constexpr = len(fields(BITS))
+    if COUNT == 1:
+        packed = (load_lanes(rows, lane, exists, FULL, EVICT),)
     else:
-        QUARTER: tl.constexpr = DIM // 4
-        HALF: tl.constexpr = DIM // 8
-        above = rows + DIM * LOW // 8
-        second = load_lanes(rows + QUARTER, lane, exists, FULL, EVICT) if LOW == 4 else first
-        if BITS - LOW == 2:
-            third = load_lanes(above, lane, exists, FULL, EVICT)
-            fourth = third
-        else:
-            # the planes of one bit are halves of quarters: each half in a tile of its own, with zeros in the other
-            third = load_lanes(above, lane, lane < HALF, False, EVICT)
-            fourth = load_lanes(above - HALF, lane, exists & (lane >= HALF), False, EVICT)
-        packed = (first, second, third, fourth)
+        packed = ()
+        for index in tl.static_range(COUNT):
+            field = rows + DIM * below(BITS, index) // 8
+            packed = packed + load_field(field, lane, exists, FULL, fields(BITS)[index], DIM, EVICT)
     return unpack(packed, BITS, FORM, HERE, MODE, DTYPE)
+
+
+@triton.jit
+def load_field(rows, lane, exists, FULL: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, EVICT: tl.constexpr):
+    """What the quarters of a field of codes of several are unpacked from, see `assembly`."""
+    if BITS == 1:
+        # the planes of one bit are halves of quarters: each half in a tile of its own, with zeros in the other
+        HALF: tl.constexpr = DIM // 8
+        first = load_lanes(rows, lane, lane < HALF, False, EVICT)
+        return (first, load_lanes(rows - HALF, lane, exists & (lane >= HALF), False, EVICT))
+    elif BITS == 4:
+        first = load_lanes(rows, lane, exists, FULL, EVICT)
+        return (first, load_lanes(rows + DIM // 4, lane, exists, FULL, EVICT))
+    else:
+        return (load_lanes(rows, lane, exists, FULL, EVICT),)
 
 
 @triton.jit
@@ -56,11 +62,10 @@ def gather_codes(rows, element, mask, BITS: tl.constexpr, DIM: tl.constexpr):
     Args:
         rows: uint8 pointers that broadcast with `element`, as `mask` does, which may be None.
     """
-    COUNT: tl.constexpr = len(fields(BITS))
-    LOW: tl.constexpr = fields(BITS)[0]
-    codes = gather_field(rows, element, mask, LOW, DIM)
-    if COUNT > 1:
-        codes |= gather_field(rows + DIM * LOW // 8, element, mask, BITS - LOW, DIM) << LOW
+    codes = gather_field(rows, element, mask, fields(BITS)[0], DIM)
+    for index in tl.static_range(1, len(fields(BITS))):
+        field = rows + DIM * below(BITS, index) // 8
+        codes |= gather_field(field, element, mask, fields(BITS)[index], DIM) << below(BITS, index)
     return codes
 
 

@@ -2,10 +2,12 @@
 
     [ keys | key metadata | values | value metadata | scores | positions ]
 
-A row of b-bit codes is packed in bit planes: with P = 8 / b, byte j of a row holds, from its lowest bits up, elements
-j, j + D/P, j + 2 D/P, ... so that a kernel unpacks with shifts and never shuffles. Codes of 3, 5 and 6 bits have two
-fields, the low 2, 4 and 4 bits and the bits above; each field is packed as codes of so many bits are, and a row is the
-packed low fields, then the packed high fields. Metadata is absent at 16 bits. The rest is wide or narrow:
+A code's bits are, from the lowest up, fields of 8, 4, 2 and 1 bits, those that its number of bits is the sum of: 6 bits
+are a field of 4 and one of 2. A row is the packed first fields of all D elements, then the packed second ones, and so
+on. Fields of b bits are packed in bit planes: with P = 8 / b, their byte j holds, from its lowest bits up, those of
+elements j, j + D/P, j + 2 D/P, ... so that a kernel unpacks with shifts and never shuffles. That is all of packing;
+`unpack` in ops/quantize/reference.py, ops/packed_rows.py and native/unpack.h read it. At 16 bits rows are elements of
+the model's dtype, and metadata is absent. The rest is wide or narrow:
 
     metadata_bits          32                       16
     metadata of a group    fp16 scale, fp16 zero    uint16; at 8 bits as in wide pages
@@ -36,15 +38,14 @@ MIN_TOKENS = 16
 # a page that is filled so well is not made larger: narrow tokens, of odd sizes, fill only large pages better, whose
 # last one of each row is the emptier
 GOOD_FILL = {32: 0.995, 16: 0.98}
-# more bits of codes than these take metadata of 32 bits in any case
+# products with narrow zero points of more bits are not exact in float32; they take metadata of 32 bits in any case
 MOST_NARROW_BITS = 6
 NARROW_POSITIONS = 1 << 16
-SPLIT_BITS = {3: (2, 1), 5: (4, 1), 6: (4, 2)}
 
 
 def fields(bits: int) -> tuple[int, ...]:
-    """Bits of each field that codes of `bits` bits are stored in, from the lowest bits up; mostly one field."""
-    return SPLIT_BITS[bits] if bits in SPLIT_BITS else (bits,)
+    """Bits of each field that codes of `bits` bits are stored in, from the lowest bits up; 16 is one."""
+    return tuple(field for field in (16, 8, 4, 2, 1) if bits & field)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from hf_diffkv.pages import HIGH, PageLayout, PagePool, TierLayout
 
-LOW_BITS = {3: 2, 5: 4, 6: 4}
 # of a group: fp16 scale and zero point, or one number of 16 bits
 Metadata = Union[tuple[np.float16, np.float16], int]
 
@@ -101,13 +100,18 @@ def decode_row(codes: list[int], metadata: list[Metadata], bits: int = 0) -> np.
     return np.array([code * pairs[i // width][0] + pairs[i // width][1] for i, code in enumerate(codes)])
 
 
+def lowest_field(bits: int) -> int:
+    """Bits of a code that are packed first: the largest power of two."""
+    return 1 << bits.bit_length() - 1
+
+
 def pack_row(codes: list[int], bits: int) -> bytes:
     """Byte j holds, from its lowest bits up, the elements j, j + D/P, j + 2 D/P, ... with P = 8 / bits.
 
-    Codes of 3, 5 and 6 bits: first a row of their low 2, 4 and 4 bits, then one of what is above.
+    Where this is no whole number: first a row of their low 2 or 4 bits, then one of what is above.
     """
-    if bits in LOW_BITS:
-        low = LOW_BITS[bits]
+    low = lowest_field(bits)
+    if low < bits:
         return pack_row([code % 2**low for code in codes], low) + pack_row([code >> low for code in codes], bits - low)
     planes = 8 // bits
     width = len(codes) // planes
@@ -115,8 +119,9 @@ def pack_row(codes: list[int], bits: int) -> bytes:
 
 
 def unpack_row(data: bytes, bits: int) -> list[int]:
-    if bits in LOW_BITS:
-        low, start = LOW_BITS[bits], len(data) * LOW_BITS[bits] // bits
+    low = lowest_field(bits)
+    if low < bits:
+        start = len(data) * low // bits
         pairs = zip(unpack_row(data[:start], low), unpack_row(data[start:], bits - low))
         return [below + (above << low) for below, above in pairs]
     width = len(data)
@@ -137,11 +142,11 @@ def _sides(tier: TierLayout) -> tuple[tuple[int, int, int, int, int, bool], ...]
             tier.key_row,
             tier.key_offset,
             tier.key_metadata_offset,
-            narrow and tier.k_bits < 8,
+            narrow and tier.k_bits <= 6,
         ),
         (
             *(tier.v_bits, tier.v_groups, tier.value_row, tier.value_offset, tier.value_metadata_offset),
-            narrow and tier.v_bits < 8,
+            narrow and tier.v_bits <= 6,
         ),
     )
 

@@ -7,6 +7,9 @@ import re
 import numpy as np
 import pytest
 import torch
+from hand_pages import lowest_field
+
+from hf_diffkv.config.precision import CODE_BITS
 
 triton = pytest.importorskip("triton")
 if isinstance(triton.language.sum, triton.JITFunction):
@@ -18,8 +21,6 @@ from hf_diffkv.ops import dequant, packed_rows  # noqa: E402
 from hf_diffkv.ops.narrow_kernel import load_metadata  # noqa: E402
 from hf_diffkv.ops.quantize.reference import unpack as unpack_reference  # noqa: E402
 
-BITS = (1, 2, 3, 4, 5, 6, 8)
-LOW_BITS = {3: 2, 5: 4, 6: 4}
 BIASED, EXACT, SUBNORMAL = (form.value for form in dequant.FORMS)
 
 
@@ -79,36 +80,41 @@ def choices(bits):
 
 def four_bytes(bits, rng):
     """Random packed bytes, the words that are given to the assembly, and the codes of every piece: int [pieces, 4]."""
-    if bits not in LOW_BITS:
+    if lowest_field(bits) == bits:
         packed = rng.integers(0, 256, 4).astype(np.uint8)
         return [packed], np.stack([packed >> (bits * piece) & (2**bits - 1) for piece in range(8 // bits)])
-    low, high = LOW_BITS[bits], bits - LOW_BITS[bits]
-    first, second, above = rng.integers(0, 256, (3, 4)).astype(np.uint8)
-    if low == 4:
-        below = [first & 15, second & 15, first >> 4, second >> 4]
-    else:
-        below, second = [first >> (2 * piece) & 3 for piece in range(4)], first
-    if high == 2:
-        words = [first, second, above, above]
-        upper = [above >> (2 * piece) & 3 for piece in range(4)]
-    else:
-        # bytes of the first and of the second half of a quarter, as they may stand in a word where a row is odd
-        later = rng.integers(0, 2, 4).astype(bool)
-        words = [first, second, np.where(later, 0, above), np.where(later, above, 0)]
-        upper = [above >> (2 * piece + later) & 1 for piece in range(4)]
-    return words, np.stack(below) + (np.stack(upper).astype(int) << low)
+    words, codes, done = [], np.zeros((4, 4), int), 0
+    while done < bits:
+        field = lowest_field(bits - done)
+        first, second = rng.integers(0, 256, (2, 4)).astype(np.uint8)
+        if field == 4:
+            words += [first, second]
+            parts = [first & 15, second & 15, first >> 4, second >> 4]
+        elif field == 2:
+            words += [first]
+            parts = [first >> (2 * piece) & 3 for piece in range(4)]
+        else:
+            # bytes of the first and of the second half of a quarter, as they may stand in a word where a row is odd
+            later = rng.integers(0, 2, 4).astype(bool)
+            words += [np.where(later, 0, first), np.where(later, first, 0)]
+            parts = [first >> (2 * piece + later) & 1 for piece in range(4)]
+        codes += np.stack(parts).astype(int) << done
+        done += field
+    return words, codes
 
 
 def as_word(packed):
     return int.from_bytes(packed.astype(np.uint8).tobytes(), "little")
 
 
-@pytest.mark.parametrize(("bits", "form", "chosen"), [(bits, *choice) for bits in BITS for choice in choices(bits)])
+@pytest.mark.parametrize(
+    ("bits", "form", "chosen"), [(bits, *choice) for bits in CODE_BITS for choice in choices(bits)]
+)
 @pytest.mark.sampled(8)
 def test_assembly_unpacks_every_byte(bits, form, chosen):
     constraints = dequant.constraints(bits, len(chosen)).split(",")
     outputs = sum("=" in c for c in constraints)
-    words = 4 if bits in LOW_BITS else 1
+    words = len(four_bytes(bits, np.random.default_rng(0))[0])
     assert outputs == 2 * len(chosen) and len(constraints) == outputs + words
     assembly = dequant.assembly(bits, form, chosen)
     bias = np.array([dequant.code_bias(bits, piece, dequant.PTX) * (form == BIASED) for piece in chosen])
@@ -123,7 +129,7 @@ def test_assembly_unpacks_every_byte(bits, form, chosen):
     assert seen >= set(range(2**bits))
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", CODE_BITS)
 def test_the_assembly_never_reads_its_input_after_an_output_that_may_share_its_register(bits):
     for form, chosen in choices(bits):
         constraints = dequant.constraints(bits, len(chosen)).split(",")
@@ -136,7 +142,7 @@ def test_the_assembly_never_reads_its_input_after_an_output_that_may_share_its_r
             assert first_write >= last_read
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", CODE_BITS)
 def test_code_bias_is_what_the_biased_assembly_adds(bits):
     for piece in range(dequant.pieces(bits)):
         zero = emulate(dequant.assembly(bits, BIASED, (piece,)), 2, [0] * 4)
@@ -166,7 +172,7 @@ def gather_kernel(packed, codes, BITS: tl.constexpr, DIM: tl.constexpr, LANES: t
 
 
 @pytest.mark.parametrize("dim", [8, 64, 80])
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", CODE_BITS)
 def test_portable_modes_match_the_reference(bits, dim):
     generator = torch.Generator().manual_seed(bits)
     packed = torch.randint(0, 256, (2, dim * bits // 8), dtype=torch.uint8, generator=generator)

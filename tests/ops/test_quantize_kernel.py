@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_diffkv.config import Precision
+from hf_diffkv.config.precision import CODE_BITS, SUPPORTED_BITS
 from hf_diffkv.pages import PageLayout
 
 triton = pytest.importorskip("triton")
@@ -51,7 +52,7 @@ def assert_stored_alike(tier, tokens, dtype):
 
 
 @pytest.mark.parametrize("numbers", NARROW, ids=str)
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 8, 16])
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
 @pytest.mark.sampled(6)
 def test_narrow_pages_are_byte_identical_to_the_reference(bits, numbers):
     for precision, dims in ((Precision(bits, 4), (64, 40)), (Precision(5, bits, 2, 1 if bits == 16 else 4), (80, 96))):
@@ -70,8 +71,8 @@ def test_narrow_pages_are_byte_identical_to_the_reference(bits, numbers):
         assert torch.equal(pages, expected)
 
 
-@pytest.mark.parametrize("v_bits", [1, 2, 3, 4, 5, 6, 8, 16])
-@pytest.mark.parametrize("k_bits", [1, 2, 3, 4, 5, 6, 8, 16])
+@pytest.mark.parametrize("v_bits", SUPPORTED_BITS)
+@pytest.mark.parametrize("k_bits", SUPPORTED_BITS)
 @pytest.mark.sampled(6)
 def test_every_pair_of_bits_is_byte_identical_to_the_reference(k_bits, v_bits):
     tier = tier_of(Precision(k_bits, v_bits), 64, 64)
@@ -142,7 +143,7 @@ def test_equal_elements_decode_to_the_zero_point_exactly():
     assert torch.equal(key, constant) and torch.equal(value, constant)
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("bits", CODE_BITS)
 def test_error_is_at_most_half_a_step_of_a_dense_computation(bits):
     tier = tier_of(Precision(bits, bits, 4, 1), 64, 64)
     page, slot, key, value, score, position = make_tokens(tier, 9, torch.float32)

@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 from hf_diffkv.config import Precision
+from hf_diffkv.config.precision import SUPPORTED_BITS
 from hf_diffkv.pages import PageLayout, TierLayout
 
-BITS = (1, 2, 3, 4, 5, 6, 8, 16)
 HIGH, LOW = Precision(8, 4), Precision(4, 2)
 
 
@@ -27,7 +27,7 @@ def token_segments(
         return dim * (8 * element_bytes if bits == 16 else bits) // 8
 
     def metadata(bits: int, groups: int) -> int:
-        return 0 if bits == 16 else (metadata_bits // 8 if bits < 8 else 4) * groups
+        return 0 if bits == 16 else (metadata_bits // 8 if bits <= 6 else 4) * groups
 
     return [
         codes(precision.k_bits, key_dim),
@@ -74,7 +74,7 @@ def most_tokens(sizes: list[int], page_bytes: int) -> int:
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("k_bits, v_bits", list(itertools.product(BITS, BITS)))
+@pytest.mark.parametrize("k_bits, v_bits", list(itertools.product(SUPPORTED_BITS, SUPPORTED_BITS)))
 def test_segments_of_every_precision(head_dim: int, k_bits: int, v_bits: int) -> None:
     precision = Precision(k_bits, v_bits)
     layout = PageLayout.build(precision, Precision(1, 1), head_dim, head_dim, 2)
@@ -184,7 +184,7 @@ def test_large_heads_still_get_sixteen_tokens_a_page() -> None:
 @pytest.mark.parametrize("metadata_bits", [16, 32])
 @pytest.mark.parametrize("dim", [80, 96, 128, 192, 256, 320, 512])
 def test_every_precision_has_a_page_by_default(dim: int, metadata_bits: int) -> None:
-    for k_bits, v_bits in itertools.product(BITS, BITS):
+    for k_bits, v_bits in itertools.product(SUPPORTED_BITS, SUPPORTED_BITS):
         precision = Precision(k_bits, v_bits)
         layout = PageLayout.build(precision, precision, dim, dim, 2, metadata_bits=metadata_bits)
         assert layout.high.capacity >= 16
@@ -214,7 +214,7 @@ def test_what_does_not_divide_the_head(
 @pytest.mark.parametrize("dim", [80, 128, 256])
 def test_tokens_that_are_larger_than_usual_pages(dim: int) -> None:
     """The page grows to hold some of them, whatever the alignment makes of their size."""
-    for bits in BITS:
+    for bits in SUPPORTED_BITS:
         high = Precision(16, bits)
         layout = PageLayout.build(high, LOW, dim, 64, 4)
         check_tier(layout.high, high, dim, 64, 4)

@@ -81,12 +81,12 @@ class KernelConfig:
         # 8-bit values of 80 or 96 elements: padding them leaves no registers for loads ahead of their use
         padded = widest & (widest - 1) > 0
         crowded = padded and any(tier.v_bits == 8 for tier in tiers)
-        in_two_fields = any(len(fields(bits)) > 1 for tier in tiers for bits in (tier.k_bits, tier.v_bits))
+        in_fields = any(len(fields(bits)) > 1 for tier in tiers for bits in (tier.k_bits, tier.v_bits))
         # left alone, the assembler spills some kernels to reach a round number of registers; bounded, others
         options = ()
         if uncompressed or crowded or wide > 2:
             options = (("maxnreg", MOST_REGISTERS),)
-        elif warps == 1 and (widest > 64 or not layout.selects or not in_two_fields):
+        elif warps == 1 and (widest > 64 or not layout.selects or not in_fields):
             options = (("maxnreg", PADDED_REGISTERS if padded and layout.selects else ONE_WARP_REGISTERS),)
         return cls(heads, block, warps, 1 if crowded else 3, PTX, tl.float16, raw, options)
 

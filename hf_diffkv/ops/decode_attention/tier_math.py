@@ -2,8 +2,8 @@
 
 Tokens stand on the long side of every product and the query heads of a group, padded to HEADS, on the short one.
 Accumulators are a tuple of four quarters of the value row, [padded(QUARTER), HEADS] each: the planes of packed 2-bit
-codes are quarters, those of 4-bit codes pairs of them, and codes of two fields are unpacked by quarters, so no element
-ever changes lanes.
+codes are quarters, those of 4-bit codes pairs of them, and codes of several fields are unpacked by quarters, so no
+element ever changes lanes.
 
 A `TIER` is a `TierLayout` as a compile-time constant. ELEMENT is the model's dtype, RAW the one its rows are multiplied
 in, OPERAND the one of codes.
@@ -255,7 +255,7 @@ def value_quarters(rows, TIER: tl.constexpr, OPERAND: tl.constexpr, MODE: tl.con
     BITS: tl.constexpr = TIER.v_bits
     COUNT: tl.constexpr = pieces(BITS)
     HERE: tl.constexpr = run_length(TIER, MODE) == 1
-    # unpacked here, subnormal codes of two fields would spill
+    # unpacked here, subnormal codes of several fields would spill
     FORM: tl.constexpr = EXACT if HERE else SUBNORMAL
     first = load_pieces(rows, QUARTER, BITS, DIM, FORM, HERE, MODE, OPERAND)
     if COUNT == 4:

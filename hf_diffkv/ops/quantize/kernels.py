@@ -2,8 +2,8 @@
 
 A tile of tokens is held as [tokens, planes, bytes]: element (t, p, j) is dimension p * dim / planes + j of token t, so
 byte j of the packed row is the sum of its planes' shifted codes, and nothing is shuffled between planes and bytes.
-At 8 and 16 bits there is one plane. Codes of two fields are held in the planes of the narrower one; the planes of the
-other are several of these in turn. `WIDTH` is the number of bytes of a plane (elements, at 16 bits) padded to a power
+At 8 and 16 bits there is one plane. Codes of several fields are held in the planes of the narrowest; the planes of the
+others are several of these in turn. `WIDTH` is the number of bytes of a plane (elements, at 16 bits) padded to a power
 of two.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..dequant import fields
+from ..dequant import below, fields
 from ..narrow_kernel import narrow_metadata, pair_of, scale_and_zero, store_positions, store_scores
 from ..packed_rows import gather_codes
 
@@ -130,11 +130,10 @@ def write_rows(
                 word = scale.to(tl.uint16, bitcast=True).to(tl.uint32)
                 word |= zero.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
             tl.store(metadata.to(tl.pointer_type(word.dtype)) + group, word, mask=active)
-        COUNT: tl.constexpr = len(fields(BITS))
-        LOW: tl.constexpr = fields(BITS)[0]
-        write_field(tile, codes, active, DIM, LOW, WIDTH)
-        if COUNT > 1:
-            write_field(tile >> LOW, codes + DIM * LOW // 8, active, DIM, BITS - LOW, WIDTH)
+        write_field(tile, codes, active, DIM, fields(BITS)[0], WIDTH)
+        for index in tl.static_range(1, len(fields(BITS))):
+            field = codes + DIM * below(BITS, index) // 8
+            write_field(tile >> below(BITS, index), field, active, DIM, fields(BITS)[index], WIDTH)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ def quantize(
 
     Args:
         x: [..., dim] floats.
-        bits: 1 to 6, or 8; 16 stores the dtype as it is.
+        bits: of a code; 16 stores the dtype as it is.
         groups: equal contiguous groups of the last dimension.
         dtype: what to store at 16 bits, the model's dtype; None takes that of `x`.
         metadata_bytes: of each group, 4 or 2.
@@ -39,7 +39,7 @@ def quantize(
     step, zero = _scale_and_zero(metadata, bits)
     codes = ((grouped - zero) / torch.where(step == 0, 1.0, step)).round_().clamp_(0, levels)
     codes = torch.where(step == 0, 0.0, codes).to(torch.uint8).flatten(-2)
-    return _pack(codes, bits), metadata
+    return pack(codes, bits), metadata
 
 
 def dequantize(codes: Tensor, metadata: Tensor | None, bits: int, groups: int, dtype: torch.dtype) -> Tensor:
@@ -83,40 +83,36 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _pack(codes: Tensor, bits: int) -> Tensor:
-    """Packed rows uint8 [..., dim * bits / 8] of codes uint8 [..., dim]."""
-    if len(fields(bits)) == 1:
-        return _pack_field(codes, bits)
-    low, high = fields(bits)
-    return torch.cat([_pack_field(codes & (2**low - 1), low), _pack_field(codes >> low, high)], dim=-1)
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Packed rows uint8 [..., dim * bits / 8] of codes uint8 [..., dim] (`pages/layout.py`)."""
+    rows, below = [], 0
+    for field in fields(bits):
+        rows.append(_pack_field(codes >> below & (2**field - 1), field))
+        below += field
+    return torch.cat(rows, dim=-1)
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """Codes uint8 [..., dim] of packed rows uint8 [..., dim * bits / 8]."""
-    if len(fields(bits)) == 1:
-        return _unpack_field(packed, bits)
-    low, high = fields(bits)
-    rows = packed.tensor_split([packed.shape[-1] * low // bits], dim=-1)
-    return _unpack_field(rows[0], low) | _unpack_field(rows[1], high) << low
+    dim, below = packed.shape[-1] * 8 // bits, 0
+    codes = torch.zeros(*packed.shape[:-1], dim, dtype=torch.uint8, device=packed.device)
+    for field in fields(bits):
+        row = packed[..., dim * below // 8 : dim * (below + field) // 8]
+        codes |= _unpack_field(row, field) << below
+        below += field
+    return codes
 
 
 def _pack_field(codes: Tensor, bits: int) -> Tensor:
-    planes = 8 // bits
-    if planes == 1:
-        return codes
-    parts = codes.unflatten(-1, (planes, -1)).unbind(-2)
-    packed = parts[0].clone()
-    for index, part in enumerate(parts[1:], start=1):
-        packed |= part << (bits * index)
+    planes = codes.unflatten(-1, (8 // bits, -1)).unbind(-2)
+    packed = planes[0].clone()
+    for index, plane in enumerate(planes[1:], start=1):
+        packed |= plane << (bits * index)
     return packed
 
 
 def _unpack_field(packed: Tensor, bits: int) -> Tensor:
-    planes = 8 // bits
-    if planes == 1:
-        return packed
-    mask = 2**bits - 1
-    return torch.cat([(packed >> (bits * index)) & mask for index in range(planes)], dim=-1)
+    return torch.cat([packed >> (bits * plane) & (2**bits - 1) for plane in range(8 // bits)], dim=-1)
 
 
 def store_tokens(
