@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
+import random
+
 from . import task
-from .asking import AskingTask
-from .base import Document, Source
-from .prompts import encode, hide_facts, rng_for
+from .facts import FactsTask
 from .words import OBJECTS, distinct
 
 WORDS = 12
 
 
-def definitions(source: Source, name: str, index: int) -> Document:
-    """A document of `WORDS` definitions."""
-    rng = rng_for(source, name, index)
-    words = distinct(rng, WORDS)
-    meanings = rng.sample(OBJECTS, WORDS)
-    facts = [f"In the old dialect, {word} means {meaning}." for word, meaning in zip(words, meanings)]
-    context = hide_facts(source, rng, facts, source.length)
-    questions = tuple(
-        (
-            encode(source.tokenizer, f"\n\nIn the old dialect, {word} means"),
-            encode(source.tokenizer, f" {meaning}."),
-        )
-        for word, meaning in zip(words, meanings)
-    )
-    return Document(f"dictionary-{index}", context, questions)
-
-
 @task("dictionary")
-class Dictionary(AskingTask):
+class Dictionary(FactsTask):
     """Each word on a branch of its own."""
 
-    def documents(self, source: Source) -> list[Document]:
-        return [definitions(source, "dictionary", index) for index in range(source.count)]
+    count = 4
+
+    def facts(self, rng: random.Random) -> tuple[list[str], list[tuple[str, str]]]:
+        words = distinct(rng, WORDS)
+        meanings = rng.sample(OBJECTS, WORDS)
+        asked = [(f"In the old dialect, {word} means", f"{meaning}.") for word, meaning in zip(words, meanings)]
+        return [" ".join(parts) for parts in asked], asked

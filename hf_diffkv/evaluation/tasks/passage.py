@@ -5,9 +5,7 @@ from __future__ import annotations
 import random
 
 from . import task
-from .asking import AskingTask
-from .base import Document, Source
-from .prompts import encode, hide_facts, rng_for
+from .facts import FactsTask
 from .words import NAMES, OBJECTS, distinct
 
 PASSAGES = 4
@@ -20,27 +18,17 @@ def passage(rng: random.Random) -> tuple[str, str]:
     thing, other = rng.sample(OBJECTS, 2)
     start = f"In the notes of {one} about {first.capitalize()}:"
     rest = (
-        f" {two} carried {thing} from {place.capitalize()} to the {second} gate, counted {rng.randrange(11, 99)} "
+        f"{two} carried {thing} from {place.capitalize()} to the {second} gate, counted {rng.randrange(11, 99)} "
         f"steps, and left {other} behind."
     )
     return start, rest
 
 
 @task("passage")
-class Passage(AskingTask):
+class Passage(FactsTask):
     """A passage is right when all of its forty-odd tokens are."""
 
-    count = 2
-
-    def documents(self, source: Source) -> list[Document]:
-        return [self._document(source, index) for index in range(source.count)]
-
-    def _document(self, source: Source, index: int) -> Document:
-        rng = rng_for(source, "passage", index)
+    def facts(self, rng: random.Random) -> tuple[list[str], list[tuple[str, str]]]:
         passages = [passage(rng) for _ in range(PASSAGES)]
-        context = hide_facts(source, rng, [start + rest for start, rest in passages], source.length)
-        questions = tuple(
-            (encode(source.tokenizer, f"\n\nOnce more, word for word. {start}"), encode(source.tokenizer, rest))
-            for start, rest in passages
-        )
-        return Document(f"passage-{index}", context, questions)
+        asked = [(f"Once more, word for word. {start}", rest) for start, rest in passages]
+        return [f"{start} {rest}" for start, rest in passages], asked

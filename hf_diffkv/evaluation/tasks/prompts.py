@@ -23,20 +23,17 @@ def rng_for(source: Source, task: str, index: int) -> random.Random:
     return random.Random(f"{source.seed}/{task}/{index}")
 
 
-def hide_facts(
-    source: Source, rng: random.Random, facts: Sequence[str], length: int, *, opening: str = "", ordered: bool = False
-) -> tuple[int, ...]:
-    """Token ids of about `length` tokens of filler with `facts` at random places; special tokens as for a prompt.
+def hide_facts(source: Source, rng: random.Random, facts: Sequence[str], *, ordered: bool) -> tuple[int, ...]:
+    """Token ids of about `source.length` tokens of filler with `facts` at random places; special tokens as of a prompt.
 
     Args:
-        opening: text before everything.
         ordered: whether the facts keep their order.
 
     Raises:
         EvaluationError: the facts alone are longer.
     """
-    tokenizer = source.tokenizer
-    room = length - SLACK - sum(len(encode(tokenizer, " " + fact)) for fact in (opening, *facts))
+    tokenizer, length = source.tokenizer, source.length
+    room = length - SLACK - sum(len(encode(tokenizer, " " + fact)) for fact in ("", *facts))
     if room < 0:
         raise EvaluationError(f"a prompt of {length} tokens is too short for {len(facts)} facts; raise --length.")
     sentences: list[str] = []
@@ -47,7 +44,7 @@ def hide_facts(
         sentences.append(sentence)
     places = [rng.randrange(len(sentences) + 1) for _ in facts]
     placed = list(zip(sorted(places) if ordered else places, facts))
-    text = [opening] if opening else []
+    text: list[str] = []
     for index in range(len(sentences) + 1):
         text += [fact for place, fact in placed if place == index]
         text += sentences[index : index + 1]

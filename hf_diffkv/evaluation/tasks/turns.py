@@ -6,9 +6,8 @@ import dataclasses
 from itertools import islice
 
 from . import task
-from .asking import AskingTask
 from .base import Document, Source
-from .dictionary import definitions
+from .dictionary import Dictionary
 from .prompts import encode, rng_for
 from .words import filler
 
@@ -16,17 +15,14 @@ TALK = 4
 
 
 @task("turns")
-class Turns(AskingTask):
+class Turns(Dictionary):
     """The questions of `dictionary` one after another, each behind `TALK` sentences of filler."""
 
     count = 2
     in_turn = True
 
-    def documents(self, source: Source) -> list[Document]:
-        return [self._document(source, index) for index in range(source.count)]
-
-    def _document(self, source: Source, index: int) -> Document:
-        document = definitions(source, "turns", index)
+    def document(self, source: Source, index: int) -> Document:
+        document = super().document(source, index)
         sentences = filler(rng_for(source, "turns-talk", index))
         questions = tuple(
             ((*encode(source.tokenizer, "\n\n" + " ".join(islice(sentences, TALK))), *question), answer)
@@ -34,6 +30,4 @@ class Turns(AskingTask):
         )
         total = sum(len(question) + len(answer) for question, answer in questions)
         longest = max(len(question) + len(answer) for question, answer in questions)
-        return dataclasses.replace(
-            document, name=f"turns-{index}", questions=questions, extra={"more_tokens": total - longest}
-        )
+        return dataclasses.replace(document, questions=questions, extra={"more_tokens": total - longest})
