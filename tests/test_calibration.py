@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.calibration.candidates import Candidate, Thresholds, cheapest, closest, table
 from hf_diffkv.calibration.sweep import ALPHA_HIGH, ALPHA_LOW, Grid, sweep
-from hf_diffkv.calibration.texts import MATH, documents, read_pieces
+from hf_diffkv.calibration.texts import MATH, read_pieces
 from hf_diffkv.cli import main
 from hf_diffkv.config.files import CONFIG_NAME
 from hf_diffkv.evaluation import runner
@@ -25,6 +25,7 @@ from hf_diffkv.evaluation.tasks import TASKS, Document
 from hf_diffkv.evaluation.tasks.asking import AskingTask
 from hf_diffkv.evaluation.tasks.base import Source
 from hf_diffkv.evaluation.tasks.prompts import encode
+from hf_diffkv.evaluation.tasks.text import stretches
 
 TINY_LM = Path(__file__).parents[1] / "examples" / "models" / "tiny-lm"
 TEXT = Path(__file__)
@@ -63,13 +64,13 @@ class Characters:
 def test_documents_are_consecutive_stretches() -> None:
     pieces = ["abcdefgh", "ijklmnopqrstuvwxyz"]
     joined = [ord(character) for character in "abcdefgh\n\nijklmnopqrstuvwxyz\n\n"]
-    first, second = documents(pieces, Characters(), 2, 6, 4)
+    first, second = stretches(pieces, Characters(), 2, 6, 4)
     assert [*first.context, *first.continuation, *second.context, *second.continuation] == joined[:20]
     assert len(first.context) == 6 and first.name != second.name and first.digest != second.digest
 
 
 def test_every_prompt_starts_as_the_tokenizer_starts_one() -> None:
-    first, second = documents(["abcdefghijkl"], Characters(bos=True), 2, 4, 2)
+    first, second = stretches(["abcdefghijkl"], Characters(bos=True), 2, 4, 2)
     assert first.context == (1, *map(ord, "abc")) and first.continuation == tuple(map(ord, "de"))
     assert second.context == (1, *map(ord, "fgh"))
 
@@ -79,14 +80,12 @@ def test_no_more_is_read_than_needed() -> None:
         yield "a" * 20
         raise AssertionError("read on")
 
-    assert len(documents(pieces(), Characters(), 2, 6, 4)) == 2
+    assert len(stretches(pieces(), Characters(), 2, 6, 4)) == 2
 
 
 def test_a_text_that_is_too_short() -> None:
-    with pytest.raises(
-        EvaluationError, match="the text has 12 tokens, but 2 documents of 6 and 4 more take 20; give a"
-    ):
-        documents(["abcdefghij"], Characters(), 2, 6, 4)
+    with pytest.raises(EvaluationError, match="the text has 12 tokens and 2 documents need 20; lower --length"):
+        stretches(["abcdefghij"], Characters(), 2, 6, 4)
 
 
 def data_sets(monkeypatch: pytest.MonkeyPatch, rows: dict[str | None, list[dict]]) -> list[tuple]:
@@ -434,7 +433,7 @@ def test_losses_of_a_task_are_below_the_dense_cache(
         (["--method", "diffkv:wimdow=3"], "unknown DiffKV config keys"),
         ([*ON_TEXT[:4], "--length", "60"], "a prompt has 60 tokens, and 68 are held uncompressed anyway"),
         ([*ON_TEXT[:4], "--length", "4000"], "needs 4256 tokens but the model's max_position_embeddings is 4096"),
-        ([*ON_TEXT[:2], "--documents", "1000"], "give a longer text, or lower --documents"),
+        ([*ON_TEXT[:2], "--documents", "1000"], "lower --length or --documents, or give a longer text"),
         (["--text", "no-such-file.txt"], "there is no such file"),
     ],
 )

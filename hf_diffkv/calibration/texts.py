@@ -1,14 +1,13 @@
-"""The text that thresholds are calibrated on, as documents: a prompt and what follows it."""
+"""The text that thresholds are calibrated on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ..evaluation.errors import EvaluationError
-from ..evaluation.tasks import Document
 from ..evaluation.tasks.text import texts
 
 # the paper calibrates on its train split, all subjects
@@ -29,36 +28,6 @@ COLUMNS = (("text",), ("problem", "solution"), ("question", "answer"), ("prompt"
 LABELS = {"problem": "Problem:\n", "solution": "Solution:\n"}
 SPLIT = "train"
 REMEDY = "give a text of your own: --text FILE"
-
-
-def documents(pieces: Iterable[str], tokenizer: Any, count: int, length: int, continued: int) -> list[Document]:
-    """Consecutive stretches of the joined pieces.
-
-    Args:
-        pieces: texts; no more are read than needed.
-        count: how many documents.
-        length, continued: tokens of each one's prompt and of what follows it.
-
-    Raises:
-        EvaluationError: the pieces end before.
-    """
-    start = tuple(tokenizer("").input_ids)
-    size = length - len(start) + continued
-    ids: list[int] = []
-    found: list[Document] = []
-    for piece in pieces:
-        ids += tokenizer(piece + "\n\n", add_special_tokens=False, verbose=False).input_ids
-        while len(ids) >= size and len(found) < count:
-            prompt, rest = (*start, *ids[: size - continued]), tuple(ids[size - continued : size])
-            found.append(Document(f"text-{len(found)}", prompt, continuation=rest))
-            ids = ids[size:]
-        if len(found) == count:
-            return found
-    tokens = len(found) * size + len(ids)
-    raise EvaluationError(
-        f"the text has {tokens} tokens, but {count} documents of {length} and {continued} more take {count * size}; "
-        "give a longer text, or lower --documents or --length."
-    )
 
 
 def read_pieces(name: str) -> Iterator[str]:

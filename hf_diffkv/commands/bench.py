@@ -44,9 +44,10 @@ def command(**given: Any) -> None:
 
     import torch
 
-    from ..calibration.texts import documents, read_pieces
+    from ..calibration.texts import read_pieces
     from ..evaluation.environment import describe_environment
     from ..evaluation.loading import load_model
+    from ..evaluation.tasks.text import stretches
     from ..evaluation.timing import WARM_UP, time_steps, timed_method
 
     further = WARM_UP + options.steps
@@ -68,7 +69,7 @@ def command(**given: Any) -> None:
     if elsewhere:
         raise click.UsageError(f"--caches {elsewhere[0]} needs an environment of its own; use `hf-diffkv evaluate`.")
     device = usable_device(options.device)
-    (document,) = documents(read_pieces(options.text), load_tokenizer(options.model), 1, context, further)
+    (document,) = stretches(read_pieces(options.text), load_tokenizer(options.model), 1, context, further)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     model = load_model(options.model, options.dtype, device, options.quiet)

@@ -130,10 +130,11 @@ def _check_method(method: Any, name: str) -> None:
 
 def _documents(options: SimpleNamespace, tokenizer: Any, model_config: Any) -> tuple[Any, list[Any], dict[str, Any]]:
     """Task, documents, and how the written configuration describes them."""
-    from ..calibration.texts import MATH, documents, read_pieces
+    from ..calibration.texts import MATH, read_pieces
     from ..evaluation.runner import check_fits, documents_of
     from ..evaluation.tasks import get_task
     from ..evaluation.tasks.base import Source
+    from ..evaluation.tasks.text import stretches
 
     most = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
     if options.task is not None:
@@ -144,7 +145,7 @@ def _documents(options: SimpleNamespace, tokenizer: Any, model_config: Any) -> t
         task, name = get_task("text"), options.text or MATH
         count, length = options.documents or DOCUMENTS, options.length or LENGTH
         source = {"text": name, "length": length, "continued": CONTINUED}
-        found = documents(read_pieces(name), tokenizer, count, length, CONTINUED)
+        found = stretches(read_pieces(name), tokenizer, count, length, CONTINUED)
     check_fits(task, found, most)
     return task, found, {**source, "documents": len(found)}
 

@@ -77,13 +77,14 @@ def _verify(options: SimpleNamespace, config: Any) -> tuple[list[Any], str, bool
     tokenizer = load_tokenizer(options.model)
     device = usable_device(options.device)
 
-    from ..calibration.texts import documents, read_pieces
+    from ..calibration.texts import read_pieces
     from ..evaluation.loading import load_model
     from ..evaluation.methods import get_method
     from ..evaluation.methods.diffkv import DiffKVMethod
+    from ..evaluation.tasks.text import stretches
     from ..evaluation.verification import ROUNDING, cheapest, measure, references
 
-    found = documents(read_pieces(options.text), tokenizer, options.documents, options.length, options.continued)
+    found = stretches(read_pieces(options.text), tokenizer, options.documents, options.length, options.continued)
     model = load_model(options.model, options.dtype, device, options.quiet)
     progress(f"dense cache: {options.documents} x {options.length + options.continued:,} tokens", options.quiet)
     expected = references(model, get_method("dense"), found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pydoc_data.topics
+from collections.abc import Iterable
 from typing import Any
 
 from ..comparison import compare_logits
@@ -23,23 +24,41 @@ def texts() -> list[str]:
     return [topics[name] for name in sorted(topics) if len(topics[name]) >= LONG_TOPIC]
 
 
-def passages(source: Source, name: str, continued: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """`source.count` stretches of real text that do not overlap: token ids of the prompt and of what follows it."""
+def shuffled(source: Source, name: str) -> list[str]:
+    """These chapters in an order that the seed and the task draw."""
     chapters = texts()
     rng_for(source, name, 0).shuffle(chapters)
-    start = tuple(source.tokenizer("").input_ids)
-    size = source.length + continued - len(start)
+    return chapters[::-1]
+
+
+def stretches(pieces: Iterable[str], tokenizer: Any, count: int, length: int, continued: int) -> list[Document]:
+    """Consecutive stretches of the joined pieces, as documents.
+
+    Args:
+        pieces: texts; no more are read than needed.
+        count: how many documents.
+        length, continued: tokens of each one's prompt and of what follows it.
+
+    Raises:
+        EvaluationError: the pieces end before.
+    """
+    start = tuple(tokenizer("").input_ids)
+    size = length - len(start) + continued
     ids: list[int] = []
-    while chapters and len(ids) < source.count * size:
+    found: list[Document] = []
+    for piece in pieces:
         # may be longer than the model can take, of which the tokenizer would warn
-        ids += source.tokenizer(chapters.pop() + "\n\n", add_special_tokens=False, verbose=False).input_ids
-    if len(ids) < source.count * size:
-        raise EvaluationError(
-            f"the text has {len(ids)} tokens and {source.count} documents need {source.count * size}; lower --length "
-            "or --documents."
-        )
-    stretches = [(*start, *ids[index * size : (index + 1) * size]) for index in range(source.count)]
-    return [(stretch[: source.length], stretch[source.length :]) for stretch in stretches]
+        ids += tokenizer(piece + "\n\n", add_special_tokens=False, verbose=False).input_ids
+        while len(ids) >= size and len(found) < count:
+            prompt, rest = (*start, *ids[: size - continued]), tuple(ids[size - continued : size])
+            found.append(Document(f"text-{len(found)}", prompt, continuation=rest))
+            ids = ids[size:]
+        if len(found) == count:
+            return found
+    raise EvaluationError(
+        f"the text has {len(found) * size + len(ids)} tokens and {count} documents need {count * size}; lower --length "
+        "or --documents, or give a longer text where you choose it."
+    )
 
 
 @task("text")
@@ -50,10 +69,7 @@ class Text(Task):
     length = 2000
 
     def documents(self, source: Source) -> list[Document]:
-        return [
-            Document(f"text-{index}", context, continuation=continuation)
-            for index, (context, continuation) in enumerate(passages(source, "text", CONTINUED))
-        ]
+        return stretches(shuffled(source, "text"), source.tokenizer, source.count, source.length, CONTINUED)
 
     def measure(self, session: Session, document: Document, reference: Any) -> tuple[Sums, Any, dict[str, Any]]:
         # the logits of the prompt's last token are exact for every method

@@ -10,7 +10,7 @@ from ..comparison import compare_logits
 from ..session import Session
 from . import task
 from .base import KL, PERPLEXITY, TOP1, Document, Metric, Source, Sums, Task
-from .text import passages
+from .text import shuffled, stretches
 
 STEPS = 200
 QUARTERS = 4
@@ -27,10 +27,9 @@ class Trajectory(Task):
 
     def documents(self, source: Source) -> list[Document]:
         steps = source.max_new_tokens or STEPS
-        return [
-            Document(f"trajectory-{index}", context, extra={"steps": steps, "seed": source.seed, "more_tokens": steps})
-            for index, (context, _) in enumerate(passages(source, "trajectory", 0))
-        ]
+        found = stretches(shuffled(source, "trajectory"), source.tokenizer, source.count, source.length, 0)
+        extra = {"steps": steps, "seed": source.seed, "more_tokens": steps}
+        return [Document(f"trajectory-{index}", document.context, extra=extra) for index, document in enumerate(found)]
 
     def measure(self, session: Session, document: Document, reference: Any) -> tuple[Sums, Any, dict[str, Any]]:
         steps = document.extra["steps"]
