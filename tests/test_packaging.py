@@ -80,6 +80,45 @@ def test_every_folder_of_code_is_a_package() -> None:
     assert all((folder / "__init__.py").is_file() for folder in folders)
 
 
+def test_every_module_is_reached_from_the_api_or_the_command_line() -> None:
+    """What only tests or developers run belongs to tests/ or tools/."""
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
+    # found by their place, by an entry of the documents, or by Python itself
+    by_name = (
+        "hf_diffkv.commands.",
+        "hf_diffkv.policy.",
+        "hf_diffkv.evaluation.methods.",
+        "hf_diffkv.evaluation.tasks.",
+    )
+    reached: set[str] = set()
+    waiting = ["hf_diffkv", "hf_diffkv.__main__", "hf_diffkv.training", "hf_diffkv.evaluation.lm_eval"]
+    waiting += [f"hf_diffkv.{place}" for place in hf_diffkv._LAZY.values()]
+    waiting += [name for name in modules if name.startswith(by_name)]
+    while waiting:
+        name = waiting.pop()
+        if name in modules and name not in reached:
+            reached.add(name)
+            waiting += imported(name, modules[name])
+    assert reached == set(modules)
+
+
+def imported(name: str, path: Path) -> set[str]:
+    """Modules that a module imports, or names in a text, with the packages that they are in."""
+    found = set()
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            outer = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            module = ".".join([*outer, *([node.module] if node.module else [])])
+            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[\w.]+", node.value):
+            found |= {node.value, f"{package}{node.value}"}
+    return found | {module.rpartition(".")[0] for module in found}
+
+
 def test_license_is_apache_2(project: dict) -> None:
     assert project["license"] == "Apache-2.0"
     text = (ROOT / "LICENSE").read_text()
