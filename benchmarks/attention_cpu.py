@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from cpu_caches import about_machine
 
-from hf_diffkv.config.precision import Precision
 from hf_diffkv.config.presets import PRESETS, UNIFORM_NUMBERS
 from hf_diffkv.native import library
 from hf_diffkv.ops.decode_attention import native, reference
 from hf_diffkv.ops.quantize import store_tokens
 from hf_diffkv.ops.tiles import build_tiles
 from hf_diffkv.pages import PageLayout, PagePool
+from hf_diffkv.precision import Precision
 
 HEADS, QUERY_HEADS, DIM, WINDOW = 8, 32, 128, 64
 # with sums and positions, and as the presets have them, without

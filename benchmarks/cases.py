@@ -8,8 +8,8 @@ from typing import Any
 
 import rows
 
-from hf_diffkv.config.precision import Precision
 from hf_diffkv.config.presets import PRESETS, UNIFORM_NUMBERS
+from hf_diffkv.precision import Precision
 
 # query heads, KV heads, elements of a head
 MODELS = {"llama-3-8b": (32, 8, 128), "qwen2.5-7b": (28, 4, 128)}

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from hf_diffkv.config import DiffKVConfig
-from hf_diffkv.config.precision import SUPPORTED_BITS, Precision
 from hf_diffkv.native import library
 from hf_diffkv.ops.backend import NATIVE, REFERENCE, use_backend
 from hf_diffkv.store import Store, attend_token, attend_tokens, begin_forward, check_integrity, read_tokens

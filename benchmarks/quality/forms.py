@@ -24,8 +24,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_diffkv.config.precision import Precision
 from hf_diffkv.ops.rotation import rotation_matrix
+from hf_diffkv.precision import Precision
 
 DAMPING = 0.1
 

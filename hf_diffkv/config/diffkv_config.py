@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Union
 
+from ..precision import Precision, as_precision, is_integer
 from . import files as config_files
-from .precision import Precision, as_precision, is_integer
 
 METADATA_BITS = (16, 32)
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from .precision import Precision
+from ..precision import Precision
 
 # model name -> (alpha_low, alpha_high); a sibling release (Llama-3.1, a distillation) was not calibrated
 CALIBRATED: dict[str, tuple[float, float]] = {

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..config import DiffKVConfig
-from ..config.precision import Precision
+from ..precision import Precision
 from .documents import Example, chats, free_prompts
 from .figures import message
 from .generation import Entered, Generator, InputError

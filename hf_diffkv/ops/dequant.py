@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 
-from ..config.precision import CODE_BITS
 from ..pages import layout
+from ..precision import CODE_BITS
 
 PORTABLE = 0
 PTX = 1

@@ -27,9 +27,9 @@ said in `pages/narrow.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from ..config import DiffKVConfig
-from ..config.precision import SUPPORTED_BITS, Precision
+from ..precision import SUPPORTED_BITS, Precision
 
 ROW_ALIGNMENT = 16
 PAGE_ALIGNMENT = 64
@@ -87,6 +87,21 @@ class TierLayout:
     def payload_bits(self) -> int:
         """Bits of the codes alone, the figure the papers count."""
         return 8 * (self.key_row + self.value_row)
+
+
+class PageFields(Protocol):
+    """What a configuration (`DiffKVConfig`) says of pages."""
+
+    @property
+    def high(self) -> Precision: ...
+    @property
+    def low(self) -> Precision: ...
+    @property
+    def metadata_bits(self) -> int: ...
+    @property
+    def page_bytes(self) -> int | None: ...
+    @property
+    def selects(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -156,7 +171,7 @@ class PageLayout:
 
     @classmethod
     def of(
-        cls, config: DiffKVConfig, key_dim: int, value_dim: int, element_bytes: int, max_positions: int | None
+        cls, config: PageFields, key_dim: int, value_dim: int, element_bytes: int, max_positions: int | None
     ) -> PageLayout:
         """The format that a configuration asks for.
 

@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel, T5Config, T5ForCondition
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, HandOverError, Precision, UnsupportedModelError
 from hf_diffkv.cache import models
-from hf_diffkv.config.precision import SUPPORTED_BITS
+from hf_diffkv.precision import SUPPORTED_BITS
 
 LENGTHS = (20, 7)
 # steps until a decode error must have surfaced: the host looks at the device every 8 steps

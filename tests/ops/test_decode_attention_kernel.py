@@ -10,11 +10,11 @@ import torch
 from hand_decode import stored_by_hand
 
 from hf_diffkv.config import Precision
-from hf_diffkv.config.precision import SUPPORTED_BITS
 from hf_diffkv.ops.quantize import reference as quantize
 from hf_diffkv.ops.tiles import build_tiles
 from hf_diffkv.pages import HIGH, LOW, PageLayout
 from hf_diffkv.pages.segments import as_scores, segments
+from hf_diffkv.precision import SUPPORTED_BITS
 
 triton = pytest.importorskip("triton")
 if isinstance(triton.language.sum, triton.JITFunction):

@@ -9,11 +9,11 @@ from hand_pages import HandStore, grown_score
 from torch import Tensor
 
 from hf_diffkv.config import Precision
-from hf_diffkv.config.precision import CODE_BITS
 from hf_diffkv.ops.decode_attention import reference_tier
 from hf_diffkv.ops.decode_attention.reference import decode_attention
 from hf_diffkv.ops.tiles import build_tiles
 from hf_diffkv.pages import LOW, PageLayout, fields
+from hf_diffkv.precision import CODE_BITS
 
 HIGH_PRECISION, LOW_PRECISION = Precision(8, 4), Precision(4, 2)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hand_pages import lowest_field
 
-from hf_diffkv.config.precision import CODE_BITS
+from hf_diffkv.precision import CODE_BITS
 
 triton = pytest.importorskip("triton")
 if isinstance(triton.language.sum, triton.JITFunction):

@@ -10,10 +10,10 @@ import torch
 from hand_pages import narrow_score, noise_of, pack_row, quantise_row, scale_and_zero, score_of
 from test_quantize_reference import draw
 
-from hf_diffkv.config.precision import CODE_BITS
 from hf_diffkv.ops.quantize.reference import dequantize, quantize
 from hf_diffkv.pages import narrow
 from hf_diffkv.pages.layout import MOST_NARROW_BITS
+from hf_diffkv.precision import CODE_BITS
 
 BITS = [bits for bits in CODE_BITS if bits <= MOST_NARROW_BITS]
 

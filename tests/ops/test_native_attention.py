@@ -12,10 +12,10 @@ from native_code import every_set, needs_native
 from test_decode_attention_reference import NARROW, Case
 from torch import Tensor
 
-from hf_diffkv.config.precision import SUPPORTED_BITS, Precision
 from hf_diffkv.native.library import CorruptMemoryError, use_instructions
 from hf_diffkv.ops.decode_attention import Held, native, reference
 from hf_diffkv.pages import PageLayout
+from hf_diffkv.precision import SUPPORTED_BITS, Precision
 
 pytestmark = [needs_native, every_set]
 K8V4, K4V2, K16V16 = Precision(8, 4), Precision(4, 2), Precision(16, 16)

@@ -13,7 +13,6 @@ from test_append import state as window_state
 from test_compact_kernel import State, run_reference, small_layout
 from test_quantize_kernel import NARROW, PAGES, make_tokens, poisoned, tier_of
 
-from hf_diffkv.config.precision import SUPPORTED_BITS, Precision
 from hf_diffkv.native.library import CorruptMemoryError, use_instructions
 from hf_diffkv.ops.append import native as append_native
 from hf_diffkv.ops.append import reference as append_reference
@@ -21,6 +20,7 @@ from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.compact import native as compact_native
 from hf_diffkv.ops.quantize import native, reference
 from hf_diffkv.pages import LOW
+from hf_diffkv.precision import SUPPORTED_BITS, Precision
 
 pytestmark = [needs_native, every_set]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

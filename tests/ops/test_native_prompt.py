@@ -14,9 +14,9 @@ from native_code import every_set, needs_native
 from test_prefill_attention_reference import RAGGED, dense, draw
 from torch import Tensor
 
-from hf_diffkv.config.precision import SUPPORTED_BITS, Precision
 from hf_diffkv.native.library import CorruptMemoryError, instructions, use_instructions
 from hf_diffkv.ops.prefill_attention import native
+from hf_diffkv.precision import SUPPORTED_BITS, Precision
 
 pytestmark = [needs_native, every_set]
 # of the norm of the output; that of half precision has the output's own rounding in it

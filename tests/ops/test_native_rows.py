@@ -18,7 +18,6 @@ from native_code import SETS, needs_native
 from test_compact_kernel import State, run_reference
 from torch import Tensor
 
-from hf_diffkv.config.precision import SUPPORTED_BITS, Precision
 from hf_diffkv.native.library import use_instructions
 from hf_diffkv.ops.append import native as append_native
 from hf_diffkv.ops.append import reference as append_reference
@@ -29,6 +28,7 @@ from hf_diffkv.ops.quantize import native as quantize_native
 from hf_diffkv.ops.quantize import reference as quantize_reference
 from hf_diffkv.pages import HIGH, PageLayout, TierLayout
 from hf_diffkv.pages.segments import segments
+from hf_diffkv.precision import SUPPORTED_BITS, Precision
 
 pytestmark = needs_native
 ROWS = 256

@@ -13,9 +13,9 @@ from native_code import SETS
 from test_quantize_kernel import make_tokens, poisoned, tier_of
 
 from hf_diffkv.config import Precision
-from hf_diffkv.config.precision import CODE_BITS
 from hf_diffkv.native.library import library, use_instructions
 from hf_diffkv.ops.quantize import launch, native, reference
+from hf_diffkv.precision import CODE_BITS
 
 IMPLEMENTATIONS = {"reference": reference, "kernels": launch, **dict.fromkeys(SETS, native)}
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hf_diffkv.config import Precision
-from hf_diffkv.config.precision import CODE_BITS, SUPPORTED_BITS
 from hf_diffkv.pages import PageLayout
+from hf_diffkv.precision import CODE_BITS, SUPPORTED_BITS
 
 triton = pytest.importorskip("triton")
 if isinstance(triton.language.sum, triton.JITFunction):

@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from hf_diffkv.config import Precision
-from hf_diffkv.config.precision import SUPPORTED_BITS
 from hf_diffkv.pages import PageLayout, TierLayout
+from hf_diffkv.precision import SUPPORTED_BITS
 
 HIGH, LOW = Precision(8, 4), Precision(4, 2)
 

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ...config import DiffKVConfig
-from ...config.precision import NAME, Precision
 from ...config.presets import PRESETS
+from ...precision import NAME, Precision
 from ..errors import EvaluationError
 from . import method
 from .base import HeldBytes, Method
