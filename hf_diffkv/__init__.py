@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .cache.report import MemoryReport
     from .cache.snapshot import CacheFileError
     from .cache.usage import CacheInUseError
+    from .calibration.probe import probe_keys, without_fragile_level
     from .prefixes import PrefixStore
     from .store.read import IntegrityError
 
@@ -33,8 +34,10 @@ __all__ = [
     "PrefixStore",
     "UnsupportedModelError",
     "plot",
+    "probe_keys",
     "register",
     "unregister",
+    "without_fragile_level",
 ]
 
 # loaded on first use, since they need PyTorch and Transformers
@@ -47,6 +50,8 @@ _LAZY = {
     "MemoryReport": "cache.report",
     "PrefixStore": "prefixes",
     "UnsupportedModelError": "cache.errors",
+    "probe_keys": "calibration.probe",
+    "without_fragile_level": "calibration.probe",
 }
 
 

@@ -15,7 +15,8 @@ import pytest
 from hub_stand_in import TOKEN, Hub
 
 from hf_diffkv import DiffKVConfig, Precision
-from hf_diffkv.config.files import CONFIG_NAME, to_text, with_calibration
+from hf_diffkv.config.diffkv_config import with_calibration
+from hf_diffkv.config.files import CONFIG_NAME, to_text
 
 ROOT = Path(__file__).parents[1]
 CALIBRATION = {"model": "some/model", "limit": {"kl": 0.01}, "candidates": [{"alpha_high": 1.0, "kl": 0.003}]}
@@ -55,19 +56,21 @@ def test_calibration_stays_with_a_configuration_in_a_folder(config: DiffKVConfig
 
 def test_a_changed_configuration_has_no_calibration(config: DiffKVConfig) -> None:
     changed = dataclasses.replace(config, window=64)
-    assert changed.calibration is None and "calibration" not in json.loads(to_text(changed))
+    assert changed.calibration is None and "calibration" not in json.loads(
+        to_text(changed.to_dict(), changed.calibration)
+    )
     assert DiffKVConfig().calibration is None
     plain = dataclasses.replace(config)
     assert plain == config and hash(plain) == hash(config) and "calibration" not in config.to_dict()
 
 
 def test_other_unknown_keys_are_refused(config: DiffKVConfig, tmp_path: Path) -> None:
-    values = {**json.loads(to_text(config)), "alfa_high": 2.0}
+    values = {**json.loads(to_text(config.to_dict(), config.calibration)), "alfa_high": 2.0}
     (tmp_path / CONFIG_NAME).write_text(json.dumps(values))
     with pytest.raises(ValueError, match=rf"{CONFIG_NAME}: unknown DiffKV config keys \['alfa_high'\]"):
         DiffKVConfig.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"unknown DiffKV config keys \['calibration'\]"):
-        DiffKVConfig.from_dict(json.loads(to_text(config)))
+        DiffKVConfig.from_dict(json.loads(to_text(config.to_dict(), config.calibration)))
     (tmp_path / CONFIG_NAME).write_text("{")
     with pytest.raises(ValueError, match=CONFIG_NAME):
         DiffKVConfig.from_pretrained(tmp_path)
@@ -112,7 +115,7 @@ def test_the_name_of_the_folder_is_that_of_the_repository(hub: Hub, tmp_path: Pa
 
 
 def test_revisions(hub: Hub, tmp_path: Path) -> None:
-    content = to_text(DiffKVConfig(window=7)).encode()
+    content = to_text(DiffKVConfig(window=7).to_dict(), None).encode()
     hub.repositories["org/name"] = {CONFIG_NAME: content}
     revision = hashlib.sha1(content).hexdigest()
     read = "print(DiffKVConfig.from_pretrained('org/name', revision={!r}).window)"
@@ -122,7 +125,7 @@ def test_revisions(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_what_is_not_there(hub: Hub, tmp_path: Path) -> None:
-    hub.repositories |= {"org/empty": {}, "org/private": {CONFIG_NAME: to_text(DiffKVConfig()).encode()}}
+    hub.repositories |= {"org/empty": {}, "org/private": {CONFIG_NAME: DiffKVConfig().to_json().encode()}}
     hub.private.add("org/private")
 
     def read(name: str, **environment: str) -> str:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM
 
-from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
-from hf_diffkv.calibration.probe import FRAGILE_KL, KeyProbe, probe_keys
+from hf_diffkv import DiffKVCache, DiffKVConfig, Precision, probe_keys, without_fragile_level
+from hf_diffkv.calibration.probe import FRAGILE_KL, KeyProbe
 
 TINY_LM = Path(__file__).parents[1] / "examples" / "models" / "tiny-lm"
 TOKENS = 80
@@ -120,9 +120,9 @@ def test_groups_of_the_configuration_are_used() -> None:
 
 
 def test_the_low_level_is_left_out_of_fragile_models() -> None:
-    assert DiffKVConfig.for_model(load(), probe=True, alpha_high=1.0) == DiffKVConfig()
+    assert without_fragile_level(DiffKVConfig(), load()) == DiffKVConfig()
     model = biased()
-    config = DiffKVConfig.for_model(model, probe=True, alpha_high=1.0, window=8, **PLAIN)
+    config = without_fragile_level(DiffKVConfig(window=8, **PLAIN), model)
     assert config == DiffKVConfig(alpha_high=0.0, window=8, **PLAIN)
     cache = DiffKVCache(model.config, config)
     model.set_attn_implementation("diffkv")
@@ -132,7 +132,7 @@ def test_the_low_level_is_left_out_of_fragile_models() -> None:
 
 
 def test_pruning_stays_as_it_was() -> None:
-    config = DiffKVConfig.for_model(biased(), probe=True, alpha_high=3.0, alpha_low=0.04, **PLAIN)
+    config = without_fragile_level(DiffKVConfig(alpha_high=3.0, alpha_low=0.04, **PLAIN), biased())
     assert (config.alpha_low, config.alpha_high) == (0.04, 0.04)
 
 
@@ -142,19 +142,21 @@ def test_pruning_stays_as_it_was() -> None:
     ids=["8-bit keys", "the same keys", "no low level", "centred"],
 )
 def test_levels_that_hold_the_keys_stay(fields: dict) -> None:
-    assert DiffKVConfig.for_model(biased(), probe=True, **{"alpha_high": 1.0, **fields}) == DiffKVConfig(**fields)
+    assert without_fragile_level(DiffKVConfig(**fields), biased()) == DiffKVConfig(**fields)
 
 
 def test_other_policies_get_one_precision() -> None:
     fields = {"policy": "share", "policy_options": {}, **PLAIN}
-    config = DiffKVConfig.for_model(biased(), probe=True, **fields)
+    config = without_fragile_level(DiffKVConfig(**fields), biased())
     assert config == DiffKVConfig(low=Precision(8, 4), **fields)
 
 
 def test_a_probe_needs_the_model() -> None:
     for given in (load().config, "Qwen/Qwen2.5-7B"):
-        with pytest.raises(ValueError, match="probe=True runs the model; pass it instead of its"):
-            DiffKVConfig.for_model(given, probe=True)
+        with pytest.raises(ValueError, match="pass the model itself, not its configuration or name"):
+            without_fragile_level(DiffKVConfig(), given)
+        with pytest.raises(ValueError, match="pass the model itself, not its configuration or name"):
+            probe_keys(given)
 
 
 def test_bad_input() -> None:

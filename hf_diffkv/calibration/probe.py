@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..cache.diffkv_cache import config_of
 from ..config import DiffKVConfig, Precision
 from ..evaluation.comparison import compare_logits
 from ..evaluation.methods import Method
@@ -80,13 +81,15 @@ def probe_keys(
             the default.
 
     Raises:
-        ValueError: a text without a tokenizer, a text or number of tokens too short, bits that are not supported.
+        ValueError: a text without a tokenizer, a text or number of tokens too short, bits that are not supported, or
+            `model` is not the model itself.
         UnsupportedModelError: a model that a `DiffKVCache` does not work with.
     """
     if text is not None and tokenizer is None:
         raise ValueError("text needs a tokenizer.")
     if tokens < MIN_TOKENS:
         raise ValueError(f"tokens={tokens} must be at least {MIN_TOKENS}.")
+    config_of(model)
     started = time.perf_counter()
     ids = _ids(model, tokenizer, text, tokens)
     base = config or DiffKVConfig()
@@ -101,7 +104,18 @@ def probe_keys(
 
 
 def without_fragile_level(config: DiffKVConfig, model: Any, tokenizer: Any = None) -> DiffKVConfig:
-    """`config`, with all tokens that it keeps at its high level where the model's keys do not survive the low one."""
+    """`config`, with all tokens that it keeps at its high level where the model's keys do not survive the low one.
+
+    Args:
+        model: a loaded decoder-only model, which is run on some 200 tokens (`probe_keys`) unless the low level has as
+            many key bits as the high one, or no tokens.
+        tokenizer: its tokenizer; without one the tokens are drawn at random.
+
+    Raises:
+        ValueError: `model` is not the model itself.
+        UnsupportedModelError: a model that a `DiffKVCache` does not work with.
+    """
+    config_of(model)
     if config.low.k_bits >= config.high.k_bits or config.alpha_high == config.alpha_low:
         return config
     bits = config.low.k_bits

@@ -11,7 +11,8 @@ import click
 
 from ..calibration.candidates import Candidate, Thresholds, cheapest, closest, table
 from ..calibration.sweep import ALPHA_HIGH, ALPHA_LOW, Grid, sweep
-from ..config.files import CONFIG_NAME, with_calibration
+from ..config.diffkv_config import with_calibration
+from ..config.files import CONFIG_NAME
 from ..evaluation.errors import EvaluationError
 from .console import Failure
 from .help import Command

@@ -16,6 +16,8 @@ from ..precision import Precision, as_precision, is_integer
 from . import files as config_files
 
 METADATA_BITS = (16, 32)
+# attribute that is no field
+_CALIBRATION = "_calibration"
 
 Threshold = Union[float, tuple[float, ...], tuple[tuple[float, ...], ...]]
 ThresholdLike = Union[float, Sequence[float], Sequence[Sequence[float]]]
@@ -206,8 +208,6 @@ class DiffKVConfig:
         model: Any,
         *,
         target_ratio: float | None = None,
-        probe: bool = False,
-        tokenizer: Any = None,
         **kwargs: Any,
     ) -> DiffKVConfig:
         """The published thresholds where this model was calibrated, otherwise `preset("balanced")`.
@@ -219,13 +219,10 @@ class DiffKVConfig:
             model: a Transformers model, its `PretrainedConfig`, or the model's name or folder as a string.
             target_ratio: instead of that choice, the best single precision whose stored tokens take at most this share
                 of their bytes in the model's dtype (`presets.LADDER`); needs the model or its configuration.
-            probe: whether to run the model on some 200 tokens (`probe.probe_keys`) and to leave the low level out where
-                its keys do not survive that level's bits. Needs the model itself.
-            tokenizer: for the probe; without one it takes tokens drawn at random.
-            **kwargs: fields that override the choice; the probe goes by them.
+            **kwargs: fields that override the choice.
 
         Raises:
-            ValueError: `model` is something else, or no model to probe; a `target_ratio` that cannot be met.
+            ValueError: `model` is something else, or a `target_ratio` that cannot be met.
         """
         from .presets import preset_for, preset_within
 
@@ -234,14 +231,7 @@ class DiffKVConfig:
         chosen = preset_for(model_config, kwargs)
         if target_ratio is not None:
             chosen = preset_within(target_ratio, model_config)
-        config = cls(**{**chosen, **kwargs})
-        if not probe:
-            return config
-        if model_config is model:
-            raise ValueError(f"probe=True runs the model; pass it instead of its {type(model).__name__}.")
-        from ..calibration.probe import without_fragile_level
-
-        return without_fragile_level(config, model, tokenizer)
+        return cls(**{**chosen, **kwargs})
 
     @property
     def calibration(self) -> dict[str, Any] | None:
@@ -249,7 +239,7 @@ class DiffKVConfig:
 
         No field: it takes no part in comparisons, and a changed copy does not have it.
         """
-        return vars(self).get(config_files.CALIBRATION_ATTRIBUTE)
+        return vars(self).get(_CALIBRATION)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DiffKVConfig:
@@ -306,7 +296,7 @@ class DiffKVConfig:
         if kwargs and not push_to_hub:
             raise ValueError(f"{', '.join(kwargs)}: only with push_to_hub=True.")
         folder = config_files.new_folder(save_directory)
-        (folder / config_files.CONFIG_NAME).write_text(config_files.to_text(self))
+        (folder / config_files.CONFIG_NAME).write_text(config_files.to_text(self.to_dict(), self.calibration))
         if push_to_hub:
             self.push_to_hub(repo_id or folder.resolve().name, **kwargs)
 
@@ -323,7 +313,7 @@ class DiffKVConfig:
         Raises:
             OSError: the Hub cannot be reached or refuses; the message says what to do.
         """
-        return config_files.push(self, repo_id, **kwargs)
+        return config_files.push(config_files.to_text(self.to_dict(), self.calibration), repo_id, **kwargs)
 
     @classmethod
     def from_pretrained(cls, name: str | os.PathLike, **kwargs: Any) -> DiffKVConfig:
@@ -338,7 +328,18 @@ class DiffKVConfig:
             OSError: the repository may not be read or the Hub not be reached.
             ValueError: the file is no configuration.
         """
-        return config_files.read(cls, name, **kwargs)
+        path = config_files.find(name, **kwargs)
+        try:
+            values, calibration = config_files.from_text(path.read_text())
+            return with_calibration(cls.from_dict(values), calibration)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def with_calibration(config: DiffKVConfig, calibration: dict[str, Any] | None) -> DiffKVConfig:
+    """`config`, fresh from its constructor, with what it was chosen by."""
+    object.__setattr__(config, _CALIBRATION, calibration)
+    return config
 
 
 def configuration_of(model: Any) -> Any:

@@ -5,15 +5,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .diffkv_config import DiffKVConfig
+from typing import Any
 
 CONFIG_NAME = "diffkv_config.json"
-# key of what a configuration was chosen by, and where the object has it
+# key of what a configuration was chosen by
 CALIBRATION = "calibration"
-CALIBRATION_ATTRIBUTE = "_calibration"
 # what `to_dict` of every release wrote, all of it
 FIRST_FIELDS = {
     *("high", "low", "alpha_high", "alpha_low", "window", "policy", "observation_window", "compaction_interval"),
@@ -23,36 +19,24 @@ FIRST_FIELDS = {
 ADDED_FIELDS = {"rotate": False, "center": False, "sinks": 0, "metadata_bits": 32}
 
 
-def to_text(config: DiffKVConfig) -> str:
+def to_text(fields: dict[str, Any], calibration: dict[str, Any] | None) -> str:
     """What the file holds: the fields, and the calibration where there was one."""
-    values = config.to_dict()
-    if config.calibration is not None:
-        values[CALIBRATION] = config.calibration
+    values = fields if calibration is None else {**fields, CALIBRATION: calibration}
     return json.dumps(values, indent=2, sort_keys=True) + "\n"
+
+
+def from_text(text: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Fields and calibration of what `to_text` gave. Raises `ValueError` for another text."""
+    values = json.loads(text)
+    if not isinstance(values, dict):
+        raise ValueError("a DiffKV config must be a JSON object.")
+    calibration = values.pop(CALIBRATION, None)
+    return values, calibration
 
 
 def completed(values: dict[str, Any]) -> dict[str, Any]:
     """Fields of a configuration, with those that `to_dict` of an earlier release did not write, if it did."""
     return {**ADDED_FIELDS, **values} if set(values) >= FIRST_FIELDS else values
-
-
-def read(config_class: type[DiffKVConfig], name: str | os.PathLike, **kwargs: Any) -> DiffKVConfig:
-    """The configuration in the file that `find` finds. Raises `ValueError` where it holds none."""
-    path = find(name, **kwargs)
-    try:
-        values = json.loads(path.read_text())
-        if not isinstance(values, dict):
-            raise ValueError("a DiffKV config must be a JSON object.")
-        calibration = values.pop(CALIBRATION, None)
-        return with_calibration(config_class.from_dict(values), calibration)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-def with_calibration(config: DiffKVConfig, calibration: dict[str, Any] | None) -> DiffKVConfig:
-    """`config`, fresh from its constructor, with what it was chosen by."""
-    object.__setattr__(config, CALIBRATION_ATTRIBUTE, calibration)
-    return config
 
 
 def new_folder(save_directory: str | os.PathLike) -> Path:
@@ -120,7 +104,7 @@ def find(
 
 
 def push(
-    config: DiffKVConfig,
+    text: str,
     repo_id: str,
     *,
     revision: str | None = None,
@@ -129,7 +113,7 @@ def push(
     create_pr: bool = False,
     commit_message: str = f"Upload {CONFIG_NAME}",
 ) -> Any:
-    """Uploads the file to a repository of the Hub, made if missing; the Hub's `CommitInfo`.
+    """Uploads a file of `text` to a repository of the Hub, made if missing; the Hub's `CommitInfo`.
 
     Raises:
         OSError: the Hub cannot be reached or refuses.
@@ -141,7 +125,7 @@ def push(
     try:
         repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         return api.upload_file(
-            path_or_fileobj=to_text(config).encode(),
+            path_or_fileobj=text.encode(),
             path_in_repo=CONFIG_NAME,
             repo_id=repo,
             revision=revision,
