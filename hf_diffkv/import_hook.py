@@ -21,7 +21,8 @@ PAGED_NAME = "diffkv_paged"
 CONFIGURATION = "transformers.generation.configuration_utils"
 GENERATION = "transformers.generation.utils"
 MODELS = "transformers.modeling_utils"
-REGISTRATION = "hf_diffkv.cache.registration"
+# modules that register something
+REGISTRATIONS = ("hf_diffkv.cache.registration", "hf_diffkv.batching.registration")
 # release of Transformers from which on the integration works
 OLDEST = (5, 17)
 
@@ -69,8 +70,9 @@ def unregister() -> None:
     """Leaves Transformers as it was before `import hf_diffkv`. Models left on "diffkv" must be switched back."""
     if _finder in sys.meta_path:
         sys.meta_path.remove(_finder)
-    if REGISTRATION in sys.modules:
-        sys.modules[REGISTRATION].unregister()
+    for name in REGISTRATIONS:
+        if name in sys.modules:
+            sys.modules[name].unregister()
     remove_name()
 
 
@@ -109,7 +111,8 @@ def _register_now() -> None:
     if reason is not None:
         warnings.warn(f'"diffkv" is not registered: {reason}', stacklevel=2)
         return
-    importlib.import_module(REGISTRATION).register()
+    for name in REGISTRATIONS:
+        importlib.import_module(name).register()
 
 
 def _loaded(name: str) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.native import library
 from hf_diffkv.ops.backend import NATIVE, REFERENCE, use_backend
+from hf_diffkv.precision import SUPPORTED_BITS, Precision
 from hf_diffkv.store import Store, attend_token, attend_tokens, begin_forward, check_integrity, read_tokens
 from hf_diffkv.store.compaction import compacts_after_step
 from hf_diffkv.store.read import LayerTokens

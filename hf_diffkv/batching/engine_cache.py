@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..cache.errors import HandOverError
+from ..prefixes.stats import ExpectedPrefix
 from ..store import settle
-from .order import ExpectedPrefix
 from .slots import Slots
 from .staging import stage
 

@@ -15,10 +15,11 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from ..cache.diffkv_cache import resolve_config
 from ..cache.models import can_switch
-from ..cache.registration import set_attention
+from ..cache.registration import cache_fields, set_attention
 from ..import_hook import PAGED_NAME
-from .engine import ContinuousBatchingManager, DiffKVBatchProcessor, initialization, scheduler_class
+from .engine import DiffKVBatchProcessor, scheduler_class
 from .engine_cache import ContinuousCache, ServingMemory, ServingStatistics
+from .engine_names import ContinuousBatchingManager, initialization
 from .sizes import check_servable, free_bytes, make_slots, sliding_layers, try_attention
 from .sliding import SlidingWindows
 
@@ -232,17 +233,17 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
 
 def make_manager(
     model: Any,
-    fields: dict[str, Any],
     generation_config: GenerationConfig,
     continuous_batching_config: ContinuousBatchingConfig | None = None,
     workload_hints: Any = None,
 ) -> DiffKVBatchingManager:
     """What `init_continuous_batching` returns for `cache_implementation="diffkv"`; arguments as in the manager."""
+    fields = cache_fields(generation_config.cache_config)
     generation_config = copy.deepcopy(generation_config)
     if generation_config.eos_token_id is None:
         generation_config.eos_token_id = -1
     options = ContinuousBatchingConfig() if continuous_batching_config is None else continuous_batching_config
-    return DiffKVBatchingManager(model, dict(fields), generation_config, options, workload_hints)
+    return DiffKVBatchingManager(model, fields, generation_config, options, workload_hints)
 
 
 def _checked_options(given: ContinuousBatchingConfig) -> ContinuousBatchingConfig:

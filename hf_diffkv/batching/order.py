@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+
+from ..prefixes.stats import ExpectedPrefix
 
 # requests that may get memory before one that came earlier
 MOST_OVERTAKEN = 32
 # waiting requests, from the one that came first on, that are ordered and announced to the prefix store
 LOOK_AHEAD = 32
-
-
-@dataclass(frozen=True)
-class ExpectedPrefix:
-    """What of a prefix a request that waits will find.
-
-    Attributes:
-        tier: the fastest one that holds its longest prefix; None where none is stored.
-        resident: whether that is the first tier, from which it comes at once.
-        loading: whether it is being brought there.
-    """
-
-    tier: str | None = None
-    resident: bool = False
-    loading: bool = False
 
 
 class AdmissionOrder:

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from ..cache.dense import dense_attention
 from ..cache.errors import UnsupportedModelError
-from .engine import CachePool, SlidingAttentionCacheAllocator
+from .engine_names import CachePool, SlidingAttentionCacheAllocator
 from .sizes import SLIDING_PAGE, SPARE_PAGES, AttentionShape, SlidingShape
 
 # queries of a prompt that attend at a time, where the window is shorter

@@ -56,7 +56,6 @@ def register() -> None:
         (PreTrainedModel, "get_compiled_call", _wrap_compiled_call),
         (GenerationMixin, "_prefill", _wrap_prefill),
         (GenerationMixin, "prepare_inputs_for_generation", _wrap_inputs),
-        (_batching_mixin(), "init_continuous_batching", _wrap_batching),
     ):
         method = getattr(owner, name, None)
         if method is not None:
@@ -110,7 +109,8 @@ def set_attention(model: Any, name: str) -> None:
         model.set_attn_implementation({part: name})
 
 
-def _cache_fields(cache_config: Any) -> dict[str, Any]:
+def cache_fields(cache_config: Any) -> dict[str, Any]:
+    """Arguments of `DiffKVCache` that a `GenerationConfig`'s `cache_config` gives. Raises `ValueError` for others."""
     if cache_config is None:
         return {}
     if isinstance(cache_config, DiffKVConfig):
@@ -142,7 +142,7 @@ def _check_options(model: Any, cache: DiffKVCache, generation_config: Any) -> No
     # what comes from the model's own generation_config is a default, which a cache overrides
     if given is None or given == getattr(model.generation_config, "cache_config", None):
         return
-    fields = _cache_fields(given)
+    fields = cache_fields(given)
     wanted = fields.get("config") or DiffKVConfig.from_dict({**cache.config.to_dict(), **fields})
     if cache.config != wanted:
         raise ValueError(
@@ -209,7 +209,7 @@ def _wrap(original: Callable) -> Callable:
             return original(self, generation_config, model_kwargs, *args, **kwargs)
         else:
             _check_padding(generation_config, model_kwargs)
-            made = DiffKVCache(self.config, **_cache_fields(generation_config.cache_config))
+            made = DiffKVCache(self.config, **cache_fields(generation_config.cache_config))
             ensure_attention(self)
             made.usage.claim(self, generation_config)
             made.attach(self)
@@ -291,30 +291,6 @@ def _wrap_inputs(original: Callable) -> Callable:
 
     inputs._diffkv = True
     return inputs
-
-
-def _batching_mixin() -> type:
-    """The class that offers continuous batching to models; any other where there is none."""
-    return next((cls for cls in GenerationMixin.__mro__ if "init_continuous_batching" in vars(cls)), GenerationMixin)
-
-
-def _wrap_batching(original: Callable) -> Callable:
-    """Has continuous batching use a compressed cache where `cache_implementation` says so."""
-
-    @functools.wraps(original)
-    def init(self: Any, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
-        chosen = self.generation_config if generation_config is None else generation_config
-        # a manager that was kept is used again, whatever is asked for
-        kept = getattr(self, "_cached_continuous_batching_manager", None) is not None
-        if _original is None or kept or getattr(chosen, "cache_implementation", None) != NAME:
-            return original(self, generation_config, *args, **kwargs)
-        # what it relies on is private to Transformers, and need not be there for anything else
-        from ..batching.manager import make_manager
-
-        return make_manager(self, _cache_fields(chosen.cache_config), chosen, *args, **kwargs)
-
-    init._diffkv = True
-    return init
 
 
 def _wrap_compiled_call(original: Callable) -> Callable:

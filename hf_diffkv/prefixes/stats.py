@@ -6,6 +6,21 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class ExpectedPrefix:
+    """What of a prefix a request that waits will find.
+
+    Attributes:
+        tier: the fastest one that holds its longest prefix; None where none is stored.
+        resident: whether that is the first tier, from which it comes at once.
+        loading: whether it is being brought there.
+    """
+
+    tier: str | None = None
+    resident: bool = False
+    loading: bool = False
+
+
+@dataclass(frozen=True)
 class PrefixEntry:
     """One stored prefix.
 

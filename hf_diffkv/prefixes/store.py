@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..batching.order import ExpectedPrefix
 from ..cache.devices import TensorParallel, layer_devices
 from ..cache.diffkv_cache import DiffKVCache, config_of
 from ..cache.io import FORMAT_VERSION
@@ -37,7 +36,7 @@ from .background import Background
 from .folder import FolderTier
 from .hierarchy import Hierarchy, Tier, warn
 from .requests import Requests
-from .stats import PrefixEntry, PrefixStats
+from .stats import ExpectedPrefix, PrefixEntry, PrefixStats
 from .tiers import MemoryTier
 from .tokens import as_tokens, digest, digests
 

@@ -31,7 +31,7 @@ ENGINE = "hf_diffkv.batching.engine"
 @pytest.fixture
 def reimported(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next import of the adapter runs it anew."""
-    for name in (ENGINE, "hf_diffkv.batching.manager"):
+    for name in (ENGINE, f"{ENGINE}_names", "hf_diffkv.batching.manager"):
         if name in sys.modules:
             monkeypatch.delitem(sys.modules, name)
 
