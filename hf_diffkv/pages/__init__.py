@@ -1,5 +1,6 @@
 """Page format, pool, free list and page table. Knows nothing of attention, policy or Transformers."""
 
+from .cuda_reserve import CudaReservation
 from .free_list import FreeList
 from .layout import PageLayout, TierLayout, fields
 from .page_table import (
@@ -25,6 +26,7 @@ __all__ = [
     "PADDING_LEVEL",
     "PRUNED_LEVEL",
     "WINDOW_LEVEL",
+    "CudaReservation",
     "FreeList",
     "PageLayout",
     "PagePool",

@@ -10,6 +10,7 @@ import logging
 import mmap
 import os
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -20,6 +21,9 @@ _FALLBACK_RESERVATION = 1 << 36
 _LARGE_PAGE = 1 << 21
 # where memory is taken ahead, growth is by at least this share: every piece is a call of the driver, or a copy
 GROWTH = 16
+
+# by type of device, other reservations that grow in place; `cuda_reserve.py` adds its own
+GROWING: dict[str, Callable[[torch.device], Reservation]] = {}
 
 
 class Reservation:
@@ -106,11 +110,9 @@ def reserve(device: torch.device) -> Reservation:
             return MappedReservation(device)
         except (OSError, ValueError):
             pass  # a limit on address space: grow by copying instead
-    if device.type == "cuda" and torch.version.hip is None:
-        from .cuda_reserve import CudaReservation
-
+    if device.type in GROWING and torch.version.hip is None:
         try:
-            return CudaReservation(device)
+            return GROWING[device.type](device)
         except (OSError, AttributeError, RuntimeError) as error:
             _logger.warning("the cache on %s grows by copying, and decode steps are not captured: %s", device, error)
     return Reservation(device)
