@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .decoding import generate_options
-from .methods import HeldBytes, Method
+from .methods.base import HeldBytes, Method
 
 
 class Batch:
@@ -32,7 +32,7 @@ class Batch:
         before = self._add(prompts)
         # as generate() counts: padding takes no position
         positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
-        with self.method.attached(self):
+        with self.method.attached(self.model, self.cache):
             self.model(
                 input_ids=self.ids[:, before:],
                 attention_mask=self.mask,
@@ -49,7 +49,7 @@ class Batch:
         """What the model writes behind each of `prompts`, as `Session.generate` says; nothing may follow it."""
         self._add(prompts)
         length = self.ids.shape[1]
-        with self.method.attached(self):
+        with self.method.attached(self.model, self.cache):
             written = self.model.generate(
                 self.ids,
                 attention_mask=self.mask,

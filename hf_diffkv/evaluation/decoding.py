@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import (
     LogitsProcessorList,
@@ -17,8 +18,17 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-if TYPE_CHECKING:
-    from .session import Session
+
+class Forwards(Protocol):
+    """A model with a cache that has seen `ids`, and the tokenizer for what it writes (`Session`)."""
+
+    model: Any
+    tokenizer: Any
+    ids: list[int]
+
+    def forward(self, ids: Sequence[int], keep: int = 1) -> Tensor:
+        """Runs the model on further tokens; logits [keep, vocabulary] of the last ones."""
+
 
 # what generate() takes where neither the model nor the caller says
 DEFAULT_TOP_K = 50
@@ -31,7 +41,7 @@ def generate_options(tokenizer: Any, stop: Sequence[str], options: dict[str, Any
 
 
 def decode_by_forwards(
-    session: Session, ids: Sequence[int], max_new_tokens: int, stop: Sequence[str], options: dict[str, Any]
+    session: Forwards, ids: Sequence[int], max_new_tokens: int, stop: Sequence[str], options: dict[str, Any]
 ) -> str:
     """The text that `generate()` would write with a cache that counts the tokens it forgets.
 

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..import_hook import unregister
 from .errors import EvaluationError
 from .models import CHECKOUT
 from .records import ENVIRONMENTS_NAME, Record, RunFolder
@@ -126,10 +127,8 @@ def main() -> int:
     """What the other environment's Python runs: the job on standard input."""
     # Ctrl-C reaches both processes; the one that waits says so, this one ends without a word
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    import hf_diffkv
-
     # the Transformers there may be too old to register with
-    hf_diffkv.unregister()
+    unregister()
     job = json.load(sys.stdin)
     try:
         _work(job)

@@ -84,7 +84,7 @@ class DiffKVLM(HFLM):
         """Generates for one batch, padded on the left, with a cache of its own: [batch, tokens], prompts included."""
         session = Session(self.model, self.method)
         cache = session.cache
-        with torch.no_grad(), self.method.attached(session):
+        with torch.no_grad(), self.method.attached(session.model, session.cache):
             written = super()._model_generate(context, max_length, stop, past_key_values=cache, **kwargs)
         held = session.held()
         self.cached_bytes += held.bytes

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .methods import HeldBytes, Method
+from .decoding import decode_by_forwards, generate_options
+from .methods.base import HeldBytes, Method, attends_fully
 
 
 class Session:
@@ -72,6 +72,7 @@ class Session:
         logits = self._run([*ids, ids[-1]], positions, mask, len(ids) + 1)
         return list(logits[:-1].split(sizes))
 
+    @torch.no_grad()
     def generate(self, ids: Sequence[int], max_new_tokens: int, stop: Sequence[str] = (), **options: Any) -> str:
         """What the model writes behind `ids`, which follow what the cache has seen; special tokens left out.
 
@@ -79,12 +80,26 @@ class Session:
             stop: texts at which it ends.
             options: of `generate()`, for example to sample; greedy without.
         """
-        return self.method.generate(self, list(ids), max_new_tokens, tuple(stop), options)
+        if self.method.drops_tokens:
+            return decode_by_forwards(self, ids, max_new_tokens, stop, options)
+        whole = [*self.ids, *ids]
+        prompt = torch.tensor([whole], device=self.model.device)
+        with self.method.attached(self.model, self.cache):
+            written = self.model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                past_key_values=self.cache,
+                max_new_tokens=max_new_tokens,
+                **generate_options(self.tokenizer, stop, options),
+            )[0].tolist()
+        # the last token that is written is not run any more
+        self.ids = written[: self.cache.get_seq_length()]
+        return self.tokenizer.decode(written[len(whole) :], skip_special_tokens=True)
 
     @torch.no_grad()
     def _run(self, ids: Sequence[int], positions: Tensor, mask: Tensor | None, keep: int) -> Tensor:
         device = self.model.device
-        with self.method.attached(self):
+        with self.method.attached(self.model, self.cache):
             output = self.model(
                 input_ids=torch.tensor([list(ids)], device=device),
                 attention_mask=None if mask is None else mask.to(device),
@@ -103,12 +118,3 @@ class Session:
 
     def held(self) -> HeldBytes:
         return self.method.held(self.cache)
-
-
-def attends_fully(model: Any) -> bool:
-    """Whether every layer attends to all tokens before, so that one mask says it for all."""
-    config = model.config.get_text_config(decoder=True)
-    types = getattr(config, "layer_types", None)
-    if types is not None:
-        return set(types) == {"full_attention"}
-    return getattr(config, "sliding_window", None) is None and not getattr(model, "_is_stateful", False)

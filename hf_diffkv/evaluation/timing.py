@@ -101,7 +101,7 @@ def _timed(session: Session, ids: list[int]) -> float:
         "input_ids": torch.tensor([ids], device=device),
         "position_ids": torch.arange(session.seen, session.seen + len(ids), device=device)[None],
     }
-    with session.method.attached(session):
+    with session.method.attached(session.model, session.cache):
         _wait(device)
         started = time.perf_counter()
         session.model(**arguments, past_key_values=session.cache, use_cache=True, logits_to_keep=1)

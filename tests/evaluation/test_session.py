@@ -11,7 +11,8 @@ import torch
 from tiny_models import VOCABULARY, tiny_model
 
 from hf_diffkv.evaluation.methods import get_method
-from hf_diffkv.evaluation.session import Session, attends_fully
+from hf_diffkv.evaluation.methods.base import attends_fully
+from hf_diffkv.evaluation.session import Session
 
 EXACT = ["dense", "diffkv:lossless"]
 LOSSY = ["diffkv", "diffkv:K4V2+window=16", "quanto:4", "quanto:2", "hqq:4", "fp8"]

@@ -63,7 +63,7 @@ def test_generate_goes_on_behind_a_context(model: Any, tokenizer: Any, label: st
     context, question = ids_of(tokenizer, CONTEXT), ids_of(tokenizer, QUESTIONS[0])
     method = get_method(label)
     alone = Session(model, method)
-    with method.attached(alone):
+    with method.attached(model, alone.cache):
         expected = greedy(model, alone.cache, [context, question])
     session = Session(model, method, tokenizer)
     session.forward(context)
@@ -136,8 +136,8 @@ class Dropping(Method):
     def new_cache(self, model: Any) -> Any:
         return DynamicCache()
 
-    def attached(self, session: Session) -> Any:
-        return _Drop(self, session.model, prompt=session.seen == 0)
+    def attached(self, model: Any, cache: Any) -> Any:
+        return _Drop(self, model, prompt=cache.get_seq_length() == 0)
 
 
 class _Drop:

@@ -7,15 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-from ..decoding import decode_by_forwards, generate_options
-
-if TYPE_CHECKING:
-    from ..batch import Batch
-    from ..session import Session
 
 
 @dataclass(frozen=True)
@@ -72,34 +66,13 @@ class Method(ABC):
         ]
         return twin
 
-    @torch.no_grad()
-    def generate(
-        self, session: Session, ids: list[int], max_new_tokens: int, stop: tuple[str, ...], options: dict[str, Any]
-    ) -> str:
-        """Text behind `ids`; see `Session.generate`."""
-        if self.drops_tokens:
-            return decode_by_forwards(session, ids, max_new_tokens, stop, options)
-        whole = [*session.ids, *ids]
-        prompt = torch.tensor([whole], device=session.model.device)
-        with self.attached(session):
-            written = session.model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                past_key_values=session.cache,
-                max_new_tokens=max_new_tokens,
-                **generate_options(session.tokenizer, stop, options),
-            )[0].tolist()
-        # the last token that is written is not run any more
-        session.ids = written[: session.cache.get_seq_length()]
-        return session.tokenizer.decode(written[len(whole) :], skip_special_tokens=True)
-
     def held(self, cache: Any) -> HeldBytes:
         """What `cache` takes, in bytes."""
         return HeldBytes(tensor_bytes(cache.layers))
 
     @contextmanager
-    def attached(self, session: Session | Batch) -> Iterator[None]:
-        """Around every forward of `session`."""
+    def attached(self, model: Any, cache: Any) -> Iterator[None]:
+        """Around every forward of `model` with `cache`."""
         yield
 
     def __repr__(self) -> str:
@@ -138,3 +111,12 @@ def tensor_bytes(root: Any) -> int:
                 within_windows += sum(parts.pop(name).nbytes for name in ("keys", "values"))
             queue += parts.values()
     return sum(storages.values()) + within_windows
+
+
+def attends_fully(model: Any) -> bool:
+    """Whether every layer attends to all tokens before, so that one mask says it for all."""
+    config = model.config.get_text_config(decoder=True)
+    types = getattr(config, "layer_types", None)
+    if types is not None:
+        return set(types) == {"full_attention"}
+    return getattr(config, "sliding_window", None) is None and not getattr(model, "_is_stateful", False)

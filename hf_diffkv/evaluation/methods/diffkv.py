@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...config import DiffKVConfig
 from ...config.presets import PRESETS
@@ -20,10 +20,6 @@ from ...precision import NAME, Precision
 from ..errors import EvaluationError
 from . import method
 from .base import HeldBytes, Method
-
-if TYPE_CHECKING:
-    from ..batch import Batch
-    from ..session import Session
 
 NUMBER = r"\d+(?:\.\d+)?"
 
@@ -65,8 +61,7 @@ class DiffKVMethod(Method):
         return HeldBytes(report.bytes, report.payload_bytes, levels=report.tokens)
 
     @contextmanager
-    def attached(self, session: Session | Batch) -> Iterator[None]:
-        model = session.model
+    def attached(self, model: Any, cache: Any) -> Iterator[None]:
         before = model.config._attn_implementation
         model.set_attn_implementation("diffkv")
         try:

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import DynamicCache
 
 from ..errors import EvaluationError, unknown
-from ..session import attends_fully
 from . import method
-from .base import HeldBytes, Method, tensor_bytes
-
-if TYPE_CHECKING:
-    from ..session import Session
+from .base import HeldBytes, Method, attends_fully, tensor_bytes
 
 PRESSES = {
     "expected-attention": "ExpectedAttentionPress",
@@ -66,12 +62,11 @@ class KVPressMethod(Method):
         return DynamicCache(config=model.config)
 
     @contextmanager
-    def attached(self, session: Session) -> Iterator[None]:
-        model, cache = session.model, session.cache
+    def attached(self, model: Any, cache: Any) -> Iterator[None]:
         modules = [layer.self_attn for layer in model.model.layers]
         before = model.config._attn_implementation
         try:
-            if session.seen:
+            if cache.get_seq_length():
                 for module, hidden in zip(modules, cache.hidden):
                     module.masked_key_indices = hidden
                 yield
