@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .palette import EDGE, FRAME, INK, LEVELS, PAPER, ink_on, mixed
+from .palette import EDGE, FRAME, INK, LEVELS, PAPER, ink_on
+from .runs import ColourRun, LevelledText
 
 if TYPE_CHECKING:
     from ..cache.diffkv_cache import DiffKVCache
@@ -21,7 +20,6 @@ BLOCK = (
     f"background:{PAPER};color:{INK};margin:0;padding:.8em;border:1px solid {EDGE};border-radius:8px"
 )
 CHIP = "padding:.15em .7em;border-radius:999px;font-size:.9em"
-LONGEST_WORD = 24
 PAGE = '<!doctype html>\n<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">\n'
 PAGE += '<meta name="color-scheme" content="light dark"><title>{title}</title>\n'
 PAGE += (
@@ -29,95 +27,15 @@ PAGE += (
 )
 
 
-@dataclass(frozen=True)
-class Run:
-    """Neighbouring tokens of one colour, `start` to `stop` - 1, and the shares of heads at each level."""
-
-    start: int
-    stop: int
-    shares: tuple[tuple[str, float], ...]
-    generated: bool
-
-    @property
-    def colour(self) -> str | None:
-        """None for padding, which has no level."""
-        return mixed(dict(self.shares)) if self.shares else None
-
-    @property
-    def said(self) -> str:
-        """The levels in words."""
-        return ", ".join(name if share == 1 else f"{name} {share:.0%}" for name, share in self.shares if share)
-
-
-@dataclass(frozen=True)
-class ColouredText:
-    """A text whose tokens have the colours of their levels; where heads differ, the mean colour. Notebooks show it.
-
-    Attributes:
-        pieces: text of each token.
-        counts: heads at each level, for each token.
-        title: what the levels are of.
-        generated_from: the first token that the model wrote.
-        unit: what pieces are, tokens or words.
-    """
-
-    pieces: Sequence[str]
-    counts: Mapping[str, Sequence[int]]
-    title: str
-    generated_from: int | None = None
-    unit: str = "tokens"
-
-    def words(self) -> ColouredText:
-        """The same text with a colour for each word, the mean of its tokens' and heads' colours.
-
-        A word has the space in front of it, is no longer than `LONGEST_WORD` characters where tokens are not, and
-        is either of the prompt or generated.
-        """
-        starts = list(self._word_starts())
-        spans = list(zip(starts, [*starts[1:], len(self.pieces)]))
-        first = self.generated_from
-        return ColouredText(
-            ["".join(self.pieces[start:stop]) for start, stop in spans],
-            {name: [sum(counts[start:stop]) for start, stop in spans] for name, counts in self.counts.items()},
-            self.title,
-            None if first is None else sum(start < first for start in starts),
-            "words",
-        )
-
-    def _word_starts(self) -> Iterator[int]:
-        """The first token of each word."""
-        before, length = "", 0
-        for index, piece in enumerate(self.pieces):
-            new = piece[:1].isspace() and not before.isspace()
-            if index in (0, self.generated_from) or new or length + len(piece) > LONGEST_WORD:
-                yield index
-                length = 0
-            before, length = piece[-1:] or before, length + len(piece)
-
-    def runs(self) -> Iterator[Run]:
-        """The text in its order, in runs of one colour."""
-        first = len(self.pieces) if self.generated_from is None else self.generated_from
-        for (shares, generated), tokens in itertools.groupby(
-            range(len(self.pieces)), key=lambda i: (self._shares(i), i >= first)
-        ):
-            members = list(tokens)
-            yield Run(members[0], members[-1] + 1, shares, generated)
-
-    def _shares(self, token: int) -> tuple[tuple[str, float], ...]:
-        heads = sum(counts[token] for counts in self.counts.values())
-        return tuple((name, counts[token] / heads) for name, counts in self.counts.items()) if heads else ()
-
-    def totals(self) -> dict[str, float]:
-        """Each level's share of all tokens and heads."""
-        sums = {name: sum(counts) for name, counts in self.counts.items()}
-        return {name: count / max(1, sum(sums.values())) for name, count in sums.items()}
+class ColouredText(LevelledText):
+    """A text whose tokens have the colours of their levels; where heads differ, the mean colour. Notebooks show it."""
 
     def html(self) -> str:
         """A legend and the text; all styles are in it, and the text is on white, so it can stand in any page."""
         spans = "".join(self._span(run) for run in self.runs())
         return f'{self._legend()}<pre class="levels" aria-label="{escape(self.title)}" style="{BLOCK}">{spans}</pre>'
 
-    def _span(self, run: Run) -> str:
+    def _span(self, run: ColourRun) -> str:
         text = escape("".join(self.pieces[run.start : run.stop])).replace("\n", f"{NEWLINE}\n")
         names = "generated" if run.generated else "prompt"
         title = f"{run.said or 'padding'}; {names}, {self.unit} {run.start} to {run.stop - 1}"

@@ -6,13 +6,11 @@ import itertools
 import re
 import unicodedata
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .figure import SIZE, SMALL, Picture, new_figure
 from .palette import EDGE, FRAME, INK, LEVELS, ink_on
-
-if TYPE_CHECKING:
-    from .coloured_text import ColouredText, Run
+from .runs import ColourRun, LevelledText
 
 # comes with Matplotlib; each character is 0.602 of its size wide
 FONT, ADVANCE = "DejaVu Sans Mono", 0.602
@@ -22,7 +20,7 @@ CELL, LINE, MOST_LINES = ADVANCE * SIZE / 72, 0.19, 500
 HEAD, MARGIN = 2, 0.15
 
 
-def draw(shown: ColouredText) -> Picture:
+def draw(shown: LevelledText) -> Picture:
     """Raises `ValueError` where the text takes more than `MOST_LINES` lines, `ImportError` without matplotlib."""
     parts = list(_parts(shown))
     lines = HEAD + parts[-1][0] + 1 if parts else HEAD
@@ -48,7 +46,7 @@ def draw(shown: ColouredText) -> Picture:
     return Picture(figure)
 
 
-def _parts(shown: ColouredText) -> Iterator[tuple[int, int, int, str, Run]]:
+def _parts(shown: LevelledText) -> Iterator[tuple[int, int, int, str, ColourRun]]:
     """Line, column, cells, text and run of each stretch of one colour on one line. A line's end is an empty cell."""
     places = _places("".join(shown.pieces))
     for run in shown.runs():
@@ -83,7 +81,7 @@ def _cells(character: str) -> int:
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
-def _legend(axis: Any, shown: ColouredText) -> None:
+def _legend(axis: Any, shown: LevelledText) -> None:
     column = 0
     for name, share in shown.totals().items():
         label = f" {name} {share:.0%} "
