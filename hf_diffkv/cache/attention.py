@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
-from .compiled import attend, awaiting_layers
+from .compiled import attend
 from .dense import dense_attention
 from .errors import HandOverError
+from .handles import awaiting_layers
 from .layer import DEFERRED, TAG
 from .masks import PADDING, split_mask
 

@@ -7,34 +7,15 @@ reordered or dropped; the compiler may pass copies of both tensors.
 
 from __future__ import annotations
 
-import itertools
-import weakref
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from .handles import layer_of
+from .layer import DiffKVLayer
 from .masks import split_mask
 
-if TYPE_CHECKING:
-    from .layer import DiffKVLayer
-
-_numbers = itertools.count(1)
-_layers: weakref.WeakValueDictionary[int, DiffKVLayer] = weakref.WeakValueDictionary()
 # what the operator does on the host must not be lost in a graph that the compiler captures (older releases: no tag)
 _TAGS = [tag for tag in [getattr(torch.Tag, "cudagraph_unsafe", None)] if tag is not None]
-
-
-def new_handle(layer: DiffKVLayer) -> Tensor:
-    """int64 [1] on the CPU: a number under which compiled graphs find `layer` while it lives."""
-    number = next(_numbers)
-    _layers[number] = layer
-    return torch.tensor([number])
-
-
-def awaiting_layers() -> list[DiffKVLayer]:
-    """Layers of any cache whose keys and values are still to be read by later layers of the model."""
-    return [layer for layer in list(_layers.values()) if layer.awaited is not None]
 
 
 @torch.library.custom_op("hf_diffkv::attend", mutates_args=("order",), tags=_TAGS)
@@ -55,15 +36,10 @@ def attend(
     Args:
         mask: as the attention function gets it.
         order: shared by the layers of a cache, never read.
-        handle: from `new_handle`.
+        handle: from `handles.new_handle`.
         reads: the keys and values are those of an earlier layer of the model, whose mask holds for this one too.
     """
     return attend_at(layer_of(handle), query, key, value, mask, sinks, reads, scaling, softcap)
-
-
-def layer_of(handle: Tensor) -> DiffKVLayer:
-    """The layer that `new_handle` gave this number."""
-    return _layers[int(handle)]
 
 
 def attend_at(

@@ -11,7 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,17 +19,15 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation.configuration_utils import CompileConfig
 
 from ..ops.backend import use_kernels
+from ..store import Store
 from ..store.compaction import compact, compaction_done, compacts_after_step, settle
 from ..store.step import count_step, refresh_if_due
 from .cuda_graph import CudaGraph
+from .diffkv_cache import DiffKVCache
 from .errors import NotCapturableError
 from .forward import compiled_forward, not_compiled
 from .layer import DiffKVLayer
 from .windows import Windows
-
-if TYPE_CHECKING:
-    from ..store import Store
-    from .diffkv_cache import DiffKVCache
 
 _logger = logging.getLogger("hf_diffkv")
 # tables and buffers are made for the tokens to come, but not for more than so many at once

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -14,18 +15,17 @@ from safetensors.torch import load, load_file, save_file
 
 from ..config.diffkv_config import DiffKVConfig, configuration_of
 from ..config.files import new_folder
+from .contents import CacheContents
+from .devices import TensorParallel
 from .snapshot import (
     CacheFileError,
+    CacheT,
     Snapshot,
     model_fingerprint,
     restore_snapshot,
     take_snapshot,
     weights_fingerprint,
 )
-
-if TYPE_CHECKING:
-    from .devices import TensorParallel
-    from .diffkv_cache import DiffKVCache
 
 FORMAT_VERSION = 4
 # in version 1 thresholds had no batch dimension, and keys and values were held as the model had them; up to version 2
@@ -36,7 +36,7 @@ JSON_NAME = "diffkv_cache.json"
 TENSORS_NAME = "diffkv_cache.safetensors"
 
 
-def save_cache(cache: DiffKVCache, save_directory: str | os.PathLike, model: Any = None) -> None:
+def save_cache(cache: CacheContents, save_directory: str | os.PathLike, model: Any = None) -> None:
     """Writes `cache` into `save_directory` (made if missing).
 
     Args:
@@ -64,16 +64,17 @@ def save_snapshot(snapshot: Snapshot, folder: Path, parallel: TensorParallel) ->
 
 
 def load_cache(
-    cache_class: type[DiffKVCache],
+    make_cache: Callable[[Any, DiffKVConfig], CacheT],
     save_directory: str | os.PathLike,
     model: Any,
     parallel: TensorParallel,
     devices: dict[int, torch.device],
     other_device: torch.device,
-) -> DiffKVCache:
+) -> CacheT:
     """Reads what `save_cache` wrote.
 
     Args:
+        make_cache: what makes an empty cache, of a model or its configuration.
         model: a model, or its configuration: then the weights are not compared.
         parallel: the model's ranks.
         devices: of its layers. other_device: of those that are not named.
@@ -91,7 +92,7 @@ def load_cache(
     if weights is not None and model is not model_config and weights != weights_fingerprint(model):
         raise CacheFileError(f"{folder} was saved with other model weights; load it with the model it is of.")
     try:
-        cache = restore_snapshot(cache_class, snapshot, model, devices, other_device)
+        cache = restore_snapshot(make_cache, snapshot, model, devices, other_device)
     except CacheFileError as error:
         raise CacheFileError(f"{folder}: {error}") from error
     # unknown where an earlier hf_diffkv saved the cache

@@ -89,7 +89,7 @@ class DiffKVLayer(LayerState):
                 self._begin(key, value)
         except MemoryError:
             # what other layers or ranks have done for this forward cannot be undone from here
-            self.stores.broken |= parallel.size > 1 or not self.stores.starts_forward(self)
+            self.stores.broken |= parallel.size > 1 or not self.stores.starts_forward(self.index)
             raise
         self.seen += tokens
         self.pending = (key, value)
@@ -100,7 +100,7 @@ class DiffKVLayer(LayerState):
         """Whether `update` can fail on one rank and not on another."""
         if not self.is_initialized:
             return True
-        begins = self.store.seen == self.seen and self.stores.starts_forward(self)
+        begins = self.store.seen == self.seen and self.stores.starts_forward(self.index)
         return begins and (tokens > 1 or any(store.look_due for store in self.stores.stores))
 
     def _begin(self, key: Tensor, value: Tensor) -> None:
@@ -110,7 +110,7 @@ class DiffKVLayer(LayerState):
             self.lazy_initialization(key, value)
         self._check(key, value)
         if self.store.seen == self.seen:
-            if self.stores.starts_forward(self):
+            if self.stores.starts_forward(self.index):
                 self.stores.begin(tokens)
             else:
                 begin_forward(self.store, tokens)
@@ -168,7 +168,8 @@ class DiffKVLayer(LayerState):
                 return self._attend(query, key, value, valid, mask, options)
         except BaseException:
             self.awaited = self.stores.awaited = None
-            self.stores.abandon(self, key.shape[2])
+            if self.stores.abandon(self.index, key.shape[2]):
+                self.reset()
             raise
 
     def _hide(self, key: Tensor, value: Tensor, valid: Tensor | None, shown: Tensor | None) -> None:

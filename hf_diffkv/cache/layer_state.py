@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ..store import Store, read_tokens
 from .awaited import AwaitedTokens
-from .compiled import new_handle
 from .errors import NotCapturableError
-
-if TYPE_CHECKING:
-    from .stores import Stores
+from .handles import new_handle
+from .stores import Stores
 
 
 class LayerState(CacheLayerMixin):

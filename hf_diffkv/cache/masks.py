@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from .errors import HandOverError
-
-if TYPE_CHECKING:
-    from .layer import DiffKVLayer
+from .layer_state import LayerState
 
 # attribute of a mask that is causal with padding: the padding, [batch, keys]
 PADDING = "_diffkv_padding"
 
 
 def split_mask(
-    mask: Tensor | None, layer: DiffKVLayer, tokens: int
+    mask: Tensor | None, layer: LayerState, tokens: int
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """What a mask says, each part None where it says nothing.
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..policy import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL
 from ..store import Store, payload
-
-if TYPE_CHECKING:
-    from .diffkv_cache import DiffKVCache
+from .contents import CacheContents
 
 # codes of `DiffKVCache.levels`
 LEVEL_CODES = {"high": HIGH_LEVEL, "low": LOW_LEVEL, "window": WINDOW_LEVEL, "pruned": PRUNED_LEVEL}
@@ -110,7 +107,7 @@ class MemoryReport:
         return "; ".join(parts)
 
 
-def memory_report(cache: DiffKVCache) -> MemoryReport:
+def memory_report(cache: CacheContents) -> MemoryReport:
     """Reads the devices; see `MemoryReport`."""
     stores = cache.stores.stores
     counts = {id(store): payload(store) for store in stores}
@@ -153,7 +150,7 @@ def level_counts(levels: torch.Tensor) -> dict[str, list[int]]:
 
 
 def levels_of_request(
-    cache: DiffKVCache, request: int = 0, layer_idx: int | None = None, head: int | None = None
+    cache: CacheContents, request: int = 0, layer_idx: int | None = None, head: int | None = None
 ) -> torch.Tensor:
     """int8 [heads, tokens] of a request: the levels of all heads, those of a layer, or of one head.
 
@@ -186,7 +183,7 @@ def _dense_token_bytes(store: Store) -> int:
     return (store.key_dim + store.value_dim) * store.dtype.itemsize
 
 
-def _stock_bytes(cache: DiffKVCache) -> int:
+def _stock_bytes(cache: CacheContents) -> int:
     compressed = set(cache.compressed_layers())
     total = 0
     for layer_idx, layer in enumerate(cache.layers):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,10 +15,10 @@ from ..config.diffkv_config import DiffKVConfig, configuration_of
 from ..pages import NULL_PAGE
 from ..store import Store, settle
 from ..store.state import ROW_STATE
+from .contents import CacheContents
+from .stores import Stores
 
-if TYPE_CHECKING:
-    from .diffkv_cache import DiffKVCache
-    from .stores import Stores
+CacheT = TypeVar("CacheT", bound=CacheContents)
 
 # what does not change the keys and values a model computes
 VOLATILE = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
@@ -49,7 +49,7 @@ class Snapshot:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
-def take_snapshot(cache: DiffKVCache, weights: str | None = None) -> Snapshot:
+def take_snapshot(cache: CacheContents, weights: str | None = None) -> Snapshot:
     """Copies what `cache` holds, on its own devices.
 
     Args:
@@ -107,15 +107,16 @@ def _content(
 
 
 def restore_snapshot(
-    cache_class: type[DiffKVCache],
+    make_cache: Callable[[Any, DiffKVConfig], CacheT],
     snapshot: Snapshot,
     model: Any,
     devices: dict[int, torch.device],
     other_device: torch.device,
-) -> DiffKVCache:
+) -> CacheT:
     """A new cache of `model` that holds what the snapshot does, and shares no memory with it.
 
     Args:
+        make_cache: what makes an empty cache, of a model or its configuration.
         model: a model, or its configuration.
         devices: of the model's layers. other_device: of those that are not named.
 
@@ -123,7 +124,7 @@ def restore_snapshot(
         CacheFileError: the snapshot holds layers that are not in this process, or pages of another format.
     """
     content, tensors = snapshot.content, snapshot.tensors
-    cache = cache_class(model, DiffKVConfig.from_dict(content["config"]))
+    cache = make_cache(model, DiffKVConfig.from_dict(content["config"]))
     if configuration_of(model) is not model:
         cache.attach(model)
     # layers that were together may run on several devices now

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,6 @@ from ..store import Store, begin_forward, drop_unused_layers, withdraw
 from ..store.state import LayerThreshold
 from .devices import TensorParallel, absent_layers, layer_devices
 from .errors import HandOverError, stopped_halfway
-
-if TYPE_CHECKING:
-    from .layer import DiffKVLayer
 
 
 class Stores:
@@ -138,9 +135,9 @@ class Stores:
         value = value[index] if isinstance(value, tuple) else value
         return self.tensor_parallel.share(value, store.num_heads) if isinstance(value, tuple) else value
 
-    def starts_forward(self, layer: DiffKVLayer) -> bool:
-        """Whether `layer` is the first one of a forward: no other one is ahead of it."""
-        return max(self.seen) <= layer.seen
+    def starts_forward(self, index: int) -> bool:
+        """Whether this layer is the first one of a forward: no other one is ahead of it."""
+        return max(self.seen) <= self.seen[index]
 
     def begin(self, tokens: int) -> None:
         """Starts a forward of `tokens` tokens in every store.
@@ -195,19 +192,24 @@ class Stores:
         if self.broken:
             raise stopped_halfway()
 
-    def abandon(self, layer: DiffKVLayer, tokens: int) -> None:
-        """Called when a layer failed to store `tokens` tokens: undone if it is the forward's first, else remembered."""
-        others = [seen for index, seen in enumerate(self.seen) if index != layer.index and seen]
+    def abandon(self, index: int, tokens: int) -> bool:
+        """Called when a layer failed to store `tokens` tokens: undone if it is the forward's first, else remembered.
+
+        Returns:
+            Whether nothing has been seen any more, so that all stores are dropped.
+        """
+        others = [seen for other, seen in enumerate(self.seen) if other != index and seen]
         # the other ranks may have stored theirs already
-        if self.tensor_parallel.size > 1 or any(seen >= layer.seen for seen in others):
+        if self.tensor_parallel.size > 1 or any(seen >= self.seen[index] for seen in others):
             self.broken = True
-            return
-        layer.seen -= tokens
+            return False
+        self.seen[index] -= tokens
         for store in self.stores:
             withdraw(store, tokens)
-        if not others and layer.seen == 0:
-            layer.reset()
+        empty = not others and self.seen[index] == 0
+        if empty:
             self.clear()
+        return empty
 
     def assign(self, index: int, store: Store, slot: int) -> None:
         """Says where a layer stands, in a store of this cache or one that is new."""
