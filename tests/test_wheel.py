@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,10 @@ def installed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(build, check=True, env=environment)
     (wheel,) = wheels.iterdir()
     assert "-py3-none-manylinux_2_" in wheel.name and wheel.name.endswith(f"_{platform.machine()}.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        # neither tests nor tools
+        folders = {name.split("/")[0] for name in archive.namelist()}
+    assert folders == {"hf_diffkv", f"{wheel.name.split('-py3')[0]}.dist-info"}
     subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", str(folder), str(wheel)], check=True)
     return folder
 
