@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "integration"))  # for the tiny models
+sys.path.append(str(Path(__file__).parents[1] / "cache"))  # for the tiny models
 
 from families import FAMILIES, SLIDING, Family  # noqa: E402
 from vision_families import VISION_FAMILIES  # noqa: E402
@@ -14,18 +14,51 @@ from vision_families import VISION_FAMILIES  # noqa: E402
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 HEAD = """# Models
 
-What `DiffKVCache` does with each text family of Transformers. `tests/families/families.py` holds this list and a tiny
-random model of each; `tests/families/test_families.py` checks every row, on the oldest and the newest Transformers that
-is supported:
+This page says what `DiffKVCache` does with each text family of Transformers: first the models most people ask for, then
+every family by its `model_type`, which stands in a model's `config.json`.
+"""
+# what models are called, and their families
+FAMOUS = {
+    "Llama 2 and 3": ("llama",),
+    "Llama 4": ("llama4_text",),
+    "Qwen2, Qwen2.5, QwQ": ("qwen2", "qwen2_moe"),
+    "Qwen3": ("qwen3", "qwen3_moe"),
+    "Qwen3-Next, Qwen3.5": ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+    "Mistral, Mixtral": ("mistral", "mixtral"),
+    "Ministral": ("ministral",),
+    "Ministral 3": ("ministral3",),
+    "Gemma": ("gemma",),
+    "Gemma 2 and 3": ("gemma2", "gemma3_text"),
+    "Gemma 3n and 4": ("gemma3n_text", "gemma4_text"),
+    "Phi-2, Phi-3, Phi-4": ("phi", "phi3", "phimoe"),
+    "gpt-oss": ("gpt_oss",),
+    "DeepSeek V2, V3, R1": ("deepseek_v2", "deepseek_v3"),
+    "GLM-4, GLM-4.5": ("glm4", "glm4_moe"),
+    "SmolLM2": ("llama",),
+    "SmolLM3": ("smollm3",),
+    "OLMo 2": ("olmo2",),
+    "OLMo 3": ("olmo3",),
+    "Granite 3": ("granite",),
+    "Granite 4": ("granitemoehybrid",),
+    "Command R": ("cohere",),
+    "Command R7B, Command A": ("cohere2",),
+    "Mamba": ("mamba", "mamba2"),
+    "Falcon, BLOOM, GPT-J": ("falcon", "bloom", "gptj"),
+}
+CHECKS = """## How this is checked
 
-- Families that are not refused generate the very tokens that `DynamicCache` generates when everything is stored as it
-  is (greedy, a batch of three prompts with left padding, logits within 1e-4 in float32). With lossy settings the layers
-  that are said to be compressed truly are.
+`tests/families/families.py` holds this list and a tiny random model of each family. `tests/families/test_families.py`
+checks every row, on the oldest and the newest Transformers that is supported:
+
+- Families that are not refused generate the tokens that `DynamicCache` generates when everything is stored as it is
+  (greedy, a batch of three prompts with left padding, logits within 1e-4 in float32). With lossy settings, the layers
+  that this page calls compressed are compressed.
 - Refused families raise an `UnsupportedModelError` before the model runs.
 
-A random model says that the cache is wired up rightly, not how much compression a trained model bears.
+These tests prove correctness, not quality. `hf-diffkv verify --model MODEL` says how much compression a trained model
+bears.
 
-This file is written by `python tests/families/report.py`.
+`python tests/families/report.py` writes this file.
 """
 REASONS = {
     "caches latents": "multi-head latent attention: it caches latents, not keys and values",
@@ -51,25 +84,46 @@ def document() -> str:
         HEAD,
         f"{len(full)} families are compressed in all layers, {len(partly)} in their full-attention layers, "
         f"{len(nothing)} run but have no layer to compress, {len(refused)} are refused.\n",
+        _famous(),
+        "DeepSeek's distilled models are Llama and Qwen2 models, and work as these do.\n",
         "## All layers compressed\n\n" + ", ".join(f"`{name}`" for name in full) + ".\n",
-        "Mistral and Phi-3 checkpoints whose configuration sets `sliding_window` have sliding-window layers only: "
-        "they run uncompressed, with a warning.\n",
+        "If the configuration of a Mistral or Phi-3 checkpoint sets `sliding_window`, all of its layers have sliding "
+        "windows: it runs uncompressed, with a warning.\n",
         "## Full-attention layers compressed\n\nThe other layers keep Transformers' own cache.\n\n"
         + _table("kept as they are", partly, _kept),
-        "Where later layers read the keys and values of an earlier one (Gemma 3n, Gemma 4), that one is compressed for "
+        "In Gemma 3n and Gemma 4 later layers read the keys and values of an earlier one. That layer is compressed for "
         "all of them: their queries count as further heads of its KV heads when significance is decided "
         "([architecture.md](architecture.md); checked in `tests/test_shared.py` and "
-        "`tests/generation/test_shared_layers.py`). Steps of these models are not captured as CUDA graphs. Where a "
-        "`device_map` or pipeline parallelism parts such layers, `generate()` leaves the one they read uncompressed.\n",
-        "## Vision-language models\n\nTheir text side is compressed, as far as the table says; the vision side keeps "
-        "its own attention. Checked with an image in every prompt (`tests/families/test_vision.py`).\n\n"
+        "`tests/generation/test_shared_layers.py`). Steps of these models are not captured as CUDA graphs. If a "
+        "`device_map` or pipeline parallelism parts such layers, `generate()` leaves the layer they read "
+        "uncompressed.\n",
+        "## Vision-language models\n\nTheir text side is compressed, except for the layers in this table; the vision "
+        "side keeps its own attention. `tests/families/test_vision.py` checks them with an image in every prompt.\n\n"
         + _vision_table(),
-        "## Nothing to compress\n\nThey generate as with `DynamicCache`, and a warning says so.\n\n"
+        "## Nothing to compress\n\nThese families generate as with `DynamicCache`, and a warning says so.\n\n"
         + _table("layers", nothing, _kept),
         "## Refused\n\n" + _table("why", refused, lambda family: REASONS[family.refused]),
         "Encoder-decoder models are refused as well.\n",
+        CHECKS,
     ]
     return "\n".join(parts)
+
+
+def _famous() -> str:
+    lines = ["| model | family | compressed |", "|---|---|---|"]
+    for model, names in FAMOUS.items():
+        (outcome,) = {_outcome(FAMILIES[name]) for name in names}
+        lines.append(f"| {model} | {', '.join(f'`{name}`' for name in names)} | {outcome} |")
+    return "\n".join(lines) + "\n"
+
+
+def _outcome(family: Family) -> str:
+    """What becomes of `family`, in a few words."""
+    if family.refused:
+        return f"refused: {REASONS[family.refused].partition(':')[0]}"
+    if not family.compressed:
+        return "nothing to compress"
+    return f"full-attention layers; others: {family.kept[0]}" if family.kept else "all layers"
 
 
 def _kept(family: Family) -> str:
