@@ -111,8 +111,12 @@ def _register_now() -> None:
     if reason is not None:
         warnings.warn(f'"diffkv" is not registered: {reason}', stacklevel=2)
         return
-    for name in REGISTRATIONS:
-        importlib.import_module(name).register()
+    try:
+        for name in REGISTRATIONS:
+            importlib.import_module(name).register()
+    except ImportError as error:
+        # a release without a name that is needed; Transformers itself must load all the same
+        warnings.warn(f'"diffkv" is not registered: {error}; please report it with the release\'s number', stacklevel=2)
 
 
 def _loaded(name: str) -> None:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 
 from .cache.diffkv_cache import DiffKVCache
 from .cache.registration import set_attention
+from .compat import attention_of
 from .config import DiffKVConfig
 from .evaluation.agreement import Agreement
 
@@ -135,7 +136,7 @@ class DiffKVEvaluationCallback(TrainerCallback):
 def undisturbed(model: PreTrainedModel) -> Iterator[None]:
     """Within the block `model` is in evaluation mode; afterwards modes, attention and random numbers are as before."""
     text_config = model.config.get_text_config(decoder=True)
-    attention = text_config._attn_implementation
+    attention = attention_of(text_config)
     training = {module: module.training for module in model.modules()}
     devices = [model.device] if model.device.type == "cuda" else []
     model.eval()
@@ -145,7 +146,7 @@ def undisturbed(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for module, mode in training.items():
             module.training = mode
-        if text_config._attn_implementation != attention:
+        if attention is not None and attention_of(text_config) != attention:
             set_attention(model, attention)
 
 

@@ -1,6 +1,6 @@
 """The parts of Transformers' continuous batching engine that are replaced.
 
-Importing this module checks whether the engine is what is relied on (`engine_names.py`).
+Importing this module checks whether the engine is what is relied on.
 """
 
 from __future__ import annotations
@@ -9,14 +9,9 @@ import functools
 import inspect
 from typing import Any
 
-import transformers
-
-from ..cache.private_names import changed, parameters_of
+from ..compat import BATCHING, Feature, PrivateName, parameters_of
 from .engine_cache import ContinuousCache
 from .engine_names import (
-    EXPECTED,
-    FIELDS,
-    REMEDY,
     SCHEDULER_MAPPING,
     ContinuousBatchProcessor,
     PagedAttentionCache,
@@ -27,22 +22,17 @@ from .engine_names import (
 from .order import LOOK_AHEAD, AdmissionOrder
 
 
-def surprises() -> list[str]:
-    """What of the installed release is not as it is relied on; empty where all is."""
-    # the engine calls these on its cache
+def _asked() -> Feature:
+    """What the engine calls on its cache."""
+    owner = f"{PagedAttentionCache.__module__}:{PagedAttentionCache.__name__}"
     ours = [name for name, member in vars(ContinuousCache).items() if inspect.isfunction(member)]
     shared = [name for name in ours if hasattr(PagedAttentionCache, name) and not name.startswith("__")]
-    asked = [(PagedAttentionCache, name, parameters_of(getattr(ContinuousCache, name))) for name in shared]
-    found = changed((*EXPECTED, *asked))
-    fields = inspect.signature(RequestState).parameters
-    return found + [f"RequestState.{name}" for name in FIELDS if name not in fields]
+    parameters = (" ".join(parameters_of(getattr(ContinuousCache, name)) or ()) for name in shared)
+    return Feature(BATCHING.lost, tuple(map(PrivateName, [owner] * len(shared), shared, parameters)))
 
 
-if surprises():
-    raise ImportError(
-        f"transformers {transformers.__version__} changed {', '.join(surprises())}, which continuous batching with "
-        f"cache_implementation='diffkv' relies on; {REMEDY}."
-    )
+ASKED = _asked()
+ASKED.require()
 
 
 class _Admission:

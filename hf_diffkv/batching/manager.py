@@ -14,8 +14,8 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from ..cache.diffkv_cache import resolve_config
-from ..cache.models import can_switch
 from ..cache.registration import cache_fields, set_attention
+from ..compat import attention_of, can_switch
 from ..import_hook import PAGED_NAME
 from .engine import DiffKVBatchProcessor, scheduler_class
 from .engine_cache import ContinuousCache, ServingMemory, ServingStatistics
@@ -83,7 +83,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Switches `model` to the packed attention, and notes what it had."""
-        current = model.config.get_text_config(decoder=True)._attn_implementation
+        current = attention_of(model.config.get_text_config(decoder=True))
         if current != PAGED_NAME:
             if not can_switch(model):
                 raise ValueError(f"the attention of {type(model).__name__} cannot be switched to {PAGED_NAME!r}.")

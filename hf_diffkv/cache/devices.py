@@ -37,7 +37,7 @@ class TensorParallel:
         for mesh in (p.device_mesh for p in model.parameters() if isinstance(p, DTensor)):
             names = mesh.mesh_dim_names
             # in older releases of Transformers, and where the user made it, the mesh may have no names
-            if names is None and mesh.ndim == 1 and mesh.size() == getattr(model, "_tp_size", None):
+            if names is None and mesh.ndim == 1 and mesh.size() == getattr(model, "tp_size", None):
                 return cls(mesh.get_local_rank(), mesh.size(), mesh.get_group())
             if "tp" in (names or ()):
                 return cls(mesh["tp"].get_local_rank(), mesh["tp"].size(), mesh["tp"].get_group())

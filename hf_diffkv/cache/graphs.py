@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.generation.configuration_utils import CompileConfig
 
+from ..compat import SLIDING_GRAPHS
 from ..ops.backend import use_kernels
 from ..store import Store
 from ..store.compaction import compact, compaction_done, compacts_after_step, settle
@@ -27,7 +27,7 @@ from .diffkv_cache import DiffKVCache
 from .errors import NotCapturableError
 from .forward import compiled_forward, not_compiled
 from .layer import DiffKVLayer
-from .windows import Windows
+from .windows import Windows, is_sliding
 
 _logger = logging.getLogger("hf_diffkv")
 # tables and buffers are made for the tokens to come, but not for more than so many at once
@@ -68,7 +68,8 @@ def wants_graphs(model: Any, cache: DiffKVCache) -> bool:
         and model not in _given_up
         and cache.stores.tensor_parallel.size == 1
         and len(set(getattr(model, "hf_device_map", {}).values())) <= 1
-        and all(isinstance(layer, DiffKVLayer) or type(layer) is DynamicSlidingWindowLayer for layer in cache.layers)
+        and all(isinstance(layer, DiffKVLayer) or is_sliding(layer) for layer in cache.layers)
+        and (not any(map(is_sliding, cache.layers)) or SLIDING_GRAPHS.available())
         and not any(getattr(layer, "readers", 0) for layer in cache.layers)
         and not _rotates_by_length(model)
     )

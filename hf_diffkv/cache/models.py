@@ -12,6 +12,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from ..compat import can_switch
 from .errors import UnsupportedModelError
 
 # How these models attend cannot be read off their configuration.
@@ -44,12 +45,6 @@ def check_model_config(model_config: Any) -> None:
         )
     if name in REFUSED_TYPES:
         raise UnsupportedModelError(f"{name} {REFUSED_TYPES[name]}, so DiffKVCache cannot be used; use DynamicCache.")
-
-
-def can_switch(model: Any) -> bool:
-    """Whether the attention of `model` goes through Transformers' interface."""
-    check = getattr(model, "_can_set_attn_implementation", None)
-    return check is None or check()
 
 
 def check_attention(model: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import logging
 import warnings
 from collections.abc import Callable, Mapping
@@ -14,6 +13,17 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 
+from ..compat import (
+    GENERATE,
+    GRAPHS,
+    MASK_LENGTH,
+    PROMPTS,
+    Wrapped,
+    attention_of,
+    disown,
+    forget_attention,
+    text_length,
+)
 from ..config import DiffKVConfig
 from ..import_hook import NAME, PAGED_NAME, add_name, remove_name
 from .attention import diffkv_attention, diffkv_mask
@@ -24,62 +34,36 @@ from .models import check_attention, check_model_config
 from .paged_attention import no_mask, paged_attention
 
 _logger = logging.getLogger("hf_diffkv")
-_original: Callable | None = None
-# methods of models that are wrapped beside it, as they were
-_forward_methods: dict[tuple[type, str], Callable] = {}
+_wrapped = Wrapped()
 
 
 def register() -> None:
     """Registers everything; a second call does nothing."""
-    global _original
-    if _original is not None:
+    if _wrapped.originals:
         return
     AttentionInterface.register(NAME, diffkv_attention)
     AttentionMaskInterface.register(NAME, diffkv_mask)
     AttentionInterface.register(PAGED_NAME, paged_attention)
     AttentionMaskInterface.register(PAGED_NAME, no_mask)
-    original = GenerationMixin._prepare_cache_for_generation
-    parameters = list(inspect.signature(original).parameters)
-    _original = original
-    if parameters[:3] != ["self", "generation_config", "model_kwargs"]:
-        warnings.warn(
-            'this version of transformers does not accept cache_implementation="diffkv"; pass '
-            "past_key_values=DiffKVCache(model.config) and call model.set_attn_implementation('diffkv').",
-            stacklevel=3,
-        )
+    if not GENERATE.available():
         remove_name()
         return
     add_name()
-    GenerationMixin._prepare_cache_for_generation = _wrap(original)
-    for owner, name, wrap in (
-        (GenerationMixin, "_valid_auto_compile_criteria", _wrap_criteria),
-        (PreTrainedModel, "get_compiled_call", _wrap_compiled_call),
-        (GenerationMixin, "_prefill", _wrap_prefill),
-        (GenerationMixin, "prepare_inputs_for_generation", _wrap_inputs),
-    ):
-        method = getattr(owner, name, None)
-        if method is not None:
-            _forward_methods[owner, name] = method
-            setattr(owner, name, wrap(method))
+    _wrapped.wrap(GenerationMixin, "_prepare_cache_for_generation", _wrap)
+    MASK_LENGTH.available()
+    if GRAPHS.available():
+        _wrapped.wrap(GenerationMixin, "_valid_auto_compile_criteria", _wrap_criteria)
+        _wrapped.wrap(PreTrainedModel, "get_compiled_call", _wrap_compiled_call)
+    if PROMPTS.available():
+        _wrapped.wrap(GenerationMixin, "_prefill", _wrap_prefill)
+        _wrapped.wrap(GenerationMixin, "prepare_inputs_for_generation", _wrap_inputs)
 
 
 def unregister() -> None:
     """Undoes `register`."""
-    global _original
-    if _original is None:
-        return
-    # where another library wrapped the method since, our part of the chain merely passes calls on
-    if getattr(GenerationMixin._prepare_cache_for_generation, "_diffkv", False):
-        GenerationMixin._prepare_cache_for_generation = _original
-    for (owner, name), method in _forward_methods.items():
-        if getattr(getattr(owner, name), "_diffkv", False):
-            setattr(owner, name, method)
-    _forward_methods.clear()
-    _original = None
+    _wrapped.undo()
     remove_name()
-    for interface in (AttentionInterface, AttentionMaskInterface):
-        interface._global_mapping.pop(NAME, None)
-        interface._global_mapping.pop(PAGED_NAME, None)
+    forget_attention(NAME, PAGED_NAME)
 
 
 def ensure_attention(model: Any) -> None:
@@ -91,10 +75,10 @@ def ensure_attention(model: Any) -> None:
     check_model_config(model.config)
     text_config = model.config.get_text_config(decoder=True)
     check_attention(model)
-    if text_config._attn_implementation == NAME:
+    if attention_of(text_config) == NAME:
         return
     set_attention(model, NAME)
-    if text_config._attn_implementation != NAME:
+    if attention_of(text_config) not in (NAME, None):
         raise UnsupportedModelError(f"{type(model).__name__} refused the attention implementation 'diffkv'.")
     _logger.info("switched %s to attn_implementation='diffkv'", type(model).__name__)
 
@@ -166,16 +150,9 @@ def _check_padding(generation_config: Any, model_kwargs: dict[str, Any]) -> None
         )
 
 
-def _text_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int | None:
-    """Tokens of the whole text, those in the cache included, by its mask; None where there is none."""
-    mask = model_kwargs.get("attention_mask")
-    # newer releases drop a mask without padding before they come here, and note its length
-    return getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
-
-
 def _check_prompt(cache: DiffKVCache, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
     """Raises `ValueError` for a prompt no longer than what the cache holds, which `generate()` would cut wrongly."""
-    length, seen = _text_length(generation_config, model_kwargs), cache.get_seq_length()
+    length, seen = text_length(generation_config, model_kwargs), cache.get_seq_length()
     if seen and length is not None and length <= seen:
         raise ValueError(
             f"past_key_values holds {seen} tokens of each sequence but the prompt has {length}: to continue, pass the "
@@ -187,7 +164,7 @@ def _check_prompt(cache: DiffKVCache, generation_config: Any, model_kwargs: dict
 def _wrap(original: Callable) -> Callable:
     @functools.wraps(original)
     def prepare(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if _original is None:
+        if not _wrapped.originals:
             return original(self, generation_config, model_kwargs, *args, **kwargs)
         cache = model_kwargs.get("past_key_values")
         wanted = generation_config.cache_implementation == NAME
@@ -227,12 +204,11 @@ def _wrap(original: Callable) -> Callable:
         finally:
             generation_config.cache_implementation = NAME if wanted else None
         if cache is None:
-            model_kwargs["past_key_values"]._is_user_defined = False
+            disown(model_kwargs["past_key_values"])
             if getattr(generation_config, "is_assistant", False):
                 model_kwargs["past_key_values"].activate_past_recording()
         return result
 
-    prepare._diffkv = True
     return prepare
 
 
@@ -244,16 +220,15 @@ def _wrap_criteria(original: Callable) -> Callable:
         cache = model_kwargs.get("past_key_values")
         if isinstance(generation_config.compile_config, GraphRequest):
             return True
-        if isinstance(cache, DiffKVCache) and _original is not None and wants_graphs(self, cache):
+        if isinstance(cache, DiffKVCache) and _wrapped.originals and wants_graphs(self, cache):
             asked = None if generation_config.disable_compile else generation_config.compile_config
-            compiled_call = _forward_methods.get((PreTrainedModel, "get_compiled_call"))
+            compiled_call = _wrapped.originals.get((PreTrainedModel, "get_compiled_call"))
             step = DecodeStep(self, cache, generation_config.max_length, asked, compiled_call)
             # generate() works on its own copy of the config
             generation_config.compile_config = GraphRequest(step)
             return True
         return original(self, model_kwargs, generation_config)
 
-    valid._diffkv = True
     return valid
 
 
@@ -269,11 +244,10 @@ def _wrap_prefill(original: Callable) -> Callable:
         checks = isinstance(cache, DiffKVCache) and not getattr(generation_config, "is_assistant", False)
         if checks and model_kwargs.get("inputs_embeds") is None and input_ids.ndim == 2:
             # the new tokens alone have a longer mask
-            if input_ids.shape[1] == _text_length(generation_config, model_kwargs):
+            if input_ids.shape[1] == text_length(generation_config, model_kwargs):
                 cache.held_tokens.check(input_ids, model_kwargs.get("attention_mask"), cache.get_seq_length())
         return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
 
-    prefill._diffkv = True
     return prefill
 
 
@@ -289,7 +263,6 @@ def _wrap_inputs(original: Callable) -> Callable:
             cache.held_tokens.note(input_ids, new.shape[1], cache.get_seq_length(), first)
         return original(self, input_ids, next_sequence_length, *args, **kwargs)
 
-    inputs._diffkv = True
     return inputs
 
 
@@ -300,5 +273,4 @@ def _wrap_compiled_call(original: Callable) -> Callable:
             return compile_config.step
         return original(self, compile_config)
 
-    compiled_call._diffkv = True
     return compiled_call

@@ -16,6 +16,11 @@ from .errors import NotCapturableError
 KINDS = {"full_attention", "sliding_attention"}
 
 
+def is_sliding(layer: Any) -> bool:
+    """Whether a layer of a cache is Transformers' own of a sliding window."""
+    return type(layer) is DynamicSlidingWindowLayer
+
+
 class Windows:
     """The sliding-window layers of one cache, if it has any.
 
@@ -25,7 +30,7 @@ class Windows:
     """
 
     def __init__(self, layers: list[Any], text_config: Any) -> None:
-        self.layers = [layer for layer in layers if type(layer) is DynamicSlidingWindowLayer]
+        self.layers = [layer for layer in layers if is_sliding(layer)]
         self.sizes = {layer.sliding_window for layer in self.layers}
         self.known = not self.layers or set(getattr(text_config, "layer_types", None) or ()) == KINDS
 

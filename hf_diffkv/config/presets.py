@@ -96,8 +96,8 @@ def preset_for(model_config: Any, given: Collection[str] = ()) -> dict[str, Any]
     """
     if isinstance(model_config, (str, os.PathLike)):
         name = os.fspath(model_config)
-    elif hasattr(model_config, "_name_or_path"):
-        name = model_config._name_or_path
+    elif hasattr(model_config, "name_or_path"):
+        name = model_config.name_or_path
     else:
         raise ValueError(
             f"a {type(model_config).__name__} is no model; pass the model, model.config, or the model's name or folder."

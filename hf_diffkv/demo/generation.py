@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..cache.diffkv_cache import DiffKVCache
 from ..cache.report import MemoryReport
+from ..compat import attention_of
 from ..config import DiffKVConfig
 from ..evaluation.agreement import Agreement
 from ..evaluation.models import HUB_IDS, resolve_model
@@ -141,7 +142,7 @@ class Generator:
         self.heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.chats = bool(self.tokenizer.chat_template)
         self.limit: int | None = getattr(config, "max_position_embeddings", None)
-        self.attention = config._attn_implementation
+        self.attention = attention_of(config)
         # first calls pay for thread pools and kernels
         warm_up = Task(torch.arange(8, device=device)[None] + 4, [""] * 8, 3, DiffKVConfig(window=1))
         for _ in self.run(warm_up):
@@ -180,7 +181,8 @@ class Generator:
         """
         dense, compressed = Side(), Side()
         try:
-            self.model.set_attn_implementation(self.attention)
+            if self.attention is not None:
+                self.model.set_attn_implementation(self.attention)
             cache: Any = DynamicCache(config=self.model.config)
             for _ in self._follow(dense, task, cache):
                 yield dense, compressed, None

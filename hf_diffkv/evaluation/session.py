@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compat import attention_of
 from .decoding import decode_by_forwards, generate_options
 from .methods.base import HeldBytes, Method, attends_fully
 
@@ -57,7 +58,7 @@ class Session:
             For each of them [tokens, vocabulary].
         """
         at_once = self.method.asks_at_once and attends_fully(self.model)
-        if not at_once or self.model.config._attn_implementation != "sdpa" or len(texts) == 1:
+        if not at_once or attention_of(self.model.config) != "sdpa" or len(texts) == 1:
             return [self.branch().forward(ids, keep=len(ids)) for ids in texts]
         sizes = [len(ids) for ids in texts]
         owner = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))

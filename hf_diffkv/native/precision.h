@@ -5,7 +5,7 @@
 namespace diffkv {
 namespace {
 
-// Bits of a code: SUPPORTED_BITS of config/precision.py, but for 16, which are no codes.
+// Bits of a code: SUPPORTED_BITS of precision.py, but for 16, which are no codes.
 #define DIFFKV_CODE_BITS(X) X(1) X(2) X(3) X(4) X(5) X(6) X(8)
 
 #define DIFFKV_BIT(BITS) | 1 << BITS

@@ -1,7 +1,9 @@
-"""The parts of Transformers' server that are replaced, and whether they are what they should be.
+"""The parts of Transformers' server that are replaced.
 
-All names of Transformers here are private to it. They were read in release 5.23, and importing this module checks them.
+Importing this module raises `ImportError` where a release has another server (`compat.SERVER`).
 """
+
+# ruff: noqa: E402
 
 from __future__ import annotations
 
@@ -9,77 +11,30 @@ import asyncio
 from contextvars import ContextVar
 from typing import Any
 
-import transformers
 from transformers.utils.import_utils import is_serve_available
 
 if not is_serve_available():
     raise ImportError("Transformers' server needs packages that are not installed: pip install 'hf-diffkv[serve]'.")
 
 # refuses releases whose engine is another one
-from ...cache.private_names import PrivateName, changed
+from ...compat import SERVER
 from ..manager import DiffKVBatchingManager
 
-_REMEDY = "generate_batch works with this release; please report it with the release's number"
+SERVER.require()
 
-try:
-    from transformers.cli.serving.chat_completion import ChatCompletionHandler
-    from transformers.cli.serving.completion import CompletionHandler
-    from transformers.cli.serving.model_manager import ModelManager
-    from transformers.cli.serving.response import ResponseHandler
-    from transformers.cli.serving.server import build_server
-    from transformers.cli.serving.utils import BaseHandler, CBGenerateManager, GenerationState
-except ImportError as error:
-    raise ImportError(f"transformers {transformers.__version__} has another server ({error}); {_REMEDY}.") from error
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.server import build_server
+from transformers.cli.serving.utils import CBGenerateManager, GenerationState
 
-# what is overridden, called or taken the place of
-EXPECTED: tuple[PrivateName, ...] = (
-    (CBGenerateManager, "__init__", ("cb_config",)),
-    (CBGenerateManager, "init_cb", ("model", "gen_config")),
-    (CBGenerateManager, "_check_alive", ("request_id",)),
-    (
-        CBGenerateManager,
-        "generate_streaming",
-        ("model", "processor", "inputs", "gen_config", "request_id", "response_parser"),
-    ),
-    (CBGenerateManager, "generate_non_streaming", ("model", "processor", "inputs", "gen_config", "request_id")),
-    (GenerationState, "use_continuous_batching", ("model", "modality")),
-    (GenerationState, "get_manager", ("model_id", "use_cb")),
-    (GenerationState, "is_cb_alive", ()),
-    (ModelManager, "process_model_name", ("model_id",)),
-    (
-        ModelManager,
-        "load_model_and_processor",
-        ("model_id_and_revision", "progress_callback", "tqdm_class", "gguf_file"),
-    ),
-    (ModelManager, "get_gen_models", ("cache_dir",)),
-    (ModelManager, "shutdown", ()),
-    (BaseHandler, "__init__", ("model_manager", "generation_state", "chat_template_kwargs")),
-    (BaseHandler, "_build_generation_config", ("body", "model_generation_config", "use_cb")),
-    (ChatCompletionHandler, "handle_request", ("body", "request_id")),
-    (CompletionHandler, "handle_request", ("body", "request_id")),
-    (ResponseHandler, "handle_request", ("body", "request_id")),
-)
 # fields of a request that say how long its answer may be
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "generation_config")
 # routes that load other models, unload this one, or run it outside the engine
 NOT_SERVED = ("/load_model", "/reset", "/v1/audio/transcriptions", "/v1/systemone")
 # ids of the requests that an HTTP request has brought to the engine
 submitted: ContextVar[list[str]] = ContextVar("submitted")
-
-
-def surprises() -> list[str]:
-    """What of the installed release is not as it is relied on; empty where all is."""
-    found = changed(EXPECTED)
-    if "_cb" not in vars(CBGenerateManager()):
-        found.append("CBGenerateManager._cb")
-    return found
-
-
-if surprises():
-    raise ImportError(
-        f"transformers {transformers.__version__} changed {', '.join(surprises())}, which hf-diffkv serve relies on; "
-        f"{_REMEDY}."
-    )
 
 
 class RefusedError(Exception):

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ...compat import is_stateful
+
 
 @dataclass(frozen=True)
 class HeldBytes:
@@ -119,4 +121,4 @@ def attends_fully(model: Any) -> bool:
     types = getattr(config, "layer_types", None)
     if types is not None:
         return set(types) == {"full_attention"}
-    return getattr(config, "sliding_window", None) is None and not getattr(model, "_is_stateful", False)
+    return getattr(config, "sliding_window", None) is None and not is_stateful(model)

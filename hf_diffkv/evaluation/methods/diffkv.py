@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ...compat import attention_of
 from ...config import DiffKVConfig
 from ...config.presets import PRESETS
 from ...precision import NAME, Precision
@@ -62,12 +63,13 @@ class DiffKVMethod(Method):
 
     @contextmanager
     def attached(self, model: Any, cache: Any) -> Iterator[None]:
-        before = model.config._attn_implementation
+        before = attention_of(model.config)
         model.set_attn_implementation("diffkv")
         try:
             yield
         finally:
-            model.set_attn_implementation(before)
+            if before is not None:
+                model.set_attn_implementation(before)
 
 
 def parse_options(options: list[str]) -> tuple[dict[str, Any], str | None]:

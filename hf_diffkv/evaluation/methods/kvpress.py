@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from ...compat import attention_of
 from ..errors import EvaluationError, unknown
 from . import method
 from .base import HeldBytes, Method, attends_fully, tensor_bytes
@@ -64,7 +65,7 @@ class KVPressMethod(Method):
     @contextmanager
     def attached(self, model: Any, cache: Any) -> Iterator[None]:
         modules = [layer.self_attn for layer in model.model.layers]
-        before = model.config._attn_implementation
+        before = attention_of(model.config)
         try:
             if cache.get_seq_length():
                 for module, hidden in zip(modules, cache.hidden):
@@ -80,7 +81,7 @@ class KVPressMethod(Method):
         finally:
             for module in modules:
                 module.masked_key_indices = None
-            if before != model.config._attn_implementation:
+            if before is not None and before != attention_of(model.config):
                 model.set_attn_implementation(before)
 
     def _build(self) -> Any:

@@ -1,0 +1,372 @@
+"""Names that are private to Transformers, by what needs them. They were read in release 5.23.
+
+What a release lacks, or has with other parameters, disables what needs it: a warning, or an error where it is asked
+for, says both. No other module relies on such a name without asking here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Wrap = Callable[[Callable], Callable]
+# features whose loss was said
+_said: set[Feature] = set()
+
+
+@dataclass(frozen=True)
+class PrivateName:
+    """A function, or an attribute of what has it.
+
+    Attributes:
+        owner: a module, or a class in it or a function that mentions the name: "module", "module:Class.function".
+        name: what it is called there.
+        parameters: of a function, without self, "..." for any that follow; None for an attribute: it is there, or set
+            by the class's `__init__`.
+    """
+
+    owner: str
+    name: str
+    parameters: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.owner.rpartition(':')[2].rpartition('.')[2]}.{self.name}"
+
+    def found(self) -> bool:
+        """Whether the installed release has it so."""
+        owner = _resolved(self.owner)
+        if self.parameters is None:
+            return hasattr(owner, self.name) or _mentions(owner, self.name)
+        given, wanted = parameters_of(getattr(owner, self.name, None)), self.parameters.split()
+        if wanted[-1:] == ["..."]:
+            return given is not None and given[: len(wanted) - 1] == wanted[:-1]
+        return given == wanted
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What needs private names.
+
+    Attributes:
+        lost: what is not there without them, and what to do.
+        names: all of which it needs.
+        since: release from which on Transformers has them.
+    """
+
+    lost: str
+    names: tuple[PrivateName, ...]
+    since: tuple[int, int] = (0, 0)
+
+    def missing(self) -> list[str]:
+        """What the installed release does not have as it is relied on, as "Owner.name"; an older one need not."""
+        if self._is_older():
+            return []
+        return [str(name) for name in self.names if not name.found()]
+
+    def available(self) -> bool:
+        """Whether all names are there; where not, warns, once."""
+        missing = self.missing()
+        if missing and self not in _said:
+            _said.add(self)
+            warnings.warn(self._complaint(missing), stacklevel=3)
+        return not missing
+
+    def require(self) -> None:
+        """Raises `ImportError` where a name is missing, or the release is older than the feature."""
+        if self._is_older():
+            needed = ".".join(map(str, self.since))
+            raise ImportError(
+                f"this needs transformers>={needed}, and this is {_version()}, so {self.lost}, or upgrade transformers."
+            )
+        missing = self.missing()
+        if missing:
+            raise ImportError(self._complaint(missing))
+
+    def _is_older(self) -> bool:
+        return tuple(int(part) for part in _version().split(".")[:2]) < self.since
+
+    def _complaint(self, missing: list[str]) -> str:
+        return (
+            f"transformers {_version()} changed {', '.join(missing)}, so {self.lost}; please report it with the "
+            "release's number."
+        )
+
+
+def _version() -> str:
+    import transformers
+
+    return transformers.__version__
+
+
+def _resolved(owner: str) -> Any:
+    """None where it is not there."""
+    module, _, path = owner.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+    except ImportError:
+        return None
+    for part in filter(None, path.split(".")):
+        found = getattr(found, part, None)
+    return found
+
+
+def _mentions(owner: Any, name: str) -> bool:
+    """Whether the code of a function, or of a class's `__init__`, has `name` as an attribute or a string."""
+    function = owner.__init__ if isinstance(owner, type) else owner
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return code is not None and name in (*code.co_names, *code.co_consts)
+
+
+def parameters_of(function: Any) -> list[str] | None:
+    """Names of a function's parameters but `self`; None where there is no such function."""
+    if function is None:
+        return None
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+def _names(owner: str, *attributes: str, **functions: str) -> tuple[PrivateName, ...]:
+    """Attributes of `owner`, and its functions with their parameters."""
+    of_functions = (PrivateName(owner, name, parameters) for name, parameters in functions.items())
+    return (*(PrivateName(owner, name) for name in attributes), *of_functions)
+
+
+_GENERATION = "transformers.generation.utils:GenerationMixin"
+_MODEL = "transformers.modeling_utils:PreTrainedModel"
+_SLIDING = "transformers.cache_utils:DynamicSlidingWindowLayer"
+_CB = "transformers.generation.continuous_batching"
+_API, _ALLOCATORS = f"{_CB}.continuous_api", f"{_CB}.cache_allocators"
+_ALLOCATOR = f"{_ALLOCATORS}:SlidingAttentionCacheAllocator"
+_SERVING = "transformers.cli.serving"
+
+GENERATE = Feature(
+    'generate() does not take cache_implementation="diffkv"; pass past_key_values=DiffKVCache(model.config) and call '
+    "model.set_attn_implementation('diffkv')",
+    _names(_GENERATION, _prepare_cache_for_generation="generation_config model_kwargs ..."),
+)
+OWN_CACHE = Feature(
+    "generate() takes a cache that it made itself for one of the user's, and looks for the end of a text more often",
+    _names(f"{_GENERATION}._prepare_cache_for_generation", "_is_user_defined"),
+)
+PROMPTS = Feature(
+    "generate() does not compare a prompt with the tokens that past_key_values holds; pass prompts that continue them",
+    _names(
+        _GENERATION,
+        _prefill="input_ids generation_config model_kwargs ...",
+        prepare_inputs_for_generation="input_ids next_sequence_length ...",
+    ),
+)
+MASK_LENGTH = Feature(
+    "generate() does not compare prompts without padding with the length of past_key_values; pass prompts that "
+    "continue it",
+    _names(f"{_GENERATION}.generate", "_mask_length"),
+    since=(5, 23),
+)
+GRAPHS = Feature(
+    "decode steps on a CUDA device are not captured, which is slower",
+    (
+        *_names(_GENERATION, _valid_auto_compile_criteria="model_kwargs generation_config"),
+        *_names(_MODEL, get_compiled_call="compile_config"),
+    ),
+)
+SLIDING_GRAPHS = Feature(
+    "decode steps of models with sliding windows are not captured, which is slower",
+    _names(
+        _SLIDING,
+        "cumulative_length",
+        "record_past",
+        update="key_states value_states ...",
+        get_seq_length="",
+        get_mask_sizes="query_length",
+    ),
+)
+ATTENTION = Feature(
+    "the attention that a model has is not known, and not set back after it was switched to 'diffkv'; call "
+    "model.set_attn_implementation",
+    _names("transformers.configuration_utils:PreTrainedConfig", "_attn_implementation"),
+)
+SWITCHING = Feature(
+    "models whose attention cannot be switched are not refused when a cache is made for them",
+    _names(_MODEL, "_can_set_attn_implementation"),
+)
+UNREGISTERING = Feature(
+    "hf_diffkv.unregister() leaves its attention functions registered",
+    (
+        *_names("transformers:AttentionInterface", "_global_mapping"),
+        *_names("transformers:AttentionMaskInterface", "_global_mapping"),
+    ),
+)
+STATE = Feature(
+    "several questions about one text are asked one after another, which is slower",
+    _names(_MODEL, "_is_stateful"),
+)
+BATCHING_BY_NAME = Feature(
+    'continuous batching does not take cache_implementation="diffkv"; leave it out',
+    _names(_GENERATION, init_continuous_batching="generation_config ..."),
+)
+BATCHING = Feature(
+    'continuous batching does not go with cache_implementation="diffkv"; leave it out, or use generate()',
+    (
+        *_names(f"{_GENERATION}.init_continuous_batching", "_cached_continuous_batching_manager"),
+        *_names(
+            f"{_API}:ContinuousBatchingManager",
+            __init__="model generation_config continuous_batching_config workload_hints",
+            switch_to_cb_friendly_attn="model auto_switch_to_flash",
+            _create_batch_processor="",
+            _run_generation_loop="",
+            warmup="",
+            start="",
+        ),
+        *_names(
+            f"{_API}:ContinuousBatchProcessor",
+            __init__="cache config generation_config continuous_batching_config logit_processor input_queue "
+            "cancel_queue output_router background_thread_status model_device model_dtype scheduler distributed_helper",
+            _handle_request_error="error state",
+            update_batch="",
+            reset="",
+        ),
+        *_names(f"{_CB}.scheduler", "SCHEDULER_MAPPING"),
+        *_names(
+            f"{_CB}.scheduler:Scheduler",
+            __init__="cache safety_margin max_requests_per_batch",
+            add_waiting_request="state",
+            schedule_batch="token_budget cache_budget",
+            finish_request="request_id",
+            reset="",
+            _get_waiting_candidates="",
+        ),
+        *_names(
+            f"{_ALLOCATORS}:CachePool",
+            __init__="num_sectors num_allocators num_reserved_sectors",
+            allocate_sector="index",
+        ),
+        *_names(
+            _ALLOCATOR,
+            __init__="index config num_key_value_heads cache_dtype page_size layer_indices allow_block_sharing",
+            register_cache_tensor="bytes_per_sector non_trash_bytes cache_tensor pool",
+            allocate_cache_to_request="request_id past_length query_length",
+            get_read_indices="request_id past_length query_length",
+            get_write_indices="request_id past_length query_length",
+            get_seqlen_k="past_length query_length",
+            free_blocks="request_id no_cache",
+            fork_blocks="source_request_id dest_request_id past_length",
+            copy_blocks="source_block_ids dest_block_ids",
+            update="key_states value_states layer_idx read_index write_index",
+        ),
+        *_names(f"{_CB}.initialization", update_cb_config_after_cache_creation="cb_config num_blocks max_batch_tokens"),
+        *_names(f"{_CB}.cache", "PagedAttentionCache"),
+        *_names(f"{_CB}.requests", "RequestStatus"),
+        *_names(
+            f"{_CB}.requests:RequestState",
+            *("request_id", "initial_tokens", "max_new_tokens", "num_children", "_new_tokens_limit", "_status"),
+        ),
+    ),
+    since=(5, 23),
+)
+SERVER = Feature(
+    "hf-diffkv serve does not work; use generate_batch",
+    (
+        *_names(
+            f"{_SERVING}.utils:CBGenerateManager",
+            "_cb",
+            __init__="cb_config",
+            init_cb="model gen_config",
+            _check_alive="request_id",
+            generate_streaming="model processor inputs gen_config request_id response_parser",
+            generate_non_streaming="model processor inputs gen_config request_id",
+        ),
+        *_names(
+            f"{_SERVING}.utils:GenerationState",
+            use_continuous_batching="model modality",
+            get_manager="model_id use_cb",
+            is_cb_alive="",
+        ),
+        *_names(
+            f"{_SERVING}.model_manager:ModelManager",
+            process_model_name="model_id",
+            load_model_and_processor="model_id_and_revision progress_callback tqdm_class gguf_file",
+            get_gen_models="cache_dir",
+            shutdown="",
+        ),
+        *_names(
+            f"{_SERVING}.utils:BaseHandler",
+            __init__="model_manager generation_state chat_template_kwargs",
+            _build_generation_config="body model_generation_config use_cb",
+        ),
+        *_names(f"{_SERVING}.chat_completion:ChatCompletionHandler", handle_request="body request_id"),
+        *_names(f"{_SERVING}.completion:CompletionHandler", handle_request="body request_id"),
+        *_names(f"{_SERVING}.response:ResponseHandler", handle_request="body request_id"),
+        *_names(f"{_SERVING}.server", "build_server"),
+    ),
+)
+
+
+class Wrapped:
+    """Methods of Transformers' classes that are wrapped, and what they were."""
+
+    def __init__(self) -> None:
+        self.originals: dict[tuple[type, str], Callable] = {}
+
+    def wrap(self, owner: type, name: str, wrap: Wrap) -> None:
+        """Puts `wrap(method)` in the place of a method of `owner` or its base class."""
+        owner = next(base for base in owner.__mro__ if name in vars(base))
+        self.originals[owner, name] = getattr(owner, name)
+        wrapper: Any = wrap(self.originals[owner, name])
+        wrapper._diffkv = True
+        setattr(owner, name, wrapper)
+
+    def undo(self) -> None:
+        """Puts all back, but where another library wrapped a method since: our part of the chain passes calls on."""
+        for (owner, name), method in self.originals.items():
+            if getattr(getattr(owner, name), "_diffkv", False):
+                setattr(owner, name, method)
+        self.originals.clear()
+
+
+def attention_of(model_config: Any) -> str | None:
+    """The attention implementation that a configuration says; None where that is not known."""
+    return model_config._attn_implementation if ATTENTION.available() else None
+
+
+def can_switch(model: Any) -> bool:
+    """Whether the attention of `model` goes through Transformers' interface; True where that is not known."""
+    # a configuration says nothing of it
+    if not hasattr(model, "set_attn_implementation"):
+        return True
+    return not SWITCHING.available() or model._can_set_attn_implementation()
+
+
+def is_stateful(model: Any) -> bool:
+    """Whether a model holds a state beside keys and values, or that is not known."""
+    return not STATE.available() or getattr(model, "_is_stateful", False)
+
+
+def forget_attention(*names: str) -> None:
+    """Undoes the registration of attention and mask functions."""
+    if UNREGISTERING.available():
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        for interface in (AttentionInterface, AttentionMaskInterface):
+            for name in names:
+                interface._global_mapping.pop(name, None)
+
+
+def disown(cache: Any) -> None:
+    """Has `generate()` treat a cache that was handed to it as one that it made itself."""
+    if OWN_CACHE.available():
+        cache._is_user_defined = False
+
+
+def text_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int | None:
+    """Tokens of the whole text, those in the cache included, by its mask; None where there is none."""
+    mask = model_kwargs.get("attention_mask")
+    # newer releases drop a mask without padding before they come here, and note its length
+    return getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
+
+
+def kept_manager(model: Any) -> Any:
+    """The manager of continuous batching that a model keeps for its next call; None where there is none."""
+    return getattr(model, "_cached_continuous_batching_manager", None)
