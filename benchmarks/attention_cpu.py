@@ -21,7 +21,7 @@ from cpu_caches import about_machine
 from hf_diffkv.config.presets import PRESETS, UNIFORM_NUMBERS
 from hf_diffkv.native import library
 from hf_diffkv.ops.decode_attention import native, reference
-from hf_diffkv.ops.quantize import store_tokens
+from hf_diffkv.ops.quantize import Contents, store_tokens
 from hf_diffkv.ops.tiles import build_tiles
 from hf_diffkv.pages import PageLayout, PagePool
 from hf_diffkv.precision import Precision
@@ -52,9 +52,8 @@ class Layer:
         for head in range(HEADS):
             key, value = torch.randn(2, stored, DIM)
             page = ids[head][index // tier.capacity]
-            store_tokens(
-                self.pool.pages, tier, page, index % tier.capacity, key, value, torch.zeros(stored), index, dtype
-            )
+            contents = Contents(key, value, torch.zeros(stored), index)
+            store_tokens(self.pool.pages, tier, page, index % tier.capacity, contents, dtype)
         window = torch.randn(2, 1, HEADS, WINDOW, DIM).to(dtype)
         start, length = torch.tensor([stored]), torch.tensor([tokens])
         self.state += (window[0].contiguous(), window[1].contiguous(), torch.zeros(1, HEADS, WINDOW), start, length)

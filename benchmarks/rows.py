@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.decode_attention import decode_attention
-from hf_diffkv.ops.quantize import load_tokens, store_tokens
+from hf_diffkv.ops.quantize import Contents, load_tokens, store_tokens
 from hf_diffkv.ops.tiles import Bounds, build_tiles
 from hf_diffkv.pages import HIGH, LOW, PageLayout, TierLayout
 
@@ -183,6 +183,5 @@ def _fill(rows: Rows, tier: int, layout: TierLayout, dtype: torch.dtype) -> None
         page = table[index // count, column].long()
         part = slice(0, index.numel())
         # a low tier holds the older half of the tokens
-        store_tokens(
-            rows.pages, layout, page, token % layout.capacity, key[part], value[part], score[part], token, dtype
-        )
+        contents = Contents(key[part], value[part], score[part], token)
+        store_tokens(rows.pages, layout, page, token % layout.capacity, contents, dtype)

@@ -13,7 +13,7 @@ from hf_diffkv.config import Precision
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.compact import compact_step
 from hf_diffkv.ops.prefill_attention import StoredPast, prefill_attention
-from hf_diffkv.ops.quantize import load_tokens, move_tokens, store_tokens
+from hf_diffkv.ops.quantize import Contents, load_tokens, move_tokens, store_tokens
 from hf_diffkv.pages import HIGH, LOW, FreeList, PageLayout
 from hf_diffkv.pages.segments import segments
 
@@ -108,7 +108,7 @@ def test_pages_beyond_two_gigabytes(device) -> None:
     key, value = torch.randn(2, 2, 128, device=device).bfloat16()
     score, position = torch.rand(2, device=device), torch.arange(2, device=device)
     with use_backend("kernels"):
-        store_tokens(pages, layout, page, slot, key, value, score, position, torch.bfloat16)
+        store_tokens(pages, layout, page, slot, Contents(key, value, score, position), torch.bfloat16)
         got = load_tokens(pages, layout, page, slot, torch.bfloat16)
     with use_backend("reference"):
         want = load_tokens(pages, layout, page, slot, torch.bfloat16)
@@ -130,7 +130,7 @@ def test_quantisation(device, precision, dim) -> None:
     for backend in ("kernels", "reference"):
         pages = torch.full((6, layout.page_bytes), 0xFF, dtype=torch.uint8, device=device)
         with use_backend(backend):
-            store_tokens(pages, layout, page, slot, key, value, score, position, torch.bfloat16)
+            store_tokens(pages, layout, page, slot, Contents(key, value, score, position), torch.bfloat16)
             found[backend] = (pages, *load_tokens(pages, layout, page, slot, torch.bfloat16))
     # a code may differ by one where a quotient is rounded differently
     different = (found["kernels"][0] != found["reference"][0]).float().mean()

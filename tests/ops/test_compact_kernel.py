@@ -18,6 +18,7 @@ from test_compact_reference import Rewrite  # noqa: E402
 
 from hf_diffkv.ops.backend import use_backend  # noqa: E402
 from hf_diffkv.ops.compact import launch, reference  # noqa: E402
+from hf_diffkv.ops.quantize import Contents  # noqa: E402
 from hf_diffkv.ops.quantize import launch as quantize_launch  # noqa: E402
 from hf_diffkv.ops.quantize.reference import load_tokens, store_tokens  # noqa: E402
 from hf_diffkv.ops.scan import pair_ranks, sum_totals  # noqa: E402
@@ -63,10 +64,12 @@ class State:
                     tier_layout,
                     own.long()[index // tier_layout.capacity],
                     index % tier_layout.capacity,
-                    self.normal(count, layout.high.key_dim),
-                    self.normal(count, layout.high.value_dim),
-                    self.random_scores(position, row) if scores is None else torch.full((count,), scores),
-                    position,
+                    Contents(
+                        self.normal(count, layout.high.key_dim),
+                        self.normal(count, layout.high.value_dim),
+                        self.random_scores(position, row) if scores is None else torch.full((count,), scores),
+                        position,
+                    ),
                     dtype,
                 )
         self.free_list = FreeList(CPU)

@@ -10,6 +10,7 @@ import torch
 from hand_decode import stored_by_hand
 
 from hf_diffkv.config import Precision
+from hf_diffkv.ops.quantize import Contents
 from hf_diffkv.ops.quantize import reference as quantize
 from hf_diffkv.ops.tiles import build_tiles
 from hf_diffkv.pages import HIGH, LOW, PageLayout
@@ -110,11 +111,10 @@ def make_case(
                 columns = torch.arange(len(row_pages))
                 table[b, h, columns if tier == HIGH else width - 1 - columns] = row_pages.int()
                 token = torch.arange(count)
-                quantize.store_tokens(
-                    pages, tier_layout, row_pages[token // tier_layout.capacity], token % tier_layout.capacity,
-                    randn(count, key_dim, scale=1.5), randn(count, value_dim), torch.rand(count, generator=generator),
-                    token, dtype,
-                )  # fmt: skip
+                key, value = randn(count, key_dim, scale=1.5), randn(count, value_dim)
+                contents = Contents(key, value, torch.rand(count, generator=generator), token)
+                page = row_pages[token // tier_layout.capacity]
+                quantize.store_tokens(pages, tier_layout, page, token % tier_layout.capacity, contents, dtype)
     window = torch.tensor(window)
     start = torch.maximum(counts[0].max(1).values + counts[1].max(1).values, torch.tensor(0)).long() + 7
     start = torch.where(window == 0, 0, start)

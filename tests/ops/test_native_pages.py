@@ -94,8 +94,8 @@ def test_rows_of_extreme_values(dtype: torch.dtype, numbers: dict) -> None:
             -torch.arange(32.0) * 3e-6,
         )
     ):
-        tokens[2][row] = tokens[3][row] = part.to(dtype)
-    tokens[4][:6] = torch.tensor([0.0, 2.0**-46, 3e5, 1 + 2.0**-11, 1 + 3 * 2.0**-11, 1e-38])
+        tokens[2].key[row] = tokens[2].value[row] = part.to(dtype)
+    tokens[2].score[:6] = torch.tensor([0.0, 2.0**-46, 3e5, 1 + 2.0**-11, 1 + 3 * 2.0**-11, 1e-38])
     assert_stored_alike(tier, tokens, dtype)
 
 
@@ -104,7 +104,7 @@ def test_rows_of_extreme_values(dtype: torch.dtype, numbers: dict) -> None:
 def test_tokens_of_another_dtype_and_stride_are_rounded_alike(bits: int, dtype: torch.dtype) -> None:
     tier = tier_of(Precision(bits, bits), 32, 32, dtype.itemsize)
     tokens = list(make_tokens(tier, 20, torch.float32))
-    tokens[2] = torch.cat([tokens[2]] * 2, dim=1)[:, :32] * 1e-3
+    tokens[2] = tokens[2]._replace(key=torch.cat([tokens[2].key] * 2, dim=1)[:, :32] * 1e-3)
     assert_stored_alike(tier, tokens, dtype)
 
 

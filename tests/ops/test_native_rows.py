@@ -24,6 +24,7 @@ from hf_diffkv.ops.append import reference as append_reference
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.compact import native as compact_native
 from hf_diffkv.ops.decode_attention import native as attention_native
+from hf_diffkv.ops.quantize import Contents
 from hf_diffkv.ops.quantize import native as quantize_native
 from hf_diffkv.ops.quantize import reference as quantize_reference
 from hf_diffkv.pages import HIGH, PageLayout, TierLayout
@@ -141,7 +142,7 @@ class Rows:
             key, value = (self.normal(tokens, dim).to(self.dtype) for dim in self.dims)
             score = torch.rand(tokens, generator=self.generator)
             position = torch.randint(0, 5000, (tokens,), generator=self.generator)
-            what = (stored.page, stored.slot, key, value, score, position, self.dtype)
+            what = (stored.page, stored.slot, Contents(key, value, score, position), self.dtype)
             quantize_native.store_tokens(self.pages, stored.tier, *what)
             with use_backend("reference"):
                 quantize_reference.store_tokens(expected, stored.tier, *what)

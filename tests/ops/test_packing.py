@@ -57,7 +57,7 @@ def unpacked_by_hand(rows: np.ndarray, bits: int, dim: int) -> np.ndarray:
 @pytest.mark.sampled(6)
 def test_codes_become_bytes_and_bytes_codes(name: str, bits: int, dim: int) -> None:
     implementation, tier = IMPLEMENTATIONS[name], tier_of(Precision(bits, bits), dim, dim)
-    page, slot, key, value, score, position = make_tokens(tier, 9, torch.float32)
+    page, slot, contents = make_tokens(tier, 9, torch.float32)
     rng = np.random.default_rng(bits)
     codes = rng.integers(0, 2**bits, (2, len(page), dim)).astype(np.uint8)
     # the smallest and the largest code make scale 1 and zero point 0
@@ -69,8 +69,9 @@ def test_codes_become_bytes_and_bytes_codes(name: str, bits: int, dim: int) -> N
         for offset, size in ((tier.key_offset, tier.key_row), (tier.value_offset, tier.value_row))
     ]
     key, value = torch.from_numpy(codes).float()
+    contents = contents._replace(key=key, value=value)
     with use_instructions(name) if name in SETS else nullcontext():
-        implementation.store_tokens(pages, tier, page, slot, key, value, score, position, torch.float32)
+        implementation.store_tokens(pages, tier, page, slot, contents, torch.float32)
         for stored, given in zip(rows, codes):
             assert np.array_equal(stored[page, slot].numpy(), packed_by_hand(given, bits))
         for side in rows:

@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton")
 if isinstance(triton.language.sum, triton.JITFunction):
     pytest.skip("triton was imported before TRITON_INTERPRET=1 was set", allow_module_level=True)
 
-from hf_diffkv.ops.quantize import launch, reference  # noqa: E402
+from hf_diffkv.ops.quantize import Contents, launch, reference  # noqa: E402
 from hf_diffkv.pages.segments import segments  # noqa: E402
 
 PAGES = 7
@@ -35,7 +35,7 @@ def make_tokens(tier, count, dtype, seed=0):
     page, slot = 1 + places // tier.capacity, places % tier.capacity
     score = torch.rand(count, generator=generator)
     position = torch.randint(0, 1 << (20 if tier.position_bytes == 4 else 16), (count,), generator=generator)
-    return page, slot, key, value, score, position
+    return page, slot, Contents(key, value, score, position)
 
 
 def poisoned(tier):
@@ -58,7 +58,7 @@ def test_narrow_pages_are_byte_identical_to_the_reference(bits, numbers):
     for precision, dims in ((Precision(bits, 4), (64, 40)), (Precision(5, bits, 2, 1 if bits == 16 else 4), (80, 96))):
         tier = tier_of(precision, *dims, **numbers)
         tokens = make_tokens(tier, 37, torch.float16)
-        tokens[4][:6] = torch.tensor([0.0, 2.0**-46, 3e5, 1 + 2.0**-11, 1 + 3 * 2.0**-11, 1e-38])
+        tokens[2].score[:6] = torch.tensor([0.0, 2.0**-46, 3e5, 1 + 2.0**-11, 1 + 3 * 2.0**-11, 1e-38])
         pages = assert_stored_alike(tier, tokens, torch.float16)
         read = launch.load_tokens(pages, tier, tokens[0], tokens[1], torch.float16)
         for got, want in zip(read, reference.load_tokens(pages, tier, tokens[0], tokens[1], torch.float16)):
@@ -115,7 +115,7 @@ def test_ties_and_ranges_round_like_the_reference(numbers):
     tier = tier_of(Precision(4, 2), 16, 16, **numbers)
     tokens = list(make_tokens(tier, 8, torch.float32))
     grid = torch.arange(16.0)
-    tokens[2] = torch.stack(
+    key = torch.stack(
         [
             grid,
             grid.clamp(0.5, 14.5).mul(0.5).add(0.25).scatter(0, torch.tensor([0, 15]), torch.tensor([0.0, 15.0])),
@@ -127,7 +127,7 @@ def test_ties_and_ranges_round_like_the_reference(numbers):
             3e-5 * grid - 1e-4,
         ]
     )
-    tokens[3] = tokens[2].flip(0).contiguous()
+    tokens[2] = tokens[2]._replace(key=key, value=key.flip(0).contiguous())
     assert_stored_alike(tier, tokens, torch.float32)
 
 
@@ -136,9 +136,8 @@ def test_equal_elements_decode_to_the_zero_point_exactly():
     page, slot = torch.tensor([1]), torch.tensor([0])
     pages = poisoned(tier)
     constant = torch.full((1, 32), -1.625)
-    launch.store_tokens(
-        pages, tier, page, slot, constant, constant, torch.ones(1), torch.zeros(1).long(), torch.float16
-    )
+    contents = Contents(constant, constant, torch.ones(1), torch.zeros(1).long())
+    launch.store_tokens(pages, tier, page, slot, contents, torch.float16)
     key, value = launch.load_tokens(pages, tier, page, slot, torch.float16)
     assert torch.equal(key, constant) and torch.equal(value, constant)
 
@@ -146,9 +145,10 @@ def test_equal_elements_decode_to_the_zero_point_exactly():
 @pytest.mark.parametrize("bits", CODE_BITS)
 def test_error_is_at_most_half_a_step_of_a_dense_computation(bits):
     tier = tier_of(Precision(bits, bits, 4, 1), 64, 64)
-    page, slot, key, value, score, position = make_tokens(tier, 9, torch.float32)
+    page, slot, contents = make_tokens(tier, 9, torch.float32)
+    key, value, score, position = contents
     pages = poisoned(tier)
-    launch.store_tokens(pages, tier, page, slot, key, value, score, position, torch.float16)
+    launch.store_tokens(pages, tier, page, slot, contents, torch.float16)
     read_key, read_value = launch.load_tokens(pages, tier, page, slot, torch.float16)
     for got, want, groups in ((read_key, key, 4), (read_value, value, 1)):
         want = want.view(len(page), groups, -1)
@@ -173,28 +173,28 @@ def test_null_page_is_neither_written_nor_read():
 
 def test_no_tokens_and_strided_inputs():
     tier = tier_of(Precision(8, 4), 32, 32)
-    page, slot, key, value, score, position = make_tokens(tier, 6, torch.float16)
-    empty = [x[:0] for x in (page, slot, key, value, score, position)]
+    page, slot, (key, value, score, position) = make_tokens(tier, 6, torch.float16)
+    empty = Contents(key[:0], value[:0], score[:0], position[:0])
     pages = poisoned(tier)
-    launch.store_tokens(pages, tier, *empty, torch.float16)
+    launch.store_tokens(pages, tier, page[:0], slot[:0], empty, torch.float16)
     assert (pages == 0xFF).all()
     assert [tuple(x.shape) for x in launch.load_tokens(pages, tier, page[:0], slot[:0], torch.float16)] == [(0, 32)] * 2
 
     wide = torch.full((6, 3, 32), torch.nan, dtype=torch.float16)
     wide[:, 1] = key
     columns = value.T.contiguous().T
-    assert_stored_alike(tier, (page, slot, wide[:, 1], columns, score, position.int()), torch.float16)
+    assert_stored_alike(tier, (page, slot, Contents(wide[:, 1], columns, score, position.int())), torch.float16)
 
 
 def test_bad_inputs_are_named():
     tier = tier_of(Precision(8, 4), 32, 32)
-    page, slot, key, value, score, position = make_tokens(tier, 2, torch.float16)
+    page, slot, contents = make_tokens(tier, 2, torch.float16)
     with pytest.raises(ValueError, match="pages must be"):
-        launch.store_tokens(poisoned(tier)[:, 1:], tier, page, slot, key, value, score, position, torch.float16)
+        launch.store_tokens(poisoned(tier)[:, 1:], tier, page, slot, contents, torch.float16)
     with pytest.raises(ValueError, match="float64"):
-        launch.store_tokens(poisoned(tier), tier, page, slot, key, value, score, position, torch.float64)
+        launch.store_tokens(poisoned(tier), tier, page, slot, contents, torch.float64)
     with pytest.raises(ValueError, match="key"):
-        launch.store_tokens(poisoned(tier), tier, page, slot, key[:1], value, score, position, torch.float16)
+        launch.store_tokens(poisoned(tier), tier, page, slot, contents._replace(key=contents.key[:1]), torch.float16)
 
 
 @pytest.mark.parametrize("element_bytes", [2, 4])

@@ -8,6 +8,7 @@ import torch
 from hand_pages import decode_row, pack_row, quantise_row, read_token, unpack_row, write_token
 
 from hf_diffkv.config import Precision
+from hf_diffkv.ops.quantize import Contents
 from hf_diffkv.ops.quantize.reference import dequantize, load_tokens, move_tokens, quantize, store_tokens
 from hf_diffkv.pages import PageLayout
 from hf_diffkv.precision import CODE_BITS
@@ -128,7 +129,7 @@ def test_stored_tokens_byte_for_byte(
     )
     pages = torch.full((5, tier.page_bytes), 0xFF, dtype=torch.uint8)
     expected = pages.clone()
-    store_tokens(pages, tier, page, slot, key, value, score, position, dtype)
+    store_tokens(pages, tier, page, slot, Contents(key, value, score, position), dtype)
     for i in range(count):
         write_token(
             expected[int(page[i])].numpy(),

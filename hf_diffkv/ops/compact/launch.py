@@ -9,7 +9,8 @@ import triton
 from torch import Tensor
 
 from ...pages import FreeList, PageLayout
-from ..quantize.launch import TRITON_DTYPES, check_dtype, check_pages, unit_stride
+from ..quantize.contents import check_pages
+from ..quantize.launch import TRITON_DTYPES, check_dtype, unit_stride
 from .kernels import assign_pages_kernel, find_victims_kernel, plan_rows_kernel, tile_pages
 from .move_kernel import move_tokens_kernel
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...pages import HIGH, LOW, NULL_PAGE, FreeList, PageLayout, TierLayout, column
 from ...pages.segments import as_positions, as_scores, segments
-from ..quantize import load_tokens, store_tokens
+from ..quantize import Contents, load_tokens, store_tokens
 from ..tiles import Tiles
 
 
@@ -51,7 +51,7 @@ def compact_step(
         none = torch.zeros_like(leaving)
         _add_pages(free_list, layout, page_table, (leaving, none), (high_count, low_count))
         page, slot = _locate(page_table, HIGH, layout.high, high_count.long(), leaving)
-        store_tokens(pages, layout.high, page, slot, key, value, score, position, key.dtype)
+        store_tokens(pages, layout.high, page, slot, Contents(key, value, score, position), key.dtype)
         high_count += leaving
         return
     mean = _mean(score, position, length)
@@ -75,22 +75,18 @@ def compact_step(
 
     slot = torch.where(displaced_high, victim, high_count.long())
     page, slot = _locate(page_table, HIGH, layout.high, slot, to_high)
-    store_tokens(pages, layout.high, page, slot, key, value, score, position, key.dtype)
+    store_tokens(pages, layout.high, page, slot, Contents(key, value, score, position), key.dtype)
 
     slot = torch.where(displaced_low, low_victim, low_count.long())
     page, slot = _locate(page_table, LOW, layout.low, slot, demoted | to_low)
     pick = demoted[:, None]
-    store_tokens(
-        pages,
-        layout.low,
-        page,
-        slot,
+    contents = Contents(
         torch.where(pick, moved_key, key.to(moved_key.dtype)),
         torch.where(pick, moved_value, value.to(moved_value.dtype)),
         torch.where(demoted, moved_score, score),
         torch.where(demoted, moved_position.long(), position),
-        key.dtype,
     )
+    store_tokens(pages, layout.low, page, slot, contents, key.dtype)
     high_count += append_high
     low_count += append_low
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...pages import HIGH, LOW, NULL_PAGE, PageLayout, PagePool, TierLayout, column
 from ...pages.segments import segments
-from ..quantize import load_tokens, move_tokens, store_tokens
+from ..quantize import Contents, load_tokens, move_tokens, store_tokens
 from ..quantize.reference import move_tokens as move_through_copy
 from ..rounding import round_keys
 from .tokens import Given, NewTokens
@@ -186,5 +186,5 @@ def _append(
         key, value = new.read(part)
         if feedback is not None:
             key = round_keys(key, new.row[part], feedback, layout)
-        contents = (key, value, new.score[part], new.position[part])
-        store_tokens(pages, layout, page[part], slot[part], *contents, dtype)
+        contents = Contents(key, value, new.score[part], new.position[part])
+        store_tokens(pages, layout, page[part], slot[part], contents, dtype)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ...pages import FreeList, PageLayout
 from ..backend import device_of
-from ..quantize.launch import TRITON_DTYPES, check_dtype, check_pages, dot_dtype, unit_stride
+from ..quantize.contents import check_pages
+from ..quantize.launch import TRITON_DTYPES, check_dtype, dot_dtype, unit_stride
 from ..rotation_kernel import INNER, NUM_WARPS, block_tokens, root
 from .kernels import advance_kernel, take_pages_kernel
 from .rows import EnteredRows

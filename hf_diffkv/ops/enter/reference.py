@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...pages import HIGH, FreeList, PageLayout, column
 from ...pages.window import held_tokens, slots_of
+from ..quantize import Contents
 from ..quantize.reference import compute_dtype, store_tokens
 from ..rotation import rotate
 from ..rounding.reference import round_keys
@@ -63,7 +64,8 @@ def enter_tokens(
             of_heads = torch.arange(request * heads, (request + 1) * heads, device=key.device)
             contents = (round_keys(contents[0], of_heads, feedback, layout.high), contents[1])
         nothing = torch.zeros(heads, device=key.device)
-        store_tokens(pages, layout.high, page, slot.to(key.device), *contents, nothing, nothing.int(), key.dtype)
+        contents = Contents(*contents, nothing, nothing.int())
+        store_tokens(pages, layout.high, page, slot.to(key.device), contents, key.dtype)
     keep_exact(rows, exact, torch.zeros_like(exact.key[..., 0], dtype=torch.float32))
     rows.high_count.copy_((exact.start - rows.sink_end)[:, None].expand_as(rows.high_count))
     rows.length.copy_(exact.length)

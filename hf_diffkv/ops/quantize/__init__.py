@@ -10,26 +10,19 @@ from torch import Tensor
 from ...pages import TierLayout
 from ..backend import KERNELS, NATIVE, choose, without_autocast
 from . import native, reference
+from .contents import Contents
 from .reference import compute_dtype, dequantize, quantize
 
-__all__ = ["compute_dtype", "dequantize", "load_tokens", "move_tokens", "quantize", "store_tokens"]
+__all__ = ["Contents", "compute_dtype", "dequantize", "load_tokens", "move_tokens", "quantize", "store_tokens"]
 
 
 @without_autocast
 def store_tokens(
-    pages: Tensor,
-    tier: TierLayout,
-    page: Tensor,
-    slot: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score: Tensor,
-    position: Tensor,
-    dtype: torch.dtype,
+    pages: Tensor, tier: TierLayout, page: Tensor, slot: Tensor, contents: Contents, dtype: torch.dtype
 ) -> None:
     """Arguments as in `reference.store_tokens`."""
     implementation = _implementation(pages.device, dtype, tier)
-    implementation.store_tokens(pages, tier, page, slot, key, value, score, position, dtype)
+    implementation.store_tokens(pages, tier, page, slot, contents, dtype)
 
 
 @without_autocast

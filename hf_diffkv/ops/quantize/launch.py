@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...pages import TierLayout
 from ..backend import INTERPRETER
+from .contents import Contents, check_pages
 from .copy_kernel import copy_tokens_kernel
 from .kernels import load_tokens_kernel, store_tokens_kernel
 
@@ -21,15 +22,7 @@ NUM_WARPS = 4
 
 
 def store_tokens(
-    pages: Tensor,
-    tier: TierLayout,
-    page: Tensor,
-    slot: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score: Tensor,
-    position: Tensor,
-    dtype: torch.dtype,
+    pages: Tensor, tier: TierLayout, page: Tensor, slot: Tensor, contents: Contents, dtype: torch.dtype
 ) -> None:
     """Quantises tokens and writes them to their slots, one launch for all heads; see the reference for the arguments.
 
@@ -38,11 +31,8 @@ def store_tokens(
     check_pages(pages, tier)
     check_dtype(dtype)
     count = page.numel()
-    if key.shape != (count, tier.key_dim) or value.shape != (count, tier.value_dim):
-        raise ValueError(
-            f"key {tuple(key.shape)} and value {tuple(value.shape)} must be [{count}, {tier.key_dim}] and "
-            f"[{count}, {tier.value_dim}]."
-        )
+    contents.check(tier, count)
+    key, value, score, position = contents
     if score.dtype != torch.float32:
         raise ValueError(f"score must be float32, not {score.dtype}.")
     if count == 0:
@@ -115,14 +105,6 @@ def move_tokens(
 def copy_block(tier: TierLayout) -> int:
     """Tokens that a program copies, so that a tile has about `COPY_BYTES` bytes."""
     return max(1, COPY_BYTES // triton.next_power_of_2(max(tier.key_row, tier.value_row)))
-
-
-def check_pages(pages: Tensor, tier: TierLayout) -> None:
-    """Raises `ValueError` unless `pages` is uint8 [pages, page_bytes] with contiguous rows."""
-    if pages.dtype != torch.uint8 or pages.ndim != 2 or pages.shape[1] != tier.page_bytes or not pages.is_contiguous():
-        raise ValueError(
-            f"pages must be contiguous uint8 [pages, {tier.page_bytes}], not {pages.dtype} {tuple(pages.shape)}."
-        )
 
 
 def check_dtype(dtype: torch.dtype) -> None:

@@ -8,18 +8,11 @@ from torch import Tensor
 from ...native.library import address, call
 from ...native.structs import DTYPES, Transfer, format_of_tier
 from ...pages import TierLayout
+from .contents import Contents, check_pages
 
 
 def store_tokens(
-    pages: Tensor,
-    tier: TierLayout,
-    page: Tensor,
-    slot: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score: Tensor,
-    position: Tensor,
-    dtype: torch.dtype,
+    pages: Tensor, tier: TierLayout, page: Tensor, slot: Tensor, contents: Contents, dtype: torch.dtype
 ) -> None:
     """Arguments as in the reference. Tokens sent to the null page are not written at all.
 
@@ -27,11 +20,8 @@ def store_tokens(
         CorruptMemoryError: a page or slot that is not there; nothing has changed.
     """
     count = page.numel()
-    if key.shape != (count, tier.key_dim) or value.shape != (count, tier.value_dim):
-        raise ValueError(
-            f"key {tuple(key.shape)} and value {tuple(value.shape)} must be [{count}, {tier.key_dim}] and "
-            f"[{count}, {tier.value_dim}]."
-        )
+    contents.check(tier, count)
+    key, value, score, position = contents
     if key.dtype != value.dtype or key.dtype not in DTYPES:
         key, value = key.float(), value.float()
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
@@ -71,10 +61,7 @@ def _block(
     pages: Tensor, tier: TierLayout, dtype: torch.dtype, page: Tensor, slot: Tensor
 ) -> tuple[Transfer, tuple[Tensor, Tensor]]:
     """The block of tokens at (page, slot), and what must live until it has run."""
-    if pages.dtype != torch.uint8 or pages.ndim != 2 or pages.shape[1] != tier.page_bytes or not pages.is_contiguous():
-        raise ValueError(
-            f"pages must be contiguous uint8 [pages, {tier.page_bytes}], not {pages.dtype} {tuple(pages.shape)}."
-        )
+    check_pages(pages, tier)
     page, slot = page.contiguous(), slot.contiguous()
     block = Transfer(format=format_of_tier(tier, dtype), page_count=pages.shape[0], count=page.numel())
     block.pages, block.page, block.slot = address(pages), address(page), address(slot)

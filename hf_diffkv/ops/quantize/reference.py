@@ -12,6 +12,7 @@ from torch import Tensor
 from ...pages import TierLayout, fields
 from ...pages.narrow import group_metadata, scale_and_zero
 from ...pages.segments import segments
+from .contents import Contents
 
 
 def quantize(
@@ -116,38 +117,29 @@ def _unpack_field(packed: Tensor, bits: int) -> Tensor:
 
 
 def store_tokens(
-    pages: Tensor,
-    tier: TierLayout,
-    page: Tensor,
-    slot: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score: Tensor,
-    position: Tensor,
-    dtype: torch.dtype,
+    pages: Tensor, tier: TierLayout, page: Tensor, slot: Tensor, contents: Contents, dtype: torch.dtype
 ) -> None:
     """Quantises tokens and writes them to their slots.
 
     Args:
         pages: uint8 [pages, page_bytes], written in place.
         page, slot: int64 [n], where each token goes; no two alike but on the null page.
-        key, value: [n, key_dim], [n, value_dim].
-        score: float32 [n] significance sums. position: int [n].
+        contents: of the n tokens.
         dtype: the model's dtype, stored as it is at 16 bits.
     """
     view = segments(pages, tier)
     view.key[page, slot], key_metadata = quantize(
-        key, tier.k_bits, tier.k_groups, dtype, metadata_bytes=tier.key_metadata
+        contents.key, tier.k_bits, tier.k_groups, dtype, metadata_bytes=tier.key_metadata
     )
     view.value[page, slot], value_metadata = quantize(
-        value, tier.v_bits, tier.v_groups, dtype, metadata_bytes=tier.value_metadata
+        contents.value, tier.v_bits, tier.v_groups, dtype, metadata_bytes=tier.value_metadata
     )
     if key_metadata is not None:
         view.key_metadata[page, slot] = key_metadata
     if value_metadata is not None:
         view.value_metadata[page, slot] = value_metadata
-    view.write_scores(page, slot, score)
-    view.write_positions(page, slot, position)
+    view.write_scores(page, slot, contents.score)
+    view.write_positions(page, slot, contents.position)
 
 
 def load_tokens(

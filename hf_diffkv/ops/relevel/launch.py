@@ -11,7 +11,8 @@ from torch import Tensor
 from ...pages import FreeList, PageLayout
 from ..backend import device_of
 from ..enter.launch import ROUNDING_WARPS, few_tokens, fix_offsets, strides
-from ..quantize.launch import TRITON_DTYPES, check_dtype, check_pages, dot_dtype, unit_stride
+from ..quantize.contents import check_pages
+from ..quantize.launch import TRITON_DTYPES, check_dtype, dot_dtype, unit_stride
 from ..rotation_kernel import INNER, NUM_WARPS, root
 from .kernels import count_kernel, decide_kernel
 from .move_kernels import close_kernel, demote_kernel

@@ -10,6 +10,7 @@ from ...pages.narrow import score_noise
 from ...pages.segments import segments
 from ...pages.window import held_tokens
 from ..enter.reference import Exact, exact_tokens, keep_exact
+from ..quantize import Contents
 from ..quantize.reference import load_tokens, move_tokens, store_tokens
 from ..rounding.reference import LARGEST_BITS, round_keys
 from .rows import LevelledRows
@@ -217,5 +218,5 @@ class _Row:
             key = round_keys(key, torch.zeros(count, dtype=torch.int64, device=key.device), feedback, layout)
         page, slot = self._places(tier, movers, ids)
         move_tokens(self.pages, layout, page, slot, to_page[count:], to_slot[count:])
-        contents = (key, value, score, position)
-        store_tokens(self.pages, layout, to_page[:count], to_slot[:count], *contents, self.dtype)
+        contents = Contents(key, value, score, position)
+        store_tokens(self.pages, layout, to_page[:count], to_slot[:count], contents, self.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_diffkv.config import Precision
+from hf_diffkv.ops.quantize import Contents
 from hf_diffkv.ops.quantize.launch import load_tokens, move_tokens, store_tokens
 from hf_diffkv.pages import PageLayout, TierLayout
 from tools.kernels.record import record
@@ -39,6 +40,6 @@ def _store_and_load(tier: TierLayout) -> None:
     pages = torch.empty(1, tier.page_bytes, dtype=torch.uint8)
     place = torch.empty(COUNT, dtype=torch.int64)
     key, value = (torch.empty(COUNT, dim, dtype=torch.bfloat16) for dim in (tier.key_dim, tier.value_dim))
-    store_tokens(pages, tier, place, place, key, value, torch.empty(COUNT), place, torch.bfloat16)
+    store_tokens(pages, tier, place, place, Contents(key, value, torch.empty(COUNT), place), torch.bfloat16)
     load_tokens(pages, tier, place, place, torch.bfloat16)
     move_tokens(pages, tier, place, place, place, place)
