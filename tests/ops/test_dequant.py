@@ -145,7 +145,7 @@ def test_the_assembly_never_reads_its_input_after_an_output_that_may_share_its_r
 @pytest.mark.parametrize("bits", CODE_BITS)
 def test_code_bias_is_what_the_biased_assembly_adds(bits):
     for piece in range(dequant.pieces(bits)):
-        zero = emulate(dequant.assembly(bits, BIASED, (piece,)), 2, [0] * 4)
+        zero = emulate(dequant.assembly(bits, BIASED, (piece,)), 2, [0] * dequant.words(bits))
         assert (zero == dequant.code_bias(bits, piece, dequant.PTX)).all()
         assert dequant.code_bias(bits, piece, dequant.PORTABLE) == 0.0
         assert dequant.code_unit(bits, piece, dequant.PORTABLE) == 1.0
