@@ -93,7 +93,7 @@ def document() -> str:
         + _table("kept as they are", partly, _kept),
         "In Gemma 3n and Gemma 4 later layers read the keys and values of an earlier one. That layer is compressed for "
         "all of them: their queries count as further heads of its KV heads when significance is decided "
-        "([architecture.md](architecture.md); checked in `tests/test_shared.py` and "
+        "([architecture.md](architecture.md); checked in `tests/store/test_shared.py` and "
         "`tests/generation/test_shared_layers.py`). Steps of these models are not captured as CUDA graphs. If a "
         "`device_map` or pipeline parallelism parts such layers, `generate()` leaves the layer they read "
         "uncompressed.\n",

@@ -262,7 +262,7 @@ print(peak() - first_peak, store.pool.bytes - first_bytes, (LAYERS - 1) * HEADS 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 def test_the_peak_of_a_prompt_is_what_is_held() -> None:
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     # large blocks of glibc go back at once, so that the figure is not how its heap happens to be cut up
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
