@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,9 +17,7 @@ from ..ops.compact import Given, NewTokens, StoredTokens, rewrite_rows, stored_t
 from ..pages import HIGH, LOW
 from ..pages.segments import segments
 from ..policy import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL, levels_between, mean_significance
-
-if TYPE_CHECKING:
-    from .state import Store
+from .state import Store
 
 LOW_SHARE = 0.1
 SEARCH_STEPS = 24

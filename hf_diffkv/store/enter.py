@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from ..ops.enter import EnteredRows, enter_tokens
 from .forward import Forward
-
-if TYPE_CHECKING:
-    from .state import Store
-    from .transform import Entering
+from .state import Store
+from .transform import Entering
 
 
 def enter(store: Store, layer: int, new: Entering, feedback: Tensor | None) -> None:

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..ops.backend import KERNELS
-from ..pages import PagePool
 from ..pages.free_list import FREE
 from .look import pages_of, read_together
-
-if TYPE_CHECKING:
-    from .state import Store
-    from .transform import Entering
-
-
-def enters_at_once(store: Store) -> bool:
-    """Whether kernels bring a prompt's tokens to where they stay: none is chosen, or thresholds alone choose."""
-    by_kernels = store.backend() == KERNELS and type(store.pool) is PagePool
-    return by_kernels and (not store.layout.selects or (store.policy.by_thresholds and store.config.max_bytes is None))
+from .state import Store
+from .transform import Entering
 
 
 @dataclass

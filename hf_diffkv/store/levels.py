@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from ..policy import HIGH_LEVEL, LOW_LEVEL, WINDOW_LEVEL, Rows, Tokens, mean_sig
 from .budget import Weighed, fit_layer
 from .exact_tokens import is_pinned
 from .state import Store
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def decide_levels(

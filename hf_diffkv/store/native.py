@@ -6,7 +6,7 @@ What a call needs to know is filled in once and used again while the store's ten
 from __future__ import annotations
 
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -15,9 +15,7 @@ from ..native.structs import Compaction, Step
 from ..ops.append.native import set_token
 from ..ops.compact.native import round_block, run
 from ..ops.decode_attention.native import attend, layer_block
-
-if TYPE_CHECKING:
-    from .state import Store
+from .state import Store
 
 STATE = (
     *("window_key", "window_value", "window_score", "high_count", "low_count"),

@@ -15,7 +15,7 @@ from ..pages.segments import segments
 from ..policy import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL
 from .enter import enter
 from .exact_tokens import held_count, pinned_sums, slots_of
-from .forward import Forward, enters_at_once
+from .forward import Forward
 from .levels import decide_levels
 from .relevel import relevel
 from .state import Store
@@ -48,8 +48,8 @@ def attend_tokens(
         [batch, query_heads, Q, value_dim] in the query's dtype.
 
     Raises:
-        ValueError: keys or values that are not finite; nothing has changed then. Where `enters_at_once`, the next look
-            at the device raises it instead.
+        ValueError: keys or values that are not finite; nothing has changed then. Where `Store.enters_at_once`, the
+            next look at the device raises it instead.
         MemoryError: the compressed tokens do not fit; this layer is as it was.
     """
     new = Entering.checked(store, layer, key, value, valid)
@@ -102,7 +102,7 @@ class Past:
     def read(cls, store: Store, layer: int, new: Entering) -> Past:
         """Before `new` enters."""
         past = cls()
-        if enters_at_once(store):
+        if store.enters_at_once:
             longest = Forward.of(store, layer, new).longest[layer]
         else:
             longest = past.find_tokens(store, layer)
@@ -186,7 +186,7 @@ def compress(
     Raises:
         MemoryError: they do not fit; the layer is as it was.
     """
-    if enters_at_once(store):
+    if store.enters_at_once:
         if _stored_by_kernels(store, layer, new, received, moment):
             return
         check_finite(store, new.key, new.value, new.valid)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from ..ops.relevel import LevelledRows, relevel_tokens
 from .enter import entered_rows
 from .exact_tokens import PINNED_SUM
 from .forward import Forward
-
-if TYPE_CHECKING:
-    from .state import Store
-    from .transform import Entering
+from .state import Store
+from .transform import Entering
 
 
 def relevel(store: Store, layer: int, new: Entering, received: Tensor, feedback: Tensor | None) -> None:

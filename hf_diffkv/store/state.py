@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, Any, Union
 
 import torch
 from torch import Tensor
 
 from ..config import DiffKVConfig
-from ..ops.backend import choose
+from ..ops.backend import KERNELS, choose
 from ..ops.quantize import compute_dtype
 from ..ops.rotation import rotation_matrix
 from ..ops.tiles import Bounds
@@ -18,12 +18,10 @@ from ..pages.layout import NARROW_POSITIONS
 from ..policy import Policy, make_policy
 from ..policy.diffkv import DiffKV
 from .padding import Padding
+from .recorded import Recorded
 
 if TYPE_CHECKING:
     from ..ops.decode_attention.scratch import Scratch
-    from .forward import Forward
-    from .native import NativeCalls
-    from .recorded import Recorded
 
 # fp16 metadata holds a range of twice this
 FP16_RANGE = 32752.0
@@ -127,8 +125,6 @@ class Store:
         self.seen = 0
         self.recording = False
         self.recorded: list[Recorded | None] = [None] * num_layers
-        # what the host knows of the layers in a forward of several tokens, see forward.py
-        self.forward: Forward | None = None
         # bytes other stores of the cache hold on this device, and their layers still to come in this forward
         self.taken = 0
         self.layers_later = 0
@@ -136,8 +132,9 @@ class Store:
         self.steps_since_compaction = 0
         self.compaction_due = False
         self.scratch: Scratch | None = None
-        # where native code finds everything, see native.py
-        self.native_calls: NativeCalls | None = None
+        # what forward.py knows of the layers in a forward of several tokens, and where native.py finds everything
+        self.forward: Any = None
+        self.native_calls: Any = None
         # tokens per row that tables and buffers are made for beforehand, so that they stay in place until then
         self.room = 0
         # what the host knows of the rows, all together and by layer, for so many further steps
@@ -225,6 +222,13 @@ class Store:
     def backend(self) -> str:
         """What runs the ops on this store, one of `ops.backend.BACKENDS`."""
         return choose(self.device, self.dtype, self.layout.high, self.layout.low)
+
+    @property
+    def enters_at_once(self) -> bool:
+        """Whether kernels bring a prompt's tokens to where they stay: none is chosen, or thresholds alone choose."""
+        if self.backend() != KERNELS or type(self.pool) is not PagePool:
+            return False
+        return not self.layout.selects or (self.policy.by_thresholds and self.config.max_bytes is None)
 
     @property
     def value_limit(self) -> float:

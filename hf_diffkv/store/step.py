@@ -14,7 +14,6 @@ from .budget import make_room
 from .compaction import compacts_after_step, settle
 from .exact_tokens import is_whole
 from .fork import make_private
-from .forward import enters_at_once
 from .look import pages_of, read_together
 from .state import Store
 
@@ -30,7 +29,7 @@ def begin_forward(store: Store, tokens: int) -> None:
     store.check_positions(tokens)
     settle(store)
     store.forward = None
-    if tokens > 1 and not enters_at_once(store):
+    if tokens > 1 and not store.enters_at_once:
         store.check_values()
     if _generates(store, tokens):
         prepare_step(store)

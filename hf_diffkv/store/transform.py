@@ -28,7 +28,6 @@ from ..ops.quantize import compute_dtype
 from ..ops.rotation import rotate, tokens_at_once
 from ..ops.rounding import LARGEST_BITS, feedback_of, second_moment
 from .exact_tokens import held_tokens, is_whole
-from .forward import enters_at_once
 from .state import Store
 
 
@@ -124,7 +123,7 @@ class Entering:
     @classmethod
     def checked(cls, store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None) -> Entering:
         """The same, once `check_finite` has passed; where tokens enter at once, they are checked then."""
-        if not enters_at_once(store):
+        if not store.enters_at_once:
             check_finite(store, key, value, valid)
         return cls(store, layer, key, value, valid)
 

@@ -32,8 +32,7 @@ def relevel_at_once(monkeypatch: pytest.MonkeyPatch, how: str) -> list[int]:
     Returns:
         Layers that were levelled in the other way, as it happens.
     """
-    for module in ("prompt", "transform", "step"):
-        monkeypatch.setattr(f"hf_diffkv.store.{module}.enters_at_once", lambda store: store.policy.by_thresholds)
+    monkeypatch.setattr(Store, "enters_at_once", property(lambda store: store.policy.by_thresholds))
     monkeypatch.setattr("hf_diffkv.ops.relevel.use_kernels", lambda device, dtype: how == "kernels")
     others, decide = [], prompt.decide_levels
 
