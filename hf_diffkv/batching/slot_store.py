@@ -9,8 +9,7 @@ from ..config import Threshold
 from ..ops.backend import REFERENCE
 from ..ops.tiles import TILE_TOKENS
 from ..store.compaction import settle
-from ..store.look import read_together
-from ..store.state import Store
+from ..store.state import Store, read_together
 from ..store.step import bound_rows
 
 # a step of one token and the compaction behind it

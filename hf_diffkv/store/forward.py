@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 
 from ..pages.free_list import FREE
-from .look import pages_of, read_together
 from .state import Store
 from .transform import Entering
+
+
+def pages_of(tokens: np.ndarray, capacity: int) -> np.ndarray:
+    """How many pages of `capacity` tokens each they take."""
+    return -(-tokens // capacity)
 
 
 @dataclass
@@ -62,10 +66,7 @@ class Forward:
             count = valid.sum(-1)
         parts = [store.high_count, store.low_count, store.length, store.window_start, store.sink_end]
         real = torch.full_like(store.length[0], tokens) if count is None else count
-        free, real, high, low, length, start, end, *flags = read_together(
-            store.pool.free_list.state[FREE], real, *parts, *store.flags()
-        )
-        store.raise_for(*map(bool, flags))
+        free, real, high, low, length, start, end = store.look(store.pool.free_list.state[FREE], real, *parts)
         after = length + real
         new_start = np.maximum(start, after - store.config.window)
         lacking = _lacking_pages(store, high, low, (new_start - start)[..., None])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any, Union
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,6 +45,13 @@ ROW_STATE = (
 )
 # with thresholds of zero it keeps everything high
 PROTECTION = DiffKV()
+
+
+def read_together(*tensors: Tensor) -> list[np.ndarray]:
+    """Integers and bools of one device as int64 arrays of the tensors' shapes, in one copy."""
+    seen = torch.cat([tensor.reshape(-1).long() for tensor in tensors]).cpu().numpy()
+    pieces = np.split(seen, np.cumsum([tensor.numel() for tensor in tensors])[:-1])
+    return [piece.reshape(tensor.shape) for piece, tensor in zip(pieces, tensors)]
 
 
 class Store:
@@ -360,11 +368,13 @@ class Store:
             ValueError: since the last look a step of one token (or a prompt, see forward.py) stored keys or values that
                 are not finite, or a step had a mask for the tokens before it that differs from what is stored.
         """
-        self.raise_for(*torch.stack([flag.reshape(()) != 0 for flag in self.flags()]).tolist())
+        self.look()
 
-    def flags(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What `raise_for` takes, as it stands on the device."""
-        return self.invalid, self.changed_past, self.flag
+    def look(self, *tensors: Tensor) -> list[np.ndarray]:
+        """What `read_together` returns of tensors on the store's device. Raises as `check_values` does."""
+        *arrays, invalid, changed_past, flag = read_together(*tensors, self.invalid, self.changed_past, self.flag)
+        self.raise_for(bool(invalid), bool(changed_past), bool(flag))
+        return arrays
 
     def raise_for(self, invalid: bool, changed_past: bool, flag: bool) -> None:
         """Raises as `check_values` does."""

@@ -14,7 +14,7 @@ from .budget import make_room
 from .compaction import compacts_after_step, settle
 from .exact_tokens import is_whole
 from .fork import make_private
-from .look import pages_of, read_together
+from .forward import pages_of
 from .state import Store
 
 
@@ -124,7 +124,6 @@ def _look(store: Store, lookahead: int) -> tuple[np.ndarray, np.ndarray, np.ndar
     """
     has_low = store.policy.has_low(store.alpha_high, store.alpha_low)
     first_leave = (is_whole(store) & (store.length - store.window_start > store.config.window - lookahead)).any()
-    parts = (store.high_count, store.low_count, has_low, first_leave, store.pool.free_list.state[FREE])
-    high, low, has_low, leave, free, *flags = read_together(*parts, *store.flags())
-    store.raise_for(*map(bool, flags))
+    free = store.pool.free_list.state[FREE]
+    high, low, has_low, leave, free = store.look(store.high_count, store.low_count, has_low, first_leave, free)
     return high, low, has_low.astype(bool), bool(leave), int(free)
