@@ -11,9 +11,9 @@ from typing import Any
 
 from ..pages import HIGH_LEVEL, LOW_LEVEL, PADDING_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL
 from .base import (
+    ForwardRows,
     Levels,
     Policy,
-    Rows,
     StepRows,
     Tokens,
     levels_between,
@@ -66,7 +66,7 @@ __all__ = [
     "WINDOW_LEVEL",
     "Levels",
     "Policy",
-    "Rows",
+    "ForwardRows",
     "StepRows",
     "Tokens",
     "levels_between",

@@ -40,7 +40,7 @@ class Tokens(NamedTuple):
         return Tokens(self.row[chosen], self.mean[chosen], self.position[chosen], self.level[chosen], norm)
 
 
-class Rows(NamedTuple):
+class ForwardRows(NamedTuple):
     """The rows of one layer after a forward of several tokens.
 
     Attributes:
@@ -82,7 +82,7 @@ class StepRows(NamedTuple):
         candidate: int64 [layers, batch, 1], position of the token that leaves.
         sinks: int64 [layers, batch, 1], as many first tokens are sinks.
         high_count, low_count: int32, tokens stored.
-        layer: int64 [layers, 1, 1] and head: int64 [heads], as in `Rows`.
+        layer: int64 [layers, 1, 1] and head: int64 [heads], as in `ForwardRows`.
         least_mean: gives the least mean significance of each row's high tokens, float32, +inf where there are none.
     """
 
@@ -99,7 +99,7 @@ class StepRows(NamedTuple):
 
     @property
     def outside(self) -> Tensor:
-        """int64 [layers, batch, 1], as in `Rows`, without the candidate."""
+        """int64 [layers, batch, 1], as in `ForwardRows`, without the candidate."""
         return self.candidate - self.sinks
 
 
@@ -158,7 +158,7 @@ class Policy:
         """bool, of the arguments' shape: where generated tokens may reach the low level before the next prompt."""
         return alpha_low < alpha_high
 
-    def levels(self, tokens: Tokens, rows: Rows) -> Levels:
+    def levels(self, tokens: Tokens, rows: ForwardRows) -> Levels:
         """Levels after a forward of several tokens, in one layer."""
         raise NotImplementedError
 
@@ -174,7 +174,7 @@ class Policy:
         raise NotImplementedError
 
 
-def relative_thresholds(rows: Rows | StepRows) -> tuple[Tensor, Tensor]:
+def relative_thresholds(rows: ForwardRows | StepRows) -> tuple[Tensor, Tensor]:
     """alpha_high / N and alpha_low / N, float32."""
     tokens = rows.length.float()
     return rows.alpha_high / tokens, rows.alpha_low / tokens

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .base import Levels, Policy, Rows, StepRows, Tokens, keep_high, option
+from .base import ForwardRows, Levels, Policy, StepRows, Tokens, keep_high, option
 from .ranking import rank_in_rows, share_of
 
 
@@ -31,7 +31,7 @@ class H2O(Policy):
     by_alphas: ClassVar[bool] = False
     two_levels: ClassVar[bool] = False
 
-    def levels(self, tokens: Tokens, rows: Rows) -> Levels:
+    def levels(self, tokens: Tokens, rows: ForwardRows) -> Levels:
         rank, _ = rank_in_rows(tokens.row, tokens.mean, tokens.position, rows.length.numel())
         return keep_high(rank < share_of(rows.outside, self.budget).clamp(min=self.minimum)[tokens.row])
 

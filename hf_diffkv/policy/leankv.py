@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..pages import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL
-from .base import Levels, Policy, Rows, Tokens, option
+from .base import ForwardRows, Levels, Policy, Tokens, option
 from .ranking import least_in_rows, rank_in_rows
 
 
@@ -32,7 +32,7 @@ class LeanKV(Policy):
         if self.low_cut > self.high_cut:
             raise ValueError(f"policy_options: low_cut={self.low_cut} is above high_cut={self.high_cut}.")
 
-    def levels(self, tokens: Tokens, rows: Rows) -> Levels:
+    def levels(self, tokens: Tokens, rows: ForwardRows) -> Levels:
         share = _cumulative_share(tokens, rows.length.numel())
         high, kept = share >= self.high_cut, share >= self.low_cut
         level = torch.where(high, HIGH_LEVEL, torch.where(kept, LOW_LEVEL, PRUNED_LEVEL)).to(torch.int8)
@@ -52,7 +52,7 @@ def _cumulative_share(tokens: Tokens, rows: int) -> Tensor:
     return (total[place + 1] - before) / (after - before)
 
 
-def _relative_cut(tokens: Tokens, rows: Rows, above: Tensor) -> Tensor:
+def _relative_cut(tokens: Tokens, rows: ForwardRows, above: Tensor) -> Tensor:
     """Relative threshold between what is `above` a cut (bool [n]) and what is not, float32 [rows]."""
     count = rows.length.numel()
     cut = least_in_rows(tokens.mean, tokens.row, above, count) * rows.length

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .base import Rows, option
+from .base import ForwardRows, option
 from .snapkv import SnapKV
 
 
@@ -23,7 +23,7 @@ class Pyramid(SnapKV):
 
     beta: float = option(20.0, least=1)
 
-    def layer_budget(self, rows: Rows) -> float:
+    def layer_budget(self, rows: ForwardRows) -> float:
         first = min(1.0, 2 * self.budget - self.budget / self.beta)
         last = 2 * self.budget - first
         return first + (last - first) * rows.layer / max(1, rows.num_layers - 1) if rows.num_layers > 1 else self.budget

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .base import Levels, Policy, Rows, StepRows, Tokens, keep_high, option
+from .base import ForwardRows, Levels, Policy, StepRows, Tokens, keep_high, option
 from .hashing import HASHES, token_hash
 
 
@@ -32,7 +32,7 @@ class Random(Policy):
     by_alphas: ClassVar[bool] = False
     two_levels: ClassVar[bool] = False
 
-    def levels(self, tokens: Tokens, rows: Rows) -> Levels:
+    def levels(self, tokens: Tokens, rows: ForwardRows) -> Levels:
         return keep_high(self._kept(rows.layer, rows.head[tokens.row], tokens.position))
 
     def thresholds(self, rows: StepRows) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..pages import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL
-from .base import Levels, Policy, Rows, StepRows, Tokens, option
+from .base import ForwardRows, Levels, Policy, StepRows, Tokens, option
 from .hashing import HASHES, token_hash
 from .ranking import least_in_rows, rank_in_rows, share_of
 
@@ -62,7 +62,7 @@ class Share(Policy):
     def has_low(self, alpha_high: Tensor, alpha_low: Tensor) -> Tensor:
         return torch.ones_like(alpha_high, dtype=torch.bool)
 
-    def levels(self, tokens: Tokens, rows: Rows) -> Levels:
+    def levels(self, tokens: Tokens, rows: ForwardRows) -> Levels:
         count = rows.length.numel()
         key = self._key(tokens, rows)
         rank, present = rank_in_rows(tokens.row, key, tokens.position, count)
@@ -106,7 +106,7 @@ class Share(Policy):
         )
         return high, every
 
-    def _key(self, tokens: Tokens, rows: Rows) -> Tensor:
+    def _key(self, tokens: Tokens, rows: ForwardRows) -> Tensor:
         """What ranks tokens, [n]."""
         if self.by == "random":
             return token_hash(self.seed, rows.layer, rows.head[tokens.row], tokens.position)
@@ -120,7 +120,7 @@ class Share(Policy):
         return high, low
 
 
-def _relative_cut(tokens: Tokens, rows: Rows, above: Tensor, otherwise: Tensor) -> Tensor:
+def _relative_cut(tokens: Tokens, rows: ForwardRows, above: Tensor, otherwise: Tensor) -> Tensor:
     """Relative significance of the least significant token `above` (bool [n]), float32 [rows]."""
     cut = least_in_rows(tokens.mean, tokens.row, above, rows.length.numel()) * rows.length
     return torch.where(cut.isfinite(), cut.clamp(LEAST_ALPHA, GREATEST_ALPHA), otherwise)

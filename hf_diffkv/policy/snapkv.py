@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn import functional
 
-from .base import Levels, Policy, Rows, Tokens, keep_high, option
+from .base import ForwardRows, Levels, Policy, Tokens, keep_high, option
 from .ranking import rank_in_rows, share_of
 
 
@@ -35,15 +35,15 @@ class SnapKV(Policy):
         if self.pool % 2 == 0:
             raise ValueError(f"policy_options: pool={self.pool} must be odd, so that it has a middle.")
 
-    def layer_budget(self, rows: Rows) -> float:
+    def layer_budget(self, rows: ForwardRows) -> float:
         """The share for this layer."""
         return self.budget
 
-    def levels(self, tokens: Tokens, rows: Rows) -> Levels:
+    def levels(self, tokens: Tokens, rows: ForwardRows) -> Levels:
         rank, _ = rank_in_rows(tokens.row, self._pooled(tokens, rows), tokens.position, rows.length.numel())
         return keep_high(rank < share_of(rows.outside, self.layer_budget(rows))[tokens.row])
 
-    def _pooled(self, tokens: Tokens, rows: Rows) -> Tensor:
+    def _pooled(self, tokens: Tokens, rows: ForwardRows) -> Tensor:
         half = self.pool // 2
         if half == 0 or tokens.row.numel() == 0:
             return tokens.mean

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .base import Levels, Policy, Rows, StepRows, Tokens, keep_high, option
+from .base import ForwardRows, Levels, Policy, StepRows, Tokens, keep_high, option
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Streaming(Policy):
     by_alphas: ClassVar[bool] = False
     two_levels: ClassVar[bool] = False
 
-    def levels(self, tokens: Tokens, rows: Rows) -> Levels:
+    def levels(self, tokens: Tokens, rows: ForwardRows) -> Levels:
         return keep_high(tokens.position < self.sinks)
 
     def thresholds(self, rows: StepRows) -> tuple[Tensor, Tensor]:

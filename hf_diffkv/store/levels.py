@@ -11,7 +11,7 @@ from ..ops.compact import NewTokens, StoredTokens
 from ..ops.quantize import load_tokens
 from ..pages import HIGH, LOW
 from ..pages.segments import segments
-from ..policy import HIGH_LEVEL, LOW_LEVEL, WINDOW_LEVEL, Rows, Tokens, mean_significance
+from ..policy import HIGH_LEVEL, LOW_LEVEL, WINDOW_LEVEL, ForwardRows, Tokens, mean_significance
 from .budget import Weighed, fit_layer
 from .exact_tokens import is_pinned
 from .state import Store
@@ -43,7 +43,7 @@ def decide_levels(
     alphas = (store.alpha_high[layer], store.alpha_low[layer])
     start = torch.maximum(store.window_start[layer], store.length[layer] - store.config.window)
     outside = start - store.sink_end[layer]
-    rows = Rows(
+    rows = ForwardRows(
         store.layers[layer],
         store.total_layers,
         store.head_index.repeat(store.batch_size),

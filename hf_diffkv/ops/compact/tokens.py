@@ -14,7 +14,7 @@ from torch import Tensor
 READ_TOKENS, READ_TOKENS_BY_KERNELS = 1 << 12, 1 << 16
 
 
-class Source(Protocol):
+class TokenSource(Protocol):
     """Where keys and values are."""
 
     def __len__(self) -> int:
@@ -51,11 +51,11 @@ class NewTokens:
     row: Tensor
     score: Tensor
     position: Tensor
-    sources: tuple[Source, ...]
+    sources: tuple[TokenSource, ...]
     origin: Tensor
 
     @classmethod
-    def of(cls, row: Tensor, source: Source, score: Tensor, position: Tensor) -> NewTokens:
+    def of(cls, row: Tensor, source: TokenSource, score: Tensor, position: Tensor) -> NewTokens:
         """All tokens of one source in its order."""
         return cls(row, score, position, (source,), torch.arange(row.numel(), device=row.device))
 
