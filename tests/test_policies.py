@@ -67,7 +67,7 @@ def test_every_policy_has_a_case() -> None:
 
 @pytest.mark.parametrize("interval", [1, 4])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(24)
 def test_every_step_equals_the_simulation(case: str, interval: int) -> None:
     """A padded prompt, 60 steps, a further turn with gaps, 40 steps of which some rows take no part in."""
     pair = pair_of(case, 4, interval)
@@ -127,6 +127,7 @@ def test_shares_are_exact(share: float, prune: float, by: str) -> None:
 
 @pytest.mark.parametrize("layers", [1, 2, 7])
 @pytest.mark.parametrize("budget, beta", [(0.2, 20.0), (0.2, 1.0), (0.8, 4.0)])
+@pytest.mark.sampled(100)
 def test_pyramids_fall_and_keep_the_mean(layers: int, budget: float, beta: float) -> None:
     tokens = 1000
     kept = []
@@ -168,6 +169,7 @@ def test_random_is_a_matter_of_seed_layer_head_and_position() -> None:
 
 @pytest.mark.parametrize("tokens, share, prune", [(400, 0.25, 0.0), (100, 0.5, 0.0), (300, 0.3, 0.4), (20, 0.1, 0.0)])
 @pytest.mark.parametrize("spread", [0.0, 1.5])
+@pytest.mark.sampled(100)
 def test_generation_keeps_the_share(tokens: int, share: float, prune: float, spread: float) -> None:
     """500 tokens, with scores that are noise, or with tokens that differ from each other for good."""
     config = DiffKVConfig(

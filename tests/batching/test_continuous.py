@@ -89,7 +89,7 @@ EAGER = {"gemma2": "eager", "gpt_oss": "eager"}
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "granite", "mixtral", *SLIDING])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(100)
 def test_lossless_equals_generate(name: str, watch: Watch) -> None:
     """Prompts in chunks of 64, mixed with generated tokens."""
     model = tiny_model(name, EAGER.get(name, "sdpa"))
@@ -104,6 +104,7 @@ def test_lossless_equals_generate(name: str, watch: Watch) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@pytest.mark.sampled(100)
 def test_preempted_requests_are_computed_anew(name: str, watch: Watch) -> None:
     model = tiny_model(name)
     given = prompts(CROWD)
@@ -292,6 +293,7 @@ def test_a_request_that_fails_fails_alone(
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@pytest.mark.sampled(100)
 def test_forks_share_a_prompt_and_go_their_own_way(name: str, watch: Watch) -> None:
     model = tiny_model(name)
     given = prompts((50, 9, 1))

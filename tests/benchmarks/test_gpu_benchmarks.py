@@ -129,6 +129,7 @@ def test_prompt(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert "of the best dense" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_first_tokens(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     module = script("ttft_gpu")
     rows = run(module, tmp_path / "ttft_gpu.jsonl")
@@ -152,6 +153,7 @@ def test_an_attention_that_is_not_there_is_a_line(script, tmp_path: Path) -> Non
     assert row["ms"] > 0 and "over_dense" not in row
 
 
+@pytest.mark.slow
 def test_decode(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     names = ["DynamicCache", "StaticCache", "DiffKV 1/0"]
     rows = run(script("decode_gpu"), tmp_path / "decode_gpu.jsonl", "--caches", *names)

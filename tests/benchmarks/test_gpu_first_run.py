@@ -68,6 +68,7 @@ def test_all_parts_take_what_they_are_given(script, tmp_path: Path) -> None:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_every_test_is_a_line(script, tmp_path: Path) -> None:
     tests = tmp_path / "test_some.py"
     tests.write_text(

@@ -72,6 +72,7 @@ def test_no_memory_for_both(script, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert kept[0].call is None and "left_out" in rows[-1]
 
 
+@pytest.mark.slow
 def test_memory_manager_and_prompt(script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
     fake_gpu(monkeypatch, script)
     threads = torch.get_num_threads()

@@ -259,6 +259,7 @@ NOT_STORABLE = [float("nan"), float("inf"), 1e6]
 
 @pytest.mark.parametrize("part", ["k_proj", "v_proj"])
 @pytest.mark.parametrize("value", NOT_STORABLE)
+@pytest.mark.sampled(6)
 def test_keys_or_values_of_a_prompt_that_cannot_be_stored(part: str, value: float) -> None:
     model = tiny_model("llama", "diffkv")
     attention = model.model.layers[0].self_attn

@@ -126,6 +126,7 @@ def test_ways_to_make_a_cache(make: Callable) -> None:
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.sampled(100)
 def test_reset_and_reuse(name: str) -> None:
     model = model_of(name)
     talk = Conversation(model, *ragged_prompts(LENGTHS))
@@ -186,7 +187,7 @@ ROW_CHOICES = {
 
 @pytest.mark.parametrize("choice", ROW_CHOICES)
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(100)
 def test_chosen_rows_equal_rows_run_by_themselves(name: str, choice: str) -> None:
     choose, index = ROW_CHOICES[choice]
     model = model_of(name)
@@ -207,6 +208,7 @@ def test_chosen_rows_equal_rows_run_by_themselves(name: str, choice: str) -> Non
 
 
 @pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.sampled(100)
 def test_reordering_at_every_step(interval: int) -> None:
     """As beam search does: rows are dropped and doubled between any two steps."""
     config = DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16, compaction_interval=interval)

@@ -115,7 +115,7 @@ OTHER_CONFIGS = [
 
 @pytest.mark.parametrize("config", OTHER_CONFIGS)
 @pytest.mark.parametrize("chunk", [None, 50])
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(100)
 def test_configurations_and_chunked_prompts(config: DiffKVConfig, chunk: int | None) -> None:
     model = tiny_model("llama", dtype=torch.float64, attention="eager")
     ids, mask = ragged_prompts((130, 1, 77, 16))

@@ -61,7 +61,7 @@ def kernels(load, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         ("test_compaction", (2, 8)),
     ],
 )
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(100)
 def test_kernels(kernels, name: str, arguments: tuple) -> None:
     getattr(kernels, name)(CPU, *arguments)
 

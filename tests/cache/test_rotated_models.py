@@ -64,6 +64,7 @@ def test_two_turns_equal_the_simulation(name: str) -> None:
 
 
 @pytest.mark.parametrize("chunk", [10, 50])
+@pytest.mark.sampled(100)
 def test_chunked_prompts(chunk: int) -> None:
     model, config = tiny_model("llama", dtype=torch.float64, attention="eager"), CONFIGS["llama"]
     ids, mask = ragged_prompts((130, 1, 77, 16))
@@ -126,6 +127,7 @@ def test_captured_steps_through_the_end_of_the_window(steps, interval: int) -> N
         assert torch.equal(cache.dequantize(index)[0], eager.dequantize(index)[0])
 
 
+@pytest.mark.slow
 def test_compiled_forwards() -> None:
     torch._dynamo.reset()
     ids, mask = ragged_prompts((20, 3))
@@ -143,6 +145,7 @@ def test_compiled_forwards() -> None:
 
 
 @pytest.mark.parametrize("interval", [1, 4])
+@pytest.mark.sampled(100)
 def test_a_saved_cache_continues_identically(interval: int, tmp_path: Path) -> None:
     model = tiny_model("llama", "diffkv", dtype=torch.float64)
     config = dataclasses.replace(CONFIGS["llama"], compaction_interval=interval)

@@ -129,6 +129,7 @@ class Replay:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
+@pytest.mark.sampled(6)
 def test_autocast_changes_nothing_inside(
     dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +167,7 @@ METHODS: dict[str, Callable[[torch.dtype], Any]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(100)
 def test_quantised_weights(method: str, dtype: torch.dtype) -> None:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     model = AutoModelForCausalLM.from_pretrained(TINY_LM, quantization_config=METHODS[method](dtype), dtype=dtype)

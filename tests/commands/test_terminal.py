@@ -83,6 +83,7 @@ class Terminal:
         return EDITING.sub("", self.text).split("\n")
 
 
+@pytest.mark.slow
 def test_generate_is_interrupted_in_one_line(tmp_path: Path) -> None:
     arguments = ["generate", PROMPT, "--max-new-tokens", "3000", "--output", "out"]
     terminal = Terminal(tmp_path, *arguments, NO_COLOR="1")

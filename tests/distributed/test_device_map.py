@@ -28,7 +28,7 @@ def test_offloaded_weights(tmp_path: Path) -> None:
     )
     assert offloaded.model.layers[3].self_attn.k_proj.weight.device.type == "meta"
     ids, mask = ragged_prompts((90, 33))
-    options = {"attention_mask": mask, "max_new_tokens": 30, "do_sample": False}
+    options = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False}
     for config in (CONFIG, DiffKVConfig.lossless(window=16)):
         found, expected = DiffKVCache(offloaded.config, config), DiffKVCache(model.config, config)
         text = offloaded.generate(ids, past_key_values=found, **options)

@@ -162,7 +162,7 @@ def test_tokens_taken_back(model: PreTrainedModel) -> None:
     ids=["fork", "deepcopy", "pickle"],
 )
 @pytest.mark.parametrize("steps", [0, 11])
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(100)
 def test_copies(model: PreTrainedModel, duplicate: Callable, steps: int) -> None:
     split, one = pair(model)
     if steps:
@@ -262,6 +262,7 @@ def test_a_budget_that_one_device_cannot_keep(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.sampled(100)
 def test_a_step_that_fails_in_its_first_layer(model: PreTrainedModel, interval: int) -> None:
     split, one = pair(model, DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16, compaction_interval=interval))
     for run in (split, one):
@@ -280,7 +281,7 @@ def test_a_step_that_fails_in_its_first_layer(model: PreTrainedModel, interval: 
 @pytest.mark.parametrize("count", [1, 5], ids=["step", "turn"])
 @pytest.mark.parametrize("layer", [1, 2, 3])
 @pytest.mark.parametrize("first", [False, True], ids=["later", "first"])
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(100)
 def test_an_interrupt_between_two_layers(model: PreTrainedModel, layer: int, count: int, first: bool) -> None:
     def interrupt(*args: Any) -> None:
         raise KeyboardInterrupt

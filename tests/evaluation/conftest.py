@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,18 @@ from hf_diffkv.evaluation.methods import METHODS
 from hf_diffkv.evaluation.tasks import TASKS
 
 TINY_LM = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def uncompiled_quanto() -> None:
+    """Has quanto's codes unpacked by PyTorch: it would compile an extension first, for minutes."""
+    if importlib.util.find_spec("optimum") and importlib.util.find_spec("optimum.quanto"):
+        from optimum.quanto.library.extensions.cpp import ext
+
+        def unpack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+            return torch.cat([codes >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)])
+
+        ext._lib = SimpleNamespace(unpack=unpack)
 
 
 @pytest.fixture(scope="session")

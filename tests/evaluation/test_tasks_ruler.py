@@ -40,6 +40,7 @@ def test_there_are_eleven() -> None:
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("name", GENERATED)
+@pytest.mark.sampled(6)
 def test_length_and_score(name: str, tokenizer: Any, length: int) -> None:
     task = get_task(name)
     for document, context, question in made(name, tokenizer, length, count=2):
@@ -83,6 +84,7 @@ def test_too_short(name: str) -> None:
         ("multiquery", "numbers", 4, 1, 4),
     ],
 )
+@pytest.mark.sampled(6)
 def test_needles(variant: str, kind: str, keys: int | None, values: int, queries: int, tokenizer: Any) -> None:
     for document, context, question in made(f"ruler-niah-{variant}", tokenizer, 4000, 2):
         needles = NEEDLE.findall(context)

@@ -61,7 +61,7 @@ def rounding(model: PreTrainedModel) -> Tensor:
 
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.filterwarnings("ignore:this model has no plain full-attention layer")
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 def test_family(name: str) -> None:
     model, family = build(name), FAMILIES[name]
     expected = greedy(model, past_key_values=DynamicCache(config=model.config))

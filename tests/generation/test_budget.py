@@ -184,6 +184,7 @@ def test_a_budget_below_the_windows_raises_at_once() -> None:
 
 
 @pytest.mark.parametrize("tight", [1.0, 0.98, 0.95, 0.92, 0.9])
+@pytest.mark.sampled(100)
 def test_a_step_that_cannot_fit_raises_before_it(tight: float) -> None:
     """The budget of a cache is lowered to what it holds, or a little less, with nothing but windows to prune."""
     model = model_of()

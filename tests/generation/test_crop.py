@@ -64,7 +64,7 @@ class Checked:
 
 @pytest.mark.parametrize("name", THRESHOLDS)
 @pytest.mark.parametrize("interval", [1, 3])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(100)
 def test_crop_equals_the_simulation_of_accepted_tokens(name: str, interval: int) -> None:
     alpha_high, alpha_low = THRESHOLDS[name]
     thresholds = {"alpha_high": alpha_high, "alpha_low": alpha_low}

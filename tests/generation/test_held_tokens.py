@@ -58,6 +58,7 @@ def refused(model: PreTrainedModel, cache: DiffKVCache, ids: Tensor, position: i
 
 
 @pytest.mark.parametrize("row, position", [(0, 0), (1, PROMPT - 1), (0, PROMPT), (1, PROMPT + NEW - 2)])
+@pytest.mark.sampled(100)
 def test_other_tokens(model: PreTrainedModel, row: int, position: int) -> None:
     """Given or generated ones; the call with the right tokens is then as if nothing had been."""
     cache, written = begun(model, batch=2)
@@ -154,6 +155,7 @@ def test_sequences_that_move(model: PreTrainedModel, move: str) -> None:
 
 
 @pytest.mark.parametrize("assistant", ["lookup", "model"])
+@pytest.mark.sampled(100)
 def test_assisted_decoding(model: PreTrainedModel, assistant: str) -> None:
     """The tokens of rejected drafts are not held."""
     other = {"model": {"assistant_model": tiny_model("llama", seed=2)}, "lookup": {"prompt_lookup_num_tokens": 4}}
@@ -225,6 +227,7 @@ def test_what_the_host_waits_for(model: PreTrainedModel, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "fork", "folder"])
+@pytest.mark.sampled(100)
 def test_copies_hold_the_same(model: PreTrainedModel, way: str, tmp_path: Path) -> None:
     cache, written = begun(model, batch=2)
     if way == "folder":

@@ -51,7 +51,7 @@ def ends(run: Run, counts: tuple[int, ...]) -> None:
 @pytest.mark.oldest
 @pytest.mark.parametrize("interval", [1, 3])
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(100)
 def test_a_conversation_of_uneven_answers(name: str, interval: int) -> None:
     """`generate` pads the rows that finish early; from the next turn on the mask hides that padding."""
     model = tiny_model(name, "eager")
@@ -78,6 +78,7 @@ def test_a_conversation_of_uneven_answers(name: str, interval: int) -> None:
 
 
 @pytest.mark.parametrize("name, options", [*((name, {}) for name in FAMILIES), ("llama", {"alpha_high": 0.0})], ids=str)
+@pytest.mark.sampled(100)
 def test_steps_of_one_token_hide_as_well(name: str, options: dict) -> None:
     model = model_of(name)
     run = started(model, LENGTHS, cache=lossless(model, **options))
@@ -232,6 +233,7 @@ def test_a_mask_of_four_dimensions() -> None:
 @pytest.mark.parametrize("recording", [False, True], ids=["plain", "recording"])
 @pytest.mark.parametrize("case", ["hidden", "padding", "no mask"])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.sampled(6)
 def test_what_is_gone_cannot_be_shown(name: str, case: str, recording: bool, count: int) -> None:
     if recording and name == "gemma2" and not SLIDING_LAYERS_RECORD:
         pytest.skip("Transformers' own sliding layers do not")
@@ -259,6 +261,7 @@ def test_what_is_gone_cannot_be_shown(name: str, case: str, recording: bool, cou
 
 
 @pytest.mark.parametrize("shows", [False, True], ids=["hides", "shows"])
+@pytest.mark.sampled(100)
 def test_where_the_host_must_not_wait_it_is_noticed_later(monkeypatch: pytest.MonkeyPatch, shows: bool) -> None:
     """As on a GPU: a step of one token is compared on the device, and the host looks every few steps."""
     monkeypatch.setattr(hide, "reads_are_free", lambda device: False)

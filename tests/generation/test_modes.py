@@ -68,7 +68,7 @@ MODES = {
 @pytest.mark.oldest
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(16)
 def test_modes(name: str, mode: str) -> None:
     sequences = assert_same_tokens(tiny_model(name, "eager"), *ragged_prompts(LENGTHS), **MODES[mode])
     assert sequences.shape[1] == max(LENGTHS) + NEW_TOKENS
@@ -89,7 +89,7 @@ def test_stop_strings() -> None:
 @pytest.mark.oldest
 @pytest.mark.parametrize("mode", ["greedy", "beam search", "sampling"])
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(16)
 def test_requests_that_finish_early(name: str, mode: str) -> None:
     """Left-padded requests stop at different steps; the others go on beside their padding."""
     options = {**MODES[mode], "eos_token_id": list(range(3, 14))}
@@ -102,6 +102,7 @@ def test_requests_that_finish_early(name: str, mode: str) -> None:
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sampled(100)
 def test_inputs_embeds(name: str) -> None:
     model = tiny_model(name, "eager")
     ids, mask = ragged_prompts(LENGTHS)
@@ -153,6 +154,7 @@ class StopsAt(StoppingCriteria):
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sampled(100)
 def test_custom_stopping_criteria(name: str) -> None:
     model = tiny_model(name, "eager")
     free = said(model, *ragged_prompts(LENGTHS), **LOSSLESS)[:, max(LENGTHS) :]
@@ -192,7 +194,7 @@ def assert_both_happened(crops: list[tuple[int, int]], limit: int = 40) -> None:
 @pytest.mark.oldest
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampling"])
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(100)
 def test_prompt_lookup(name: str, sample: bool, crops: list[tuple[int, int]]) -> None:
     options = {"prompt_lookup_num_tokens": 4, "max_new_tokens": 40, "do_sample": sample, "temperature": 0.05}
     options = options if sample else {**options, "temperature": None}
@@ -213,7 +215,7 @@ def noisy(model: PreTrainedModel, share: float = 0.05) -> PreTrainedModel:
 @pytest.mark.oldest
 @pytest.mark.parametrize("where", ["main", "assistant", "both"])
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(100)
 def test_assisted_decoding(name: str, where: str, crops: list[tuple[int, int]]) -> None:
     model, assistant = tiny_model(name, "eager"), noisy(tiny_model(name, "eager"))
     ids, mask = ragged_prompts((60,))
@@ -260,6 +262,7 @@ def test_assisted_sampling(name: str, crops: list[tuple[int, int]]) -> None:
 # gpt_oss does not support it
 @pytest.mark.skipif(not can_crop_empty_layers(), reason="older releases of Transformers fail so with any cache")
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+@pytest.mark.sampled(100)
 def test_early_exit(name: str, crops: list[tuple[int, int]]) -> None:
     """The model's own first layers draft."""
     model = tiny_model(name, "eager")
@@ -274,6 +277,7 @@ def test_early_exit(name: str, crops: list[tuple[int, int]]) -> None:
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sampled(100)
 def test_two_turns(name: str) -> None:
     """The second call of `generate` goes on with the cache of the first."""
     model = tiny_model(name, "eager")

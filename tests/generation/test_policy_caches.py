@@ -67,7 +67,7 @@ def test_saved_caches_and_forks_continue_identically(model: PreTrainedModel, pol
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(100)
 def test_rows_that_are_reordered_stay_what_they_were(model: PreTrainedModel, policy: str) -> None:
     """As beams do; nothing that a row does depends on where it stands."""
     index = [3, 0, 0, 1]
@@ -97,7 +97,7 @@ def test_rows_that_are_reordered_stay_what_they_were(model: PreTrainedModel, pol
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("interval", [1, 4])
-@pytest.mark.sampled(100)
+@pytest.mark.sampled(1000)
 def test_max_bytes_holds_for_every_policy(model: PreTrainedModel, policy: str, interval: int) -> None:
     def fed(max_bytes: int | None) -> DiffKVCache:
         run = started(model, (200, 90, 150), config_of(policy, max_bytes=max_bytes, compaction_interval=interval))
@@ -140,6 +140,7 @@ def test_protected_layers_are_high(policy: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.sampled(100)
 def test_policies_know_which_layer_and_head_they_level(name: str, tmp_path: Path) -> None:
     """Of the model's compressed layers, also in a cache that was loaded."""
     kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2} if name == "gemma2" else {}

@@ -59,7 +59,7 @@ def test_a_reused_prefix_equals_independent_runs(name: str, duplicate: Callable,
         for number, (run, alone) in enumerate(zip(runs, independent)):
             more, mask = ragged_prompts((3, 7, 0, 12), seed=10 * number + turn)
             assert torch.equal(run.feed(more, mask), alone.feed(more, mask))
-            ids = tokens(4, 10, seed=10 * number + turn)
+            ids = tokens(4, 4, seed=10 * number + turn)
             for step in ids.split(1, dim=1):
                 assert torch.equal(run.feed(step), alone.feed(step))
                 for each in (*runs, shared):
@@ -141,6 +141,7 @@ def no_garbage_collector() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_garbage_collector")
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.sampled(100)
 def test_a_dropped_cache_frees_its_memory_at_once(name: str) -> None:
     run = started(model_of(name), LENGTHS)
     run.steps(tokens(4, 3))
@@ -197,6 +198,7 @@ TURNS = [(5, 1, 30, 17), (0, 9, 2, 40), (3, 3, 3, 3), (25, 0, 0, 1), (1, 60, 8, 
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.sampled(100)
 def test_many_uneven_turns_equal_the_simulation(name: str) -> None:
     """Some requests say nothing in a turn, others a lot; answers of several tokens between the turns."""
     with captured() as layers:
@@ -249,6 +251,7 @@ def test_forks_that_decode_in_turns_leave_each_other_pages(before: int) -> None:
 
 
 @pytest.mark.parametrize("before", [0, 3, 7])
+@pytest.mark.sampled(100)
 def test_a_copy_of_a_fork_has_pages_for_its_next_steps(before: int) -> None:
     run = started(model_of(), (20,), HUNGRY)
     fork = run.on(run.cache.fork(1)[0])

@@ -60,7 +60,7 @@ class Failure(Exception):
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}], ids=str)
 @pytest.mark.parametrize("error", [Failure, KeyboardInterrupt])
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(100)
 def test_an_exception_in_a_stopping_criterion(error: type[BaseException], options: dict[str, Any]) -> None:
     model = model_of()
     batch = 1 if "prompt_lookup_num_tokens" in options else 2
@@ -109,7 +109,7 @@ def assert_can_be_reused(model: PreTrainedModel, cache: DiffKVCache) -> None:
 @pytest.mark.parametrize("count", [1, 5], ids=["step", "turn"])
 @pytest.mark.parametrize("recording", [False, True], ids=["plain", "recording"])
 @pytest.mark.parametrize("interval", [1, 3])
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(100)
 def test_an_interrupt_in_the_middle_of_a_forward(place: str, count: int, recording: bool, interval: int) -> None:
     """Layers disagree then: nothing is damaged, going on is refused, starting over works."""
     config = DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16, compaction_interval=interval)

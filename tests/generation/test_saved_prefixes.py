@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,20 @@ def model() -> PreTrainedModel:
     return model_of()
 
 
-@pytest.fixture
-def saved(model: PreTrainedModel, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def saved_once(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
     run = started(model, LENGTHS)
     run.steps(tokens(4, 10))
-    run.cache.save_pretrained(tmp_path, model)
-    DiffKVCache.from_pretrained(tmp_path, model).check_integrity()
-    return tmp_path
+    run.cache.save_pretrained(folder, model)
+    DiffKVCache.from_pretrained(folder, model).check_integrity()
+    return folder
+
+
+@pytest.fixture
+def saved(saved_once: Path, tmp_path: Path) -> Path:
+    """A saved cache that the test may damage."""
+    return shutil.copytree(saved_once, tmp_path, dirs_exist_ok=True)
 
 
 @pytest.mark.parametrize("interval", [1, 4])

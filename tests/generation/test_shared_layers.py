@@ -195,6 +195,7 @@ class Stop(Exception):
 
 
 @pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.sampled(100)
 def test_an_abandoned_forward_is_noticed(count: int) -> None:
     model = model_of()
     run = started(model, LENGTHS, CONFIG)

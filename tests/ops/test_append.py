@@ -65,6 +65,7 @@ def test_one_slot_of_each_real_row_changes(backend, valid, dtype, dims) -> None:
 @pytest.mark.parametrize("backend", ["kernels", "reference"])
 @pytest.mark.parametrize("name", ["key", "value"])
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf"), 20.0, -20.0])
+@pytest.mark.sampled(8)
 def test_what_cannot_be_stored_is_flagged(backend, name, bad) -> None:
     for request, valid, flagged in ((1, None, True), (1, [True, True, False], True), (1, [True, False, True], False)):
         made = state(torch.bfloat16, 16, 16)
@@ -98,6 +99,7 @@ def rotated_by_hand(made: dict[str, Any], query: torch.Tensor, offset: torch.Ten
     ],
     ids=str,
 )
+@pytest.mark.sampled(8)
 def test_tokens_are_rotated_on_their_way(backend, dtype, dims, centered, error) -> None:
     made, before = state(dtype, *dims), state(dtype, *dims)
     generator = torch.Generator().manual_seed(1)

@@ -203,7 +203,7 @@ def test_many_rows_over_many_steps(numbers):
     ],
     ids=str,
 )
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(100)
 def test_precisions_dims_and_dtypes(high, low, key_dim, value_dim, dtype):
     layout = small_layout(high, low, key_dim, value_dim, 4096, dtype.itemsize)
     state = State(layout, [9, 0, 30, 4], [3, 12, 0, 8], dtype=dtype, seed=2, spare=8)
@@ -211,6 +211,7 @@ def test_precisions_dims_and_dtypes(high, low, key_dim, value_dim, dtype):
 
 
 @pytest.mark.parametrize("high, low", [(Precision(6, 4), Precision(5, 3)), (Precision(4, 16, 2, 1), Precision(1, 8))])
+@pytest.mark.sampled(100)
 def test_narrow_pages(high, low):
     for numbers in NARROW:
         layout = small_layout(high, low, 64, 40, 2048, **numbers)
@@ -237,6 +238,7 @@ def test_max_tokens_only_balances_the_work(monkeypatch):
 
 
 @pytest.mark.parametrize("low", [1.5, 0.0])
+@pytest.mark.sampled(100)
 def test_without_a_low_tier_and_without_pruning(low):
     state = State(small_layout(), [20, 0, 5], [0, 0, 11], seed=5)
     assert_steps_alike(state, 3, low=low)

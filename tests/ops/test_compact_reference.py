@@ -283,6 +283,7 @@ def _new_tokens(tokens: list[tuple[int, Token]]) -> NewTokens:
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.sampled(100)
 def test_rewriting_closes_holes_and_keeps_pages_straight(seed: int) -> None:
     rewrite = Rewrite(seed)
     rewrite.run()

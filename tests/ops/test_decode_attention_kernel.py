@@ -226,7 +226,7 @@ def assert_like_reference(case, *, tolerance=None, **options):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("precisions", [(K8V4, K4V2), (Precision(8, 8), K8V4), (K16V16, K16V16)])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(100)
 def test_common_precisions_match_the_reference(precisions, dtype):
     high, low = precisions
     case = make_case([[70, 0]], [[33, 150]], [19], high=high, low=low, key_dim=64, group=4, dtype=dtype)
@@ -246,7 +246,7 @@ def test_common_precisions_match_the_reference(precisions, dtype):
     ],
     ids=lambda precision: precision.name,
 )
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(100)
 def test_narrow_pages_match_the_reference(high, low, numbers, dtype):
     case = make_case([[70, 0]], [[33, 90]], [19], high=high, low=low, key_dim=64, group=2, dtype=dtype, **numbers)
     assert_like_reference(case)
@@ -254,7 +254,7 @@ def test_narrow_pages_match_the_reference(high, low, numbers, dtype):
 
 @pytest.mark.parametrize("v_bits", SUPPORTED_BITS)
 @pytest.mark.parametrize("k_bits", SUPPORTED_BITS)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(16)
 def test_every_pair_of_bits_matches_the_reference(k_bits, v_bits):
     precision = Precision(k_bits, v_bits)
     case = make_case([[37]], [[0]], [5], high=precision, low=precision, key_dim=32, group=1)
@@ -272,6 +272,7 @@ def test_every_pair_of_bits_matches_the_reference(k_bits, v_bits):
         (Precision(6, 5, 3, 3), Precision(3, 3, 6, 12), 24, 48),
     ],
 )
+@pytest.mark.sampled(6)
 def test_quantisation_groups_match_the_reference(high, low, key_dim, value_dim):
     case = make_case([[40]], [[21]], [6], high=high, low=low, key_dim=key_dim, value_dim=value_dim)
     assert_like_reference(case, splits=1, block=64)
@@ -293,13 +294,14 @@ def test_quantisation_groups_match_the_reference(high, low, key_dim, value_dim):
         (192, 128, 8),
     ],
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(16)
 def test_head_shapes_match_the_reference(key_dim, value_dim, group):
     case = make_case([[40]], [[41]], [18], key_dim=key_dim, value_dim=value_dim, group=group)
     assert_like_reference(case, splits=2)
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(8, 8), (80, 80), (96, 64), (64, 96), (128, 128), (256, 256)])
+@pytest.mark.sampled(6)
 def test_codes_of_two_fields_match_the_reference(key_dim, value_dim):
     """Rows whose fields, and the halves of their quarters, have any alignment."""
     precisions = {"high": Precision(6, 3), "low": Precision(3, 5)}
@@ -314,6 +316,7 @@ def test_value_dim_that_has_no_quarters():
 
 
 @pytest.mark.parametrize("splits", [1, 2, 7, 20])
+@pytest.mark.sampled(100)
 def test_any_number_of_splits_gives_the_same(splits):
     case = make_case([[130]], [[64]], [24], seed=splits)
     assert_like_reference(case, splits=splits, block=16)
@@ -350,6 +353,7 @@ def test_rows_that_are_not_valid_return_zeros_and_score_nothing():
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.sampled(6)
 def test_softcap_and_sinks_match_the_reference(softcap, with_sinks):
     case = make_case([[25, 0]], [[40, 0]], [1], group=3)
     # every other element, which no kernel may read as if they stood next to each other

@@ -90,6 +90,7 @@ KNOWN = [216, 2254, 508]
 
 
 @pytest.mark.parametrize("gain", [1e-2, 1e-3, 1e-4, 1e-5])
+@pytest.mark.sampled(100)
 def test_sums_of_many_small_gains_are_right_on_average(gain: float) -> None:
     """Of 4,096 tokens over 2,000 steps; rounding to the nearest would lose all of the smaller gains."""
     tokens, steps = torch.arange(4096), 2000

@@ -89,18 +89,20 @@ def test_ragged_rows_over_both_tiers_and_the_window(threads) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.sampled(6)
 def test_heads_of_one_request_differ(dtype: torch.dtype) -> None:
     NativeCase([5, 30, 0, 7, 11, 2], [0, 3, 25, 1, 0, 60], [3, 5, 1], heads=2, group=3, dtype=dtype).check()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 16])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(16)
 def test_group_sizes(group: int, dtype: torch.dtype) -> None:
     NativeCase([5, 12], [9, 0], [2, 4], group=group, dtype=dtype).check()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.sampled(6)
 def test_page_boundaries(dtype: torch.dtype) -> None:
     layout = PageLayout.build(K8V4, K4V2, 16, 16, dtype.itemsize, 512)
     high, low = layout.high.capacity, layout.low.capacity
@@ -134,6 +136,7 @@ def test_padding_rows_return_zeros_and_score_nothing(threads) -> None:
 
 @pytest.mark.parametrize("softcap", [None, 2.0, 50.0])
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -2.0, 6.0, 40.0])])
+@pytest.mark.sampled(6)
 def test_softcap_and_sinks(softcap: float | None, sinks: Tensor | None) -> None:
     NativeCase([5, 0, 17, 3], [9, 33, 0, 0], [1, 4], heads=2).check(softcap=softcap, sinks=sinks)
 
@@ -141,7 +144,7 @@ def test_softcap_and_sinks(softcap: float | None, sinks: Tensor | None) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("dim", [16, 128])
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(40)
 def test_every_number_of_bits(bits: int, dim: int, dtype: torch.dtype) -> None:
     precisions = (Precision(16, bits), Precision(bits, min(bits, 8)))
     case = NativeCase([20, 0, 70], [9, 33, 0], [1, 4, 5], dim=dim, precisions=precisions, dtype=dtype, page_bytes=None)
@@ -162,14 +165,14 @@ def test_every_number_of_bits(bits: int, dim: int, dtype: torch.dtype) -> None:
     ],
     ids=lambda precision: precision.name,
 )
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(16)
 def test_groups(high: Precision, low: Precision, dtype: torch.dtype) -> None:
     NativeCase([5, 0, 30], [9, 33, 0], [1, 4, 5], precisions=(high, low), dtype=dtype, page_bytes=1024).check()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dim, groups", [(64, 2), (80, 2), (96, 2), (128, 2), (192, 4), (256, 2)])
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(40)
 def test_groups_of_keys_within_and_across_vectors(dim: int, groups: int, dtype: torch.dtype) -> None:
     """More tokens than are unpacked at a time, and heads that are not multiplied four at a time."""
     precisions = (Precision(4, 3, groups, 1), Precision(6, 4, groups // 2, 1))
@@ -188,7 +191,7 @@ def test_groups_of_keys_within_and_across_vectors(dim: int, groups: int, dtype: 
     ],
     ids=lambda precision: precision.name,
 )
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(40)
 def test_narrow_pages(high: Precision, low: Precision, numbers: dict, dtype: torch.dtype, threads) -> None:
     case = NativeCase([5, 0, 30, 170], [9, 33, 0, 12], [1, 4, 5, 2], precisions=(high, low), dtype=dtype, **numbers)
     case.check()
@@ -199,7 +202,7 @@ def test_narrow_pages(high: Precision, low: Precision, numbers: dict, dtype: tor
 @pytest.mark.parametrize(
     "dim, value_dim", [(8, 8), (64, 64), (72, 72), (80, 80), (96, 96), (128, 128), (256, 256), (24, 8), (512, 64)]
 )
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(40)
 def test_head_dims(dim: int, value_dim: int, dtype: torch.dtype) -> None:
     for precisions in ((K8V4, K4V2), (Precision(16, 6), Precision(5, 3))):
         options = {"dim": dim, "value_dim": value_dim, "precisions": precisions, "dtype": dtype}
@@ -207,11 +210,12 @@ def test_head_dims(dim: int, value_dim: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(40)
 def test_one_long_and_many_short_rows(threads, dtype: torch.dtype) -> None:
     NativeCase([900] + [2] * 8, [700] + [1] * 8, [5] + [1, 2, 3, 4] * 2, dtype=dtype).check()
 
 
+@pytest.mark.sampled(6)
 def test_large_logits_do_not_overflow(threads) -> None:
     case = NativeCase([5, 0, 417], [9, 33, 300], [1, 4, 5])
     case.query *= 1000
@@ -226,7 +230,7 @@ def test_large_logits_do_not_overflow(threads) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(40)
 def test_several_layers_join_what_tokens_receive(threads, dtype: torch.dtype) -> None:
     case = NativeCase([5, 0, 917], [9, 33, 40], [1, 4, 5], dtype=dtype)
     twin = NativeCase([5, 0, 917], [9, 33, 40], [1, 4, 5], dtype=dtype)
@@ -288,7 +292,7 @@ SEEDS = int(os.environ.get("DIFFKV_FUZZ_SEEDS", "6"))
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(40)
 def test_random_rows(seed: int, threads) -> None:
     random = np.random.default_rng(seed)
     batch, heads = random.integers(1, 4), random.integers(1, 3)

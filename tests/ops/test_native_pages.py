@@ -220,6 +220,7 @@ def test_compaction_of_many_rows_over_many_steps(threads: int, numbers: dict) ->
     ],
     ids=str,
 )
+@pytest.mark.sampled(8)
 def test_compaction_at_any_precision(high, low, key_dim, value_dim, dtype) -> None:
     layout = small_layout(high, low, key_dim, value_dim, 4096, dtype.itemsize)
     assert_steps_alike(State(layout, [9, 0, 30, 4], [3, 12, 0, 8], dtype=dtype, seed=2, spare=8), 4)
@@ -271,6 +272,7 @@ SEEDS = int(os.environ.get("DIFFKV_FUZZ_SEEDS", "6"))
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.sampled(8)
 def test_random_compactions(seed: int) -> None:
     random = np.random.default_rng(seed)
     bits = random.choice(SUPPORTED_BITS, 4).tolist()

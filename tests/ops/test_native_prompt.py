@@ -70,6 +70,7 @@ def check(
     "heads, group, dim",
     [(1, 1, 8), (2, 3, 64), (1, 6, 80), (1, 1, 96), (1, 4, 128), (1, 2, 256), (1, 1, 512)],
 )
+@pytest.mark.sampled(12)
 def test_groups_and_head_dims(heads: int, group: int, dim: int, dtype: torch.dtype) -> None:
     check(*draw(2, heads, group, 33, dim), dtype=dtype)
 
@@ -82,14 +83,14 @@ def test_values_of_another_dim(dim: int, value_dim: int, dtype: torch.dtype) -> 
 
 @every_dtype
 @pytest.mark.parametrize("length", [1, 2, 48, 49, 256, 257, 600])
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(40)
 def test_lengths(length: int, dtype: torch.dtype, threads: None) -> None:
     check(*draw(2, 1, 2, length, 16), dtype=dtype)
 
 
 @every_dtype
 @pytest.mark.parametrize("observation_window", [None, 1, 7, 1000])
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(40)
 def test_padding_and_observation_window(observation_window: int | None, dtype: torch.dtype) -> None:
     options = {"observation_window": observation_window, "dtype": dtype}
     check(*draw(5, 2, 2, 40, 16), **options)
@@ -116,7 +117,7 @@ def test_a_request_of_padding_alone_is_zero() -> None:
 @every_dtype
 @pytest.mark.parametrize("softcap", [None, 2.0, 50.0])
 @pytest.mark.parametrize("sinks", [None, SINKS])
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(40)
 def test_softcap_and_sinks(softcap: float | None, sinks: Tensor | None, dtype: torch.dtype) -> None:
     check(*draw(5, 2, 2, 40, 16), softcap=softcap, sinks=sinks, dtype=dtype)
     check(*draw(5, 2, 2, 40, 16), softcap=softcap, sinks=sinks, valid=RAGGED, dtype=dtype)
@@ -141,7 +142,7 @@ def test_masks(length: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("observation_window", [None, 3])
 @pytest.mark.parametrize("sinks", [None, SINKS])
 @pytest.mark.parametrize("length", [1, 40])
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(40)
 def test_a_past_of_different_lengths_per_head(
     length: int, sinks: Tensor | None, observation_window: int | None, dtype: torch.dtype
 ) -> None:
@@ -151,7 +152,7 @@ def test_a_past_of_different_lengths_per_head(
     check(*draw(3, 2, 2, length, 16), *past, valid=RAGGED[:3, -length:], **options)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(40)
 def test_a_past_of_several_tiles(threads: None) -> None:
     past = hand_past([[300, 0], [31, 200]], [[40, 500], [220, 0]], [21, 5])
     check(*draw(2, 2, 3, 70, 16), *past)
@@ -160,7 +161,7 @@ def test_a_past_of_several_tiles(threads: None) -> None:
 
 @every_dtype
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(40)
 def test_every_number_of_bits(bits: int, dtype: torch.dtype) -> None:
     precisions = {"high": Precision(16, bits, 1, 2), "low": Precision(bits, min(bits, 8), 4, 1)}
     past = hand_past(HIGH, LOW, WINDOW, key_dim=32, value_dim=64, dtype=dtype, **precisions)
@@ -168,6 +169,7 @@ def test_every_number_of_bits(bits: int, dtype: torch.dtype) -> None:
 
 
 @every_dtype
+@pytest.mark.sampled(6)
 def test_a_past_in_narrow_pages(dtype: torch.dtype) -> None:
     options = {"high": Precision(6, 4, 1, 2), "low": Precision(5, 3), "metadata_bits": 16, "position_bytes": 2}
     past = hand_past(HIGH, LOW, WINDOW, key_dim=32, value_dim=64, dtype=dtype, **options)
@@ -175,6 +177,7 @@ def test_a_past_in_narrow_pages(dtype: torch.dtype) -> None:
 
 
 @every_dtype
+@pytest.mark.sampled(6)
 def test_exact_tokens_between_the_stored_and_the_new_ones(dtype: torch.dtype) -> None:
     query, key, value = (part.to(dtype) for part in draw(3, 2, 2, 40, 16))
     past, stored_key, stored_value, there = hand_past(HIGH, LOW, WINDOW, dtype=dtype)
@@ -220,7 +223,7 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
         torch.set_num_threads(1)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(16)
 def test_more_tokens_than_a_full_block_has_room_for() -> None:
     length, dim = 30000, 8
     query, key, value = (part.float() for part in draw(1, 1, 1, length, dim))
@@ -239,6 +242,7 @@ def test_more_tokens_than_a_full_block_has_room_for() -> None:
 
 
 @pytest.mark.parametrize("bad", [-1, 0, 1 << 20, 2**31 - 1])
+@pytest.mark.sampled(6)
 def test_entries_outside_the_pool_are_refused(bad: int) -> None:
     past = hand_past(HIGH, LOW, WINDOW)[0]
     past.page_table[0, 0, 0] = bad
@@ -268,7 +272,7 @@ def test_tensors_that_do_not_fit_are_named() -> None:
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("DIFFKV_FUZZ_SEEDS", "3"))))
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(40)
 def test_random_prompts(seed: int, threads: None) -> None:
     generator = torch.Generator().manual_seed(seed)
 

@@ -111,7 +111,7 @@ class Case:
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("dims", [(8, 8), (24, 40), (64, 64), (72, 80), (96, 96), (128, 128), (256, 512)], ids=str)
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(60)
 def test_tokens_enter_rotated_centred_and_rounded_once(dims: tuple[int, int], dtype: torch.dtype) -> None:
     case = Case(dims, dtype)
     offset = case.store.key_offset[0].double()
@@ -129,6 +129,7 @@ def test_tokens_enter_rotated_centred_and_rounded_once(dims: tuple[int, int], dt
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dim", [80, 96, 128])
+@pytest.mark.sampled(8)
 def test_tokens_are_those_of_the_matrix_product(dim: int, dtype: torch.dtype) -> None:
     """The reference adds up in another order, so it may round to the neighbour where an element is close to halfway."""
     case, other = Case((dim, dim), dtype), Case((dim, dim), dtype)
@@ -151,6 +152,7 @@ def test_outputs_in_the_models_channels(dims: tuple[int, int], dtype: torch.dtyp
 
 @pytest.mark.parametrize("fields", [{"rotate": True, "center": False}, {"rotate": False, "center": True}], ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.sampled(8)
 def test_only_rotated_or_only_centred(fields: dict, dtype: torch.dtype) -> None:
     Case((64, 64), dtype, **fields).check()
 
@@ -161,6 +163,7 @@ def test_other_precisions(precisions: tuple) -> None:
 
 
 @pytest.mark.parametrize("tokens", [9, 3000])
+@pytest.mark.sampled(6)
 def test_a_window_alone_and_rows_of_several_chunks(tokens: int) -> None:
     torch.set_num_threads(3)
     try:

@@ -111,6 +111,7 @@ def test_a_prompt_matches_dense_attention_and_the_reference(length, dtype):
 
 @pytest.mark.parametrize("group", [1, 2, 5])
 @pytest.mark.parametrize("length", [31, 33])
+@pytest.mark.sampled(6)
 def test_many_blocks_and_group_sizes(group, length, small_tiles):
     inputs = make_inputs(1, 2 * group, 2, length, 16)
     assert_alike(check(inputs), dense(**inputs), torch.float32)
@@ -141,6 +142,7 @@ def test_programs_may_share_a_group_or_walk_it(small_tiles, monkeypatch):
         (24, 130),
     ],
 )
+@pytest.mark.sampled(8)
 def test_head_dimensions(key_dim, value_dim):
     inputs = make_inputs(1, 2, 1, 70, key_dim, value_dim, dtype=torch.float16)
     assert_alike(check(inputs, torch.float16), dense(**inputs), torch.float16)
@@ -156,7 +158,7 @@ PADDED = {
 
 @pytest.mark.parametrize("window", [None, 1, 7, 1000])
 @pytest.mark.parametrize("rows", PADDED.values(), ids=PADDED.keys())
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(16)
 def test_padding_is_not_read_and_yields_zeros(rows, window, small_tiles):
     valid = padding(*rows)
     inputs = make_inputs(len(rows), 2, 1, valid.shape[1], 16)
@@ -217,7 +219,7 @@ def dense_past(batch, kv_heads, tokens, key_dim, value_dim=None):
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("length, past, stored", [(1, 1, None), (1, 40, 9), (35, 15, None), (35, 17, 33)])
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(16)
 def test_a_dense_past_of_different_lengths_per_head(past, length, stored, window, small_tiles):
     inputs = make_inputs(2, 2, 2, length, 16, 24, past=stored) | dense_past(2, 2, past, 16, 24)
     counts = torch.tensor([[past, past // 2], [0, 1]])

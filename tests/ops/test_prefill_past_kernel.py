@@ -53,7 +53,7 @@ ROWS = {
 
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(100)
 def test_levels_and_splits(rows, splits, small_tiles, monkeypatch):  # noqa: F811
     monkeypatch.setattr(past_launch, "choose_splits", lambda *_: splits)
     batch = len(rows[2])
@@ -62,7 +62,7 @@ def test_levels_and_splits(rows, splits, small_tiles, monkeypatch):  # noqa: F81
 
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("length", [1, 2, 33])
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(100)
 def test_padding_and_the_observation_window(length, window, small_tiles, monkeypatch):  # noqa: F811
     """Padded queries may hold NaN; one request has no real token at all."""
     monkeypatch.setattr(past_launch, "choose_splits", lambda *_: 2)
@@ -97,20 +97,21 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("high, low", PAIRS, ids=lambda p: f"{p.name}-{p.k_groups}{p.v_groups}")
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(100)
 def test_precisions(high, low, small_tiles):  # noqa: F811
     check_past(hand_past([[37]], [[60]], [5], high=high, low=low, key_dim=16), draw(1, 1, 2, 5, 16))
 
 
 @pytest.mark.parametrize("numbers", [{"metadata_bits": 16, "position_bytes": 2}, {"metadata_bits": 16}], ids=str)
 @pytest.mark.parametrize("high, low", [*PAIRS[:1], *PAIRS[6:]], ids=lambda p: f"{p.name}-{p.k_groups}{p.v_groups}")
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(100)
 def test_narrow_pages(high, low, numbers, small_tiles):  # noqa: F811
     check_past(hand_past([[37]], [[60]], [5], high=high, low=low, key_dim=16, **numbers), draw(1, 1, 2, 5, 16))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("high", [K8V4, FULL], ids=lambda p: p.name)
+@pytest.mark.sampled(100)
 def test_low_precision_models(high, dtype):
     held = hand_past([[37, 5]], [[60, 90]], [5], high=high, dtype=dtype, key_dim=32)
     check_past(held, draw(1, 2, 2, 9, 32, dtype=dtype), dtype)
@@ -132,7 +133,7 @@ def test_low_precision_models(high, dtype):
         (192, 128),
     ],
 )
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(100)
 def test_head_dimensions(key_dim, value_dim):
     low = Precision(4, 2) if value_dim % 8 else Precision(4, 1)
     held = hand_past([[19]], [[21]], [3], low=low, key_dim=key_dim, value_dim=value_dim)
@@ -140,6 +141,7 @@ def test_head_dimensions(key_dim, value_dim):
 
 
 @pytest.mark.parametrize("key_dim, value_dim", [(8, 8), (24, 40), (80, 80), (96, 128)])
+@pytest.mark.sampled(6)
 def test_codes_of_two_fields_in_rows_of_any_alignment(key_dim, value_dim):
     held = hand_past(
         [[19]], [[21]], [3], high=Precision(6, 5), low=Precision(3, 1), key_dim=key_dim, value_dim=value_dim
@@ -159,6 +161,7 @@ def test_group_sizes(group, small_tiles, monkeypatch):  # noqa: F811
 
 
 @pytest.mark.parametrize("tokens", [-1, 0, 1])
+@pytest.mark.sampled(100)
 def test_tokens_that_end_near_the_end_of_a_page_or_block(tokens, small_tiles):  # noqa: F811
     layout = hand_past([[1]], [[1]], [0])[0].layout
     high, low = 2 * layout.high.capacity + tokens, 64 + tokens
@@ -177,7 +180,7 @@ def test_one_long_row_and_many_short(monkeypatch):
 
 
 @pytest.mark.parametrize("softcap, sinks", [(5.0, None), (None, [0.5, 3.0]), (2.0, [-torch.inf, 20.0])])
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(100)
 def test_soft_cap_and_sinks(softcap, sinks, small_tiles):  # noqa: F811
     sinks = None if sinks is None else torch.tensor(sinks)
     check_past(hand_past([[30]], [[40]], [7]), draw(1, 1, 2, 20, 16), softcap=softcap, sinks=sinks)

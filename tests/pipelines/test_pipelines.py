@@ -110,7 +110,7 @@ ROUTES = [
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(100)
 def test_all_ways_to_choose_the_cache(route: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     exact = generated(model, tokenizer, DynamicCache(config=model.config))
     assert exact[0].startswith("5305")
@@ -121,6 +121,7 @@ def test_all_ways_to_choose_the_cache(route: str, model: PreTrainedModel, tokeni
 
 
 @pytest.mark.parametrize("fields", [FIELDS, DiffKVConfig.lossless().to_dict()], ids=["pruned", "lossless"])
+@pytest.mark.sampled(100)
 def test_a_model_saved_with_the_choice(
     fields: dict[str, Any], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
@@ -228,6 +229,7 @@ def test_text_iterator_streamer(model: PreTrainedModel, tokenizer: PreTrainedTok
 @pytest.mark.oldest
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("length", [1, 20, 30])
+@pytest.mark.sampled(100)
 def test_generate_refuses_a_prompt_that_is_too_short_to_continue(
     length: int, padded: bool, model: PreTrainedModel
 ) -> None:

@@ -44,6 +44,7 @@ def bars_of(picture: plot.Picture) -> dict[tuple[str, int, int], float]:
 
 
 @pytest.mark.parametrize(("layers", "heads"), [(2, 2), (30, 3), (80, 8), (62, 32), (2, 64), (250, 8)])
+@pytest.mark.sampled(100)
 def test_levels_of_4_to_2000_heads(layers: int, heads: int, tmp_path: Path) -> None:
     numbers = random.Random(layers)
     report = report_of([random_layer(index, heads, numbers) for index in range(layers)])

@@ -89,6 +89,7 @@ def check(case: Case, splits: int | None = 3, **options: object) -> torch.Tensor
     ],
 )
 @pytest.mark.sampled(100)
+@pytest.mark.slow
 def test_levels_and_window(high, low, dim, group, dtype, emulator) -> None:
     check(make_case(*ROWS, high=high, low=low, key_dim=dim, group=group, dtype=dtype))
     assert [name for name, _ in emulator.launched] == KERNELS
@@ -109,6 +110,7 @@ def test_rows_of_nothing_and_of_one_token(emulator) -> None:
 
 
 @pytest.mark.parametrize("order", ["descending", "random"])
+@pytest.mark.sampled(100)
 def test_the_order_of_blocks_does_not_matter(order, emulator) -> None:
     case = make_case([[200]], [[150]], [24], key_dim=64, group=4)
     first = attend(case.copy(), 4)

@@ -136,6 +136,7 @@ def test_levels_are_compacted(high, low, dim, dtype, emulator) -> None:
 
 @cases("order", ["ascending", "descending"], ["random"])
 @pytest.mark.sampled(100)
+@pytest.mark.slow
 def test_many_blocks_of_rows_in_any_order(order, emulator) -> None:
     """More rows than one block plans, and rows that are searched in splits."""
     emulator.order = order

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hand_past import hand_past
 from test_compact_kernel import State, assert_alike, run_kernel, run_reference, small_layout
@@ -43,6 +44,7 @@ def test_candidates_are_added(emulator) -> None:
     assert [name for name, _ in emulator.launched] == names
 
 
+@pytest.mark.slow
 def test_a_prompt_is_not_scored(emulator) -> None:
     wide = {**UNSCORED, "metadata_bits": 32}
     held = hand_past([[33]], [[0]], [5], key_dim=64, dtype=torch.bfloat16, **wide)
