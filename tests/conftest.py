@@ -24,8 +24,8 @@ from hf_diffkv.pages import PagePool
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
-# test folders are no packages; this is where the tiny models are, and stores beside their simulation
-sys.path += [str(Path(__file__).parent / folder) for folder in ("cache", "store")]
+# test folders are no packages; this is where stores are beside their simulation
+sys.path.append(str(Path(__file__).parent / "store"))
 
 
 def _loop_bounds_of_one_element() -> None:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "cache"))  # for the tiny models
+sys.path.append(str(Path(__file__).parents[1]))  # for the tiny models
 
 from families import FAMILIES, SLIDING, Family  # noqa: E402
 from vision_families import VISION_FAMILIES  # noqa: E402
@@ -94,7 +94,7 @@ def document() -> str:
         "In Gemma 3n and Gemma 4 later layers read the keys and values of an earlier one. That layer is compressed for "
         "all of them: their queries count as further heads of its KV heads when significance is decided "
         "([architecture.md](architecture.md); checked in `tests/store/test_shared.py` and "
-        "`tests/generation/test_shared_layers.py`). Steps of these models are not captured as CUDA graphs. If a "
+        "`tests/cache/test_shared_layers.py`). Steps of these models are not captured as CUDA graphs. If a "
         "`device_map` or pipeline parallelism parts such layers, `generate()` leaves the layer they read "
         "uncompressed.\n",
         "## Vision-language models\n\nTheir text side is compressed, except for the layers in this table; the vision "

@@ -18,7 +18,7 @@ from hf_diffkv import DiffKVConfig, Precision
 from hf_diffkv.config.diffkv_config import with_calibration
 from hf_diffkv.config.files import CONFIG_NAME, to_text
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CALIBRATION = {"model": "some/model", "limit": {"kl": 0.01}, "candidates": [{"alpha_high": 1.0, "kl": 0.003}]}
 
 

@@ -27,7 +27,7 @@ from hf_diffkv.evaluation.tasks.base import Source
 from hf_diffkv.evaluation.tasks.prompts import encode
 from hf_diffkv.evaluation.tasks.text import stretches
 
-TINY_LM = Path(__file__).parents[1] / "examples" / "models" / "tiny-lm"
+TINY_LM = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"
 TEXT = Path(__file__)
 LENGTH = 150
 CONTINUED = 256

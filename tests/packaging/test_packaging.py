@@ -14,7 +14,7 @@ import pytest
 import hf_diffkv
 from hf_diffkv import import_hook
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "hf_diffkv"
 # what `make` installs into environments of their own
 ELSEWHERE = {"kvpress"}

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Llam
 from hf_diffkv import DiffKVCache, DiffKVConfig, Precision, probe_keys, without_fragile_level
 from hf_diffkv.calibration.probe import FRAGILE_KL, KeyProbe
 
-TINY_LM = Path(__file__).parents[1] / "examples" / "models" / "tiny-lm"
+TINY_LM = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"
 TOKENS = 80
 STORED = 60
 PLAIN = {"rotate": False, "center": False}

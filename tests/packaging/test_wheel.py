@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from hub_stand_in import Hub
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 # in a process of its own: what other tests have imported may hide what setuptools brings along
@@ -200,7 +200,7 @@ def test_the_tests_of_a_source_distribution_run(source: Path, tmp_path: Path) ->
     missing = {name for name in tracked() if not (folder / name).is_file()}
     assert missing <= {".gitignore"}
     environment = {**os.environ, "PYTHONPATH": str(folder)}
-    tests = ["tests/test_config.py", "tests/pages/test_free_list.py", "tests/tools/test_lowest_versions.py"]
+    tests = ["tests/config/test_config.py", "tests/pages/test_free_list.py", "tests/tools/test_lowest_versions.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-2000:]
