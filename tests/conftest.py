@@ -24,8 +24,8 @@ from hf_diffkv.pages import PagePool
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
-# test folders are no packages; this is where stores are beside their simulation
-sys.path.append(str(Path(__file__).parent / "store"))
+# test folders are no packages; others take the pairs of a store and its simulation from here, and cases of policies
+sys.path += [str(Path(__file__).parent / folder) for folder in ("store", "policy")]
 
 
 def _loop_bounds_of_one_element() -> None:
