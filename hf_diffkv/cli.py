@@ -21,7 +21,7 @@ from .evaluation.errors import EvaluationError
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
-NAME = "hf-diffkv"
+PROGRAM = "hf-diffkv"
 
 
 class Commands(click.Group):
@@ -50,13 +50,13 @@ class Commands(click.Group):
 
 @click.command(
     cls=Commands,
-    name=NAME,
+    name=PROGRAM,
     help="DiffKV for Transformers models: a KV cache that keeps important tokens precise, others coarse, and can prune "
     "the rest.",
     epilog="Each command has a --help of its own. Exit codes: 0 done, 1 it could not be done or came out badly, 2 "
     "wrong usage, 130 interrupted.",
 )
-@click.version_option(__version__, prog_name=NAME, message="%(prog)s %(version)s")
+@click.version_option(__version__, prog_name=PROGRAM, message="%(prog)s %(version)s")
 def hf_diffkv() -> None:
     """All commands."""
 
@@ -65,28 +65,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command that `arguments` (those of the process without any) ask for, and returns its exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        code = hf_diffkv.main(given, prog_name=NAME, standalone_mode=False, **_settings())
+        code = hf_diffkv.main(given, prog_name=PROGRAM, standalone_mode=False, **_settings())
         sys.stdout.flush()
         return code or 0
     except click.exceptions.NoArgsIsHelpError as error:
         print(error.ctx.get_help(), file=sys.stderr)
         return USAGE_ERROR
     except click.UsageError as error:
-        command = error.ctx.command_path if error.ctx else NAME
-        print(f"{NAME}: {one_line(error.format_message())} ({command} --help)", file=sys.stderr)
+        command = error.ctx.command_path if error.ctx else PROGRAM
+        print(f"{PROGRAM}: {one_line(error.format_message())} ({command} --help)", file=sys.stderr)
         return error.exit_code
     except click.ClickException as error:
-        print(f"{NAME}: {one_line(error.format_message())}", file=sys.stderr)
+        print(f"{PROGRAM}: {one_line(error.format_message())}", file=sys.stderr)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
-        print(f"\n{NAME}: interrupted.", file=sys.stderr)
+        print(f"\n{PROGRAM}: interrupted.", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # whoever read it has had enough; what is left in the buffer must not raise again when Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except EvaluationError as error:
-        print(f"{NAME}: {one_line(error)}", file=sys.stderr)
+        print(f"{PROGRAM}: {one_line(error)}", file=sys.stderr)
         return USAGE_ERROR
 
 

@@ -134,7 +134,7 @@ def _names(owner: str, *attributes: str, **functions: str) -> tuple[PrivateName,
     return (*(PrivateName(owner, name) for name in attributes), *of_functions)
 
 
-_GENERATION = "transformers.generation.utils:GenerationMixin"
+_GENERATION_MIXIN = "transformers.generation.utils:GenerationMixin"
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
 _SLIDING = "transformers.cache_utils:DynamicSlidingWindowLayer"
 _CB = "transformers.generation.continuous_batching"
@@ -145,16 +145,16 @@ _SERVING = "transformers.cli.serving"
 GENERATE = Feature(
     'generate() does not take cache_implementation="diffkv"; pass past_key_values=DiffKVCache(model.config) and call '
     "model.set_attn_implementation('diffkv')",
-    _names(_GENERATION, _prepare_cache_for_generation="generation_config model_kwargs ..."),
+    _names(_GENERATION_MIXIN, _prepare_cache_for_generation="generation_config model_kwargs ..."),
 )
 OWN_CACHE = Feature(
     "generate() takes a cache that it made itself for one of the user's, and looks for the end of a text more often",
-    _names(f"{_GENERATION}._prepare_cache_for_generation", "_is_user_defined"),
+    _names(f"{_GENERATION_MIXIN}._prepare_cache_for_generation", "_is_user_defined"),
 )
 PROMPTS = Feature(
     "generate() does not compare a prompt with the tokens that past_key_values holds; pass prompts that continue them",
     _names(
-        _GENERATION,
+        _GENERATION_MIXIN,
         _prefill="input_ids generation_config model_kwargs ...",
         prepare_inputs_for_generation="input_ids next_sequence_length ...",
     ),
@@ -162,13 +162,13 @@ PROMPTS = Feature(
 MASK_LENGTH = Feature(
     "generate() does not compare prompts without padding with the length of past_key_values; pass prompts that "
     "continue it",
-    _names(f"{_GENERATION}.generate", "_mask_length"),
+    _names(f"{_GENERATION_MIXIN}.generate", "_mask_length"),
     since=(5, 23),
 )
 GRAPHS = Feature(
     "decode steps on a CUDA device are not captured, which is slower",
     (
-        *_names(_GENERATION, _valid_auto_compile_criteria="model_kwargs generation_config"),
+        *_names(_GENERATION_MIXIN, _valid_auto_compile_criteria="model_kwargs generation_config"),
         *_names(_MODEL, get_compiled_call="compile_config"),
     ),
 )
@@ -199,18 +199,18 @@ UNREGISTERING = Feature(
         *_names("transformers:AttentionMaskInterface", "_global_mapping"),
     ),
 )
-STATE = Feature(
+STATEFUL = Feature(
     "several questions about one text are asked one after another, which is slower",
     _names(_MODEL, "_is_stateful"),
 )
 BATCHING_BY_NAME = Feature(
     'continuous batching does not take cache_implementation="diffkv"; leave it out',
-    _names(_GENERATION, init_continuous_batching="generation_config ..."),
+    _names(_GENERATION_MIXIN, init_continuous_batching="generation_config ..."),
 )
 BATCHING = Feature(
     'continuous batching does not go with cache_implementation="diffkv"; leave it out, or use generate()',
     (
-        *_names(f"{_GENERATION}.init_continuous_batching", "_cached_continuous_batching_manager"),
+        *_names(f"{_GENERATION_MIXIN}.init_continuous_batching", "_cached_continuous_batching_manager"),
         *_names(
             f"{_API}:ContinuousBatchingManager",
             __init__="model generation_config continuous_batching_config workload_hints",
@@ -341,7 +341,7 @@ def can_switch(model: Any) -> bool:
 
 def is_stateful(model: Any) -> bool:
     """Whether a model holds a state beside keys and values, or that is not known."""
-    return not STATE.available() or getattr(model, "_is_stateful", False)
+    return not STATEFUL.available() or getattr(model, "_is_stateful", False)
 
 
 def forget_attention(*names: str) -> None:

@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 from hf_diffkv.evaluation.records import ENVIRONMENTS_NAME, RECORDS_NAME, Record, read_records
-from hf_diffkv.evaluation.report import Row, best_first, format_estimate, rows_of
+from hf_diffkv.evaluation.report import ResultRow, best_first, format_estimate, rows_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "quality"
@@ -91,12 +91,12 @@ def levels_table(study: str, methods: list[str]) -> str:
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
-def _first_of_each(rows: list[Row]) -> list[Row]:
+def _first_of_each(rows: list[ResultRow]) -> list[ResultRow]:
     names = [row.method for row in rows]
     return [row for index, row in enumerate(rows) if row.method not in names[:index]]
 
 
-def _line(row: Row, keys: list[tuple[str, str]]) -> list[str]:
+def _line(row: ResultRow, keys: list[tuple[str, str]]) -> list[str]:
     ratio = "-" if row.ratio is None else f"{row.ratio:.1%}" + (" (simulated)" if row.simulated else "")
     payload = "-" if row.payload_ratio is None else f"{row.payload_ratio:.1%}"
     cells = []

@@ -31,8 +31,8 @@ def _asked() -> Feature:
     return Feature(BATCHING.lost, tuple(map(PrivateName, [owner] * len(shared), shared, parameters)))
 
 
-ASKED = _asked()
-ASKED.require()
+CALLED = _asked()
+CALLED.require()
 
 
 class _Admission:

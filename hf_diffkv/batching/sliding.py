@@ -62,7 +62,7 @@ class SlidingWindows:
         self._allocator.register_cache_tensor(size, blocks * size, self._memory, pool)
         for _ in range(blocks):
             pool.allocate_sector(self._allocator.index)
-        self._forward = _Forward([], [], [], self._memory.device)
+        self._forward = _PackedForward([], [], [], self._memory.device)
 
     @property
     def bytes(self) -> int:
@@ -96,7 +96,7 @@ class SlidingWindows:
             spans.append((tokens, self._allocator.get_seqlen_k(past, tokens)))
         if not any(past for _, past, _ in forward):
             read = []
-        self._forward = _Forward(read, write, spans, self._memory.device)
+        self._forward = _PackedForward(read, write, spans, self._memory.device)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """Attends from the packed tokens of a forward, and stores them; arguments and result as in `Slots.attend`."""
@@ -156,7 +156,7 @@ class SlidingWindows:
         return empty, empty
 
 
-class _Forward:
+class _PackedForward:
     """Where the tokens of one forward are read, written and attend.
 
     Args:

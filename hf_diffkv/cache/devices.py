@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 # what a rank that did well raises for another one's error
-KINDS = {"MemoryError": MemoryError, "ValueError": ValueError, "RuntimeError": RuntimeError}
+ERROR_KINDS = {"MemoryError": MemoryError, "ValueError": ValueError, "RuntimeError": RuntimeError}
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class TensorParallel:
         if error is not None:
             raise error
         rank, (kind, message) = next((i, report) for i, report in enumerate(reports) if report is not None)
-        raise KINDS[kind](f"tensor-parallel rank {rank} of {self.size} failed, so this one stops too: {message}")
+        raise ERROR_KINDS[kind](f"tensor-parallel rank {rank} of {self.size} failed, so this one stops too: {message}")
 
     def __deepcopy__(self, memo: dict) -> TensorParallel:
         return self

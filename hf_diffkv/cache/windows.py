@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from .errors import NotCapturableError
 
-KINDS = {"full_attention", "sliding_attention"}
+LAYER_KINDS = {"full_attention", "sliding_attention"}
 
 
 def is_sliding(layer: Any) -> bool:
@@ -32,7 +32,7 @@ class Windows:
     def __init__(self, layers: list[Any], text_config: Any) -> None:
         self.layers = [layer for layer in layers if is_sliding(layer)]
         self.sizes = {layer.sliding_window for layer in self.layers}
-        self.known = not self.layers or set(getattr(text_config, "layer_types", None) or ()) == KINDS
+        self.known = not self.layers or set(getattr(text_config, "layer_types", None) or ()) == LAYER_KINDS
 
     @property
     def full(self) -> bool:

@@ -12,7 +12,7 @@ from ..evaluation.tasks.text import texts
 
 # the paper calibrates on its train split, all subjects
 MATH = "EleutherAI/hendrycks_math"
-SUBJECTS = (
+MATH_SUBJECTS = (
     "algebra",
     "counting_and_probability",
     "geometry",
@@ -24,7 +24,7 @@ SUBJECTS = (
 # chapters of Python's language reference, which need no Hub
 OFFLINE = "offline"
 # columns of a data set that hold text, the first of these groups that is there
-COLUMNS = (("text",), ("problem", "solution"), ("question", "answer"), ("prompt", "completion"), ("content",))
+TEXT_COLUMNS = (("text",), ("problem", "solution"), ("question", "answer"), ("prompt", "completion"), ("content",))
 LABELS = {"problem": "Problem:\n", "solution": "Solution:\n"}
 SPLIT = "train"
 REMEDY = "give a text of your own: --text FILE"
@@ -62,7 +62,7 @@ def _data_set(name: str) -> Iterator[str]:
             f"the data set {name} needs the package datasets: pip install 'hf-diffkv[eval]'; or {REMEDY}."
         ) from error
     repository, _, config = name.partition(":")
-    configs = SUBJECTS if repository == MATH and not config else (config or None,)
+    configs = MATH_SUBJECTS if repository == MATH and not config else (config or None,)
     try:
         streams = [iter(datasets.load_dataset(repository, each, split=SPLIT, streaming=True)) for each in configs]
         # subjects take turns
@@ -80,10 +80,10 @@ def _data_set(name: str) -> Iterator[str]:
 
 
 def _text_of(name: str, row: dict[str, Any]) -> str:
-    for columns in COLUMNS:
+    for columns in TEXT_COLUMNS:
         if all(isinstance(row.get(column), str) for column in columns):
             return "\n\n".join(LABELS.get(column, "") + row[column] for column in columns)
     raise EvaluationError(
         f"the data set {name} has the columns {sorted(row)}, none of which is known to hold text ("
-        f"{', '.join('+'.join(columns) for columns in COLUMNS)}); {REMEDY}."
+        f"{', '.join('+'.join(columns) for columns in TEXT_COLUMNS)}); {REMEDY}."
     )

@@ -16,7 +16,7 @@ from .models import load_tokenizer, position_limit, supported_config, usable_dev
 from .options import AtLeast, json_option, model_option, quiet_option, running_options
 
 DENSE = "dense"
-CACHES = "dense,static,quanto:4,diffkv,diffkv:K8V4"
+DEFAULT_CACHES = "dense,static,quanto:4,diffkv,diffkv:K8V4"
 CONTEXT = 2048
 
 
@@ -28,7 +28,7 @@ CONTEXT = 2048
     "StaticCache; dense is always among them. What needs a package that is missing is left out.",
 )
 @model_option(required=True)
-@click.option("--caches", metavar="A,B", default=CACHES, help="Which ones.")
+@click.option("--caches", metavar="A,B", default=DEFAULT_CACHES, help="Which ones.")
 @click.option("--context", metavar="N", type=AtLeast(), help=f"Tokens of the prompt.  [default: {CONTEXT} or fewer]")
 @click.option("--steps", metavar="N", type=AtLeast(), default=16, help="Generated tokens that are timed.")
 @click.option("--text", metavar="T", default="offline", help="UTF-8 file, data set of the Hub, or offline.")

@@ -59,7 +59,7 @@ def command(**given: Any) -> None:
         raise click.UsageError("--system is of no effect with --plain.")
     saved = None if options.load is None else _read_talk(options.load)
     talk, limit = _start(options, saved)
-    session = _Session(talk, options, limit, {"do_sample": options.sample, **sampling})
+    session = _ChatSession(talk, options, limit, {"do_sample": options.sample, **sampling})
     for line in _lines(options):
         if not session.take(line):
             break
@@ -135,7 +135,7 @@ def _lines(options: SimpleNamespace) -> Iterator[str]:
             print("\nCtrl-C again or /quit leaves.", flush=True)
 
 
-class _Session:
+class _ChatSession:
     """One talk on the terminal.
 
     Args:

@@ -13,7 +13,7 @@ from .console import colours, megabytes, paragraph, table
 if TYPE_CHECKING:
     from ..evaluation.side_by_side import Run
 
-DENSE, DIFFKV = "DynamicCache", "DiffKV"
+STOCK, DIFFKV = "DynamicCache", "DiffKV"
 
 
 def run_summary(run: Run) -> str:
@@ -42,7 +42,7 @@ def comparison(compressed: Run, dense: Run) -> str:
     return "\n".join(
         [
             "",
-            table(("", DENSE, DIFFKV, f"{DIFFKV} / dense"), rows),
+            table(("", STOCK, DIFFKV, f"{DIFFKV} / dense"), rows),
             "",
             *_kept(compressed),
             _difference(compressed, dense),
@@ -132,7 +132,7 @@ def _difference(compressed: Run, dense: Run) -> str:
         return paragraph(f"Both caches wrote the same {sum(map(len, dense.generated))} tokens.")
     words, marked = word_difference(dense.text, compressed.text)
     head = paragraph(
-        f"The texts differ from token {same + 1} on and share {words:.0%} of their words. What differs, [-{DENSE}-] "
+        f"The texts differ from token {same + 1} on and share {words:.0%} of their words. What differs, [-{STOCK}-] "
         f"and {{+{DIFFKV}+}}:"
     )
     return f"{head}\n{marked}"

@@ -13,7 +13,7 @@ import click
 
 from ..evaluation.loading import hide_progress_bars
 from ..evaluation.models import SMALLEST_MODEL, resolve_model
-from .comparison import DENSE, DIFFKV, comparison, figures, run_summary
+from .comparison import DIFFKV, STOCK, comparison, figures, run_summary
 from .console import Failure, progress, to_terminal
 from .env import versions
 from .help import Command
@@ -139,8 +139,11 @@ def _run(job: Job, options: SimpleNamespace) -> list[Run]:
             hide_progress_bars(options.quiet)
             return [compare.execute_here(job)]
         runs = [compare.run_in_fresh_process(job)]
-        progress(f"[2/2] {DENSE}, for comparison", options.quiet)
-        return [*runs, compare.run_in_fresh_process(dataclasses.replace(job, cache=DENSE, picture=None, stream=False))]
+        progress(f"[2/2] {STOCK}, for comparison", options.quiet)
+        return [
+            *runs,
+            compare.run_in_fresh_process(dataclasses.replace(job, cache=STOCK, picture=None, stream=False)),
+        ]
     except compare.RunError as error:
         raise Failure(str(error)) from error
 

@@ -9,7 +9,7 @@ import click
 
 from .help import Command
 
-CACHES = """The model hf-diffkv is the harness's hf with a cache that you choose. Its --model_args, beside those of hf:
+USAGE = """The model hf-diffkv is the harness's hf with a cache that you choose. Its --model_args, beside those of hf:
 
   cache=METHOD   diffkv (default), diffkv:K8V4, diffkv:3/0.02, snapkv:budget=0.3, quanto:4, dense and so on, as
                  `hf-diffkv evaluate --list` has them
@@ -35,7 +35,7 @@ def command(arguments: tuple[str, ...]) -> None:
     """Run lm-evaluation-harness: --model hf-diffkv --model_args pretrained=M,cache=C ..."""
     asks_help = not arguments or not {"-h", "--help"}.isdisjoint(arguments)
     if asks_help and importlib.util.find_spec("lm_eval"):
-        click.echo(CACHES)
+        click.echo(USAGE)
     else:
         # takes seconds, and says what to install where there is no harness
         from ..evaluation.lm_eval import register

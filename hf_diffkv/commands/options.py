@@ -15,11 +15,11 @@ from ..config import DiffKVConfig, Precision
 from ..evaluation.models import resolve_model
 from .console import one_line
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
 UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
 STDIN = "-"
-CONFIG_FIELDS = ("alpha_high", "alpha_low", "window", "sinks", "high", "low", "rotate", "center", "max_bytes")
+OPTION_FIELDS = ("alpha_high", "alpha_low", "window", "sinks", "high", "low", "rotate", "center", "max_bytes")
 # what a lossless configuration leaves open
 LOSSLESS_FIELDS = {"window", "sinks", "max_bytes"}
 
@@ -127,7 +127,7 @@ def known_model(context: click.Context, param: click.Parameter, value: str | Non
 
 dtype_option = click.option(
     "--dtype",
-    type=click.Choice(DTYPES),
+    type=click.Choice(DTYPE_NAMES),
     metavar="T",
     default="auto",
     help="Of the model: float32, bfloat16, float16, or auto, as it was saved.",
@@ -212,7 +212,7 @@ def config_of(options: SimpleNamespace) -> DiffKVConfig:
     Raises:
         click.UsageError: values that do not go together, or a saved configuration that cannot be read.
     """
-    fields = {name: getattr(options, name, None) for name in CONFIG_FIELDS}
+    fields = {name: getattr(options, name, None) for name in OPTION_FIELDS}
     fields = {name: value for name, value in fields.items() if value is not None}
     lossless = getattr(options, "lossless", False)
     if lossless and options.config is not None:

@@ -17,7 +17,7 @@ from . import files as config_files
 
 METADATA_BITS = (16, 32)
 # attribute that is no field
-_CALIBRATION = "_calibration"
+_CALIBRATION_ATTRIBUTE = "_calibration"
 
 Threshold = Union[float, tuple[float, ...], tuple[tuple[float, ...], ...]]
 ThresholdLike = Union[float, Sequence[float], Sequence[Sequence[float]]]
@@ -239,7 +239,7 @@ class DiffKVConfig:
 
         No field: it takes no part in comparisons, and a changed copy does not have it.
         """
-        return vars(self).get(_CALIBRATION)
+        return vars(self).get(_CALIBRATION_ATTRIBUTE)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DiffKVConfig:
@@ -338,7 +338,7 @@ class DiffKVConfig:
 
 def with_calibration(config: DiffKVConfig, calibration: dict[str, Any] | None) -> DiffKVConfig:
     """`config`, fresh from its constructor, with what it was chosen by."""
-    object.__setattr__(config, _CALIBRATION, calibration)
+    object.__setattr__(config, _CALIBRATION_ATTRIBUTE, calibration)
     return config
 
 

@@ -7,7 +7,7 @@ from difflib import SequenceMatcher
 from html import escape
 
 from ..plot.palette import EDGE, style_of
-from .generation import Result, Side
+from .generation import CacheRun, Result
 
 BLUE = style_of("DiffKV").colour
 
@@ -55,7 +55,7 @@ def _bars(counts: dict[str, tuple[int, str]]) -> str:
     return f'<div class="bars">{"".join(rows)}</div>'
 
 
-def _rate(side: Side) -> str:
+def _rate(side: CacheRun) -> str:
     rate = side.tokens_per_second
     return "-" if rate is None else f"{rate:.1f} tokens/s"
 

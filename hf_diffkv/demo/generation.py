@@ -36,7 +36,7 @@ class InputError(Exception):
 
 
 @dataclass
-class Side:
+class CacheRun:
     """What one cache has done so far.
 
     Attributes:
@@ -70,8 +70,8 @@ class Result:
         levels: by layer index int8 [kv_heads, seen], coded as by `DiffKVCache.levels`.
     """
 
-    dense: Side
-    compressed: Side
+    dense: CacheRun
+    compressed: CacheRun
     agreement: Agreement
     memory: MemoryReport
     pieces: list[str]
@@ -80,7 +80,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Task:
+class Request:
     """A checked request: ids int64 [1, tokens], text of each prompt token."""
 
     ids: Tensor
@@ -90,7 +90,7 @@ class Task:
 
 
 # both sides, and at the end what came of them; to be closed where it is left before
-Steps = collections.abc.Generator[tuple[Side, Side, Union[Result, None]], None, None]
+Steps = collections.abc.Generator[tuple[CacheRun, CacheRun, Union[Result, None]], None, None]
 
 
 @dataclass(frozen=True)
@@ -144,11 +144,11 @@ class Generator:
         self.limit: int | None = getattr(config, "max_position_embeddings", None)
         self.attention = attention_of(config)
         # first calls pay for thread pools and kernels
-        warm_up = Task(torch.arange(8, device=device)[None] + 4, [""] * 8, 3, DiffKVConfig(window=1))
+        warm_up = Request(torch.arange(8, device=device)[None] + 4, [""] * 8, 3, DiffKVConfig(window=1))
         for _ in self.run(warm_up):
             pass
 
-    def prepare(self, entered: Entered) -> Task:
+    def prepare(self, entered: Entered) -> Request:
         """Checks what the visitor entered.
 
         Raises:
@@ -171,15 +171,15 @@ class Generator:
                 f"takes {self.limit:,} together; shorten the prompt or lower tokens."
             )
         prompt = torch.tensor([ids], device=self.model.device)
-        return Task(prompt, pieces, entered.max_new_tokens, entered.config)
+        return Request(prompt, pieces, entered.max_new_tokens, entered.config)
 
-    def run(self, task: Task) -> Steps:
+    def run(self, task: Request) -> Steps:
         """Both runs, one after the other so that neither slows the other down; the last item carries the result.
 
         Raises:
             InputError: the model or the machine could not do it.
         """
-        dense, compressed = Side(), Side()
+        dense, compressed = CacheRun(), CacheRun()
         try:
             if self.attention is not None:
                 self.model.set_attn_implementation(self.attention)
@@ -199,7 +199,7 @@ class Generator:
         agreement = Agreement.of([compressed.tokens], [dense.tokens])
         yield dense, compressed, Result(dense, compressed, agreement, memory, pieces, len(task.pieces), levels)
 
-    def _follow(self, side: Side, task: Task, cache: Any) -> Iterator[None]:
+    def _follow(self, side: CacheRun, task: Request, cache: Any) -> Iterator[None]:
         """Fills `side` while the model generates; yields whenever there is something new to show, or has not been."""
         side.arrivals.append(time.perf_counter())
         shown = 0.0
@@ -256,7 +256,7 @@ class _Stream(BaseStreamer, StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.stopped.is_set(), device=input_ids.device)
 
 
-def stream_tokens(model: Any, task: Task, cache: Any) -> Iterator[tuple[int, float] | None]:
+def stream_tokens(model: Any, task: Request, cache: Any) -> Iterator[tuple[int, float] | None]:
     """Greedy tokens as they come, each with its time; None whenever none has come for a while.
 
     Closing the iterator stops the model; its errors are raised.

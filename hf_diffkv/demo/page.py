@@ -15,7 +15,7 @@ from .runs import Runs, Update, look
 from .settings import OWN, OWN_EXPLANATION, SETTINGS
 from .style import CSS, FONTS
 
-CHAT, FREE = "chat", "free prompt"
+CHAT, FREE_PROMPT = "chat", "free prompt"
 PRECISIONS = {p.name: p for p in (Precision(k, v) for k in (16, 8, 4, 2) for v in (16, 8, 4, 2) if v <= k)}
 INTRODUCTION = """# DiffKV
 A KV cache that keeps important tokens precise, others coarse, and prunes the rest, beside an uncompressed one.
@@ -41,7 +41,7 @@ def entered(mode: str, system: str, document: str, question: str, prompt: str, *
             )
         except ValueError as error:
             raise InputError(str(error)) from error
-    if mode == FREE:
+    if mode == FREE_PROMPT:
         return Entered(prompt, new_tokens, config, chosen)
     return Entered("\n\n".join(filter(str.strip, (document, question))), new_tokens, config, chosen, True, system)
 
@@ -66,8 +66,8 @@ def build(generator: Generator, note: str = "") -> Any:
         with gr.Row():
             with gr.Column(scale=2):
                 mode = gr.Radio(
-                    [CHAT, FREE],
-                    value=CHAT if generator.chats else FREE,
+                    [CHAT, FREE_PROMPT],
+                    value=CHAT if generator.chats else FREE_PROMPT,
                     show_label=False,
                     visible=generator.chats,
                     elem_id="mode",
@@ -121,7 +121,7 @@ def build(generator: Generator, note: str = "") -> Any:
             return explained, gr.update(visible=chosen == OWN)
 
         def choose_mode(chosen: str) -> tuple[Any, Any]:
-            return gr.update(visible=chosen == CHAT), gr.update(visible=chosen == FREE)
+            return gr.update(visible=chosen == CHAT), gr.update(visible=chosen == FREE_PROMPT)
 
         fields = [mode, system, document, question, prompt, new_tokens, setting, *values]
         quiet = {"queue": False, "show_progress": "hidden"}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 # positions at once: a vocabulary of 256k takes 1 MB per position
-CHUNK = 64
+CHUNK_TOKENS = 64
 
 
 def compare_logits(logits: Tensor, reference: Tensor, ids: Sequence[int]) -> dict[str, tuple[float, float]]:
@@ -24,8 +24,8 @@ def compare_logits(logits: Tensor, reference: Tensor, ids: Sequence[int]) -> dic
     """
     kl = top1 = nll = 0.0
     targets = torch.tensor(list(ids), device=logits.device)
-    for start in range(0, len(ids), CHUNK):
-        part = slice(start, start + CHUNK)
+    for start in range(0, len(ids), CHUNK_TOKENS):
+        part = slice(start, start + CHUNK_TOKENS)
         mine = logits[part].float().log_softmax(-1)
         theirs = reference[part].to(logits.device).float().log_softmax(-1)
         kl += float((theirs.exp() * (theirs - mine)).sum())

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 ENVIRONMENTS = CHECKOUT / "build" / "envs"
 READY_NAME = ".ready"
 # of a process that was told to end
-PATIENCE_SECONDS = 10
+ENDING_SECONDS = 10
 
 
 def find_python(environment: str) -> Path | None:
@@ -117,7 +117,7 @@ def _end(process: subprocess.Popen) -> None:
     if process.poll() is None:
         process.terminate()
         try:
-            process.wait(PATIENCE_SECONDS)
+            process.wait(ENDING_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

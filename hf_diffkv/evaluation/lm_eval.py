@@ -31,7 +31,7 @@ try:
 except ImportError as error:
     raise EvaluationError(f"lm-evaluation-harness is needed: pip install 'hf-diffkv[eval]' ({error}).") from error
 
-NAME = "hf-diffkv"
+MODEL_NAME = "hf-diffkv"
 FIELDS = tuple(field.name for field in dataclasses.fields(DiffKVConfig))
 
 # shown as the harness shows its own
@@ -152,4 +152,4 @@ def method_name(cache: str, fields: dict[str, Any]) -> str:
 
 def register() -> None:
     """Lets the harness find this model as `hf-diffkv`; more than once is no harm."""
-    model_registry.register(NAME, target=DiffKVLM)
+    model_registry.register(MODEL_NAME, target=DiffKVLM)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .. import plot
 from .records import Record
-from .report import Cell, Row, rows_of
+from .report import Cell, ResultRow, rows_of
 
 
 def plot_tasks(records: Iterable[Record], folder: Path) -> list[Path]:
@@ -34,6 +34,6 @@ def plot_tasks(records: Iterable[Record], folder: Path) -> list[Path]:
     return written
 
 
-def _point(row: Row, cell: Cell) -> plot.Point:
+def _point(row: ResultRow, cell: Cell) -> plot.Point:
     figures = (cell.estimate.mean, cell.estimate.low, cell.estimate.high)
     return plot.Point(row.method, row.ratio, *map(cell.metric.transform, figures))

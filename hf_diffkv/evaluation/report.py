@@ -24,7 +24,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
+class ResultRow:
     """One method.
 
     Attributes:
@@ -42,7 +42,7 @@ class Row:
     documents: tuple[int, int]
 
 
-def rows_of(records: Iterable[Record]) -> list[Row]:
+def rows_of(records: Iterable[Record]) -> list[ResultRow]:
     """A row for each method, in the order in which they come first in the records."""
     records = list(records)
     methods = list(dict.fromkeys(record.method for record in records))
@@ -55,7 +55,7 @@ def rows_of(records: Iterable[Record]) -> list[Row]:
     return rows
 
 
-def _row(method: str, records: Sequence[Record], tasks: Sequence[str], documents: int) -> Row:
+def _row(method: str, records: Sequence[Record], tasks: Sequence[str], documents: int) -> ResultRow:
     cells = {}
     for task in tasks:
         mine = [record for record in records if record.task == task]
@@ -66,7 +66,7 @@ def _row(method: str, records: Sequence[Record], tasks: Sequence[str], documents
             whole = bool(sums) and len(good) == len(mine)
             cells[task, metric.name] = Cell(metric, estimate(sums) if whole else None, len(mine) - len(good))
     good = [record for record in records if record.error is None]
-    return Row(
+    return ResultRow(
         method,
         _quotient([(record.bytes, record.dense_bytes) for record in good]),
         _quotient([(record.payload_bytes, record.dense_bytes) for record in good]),
@@ -125,6 +125,6 @@ def _percent(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.1%}"
 
 
-def best_first(rows: Sequence[Row]) -> list[Row]:
+def best_first(rows: Sequence[ResultRow]) -> list[ResultRow]:
     """The dense cache, then by real bytes."""
     return sorted(rows, key=lambda row: (row.method != DENSE, row.ratio is None, -(row.ratio or 0.0)))

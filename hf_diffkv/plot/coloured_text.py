@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..cache.diffkv_cache import DiffKVCache
 
 NEWLINE = "↵"
-BLOCK = (
+STYLE = (
     "white-space:pre-wrap;overflow-wrap:anywhere;font-family:ui-monospace,monospace;font-size:.9em;line-height:1.6;"
     f"background:{PAPER};color:{INK};margin:0;padding:.8em;border:1px solid {EDGE};border-radius:8px"
 )
@@ -33,7 +33,7 @@ class ColouredText(LevelledText):
     def html(self) -> str:
         """A legend and the text; all styles are in it, and the text is on white, so it can stand in any page."""
         spans = "".join(self._span(run) for run in self.runs())
-        return f'{self._legend()}<pre class="levels" aria-label="{escape(self.title)}" style="{BLOCK}">{spans}</pre>'
+        return f'{self._legend()}<pre class="levels" aria-label="{escape(self.title)}" style="{STYLE}">{spans}</pre>'
 
     def _span(self, run: ColourRun) -> str:
         text = escape("".join(self.pieces[run.start : run.stop])).replace("\n", f"{NEWLINE}\n")

@@ -16,7 +16,7 @@ NEAR = [(7, 0, "left"), (7, 8, "left"), (7, -8, "left"), (-7, 0, "right"), (-7, 
 FAR = [(side * x, y, name) for x in (14, 32) for y in range(-91, 92, 13) for side, name in ((1, "left"), (-1, "right"))]
 FAR.sort(key=lambda offset: abs(offset[0]) + abs(offset[1]))
 # a mark's half width in points, and beyond which distance a line leads to it
-MARK, LEADS = 5, 10
+MARK_POINTS, LEADS = 5, 10
 # worse than to cover anything
 OUTSIDE = 1e6
 
@@ -32,7 +32,7 @@ def place(axis: Axes, marks: Sequence[tuple[float, float, str, str]], fontsize: 
     renderer, scale = figure.canvas.get_renderer(), figure.dpi / 72
     frame = axis.get_window_extent(renderer)
     centres = axis.transData.transform([(x, y) for x, y, _, _ in marks])
-    taken = [_around(x, y, MARK * scale) for x, y in centres]
+    taken = [_around(x, y, MARK_POINTS * scale) for x, y in centres]
     for (x, y, name, colour), centre in sorted(zip(marks, centres), key=lambda pair: -pair[1][1]):
         size = _size(axis, name, fontsize, renderer)
         costs = []

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from .figure import SMALL, Picture, new_figure, styled
 from .palette import GROUPS
 
-WIDTH, HEIGHT = 7.5, 3.8
+BARS_WIDTH, BARS_HEIGHT = 7.5, 3.8
 
 
 def by_layer(groups: Mapping[str, Sequence[tuple[int, float]]], ylabel: str, logarithmic: bool = False) -> Picture:
@@ -22,7 +22,7 @@ def by_layer(groups: Mapping[str, Sequence[tuple[int, float]]], ylabel: str, log
     """
     if not 0 < len(groups) <= len(GROUPS):
         raise ValueError(f"groups has {len(groups)} entries; give 1 to {len(GROUPS)}.")
-    figure = new_figure(WIDTH, HEIGHT)
+    figure = new_figure(BARS_WIDTH, BARS_HEIGHT)
     axis = styled(figure.add_subplot(), "", "layer", ylabel)
     for (name, points), style in zip(groups.items(), GROUPS):
         layers, values = zip(*points)

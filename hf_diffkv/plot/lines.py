@@ -11,9 +11,9 @@ from .palette import EDGE, order_of, styles_of
 # (tokens, value) by the name of a cache
 Curves = Mapping[str, Sequence[tuple[float, float]]]
 # inches: of one panel, of several side by side, of a row and of the legend
-ALONE, WIDTH, ROW, LEGEND = 6.5, 9.0, 2.6, 0.25
-COLUMNS, LEGEND_COLUMNS = 3, 4
-TOKENS = "tokens of context"
+PANEL_WIDTH, PANELS_WIDTH, ROW_SIZE, LEGEND = 6.5, 9.0, 2.6, 0.25
+PANEL_COLUMNS, LEGEND_COLUMNS = 3, 4
+TOKENS_LABEL = "tokens of context"
 
 
 def memory(curves: Curves | Mapping[str, Curves], title: str = "") -> Picture:
@@ -47,9 +47,9 @@ def curves(
     ylabel: str,
     *,
     title: str = "",
-    xlabel: str = TOKENS,
+    xlabel: str = TOKENS_LABEL,
     level: float | None = None,
-    columns: int = COLUMNS,
+    columns: int = PANEL_COLUMNS,
     **axis: Any,
 ) -> Picture:
     """Any figure against context, as `memory`.
@@ -73,16 +73,16 @@ def _panels(curves: Curves | Mapping[str, Curves], title: str) -> Mapping[str, C
 def _drawn(
     panels: Mapping[str, Curves],
     ylabel: str,
-    xlabel: str = TOKENS,
+    xlabel: str = TOKENS_LABEL,
     level: float | None = None,
-    columns: int = COLUMNS,
+    columns: int = PANEL_COLUMNS,
     **settings: Any,
 ) -> Picture:
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
     styles = styles_of(sorted({name for members in panels.values() for name in members}, key=order_of))
-    width = ALONE if columns == 1 else WIDTH
-    figure = new_figure(width, (ROW + (columns == 1)) * rows + LEGEND * -(-len(styles) // LEGEND_COLUMNS) + 0.1)
+    width = PANEL_WIDTH if columns == 1 else PANELS_WIDTH
+    figure = new_figure(width, (ROW_SIZE + (columns == 1)) * rows + LEGEND * -(-len(styles) // LEGEND_COLUMNS) + 0.1)
     handles = {}
     for index, (title, members) in enumerate(panels.items()):
         axis = styled(figure.add_subplot(rows, columns, index + 1), title, xlabel)

@@ -31,7 +31,7 @@ class Style:
 
 
 # by the beginning of a cache's or method's name, in lower case without spaces and hyphens
-CACHES = {
+CACHE_STYLES = {
     "dynamiccache": Style("#1a1a1a", "*"),
     "dense": Style("#1a1a1a", "*"),
     # takes what a dynamic one does, so its curve lies on that and must leave it visible
@@ -51,12 +51,12 @@ GROUPS = (Style("#0072b2", "o"), Style("#d55e00", "s"), Style("#005a43", "^"), S
 
 def style_of(name: str) -> Style:
     """That of the family of a cache or method."""
-    return next((style for start, style in CACHES.items() if _plain(name).startswith(start)), OTHER)
+    return next((style for start, style in CACHE_STYLES.items() if _plain(name).startswith(start)), OTHER)
 
 
 def order_of(name: str) -> tuple[int, str]:
     """Sorts caches for a legend: as they stand in `CACHES`, others before them."""
-    starts = [index for index, start in enumerate(CACHES) if _plain(name).startswith(start)]
+    starts = [index for index, start in enumerate(CACHE_STYLES) if _plain(name).startswith(start)]
     return (starts[0] if starts else -1, name)
 
 

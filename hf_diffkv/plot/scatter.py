@@ -9,7 +9,7 @@ from .figure import SMALL, Picture, new_figure, styled
 from .labels import place
 from .palette import style_of
 
-WIDTH, HEIGHT = 8.0, 5.4
+SCATTER_WIDTH, SCATTER_HEIGHT = 8.0, 5.4
 # below this a logarithmic scale goes on as a linear one, down to 0
 LINEAR = 1e-3
 
@@ -43,7 +43,7 @@ def quality(points: Sequence[Point], title: str, ylabel: str, logarithmic: bool 
     """
     if not points:
         raise ValueError("points is empty; there is nothing to draw.")
-    figure = new_figure(WIDTH, HEIGHT)
+    figure = new_figure(SCATTER_WIDTH, SCATTER_HEIGHT)
     axis = styled(figure.add_subplot(), title, "real bytes, % of the dense cache", ylabel)
     for point in points:
         style, bounds = style_of(point.name), (max(point.value - point.low, 0), max(point.high - point.value, 0))

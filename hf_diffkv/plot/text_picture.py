@@ -14,7 +14,7 @@ from .runs import ColourRun, LevelledText
 
 # comes with Matplotlib; each character is 0.602 of its size wide
 FONT, ADVANCE = "DejaVu Sans Mono", 0.602
-COLUMNS = 100
+LINE_CELLS = 100
 # inches of a cell, and lines of the tallest picture
 CELL, LINE, MOST_LINES = ADVANCE * SIZE / 72, 0.19, 500
 HEAD, MARGIN = 2, 0.15
@@ -28,10 +28,10 @@ def draw(shown: LevelledText) -> Picture:
         raise ValueError(
             f"the text takes {lines} lines, more than {MOST_LINES} fit a picture; save it as .html instead."
         )
-    width, height = COLUMNS * CELL + 2 * MARGIN, lines * LINE + 2 * MARGIN
+    width, height = LINE_CELLS * CELL + 2 * MARGIN, lines * LINE + 2 * MARGIN
     figure = new_figure(width, height, layout=None)
     axis = figure.add_axes((MARGIN / width, MARGIN / height, 1 - 2 * MARGIN / width, 1 - 2 * MARGIN / height))
-    axis.set(xlim=(0, COLUMNS), ylim=(lines, 0))
+    axis.set(xlim=(0, LINE_CELLS), ylim=(lines, 0))
     axis.axis("off")
     _legend(axis, shown)
     for line, column, cells, text, run in parts:
@@ -56,7 +56,7 @@ def _parts(shown: LevelledText) -> Iterator[tuple[int, int, int, str, ColourRun]
             stretch = list(members)
             text = "".join(" " if character in "\n\t" else character for _, _, character in stretch)
             column = stretch[0][1]
-            yield line, column, min(sum(map(_cells, text)), COLUMNS - column), text, run
+            yield line, column, min(sum(map(_cells, text)), LINE_CELLS - column), text, run
 
 
 def _places(text: str) -> Iterator[tuple[int, int]]:
@@ -64,10 +64,10 @@ def _places(text: str) -> Iterator[tuple[int, int]]:
     line = column = 0
     for word in re.findall(r"\n|[^\S\n]+|\S+", text):
         width = sum(map(_cells, word))
-        if word.strip() and column and column + width > COLUMNS >= width:
+        if word.strip() and column and column + width > LINE_CELLS >= width:
             line, column = line + 1, 0
         for character in word:
-            if character != "\n" and column + _cells(character) > COLUMNS:
+            if character != "\n" and column + _cells(character) > LINE_CELLS:
                 line, column = line + 1, 0
             yield line, column
             line, column = (line + 1, 0) if character == "\n" else (line, column + _cells(character))

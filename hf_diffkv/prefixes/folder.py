@@ -18,7 +18,7 @@ from ..cache.io import load_snapshot, save_snapshot
 from ..cache.snapshot import Snapshot
 
 # fingerprint of model and configuration, tokens, hash of the tokens
-NAME = re.compile(r"([0-9a-f]{16})-([0-9]+)-([0-9a-f]{32})")
+ENTRY_NAME = re.compile(r"([0-9a-f]{16})-([0-9]+)-([0-9a-f]{32})")
 PARTIAL = ".partial-"
 LOCK = ".lock"
 # a writer is done in seconds
@@ -59,7 +59,7 @@ class FolderTier:
     def names(self) -> list[str]:
         """Names of all prefixes, of other models too."""
         try:
-            return [name for name in os.listdir(self.folder) if NAME.fullmatch(name)]
+            return [name for name in os.listdir(self.folder) if ENTRY_NAME.fullmatch(name)]
         except FileNotFoundError:
             return []
 

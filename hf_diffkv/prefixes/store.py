@@ -40,7 +40,7 @@ from .stats import ExpectedPrefix, PrefixEntry, PrefixStats
 from .tiers import MemoryTier
 from .tokens import as_tokens, digest, digests
 
-TOKENS = "input_ids"
+TOKEN_IDS = "input_ids"
 
 
 class _Hit(NamedTuple):
@@ -214,7 +214,7 @@ class PrefixStore:
             self._tiers.note_use(name)
         elif ids.numel():
             snapshot = take()
-            snapshot.tensors[TOKENS] = ids
+            snapshot.tensors[TOKEN_IDS] = ids
             self._tiers.add(name, ids.numel(), snapshot)
             self._background.wake()
         return name in self._tiers.entries
@@ -400,13 +400,13 @@ class PrefixStore:
             except OSError as error:
                 warn(f"a stored prefix cannot be read, its tokens are computed: {error}")
                 continue
-            cache.held_tokens.take_up([(0, snapshot.tensors[TOKENS][None])], cache.get_seq_length())
+            cache.held_tokens.take_up([(0, snapshot.tensors[TOKEN_IDS][None])], cache.get_seq_length())
             return cache, _Hit(name, tier, snapshot)
         return DiffKVCache(self.model.config, self.config), None
 
     def _is_of(self, snapshot: Snapshot, ids: Tensor) -> bool:
         """Whether a snapshot is of this model, this configuration and these very tokens."""
-        content, tokens = snapshot.content, snapshot.tensors.get(TOKENS)
+        content, tokens = snapshot.content, snapshot.tensors.get(TOKEN_IDS)
         if tokens is None or (content["model"], content["weights"]) != (self._model, self._weights):
             return False
         same = DiffKVConfig.from_dict(content["config"]) == self.config

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_diffkv.evaluation.comparison import CHUNK, compare_logits
+from hf_diffkv.evaluation.comparison import CHUNK_TOKENS, compare_logits
 from hf_diffkv.evaluation.statistics import difference, estimate
 
 VOCABULARY = 50
@@ -18,7 +18,7 @@ def draw(positions: int, seed: int) -> torch.Tensor:
     return 3 * torch.randn(positions, VOCABULARY, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("positions", [1, CHUNK, CHUNK + 7])
+@pytest.mark.parametrize("positions", [1, CHUNK_TOKENS, CHUNK_TOKENS + 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_distributions_compared(positions: int, dtype: torch.dtype) -> None:
     mine, dense = draw(positions, 0).to(dtype), draw(positions, 1).to(dtype)
@@ -34,7 +34,7 @@ def test_distributions_compared(positions: int, dtype: torch.dtype) -> None:
 
 
 def test_equal_distributions() -> None:
-    logits = draw(CHUNK + 3, 0)
+    logits = draw(CHUNK_TOKENS + 3, 0)
     assert compare_logits(logits, logits, [0] * len(logits))["kl"] == (0.0, len(logits))
     # the same distribution, another constant
     found = compare_logits(logits + 5, logits, [0] * len(logits))

@@ -7,7 +7,6 @@ import re
 import sys
 import types
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -49,14 +48,14 @@ def hide(monkeypatch: pytest.MonkeyPatch, hidden: PrivateName) -> None:
     monkeypatch.setattr(PrivateName, "found", lambda name: name != hidden and found(name))
 
 
-def model_of(**fields: Any) -> LlamaForCausalLM:
+def model_of() -> LlamaForCausalLM:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     torch.manual_seed(0)
-    config = LlamaConfig(**sizes, vocab_size=64, eos_token_id=None, attn_implementation="sdpa", **fields)
+    config = LlamaConfig(**sizes, vocab_size=64, eos_token_id=None, attn_implementation="sdpa")
     return LlamaForCausalLM(config).eval()
 
 
-def use(label: str) -> None:
+def use(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What asks for the feature."""
     hf_diffkv.unregister()
     hf_diffkv.register()
@@ -64,15 +63,12 @@ def use(label: str) -> None:
     if label == "SLIDING_GRAPHS":
         from hf_diffkv.cache import graphs
 
-        monkeypatched = {**graphs.GRAPH_TYPES, "cpu": object}
-        before, graphs.GRAPH_TYPES = graphs.GRAPH_TYPES, monkeypatched
-        try:
-            layers = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}
-            assert not graphs.wants_graphs(model, DiffKVCache(model_of(**layers).config))
-            assert graphs.wants_graphs(model, DiffKVCache(model.config))
-        finally:
-            graphs.GRAPH_TYPES = before
-    elif label == "STATE":
+        monkeypatch.setitem(graphs.GRAPH_TYPES, "cpu", object)
+        layers = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}
+        assert not graphs.wants_graphs(model, DiffKVCache(LlamaConfig(**layers, num_hidden_layers=2)))
+        assert graphs.wants_graphs(model, DiffKVCache(model.config))
+        monkeypatch.delitem(graphs.GRAPH_TYPES, "cpu")
+    elif label == "STATEFUL":
         from hf_diffkv.evaluation.methods.base import attends_fully
 
         assert not attends_fully(model)
@@ -88,7 +84,7 @@ def use(label: str) -> None:
 def test_one_name_less_loses_one_feature(monkeypatch: pytest.MonkeyPatch, label: str, name: PrivateName) -> None:
     hide(monkeypatch, name)
     with pytest.warns(UserWarning) as said:
-        use(label)
+        use(label, monkeypatch)
     about = [str(warning.message) for warning in said if "changed" in str(warning.message)]
     assert len(about) == 1 and f" changed {name}, so {FEATURES[label].lost}" in about[0]
     for feature, (owner, method) in WRAPPED.items():
@@ -116,7 +112,7 @@ def test_one_name_less_refuses_what_imports_it(monkeypatch: pytest.MonkeyPatch, 
 def test_an_unregistered_release_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     hide(monkeypatch, FEATURES["GENERATE"].names[0])
     with pytest.warns(UserWarning, match="_prepare_cache_for_generation"):
-        use("GENERATE")
+        use("GENERATE", monkeypatch)
     with pytest.raises(ValueError, match="cache_implementation"):
         GenerationConfig(cache_implementation="diffkv")
 

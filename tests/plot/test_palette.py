@@ -16,7 +16,7 @@ DEUTERANOPIA = np.array(
 TO_XYZ = np.array(
     [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
 )
-STYLES = sorted(set(palette.CACHES.values()), key=str)
+STYLES = sorted(set(palette.CACHE_STYLES.values()), key=str)
 
 
 def linear(colour: str) -> np.ndarray:

@@ -11,15 +11,15 @@ from ..errors import EvaluationError
 from . import method
 from .base import Method
 
-PACKAGES = {"quanto": ("optimum.quanto", "optimum-quanto"), "hqq": ("hqq", "hqq")}
+QUANTIZER_PACKAGES = {"quanto": ("optimum.quanto", "optimum-quanto"), "hqq": ("hqq", "hqq")}
 
 
 class QuantizedMethod(Method):
     """Everything but a residual of `residual_length` tokens (128, Transformers' default) at one number of bits."""
 
     def __init__(self, backend: str, bits: int | None) -> None:
-        if backend in PACKAGES and not _is_installed(PACKAGES[backend][0]):
-            raise EvaluationError(f"method {backend!r} needs a package: pip install {PACKAGES[backend][1]}.")
+        if backend in QUANTIZER_PACKAGES and not _is_installed(QUANTIZER_PACKAGES[backend][0]):
+            raise EvaluationError(f"method {backend!r} needs a package: pip install {QUANTIZER_PACKAGES[backend][1]}.")
         self.backend, self.bits = backend, bits
 
     def new_cache(self, model: Any) -> Any:
