@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from .cache.models import cache_layers, check_model_config
+from .cache.supported_models import cache_layers, check_model_config
 from .config import DiffKVConfig
 from .pages import PageLayout
 

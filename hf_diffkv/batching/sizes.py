@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from ..cache.dense import dense_attention
 from ..cache.devices import TensorParallel
 from ..cache.errors import UnsupportedModelError
-from ..cache.models import cache_layers, check_model_config, shared_layers
+from ..cache.supported_models import cache_layers, check_model_config, shared_layers
 from ..config import DiffKVConfig
 from ..pages import PageLayout
 from .slots import Slots

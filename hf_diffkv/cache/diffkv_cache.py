@@ -20,10 +20,10 @@ from .errors import HandOverError, stopped_halfway
 from .held_tokens import HeldTokens
 from .io import load_cache, save_cache
 from .layer import DiffKVLayer
-from .models import cache_layers, check_attention, check_model_config, shared_layers
 from .report import MemoryReport, memory_report
 from .snapshot import model_fingerprint
 from .stores import Stores
+from .supported_models import cache_layers, check_attention, check_model_config, shared_layers
 from .usage import Usage
 
 

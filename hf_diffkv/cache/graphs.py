@@ -22,12 +22,12 @@ from ..ops.backend import use_kernels
 from ..store import Store
 from ..store.compaction import compact, compaction_done, compacts_after_step, settle
 from ..store.step import count_step, refresh_if_due
+from .captured_windows import Windows, is_sliding
+from .compiled_forward import compiled_forward, not_compiled
 from .cuda_graph import CudaGraph
 from .diffkv_cache import DiffKVCache
 from .errors import NotCapturableError
-from .forward import compiled_forward, not_compiled
 from .layer import DiffKVLayer
-from .windows import Windows, is_sliding
 
 _logger = logging.getLogger("hf_diffkv")
 # tables and buffers are made for the tokens to come, but not for more than so many at once

@@ -30,8 +30,8 @@ from .attention import diffkv_attention, diffkv_mask
 from .diffkv_cache import DiffKVCache
 from .errors import UnsupportedModelError
 from .graphs import DecodeStep, GraphRequest, wants_graphs
-from .models import check_attention, check_model_config
 from .paged_attention import no_mask, paged_attention
+from .supported_models import check_attention, check_model_config
 
 _logger = logging.getLogger("hf_diffkv")
 _wrapped = Wrapped()

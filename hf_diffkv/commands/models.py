@@ -20,7 +20,7 @@ def supported_config(name: str) -> Any:
     from transformers import AutoConfig
 
     from ..cache.errors import UnsupportedModelError
-    from ..cache.models import cache_layers, check_model_config
+    from ..cache.supported_models import cache_layers, check_model_config
 
     config = loaded(AutoConfig, name)
     try:

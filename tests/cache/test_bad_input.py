@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, HandOverError, Precision, UnsupportedModelError
-from hf_diffkv.cache import models
+from hf_diffkv.cache import supported_models
 from hf_diffkv.precision import SUPPORTED_BITS
 
 LENGTHS = (20, 7)
@@ -176,7 +176,7 @@ def test_a_model_whose_attention_cannot_be_switched() -> None:
 @pytest.mark.parametrize("name", ["diffllama", "jetmoe"])
 def test_models_that_change_keys_or_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models nobody listed as refused are found out by the first forward."""
-    monkeypatch.setattr(models, "REFUSED_TYPES", {})
+    monkeypatch.setattr(supported_models, "REFUSED_TYPES", {})
     model = tiny_model(name, "eager")
     with raises(HandOverError, "keys or values", "cannot use DiffKVCache"):
         generate(model, cache_implementation="diffkv")

@@ -15,7 +15,7 @@ from transformers import CompileConfig
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cache import graphs
-from hf_diffkv.cache.forward import within_graph
+from hf_diffkv.cache.compiled_forward import within_graph
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:

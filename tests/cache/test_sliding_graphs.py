@@ -88,7 +88,7 @@ def test_layers_of_another_kind_are_not_captured(steps, monkeypatch: pytest.Monk
     model = sliding_model("gemma2")
     tokens, mask = ragged_prompts((10, 7))
     expected, _ = run(model, False, tokens, 4, attention_mask=mask)
-    monkeypatch.setattr("hf_diffkv.cache.windows.LAYER_KINDS", {"full_attention", "chunked_attention"})
+    monkeypatch.setattr("hf_diffkv.cache.captured_windows.LAYER_KINDS", {"full_attention", "chunked_attention"})
     with caplog.at_level(logging.WARNING, "hf_diffkv"):
         got, _ = run(model, True, tokens, 4, attention_mask=mask)
     assert torch.equal(got, expected)
