@@ -150,7 +150,7 @@ def shares(
         finish_us = sum(us for kernel, us in clock.kernels.items() if kernel == "finish_kernel") / (last - first)
         found = {"kernels_us": round(total / (last - first), 1), "attention_share": round(attention / total, 4)}
         found["finish_share"] = round(1e-3 * finish_us / ms_per_token, 5)
-    (store,) = cache.stores.stores
+    (store,) = cache.stores.all
     settle(store)
     refresh(store)
     free_list = store.pool.free_list

@@ -247,7 +247,7 @@ class ContinuousCache:
         length = cache.get_seq_length()
         if length:
             slot = self._slot_of[request_id] = self.slots.adopt()
-            self.slots.load(slot, cache.stores.stores[0])
+            self.slots.load(slot, cache.stores.all[0])
             if self.sliding is not None:
                 self.sliding.load(request_id, {layer: cache.layers[layer] for layer in self.sliding.layers})
         return length

@@ -181,7 +181,7 @@ class DiffKVCache(Cache):
 
     def check_integrity(self) -> None:
         """Every page owned once, counts and tables agree; raises `IntegrityError` otherwise."""
-        for store in self.stores.stores:
+        for store in self.stores.all:
             check_integrity(store)
 
     def _check_idle(self) -> None:
@@ -265,8 +265,8 @@ class DiffKVCache(Cache):
 
     def _twin(self) -> DiffKVCache:
         twin = object.__new__(type(self))
-        stores = [fork_store(store) for store in self.stores.stores]
-        memo = {id(store): fork for store, fork in zip(self.stores.stores, stores)}
+        stores = [fork_store(store) for store in self.stores.all]
+        memo = {id(store): fork for store, fork in zip(self.stores.all, stores)}
         twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         return twin
 
@@ -306,15 +306,15 @@ class DiffKVCache(Cache):
 
     def _select(self, index: Tensor, stock: Any) -> None:
         self.check_handover()
-        if self.stores.stores:
-            batch = self.stores.stores[0].batch_size
+        if self.stores.all:
+            batch = self.stores.all[0].batch_size
             if index.numel() == 0 or int(index.min()) < 0 or int(index.max()) >= batch:
                 raise ValueError(f"indices {index.tolist()} must be in [0, {batch}) and not empty.")
         with self.stores.in_step():
-            for store in self.stores.stores:
+            for store in self.stores.all:
                 self.stores.share_budget(store, max(0, index.numel() - store.batch_size))
                 prepare_rows(store, index)
-        for store in self.stores.stores:
+        for store in self.stores.all:
             move_rows(store, index)
         for layer in self.layers:
             if not isinstance(layer, DiffKVLayer):
@@ -328,7 +328,7 @@ class DiffKVCache(Cache):
         """
         super().activate_past_recording()
         self.stores.recording = True
-        for store in self.stores.stores:
+        for store in self.stores.all:
             settle(store)
             store.recording = True
 
@@ -354,7 +354,7 @@ class DiffKVCache(Cache):
         seen = self.get_seq_length()
         try:
             with self.stores.in_step():
-                for store in self.stores.stores:
+                for store in self.stores.all:
                     self.stores.share_budget(store)
                     commit(store, -tokens_to_remove)
         except MemoryError:

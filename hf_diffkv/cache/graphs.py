@@ -162,9 +162,9 @@ class DecodeStep:
     def _store(self, args: tuple, inputs: dict[str, Any]) -> Store | None:
         """The store of a step that can be captured; None where it must run from Python."""
         stores, ids, mask = self.cache.stores, inputs.get("input_ids"), inputs.get("attention_mask")
-        if self._failed or args or len(stores.stores) != 1 or stores.recording or stores.broken:
+        if self._failed or args or len(stores.all) != 1 or stores.recording or stores.broken:
             return None
-        store = stores.stores[0]
+        store = stores.all[0]
         plain = (
             inputs.get("past_key_values") is self.cache
             and isinstance(ids, Tensor)

@@ -101,7 +101,7 @@ class DiffKVLayer(LayerState):
         if not self.is_initialized:
             return True
         begins = self.store.seen == self.seen and self.stores.starts_forward(self.index)
-        return begins and (tokens > 1 or any(store.look_due for store in self.stores.stores))
+        return begins and (tokens > 1 or any(store.look_due for store in self.stores.all))
 
     def _begin(self, key: Tensor, value: Tensor) -> None:
         tokens = key.shape[2]

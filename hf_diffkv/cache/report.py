@@ -109,7 +109,7 @@ class MemoryReport:
 
 def memory_report(cache: CacheContents) -> MemoryReport:
     """Reads the devices; see `MemoryReport`."""
-    stores = cache.stores.stores
+    stores = cache.stores.all
     counts = {id(store): payload(store) for store in stores}
     other = _stock_bytes(cache)
     layers = []

@@ -60,9 +60,9 @@ def take_snapshot(cache: CacheContents, weights: str | None = None) -> Snapshot:
     """
     tensors: dict[str, Tensor] = {}
     compressed = cache.compressed_layers()
-    stores = [_describe_store(store, index, tensors) for index, store in enumerate(cache.stores.stores)]
+    stores = [_describe_store(store, index, tensors) for index, store in enumerate(cache.stores.all)]
     places = {
-        str(layer.index): [cache.stores.stores.index(layer.store), layer.slot, layer.seen]
+        str(layer.index): [cache.stores.all.index(layer.store), layer.slot, layer.seen]
         for layer in (cache.layers[i] for i in compressed)
         if layer.store is not None
     }

@@ -38,7 +38,7 @@ class Stores:
                     f"{name} has {len(value)} entries but {num_layers} layers of this model are compressed; give one "
                     f"number or {num_layers} of them."
                 )
-        self.stores: list[Store] = []
+        self.all: list[Store] = []
         # logical tokens each layer has seen; the layers refer to this object, which must not refer back to them, or
         # a cache that is dropped would keep its memory until Python's garbage collector comes by
         self.seen = [0] * num_layers
@@ -85,10 +85,10 @@ class Stores:
                 f"keys {tuple(key.shape)} and values {tuple(value.shape)} must be [batch, heads, tokens, head_dim]."
             )
         shape = (key.shape[0], key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
-        store = next((store for store in self.stores if self._fits(store, shape)), None)
+        store = next((store for store in self.all if self._fits(store, shape)), None)
         used = 0 if store is None else self._used(store)
         if store is None:
-            batch = self.stores[0].batch_size if self.stores else key.shape[0]
+            batch = self.all[0].batch_size if self.all else key.shape[0]
             if batch != key.shape[0]:
                 raise ValueError(f"this cache holds {batch} sequences but the model was called with {key.shape[0]}.")
             store = self.make_store(self._layers_to_come(key.device), *shape)
@@ -149,7 +149,7 @@ class Stores:
         self.check_complete()
         begun = []
         try:
-            for store in self.stores:
+            for store in self.all:
                 if store.seen:  # the first forward has shown all layers
                     drop_unused_layers(store, self._used(store))
                 self.share_budget(store)
@@ -162,9 +162,9 @@ class Stores:
 
     def in_step(self) -> AbstractContextManager:
         """`TensorParallel.in_step` for work on all stores."""
-        if not self.stores:
+        if not self.all:
             return nullcontext()
-        return self.tensor_parallel.in_step(self.stores[0].device)
+        return self.tensor_parallel.in_step(self.all[0].device)
 
     def check_place(self, tokens: int) -> None:
         """Raises `HandOverError` if a layer whose first tokens these are missed earlier ones."""
@@ -204,7 +204,7 @@ class Stores:
             self.broken = True
             return False
         self.seen[index] -= tokens
-        for store in self.stores:
+        for store in self.all:
             withdraw(store, tokens)
         empty = not others and self.seen[index] == 0
         if empty:
@@ -213,8 +213,8 @@ class Stores:
 
     def assign(self, index: int, store: Store, slot: int) -> None:
         """Says where a layer stands, in a store of this cache or one that is new."""
-        if not any(store is other for other in self.stores):
-            self.stores.append(store)
+        if not any(store is other for other in self.all):
+            self.all.append(store)
         self._places[index] = (store, slot)
 
     def share_budget(self, store: Store, more_requests: int = 0) -> None:
@@ -232,7 +232,7 @@ class Stores:
         store.layers_later = sum(other.num_layers for other in others if other.padding.length < store.seen)
 
     def _on(self, device: torch.device) -> list[Store]:
-        return [store for store in self.stores if store.device == device]
+        return [store for store in self.all if store.device == device]
 
     def place_of(self, index: int) -> tuple[Store, int]:
         """Store and index within it of a layer that has a place."""
@@ -243,5 +243,5 @@ class Stores:
         self.pending = self.awaited = None
         self.broken = False
         self.recording = False
-        self.stores.clear()
+        self.all.clear()
         self._places.clear()

@@ -428,7 +428,7 @@ class PrefixStore:
             raise ValueError(
                 f"input_ids has {ids.numel()} tokens but the cache holds {length}; pass all that it was given."
             )
-        for store in cache.stores.stores:
+        for store in cache.stores.all:
             if store.batch_size != 1 or not bool(store.padding.mask().all()):
                 raise ValueError(
                     "the cache holds several requests, padding or hidden tokens; a prefix store takes one request "

@@ -57,7 +57,7 @@ def test_a_budget_is_kept_at_every_step_and_turn(name: str, max_bytes: int, inte
 def test_tighter_thresholds_stand_where_they_stood() -> None:
     """Or no captured step would stay valid."""
     run = started(model_of(), LENGTHS, budget(130_000))
-    (store,) = run.cache.stores.stores
+    (store,) = run.cache.stores.all
     alphas = (store.alpha_high, store.alpha_low)
     places, before = [alpha.data_ptr() for alpha in alphas], [alpha.clone() for alpha in alphas]
     run.steps(tokens(3, 40))
@@ -91,7 +91,7 @@ def test_thresholds_that_a_budget_raises_are_said_once() -> None:
         run = started(model_of(), LENGTHS, budget(130_000))
         run.steps(tokens(3, 40))
     assert len(caught) == 1
-    memory, (store,) = run.cache.memory(), run.cache.stores.stores
+    memory, (store,) = run.cache.memory(), run.cache.stores.all
     assert memory.thresholds == (float(store.alpha_high.max()), float(store.alpha_low.max()))
     assert memory.thresholds[0] > 1 and "raised alpha_high to" in str(memory)
     assert started(model_of(), LENGTHS, budget(None)).cache.memory().thresholds is None
@@ -190,7 +190,7 @@ def test_a_step_that_cannot_fit_raises_before_it(tight: float) -> None:
     model = model_of()
     run = started(model, (17, 17, 17), budget(10**6))
     run.steps(tokens(3, 8))
-    store = run.cache.stores.stores[0]
+    store = run.cache.stores.all[0]
     lowered = budget(int(tight * (store.bytes - 512 * (store.pool.capacity - 2))))
     run.cache.config = run.cache.stores.config = store.config = lowered
     held = contents(run.cache)

@@ -233,7 +233,7 @@ def test_dropped_rows_give_their_pages_back() -> None:
     model = model_of()
     talk = Conversation(model, *ragged_prompts(LENGTHS))
     talk.say(steps(4, 20))
-    store = talk.cache.stores.stores[0]
+    store = talk.cache.stores.all[0]
     talk.cache.check_integrity()
     free, held = store.pool.free_list.free, store.pool.capacity
     owned = (store.table.table != 0).sum((0, 2, 3))  # pages of each row

@@ -113,7 +113,7 @@ def test_rejected_tokens_leave_no_trace() -> None:
     run = started(model_of("gpt_oss"), LENGTHS)
     run.steps(tokens(4, 10))
     run.cache.activate_past_recording()
-    before, memory, pages = contents(run.cache), run.cache.memory(), run.cache.stores.stores[0].pool.capacity
+    before, memory, pages = contents(run.cache), run.cache.memory(), run.cache.stores.all[0].pool.capacity
     twin = run.on(copy.deepcopy(run.cache))
     for seed in range(3):
         run.feed(tokens(4, 7, seed))
@@ -121,7 +121,7 @@ def test_rejected_tokens_leave_no_trace() -> None:
     assert all(torch.equal(*pair) for pair in zip(before, contents(run.cache)))
     # a bit per column is kept in a buffer that grows ahead
     assert replace(run.cache.memory(), compressed_bytes=memory.compressed_bytes) == memory
-    assert run.cache.stores.stores[0].pool.capacity == pages
+    assert run.cache.stores.all[0].pool.capacity == pages
     run.cache.check_integrity()
     assert torch.equal(run.feed(tokens(4, 1, 9)), twin.feed(tokens(4, 1, 9)))
 

@@ -48,7 +48,7 @@ def test_the_same_text_across_refreshes_and_growth(steps, interval: int) -> None
     assert step.replays == 10 and step.captures <= 2
     assert len(RecordedGraph.made) == step.captures
     # the pool has grown on the way, and the cache is as it would have been
-    store, other = cache.stores.stores[0], eager.stores.stores[0]
+    store, other = cache.stores.all[0], eager.stores.all[0]
     assert cache.get_seq_length() == eager.get_seq_length() == 23
     for name in ("high_count", "low_count", "length", "window_start", "window_key", "window_score"):
         assert torch.equal(getattr(store, name), getattr(other, name)), name
@@ -75,7 +75,7 @@ def test_policies_are_captured(steps, layers: int, fields: dict) -> None:
     got, cache = run(model, True, tokens, 7, fields)
     assert torch.equal(got, expected)
     assert steps[0].replays == 5
-    store, other = cache.stores.stores[0], eager.stores.stores[0]
+    store, other = cache.stores.all[0], eager.stores.all[0]
     for name in ("high_count", "low_count", "window_start", "alpha_high", "alpha_low"):
         assert torch.equal(getattr(store, name), getattr(other, name)), name
 
@@ -107,7 +107,7 @@ def test_a_pool_that_grows_under_a_budget_needs_no_other_capture(model, steps) -
     got, cache = run(model, True, tokens, 12, {"max_bytes": 6000})
     assert torch.equal(got, expected)
     assert steps[0].captures == 1 and steps[0].replays == 10
-    assert cache.memory().bytes <= 6000 and cache.stores.stores[0].pool.capacity > 2
+    assert cache.memory().bytes <= 6000 and cache.stores.all[0].pool.capacity > 2
 
 
 @pytest.mark.slow
@@ -244,7 +244,7 @@ def test_values_that_are_not_finite_are_reported(model, steps, monkeypatch) -> N
 
     def poison(self: graphs.DecodeStep, *args: object, **inputs: object) -> object:
         if self.replays == 3:
-            cache.stores.stores[0].invalid.fill_(True)
+            cache.stores.all[0].invalid.fill_(True)
         return step(self, *args, **inputs)
 
     monkeypatch.setattr(graphs.DecodeStep, "__call__", poison)

@@ -152,7 +152,7 @@ def test_compressed_tokens_equal_the_simulation_without_the_hidden_ones(name: st
 
 def test_hidden_tokens_give_their_pages_back() -> None:
     run = started(model_of(), (600, 600))
-    store = run.cache.stores.stores[0]
+    store = run.cache.stores.all[0]
     capacity, before = store.pool.capacity, store.owned_pages().numel()
     run.mask[:, :550] = 0
     run.feed(tokens(2, 2))
@@ -293,4 +293,4 @@ def test_compiled_steps() -> None:
             run.mask[:, 10 * seed : 10 * seed + 4] = 0
         torch.testing.assert_close(compiled.feed(tokens(4, 1, seed)), eager.feed(tokens(4, 1, seed)))
     assert_close_contents(compiled.cache, eager.cache)
-    assert compiled.cache.stores.stores[0].padding.mask().sum() == compiled.mask.sum()
+    assert compiled.cache.stores.all[0].padding.mask().sum() == compiled.mask.sum()

@@ -176,7 +176,7 @@ def crops(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
     crop = DiffKVCache.crop
 
     def spy(self: DiffKVCache, tokens_to_remove: int) -> None:
-        held = [store.recorded[0].tokens for store in self.stores.stores if store.recorded[0] is not None]
+        held = [store.recorded[0].tokens for store in self.stores.all if store.recorded[0] is not None]
         crop(self, tokens_to_remove)
         if held:
             seen.append((held[0] + tokens_to_remove, -tokens_to_remove))

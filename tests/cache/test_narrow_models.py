@@ -70,7 +70,7 @@ def test_positions_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) 
     ids, mask = ragged_prompts((40,))
     caches = [DiffKVCache(model.config, CONFIG) for _ in range(2)]
     text = [generate(model, cache, ids, mask, 10)[0] for cache in caches][0]
-    assert caches[0].stores.stores[0].layout.low.position_bytes == 2
+    assert caches[0].stores.all[0].layout.low.position_bytes == 2
     monkeypatch.setattr(state, "NARROW_POSITIONS", 52)
     inputs = {"past_key_values": caches[0], "use_cache": True}
     # 49 tokens are stored, as the last one has not been read

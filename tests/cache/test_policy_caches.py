@@ -36,7 +36,7 @@ def config_of(policy: str, **options) -> DiffKVConfig:
 
 
 def alphas(cache: DiffKVCache) -> list[torch.Tensor]:
-    (store,) = cache.stores.stores
+    (store,) = cache.stores.all
     settle(store)
     return [store.alpha_high.clone(), store.alpha_low.clone()]
 

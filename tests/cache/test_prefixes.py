@@ -35,7 +35,7 @@ def deep_copies(cache: DiffKVCache, n: int) -> list[DiffKVCache]:
 
 
 def store_of(cache: DiffKVCache) -> Store:
-    return cache.stores.stores[0]
+    return cache.stores.all[0]
 
 
 @pytest.mark.parametrize("interval", [1, 3])

@@ -50,7 +50,7 @@ def cache(model: PreTrainedModel) -> DiffKVCache:
 def contents(cache: DiffKVCache) -> list[Tensor]:
     """Every byte of the pages, levels, scores and what they decode to."""
     layers = cache.compressed_layers()
-    found = [store.pool.pages[: store.pool.capacity].clone() for store in cache.stores.stores]
+    found = [store.pool.pages[: store.pool.capacity].clone() for store in cache.stores.all]
     return found + [part for i in layers for part in (cache.levels(i), cache.significance(i), *cache.dequantize(i))]
 
 

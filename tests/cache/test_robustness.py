@@ -189,8 +189,8 @@ def test_long_beam_search_loses_no_page(sample: bool) -> None:
     def checked(beam_idx: Tensor) -> None:
         reorder(beam_idx)
         orders.append(beam_idx.clone())
-        pool = cache.stores.stores[0].pool
-        held = cache.stores.stores[0].owned_pages()
+        pool = cache.stores.all[0].pool
+        held = cache.stores.all[0].owned_pages()
         assert held.unique().numel() == held.numel() == pool.capacity - 1 - pool.free_list.free
 
     cache.reorder_cache = checked

@@ -35,7 +35,7 @@ LENGTHS = (1, 2, 15, 16, 17, 90)
 
 
 def offsets(cache: DiffKVCache) -> torch.Tensor:
-    return cache.stores.stores[0].key_offset
+    return cache.stores.all[0].key_offset
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -96,7 +96,7 @@ def test_autocast_leaves_the_rotation_alone(name: str) -> None:
         cache = DiffKVCache(model.config, DiffKVConfig.lossless(window=4, **BOTH))
         with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
             model(ids, attention_mask=mask, past_key_values=cache)
-        store = cache.stores.stores[0]
+        store = cache.stores.all[0]
         assert store.dtype == torch.bfloat16
         keys = cache.dequantize(cache.compressed_layers()[0])[0]
         with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):

@@ -84,7 +84,7 @@ def test_diffkv_bytes_are_those_of_a_cache(name: str, share: float) -> None:
     memory = cache.memory()
     planned = ModelShape.of(CONFIGS[name], "no/such-model").diffkv_bytes(TOKENS, config, share)
     rows = 2 * len(cache.compressed_layers())
-    page = cache.stores.stores[0].layout.page_bytes
+    page = cache.stores.all[0].layout.page_bytes
     # a spare page per row is planned for the tokens to come; a store has a null page and some counters
     held = memory.bytes
     assert held - 2 * page <= planned <= held + (rows + 1) * page

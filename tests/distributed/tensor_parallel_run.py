@@ -131,7 +131,7 @@ def stopped_together(model: PreTrainedModel) -> list[str]:
         assert torch.equal(generate(cache), expected)
 
     def generate(cache: DiffKVCache, **options: Any) -> torch.Tensor:
-        for store in cache.stores.stores:
+        for store in cache.stores.all:
             store.config = cache.config
         given = (ids, mask)
         if cache.get_seq_length():
@@ -149,7 +149,7 @@ def stopped_together(model: PreTrainedModel) -> list[str]:
         model(ids[:, :count], attention_mask=torch.cat([mask, ones], 1), past_key_values=cache)
 
     def starve(cache: DiffKVCache) -> None:
-        for store in cache.stores.stores if mine else ():
+        for store in cache.stores.all if mine else ():
             store.config = tiny
 
     def prompt(cache: DiffKVCache) -> None:
@@ -206,7 +206,7 @@ def staged(folder: Path, saved: Path) -> dict[str, dict[str, Any]]:
         cache = DiffKVCache(model.config, CONFIGS[name], max_bytes=10**7)
         text = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
         rank = dist.get_rank()
-        assert [store.num_layers for store in cache.stores.stores] == [1]
+        assert [store.num_layers for store in cache.stores.all] == [1]
         found[name] = {"text": text, "levels": cache.levels(rank), "keys": cache.dequantize(rank)[0]}
         cache.save_pretrained(saved / f"{name}{rank}")
         dist.barrier()

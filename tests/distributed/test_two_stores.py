@@ -59,7 +59,7 @@ def pair(model: PreTrainedModel, config: DiffKVConfig = CONFIG) -> tuple[Run, Ru
     with two_stores():
         split = started(model, LENGTHS, config)
     one = started(model, LENGTHS, config)
-    assert [len(run.cache.stores.stores) for run in (split, one)] == [2, 1]
+    assert [len(run.cache.stores.all) for run in (split, one)] == [2, 1]
     return split, one
 
 
@@ -80,9 +80,9 @@ def test_turns_and_steps(model: PreTrainedModel, interval: int) -> None:
     split, one = pair(model, DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16, compaction_interval=interval))
     go_on(split, one)
     # what was held for the layers of the other store is given back
-    assert [store.num_layers for store in split.cache.stores.stores] == [2, 2]
-    assert sum(store.window_key.numel() for store in split.cache.stores.stores) == (
-        one.cache.stores.stores[0].window_key.numel()
+    assert [store.num_layers for store in split.cache.stores.all] == [2, 2]
+    assert sum(store.window_key.numel() for store in split.cache.stores.all) == (
+        one.cache.stores.all[0].window_key.numel()
     )
     for each in (split, one):
         each.cache.reset()
@@ -111,7 +111,7 @@ def test_generate(model: PreTrainedModel, options: dict[str, Any]) -> None:
     assert torch.equal(found, generate(one))
     assert_equal_contents(split, one)
     assert torch.equal(exact, generate(DynamicCache(config=model.config), "sdpa"))
-    assert len(split.stores.stores) == len(lossless.stores.stores) == 2
+    assert len(split.stores.all) == len(lossless.stores.all) == 2
     model.set_attn_implementation("diffkv")
 
 
@@ -189,7 +189,7 @@ def test_saved_and_loaded_on_other_devices(
         devices = {0: torch.device("cpu"), 1: torch.device("cpu"), 2: torch.device("cpu:0"), 3: torch.device("cpu:0")}
         monkeypatch.setattr("hf_diffkv.cache.diffkv_cache.layer_devices", lambda model: devices)
     again = run.on(DiffKVCache.from_pretrained(tmp_path, model))
-    assert len(again.cache.stores.stores) == max(saved, loaded)
+    assert len(again.cache.stores.all) == max(saved, loaded)
     assert_equal_contents(again.cache, run.cache)
     go_on(again, run)
 
@@ -202,7 +202,7 @@ def test_a_prefix_kept_for_two_devices(model: PreTrainedModel, monkeypatch: pyte
     store = PrefixStore(model, CONFIG)
     assert store.insert(run.ids, run.cache)
     again = run.on(store.lookup(torch.cat([run.ids, tokens(1, 1)], 1)))
-    assert len(again.cache.stores.stores) == 2
+    assert len(again.cache.stores.all) == 2
     assert_equal_contents(again.cache, run.cache)
     go_on(again, run)
 
@@ -234,7 +234,7 @@ def test_a_budget_for_each_device(model: PreTrainedModel) -> None:
         run = started(model, LENGTHS, config)
         for step in tokens(4, 40).split(1, dim=1):
             run.feed(step)
-            held = [store.bytes for store in run.cache.stores.stores]
+            held = [store.bytes for store in run.cache.stores.all]
             assert max(held) <= 120_000
     assert min(held) > 0.75 * 120_000, f"most of each budget is used: {held}"
     assert run.cache.memory().bytes == sum(held)
@@ -245,7 +245,7 @@ def test_a_budget_that_one_device_cannot_keep(model: PreTrainedModel) -> None:
     split, one = pair(model, DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16, page_bytes=512))
     for run in (split, one):
         run.steps(tokens(4, 8))
-    store = split.cache.stores.stores[1]
+    store = split.cache.stores.all[1]
     unlimited = store.config
     store.config = DiffKVConfig(window=16, page_bytes=512, max_bytes=20_000)
     assert store.look_due

@@ -103,7 +103,7 @@ def test_no_replay_waits_between_refreshes(device, compiled: bool, steps: int = 
         for index in range(steps):
             token = tokens[:, index : index + 1].contiguous()
             positions = torch.full((2, 1), PROMPT + index, device=device)
-            quiet = cache.stores.stores[0].steps_left > 0 and index > 2
+            quiet = cache.stores.all[0].steps_left > 0 and index > 2
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error" if quiet else "default")
             try:

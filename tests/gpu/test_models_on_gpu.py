@@ -77,7 +77,7 @@ def test_no_step_waits_between_refreshes(device, length: int = 700, steps: int =
         for step in range(steps):
             token = tokens[:, step : step + 1]
             positions = torch.full((2, 1), length + step, device=device)
-            quiet = cache.stores.stores[0].steps_left > 0 and step > 1
+            quiet = cache.stores.all[0].steps_left > 0 and step > 1
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error" if quiet else "default")
             try:

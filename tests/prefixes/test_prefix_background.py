@@ -138,7 +138,7 @@ def test_what_a_waiting_request_will_use_is_loaded(stage: Stage, monkeypatch: py
     assert (found.tier, found.resident, found.loading) == ("device", True, False)
     cache = store.lookup(stage.ids(0))
     assert cache.get_seq_length() == LENGTH
-    for mine, want in zip(cache.stores.stores, stage.cache.stores.stores, strict=True):
+    for mine, want in zip(cache.stores.all, stage.cache.stores.all, strict=True):
         assert torch.equal(mine.window_key, want.window_key)
     stats = store.stats
     assert stats.hits == {"device": 2, "disk": 0} and stats.loaded_ahead == stats.offloaded == 1

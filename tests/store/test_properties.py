@@ -224,7 +224,7 @@ def test_a_refused_prompt_leaves_the_whole_cache_as_it_was() -> None:
     with torch.no_grad():
         model(tokens[:, :200], past_key_values=cache)
         before = [(cache.levels(layer), *cache.dequantize(layer)) for layer in range(2)]
-        pool = cache.stores.stores[0].pool
+        pool = cache.stores.all[0].pool
         pool.max_pages = pool.capacity + 1
         with pytest.raises(MemoryError, match="limit"):
             model(tokens[:, 200:], past_key_values=cache)
