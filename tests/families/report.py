@@ -93,10 +93,10 @@ def document() -> str:
         + _table("kept as they are", partly, _kept),
         "In Gemma 3n and Gemma 4 later layers read the keys and values of an earlier one. That layer is compressed for "
         "all of them: their queries count as further heads of its KV heads when significance is decided "
-        "([architecture.md](architecture.md); checked in `tests/store/test_shared.py` and "
-        "`tests/cache/test_shared_layers.py`). Steps of these models are not captured as CUDA graphs. If a "
-        "`device_map` or pipeline parallelism parts such layers, `generate()` leaves the layer they read "
-        "uncompressed.\n",
+        "([store.md](store.md#how-later-layers-read-an-earlier-ones-keys-and-values); checked in "
+        "`tests/store/test_shared.py` and `tests/cache/test_shared_layers.py`). Steps of these models are "
+        "not captured as CUDA graphs. If a `device_map` or pipeline parallelism parts such "
+        "layers, `generate()` leaves the layer they read uncompressed.\n",
         "## Vision-language models\n\nTheir text side is compressed, except for the layers in this table; the vision "
         "side keeps its own attention. `tests/families/test_vision.py` checks them with an image in every prompt.\n\n"
         + _vision_table(),
