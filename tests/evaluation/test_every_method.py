@@ -11,7 +11,7 @@ from hf_diffkv.cli import main
 from hf_diffkv.evaluation import plots
 from hf_diffkv.evaluation.methods import METHODS
 from hf_diffkv.evaluation.records import Record
-from hf_diffkv.evaluation.tasks import TASKS, dictionary, passage, suites, text, trajectory, turns, updates
+from hf_diffkv.evaluation.tasks import TASKS, facts, suites, text
 
 LOSSLESS = "diffkv:lossless"
 METHOD_LABELS = ["dense", "diffkv:K4V2", LOSSLESS, "quanto:4", "hqq:4", "fp8"]
@@ -24,11 +24,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text, "CONTINUED", 32)
-        patch.setattr(trajectory, "STEPS", 8)
-        patch.setattr(turns, "TALK", 1)
-        patch.setattr(dictionary, "WORDS", 5)
-        patch.setattr(passage, "PASSAGES", 2)
-        patch.setattr(updates, "PEOPLE", 3)
+        patch.setattr(text, "STEPS", 8)
+        patch.setattr(facts, "TALK", 1)
+        patch.setattr(facts, "WORDS", 5)
+        patch.setattr(facts, "PASSAGES", 2)
+        patch.setattr(facts, "PEOPLE", 3)
         # drawn below, of one task
         patch.setattr(plots, "plot_tasks", lambda records, folder: [])
         options = ["--tasks", ",".join(TASK_NAMES), "--methods", ",".join(METHOD_LABELS), "--documents", "1"]

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from abc import abstractmethod
+from itertools import islice
 
+from . import task
 from .asking import AskingTask
 from .base import Document, Source
 from .prompts import encode, hide_facts, rng_for
+from .words import CITIES, NAMES, OBJECTS, distinct, filler
+
+# facts of a text of each task; how often a value changes, and sentences of talk before a question
+PAIRS, WORDS, PASSAGES, PEOPLE = 12, 12, 4, 6
+CHANGES, TALK = 3, 4
+# facts, and questions with their answers
+Asked = tuple[list[str], list[tuple[str, str]]]
 
 
 class FactsTask(AskingTask):
@@ -18,7 +28,7 @@ class FactsTask(AskingTask):
     ordered = False
 
     @abstractmethod
-    def facts(self, rng: random.Random) -> tuple[list[str], list[tuple[str, str]]]:
+    def facts(self, rng: random.Random) -> Asked:
         """The facts, and questions with their answers."""
 
     def documents(self, source: Source) -> list[Document]:
@@ -34,3 +44,85 @@ class FactsTask(AskingTask):
             for question, answer in asked
         )
         return Document(f"{self.name}-{index}", context, questions)
+
+
+@task("key-value")
+class KeyValue(FactsTask):
+    """Codes of people: `The code for Maria is 4821.`"""
+
+    def facts(self, rng: random.Random) -> Asked:
+        names = rng.sample(NAMES, PAIRS)
+        codes = rng.sample(range(1000, 10000), PAIRS)
+        asked = [(f"The code for {name} is", f"{code}.") for name, code in zip(names, codes)]
+        return [" ".join(parts) for parts in asked], asked
+
+
+@task("dictionary")
+class Dictionary(FactsTask):
+    """What each of several invented words means."""
+
+    count = 4
+
+    def facts(self, rng: random.Random) -> Asked:
+        words = distinct(rng, WORDS)
+        meanings = rng.sample(OBJECTS, WORDS)
+        asked = [(f"In the old dialect, {word} means", f"{meaning}.") for word, meaning in zip(words, meanings)]
+        return [" ".join(parts) for parts in asked], asked
+
+
+def passage(rng: random.Random) -> tuple[str, str]:
+    """How a passage begins, and the rest of it."""
+    first, second, place = distinct(rng, 3)
+    one, two = rng.sample(NAMES, 2)
+    thing, other = rng.sample(OBJECTS, 2)
+    start = f"In the notes of {one} about {first.capitalize()}:"
+    rest = (
+        f"{two} carried {thing} from {place.capitalize()} to the {second} gate, counted {rng.randrange(11, 99)} "
+        f"steps, and left {other} behind."
+    )
+    return start, rest
+
+
+@task("passage")
+class Passage(FactsTask):
+    """Passages, word for word: one is right when all of its forty-odd tokens are."""
+
+    def facts(self, rng: random.Random) -> Asked:
+        passages = [passage(rng) for _ in range(PASSAGES)]
+        asked = [(f"Once more, word for word. {start}", rest) for start, rest in passages]
+        return [f"{start} {rest}" for start, rest in passages], asked
+
+
+@task("updates")
+class Updates(FactsTask):
+    """`By now Maria lives in Oslo.`, later `By now Maria lives in Lima.`: where does she live at the end?"""
+
+    ordered = True
+
+    def facts(self, rng: random.Random) -> Asked:
+        names = rng.sample(NAMES, PEOPLE)
+        moves = {name: rng.sample(CITIES, CHANGES) for name in names}
+        order = [name for name in names for _ in range(CHANGES)]
+        rng.shuffle(order)
+        left = {name: list(cities) for name, cities in moves.items()}
+        facts = [f"By now {name} lives in {left[name].pop(0)}." for name in order]
+        return facts, [(f"By now {name} lives in", f"{moves[name][-1]}.") for name in names]
+
+
+@task("turns")
+class Turns(Dictionary):
+    """The questions of `dictionary` one after another on one cache, each behind `TALK` sentences of filler."""
+
+    count = 2
+    in_turn = True
+
+    def document(self, source: Source, index: int) -> Document:
+        document = super().document(source, index)
+        sentences = filler(rng_for(source, "turns-talk", index))
+        questions = tuple(
+            ((*encode(source.tokenizer, "\n\n" + " ".join(islice(sentences, TALK))), *question), answer)
+            for question, answer in document.questions
+        )
+        total = sum(len(question) + len(answer) for question, answer in questions)
+        longest = max(len(question) + len(answer) for question, answer in questions)
+        return dataclasses.replace(document, questions=questions, extra={"more_tokens": total - longest})

@@ -1,4 +1,4 @@
-"""RULER's synthetic tasks (Hsieh et al., 2024): what they share.
+"""RULER's synthetic tasks (Hsieh et al., 2024).
 
 The tasks are made anew after RULER's definitions; the wording, the words and the long texts are this package's own, so
 that figures compare methods with each other and not with a published list. Unlike in RULER the text is in the cache,
@@ -8,20 +8,40 @@ question needs, which users of a cached document cannot have.
 
 from __future__ import annotations
 
+import functools
+import math
 import random
 import re
+import string
+import uuid
 from abc import abstractmethod
 from collections.abc import Callable
-from functools import cache
+from dataclasses import dataclass, replace
 from itertools import count, islice
 
 from ..errors import EvaluationError
+from . import task
 from .base import Document, Source
 from .chat import Prompt
 from .generating import GeneratingTask
 from .prompts import rng_for
 from .text import texts
-from .words import invented_word
+from .words import different, invented_word
+
+# needles: the line of noise, and what they may be hidden in
+NOISE = "The meadow is wide. The water is clear. The night is long. Off we walk. Out and home again."
+NOISE_TEXT, REAL_TEXT, NEEDLES = "noise", "text", "needles"
+# assignments from one variable to the next, and lines of noise in the example that comes first
+HOPS, EXAMPLE_LINES = 4, 4
+# common words: prompts of at least so many tokens, how often a common and another word is in the list
+COMMON, REPEATS = 10, ((4096, 30, 3), (1024, 6, 1), (0, 3, 1))
+EXAMPLE_REPEATS, EXAMPLE_OTHERS = (3, 1), 5
+# frequent words: how many are asked for, of how many letters, and tokens of prompt for each different word
+ASKED, LETTERS, TOKENS_PER_WORD = 3, 6, 50
+# exponent of their distribution and the sum it is divided by; the most frequent word is none
+ALPHA, ZETA, DOTS = 2.0, math.pi**2 / 6, "..."
+# from so many words on, the last of those asked for is there more often than the next one
+LEAST = 53
 
 
 class RulerTask(GeneratingTask):
@@ -80,14 +100,14 @@ def longest(sized: Callable[[int], Document], length: int, name: str) -> Documen
     return found
 
 
-@cache
+@functools.cache
 def sentences() -> tuple[str, ...]:
     """Sentences of real text, in order."""
     text = re.sub(r"\s+", " ", " ".join(texts()))
     return tuple(sentence for sentence in re.split(r"(?<=[.!?]) ", text) if 20 <= len(sentence) <= 300)
 
 
-@cache
+@functools.cache
 def _common_words() -> tuple[str, ...]:
     return tuple(sorted(set(re.findall(r"\b[a-z]{4,9}\b", " ".join(texts())))))
 
@@ -95,10 +115,7 @@ def _common_words() -> tuple[str, ...]:
 def english_words(rng: random.Random, number: int) -> list[str]:
     """`number` different words; once those of real text are used up, invented ones."""
     known = _common_words()
-    found = dict.fromkeys(rng.sample(known, min(number, len(known))))
-    while len(found) < number:
-        found[invented_word(rng)] = None
-    return list(found)
+    return different(lambda: invented_word(rng), number, rng.sample(known, min(number, len(known))))
 
 
 def with_lines(rng: random.Random, lines: list[str], inserted: list[str]) -> list[str]:
@@ -116,3 +133,189 @@ def from_text(rng: random.Random, number: int) -> list[str]:
     known = sentences()
     start = rng.randrange(len(known))
     return list(islice((known[position % len(known)] for position in count(start)), number))
+
+
+def behind_example(prompt: Prompt, example: Prompt, answer: str) -> Prompt:
+    """`prompt` with an example and its answer in front of it."""
+    shown = f"{example.context}{example.question}\n{example.lead} {answer}\n\n"
+    return replace(prompt, context=shown + prompt.context)
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """One variant.
+
+    Attributes:
+        text: what the needles are hidden in: one line over and over, real text, or other needles.
+        keys, values: what they are: "words", "numbers" or "uuids".
+        num_keys, num_values, num_queries: keys hidden, values of each, keys asked for.
+    """
+
+    text: str
+    keys: str = "words"
+    values: str = "numbers"
+    num_keys: int = 1
+    num_values: int = 1
+    num_queries: int = 1
+
+
+VARIANTS = {
+    "single-1": Haystack(NOISE_TEXT),
+    "single-2": Haystack(REAL_TEXT),
+    "single-3": Haystack(REAL_TEXT, values="uuids"),
+    "multikey-1": Haystack(REAL_TEXT, num_keys=4),
+    "multikey-2": Haystack(NEEDLES),
+    "multikey-3": Haystack(NEEDLES, keys="uuids", values="uuids"),
+    "multivalue": Haystack(REAL_TEXT, num_values=4),
+    "multiquery": Haystack(REAL_TEXT, num_keys=4, num_queries=4),
+}
+
+
+class Niah(RulerTask):
+    """One variant of RULER's needle tasks."""
+
+    max_new_tokens = 128
+
+    def __init__(self, variant: Haystack) -> None:
+        self.variant = variant
+
+    def prompt(self, source: Source, rng: random.Random, size: int) -> tuple[Prompt, list[str]]:
+        variant = self.variant
+        others = size if variant.text == NEEDLES else 0
+        keys = _drawn(rng, variant.keys, variant.num_keys + others)
+        values = _drawn(rng, variant.values, variant.num_keys * variant.num_values + others)
+        kind = variant.values
+        hidden = [
+            (keys[index], values[index * variant.num_values : (index + 1) * variant.num_values])
+            for index in range(variant.num_keys)
+        ]
+        needles = [_needle(kind, key, value) for key, found in hidden for value in found]
+        rng.shuffle(needles)
+        if variant.text == NEEDLES:
+            lines = [_needle(kind, *pair) for pair in zip(keys[variant.num_keys :], values[len(needles) :])]
+        else:
+            lines = [NOISE] * size if variant.text == NOISE_TEXT else from_text(rng, size)
+        joint = " " if variant.text == REAL_TEXT else "\n"
+        asked = rng.sample(hidden, variant.num_queries)
+        names = [key for key, _ in asked]
+        query = ", ".join(names[:-1]) + f" and {names[-1]}" if len(names) > 1 else names[0]
+        several = variant.num_queries * variant.num_values > 1
+        things, verb = (f"magic {kind}", "are") if several else (f"magic {kind[:-1]}", "is")
+        prompt = Prompt(
+            context=f"Some text follows in which magic {kind} are hidden. Remember them: you will be asked later.\n"
+            + joint.join(with_lines(rng, lines, needles)),
+            question=f"\nAccording to the text, what {verb} the {things} of {query}?",
+            cue="\n",
+            lead=f"According to the text, the {things} of {query} {verb}",
+        )
+        return prompt, [value for _, found in asked for value in found]
+
+
+def _needle(kind: str, key: str, value: str) -> str:
+    return f"Among the magic {kind}, that of {key} is: {value}."
+
+
+def _drawn(rng: random.Random, kind: str, number: int) -> list[str]:
+    """`number` different keys or values."""
+    if kind == "numbers":
+        return [str(value) for value in rng.sample(range(10**6, 10**7), number)]
+    if kind == "uuids":
+        return [str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(number)]
+    words = english_words(rng, 2 * number)
+    return [f"{first}-{second}" for first, second in zip(words[::2], words[1::2])]
+
+
+for name, variant in VARIANTS.items():
+    task(f"ruler-niah-{name}")(functools.partial(Niah, variant))
+
+
+def chain(rng: random.Random, letters: int) -> tuple[str, list[str], list[str]]:
+    """The number, the names of `HOPS` + 1 variables, and the assignments."""
+    variables = different(lambda: "".join(rng.choices(string.ascii_uppercase, k=letters)), HOPS + 1)
+    value = str(rng.randrange(10_000, 100_000))
+    values = [value, *(f"VAR {name}" for name in variables)]
+    return value, variables, [f"VAR {name} = {source}" for name, source in zip(variables, values)]
+
+
+def assigned(rng: random.Random, letters: int, lines: int) -> tuple[Prompt, list[str]]:
+    value, names, assignments = chain(rng, letters)
+    text = "\n".join(with_lines(rng, [NOISE] * lines, assignments))
+    prompt = Prompt(
+        context=f"Follow the assignments of variables that are hidden in this text.\n\n{text}",
+        question=f"\nQuestion: Which variables have the value {value} in the text above? List all of them.",
+        cue="\n",
+        lead=f"Answer: In the text above, {len(names)} variables have the value {value}, namely:",
+    )
+    return prompt, names
+
+
+@task("ruler-variable-tracking")
+class VariableTracking(RulerTask):
+    """One chain of `HOPS` hops in noise, behind an example with its answer."""
+
+    max_new_tokens = 30
+
+    def prompt(self, source: Source, rng: random.Random, size: int) -> tuple[Prompt, list[str]]:
+        example, names = assigned(rng, 3, EXAMPLE_LINES)
+        prompt, expected = assigned(rng, 5, size)
+        shown = f"{example.context}{example.question}\n{example.lead} {' '.join(names)}\n\n"
+        return Prompt(prompt.question, shown + prompt.context, prompt.cue, prompt.lead), expected
+
+
+def listed(rng: random.Random, others: int, often: int, seldom: int) -> tuple[Prompt, list[str]]:
+    words = english_words(rng, COMMON + others)
+    common = words[:COMMON]
+    drawn = common * often + words[COMMON:] * seldom
+    rng.shuffle(drawn)
+    prompt = Prompt(
+        context="A numbered list of words follows. Some words are in it more often than others; remember those.\n"
+        + _numbered(drawn),
+        question=f"\nQuestion: Which {COMMON} words are in the list above most often?",
+        cue="\n",
+        lead=f"Answer: The {COMMON} words that are in the list most often are:",
+    )
+    return prompt, common
+
+
+def _numbered(words: list[str]) -> str:
+    return " ".join(f"{number}. {word}" for number, word in enumerate(words, start=1))
+
+
+@task("ruler-common-words")
+class CommonWords(RulerTask):
+    """Ten words 30 times and the others 3 times, behind a short example with its answer.
+
+    Prompts below 4,096 tokens repeat words less, as in RULER; below 1,024 still less, so that they fit.
+    """
+
+    max_new_tokens = 120
+
+    def prompt(self, source: Source, rng: random.Random, size: int) -> tuple[Prompt, list[str]]:
+        often, seldom = next(repeats for least, *repeats in REPEATS if source.length >= least)
+        example, common = listed(rng, EXAMPLE_OTHERS, *EXAMPLE_REPEATS)
+        prompt, expected = listed(rng, size, often, seldom)
+        shown = f"{example.context}{example.question}\n{example.lead} {_numbered(common)}\n\n"
+        return Prompt(prompt.question, shown + prompt.context, prompt.cue, prompt.lead), expected
+
+
+@task("ruler-frequent-words")
+class FrequentWords(RulerTask):
+    """The word of rank k is there in proportion to k to the power of minus `ALPHA`."""
+
+    max_new_tokens = 50
+
+    def prompt(self, source: Source, rng: random.Random, size: int) -> tuple[Prompt, list[str]]:
+        number = max(ASKED + 1, source.length // TOKENS_PER_WORD)
+        coded = different(lambda: "".join(rng.choices(string.ascii_lowercase, k=LETTERS)), number)
+        words = [DOTS, *coded]
+        total = size + LEAST
+        drawn = [word for rank, word in enumerate(words, start=1) for _ in range(int(total * rank**-ALPHA / ZETA))]
+        rng.shuffle(drawn)
+        prompt = Prompt(
+            context="A text of coded words follows. Watch how often each of them is in it. " + " ".join(drawn),
+            question=f"\nQuestion: Leave the dots '{DOTS}' aside. Which three coded words are in the text above most "
+            "often? Do not explain.",
+            cue="\n",
+            lead="Answer: The three coded words that are in the text above most often are:",
+        )
+        return prompt, words[1 : ASKED + 1]

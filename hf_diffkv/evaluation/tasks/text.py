@@ -1,4 +1,4 @@
-"""Real text: a prompt of it, compressed, then its continuation, teacher-forced in one forward."""
+"""Real text: a prompt of it, compressed, then its continuation at once, or a long generation behind it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ import pydoc_data.topics
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 from ..comparison import compare_logits
 from ..errors import EvaluationError
 from ..session import Session
 from . import task
-from .base import KL, PERPLEXITY, TOP1, Document, Source, Sums, Task
+from .base import KL, PERPLEXITY, TOP1, Document, Metric, Source, Sums, Task
 from .prompts import rng_for
 
 CONTINUED = 256
+# of a generation, and KL is also that of each quarter of them
+STEPS, QUARTERS = 200, 4
+BY_QUARTER = tuple(Metric(f"kl_{part}", f"KL, quarter {part}", False, digits=4) for part in range(1, QUARTERS + 1))
 # a topic of fewer characters is hardly a text
 LONG_TOPIC = 4000
 
@@ -79,3 +84,37 @@ class Text(Task):
         logits = session.forward(ids[:-1], keep=len(ids) - 1)
         sums = compare_logits(logits, logits if reference is None else reference, ids[1:])
         return sums, logits, {"held": held}
+
+
+@task("trajectory")
+class Trajectory(Task):
+    """KL, top-1 agreement and perplexity along tokens that the dense cache samples, one token at a time."""
+
+    metrics = (KL, TOP1, PERPLEXITY, *BY_QUARTER)
+    count = 1
+    length = 1000
+
+    def documents(self, source: Source) -> list[Document]:
+        steps = source.max_new_tokens or STEPS
+        found = stretches(shuffled(source, "trajectory"), source.tokenizer, source.count, source.length, 0)
+        extra = {"steps": steps, "seed": source.seed, "more_tokens": steps}
+        return [Document(f"trajectory-{index}", document.context, extra=extra) for index, document in enumerate(found)]
+
+    def measure(self, session: Session, document: Document, reference: Any) -> tuple[Sums, Any, dict[str, Any]]:
+        steps = document.extra["steps"]
+        generator = torch.Generator().manual_seed(document.extra["seed"])
+        logits = [session.forward(document.context)[-1]]
+        ids: list[int] = [] if reference is None else reference["ids"]
+        for step in range(steps):
+            if reference is None:
+                # likeliest tokens run into loops, which tell nothing
+                ids.append(int(torch.multinomial(logits[-1].float().softmax(-1).cpu(), 1, generator=generator)))
+            logits.append(session.forward([ids[step]])[-1])
+        held = session.held()
+        written = torch.stack(logits[:-1])
+        dense = written if reference is None else reference["logits"]
+        sums = compare_logits(written, dense, ids)
+        for index, metric in enumerate(BY_QUARTER):
+            part = slice(index * steps // QUARTERS, (index + 1) * steps // QUARTERS)
+            sums[metric.name] = compare_logits(written[part], dense[part], ids[part])["kl"]
+        return sums, {"ids": ids, "logits": written}, {"held": held}

@@ -3,31 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-ONSETS = (
-    "b",
-    "br",
-    "d",
-    "dr",
-    "f",
-    "fl",
-    "g",
-    "gr",
-    "k",
-    "l",
-    "m",
-    "n",
-    "p",
-    "pl",
-    "r",
-    "s",
-    "st",
-    "t",
-    "tr",
-    "v",
-    "z",
-)
+ONSETS = tuple("b br d dr f fl g gr k l m n p pl r s st t tr v z".split())
 VOWELS = ("a", "e", "i", "o", "u", "ai", "oo", "ee")
 ENDINGS = ("b", "ck", "d", "g", "l", "m", "n", "p", "r", "sh", "st", "t", "x")
 
@@ -35,6 +13,11 @@ NAMES = (
     "Maria", "Tomas", "Ingrid", "Pavel", "Leila", "Hassan", "Yuki", "Omar", "Greta", "Diego", "Anika", "Boris",
     "Celine", "Darius", "Elena", "Felix", "Gloria", "Henrik", "Irina", "Jonas", "Keiko", "Lorenzo", "Miriam", "Nadia",
     "Oscar", "Priya", "Quentin", "Rosa", "Stefan", "Tamara", "Ulrich", "Vera", "Walter", "Xenia", "Yusuf", "Zora",
+)  # fmt: skip
+
+CITIES = (
+    "Lisbon", "Oslo", "Cairo", "Lima", "Hanoi", "Riga", "Dublin", "Quito", "Tunis", "Kyoto", "Prague", "Bogota",
+    "Perth", "Geneva", "Turin", "Seville", "Krakow", "Montreal", "Nairobi", "Havana",
 )  # fmt: skip
 
 SUBJECTS = (
@@ -75,9 +58,14 @@ def invented_word(rng: random.Random) -> str:
 
 def distinct(rng: random.Random, count: int) -> list[str]:
     """`count` invented words, no two alike."""
-    found: dict[str, None] = {}
+    return different(lambda: invented_word(rng), count)
+
+
+def different(draw: Callable[[], str], count: int, known: Iterable[str] = ()) -> list[str]:
+    """`known` and what is drawn until there are `count` texts, no two alike."""
+    found = dict.fromkeys(known)
     while len(found) < count:
-        found[invented_word(rng)] = None
+        found[draw()] = None
     return list(found)
 
 
