@@ -6,6 +6,7 @@ cache, activations above all, is not in them.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,11 +120,7 @@ class ModelShape:
 
 def longest(fits: Callable[[int], bool], most: int = MOST_TOKENS) -> int:
     """The largest number up to `most` for which `fits` holds, 0 where it never does. It must hold for all below."""
-    least, most = 0, most + 1
-    while most - least > 1:
-        middle = (least + most) // 2
-        least, most = (middle, most) if fits(middle) else (least, middle)
-    return least
+    return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))
 
 
 def stored_weight_bytes(name: str) -> int | None:

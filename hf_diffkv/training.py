@@ -13,7 +13,7 @@ from .cache.diffkv_cache import DiffKVCache
 from .cache.registration import set_attention
 from .compat import attention_of
 from .config import DiffKVConfig
-from .evaluation.agreement import Agreement
+from .evaluation.comparison import Agreement
 
 
 class DiffKVEvaluationCallback(TrainerCallback):

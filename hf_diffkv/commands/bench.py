@@ -46,7 +46,7 @@ def command(**given: Any) -> None:
 
     from ..calibration.texts import read_pieces
     from ..evaluation.environment import describe_environment
-    from ..evaluation.loading import load_model
+    from ..evaluation.models import load_model
     from ..evaluation.tasks.text import stretches
     from ..evaluation.timing import WARM_UP, time_steps, timed_method
 

@@ -64,8 +64,8 @@ def calibrate(options: SimpleNamespace) -> None:
         Failure: nothing is good enough.
     """
     from ..calibration.measuring import Bench
-    from ..evaluation.loading import load_config, load_model
     from ..evaluation.methods import get_method
+    from ..evaluation.models import load_config, load_model
     from ..evaluation.records import RunFolder
 
     limit = _limit(options)

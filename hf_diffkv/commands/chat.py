@@ -74,7 +74,7 @@ def _start(options: SimpleNamespace, saved: dict[str, Any] | None) -> tuple[Talk
     import torch
 
     from ..cache.diffkv_cache import DiffKVCache
-    from ..evaluation.loading import load_model
+    from ..evaluation.models import load_model
     from ..evaluation.talk import Talk, chat_turns
 
     if not options.plain:

@@ -53,15 +53,10 @@ def comparison(compressed: Run, dense: Run) -> str:
 
 def same_tokens(compressed: Run, dense: Run) -> int | None:
     """How many tokens both wrote before they differ; None where they never do."""
-    count = 0
-    for mine, theirs in zip(compressed.generated, dense.generated):
-        for a, b in zip(mine, theirs):
-            if a != b:
-                return count
-            count += 1
-        if len(mine) != len(theirs):
-            return count
-    return None
+    from ..evaluation.comparison import Agreement
+
+    found = Agreement.of(compressed.generated, dense.generated)
+    return None if found.equal == found.tokens else found.until_difference
 
 
 def word_difference(old: str, new: str) -> tuple[float, str]:

@@ -71,8 +71,8 @@ def evaluate(options: SimpleNamespace) -> None:
         EvaluationError: something the user can put right; what was measured is kept.
     """
     from ..evaluation.isolated import run_isolated
-    from ..evaluation.loading import load_config, load_model
     from ..evaluation.methods import get_method
+    from ..evaluation.models import load_config, load_model
     from ..evaluation.records import RunFolder
     from ..evaluation.runner import check_fits, documents_of, run
     from ..evaluation.tasks.base import Source

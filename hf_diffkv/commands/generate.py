@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..evaluation.loading import hide_progress_bars
-from ..evaluation.models import SMALLEST_MODEL, resolve_model
+from ..evaluation.models import SMALLEST_MODEL, hide_progress_bars, resolve_model
 from .comparison import DIFFKV, STOCK, comparison, figures, run_summary
 from .console import Failure, progress, to_terminal
 from .env import versions

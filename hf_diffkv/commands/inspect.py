@@ -128,7 +128,7 @@ def _run(options: SimpleNamespace, config: Any, ids: list[int]) -> DiffKVCache:
     import torch
 
     from ..cache.diffkv_cache import DiffKVCache
-    from ..evaluation.loading import load_model
+    from ..evaluation.models import load_model
 
     progress(f"loading {options.model}", options.quiet)
     model = load_model(options.model, options.dtype, options.device, options.quiet)

@@ -152,7 +152,7 @@ def _serve(
         raise Failure(f"{one_line(error)} Without a compressed cache, transformers serve serves it.") from error
     from ..batching.server.app import build_app
     from ..batching.server.run import run
-    from ..evaluation.loading import load_model
+    from ..evaluation.models import load_model
 
     progress(f"loading {options.model}", options.quiet)
     model = load_model(options.model, options.dtype, options.device, options.quiet)

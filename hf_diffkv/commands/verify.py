@@ -78,9 +78,9 @@ def _verify(options: SimpleNamespace, config: Any) -> tuple[list[Any], str, bool
     device = usable_device(options.device)
 
     from ..calibration.texts import read_pieces
-    from ..evaluation.loading import load_model
     from ..evaluation.methods import get_method
     from ..evaluation.methods.diffkv import DiffKVMethod
+    from ..evaluation.models import load_model
     from ..evaluation.tasks.text import stretches
     from ..evaluation.verification import ROUNDING, cheapest, measure, references
 

@@ -19,9 +19,9 @@ from ..cache.diffkv_cache import DiffKVCache
 from ..cache.report import MemoryReport
 from ..compat import attention_of
 from ..config import DiffKVConfig
-from ..evaluation.agreement import Agreement
+from ..evaluation.comparison import Agreement
 from ..evaluation.models import HUB_IDS, resolve_model
-from ..evaluation.side_by_side import EXPECTED
+from ..evaluation.side_by_side import EXPECTED, bytes_of_layers
 from ..evaluation.talk import chat_turns
 from ..plot.pieces import pieces_of_ids, pieces_of_text
 
@@ -186,7 +186,7 @@ class Generator:
             cache: Any = DynamicCache(config=self.model.config)
             for _ in self._follow(dense, task, cache):
                 yield dense, compressed, None
-            dense.cache_bytes = _tensor_bytes(cache)
+            dense.cache_bytes = bytes_of_layers(cache)
             cache = DiffKVCache(self.model.config, task.config)
             for _ in self._follow(compressed, task, cache):
                 yield dense, compressed, None
@@ -218,12 +218,6 @@ class Generator:
 
     def _decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
-
-
-def _tensor_bytes(cache: DynamicCache) -> int:
-    """What all layers hold, linear ones included."""
-    tensors = [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, Tensor)]
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 END = object()

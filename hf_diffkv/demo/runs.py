@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from threading import Condition, Event
 from typing import Any
 
 from .figures import difference, figures, message
 from .generation import Entered, Generator, InputError, Result
 from .heads import NOTHING, Place, coloured_text, overview, place_in
-from .line import Line, Ticket
 
 # what a page shows, by name
 Update = dict[str, Any]
@@ -28,13 +28,53 @@ EMPTY: Update = {
 REPEAT_SECONDS = 1.0
 
 
+class Line:
+    """First come, first served. The first of the line has the turn until it leaves.
+
+    A place is an event, set once nobody wants the turn any more, before or in it.
+    """
+
+    def __init__(self) -> None:
+        self._tickets: list[Event] = []
+        self._changed = Condition()
+
+    def join(self) -> Event:
+        """A place at the end."""
+        ticket = Event()
+        with self._changed:
+            self._tickets.append(ticket)
+        return ticket
+
+    def before(self, ticket: Event) -> int:
+        """How many are before `ticket`, the one whose turn it is included; 0 for that one."""
+        with self._changed:
+            return self._tickets.index(ticket)
+
+    def wait(self, ticket: Event, before: int, seconds: float) -> None:
+        """Until there are not `before` others before `ticket` any more, it is stopped, or the time is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: ticket.is_set() or self._tickets.index(ticket) != before, seconds)
+
+    def stop(self, ticket: Event) -> None:
+        """Tells whoever waits or works with `ticket` that it is not wanted any more."""
+        ticket.set()
+        with self._changed:
+            self._changed.notify_all()
+
+    def leave(self, ticket: Event) -> None:
+        """Gives the place up."""
+        with self._changed:
+            self._tickets.remove(ticket)
+            self._changed.notify_all()
+
+
 class Runs:
     """The runs of all visitors on one model, one after the other."""
 
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
         self._line = Line()
-        self._tickets: dict[str, list[Ticket]] = {}
+        self._tickets: dict[str, list[Event]] = {}
 
     def run(self, visitor: str, enter: Callable[[], Entered], place: Place) -> Iterator[Update]:
         """Runs what was entered and says what has changed on the page.
@@ -50,15 +90,15 @@ class Runs:
             yield EMPTY
             asked = enter()
             task = self.generator.prepare(asked)
-            while (before := self._line.before(ticket)) and not ticket.stopped.is_set():
+            while (before := self._line.before(ticket)) and not ticket.is_set():
                 yield _status(f"Waiting for the model: {before} before you.")
                 self._line.wait(ticket, before, REPEAT_SECONDS)
             tokens = f"{task.ids.shape[1]:,} tokens"
-            if not ticket.stopped.is_set():
+            if not ticket.is_set():
                 yield _status(f"Reading the prompt of {tokens} ...")
             found: Result | None = None
             with closing(self.generator.run(task)) as steps:
-                while found is None and not ticket.stopped.is_set():
+                while found is None and not ticket.is_set():
                     dense, compressed, found = next(steps)
                     texts = {"dense": dense.text, "diffkv": compressed.text}
                     running = "DiffKV" if compressed.arrivals else "DynamicCache"

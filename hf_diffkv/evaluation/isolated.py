@@ -139,8 +139,8 @@ def main() -> int:
 
 
 def _work(job: dict[str, Any]) -> None:
-    from .loading import load_config, load_model
     from .methods import get_method
+    from .models import load_config, load_model
     from .runner import run
     from .tasks import get_task
 

@@ -217,8 +217,7 @@ def _warm_up(model: Any, prompt: torch.Tensor, job: Job) -> None:
 def _held(cache: Any, job: Job) -> tuple[dict[str, Any], str | None]:
     """The part of a `Run` that describes what the cache holds, and a note where the picture is missing."""
     if job.cache == DYNAMIC:
-        tensors = [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, torch.Tensor)]
-        return {"cache_bytes": sum(t.numel() * t.element_size() for t in tensors), "payload_bytes": None}, None
+        return {"cache_bytes": bytes_of_layers(cache), "payload_bytes": None}, None
     report = cache.memory()
     note = None
     if job.picture:
@@ -234,6 +233,12 @@ def _held(cache: Any, job: Job) -> tuple[dict[str, Any], str | None]:
         "layers": [dataclasses.asdict(layer) for layer in report.layers],
     }
     return held, note
+
+
+def bytes_of_layers(cache: DynamicCache) -> int:
+    """What all layers hold, linear ones included."""
+    tensors = [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, torch.Tensor)]
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 class _TimedStreamer(TextStreamer):

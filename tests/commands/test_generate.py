@@ -17,7 +17,7 @@ from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cli import main
 from hf_diffkv.commands.comparison import comparison, run_summary, same_tokens, word_difference
 from hf_diffkv.evaluation import side_by_side as compare
-from hf_diffkv.evaluation.agreement import Agreement
+from hf_diffkv.evaluation.comparison import Agreement
 from hf_diffkv.evaluation.models import TINY_LM
 from hf_diffkv.evaluation.peak import PeakMemory
 from hf_diffkv.evaluation.side_by_side import DIFFKV, DYNAMIC, Job, Run

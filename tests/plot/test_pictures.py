@@ -173,7 +173,7 @@ def test_names() -> None:
     assert set(plot.__all__) <= set(dir(plot))
     assert all(getattr(plot, name).__name__ == name for name in plot.__all__)
     with pytest.raises(AttributeError, match="nothing"):
-        plot.__getattr__("nothing")
+        plot.nothing  # noqa: B018
     assert isinstance(
         plot.levels(SimpleNamespace(memory=lambda: report_of([LayerReport(0, (1,), (0,), (0,), (0,))]))), plot.Picture
     )
