@@ -158,7 +158,7 @@ def test_an_interrupt_ends_it(environment: Any, tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_process_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolated, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(isolated, "ENDING_SECONDS", 0.2)
     program = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
     )
