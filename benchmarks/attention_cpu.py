@@ -22,8 +22,9 @@ from hf_diffkv.config.presets import PRESETS, UNIFORM_NUMBERS
 from hf_diffkv.native import library
 from hf_diffkv.ops.decode_attention import native, reference
 from hf_diffkv.ops.quantize import Contents, store_tokens
+from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.ops.tiles import build_tiles
-from hf_diffkv.pages import PageLayout, PagePool
+from hf_diffkv.pages import LayerRows, PageLayout, PagePool
 from hf_diffkv.precision import Precision
 
 HEADS, QUERY_HEADS, DIM, WINDOW = 8, 32, 128, 64
@@ -47,7 +48,6 @@ class Layer:
         table = torch.zeros(1, HEADS, pages + 2, dtype=torch.int32)
         table[0, :, :pages] = ids
         self.high, self.low = torch.full((1, HEADS), stored), torch.zeros(1, HEADS)
-        self.state = (self.pool.pages, self.layout, table, self.high.int(), self.low.int())
         index = torch.arange(stored)
         for head in range(HEADS):
             key, value = torch.randn(2, stored, DIM)
@@ -55,16 +55,33 @@ class Layer:
             contents = Contents(key, value, torch.zeros(stored), index)
             store_tokens(self.pool.pages, tier, page, index % tier.capacity, contents, dtype)
         window = torch.randn(2, 1, HEADS, WINDOW, DIM).to(dtype)
-        start, length = torch.tensor([stored]), torch.tensor([tokens])
-        self.state += (window[0].contiguous(), window[1].contiguous(), torch.zeros(1, HEADS, WINDOW), start, length)
+        none, no_sinks = torch.zeros(1, HEADS), torch.zeros(1, dtype=torch.int64)
+        self.rows = LayerRows(
+            layout=self.layout,
+            pool=self.pool,
+            page_table=table,
+            high_count=self.high.int(),
+            low_count=self.low.int(),
+            window_key=window[0].contiguous(),
+            window_value=window[1].contiguous(),
+            window_score=torch.zeros(1, HEADS, WINDOW),
+            window_start=torch.tensor([stored]),
+            length=torch.tensor([tokens]),
+            sink_end=no_sinks,
+            sink_slots=0,
+            key_offset=torch.zeros(1, HEADS, 0),
+            alpha_high=none,
+            alpha_low=none,
+            invalid=torch.zeros((), dtype=torch.bool),
+        )
 
     def native(self, query: torch.Tensor) -> torch.Tensor:
-        return native.decode_attention(query, *self.state, scaling=DIM**-0.5)
+        return native.decode_attention(query, self.rows, Softmax(DIM**-0.5))
 
     def reference(self, query: torch.Tensor) -> torch.Tensor:
         tiers = ((self.high, self.layout.high), (self.low, self.layout.low))
         tiles = tuple(build_tiles(c.numpy().ravel(), 0, tier.capacity, c.device) for c, tier in tiers)
-        return reference.decode_attention(query, *self.state, scaling=DIM**-0.5, tiles=tiles)
+        return reference.decode_attention(query, self.rows, Softmax(DIM**-0.5), tiles=tiles)
 
 
 def competitors(tokens: int, args: argparse.Namespace) -> dict[str, Callable[[], object]]:

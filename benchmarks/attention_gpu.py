@@ -18,7 +18,7 @@ import torch
 from cases import CONFIGS, MODELS
 from engines import ENGINES, FP8, read
 from measure import Session, free_memory, parser, relative_error
-from rows import Rows
+from rows import RandomRows
 from sweep import BATCH, CONTEXT, SWEPT, sweep
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -80,14 +80,13 @@ def check(output: Tensor, query: Tensor, dense: Callable[[int, int], tuple[Tenso
     return worst
 
 
-def _swept_error(query: Tensor, heads: int, output: Tensor, rows: Rows) -> float:
+def _swept_error(query: Tensor, heads: int, output: Tensor, rows: RandomRows) -> float:
     return check(output, query, rows.dense, heads)
 
 
-def compressed_call(rows: Rows, query: Tensor) -> Callable[[], Tensor]:
+def compressed_call(rows: RandomRows, query: Tensor) -> Callable[[], Tensor]:
     """Attention over `rows` with buffers that stay, as in a captured step."""
-    slots = rows.window_key.shape[2]
-    scratch = allocate_scratch(query, rows.table.shape[1], rows.layout, slots, rows.bounds.max_tokens)
+    scratch = allocate_scratch(query, rows.held, rows.bounds.max_tokens)
     return lambda: rows.attend(query, scratch=scratch)
 
 

@@ -38,7 +38,7 @@ class Stored:
         """About what `random_rows` allocates."""
         return rows.needed_bytes(self.high, self.low, batch, heads, dim, tokens, self.numbers)
 
-    def random_rows(self, *size: Any, **options: Any) -> rows.Rows:
+    def random_rows(self, *size: Any, **options: Any) -> rows.RandomRows:
         """`rows.random_rows` from `batch` on."""
         return rows.random_rows(self.high, self.low, *size, **options, numbers=self.numbers)
 

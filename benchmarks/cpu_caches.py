@@ -185,8 +185,8 @@ def fill(model: PreTrainedModel, cache: Cache, tokens: Tokens) -> None:
             cache.update(tokens.key, tokens.value, index)
         return
 
-    def found(query: Tensor, *args: object, significance: bool, **kwargs: object) -> tuple[Tensor, Tensor | None]:
-        return torch.zeros_like(query), tokens.received.clone() if significance else None
+    def found(query: Tensor, *args: object, observed: int | None, **kwargs: object) -> tuple[Tensor, Tensor | None]:
+        return torch.zeros_like(query), None if observed == 0 else tokens.received.clone()
 
     with mock.patch("hf_diffkv.store.prompt.prefill_attention", found):
         attend_all(model, cache, tokens)

@@ -12,13 +12,14 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import torch
 from attention_gpu import compressed_call
 from cases import CONFIGS, MODELS
 from measure import Session, free_memory, parser
-from rows import Rows
+from rows import RandomRows
 from torch import Tensor
 
 from hf_diffkv.ops.backend import use_backend
@@ -33,7 +34,7 @@ MIX = "30/40/30"
 class Round:
     """One round of Algorithm 1 over all rows of all layers, and how to take it back."""
 
-    rows: Rows
+    rows: RandomRows
     free_list: FreeList
     candidates: dict[str, Tensor]
     thresholds: tuple[Tensor, Tensor]
@@ -42,18 +43,18 @@ class Round:
     def state(self) -> list[Tensor]:
         """What a round changes besides page contents."""
         rows = self.rows
-        return [rows.table, rows.high_count, rows.low_count, self.free_list.ring, self.free_list.state]
+        return [rows.held.page_table, *rows.held.counts, self.free_list.ring, self.free_list.state]
 
     def run(self) -> None:
         rows = self.rows
-        count = rows.table.shape[0] * rows.table.shape[1]
+        count = rows.held.count
         compact_step(
-            rows.pages,
+            rows.held.pages,
             rows.layout,
             self.free_list,
-            rows.table.view(count, -1),
-            rows.high_count.view(count),
-            rows.low_count.view(count),
+            rows.held.page_table.view(count, -1),
+            rows.held.high_count.view(count),
+            rows.held.low_count.view(count),
             **self.candidates,
             high_threshold=self.thresholds[0],
             low_threshold=self.thresholds[1],
@@ -72,10 +73,11 @@ class Round:
             return tuple(moved(value) for value in part)
 
         rows = self.rows
-        tensors = {name: moved(value) for name, value in vars(rows).items() if isinstance(value, Tensor)}
+        tensors = {name: moved(value) for name, value in vars(rows.held).items() if isinstance(value, Tensor)}
+        pool = SimpleNamespace(pages=moved(rows.held.pages), free_list=FreeList(device))
         tiles = tuple(type(t)(t.row.to(device), t.first.to(device), t.pages, t.full) for t in rows.bounds.tiles)
         bounds = type(rows.bounds)(rows.bounds.max_tokens, tiles)
-        twin = Rows(**{**vars(rows), **tensors, "bounds": bounds})
+        twin = replace(rows, held=replace(rows.held, pool=pool, **tensors), bounds=bounds)
         free_list = FreeList(device)
         free_list.ring, free_list.state = moved(self.free_list.ring), moved(self.free_list.state)
         return Round(twin, free_list, moved(self.candidates), moved(self.thresholds), moved(self.flag))
@@ -92,7 +94,7 @@ def make_round(batch: int, heads: int, dim: int, context: int, window: int, laye
     )
     device = session.device
     free_list = FreeList(device)
-    free_list.extend(rows.pages.shape[0] - 2 * count, 2 * count)
+    free_list.extend(rows.held.pages.shape[0] - 2 * count, 2 * count)
     candidates = {
         "key": torch.randn(count, dim, device=device).to(dtype),
         "value": torch.randn(count, dim, device=device).to(dtype),
@@ -151,7 +153,7 @@ def measure(session: Session, batch: int, args: argparse.Namespace) -> None:
         return
     try:
         step = make_round(batch, heads, dim, args.context, args.window, args.layers, session)
-        with_cpu = step.rows.pages.numel() <= args.cpu_bytes
+        with_cpu = step.rows.held.pages.numel() <= args.cpu_bytes
         before = [tensor.clone() for tensor in step.state()]
         if with_cpu:
             twin = step.to(torch.device("cpu"))
@@ -160,9 +162,9 @@ def measure(session: Session, batch: int, args: argparse.Namespace) -> None:
                 for tensor, saved in zip(one.state(), before):
                     tensor.copy_(saved)
         else:
-            session.leave_out(cpu_case, f"{step.rows.pages.numel() / 1e9:.1f} GB of pages, see --cpu-bytes")
+            session.leave_out(cpu_case, f"{step.rows.held.pages.numel() / 1e9:.1f} GB of pages, see --cpu-bytes")
         call, restore = repeatable(step)
-        query = torch.randn(args.layers * batch, query_heads, dim, device=session.device).to(step.rows.window_key.dtype)
+        query = torch.randn(args.layers * batch, query_heads, dim, device=session.device).to(step.rows.held.dtype)
         whole, copies, attention = session.time_all([call, restore, compressed_call(step.rows, query)])
         compaction = max(whole.median - copies.median, 0.0)
         row = {**device_case, "rows": args.layers * batch * heads, **whole.row()}

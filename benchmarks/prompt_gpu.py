@@ -20,8 +20,9 @@ from measure import Session, free_memory, parser, relative_error
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-from hf_diffkv.ops.prefill_attention import StoredPast, prefill_attention
+from hf_diffkv.ops.prefill_attention import EarlierTokens, prefill_attention
 from hf_diffkv.ops.prefill_attention.reference import prefill_attention as reference
+from hf_diffkv.ops.softmax import Softmax
 
 CONTEXTS = (2048, 8192, 16384, 32768, 65536)
 # of a past
@@ -42,15 +43,14 @@ def inputs(context: int, shape: tuple[int, int, int], dtype: torch.dtype, device
     )
 
 
-def compressed(context: int, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> StoredPast:
+def compressed(context: int, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> EarlierTokens:
     """What is left of one request of `context` tokens, on scattered pages."""
     _, heads, dim = shape
     window = min(64, context // 4)
     config = CONFIGS[MIX]
     tokens = config.tokens(context - window)
     rows = config.random_rows(1, heads, dim, tokens, context, window, dtype, device)
-    state = (rows.table, rows.high_count, rows.low_count, rows.window_key, rows.window_value)
-    return StoredPast(rows.pages, rows.layout, *state, rows.window_start, rows.length, sum(tokens) + window)
+    return EarlierTokens(rows.held, sum(tokens) + window)
 
 
 def variants(window: int) -> dict[str, int | None]:
@@ -65,7 +65,7 @@ def check(shape: tuple[int, int, int], context: int, window: int, dtype: torch.d
     for past in (None, compressed(context, shape, dtype, device)):
         for name, observation in variants(window).items():
             name = name if past is None else f"{name}, past"
-            options = {"scaling": shape[2] ** -0.5, "observation_window": observation, "past": past}
+            options = {"softmax": Softmax(shape[2] ** -0.5), "observed": observation, "past": past}
             output, received = prefill_attention(query, key, value, **options)
             expected = reference(*exact, **options)
             errors[name] = [relative_error(output, expected[0]), relative_error(received, expected[1])]
@@ -79,7 +79,7 @@ def measure(session: Session, context: int, model: str, args: argparse.Namespace
     case = {"model": model, "context": context, "batch": 1, "dtype": str(session.dtype)[6:]}
     query, key, value = inputs(context, shape, session.dtype, session.device)
     ways = {
-        name: lambda o=observation: prefill_attention(query, key, value, scaling=shape[2] ** -0.5, observation_window=o)
+        name: lambda o=observation: prefill_attention(query, key, value, Softmax(shape[2] ** -0.5), observed=o)
         for name, observation in variants(args.observation_window).items()
     }
     plain = {b: lambda b=b: dense(query, key, value, b) for b in backends(session)}
@@ -95,9 +95,9 @@ def measure_past(session: Session, context: int, model: str, args: argparse.Name
     query, key, value = inputs(new, shape, session.dtype, session.device)
     _, past_key, past_value = inputs(context + new, shape, session.dtype, session.device)
     past = compressed(context, shape, session.dtype, session.device)
-    options = {"scaling": shape[2] ** -0.5, "past": past}
+    options = {"softmax": Softmax(shape[2] ** -0.5), "past": past}
     ways = {
-        name: lambda o=observation: prefill_attention(query, key, value, observation_window=o, **options)
+        name: lambda o=observation: prefill_attention(query, key, value, observed=o, **options)
         for name, observation in variants(args.observation_window).items()
     }
     plain = {b: lambda b=b: dense(query, past_key, past_value, b, False) for b in backends(session)}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,74 +13,65 @@ from torch import Tensor
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.decode_attention import decode_attention
 from hf_diffkv.ops.quantize import Contents, load_tokens, store_tokens
+from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.ops.tiles import Bounds, build_tiles
-from hf_diffkv.pages import HIGH, LOW, PageLayout, TierLayout
+from hf_diffkv.pages import HIGH, LOW, FreeList, LayerRows, PageLayout, TierLayout, column
 
 CHUNK_TOKENS = 1 << 18
 
 
 @dataclass
-class Rows:
-    """Tensors as the ops take them, for `batch` requests of equal length.
+class RandomRows:
+    """`batch` requests of equal length.
 
     Attributes:
+        held: the rows as ops take them.
         tokens: stored tokens of every row at the high and at the low level; the window comes on top.
     """
 
-    layout: PageLayout
-    pages: Tensor
-    table: Tensor
-    high_count: Tensor
-    low_count: Tensor
-    window_key: Tensor
-    window_value: Tensor
-    window_score: Tensor
-    window_start: Tensor
-    length: Tensor
+    held: LayerRows
     bounds: Bounds
     tokens: tuple[int, int]
 
     @property
+    def layout(self) -> PageLayout:
+        return self.held.layout
+
+    @property
     def bytes_read(self) -> int:
         """Bytes of the stored tokens, scales, zero points, scores and positions included, and of the window."""
-        high, low = self.layout.high, self.layout.low
-        rows = self.table.shape[0] * self.table.shape[1]
-        window = int(self.length[0] - self.window_start[0])
-        raw = (high.key_dim + high.value_dim) * self.window_key.element_size() + 4 * self.layout.selects
-        return rows * (self.tokens[HIGH] * high.token_bytes + self.tokens[LOW] * low.token_bytes + window * raw)
+        high, low, held = self.layout.high, self.layout.low, self.held
+        window = int(held.length[0] - held.window_start[0])
+        raw = (high.key_dim + high.value_dim) * held.dtype.itemsize + 4 * self.layout.selects
+        return held.count * (self.tokens[HIGH] * high.token_bytes + self.tokens[LOW] * low.token_bytes + window * raw)
 
-    def attend(self, query: Tensor, **options: Any) -> Tensor:
+    def attend(
+        self, query: Tensor, softcap: float | None = None, sinks: Tensor | None = None, **options: Any
+    ) -> Tensor:
         """`decode_attention` of query [batch, query_heads, dim] with its usual scaling; it adds to the scores."""
-        return decode_attention(
-            query,
-            self.pages,
-            self.layout,
-            self.table,
-            self.high_count,
-            self.low_count,
-            self.window_key,
-            self.window_value,
-            self.window_score,
-            self.window_start,
-            self.length,
-            scaling=query.shape[2] ** -0.5,
-            bounds=self.bounds,
-            **options,
-        )
+        softmax = Softmax(query.shape[2] ** -0.5, softcap, sinks)
+        return decode_attention(query, self.held, softmax, bounds=self.bounds, **options)
 
     def dense(self, request: int, head: int) -> tuple[Tensor, Tensor]:
         """float32 keys and values [tokens, dim] of one row, as they are stored."""
-        parts = []
+        parts, held = [], self.held
         for tier, layout in ((HIGH, self.layout.high), (LOW, self.layout.low)):
-            index = torch.arange(self.tokens[tier], device=self.pages.device)
-            number = index // layout.capacity
-            column = number if tier == HIGH else self.table.shape[2] - 1 - number
-            page = self.table[request, head][column].long()
-            parts.append(load_tokens(self.pages, layout, page, index % layout.capacity, self.window_key.dtype))
-        window = int(self.length[request] - self.window_start[request])
-        slot = (self.window_start[request] + torch.arange(window, device=self.pages.device)) % self.window_key.shape[2]
-        parts.append((self.window_key[request, head, slot].float(), self.window_value[request, head, slot].float()))
+            index = torch.arange(self.tokens[tier], device=held.device)
+            page = held.page_table[request, head][column(tier, index // layout.capacity, held.width)].long()
+            parts.append(load_tokens(held.pages, layout, page, index % layout.capacity, held.dtype))
+        window = int(held.length[request] - held.window_start[request])
+        slot = (held.window_start[request] + torch.arange(window, device=held.device)) % held.slots
+        parts.append((held.window_key[request, head, slot].float(), held.window_value[request, head, slot].float()))
         return torch.cat([key.float() for key, _ in parts]), torch.cat([value.float() for _, value in parts])
+
+    def behind(self, bytes_before: int) -> RandomRows:
+        """The same rows at the end of a pool, with at least so many bytes before them."""
+        held, shift = self.held, bytes_before // self.layout.page_bytes + 100
+        pages = held.pages.new_full((shift + held.pages.shape[0], self.layout.page_bytes), 0xFF)
+        pages[shift:] = held.pages
+        table = torch.where(held.page_table != 0, held.page_table + shift, 0).to(torch.int32)
+        pool = SimpleNamespace(pages=pages, free_list=held.free_list)
+        return replace(self, held=replace(held, pool=pool, page_table=table))
 
 
 def needed_bytes(
@@ -110,7 +102,7 @@ def random_rows(
     device: torch.device,
     spare_pages: int = 0,
     numbers: Mapping[str, int] | None = None,
-) -> Rows:
+) -> RandomRows:
     """Rows with `tokens` at the high and the low level and a full window.
 
     Args:
@@ -133,20 +125,25 @@ def random_rows(
     count = torch.ones(batch, heads, dtype=torch.int32, device=device)
     slots = window + 1
     shape = (batch, heads, slots, dim)
-    rows = Rows(
+    held = LayerRows(
         layout=layout,
-        pages=pages,
-        table=table,
-        high_count=count * tokens[HIGH],
-        low_count=count * tokens[LOW],
+        pool=SimpleNamespace(pages=pages, free_list=FreeList(device)),
+        page_table=table,
         window_key=torch.randn(shape, device=device).to(dtype),
         window_value=torch.randn(shape, device=device).to(dtype),
+        high_count=count * tokens[HIGH],
+        low_count=count * tokens[LOW],
         window_score=torch.rand(shape[:3], device=device),
         window_start=torch.full((batch,), context - window, dtype=torch.int64, device=device),
         length=torch.full((batch,), context, dtype=torch.int64, device=device),
-        bounds=_bounds(batch * heads, tokens, tiers, slots, device),
-        tokens=tokens,
+        sink_end=torch.zeros(batch, dtype=torch.int64, device=device),
+        sink_slots=0,
+        key_offset=torch.zeros(batch, heads, 0, device=device),
+        alpha_high=torch.zeros(batch, heads, device=device),
+        alpha_low=torch.zeros(batch, heads, device=device),
+        invalid=torch.zeros((), dtype=torch.bool, device=device),
     )
+    rows = RandomRows(held, _bounds(batch * heads, tokens, tiers, slots, device), tokens)
     for tier, tier_layout in enumerate(tiers):
         _fill(rows, tier, tier_layout, dtype)
     return rows
@@ -165,23 +162,20 @@ def _bounds(
     return Bounds(sum(tokens) + slots, tiles)
 
 
-def _fill(rows: Rows, tier: int, layout: TierLayout, dtype: torch.dtype) -> None:
+def _fill(rows: RandomRows, tier: int, layout: TierLayout, dtype: torch.dtype) -> None:
     """Quantises random tokens into every slot of one tier, the same few over and over."""
-    count, device = rows.tokens[tier], rows.pages.device
-    heads = rows.table.shape[0] * rows.table.shape[1]
-    total = heads * count
+    held, count, device = rows.held, rows.tokens[tier], rows.held.device
+    total = held.count * count
     chunk = min(CHUNK_TOKENS, total)
     key = torch.randn(chunk, layout.key_dim, device=device).to(dtype)
     value = torch.randn(chunk, layout.value_dim, device=device).to(dtype)
     score = torch.rand(chunk, device=device)
-    table = rows.table.view(heads, -1)
+    table = held.page_table.view(held.count, -1)
     for start in range(0, total, max(chunk, 1)):
         index = torch.arange(start, min(start + chunk, total), device=device)
         token = index % count
-        number = token // layout.capacity
-        column = number if tier == HIGH else table.shape[1] - 1 - number
-        page = table[index // count, column].long()
+        page = table[index // count, column(tier, token // layout.capacity, held.width)].long()
         part = slice(0, index.numel())
         # a low tier holds the older half of the tokens
         contents = Contents(key[part], value[part], score[part], token)
-        store_tokens(rows.pages, layout, page, token % layout.capacity, contents, dtype)
+        store_tokens(held.pages, layout, page, token % layout.capacity, contents, dtype)

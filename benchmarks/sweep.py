@@ -9,7 +9,7 @@ from functools import partial
 
 from cases import CONFIGS
 from measure import Session, free_memory
-from rows import Rows
+from rows import RandomRows
 from torch import Tensor
 
 STAGES, REGISTERS, SPLITS = (2, 3), (None, 168), (4, 8, 16)
@@ -24,7 +24,7 @@ def sweep(
     name: str,
     query: Tensor,
     heads: int,
-    check: Callable[[Tensor, Rows], float],
+    check: Callable[[Tensor, RandomRows], float],
     limit: float,
 ) -> None:
     """Times all settings of one precision in turns; a line each.
@@ -48,20 +48,9 @@ def sweep(
         setting = {"num_stages": stages, "maxnreg": registers, "splits": splits}
         options = tuple(option for option in chosen.options if option[0] != "maxnreg")
         options += () if registers is None else (("maxnreg", registers),)
-        slots, longest = rows.window_key.shape[2], rows.bounds.max_tokens
+        config = dataclasses.replace(chosen, num_stages=stages, options=options)
         try:
-            scratch = Scratch.allocate(
-                batch,
-                heads,
-                query_heads,
-                rows.layout,
-                slots,
-                longest,
-                query.dtype,
-                query.device,
-                splits=splits,
-                config=dataclasses.replace(chosen, num_stages=stages, options=options),
-            )
+            scratch = Scratch.allocate(query, rows.held, rows.bounds.max_tokens, splits=splits, config=config)
             call = partial(rows.attend, query, scratch=scratch)
             error = check(call(), rows)
             if error > limit:

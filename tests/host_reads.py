@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_diffkv.cache.compiled import attend_at, layer_of
+from hf_diffkv.ops.softmax import Softmax
 
 READS = {
     torch.ops.aten._local_scalar_dense,
@@ -31,9 +33,7 @@ READS = {
 
 def attend_within(
     mode: TorchDispatchMode,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    states: Sequence[Tensor],
     mask: Tensor | None,
     sinks: Tensor | None,
     order: Tensor,
@@ -45,7 +45,7 @@ def attend_within(
     """The operator of a compiled forward with all that happens inside it seen by `mode`; its number is on the CPU."""
     layer = layer_of(handle)
     with mode:
-        return attend_at(layer, query, key, value, mask, sinks, reads, scaling, softcap)
+        return attend_at(layer, *states, mask, Softmax(scaling, softcap, sinks), reads)
 
 
 class HostReads(TorchDispatchMode):

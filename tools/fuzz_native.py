@@ -22,6 +22,7 @@ from torch import Tensor
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.native import library
 from hf_diffkv.ops.backend import NATIVE, REFERENCE, use_backend
+from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.precision import SUPPORTED_BITS, Precision
 from hf_diffkv.store import Store, attend_token, attend_tokens, begin_forward, check_integrity, read_tokens
 from hf_diffkv.store.compaction import compacts_after_step
@@ -118,7 +119,7 @@ def check(case: Case) -> str | None:
     with use_backend(REFERENCE):
         begin_forward(store, case.prompt)
         store.padding.append(case.prompt, valid)
-        attend_tokens(store, 0, *tokens(case.prompt), scaling=scaling, valid=valid)
+        attend_tokens(store, 0, *tokens(case.prompt), Softmax(scaling), valid)
     for step in range(case.steps):
         other, new, outputs = copy.deepcopy(store), tokens(1), {}
         for backend, each in ((NATIVE, store), (REFERENCE, other)):
@@ -126,7 +127,7 @@ def check(case: Case) -> str | None:
                 refresh(each)
                 begin_forward(each, 1)
                 each.padding.append(1, None)
-                outputs[backend] = attend_token(each, 0, *new, scaling=scaling).double()
+                outputs[backend] = attend_token(each, 0, *new, Softmax(scaling)).double()
         for each in (store, other):
             # before the compaction that both have yet to run
             each.compaction_due = False

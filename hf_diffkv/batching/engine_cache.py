@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..cache.errors import HandOverError
+from ..ops.softmax import Softmax
 from ..prefixes.stats import ExpectedPrefix
 from ..store import settle
 from .slots import Slots
@@ -311,8 +312,8 @@ class ContinuousCache:
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        softmax: Softmax,
         sliding_window: int | None = None,
-        **options: Any,
     ) -> Tensor:
         """Attention of a layer.
 
@@ -325,9 +326,9 @@ class ContinuousCache:
             self._begin()
         place = self._place_of.get(layer)
         if place is None:
-            output = self.sliding.attend(layer, query, key, value, **options)
+            output = self.sliding.attend(layer, query, key, value, softmax)
         else:
-            output = self.slots.attend(place, query, key, value, **options)
+            output = self.slots.attend(place, query, key, value, softmax)
         if layer == self._last_layer:
             self.peak_bytes = max(self.peak_bytes, self.bytes)
         return output

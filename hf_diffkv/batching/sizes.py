@@ -14,6 +14,7 @@ from ..cache.devices import TensorParallel
 from ..cache.errors import UnsupportedModelError
 from ..cache.supported_models import cache_layers, check_model_config, shared_layers
 from ..config import DiffKVConfig
+from ..ops.softmax import Softmax
 from ..pages import PageLayout
 from .slots import Slots
 
@@ -62,14 +63,13 @@ class _Trial:
         self.windows: dict[int, int] = {}
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, sliding_window: int | None, **options: Any
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, sliding_window: int | None
     ) -> Tensor:
         if sliding_window is not None:
             self.windows[layer] = sliding_window
         dims = (key.shape[1], query.shape[1], key.shape[3], value.shape[3])
         self.shapes[layer] = AttentionShape(*dims, key.dtype, key.device)
-        scaling, softcap, sinks = (options[name] for name in ("scaling", "softcap", "sinks"))
-        return dense_attention(query, key, value, None, scaling, 0.0, softcap, sinks, causal=True)
+        return dense_attention(query, key, value, None, softmax, 0.0, causal=True)
 
 
 def check_servable_config(config: Any, name: str) -> None:

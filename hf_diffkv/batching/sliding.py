@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from ..cache.dense import dense_attention
 from ..cache.errors import UnsupportedModelError
+from ..ops.softmax import Softmax
 from .engine_names import CachePool, SlidingAttentionCacheAllocator
 from .sizes import SLIDING_PAGE, SPARE_PAGES, AttentionShape, SlidingShape
 
@@ -98,7 +99,7 @@ class SlidingWindows:
             read = []
         self._forward = _PackedForward(read, write, spans, self._memory.device)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         """Attends from the packed tokens of a forward, and stores them; arguments and result as in `Slots.attend`."""
         forward = self._forward
         packed = (tensor[0].transpose(0, 1) for tensor in (key, value))
@@ -108,14 +109,14 @@ class SlidingWindows:
             # [steps, heads, 1, dim], and [steps, kv_heads, keys, dim]
             rows = query[0, :, forward.step_at].transpose(0, 1)[:, :, None]
             held = (forward.rows(tensor).transpose(1, 2) for tensor in (keys, values))
-            stepped = _attend(rows, *held, forward.step_mask, **options)
+            stepped = _attend(rows, *held, forward.step_mask, softmax)
             output[0, :, forward.step_at] = stepped[:, :, 0].transpose(0, 1)
         for at, tokens, start, length in forward.prompts:
             held = (tensor[start : start + length].transpose(0, 1)[None] for tensor in (keys, values))
-            output[:, :, at : at + tokens] = self._attend_prompt(query[:, :, at : at + tokens], *held, **options)
+            output[:, :, at : at + tokens] = self._attend_prompt(query[:, :, at : at + tokens], *held, softmax)
         return output
 
-    def _attend_prompt(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def _attend_prompt(self, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         """Queries in parts, each with the keys that it can see; the last query is at the last key."""
         parts, past, size = [], key.shape[2] - query.shape[2], max(self.window, FEWEST_QUERIES)
         for first in range(0, query.shape[2], size):
@@ -124,7 +125,7 @@ class SlidingWindows:
             distance = torch.arange(past + first, high, device=query.device)[:, None]
             distance = distance - torch.arange(low, high, device=query.device)
             mask = ((distance >= 0) & (distance < self.window))[None, None]
-            parts.append(_attend(part, key[:, :, low:high], value[:, :, low:high], mask, **options))
+            parts.append(_attend(part, key[:, :, low:high], value[:, :, low:high], mask, softmax))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def dense_layers(self, request_id: str, seen: int) -> dict[int, DynamicSlidingWindowLayer]:

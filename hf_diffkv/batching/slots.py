@@ -10,19 +10,20 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..config import DiffKVConfig
+from ..ops.softmax import Softmax
 from ..pages import NULL_PAGE
+from ..pages.rows import ROW_STATE
 from ..store.compaction import settle
 from ..store.decode import attend_token, prepare_scratch
 from ..store.fork import copy_pages
 from ..store.prompt import attend_tokens
-from ..store.state import ROW_STATE, Store
+from ..store.state import Store
 from ..store.step import begin_forward
 from .reservations import Reservations, ReservedPool
 from .slot_store import SlotStore
@@ -268,7 +269,7 @@ class Slots:
             self.store.centers_soon = self.store.config.center and leaves
             begin_forward(self.store, 1)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
         """Attends from the packed tokens of a forward and stores them.
 
         A request that fails is noted in `failures`, and its output is zero from there on.
@@ -276,7 +277,6 @@ class Slots:
         Args:
             layer: index of the layer.
             query: [1, query_heads, tokens, key_dim]; key, value: [1, heads, tokens, dim].
-            **options: scaling, softcap and sinks, as in the attention ops.
 
         Returns:
             [1, query_heads, tokens, value_dim] in the query's dtype.
@@ -288,7 +288,7 @@ class Slots:
                 rows = tensor.new_zeros(self.store.batch_size, tensor.shape[1], 1, tensor.shape[3])
                 rows[self._step_slots, :, 0] = tensor[0, :, self._step_at].transpose(0, 1)
                 given.append(rows)
-            stepped = attend_token(self.store, layer, *given, valid=self._stepping, **options)
+            stepped = attend_token(self.store, layer, *given, softmax, self._stepping)
             output[0, :, self._step_at] = stepped[self._step_slots, :, 0].transpose(0, 1)
         for slot, at, tokens in self._forward:
             if slot in self.failures:
@@ -296,7 +296,7 @@ class Slots:
             part = slice(at, at + tokens)
             inputs = (tensor[:, :, part] for tensor in (query, key, value))
             try:
-                output[:, :, part] = attend_tokens(self._staged[slot], layer, *inputs, **options)
+                output[:, :, part] = attend_tokens(self._staged[slot], layer, *inputs, softmax)
             except (ValueError, MemoryError) as error:
                 self.failures[slot] = error
         return output

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..pages import PageTable
+from ..pages.rows import ROW_STATE
 from ..store.padding import Padding
-from ..store.state import ROW_STATE, Store
+from ..store.state import Store
 from .reservations import ReservedPool
 
 

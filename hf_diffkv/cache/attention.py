@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
+from ..ops.softmax import Softmax
 from .compiled import attend
 from .dense import dense_attention
 from .errors import HandOverError
@@ -66,11 +67,6 @@ def diffkv_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    sliding_window: int | None = None,
-    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Transformers' attention interface.
@@ -78,6 +74,7 @@ def diffkv_attention(
     Args:
         query: [batch, query_heads, tokens, head_dim]; key and value likewise with KV heads.
         attention_mask: None (causal, no padding), bool or additive [batch, 1, tokens, keys], or bool [batch, keys].
+        kwargs: `dropout`, `softcap`, `s_aux` (logits of attention sinks), `is_causal`; `sliding_window` is in the mask.
 
     Returns:
         Output [batch, tokens, query_heads, value_dim], and no attention weights.
@@ -87,6 +84,9 @@ def diffkv_attention(
     """
     # pipeline parallelism wraps further arguments once more
     kwargs |= kwargs.pop("kwargs", None) or {}
+    dropout, softcap, sinks = kwargs.pop("dropout", 0.0), kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
+    is_causal = kwargs.pop("is_causal", None)
+    kwargs.pop("sliding_window", None)
     unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in HARMLESS)
     if unknown:
         raise HandOverError(
@@ -98,14 +98,14 @@ def diffkv_attention(
         raise HandOverError(
             f"{type(module).__name__} changed keys or values after caching them; it cannot use DiffKVCache."
         )
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    softmax = Softmax(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sinks)
     # whether the keys and values are those of an earlier layer
     reads = getattr(module, "is_kv_shared_layer", False)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if layer is None:
         if reads and not torch.compiler.is_compiling():
             _check_not_moved(key)
-        output = dense_attention(query, key, value, attention_mask, scaling, dropout, softcap, s_aux, causal)
+        output = dense_attention(query, key, value, attention_mask, softmax, dropout, causal)
     else:
         # a mask says for itself who sees whom
         if is_causal is False or not causal and attention_mask is None and query.shape[2] > 1:
@@ -114,20 +114,20 @@ def diffkv_attention(
             # the operator takes the tokens up when it runs
             layer.stores.pending = None
             place = (layer.stores.order, layer.handle, reads)
-            output = attend(query, key, value, attention_mask, s_aux, *place, scaling, softcap)
+            output = attend([query, key, value], attention_mask, sinks, *place, softmax.scaling, softcap)
             return output.transpose(1, 2).contiguous(), None
         if layer.stores.capturing:
-            output = layer.attend_captured(query, key, value, attention_mask, scaling, softcap, s_aux)
+            output = layer.attend_captured(query, key, value, attention_mask, softmax)
             return output.transpose(1, 2).contiguous(), None
         if getattr(key, DEFERRED, False) and not reads:
             # a graph broke between `update` and here
             layer.stores.pending = None
             layer.update(key, value)
         if layer.pending is None:
-            output = layer.read(query, key, attention_mask, scaling, softcap, s_aux)
+            output = layer.read(query, key, attention_mask, softmax)
         else:
             shown, valid, mask = split_mask(attention_mask, layer, key.shape[2])
-            output = layer.attend(query, valid, mask, scaling, softcap, s_aux, shown)
+            output = layer.attend(query, softmax, valid, mask, shown)
             layer.expect(attention_mask)
         if torch.is_grad_enabled():
             output = _NoGradient.apply(output, query, key, value)

@@ -7,9 +7,12 @@ reordered or dropped; the compiler may pass copies of both tensors.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from ..ops.softmax import Softmax
 from .handles import layer_of
 from .layer import DiffKVLayer
 from .masks import split_mask
@@ -20,9 +23,7 @@ _TAGS = [tag for tag in [getattr(torch.Tag, "cudagraph_unsafe", None)] if tag is
 
 @torch.library.custom_op("hf_diffkv::attend", mutates_args=("order",), tags=_TAGS)
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    states: Sequence[Tensor],
     mask: Tensor | None,
     sinks: Tensor | None,
     order: Tensor,
@@ -34,12 +35,13 @@ def attend(
     """`DiffKVLayer.update` and `attend` in one, or `read`; within a captured step `attend_captured`. Shapes as there.
 
     Args:
+        states: query, key and value.
         mask: as the attention function gets it.
         order: shared by the layers of a cache, never read.
         handle: from `handles.new_handle`.
         reads: the keys and values are those of an earlier layer of the model, whose mask holds for this one too.
     """
-    return attend_at(layer_of(handle), query, key, value, mask, sinks, reads, scaling, softcap)
+    return attend_at(layer_of(handle), *states, mask, Softmax(scaling, softcap, sinks), reads)
 
 
 def attend_at(
@@ -48,29 +50,25 @@ def attend_at(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    sinks: Tensor | None,
+    softmax: Softmax,
     reads: bool,
-    scaling: float,
-    softcap: float | None,
 ) -> Tensor:
     """What the operator does, arguments as there."""
     if layer.stores.capturing:
-        return layer.attend_captured(query, key, value, mask, scaling, softcap, sinks).contiguous()
+        return layer.attend_captured(query, key, value, mask, softmax).contiguous()
     if reads:
-        return layer.read(query, key, mask, scaling, softcap, sinks).contiguous()
+        return layer.read(query, key, mask, softmax).contiguous()
     if layer.pending is None:  # else it was announced outside of the graph
         layer.update(key, value)
     shown, valid, among = split_mask(mask, layer, key.shape[2])
-    output = layer.attend(query, valid, among, scaling, softcap, sinks, shown).contiguous()
+    output = layer.attend(query, softmax, valid, among, shown).contiguous()
     layer.expect(mask)
     return output
 
 
 @attend.register_fake
 def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    states: Sequence[Tensor],
     mask: Tensor | None,
     sinks: Tensor | None,
     order: Tensor,
@@ -79,4 +77,5 @@ def _(
     scaling: float,
     softcap: float | None,
 ) -> Tensor:
+    query, _, value = states
     return query.new_empty(*query.shape[:3], value.shape[3])

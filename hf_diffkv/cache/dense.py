@@ -6,16 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..ops.softmax import Softmax
+
 
 def dense_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    scaling: float,
+    softmax: Softmax,
     dropout: float,
-    softcap: float | None,
-    sinks: Tensor | None,
     causal: bool,
 ) -> Tensor:
     """Differentiable attention, [batch, query_heads, queries, value_dim].
@@ -24,8 +24,8 @@ def dense_attention(
         query: [batch, query_heads, queries, head_dim]; key, value: [batch, kv_heads, keys, dim].
         mask: bool or additive [batch, 1, queries, keys], bool [batch, keys], or None.
         causal: without a mask, queries see keys up to their own position, aligned at the last key.
-        softcap, sinks: as in the attention ops.
     """
+    scaling, softcap, sinks = softmax.scaling, softmax.softcap, softmax.sinks
     group = query.shape[1] // key.shape[1]
     queries, keys = query.shape[2], key.shape[2]
     if mask is not None and mask.ndim == 2:

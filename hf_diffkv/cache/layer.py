@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import cache_utils
 
+from ..ops.softmax import Softmax
 from ..store import (
     Recorded,
     attend_recorded,
@@ -134,11 +135,9 @@ class DiffKVLayer(LayerState):
     def attend(
         self,
         query: Tensor,
-        valid: Tensor | None,
-        mask: Tensor | None,
-        scaling: float,
-        softcap: float | None,
-        sinks: Tensor | None,
+        softmax: Softmax,
+        valid: Tensor | None = None,
+        mask: Tensor | None = None,
         shown: Tensor | None = None,
     ) -> Tensor:
         """Attention of the announced tokens; stores them, updates significance, compresses.
@@ -159,13 +158,12 @@ class DiffKVLayer(LayerState):
         """
         key, value = self.pending
         self.pending = self.stores.pending = None
-        options = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
         try:
             alone = self.stores.recording or key.shape[2] > 1
             with self.stores.tensor_parallel.in_step(key.device, alone):
                 if self.store.padding.length < self.seen:
                     self._hide(key, value, valid, shown)
-                return self._attend(query, key, value, valid, mask, options)
+                return self._attend(query, key, value, valid, mask, softmax)
         except BaseException:
             self.awaited = self.stores.awaited = None
             if self.stores.abandon(self.index, key.shape[2]):
@@ -185,9 +183,7 @@ class DiffKVLayer(LayerState):
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
-        scaling: float,
-        softcap: float | None,
-        sinks: Tensor | None,
+        softmax: Softmax,
     ) -> Tensor:
         """What of `attend` happens on the device for one new token per request.
 
@@ -199,8 +195,7 @@ class DiffKVLayer(LayerState):
         if self.stores.rehearsing:
             return query.new_zeros(*query.shape[:3], value.shape[3])
         valid = mask[:, 0, -1, -1] if self.stores.capturing_mask else None
-        options = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
-        output = attend_token(self.store, self.slot, query.to(key.dtype), key, value, valid=valid, **options)
+        output = attend_token(self.store, self.slot, query.to(key.dtype), key, value, softmax, valid)
         return output.to(query.dtype)
 
     def _attend(
@@ -210,7 +205,7 @@ class DiffKVLayer(LayerState):
         value: Tensor,
         valid: Tensor | None,
         mask: Tensor | None,
-        options: dict[str, Any],
+        softmax: Softmax,
     ) -> Tensor:
         store, tokens = self.store, key.shape[2]
         given, query = query.dtype, query.to(key.dtype)
@@ -218,15 +213,15 @@ class DiffKVLayer(LayerState):
         with torch.no_grad():
             if self.readers:
                 awaited = await_readers(store, self.slot, key, value, valid, mask, self.seen - tokens, self.readers)
-                output = awaited.shared.attend(query, last=False, **options)
+                output = awaited.shared.attend(query, False, softmax)
                 self.awaited, self.stores.awaited = awaited, self.index
             elif store.recording:
-                recorded = Recorded(query, key, value, valid, mask, options)
+                recorded = Recorded(query, key, value, valid, mask, softmax)
                 output = attend_recorded(store, self.slot, recorded)
             elif tokens == 1 and self.seen > 1:
-                output = attend_token(*inputs, valid=None if valid is None else valid[:, 0], **options)
+                output = attend_token(*inputs, softmax, None if valid is None else valid[:, 0])
             else:
-                output = attend_tokens(*inputs, valid=valid, mask=mask, **options)
+                output = attend_tokens(*inputs, softmax, valid, mask)
         if store.padding.length < self.seen:
             store.padding.append(tokens, valid)
         return output.to(given)
@@ -241,9 +236,7 @@ class DiffKVLayer(LayerState):
         query: Tensor,
         key: Tensor,
         mask: Tensor | None,
-        scaling: float,
-        softcap: float | None,
-        sinks: Tensor | None,
+        softmax: Softmax,
     ) -> Tensor:
         """Attention of a later layer that reads the keys and values of this one.
 
@@ -266,7 +259,6 @@ class DiffKVLayer(LayerState):
                 "a layer reads keys and values that are stored already: more layers share them than the model's "
                 "configuration says, so it cannot use DiffKVCache."
             )
-        options = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
         alone = self.store.recording or key.shape[2] > 1
         try:
             awaited.check(query, key, mask)
@@ -274,7 +266,7 @@ class DiffKVLayer(LayerState):
             if awaited.left == 0:
                 self.awaited = self.stores.awaited = None
             with self.stores.tensor_parallel.in_step(self.store.device, alone), torch.no_grad():
-                return awaited.shared.attend(query.to(self.store.dtype), awaited.left == 0, **options).to(query.dtype)
+                return awaited.shared.attend(query.to(self.store.dtype), awaited.left == 0, softmax).to(query.dtype)
         except BaseException:
             self.give_up()
             raise

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..ops.softmax import Softmax
 from .attention import HARMLESS
 from .errors import HandOverError
 
@@ -20,11 +21,6 @@ def paged_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    sliding_window: int | None = None,
-    is_causal: bool | None = None,
     cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -34,6 +30,8 @@ def paged_attention(
         query: [1, query_heads, tokens, head_dim]; key and value likewise with KV heads.
         cache: what the engine passes to the model: has `attend` (`continuous_cache.py`), and knows the layers that
             have a sliding window.
+        kwargs: `softcap` and `s_aux` (logits of attention sinks); `dropout`, `is_causal` and `sliding_window` say
+            nothing new here.
 
     Returns:
         Output [1, tokens, query_heads, value_dim], and no attention weights.
@@ -48,16 +46,16 @@ def paged_attention(
             "the model otherwise), or the model does not pass keyword arguments on to its attention and cannot be "
             "batched continuously."
         )
-    given = {**kwargs, "attention_mask": attention_mask}
+    softcap, sinks, sliding_window = (kwargs.pop(name, None) for name in ("softcap", "s_aux", "sliding_window"))
+    given = {**kwargs, "attention_mask": attention_mask, "dropout": None, "is_causal": None}
     unknown = sorted(k for k, v in given.items() if v is not None and k not in HARMLESS | OF_THE_ENGINE)
     if unknown:
         raise HandOverError(
             f"{name} passes {unknown} to its attention function, which the compressed cache cannot honour here; leave "
             'cache_implementation="diffkv" out.'
         )
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options = {"sliding_window": sliding_window, "scaling": scaling, "softcap": softcap, "sinks": s_aux}
-    output = cache.attend(module.layer_idx, query, key, value, **options)
+    softmax = Softmax(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sinks)
+    output = cache.attend(module.layer_idx, query, key, value, softmax, sliding_window)
     return output.transpose(1, 2).contiguous(), None
 
 

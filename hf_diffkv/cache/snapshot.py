@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..config.diffkv_config import DiffKVConfig, configuration_of
 from ..pages import NULL_PAGE
+from ..pages.rows import ROW_STATE
 from ..store import Store, settle
-from ..store.state import ROW_STATE
 from .contents import CacheContents
 from .stores import Stores
 

@@ -3,6 +3,7 @@ that few bits do (QuaRot, NeurIPS 2024; KV caches rotated likewise by SAW-INT4).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -13,6 +14,14 @@ from .quantize import compute_dtype
 
 # elements at a time of what is computed in float32
 CHUNK_ELEMENTS = 1 << 21
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """The matrices that keys (and queries) and values are rotated with, contiguous, as `rotate` takes them."""
+
+    key: Tensor
+    value: Tensor
 
 
 @cache

@@ -16,6 +16,7 @@ from .page_table import (
     column,
 )
 from .pool import PagePool
+from .rows import KeptRows, LayerRows
 
 __all__ = [
     "HIGH",
@@ -28,6 +29,8 @@ __all__ = [
     "WINDOW_LEVEL",
     "CudaReservation",
     "FreeList",
+    "KeptRows",
+    "LayerRows",
     "PageLayout",
     "PagePool",
     "PageTable",

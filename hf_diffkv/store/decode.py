@@ -9,6 +9,7 @@ from torch import Tensor
 from ..ops.append import append_rotated, append_token
 from ..ops.backend import NATIVE
 from ..ops.decode_attention import Held, allocate_scratch, decode_attention
+from ..ops.softmax import Softmax
 from . import native
 from .state import Store
 from .transform import model_form, note_logits, stored_form
@@ -25,11 +26,8 @@ def attend_token(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
-    scaling: float,
+    softmax: Softmax,
     valid: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
 ) -> Tensor:
     """Stores the newest token of every request and attends from it.
 
@@ -38,41 +36,29 @@ def attend_token(
         query: [batch, query_heads, 1, key_dim].
         key, value: [batch, heads, 1, dim].
         valid: bool [batch], where the token is real; None where all are.
-        scaling, softcap, sinks: as in the attention ops.
 
     Returns:
         [batch, query_heads, 1, value_dim] in the query's dtype.
     """
-    options = {"scaling": scaling, "valid": valid, "softcap": softcap, "sinks": sinks}
     if store.backend() == NATIVE:
-        note_logits(store, layer, softcap, sinks)
-        return native.append_and_attend(store, layer, query, key, value, **options)
+        note_logits(store, layer, softmax)
+        return native.append_and_attend(store, layer, query, key, value, softmax, valid=valid)
     query = append(store, layer, key, value, valid, query)
-    return attend_newest(store, layer, query, **options)
+    return attend_newest(store, layer, query, softmax, valid)
 
 
 def append(
     store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None, query: Tensor | None = None
 ) -> Tensor | None:
     """Stores the newest token of every request; arguments as in `attend_token`. Returns `query_form` of the query."""
-    window = (store.window_key, store.window_value, store.window_score, store.length)
-    state = (*(tensor[layer] for tensor in window), store.invalid)
+    rows, rotation = store.rows(layer), store.rotation
     options = {"limit": store.value_limit, "valid": valid}
-    options |= {"sink_end": store.sink_end[layer], "sink_slots": store.sink_slots}
-    if store.key_rotation is None:
+    if rotation is None:
         key, value = stored_form(store, layer, key, value)
-        append_token(*state, key[:, :, 0], value[:, :, 0], **options)
+        append_token(rows, key[:, :, 0], value[:, :, 0], **options)
         return query
-    rotated = append_rotated(
-        *state,
-        key[:, :, 0],
-        value[:, :, 0],
-        None if query is None else query[:, :, 0],
-        key_rotation=store.key_rotation,
-        value_rotation=store.value_rotation,
-        offset=store.key_offset[layer] if store.config.center else None,
-        **options,
-    )
+    newest = None if query is None else query[:, :, 0]
+    rotated = append_rotated(rows, key[:, :, 0], value[:, :, 0], newest, rotation, **options)
     return None if rotated is None else rotated[:, :, None]
 
 
@@ -80,11 +66,8 @@ def attend_newest(
     store: Store,
     layer: int,
     query: Tensor,
-    *,
-    scaling: float,
+    softmax: Softmax,
     valid: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
     held: Held | None = None,
 ) -> Tensor:
     """Attends from the newest token of every request, which `append` has stored; updates sums.
@@ -96,30 +79,11 @@ def attend_newest(
     Returns:
         [batch, query_heads, 1, value_dim] in the query's dtype.
     """
-    note_logits(store, layer, softcap, sinks)
-    bounds = store.bounds(layer)
-    output = decode_attention(
-        query[:, :, 0],
-        store.pool.pages,
-        store.layout,
-        store.table.table[layer],
-        store.high_count[layer],
-        store.low_count[layer],
-        store.window_key[layer],
-        store.window_value[layer],
-        store.window_score[layer],
-        store.window_start[layer],
-        store.length[layer],
-        scaling=scaling,
-        bounds=bounds,
-        scratch=prepare_scratch(store, query[:, :, 0], bounds.max_tokens),
-        valid=valid,
-        softcap=softcap,
-        sinks=sinks,
-        held=held,
-        sink_end=store.sink_end[layer],
-        sink_slots=store.sink_slots,
-    )
+    note_logits(store, layer, softmax)
+    bounds, query = store.bounds(layer), query[:, :, 0]
+    scratch = prepare_scratch(store, query, bounds.max_tokens)
+    options = {"bounds": bounds, "scratch": scratch, "valid": valid, "held": held}
+    output = decode_attention(query, store.rows(layer), softmax, **options)
     # the heads as if they were tokens: tiles of one token each would read the matrix once for each
     return model_form(store, output[None])[0][:, :, None]
 
@@ -134,5 +98,5 @@ def prepare_scratch(store: Store, query: Tensor, max_tokens: int = 0) -> Scratch
     fits = held is not None and held.max_tokens >= max_tokens and held.output.shape[0] == store.rows_per_layer
     if not fits:
         room = -(-max(max_tokens, store.room + store.window_slots) // SCRATCH_TOKENS) * SCRATCH_TOKENS
-        store.scratch = allocate_scratch(query, store.num_heads, store.layout, store.window_slots, room)
+        store.scratch = allocate_scratch(query, store.rows(0), room)
     return store.scratch

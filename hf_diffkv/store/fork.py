@@ -12,8 +12,9 @@ import weakref
 from torch import Tensor
 
 from ..pages import NULL_PAGE, PagePool, PageTable
+from ..pages.rows import ROW_STATE
 from .compaction import settle
-from .state import ROW_STATE, Store
+from .state import Store
 
 COPY_PAGES = 4096
 

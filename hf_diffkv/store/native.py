@@ -5,7 +5,6 @@ What a call needs to know is filled in once and used again while the store's ten
 
 from __future__ import annotations
 
-from operator import is_
 from typing import Any
 
 from torch import Tensor
@@ -14,47 +13,28 @@ from ..native.library import address
 from ..native.structs import Compaction, Step
 from ..ops.append.native import set_token
 from ..ops.compact.native import round_block, run
-from ..ops.decode_attention.native import attend, layer_block
+from ..ops.decode_attention.native import attend
+from ..ops.softmax import Softmax
+from ..ops.step import step_block
+from ..pages import KeptRows
 from .state import Store
-
-STATE = (
-    *("window_key", "window_value", "window_score", "high_count", "low_count"),
-    *("window_start", "length", "sink_end", "invalid", "key_offset"),
-)
 
 
 class NativeCalls:
-    """The blocks of one store, valid while `fits` says so."""
+    """The blocks of one store, valid while its rows are `kept`."""
 
-    def __init__(self, store: Store) -> None:
-        self._held = _state(store)
+    def __init__(self, store: Store, kept: KeptRows) -> None:
+        self.kept = kept
         self._steps: list[Step | None] = [None] * store.num_layers
         self._round: Compaction | None = None
-
-    def fits(self, store: Store) -> bool:
-        """Whether everything is where it was."""
-        return all(map(is_, _state(store), self._held))
 
     def step(self, store: Store, layer: int) -> Step:
         """The block of one layer's step, with nothing to append."""
         block = self._steps[layer]
         if block is None:
-            block = self._steps[layer] = layer_block(
-                store.layout,
-                store.table.table[layer],
-                store.high_count[layer],
-                store.low_count[layer],
-                store.window_key[layer],
-                store.window_value[layer],
-                store.window_score[layer],
-                store.window_start[layer],
-                store.length[layer],
-                store.sink_end[layer],
-                store.sink_slots,
-            )
-            block.invalid, block.limit = address(store.invalid), store.value_limit
-            block.rotate = store.config.rotate
-            block.key_offset = address(store.key_offset[layer]) if store.config.center else None
+            rows = self.kept.layer(layer)
+            block = self._steps[layer] = step_block(rows)
+            block.limit, block.rotate, block.key_offset = store.value_limit, store.config.rotate, address(rows.offset)
         block.rows.pages, block.rows.page_count = store.pool.address, store.pool.capacity
         block.key = None
         return block
@@ -79,26 +59,26 @@ class NativeCalls:
             block.heads, block.slots, block.window = store.num_heads, store.window_slots, store.config.window
             block.sink_slots = store.sink_slots
             block.advance = block.position
+        free_list = store.pool.free_list
+        self._round.ring, self._round.state = address(free_list.ring), address(free_list.state)
         return self._round
-
-
-def _state(store: Store) -> tuple:
-    held = store.__dict__
-    return (store.table.table, store.pool.free_list.ring, store.flag, *[held[name] for name in STATE])
 
 
 def calls(store: Store) -> NativeCalls:
     """The store's blocks, made anew where its tensors have moved."""
-    if store.native_calls is None or not store.native_calls.fits(store):
-        store.native_calls = NativeCalls(store)
+    kept = store.kept_rows()
+    if store.native_calls is None or store.native_calls.kept is not kept:
+        store.native_calls = NativeCalls(store, kept)
     return store.native_calls
 
 
-def append_and_attend(store: Store, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+def append_and_attend(
+    store: Store, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, **options: Any
+) -> Tensor:
     """Appends a token and attends from it, in one call; arguments and result as in `attend_token`."""
     block = calls(store).step(store, layer)
     kept = set_token(block, key, value)
-    output = attend(block, query, **options)
+    output = attend(block, query, softmax, **options)
     del kept
     return output
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..ops.compact import Given, NewTokens, StoredTokens, rewrite_rows, stored_tokens
-from ..ops.prefill_attention import StoredPast, prefill_attention
+from ..ops.prefill_attention import EarlierTokens, prefill_attention
+from ..ops.softmax import Softmax
 from ..pages import HIGH, LOW
 from ..pages.narrow import score_noise
 from ..pages.segments import segments
@@ -28,12 +29,9 @@ def attend_tokens(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
-    scaling: float,
+    softmax: Softmax,
     valid: Tensor | None = None,
     mask: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attends from Q new tokens over what is stored and themselves, then compresses the layer.
 
@@ -42,7 +40,6 @@ def attend_tokens(
         query: [batch, query_heads, Q, key_dim]; key, value: [batch, heads, Q, dim].
         valid: bool [batch, Q], real tokens; None where all are.
         mask: bool [batch, 1, Q, Q], attention among the new tokens where it is not plainly causal.
-        scaling, softcap, sinks: as in the attention ops.
 
     Returns:
         [batch, query_heads, Q, value_dim] in the query's dtype.
@@ -54,9 +51,8 @@ def attend_tokens(
     """
     new = Entering.checked(store, layer, key, value, valid)
     past = Past.read(store, layer, new)
-    options = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
-    options |= {"mask": mask, "observation_window": store.observation_window}
-    output, received = attend_beside(store, layer, past, query, *new.beside(past.stored), valid=valid, **options)
+    options = {"valid": valid, "mask": mask, "observed": store.observation_window}
+    output, received = attend_beside(store, layer, past.earlier, query, *new.beside(past.earlier), softmax, **options)
     compress(store, layer, past, new, received, query_moment(store, query, valid))
     return output
 
@@ -64,16 +60,14 @@ def attend_tokens(
 def attend_beside(
     store: Store,
     layer: int,
-    past: Past,
+    past: EarlierTokens,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    softmax: Softmax,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`prefill_attention` from Q new tokens over a layer's past and themselves; changes nothing.
+    """`prefill_attention` from Q new tokens over what is before them and themselves; changes nothing.
 
     Args:
         query: of the model; key, value: as `Entering.beside` has them.
@@ -81,13 +75,13 @@ def attend_beside(
     Returns:
         The output, and what each key received, float32 [batch, heads, P + Q]; None where the store selects nothing.
     """
-    note_logits(store, layer, softcap, sinks)
-    stored = past.stored
-    query = query if stored is None else query_form(store, query)
-    options |= {"past": stored, "softcap": softcap, "sinks": sinks, "significance": store.layout.selects}
-    output, received = prefill_attention(query, key, value, **options)
+    note_logits(store, layer, softmax)
+    if not store.layout.selects:
+        options["observed"] = 0
+    query = query if past.rows is None else query_form(store, query)
+    output, received = prefill_attention(query, key, value, softmax, past=past, **options)
     received = None if received is None else received.float()
-    return output if stored is None else model_form(store, output), received
+    return output if past.rows is None else model_form(store, output), received
 
 
 class Past:
@@ -95,7 +89,7 @@ class Past:
 
     def __init__(self) -> None:
         self.tokens: tuple[StoredTokens, StoredTokens]
-        self.stored: StoredPast | None = None
+        self.earlier = EarlierTokens()
         self.ranks: list[Tensor] = []
 
     @classmethod
@@ -106,7 +100,8 @@ class Past:
             longest = Forward.of(store, layer, new).longest[layer]
         else:
             longest = past.find_tokens(store, layer)
-        past._attend_to(store, layer, longest)
+        if longest > 0:
+            past.earlier = EarlierTokens(store.rows(layer), longest)
         return past
 
     def find_tokens(self, store: Store, layer: int) -> int:
@@ -125,25 +120,6 @@ class Past:
             third = window_rank + (counts[HIGH] + counts[LOW]).long()[self.window_row]
             self.ranks = [first, second, third]
         return longest
-
-    def _attend_to(self, store: Store, layer: int, longest: int) -> None:
-        """Has attention see what is stored; `longest`: tokens of the longest row, window included."""
-        if longest == 0:
-            return
-        self.stored = StoredPast(
-            store.pool.pages,
-            store.layout,
-            store.table.table[layer],
-            store.high_count[layer],
-            store.low_count[layer],
-            store.window_key[layer],
-            store.window_value[layer],
-            store.window_start[layer],
-            store.length[layer],
-            longest,
-            store.sink_end[layer],
-            store.sink_slots,
-        )
 
     def rows(self) -> list[Tensor]:
         return [self.tokens[HIGH].row, self.tokens[LOW].row, self.window_row]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from ..ops.softmax import Softmax
 
 
 @dataclass(frozen=True)
@@ -14,11 +16,11 @@ class Read:
 
     Attributes:
         query: [batch, query_heads, n, key_dim].
-        options: as in `Recorded`.
+        softmax: as in `Recorded`.
     """
 
     query: Tensor
-    options: dict
+    softmax: Softmax
 
     def part(self, tokens: int, start: int, stop: int) -> Read:
         """Those of the tokens [start, stop) of `tokens`."""
@@ -39,7 +41,7 @@ class Recorded:
     Attributes:
         query: [batch, query_heads, tokens, key_dim]; key, value: [batch, heads, tokens, dim].
         valid: bool [batch, tokens] or None. mask: bool [batch, 1, tokens, tokens] or None.
-        options: scaling, softcap and sinks of the attention.
+        softmax: of the attention.
         reads: of the later layers that read these keys and values.
     """
 
@@ -48,7 +50,7 @@ class Recorded:
     value: Tensor
     valid: Tensor | None
     mask: Tensor | None
-    options: dict = field(default_factory=dict)
+    softmax: Softmax
     reads: tuple[Read, ...] = ()
 
     @property
@@ -75,7 +77,7 @@ class Recorded:
             torch.cat([self.value, other.value], dim=2),
             self._joined_valid(other),
             self._joined_mask(other),
-            other.options,
+            other.softmax,
             tuple(mine.followed_by(theirs, other.tokens) for mine, theirs in zip(self.reads, other.reads)),
         )
 

@@ -8,10 +8,10 @@ between two crops counts as one step of the algorithm.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
+from ..ops.softmax import Softmax
 from .fork import make_private
 from .prompt import Past, attend_beside
 from .recorded import Read, Recorded
@@ -40,9 +40,9 @@ def attend_recorded(store: Store, layer: int, new: Recorded) -> Tensor:
     together = new if before is None else before.followed_by(new)
     entering = _entering(store, layer, together)
     past = Past.read(store, layer, entering)
-    key, value = entering.beside(past.stored)
-    options = {"valid": together.valid, "mask": together.mask, **new.options}
-    output, _ = attend_beside(store, layer, past, together.query, key, value, **options)
+    key, value = entering.beside(past.earlier)
+    options = {"valid": together.valid, "mask": together.mask}
+    output, _ = attend_beside(store, layer, past.earlier, together.query, key, value, new.softmax, **options)
     _keep(store, layer, together)
     return output[:, :, output.shape[2] - new.tokens :]
 
@@ -73,20 +73,20 @@ class SharedRecording:
         self._new: Recorded | None = None
         self._tokens = (key, value, valid, mask)
 
-    def attend(self, query: Tensor, last: bool, **options: Any) -> Tensor:
+    def attend(self, query: Tensor, last: bool, softmax: Softmax) -> Tensor:
         """One layer's attention, from the newest tokens or all; the last one records them."""
         store, layer = self._store, self._layer
         if self._new is None:
-            self._new = Recorded(query, *self._tokens, options)
+            self._new = Recorded(query, *self._tokens, softmax)
             later = self._readers * query.numel() * query.element_size()
             store.check_budget(later + self._new.bytes * (store.num_layers if layer == 0 else 0))
         else:
-            self._new = replace(self._new, reads=(*self._new.reads, Read(query, options)))
+            self._new = replace(self._new, reads=(*self._new.reads, Read(query, softmax)))
         before = store.recorded[layer]
         together = self._new if before is None else before.followed_by(self._new)
         entering = _entering(store, layer, together)
         past = Past.read(store, layer, entering)
-        output, _ = attend_from_newest(store, layer, past, query, entering, together.mask, **options)
+        output, _ = attend_from_newest(store, layer, past, query, entering, together.mask, softmax)
         if last:
             _keep(store, layer, together)
         return output
@@ -138,6 +138,6 @@ def _store(store: Store, layer: int, recorded: Recorded, generation_step: bool) 
         shared = SharedTokens(store, layer, recorded.key, recorded.value, recorded.valid, recorded.mask)
     # a reader may have had queries of rejected tokens only
     reads = [read for read in recorded.reads if read.query.shape[2]]
-    shared.attend(recorded.query, last=not reads, **recorded.options)
+    shared.attend(recorded.query, last=not reads, softmax=recorded.softmax)
     for read in reads:
-        shared.attend(read.query, last=read is reads[-1], **read.options)
+        shared.attend(read.query, last=read is reads[-1], softmax=read.softmax)

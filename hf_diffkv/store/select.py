@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from ..pages import NULL_PAGE
+from ..pages.rows import ROW_STATE
 from .budget import make_room
 from .compaction import settle
 from .fork import copy_pages, make_private
-from .state import ROW_STATE, Store
+from .state import Store
 
 
 def select_rows(store: Store, index: Tensor) -> None:

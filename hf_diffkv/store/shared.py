@@ -9,12 +9,13 @@ received from them is scaled up to all later queries, as with `observation_windo
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..ops.decode_attention import Held
+from ..ops.softmax import Softmax
 from .decode import append, attend_newest
 from .prompt import Past, attend_beside, compress
 from .state import Store
@@ -29,11 +30,11 @@ class SharedStep:
         self._held = Held()
         append(store, layer, key, value, valid)
 
-    def attend(self, query: Tensor, last: bool, **options: Any) -> Tensor:
+    def attend(self, query: Tensor, last: bool, softmax: Softmax) -> Tensor:
         """One layer's attention, as `attend_token` returns it; `last`: no further layer reads these tokens."""
         self._held.last = last
         query = query_form(self._store, query)
-        return attend_newest(self._store, self._layer, query, valid=self._valid, held=self._held, **options)
+        return attend_newest(self._store, self._layer, query, softmax, self._valid, self._held)
 
 
 class SharedTokens:
@@ -47,11 +48,11 @@ class SharedTokens:
         self._received: Tensor | None = None
         self._moment: Tensor | None = None
 
-    def attend(self, query: Tensor, last: bool, **options: Any) -> Tensor:
+    def attend(self, query: Tensor, last: bool, softmax: Softmax) -> Tensor:
         """One layer's attention, from the newest tokens or all; the last one stores and compresses them."""
         store, layer = self._store, self._layer
         past = Past.read(store, layer, self._new)
-        output, received = attend_from_newest(store, layer, past, query, self._new, self._mask, **options)
+        output, received = attend_from_newest(store, layer, past, query, self._new, self._mask, softmax)
         if received is not None:
             self._received = received if self._received is None else torch.maximum(self._received, received)
         moment = query_moment(store, query, self._new.valid)
@@ -62,7 +63,7 @@ class SharedTokens:
 
 
 def attend_from_newest(
-    store: Store, layer: int, past: Past, query: Tensor, new: Entering, mask: Tensor | None, **options: Any
+    store: Store, layer: int, past: Past, query: Tensor, new: Entering, mask: Tensor | None, softmax: Softmax
 ) -> tuple[Tensor, Tensor | None]:
     """Attends from the newest n of the Q new tokens over a layer's past and all new ones; changes nothing.
 
@@ -73,27 +74,27 @@ def attend_from_newest(
     Returns:
         [batch, query_heads, n, value_dim], and what each key received, as `attend_beside` returns it.
     """
-    (key, value), valid = new.beside(past.stored), new.valid
-    options["observation_window"] = store.observation_window
+    (key, value), valid = new.beside(past.earlier), new.valid
     earlier = key.shape[2] - query.shape[2]
     if earlier == 0:
-        return attend_beside(store, layer, past, query, key, value, valid=valid, mask=mask, **options)
+        options = {"valid": valid, "mask": mask, "observed": store.observation_window}
+        return attend_beside(store, layer, past.earlier, query, key, value, softmax, **options)
     shown = torch.ones(key.shape[0], earlier, dtype=torch.bool, device=key.device)
     shown = shown if valid is None else shown & valid[:, :earlier]
     shown = shown if mask is None else shown & mask[:, 0, -1, :earlier]
+    exact = {"key": key[:, :, :earlier], "value": value[:, :, :earlier]}
+    before = replace(past.earlier, **exact, valid=shown[:, None].expand(-1, key.shape[1], -1))
     output, received = attend_beside(
         store,
         layer,
-        past,
+        before,
         query,
         key[:, :, earlier:],
         value[:, :, earlier:],
+        softmax,
         valid=None if valid is None else valid[:, earlier:],
-        past_key=key[:, :, :earlier],
-        past_value=value[:, :, :earlier],
-        past_valid=shown[:, None].expand(-1, key.shape[1], -1),
         mask=None if mask is None else mask[..., earlier:, earlier:],
-        **options,
+        observed=store.observation_window,
     )
     if received is not None:
         received = received * _later_share(valid, key, earlier, received.shape[-1])[:, None]

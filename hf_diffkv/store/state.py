@@ -12,10 +12,11 @@ from torch import Tensor
 from ..config import DiffKVConfig
 from ..ops.backend import KERNELS, choose
 from ..ops.quantize import compute_dtype
-from ..ops.rotation import rotation_matrix
+from ..ops.rotation import Rotation, rotation_matrix
 from ..ops.tiles import Bounds
-from ..pages import NULL_PAGE, PageLayout, PagePool, PageTable
+from ..pages import NULL_PAGE, KeptRows, LayerRows, PageLayout, PagePool, PageTable
 from ..pages.layout import NARROW_POSITIONS
+from ..pages.rows import ROW_STATE
 from ..policy import Policy, make_policy
 from ..policy.diffkv import DiffKV
 from .padding import Padding
@@ -29,20 +30,6 @@ FP16_RANGE = 32752.0
 
 LayerThreshold = Union[float, tuple[float, ...]]
 
-# tensors with a row for each (layer, request); everything a request is, beside its pages
-ROW_STATE = (
-    "window_key",
-    "window_value",
-    "window_score",
-    "high_count",
-    "low_count",
-    "length",
-    "window_start",
-    "sink_end",
-    "alpha_high",
-    "alpha_low",
-    "key_offset",
-)
 # with thresholds of zero it keeps everything high
 PROTECTION = DiffKV()
 
@@ -140,8 +127,10 @@ class Store:
         self.steps_since_compaction = 0
         self.compaction_due = False
         self.scratch: Scratch | None = None
-        # what forward.py knows of the layers in a forward of several tokens, and where native.py finds everything
+        # what forward.py knows of the layers in a forward of several tokens
         self.forward: Any = None
+        # the rows as ops take them, and where native.py finds everything
+        self._kept: KeptRows | None = None
         self.native_calls: Any = None
         # tokens per row that tables and buffers are made for beforehand, so that they stay in place until then
         self.room = 0
@@ -187,6 +176,11 @@ class Store:
         """Of values, [value_dim, value_dim], likewise."""
         return self._rotation(self.value_dim)
 
+    @property
+    def rotation(self) -> Rotation | None:
+        """Both; None where channels are held as they are."""
+        return Rotation(self.key_rotation, self.value_rotation) if self.config.rotate else None
+
     def _rotation(self, dim: int) -> Tensor | None:
         return rotation_matrix(dim, self.key_offset.dtype, self.device) if self.config.rotate else None
 
@@ -208,11 +202,27 @@ class Store:
 
     def __getstate__(self) -> dict:
         """For copies and pickles: a fork takes along pages of its own."""
-        state = dict(self.__dict__, native_calls=None)
+        state = dict(self.__dict__, native_calls=None, _kept=None)
         if self.twins is not None:
             pool, table = self.private_pages()
             state |= {"pool": pool, "table": table, "twins": None, "finalizer": None, "steps_left": 0}
         return state
+
+    def rows(self, layer: int) -> LayerRows:
+        """A layer's tensors as ops take them, the same record until one of them moves."""
+        return self.kept_rows().layer(layer)
+
+    def all_rows(self) -> LayerRows:
+        """Those of all layers: requests of the first layer, of the second, and so on."""
+        return self.kept_rows().all()
+
+    def kept_rows(self) -> KeptRows:
+        """All of these records, the same while no tensor has moved."""
+        state = self.__dict__
+        held = (self.pool, self.table.table, self.invalid, *[state[name] for name in ROW_STATE])
+        if self._kept is None or not self._kept.holds(held):
+            self._kept = KeptRows(self.layout, self.sink_slots, held)
+        return self._kept
 
     def addresses(self) -> tuple:
         """Where everything is that a decode step reads or writes: a captured step is valid while this is the same."""

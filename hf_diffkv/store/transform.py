@@ -23,10 +23,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..ops.prefill_attention import StoredPast
+from ..ops.prefill_attention import EarlierTokens
 from ..ops.quantize import compute_dtype
 from ..ops.rotation import rotate, tokens_at_once
 from ..ops.rounding import LARGEST_BITS, feedback_of, second_moment
+from ..ops.softmax import Softmax
 from .exact_tokens import held_tokens, is_whole
 from .state import Store
 
@@ -62,9 +63,9 @@ def model_keys(store: Store, layer: int, key: Tensor) -> Tensor:
     return key if matrix is None else rotate(key, matrix.mT)
 
 
-def note_logits(store: Store, layer: int, softcap: float | None, sinks: Tensor | None) -> None:
+def note_logits(store: Store, layer: int, softmax: Softmax) -> None:
     """Notes whether a layer's attention depends on more than differences of its logits, so that it is not centred."""
-    if softcap is not None or sinks is not None:
+    if softmax.softcap is not None or softmax.sinks is not None:
         store.uncentered.add(layer)
 
 
@@ -127,9 +128,9 @@ class Entering:
             check_finite(store, key, value, valid)
         return cls(store, layer, key, value, valid)
 
-    def beside(self, past: StoredPast | None) -> tuple[Tensor, Tensor]:
-        """Keys and values to attend to together with `past`, which is None where nothing is stored."""
-        if past is None:
+    def beside(self, past: EarlierTokens) -> tuple[Tensor, Tensor]:
+        """Keys and values to attend to together with `past`."""
+        if past.rows is None:
             return self.key, self.value
         if self._beside_past is None:
             self._beside_past = stored_form(self._store, self._layer, self.key, self.value)

@@ -8,6 +8,7 @@ from test_slots import LONGEST, configuration, make_slots
 
 from hf_diffkv.batching.reservations import Reservations, ReservedPool
 from hf_diffkv.batching.slots import Slots
+from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages import PagePool
 from hf_diffkv.store import Store
 
@@ -70,7 +71,7 @@ def test_a_prompt_without_a_reservation_fails_alone() -> None:
     for layer in range(slots.store.num_layers):
         query = torch.randn(1, 4, 50, 8, generator=generator)
         key, value = torch.randn(2, 1, 2, 50, 8, generator=generator)
-        output = slots.attend(layer, query, key, value, scaling=0.4)
+        output = slots.attend(layer, query, key, value, softmax=Softmax(0.4))
         assert output[:, :, :20].any() and not output[:, :, 20:].any()
     failures = slots.take_failures()
     assert list(failures) == [bad] and isinstance(failures[bad], MemoryError)
@@ -87,7 +88,7 @@ def test_a_request_beyond_the_longest_is_stopped_by_its_table() -> None:
     assert slots.reserve(slot, LONGEST)
     slots.begin([(slot, LONGEST)])
     tensors = torch.randn(1, 4, LONGEST, 8), *torch.randn(2, 1, 2, LONGEST, 8)
-    slots.attend(0, *tensors, scaling=0.4)
+    slots.attend(0, *tensors, softmax=Softmax(0.4))
     assert "longest length of requests" in str(slots.take_failures()[slot])
 
 
@@ -117,7 +118,7 @@ def test_the_longest_request_surely_fits(max_bytes: int) -> None:
         slots.begin([(slot, tokens)])
         for layer in range(slots.store.num_layers):
             query = torch.randn(1, 4, tokens, 8, generator=generator)
-            slots.attend(layer, query, *torch.randn(2, 1, 2, tokens, 8, generator=generator), scaling=0.4)
+            slots.attend(layer, query, *torch.randn(2, 1, 2, tokens, 8, generator=generator), softmax=Softmax(0.4))
         assert not slots.take_failures()
         assert slots.bytes <= max_bytes
         seen += tokens

@@ -12,6 +12,7 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from hf_diffkv.batching.sizes import AttentionShape, SlidingShape
 from hf_diffkv.batching.sliding import FEWEST_QUERIES, SlidingWindows
+from hf_diffkv.ops.softmax import Softmax
 
 HEADS, QUERY_HEADS, DIM = 2, 4, 8
 
@@ -63,7 +64,7 @@ def test_attention_is_that_of_whole_requests(window: int, softcap: float | None,
                 torch.cat([given[name][kind][index][:, part] for name, part in parts.items()], dim=1)[None]
                 for kind in ("query", "key", "value", "want")
             ]
-            output = windows.attend(layer, *packed[:3], scaling=0.3, softcap=softcap, sinks=sink)
+            output = windows.attend(layer, *packed[:3], Softmax(0.3, softcap, sink))
             torch.testing.assert_close(output, packed[3])
         for name, count in tokens.items():
             seen[name] += count

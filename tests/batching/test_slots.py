@@ -16,6 +16,7 @@ from hf_diffkv.batching.slots import Slots
 from hf_diffkv.batching.staging import stage
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
+from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store import Store, attend_token, attend_tokens, begin_forward, check_integrity, read_tokens
 
 LAYERS, HEADS, GROUP, DIM, SLOTS, LONGEST = 2, 2, 2, 8, 4, 120
@@ -58,7 +59,7 @@ class Request:
         tokens, seen = inputs[0][0].shape[2], self.alone.seen
         begin_forward(self.alone, tokens)
         attend = attend_token if tokens == 1 and seen else attend_tokens
-        outputs = [attend(self.alone, layer, *part, scaling=0.4) for layer, part in enumerate(inputs)]
+        outputs = [attend(self.alone, layer, *part, softmax=Softmax(0.4)) for layer, part in enumerate(inputs)]
         self.alone.padding.append(tokens, None)
         return outputs
 
@@ -77,7 +78,7 @@ def forward(slots: Slots, parts: list[tuple[Request, list[tuple[Tensor, Tensor, 
     outputs = []
     for layer in range(LAYERS):
         packed = (torch.cat(tensors, dim=2) for tensors in zip(*(inputs[layer] for _, inputs in parts)))
-        outputs.append(slots.attend(layer, *packed, scaling=0.4).split(counts, dim=2))
+        outputs.append(slots.attend(layer, *packed, softmax=Softmax(0.4)).split(counts, dim=2))
     return list(map(list, zip(*outputs)))
 
 

@@ -49,7 +49,7 @@ def test_attention(script, tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
 def test_settings_of_the_kernel(
     script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    module, sweep, attend = script("attention_gpu"), script("sweep"), script("rows").Rows.attend
+    module, sweep, attend = script("attention_gpu"), script("sweep"), script("rows").RandomRows.attend
     seen = set()
 
     def note(rows: object, query: torch.Tensor, scratch: object) -> torch.Tensor:
@@ -57,7 +57,7 @@ def test_settings_of_the_kernel(
         seen.add((config.num_stages, dict(config.options).get("maxnreg"), scratch.splits))
         return attend(rows, query)
 
-    monkeypatch.setattr(script("rows").Rows, "attend", note)
+    monkeypatch.setattr(script("rows").RandomRows, "attend", note)
     rows = run(module, tmp_path / "attention_gpu.jsonl", "--sweep")
     settings = {(row["num_stages"], row["maxnreg"], row["splits"]) for row in rows}
     assert len(rows) == 12 * len(sweep.SWEPT) and settings == seen == {
@@ -68,14 +68,14 @@ def test_settings_of_the_kernel(
 
 
 def test_a_setting_that_fails_is_a_line(script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    module, attend = script("attention_gpu"), script("rows").Rows.attend
+    module, attend = script("attention_gpu"), script("rows").RandomRows.attend
 
     def refuse(rows: object, query: torch.Tensor, scratch: object) -> torch.Tensor:
         if scratch.splits == 8:
             raise MemoryError("out of resource: shared memory")
         return attend(rows, query) * (scratch.config.num_stages == 2)
 
-    monkeypatch.setattr(script("rows").Rows, "attend", refuse)
+    monkeypatch.setattr(script("rows").RandomRows, "attend", refuse)
     output = tmp_path / "attention_gpu.jsonl"
     session = module.main(["--device", "cpu", "--tiny", "--sweep", "--repeats", "2", "--output", str(output)])
     mine = [row for row in session.rows if row["name"] == "K4V2"]
@@ -87,7 +87,7 @@ def test_a_setting_that_fails_is_a_line(script, monkeypatch: pytest.MonkeyPatch,
 
 def test_a_wrong_output_is_not_timed(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = script("attention_gpu")
-    monkeypatch.setattr(module.Rows, "attend", lambda rows, query, **kwargs: torch.zeros_like(query))
+    monkeypatch.setattr(module.RandomRows, "attend", lambda rows, query, **kwargs: torch.zeros_like(query))
     output = tmp_path / "wrong.jsonl"
     arguments = ["--device", "cpu", "--tiny", "--models", "llama-3-8b", "--configs", "K8V4", "--output", str(output)]
     session = module.main(arguments)

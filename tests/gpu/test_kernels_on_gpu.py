@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from rows import Rows, random_rows
+from rows import RandomRows, random_rows
 
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.compact import compact_step
-from hf_diffkv.ops.prefill_attention import StoredPast, prefill_attention
+from hf_diffkv.ops.prefill_attention import EarlierTokens, prefill_attention
 from hf_diffkv.ops.quantize import Contents, load_tokens, move_tokens, store_tokens
-from hf_diffkv.pages import HIGH, LOW, FreeList, PageLayout
+from hf_diffkv.ops.softmax import Softmax
+from hf_diffkv.pages import HIGH, LOW, FreeList, PageLayout, column
 from hf_diffkv.pages.segments import segments
 
 K8V4, K4V2, K8V8, FULL = Precision(8, 4), Precision(4, 2), Precision(8, 8), Precision(16, 16)
@@ -30,19 +31,20 @@ def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
 
 
-def attend(rows: Rows, query: torch.Tensor, backend: str, **options: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def attend(
+    rows: RandomRows, query: torch.Tensor, backend: str, **options: Any
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Output and all scores afterwards, on a copy of the rows."""
     rows = copy.deepcopy(rows)
     with use_backend(backend):
         output = rows.attend(query, **options)
-    scores = [rows.window_score]
+    held = rows.held
+    scores = [held.window_score]
     for tier, layout in ((HIGH, rows.layout.high), (LOW, rows.layout.low)):
         for request, head in ((0, 0), (-1, -1)):
             token = torch.arange(rows.tokens[tier], device=query.device)
-            number = token // layout.capacity
-            column = number if tier == HIGH else rows.table.shape[2] - 1 - number
-            page = rows.table[request, head][column].long()
-            scores.append(segments(rows.pages, layout).score[page, token % layout.capacity])
+            page = held.page_table[request, head][column(tier, token // layout.capacity, held.width)].long()
+            scores.append(segments(held.pages, layout).score[page, token % layout.capacity])
     return output, scores
 
 
@@ -70,7 +72,7 @@ def test_decode_attention(device, high, low, dim, group, batch, tokens, dtype) -
     # uncompressed rows are read in the dtype of the query
     expected, expected_scores = attend(rows, query if high is FULL else query.float(), "reference")
     assert relative(output, expected) < LIMITS[dtype]
-    before = [rows.window_score]
+    before = [rows.held.window_score]
     for got, want in zip(scores, expected_scores):
         torch.testing.assert_close(got, want, rtol=1e-3, atol=LIMITS[dtype])
     # the step must have added something
@@ -93,17 +95,13 @@ def test_pages_beyond_two_gigabytes(device) -> None:
     rows = random_rows(K8V4, K4V2, 2, 2, 128, (500, 900), 1464, 64, torch.bfloat16, device)
     query = torch.randn(2, 8, 128, device=device).bfloat16()
     expected, expected_scores = attend(rows, query, "kernels")
-    shift = BEYOND // rows.layout.page_bytes + 100
-    pages = torch.full((shift + rows.pages.shape[0], rows.layout.page_bytes), 0xFF, dtype=torch.uint8, device=device)
-    pages[shift:] = rows.pages
-    rows.pages = pages
-    rows.table = torch.where(rows.table != 0, rows.table + shift, 0).to(torch.int32)
+    rows = rows.behind(BEYOND)
     output, scores = attend(rows, query, "kernels")
     assert torch.equal(output, expected)
     for got, want in zip(scores, expected_scores):
         torch.testing.assert_close(got, want)
-    layout = rows.layout.high
-    page = torch.tensor([pages.shape[0] - 1, shift], device=device)
+    layout, pages = rows.layout.high, rows.held.pages
+    page = torch.tensor([pages.shape[0] - 1, BEYOND // rows.layout.page_bytes + 100], device=device)
     slot = torch.tensor([layout.capacity - 1, 0], device=device)
     key, value = torch.randn(2, 2, 128, device=device).bfloat16()
     score, position = torch.rand(2, device=device), torch.arange(2, device=device)
@@ -144,7 +142,7 @@ def test_quantisation(device, precision, dim) -> None:
 def test_prompt_attention(device, length, dim, window) -> None:
     query = torch.randn(2, 8, length, dim, device=device).bfloat16()
     key, value = torch.randn(2, 2, 2, length, dim, device=device).bfloat16()
-    compare_prompts(query, key, value, None, observation_window=window)
+    compare_prompts(query, key, value, None, observed=window)
 
 
 @pytest.mark.parametrize("precision, dim", [(K8V4, 128), (K4V2, 80), (FULL, 64), (GROUPED, 128), (Precision(2, 1), 8)])
@@ -162,26 +160,24 @@ def test_moves(device, precision, dim) -> None:
     assert not torch.equal(found["kernels"], pages)
 
 
-def compare_prompts(query, key, value, past: StoredPast | None, **options: Any) -> None:
+def compare_prompts(query, key, value, past: EarlierTokens | None, **options: Any) -> None:
     """The kernels with what the reference makes of the same in float32; the second request is padded on the left."""
     valid = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
     valid[1:, : query.shape[2] // 3] = False
-    options |= {"scaling": query.shape[3] ** -0.5, "valid": valid, "past": past}
+    softmax = Softmax(query.shape[3] ** -0.5, options.pop("softcap", None), options.pop("sinks", None))
+    options |= {"valid": valid, "past": past or EarlierTokens()}
     with use_backend("kernels"):
-        output, received = prefill_attention(query, key, value, **options)
+        output, received = prefill_attention(query, key, value, softmax, **options)
     with use_backend("reference"):
-        expected, expected_received = prefill_attention(query.float(), key.float(), value.float(), **options)
+        expected, expected_received = prefill_attention(query.float(), key.float(), value.float(), softmax, **options)
     real = valid[:, None, :, None]
     limit = LIMITS[query.dtype]
     assert relative(output * real, expected * real) < limit
     assert relative(received, expected_received) < limit
 
 
-def stored_past(rows: Rows) -> StoredPast:
-    held = (rows.table, rows.high_count, rows.low_count, rows.window_key, rows.window_value)
-    return StoredPast(
-        rows.pages, rows.layout, *held, rows.window_start, rows.length, sum(rows.tokens) + rows.window_key.shape[2] - 1
-    )
+def stored_past(rows: RandomRows) -> EarlierTokens:
+    return EarlierTokens(rows.held, sum(rows.tokens) + rows.held.slots - 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -204,12 +200,12 @@ def stored_past(rows: Rows) -> StoredPast:
 def test_prompt_attention_over_a_compressed_past(device, high, low, dim, group, batch, tokens, length, dtype) -> None:
     rows = random_rows(high, low, batch, 2, dim, tokens, sum(tokens) + 64, 64, dtype, device)
     # rows of different lengths, in whole pages or not
-    rows.high_count[-1, -1] = rows.high_count[-1, -1] // 2
-    rows.low_count[0, 0] = 0
+    rows.held.high_count[-1, -1] //= 2
+    rows.held.low_count[0, 0] = 0
     query = torch.randn(batch, 2 * group, length, dim, device=device).to(dtype)
     key, value = torch.randn(2, batch, 2, length, dim, device=device).to(dtype)
     compare_prompts(query, key, value, stored_past(rows))
-    compare_prompts(query, key, value, stored_past(rows), observation_window=16)
+    compare_prompts(query, key, value, stored_past(rows), observed=16)
 
 
 def test_prompt_options_over_a_compressed_past(device, tokens=(900, 300), length: int = 200) -> None:
@@ -227,14 +223,10 @@ def test_prompt_attention_over_pages_beyond_two_gigabytes(device, tokens=(500, 9
     query = torch.randn(2, 8, length, 128, device=device).bfloat16()
     key, value = torch.randn(2, 2, 2, length, 128, device=device).bfloat16()
     with use_backend("kernels"):
-        expected = prefill_attention(query, key, value, scaling=0.1, past=stored_past(rows))
-    shift = BEYOND // rows.layout.page_bytes + 100
-    pages = torch.full((shift + rows.pages.shape[0], rows.layout.page_bytes), 0xFF, dtype=torch.uint8, device=device)
-    pages[shift:] = rows.pages
-    rows.pages = pages
-    rows.table = torch.where(rows.table != 0, rows.table + shift, 0).to(torch.int32)
+        expected = prefill_attention(query, key, value, Softmax(0.1), past=stored_past(rows))
+    rows = rows.behind(BEYOND)
     with use_backend("kernels"):
-        got = prefill_attention(query, key, value, scaling=0.1, past=stored_past(rows))
+        got = prefill_attention(query, key, value, Softmax(0.1), past=stored_past(rows))
     for left, right in zip(got, expected):
         assert torch.equal(left, right)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.rotation import rotate, rotation_matrix
+from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store import Store, attend_tokens, begin_forward, check_integrity, read_tokens
 
 
@@ -59,7 +60,7 @@ def by_both(
                     inputs = (spread * query, key, value)
                     with no_waits(backend == "kernels" and layer > 0):
                         output = attend_tokens(
-                            store, layer, *inputs, scaling=dim**-0.5, valid=valid if turn == 0 else None
+                            store, layer, *inputs, softmax=Softmax(dim**-0.5), valid=valid if turn == 0 else None
                         )
                 outputs.append(output[0])
         with use_backend("reference"):

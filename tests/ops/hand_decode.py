@@ -14,15 +14,15 @@ def decode_by_hand(data, metadata, bits, groups):
     return codes * scale + zero
 
 
-def stored_by_hand(case, row):
+def stored_by_hand(rows, row):
     """Dense keys and values of a row's pages, high tokens then low ones."""
     keys, values = [], []
-    width = case.table.shape[-1]
-    pages = case.pages.numpy()
-    for tier, layout in ((HIGH, case.layout.high), (LOW, case.layout.low)):
-        for token in range(int(case.counts[tier].view(-1)[row])):
+    width = rows.width
+    pages = rows.pages.numpy()
+    for tier, layout in ((HIGH, rows.layout.high), (LOW, rows.layout.low)):
+        for token in range(int(rows.counts[tier].view(-1)[row])):
             entry, slot = divmod(token, layout.capacity)
-            page = pages[int(case.table.view(-1, width)[row, entry if tier == HIGH else width - 1 - entry])]
+            page = pages[int(rows.page_table.view(-1, width)[row, entry if tier == HIGH else width - 1 - entry])]
 
             def part(offset, size, page=page, slot=slot):
                 return page[offset + slot * size : offset + (slot + 1) * size]

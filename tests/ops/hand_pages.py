@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Union
+from typing import Any, Union
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hf_diffkv.pages import HIGH, PageLayout, PagePool, TierLayout
+from hf_diffkv.pages import HIGH, LayerRows, PageLayout, PagePool, TierLayout
+from tools.kernels.rows import given_rows
 
 # of a group: fp16 scale and zero point, or one number of 16 bits
 Metadata = Union[tuple[np.float16, np.float16], int]
@@ -250,6 +251,12 @@ class HandStore:
     def read_row(self, row: int) -> list[tuple[int, np.ndarray, np.ndarray, float, int]]:
         """All tokens of a row: (tier, key, value, score, position)."""
         return [(tier, *self.read(tier, row, i)) for tier in (0, 1) for i in range(int(self.counts[tier][row]))]
+
+    def rows(self, heads: int, window_key: Tensor, window_value: Tensor, **given: Any) -> LayerRows:
+        """What ops take, with these windows; `given` are fields of `LayerRows`, all else is zero."""
+        counts = {name: count.view(-1, heads) for name, count in zip(("high_count", "low_count"), self.counts)}
+        held = {"pages": self.pages, "page_table": self.table.view(-1, heads, self.table.shape[1]), **counts}
+        return given_rows(self.layout, window_key, window_value, **(held | given))
 
     def into_pool(self, extra: int = 0, max_pages: int | None = None) -> PagePool:
         """A pool that holds these pages, with `extra` free ones; `pages` becomes a view of it."""

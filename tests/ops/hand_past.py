@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +13,8 @@ from hand_pages import HandStore
 from torch import Tensor
 
 from hf_diffkv.config import Precision
-from hf_diffkv.ops.prefill_attention import StoredPast
+from hf_diffkv.ops.prefill_attention import EarlierTokens
+from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages import HIGH, LOW, PageLayout
 
 K8V4, K4V2 = Precision(8, 4), Precision(4, 2)
@@ -29,7 +33,7 @@ def hand_past(
     slots: int = 24,
     seed: int = 0,
     **numbers: int,
-) -> tuple[StoredPast, Tensor, Tensor, Tensor]:
+) -> tuple[EarlierTokens, Tensor, Tensor, Tensor]:
     """A past with so many tokens ([batch][kv_heads], window [batch]) on scattered pages, and its keys and values.
 
     Whatever holds no token is poisoned: 0xFF in pages, NaN in windows.
@@ -72,15 +76,26 @@ def hand_past(
             key[request, head, rank], value[request, head, rank] = k.double(), v.double()
             rank += 1
         valid[request, head, :rank] = True
-    past = StoredPast(
-        store.pages,
-        layout,
-        store.table.view(batch, heads, -1),
-        *(count.view(batch, heads) for count in store.counts),
-        window_key,
-        window_value,
-        start,
-        length,
-        longest,
-    )
-    return past, key, value, valid
+    rows = store.rows(heads, window_key, window_value, window_start=start, length=length)
+    return EarlierTokens(rows, longest), key, value, valid
+
+
+def attend_prompt(
+    op: Callable[..., tuple[Tensor, Tensor | None]],
+    *states: Tensor,
+    scaling: float,
+    past: EarlierTokens | None = None,
+    significance: bool = True,
+    observation_window: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`prefill_attention` by options that `dense` of test_prefill_attention_reference.py takes as well.
+
+    Args:
+        states: query, key, value.
+        options: of `Softmax`; `past_key`, `past_value`, `past_valid` of exact tokens behind the past; those of the op.
+    """
+    softmax = Softmax(scaling, *(options.pop(name, None) for name in ("softcap", "sinks")))
+    exact = {name: options.pop(f"past_{name}", None) for name in ("key", "value", "valid")}
+    past = replace(EarlierTokens() if past is None else past, **exact)
+    return op(*states, softmax, past=past, observed=observation_window if significance else 0, **options)

@@ -4,6 +4,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import math
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from hand_decode import stored_by_hand
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.quantize import Contents
 from hf_diffkv.ops.quantize import reference as quantize
+from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.ops.tiles import build_tiles
-from hf_diffkv.pages import HIGH, LOW, PageLayout
+from hf_diffkv.pages import HIGH, LOW, LayerRows, PageLayout
 from hf_diffkv.pages.segments import as_scores, segments
 from hf_diffkv.precision import SUPPORTED_BITS
+from tools.kernels.rows import given_rows
 
 triton = pytest.importorskip("triton")
 if isinstance(triton.language.sum, triton.JITFunction):
@@ -32,18 +35,14 @@ K8V4, K4V2, K16V16 = Precision(8, 4), Precision(4, 2), Precision(16, 16)
 
 @dataclass
 class Case:
-    """Everything `decode_attention` takes; rows are batch-major."""
+    """Queries and the rows they attend to."""
 
-    layout: PageLayout
     query: torch.Tensor
-    pages: torch.Tensor
-    table: torch.Tensor
-    counts: tuple[torch.Tensor, torch.Tensor]
-    key: torch.Tensor
-    value: torch.Tensor
-    score: torch.Tensor
-    start: torch.Tensor
-    length: torch.Tensor
+    rows: LayerRows
+
+    @property
+    def layout(self):
+        return self.rows.layout
 
     @property
     def scaling(self):
@@ -51,17 +50,13 @@ class Case:
 
     @property
     def max_tokens(self):
-        window = (self.length - self.start).repeat_interleave(self.table.shape[1]).view_as(self.counts[HIGH])
-        return int((self.counts[HIGH] + self.counts[LOW] + window).max())
+        window = (self.rows.length - self.rows.window_start)[:, None]
+        return int((self.rows.high_count + self.rows.low_count + window).max())
 
     def copy(self):
-        return replace(self, pages=self.pages.clone(), score=self.score.clone())
-
-    def arguments(self):
-        return (
-            self.query, self.pages, self.layout, self.table, *self.counts, self.key, self.value, self.score,
-            self.start, self.length,
-        )  # fmt: skip
+        rows = self.rows
+        pool = SimpleNamespace(pages=rows.pages.clone(), free_list=rows.free_list)
+        return replace(self, rows=replace(rows, pool=pool, window_score=rows.window_score.clone()))
 
 
 def make_case(
@@ -128,7 +123,9 @@ def make_case(
         value[b, :, slot] = randn(kv_heads, len(slot), value_dim)
         score[b, :, slot] = torch.rand(kv_heads, len(slot), generator=generator)
     query = randn(batch, kv_heads * group, key_dim)
-    return Case(layout, query, pages, table, counts, key, value, score, start, length)
+    held = {"page_table": table, "high_count": counts[0], "low_count": counts[1], "pages": pages}
+    held |= {"window_score": score, "window_start": start, "length": length}
+    return Case(query, given_rows(layout, key, value, **held))
 
 
 def poison(scratch):
@@ -138,34 +135,29 @@ def poison(scratch):
 
 
 def make_scratch(case, splits=3, **config):
-    batch, kv_heads = case.table.shape[:2]
-    dtype = case.query.dtype
-    query_heads, slots = case.query.shape[1], case.key.shape[2]
-    chosen = KernelConfig.choose(case.layout, query_heads // kv_heads, dtype, "cpu")
-    return poison(
-        Scratch.allocate(
-            batch, kv_heads, query_heads, case.layout, slots, case.max_tokens, dtype, case.query.device,
-            splits=splits, config=replace(chosen, **config),
-        )
-    )  # fmt: skip
+    chosen = KernelConfig.choose(case.layout, case.query.shape[1] // case.rows.heads, case.query.dtype, "cpu")
+    config = replace(chosen, **config)
+    return poison(Scratch.allocate(case.query, case.rows, case.max_tokens, splits=splits, config=config))
 
 
-def run_kernel(case, splits=3, block=32, scratch=None, operand=None, **options):
+def run_kernel(case, splits=3, block=32, scratch=None, operand=None, softcap=None, sinks=None, **options):
     operand = operand or (tl.float32 if case.query.dtype == torch.float32 else tl.float16)
     scratch = scratch or make_scratch(case, splits, block=block, operand=operand)
+    softmax = Softmax(case.scaling, softcap, sinks)
     return launch.decode_attention(
-        *case.arguments(), scaling=case.scaling, max_tokens=case.max_tokens, scratch=scratch, **options
+        case.query, case.rows, softmax, max_tokens=case.max_tokens, scratch=scratch, **options
     )
 
 
-def run_reference(case, **options):
+def run_reference(case, softcap=None, sinks=None, **options):
     """The oracle needs a window without NaN, as the cache keeps it."""
+    rows = case.rows
     tiles = tuple(
-        build_tiles(case.counts[tier].flatten().numpy(), 0, layout.capacity, torch.device("cpu"))
+        build_tiles(rows.counts[tier].flatten().numpy(), 0, layout.capacity, torch.device("cpu"))
         for tier, layout in ((HIGH, case.layout.high), (LOW, case.layout.low))
     )
-    clean = replace(case, key=case.key.nan_to_num(), value=case.value.nan_to_num(), score=case.score)
-    return reference.decode_attention(*clean.arguments(), scaling=case.scaling, tiles=tiles, **options)
+    clean = replace(rows, window_key=rows.window_key.nan_to_num(), window_value=rows.window_value.nan_to_num())
+    return reference.decode_attention(case.query, clean, Softmax(case.scaling, softcap, sinks), tiles=tiles, **options)
 
 
 def relative_error(got, want):
@@ -176,31 +168,31 @@ def gains(before, after):
     """What the scores of all attended tokens gained: pages [tiers][tokens] and window."""
     result = []
     for tier, layout in ((HIGH, before.layout.high), (LOW, before.layout.low)):
-        old, new = (as_scores(segments(case.pages, layout).score) for case in (before, after))
-        width = before.table.shape[-1]
-        for row, count in enumerate(before.counts[tier].flatten().tolist()):
+        old, new = (as_scores(segments(case.rows.pages, layout).score) for case in (before, after))
+        width = before.rows.width
+        for row, count in enumerate(before.rows.counts[tier].flatten().tolist()):
             token = torch.arange(count)
             entry = token // layout.capacity
-            page = before.table.view(-1, width)[row, entry if tier == HIGH else width - 1 - entry].long()
+            page = before.rows.page_table.view(-1, width)[row, entry if tier == HIGH else width - 1 - entry].long()
             slot = token % layout.capacity
             result.append(new[page, slot] - old[page, slot])
-    held = ~before.score.isnan()
-    result.append((after.score - before.score)[held])
-    assert after.score[~held].isnan().all()
+    held = ~before.rows.window_score.isnan()
+    result.append((after.rows.window_score - before.rows.window_score)[held])
+    assert after.rows.window_score[~held].isnan().all()
     return torch.cat(result)
 
 
 def untouched(before, after):
     """Whether nothing but the scores of stored tokens changed in the pages."""
-    mask = torch.ones_like(before.pages, dtype=torch.bool)
-    width = before.table.shape[-1]
+    mask = torch.ones_like(before.rows.pages, dtype=torch.bool)
+    width = before.rows.width
     for tier, layout in ((HIGH, before.layout.high), (LOW, before.layout.low)):
-        for row, count in enumerate(before.counts[tier].flatten().tolist()):
+        for row, count in enumerate(before.rows.counts[tier].flatten().tolist()):
             for entry in range(-(-count // layout.capacity)):
-                page = int(before.table.view(-1, width)[row, entry if tier == HIGH else width - 1 - entry])
+                page = int(before.rows.page_table.view(-1, width)[row, entry if tier == HIGH else width - 1 - entry])
                 stored = min(layout.capacity, count - entry * layout.capacity)
                 mask[page, layout.score_offset : layout.score_offset + layout.score_bytes * stored] = False
-    return torch.equal(before.pages[mask], after.pages[mask])
+    return torch.equal(before.rows.pages[mask], after.rows.pages[mask])
 
 
 def assert_like_reference(case, *, tolerance=None, **options):
@@ -335,7 +327,7 @@ def test_empty_tiers_one_token_and_empty_rows():
     mine, got = assert_like_reference(case)
     assert (got[2] == 0).all()
     # the newest token is all that request 0 sees, and does not score
-    assert torch.equal(mine.score[0].nan_to_num(), case.score[0].nan_to_num())
+    assert torch.equal(mine.rows.window_score[0].nan_to_num(), case.rows.window_score[0].nan_to_num())
 
 
 def test_one_long_request_among_short_ones():
@@ -348,7 +340,7 @@ def test_rows_that_are_not_valid_return_zeros_and_score_nothing():
     valid = torch.tensor([False, True])
     mine, got = assert_like_reference(case, valid=valid)
     assert (got[0] == 0).all() and (got[1] != 0).any()
-    assert torch.equal(mine.score[0].nan_to_num(), case.score[0].nan_to_num())
+    assert torch.equal(mine.rows.window_score[0].nan_to_num(), case.rows.window_score[0].nan_to_num())
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
@@ -383,9 +375,9 @@ def test_offsets_beyond_two_gigabytes():
     got = run_kernel(case)
     assert relative_error(got, expected) < TOLERANCE[torch.float16]
     run_kernel(near)
-    used = len(near.pages) - 1
+    used = len(near.rows.pages) - 1
     assert not torch.equal(before, pages[first_page:])
-    assert torch.equal(near.pages[1:], pages[first_page : first_page + used])
+    assert torch.equal(near.rows.pages[1:], pages[first_page : first_page + used])
 
 
 @pytest.mark.parametrize("high, low", [(K8V4, K4V2), (Precision(6, 4), Precision(5, 3))])
@@ -393,24 +385,24 @@ def test_offsets_beyond_two_gigabytes():
 @pytest.mark.sampled(4)
 def test_matches_dense_attention_in_float32(dtype, high, low):
     case = make_case([[45, 20]], [[30, 61]], [17], high=high, low=low, group=3, dtype=dtype)
-    mine = case.copy()
+    mine, held = case.copy(), case.rows
     got = run_kernel(mine)[0].float().view(2, 3, -1)
-    new, old = segments(mine.pages, case.layout.high).score, segments(case.pages, case.layout.high).score
-    slot = torch.arange(int(case.start[0]), int(case.length[0])) % case.key.shape[2]
+    new, old = (segments(each.rows.pages, case.layout.high).score for each in (mine, case))
+    slot = torch.arange(int(held.window_start[0]), int(held.length[0])) % held.slots
     for row in range(2):
-        keys, values = stored_by_hand(case, row)
-        keys = torch.cat([keys, case.key[0, row, slot].float()])
-        values = torch.cat([values, case.value[0, row, slot].float()])
+        keys, values = stored_by_hand(held, row)
+        keys = torch.cat([keys, held.window_key[0, row, slot].float()])
+        values = torch.cat([values, held.window_value[0, row, slot].float()])
         query = case.query[0].float().view(2, 3, -1)[row]
         probabilities = torch.softmax(query @ keys.T * case.scaling, dim=-1)
         assert relative_error(got[row], probabilities @ values) < TOLERANCE[dtype]
         received = probabilities.amax(0)
-        gained = (mine.score - case.score)[0, row, slot]
+        gained = (mine.rows.window_score - held.window_score)[0, row, slot]
         assert gained[-1] == 0
         torch.testing.assert_close(gained[:-1], received[-17:-1], rtol=1e-2, atol=1e-5)
-        capacity, width = case.layout.high.capacity, case.table.shape[-1]
-        token = torch.arange(int(case.counts[HIGH][0, row]))
-        page = case.table.view(-1, width)[row, token // capacity].long()
+        capacity, width = case.layout.high.capacity, held.width
+        token = torch.arange(int(held.high_count[0, row]))
+        page = held.page_table.view(-1, width)[row, token // capacity].long()
         gained = (new - old)[page, token % capacity]
         torch.testing.assert_close(gained, received[: len(token)], rtol=1e-2, atol=1e-5)
 
@@ -432,7 +424,7 @@ def test_scratch_is_reused_and_checked():
 def test_the_launcher_allocates_its_own_scratch():
     case = make_case([[30]], [[9]], [4])
     expected = run_reference(case.copy())
-    got = launch.decode_attention(*case.arguments(), scaling=case.scaling, max_tokens=case.max_tokens)
+    got = launch.decode_attention(case.query, case.rows, Softmax(case.scaling), max_tokens=case.max_tokens)
     assert relative_error(got, expected) < 1e-3
 
 
@@ -445,24 +437,23 @@ def test_nothing_is_read_back_from_the_device(monkeypatch):
     for name in ("attend_kernel", "finish_kernel"):
         monkeypatch.setattr(launch, name, Recorder())
     case = make_case([[30]], [[9]], [4])
-    arguments = [a.to("meta") if isinstance(a, torch.Tensor) else a for a in case.arguments()]
+    tensors = {name: t.to("meta") for name, t in vars(case.rows).items() if isinstance(t, torch.Tensor)}
+    pool = SimpleNamespace(pages=case.rows.pages.to("meta"), free_list=None)
     valid = torch.ones(1, dtype=torch.bool, device="meta")
-    launch.decode_attention(*arguments, scaling=1.0, max_tokens=50, valid=valid)
+    rows = replace(case.rows, pool=pool, **tensors)
+    launch.decode_attention(case.query.to("meta"), rows, Softmax(1.0), max_tokens=50, valid=valid)
     assert [grid for grid, _ in launched] == [(1, 1), (1, case.query.shape[1] + 1)]
 
 
 def test_wrong_arguments_are_refused():
     case = make_case([[3]], [[0]], [2])
-    with pytest.raises(ValueError, match="scaling"):
-        launch.decode_attention(*case.arguments(), scaling=0.0, max_tokens=9)
-    with pytest.raises(ValueError, match="float64"):
-        launch.decode_attention(*replace(case, query=case.query.double()).arguments(), scaling=1.0, max_tokens=9)
-    with pytest.raises(ValueError, match="query is torch.float32 but the stored tokens are torch.float16"):
-        launch.decode_attention(*replace(case, query=case.query.float()).arguments(), scaling=1.0, max_tokens=9)
-    with pytest.raises(ValueError, match="contiguous"):
-        launch.decode_attention(*replace(case, key=case.key[..., ::2]).arguments(), scaling=1.0, max_tokens=9)
-    with pytest.raises(ValueError, match="page_table must be"):
-        launch.decode_attention(*replace(case, table=case.table.long()).arguments(), scaling=1.0, max_tokens=9)
+    for query, scaling, message in (
+        (case.query, 0.0, "scaling"),
+        (case.query.double(), 1.0, "float64"),
+        (case.query.float(), 1.0, "query is torch.float32 but the stored tokens are torch.float16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            launch.decode_attention(query, case.rows, Softmax(scaling), max_tokens=9)
 
 
 @pytest.mark.parametrize("backend", ["cuda", "hip"])

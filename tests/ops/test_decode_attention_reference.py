@@ -11,8 +11,9 @@ from torch import Tensor
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.decode_attention import reference_tier
 from hf_diffkv.ops.decode_attention.reference import decode_attention
+from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.ops.tiles import build_tiles
-from hf_diffkv.pages import LOW, PageLayout, fields
+from hf_diffkv.pages import LOW, LayerRows, PageLayout, fields
 from hf_diffkv.precision import CODE_BITS
 
 HIGH_PRECISION, LOW_PRECISION = Precision(8, 4), Precision(4, 2)
@@ -76,23 +77,19 @@ class Case:
             for count, tier in zip(self.store.counts, (self.layout.high, self.layout.low))
         )
 
-    def run(self, slack: int = 0, **options) -> Tensor:
-        store = self.store
-        return decode_attention(
-            self.query,
-            store.pages,
-            self.layout,
-            store.table.view(self.batch, self.heads, -1),
-            *(count.view(self.batch, self.heads) for count in store.counts),
+    def rows(self) -> LayerRows:
+        return self.store.rows(
+            self.heads,
             self.window_key,
             self.window_value,
-            self.window_score,
-            self.start,
-            self.length,
-            scaling=self.scaling,
-            tiles=self.tiles(slack),
-            **options,
+            window_score=self.window_score,
+            window_start=self.start,
+            length=self.length,
         )
+
+    def run(self, slack: int = 0, softcap=None, sinks=None, **options) -> Tensor:
+        softmax = Softmax(self.scaling, softcap, sinks)
+        return decode_attention(self.query, self.rows(), softmax, tiles=self.tiles(slack), **options)
 
     def tokens(self, row: int) -> tuple[np.ndarray, np.ndarray, list[float]]:
         """Keys, values and scores of a row, in float64: high, low, window from oldest to newest."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from native_code import every_set, needs_native
+from test_append import assert_alike as assert_appended_alike
 from test_append import state as window_state
 from test_compact_kernel import State, run_reference, small_layout
 from test_quantize_kernel import NARROW, PAGES, make_tokens, poisoned, tier_of
@@ -153,22 +154,21 @@ def test_places_that_do_not_exist_are_refused(page: int, slot: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dims", [(16, 16), (20, 12), (128, 64)], ids=str)
 def test_append(dtype: torch.dtype, dims: tuple[int, int], valid: list[bool] | None) -> None:
-    got, expected = window_state(dtype, *dims), window_state(dtype, *dims)
+    (got, key, value), (expected, *_) = window_state(dtype, *dims), window_state(dtype, *dims)
     flags = None if valid is None else torch.tensor(valid)
-    for op, tensors in ((append_native, got), (append_reference, expected)):
-        op.append_token(**tensors, limit=1e4, valid=flags)
-    for name, tensor in expected.items():
-        assert torch.equal(got[name], tensor), name
+    for op, rows in ((append_native, got), (append_reference, expected)):
+        op.append_token(rows, key, value, limit=1e4, valid=flags)
+    assert_appended_alike(got, expected)
 
 
 @pytest.mark.parametrize("name", ["key", "value"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 2e4, -2e4])
 def test_what_cannot_be_stored_is_flagged(name: str, bad: float) -> None:
     for valid in (None, torch.tensor([True, False, True])):
-        tensors = window_state(torch.float32, 20, 12)
-        tensors[name][1, 1, 7] = bad
-        append_native.append_token(**tensors, limit=1e4, valid=valid)
-        assert bool(tensors["invalid"]) == (valid is None)
+        rows, *new = window_state(torch.float32, 20, 12)
+        new[("key", "value").index(name)][1, 1, 7] = bad
+        append_native.append_token(rows, *new, limit=1e4, valid=valid)
+        assert bool(rows.invalid) == (valid is None)
 
 
 def compact(state: State, candidates: tuple, limits: tuple) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hand_past import hand_past
+from hand_past import attend_prompt, hand_past
 from native_code import every_set, needs_native
 from test_prefill_attention_reference import RAGGED, dense, draw
 from torch import Tensor
@@ -58,7 +58,7 @@ def check(
     """`past`: what `hand_past` returns."""
     parts = [part.to(dtype) for part in (query, key, value)]
     scaling = query.shape[-1] ** -0.5
-    got = native.prefill_attention(*parts, scaling=scaling, past=past[0] if past else None, **options)
+    got = attend_prompt(native.prefill_attention, *parts, scaling=scaling, past=past[0] if past else None, **options)
     if past:
         stored = (as_read(past[1], dtype), as_read(past[2], dtype), past[3])
         options |= dict(zip(("past_key", "past_value", "past_valid"), stored))
@@ -100,10 +100,10 @@ def test_padding_and_observation_window(observation_window: int | None, dtype: t
 @every_dtype
 def test_what_padding_holds_does_not_matter(dtype: torch.dtype) -> None:
     parts = [part.to(dtype) for part in draw(5, 2, 2, 40, 16)]
-    expected = native.prefill_attention(*parts, scaling=0.25, valid=RAGGED)
+    expected = attend_prompt(native.prefill_attention, *parts, scaling=0.25, valid=RAGGED)
     for part in parts:
         part.masked_fill_(~RAGGED[:, None, :, None], torch.nan)
-    got = native.prefill_attention(*parts, scaling=0.25, valid=RAGGED)
+    got = attend_prompt(native.prefill_attention, *parts, scaling=0.25, valid=RAGGED)
     assert all(torch.equal(a, b) for a, b in zip(got, expected))
     assert (got[0].masked_fill(RAGGED[:, None, :, None], 0) == 0).all()
 
@@ -186,7 +186,9 @@ def test_exact_tokens_between_the_stored_and_the_new_ones(dtype: torch.dtype) ->
     new = (query[:, :, 30:], key[:, :, 30:], value[:, :, 30:])
     names = ("past_key", "past_value", "past_valid")
     for stored in (None, past):
-        got = native.prefill_attention(*new, scaling=0.25, past=stored, **dict(zip(names, (*between, shown))))
+        got = attend_prompt(
+            native.prefill_attention, *new, scaling=0.25, past=stored, **dict(zip(names, (*between, shown)))
+        )
         before = (between[0].nan_to_num(), between[1].nan_to_num(), shown)
         if stored is not None:
             parts = (as_read(stored_key, dtype), as_read(stored_value, dtype), there)
@@ -203,21 +205,21 @@ def test_large_logits_do_not_overflow(dtype: torch.dtype) -> None:
 @every_dtype
 def test_tensors_of_any_strides(dtype: torch.dtype) -> None:
     query, key, value = (part.to(dtype) for part in draw(2, 2, 2, 20, 16))
-    expected = native.prefill_attention(query, key, value, scaling=0.25)
+    expected = attend_prompt(native.prefill_attention, query, key, value, scaling=0.25)
     apart = [part.transpose(1, 2).contiguous().transpose(1, 2) for part in (query, key, value)]
     turned = [part.mT.contiguous().mT for part in (query, key, value)]
     for parts in (apart, turned):
-        got = native.prefill_attention(*parts, scaling=0.25)
+        got = attend_prompt(native.prefill_attention, *parts, scaling=0.25)
         assert all(torch.equal(a, b) for a, b in zip(got, expected))
 
 
 def test_results_do_not_depend_on_the_number_of_threads() -> None:
     parts = [part.float() for part in draw(1, 2, 2, 700, 16)]
-    expected = native.prefill_attention(*parts, scaling=0.25)
+    expected = attend_prompt(native.prefill_attention, *parts, scaling=0.25)
     try:
         for count in (2, 5):
             torch.set_num_threads(count)
-            got = native.prefill_attention(*parts, scaling=0.25)
+            got = attend_prompt(native.prefill_attention, *parts, scaling=0.25)
             assert all(torch.equal(a, b) for a, b in zip(got, expected))
     finally:
         torch.set_num_threads(1)
@@ -229,7 +231,7 @@ def test_more_tokens_than_a_full_block_has_room_for() -> None:
     query, key, value = (part.float() for part in draw(1, 1, 1, length, dim))
     # all queries but the last few leave no trace
     query[:, :, :-20] = 0
-    output, received = native.prefill_attention(query, key, value, scaling=1.0, observation_window=20)
+    output, received = attend_prompt(native.prefill_attention, query, key, value, scaling=1.0, observation_window=20)
     logits = query[0, 0, -20:].double() @ key[0, 0].double().T
     later = torch.arange(length) > torch.arange(length - 20, length)[:, None]
     probabilities = logits.masked_fill(later, -torch.inf).softmax(-1)
@@ -245,30 +247,30 @@ def test_more_tokens_than_a_full_block_has_room_for() -> None:
 @pytest.mark.sampled(6)
 def test_entries_outside_the_pool_are_refused(bad: int) -> None:
     past = hand_past(HIGH, LOW, WINDOW)[0]
-    past.page_table[0, 0, 0] = bad
+    past.rows.page_table[0, 0, 0] = bad
     parts = [part.float() for part in draw(3, 2, 2, 9, 16)]
     with pytest.raises(CorruptMemoryError, match="page table"):
-        native.prefill_attention(*parts, scaling=0.25, past=past)
+        attend_prompt(native.prefill_attention, *parts, scaling=0.25, past=past)
 
 
 def test_counts_beyond_the_longest_row_are_refused() -> None:
     past = hand_past(HIGH, LOW, WINDOW)[0]
     parts = [part.float() for part in draw(3, 2, 2, 9, 16)]
     with pytest.raises(CorruptMemoryError, match="counts more"):
-        native.prefill_attention(*parts, scaling=0.25, past=replace(past, tokens=past.tokens - 1))
+        attend_prompt(native.prefill_attention, *parts, scaling=0.25, past=replace(past, stored=past.stored - 1))
 
 
 def test_tensors_that_do_not_fit_are_named() -> None:
     query, key, value = (part.float() for part in draw(1, 2, 2, 9, 16))
     with pytest.raises(ValueError, match="key"):
-        native.prefill_attention(query, key[..., :8], value, scaling=0.25)
+        attend_prompt(native.prefill_attention, query, key[..., :8], value, scaling=0.25)
     with pytest.raises(ValueError, match="value"):
-        native.prefill_attention(query, key, value[:, :, :8], scaling=0.25)
-    with pytest.raises(ValueError, match="past_valid"):
-        native.prefill_attention(query, key, value, scaling=0.25, past_key=key, past_value=value)
+        attend_prompt(native.prefill_attention, query, key, value[:, :, :8], scaling=0.25)
+    with pytest.raises(ValueError, match="valid together"):
+        attend_prompt(native.prefill_attention, query, key, value, scaling=0.25, past_key=key, past_value=value)
     with pytest.raises(ValueError, match="stored"):
         past = hand_past([[5, 0]], [[7, 0]], [4], key_dim=32)[0]
-        native.prefill_attention(query, key, value, scaling=0.25, past=past)
+        attend_prompt(native.prefill_attention, query, key, value, scaling=0.25, past=past)
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("DIFFKV_FUZZ_SEEDS", "3"))))

@@ -27,9 +27,11 @@ from hf_diffkv.ops.decode_attention import native as attention_native
 from hf_diffkv.ops.quantize import Contents
 from hf_diffkv.ops.quantize import native as quantize_native
 from hf_diffkv.ops.quantize import reference as quantize_reference
-from hf_diffkv.pages import HIGH, PageLayout, TierLayout
+from hf_diffkv.ops.softmax import Softmax
+from hf_diffkv.pages import HIGH, LayerRows, PageLayout, TierLayout
 from hf_diffkv.pages.segments import segments
 from hf_diffkv.precision import SUPPORTED_BITS, Precision
+from tools.kernels.rows import given_rows
 
 pytestmark = needs_native
 ROWS = 256
@@ -41,6 +43,7 @@ SMALLEST = {torch.float32: 0.0, torch.bfloat16: 0.0, torch.float16: 2**-25}
 # of a probability, beside its share of OUTPUT; narrow sums have 10 bits of mantissa
 SCORE = {torch.float32: 2e-6, torch.bfloat16: 2e-3, torch.float16: 2e-3}
 NARROW_SCORE = 2**-9
+APPENDED = ("window_key", "window_value", "window_score", "length")
 
 
 @dataclass
@@ -148,6 +151,15 @@ class Rows:
                 quantize_reference.store_tokens(expected, stored.tier, *what)
         assert torch.equal(self.pages, expected)
 
+    def layer(self, **given: Tensor) -> LayerRows:
+        """What ops take; `given` in place of some of its tensors."""
+        shape = (self.batch, self.heads)
+        held = {"pages": self.pages, "page_table": self.table.view(*shape, -1), "window_score": self.window_score}
+        held |= {"high_count": self.count[0].view(shape), "low_count": self.count[1].view(shape)}
+        held |= {"window_start": self.start, "length": self.length, "sink_end": self.sink_end}
+        held |= {"window_key": self.window_key, "window_value": self.window_value, **given}
+        return given_rows(self.layout, sink_slots=self.sink_slots, **held)
+
     def held(self) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """Keys and values float64 [rows, tokens, dim] and the mask of tokens; columns of the stored ones."""
         slots = self.shown.shape[1]
@@ -182,22 +194,7 @@ def check_attention(rows: Rows) -> None:
     query = (3 * rows.normal(rows.batch, rows.heads * rows.group, rows.dims[0])).to(rows.dtype)
     scaling = rows.dims[0] ** -0.5
     before, window_before = scores_of(rows), rows.window_score.clone()
-    shape = (rows.batch, rows.heads)
-    window = (rows.window_key, rows.window_value, rows.window_score, rows.start, rows.length)
-    output = attention_native.decode_attention(
-        query,
-        rows.pages,
-        rows.layout,
-        rows.table.view(*shape, -1),
-        *(count.view(shape) for count in rows.count),
-        *window,
-        scaling=scaling,
-        valid=valid,
-        softcap=softcap,
-        sinks=sinks,
-        sink_end=rows.sink_end if rows.sink_slots else None,
-        sink_slots=rows.sink_slots,
-    )
+    output = attention_native.decode_attention(query, rows.layer(), Softmax(scaling, softcap, sinks), valid=valid)
     logits = query.double().view(ROWS, rows.group, -1) @ keys.mT * scaling
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -230,16 +227,11 @@ def check_attention(rows: Rows) -> None:
 def check_append(rows: Rows) -> None:
     key, value = (rows.normal(rows.batch, rows.heads, dim).to(rows.dtype) for dim in rows.dims)
     valid = rows.choose(None, torch.rand(rows.batch, generator=rows.generator) < 0.8)
-    names = ("window_key", "window_value", "window_score", "length")
-    mine, theirs = ({name: getattr(rows, name).clone() for name in names} for _ in range(2))
-    options = {"limit": 1e4, "valid": valid, "sink_slots": rows.sink_slots}
-    options["sink_end"] = rows.sink_end if rows.sink_slots else None
+    mine, theirs = ({name: getattr(rows, name).clone() for name in APPENDED} for _ in range(2))
     for op, tensors in ((append_native, mine), (append_reference, theirs)):
-        op.append_token(**tensors, invalid=torch.zeros((), dtype=torch.bool), key=key, value=value, **options)
-    for name in names:
-        assert torch.equal(mine[name], theirs[name]) or torch.equal(
-            mine[name].nan_to_num(-7.0), theirs[name].nan_to_num(-7.0)
-        ), name
+        op.append_token(rows.layer(**tensors), key, value, limit=1e4, valid=valid)
+    for name in APPENDED:
+        assert torch.equal(mine[name].nan_to_num(-7.0), theirs[name].nan_to_num(-7.0)), name
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))

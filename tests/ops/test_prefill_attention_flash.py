@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hand_past import hand_past
+from hand_past import attend_prompt, hand_past
 from test_prefill_attention_reference import RAGGED, dense, draw
 from torch import Tensor
 
@@ -34,8 +34,8 @@ def check(
 ) -> None:
     query, key, value = (part.to(dtype) for part in (query, key, value))
     scaling = query.shape[-1] ** -0.5
-    output, received = flash.prefill_attention(
-        query, key, value, scaling=scaling, past=past[0] if past else None, **options
+    output, received = attend_prompt(
+        flash.prefill_attention, query, key, value, scaling=scaling, past=past[0] if past else None, **options
     )
     stored = {}
     if past:
@@ -67,10 +67,14 @@ def test_padding_and_observation_window(observation_window: int | None) -> None:
     check(*draw(5, 2, 2, 40, 16), observation_window=observation_window)
     query, key, value = draw(5, 2, 2, 40, 16)
     check(query, key, value, valid=RAGGED, observation_window=observation_window)
-    expected = flash.prefill_attention(*(x.bfloat16() for x in (query, key, value)), scaling=0.25, valid=RAGGED)
+    expected = attend_prompt(
+        flash.prefill_attention, *(x.bfloat16() for x in (query, key, value)), scaling=0.25, valid=RAGGED
+    )
     for tensor in (query, key, value):
         tensor.masked_fill_(~RAGGED[:, None, :, None], torch.nan)
-    given = flash.prefill_attention(*(x.bfloat16() for x in (query, key, value)), scaling=0.25, valid=RAGGED)
+    given = attend_prompt(
+        flash.prefill_attention, *(x.bfloat16() for x in (query, key, value)), scaling=0.25, valid=RAGGED
+    )
     assert all(torch.equal(a, b) for a, b in zip(given, expected))
 
 
@@ -101,7 +105,9 @@ def test_exact_tokens_between_the_stored_and_the_new_ones() -> None:
     new = (query[:, :, 30:], key[:, :, 30:], value[:, :, 30:])
     names = ("past_key", "past_value", "past_valid")
     for stored in (None, past):
-        given = flash.prefill_attention(*new, scaling=0.25, past=stored, **dict(zip(names, (*between, shown))))
+        given = attend_prompt(
+            flash.prefill_attention, *new, scaling=0.25, past=stored, **dict(zip(names, (*between, shown)))
+        )
         before = (between[0].nan_to_num(), between[1].nan_to_num(), shown)
         if stored is not None:
             parts = (stored_key.nan_to_num().bfloat16(), stored_value.nan_to_num().bfloat16(), there)
@@ -115,7 +121,7 @@ def test_heads_too_wide_for_the_kernels_take_the_reference(monkeypatch: pytest.M
     """As they do on a GPU, for Gemma 4's full-attention layers."""
     monkeypatch.setattr(op, "use_kernels", lambda device, dtype: True)
     query, key, value = (part.float() for part in draw(1, 1, 2, 9, 512))
-    output, received = prefill_attention(query, key, value, scaling=0.05)
+    output, received = attend_prompt(prefill_attention, query, key, value, scaling=0.05)
     expected = dense(query, key, value, 0.05)
     torch.testing.assert_close(output.double(), expected[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(received.double(), expected[1], rtol=1e-4, atol=1e-4)
@@ -134,7 +140,7 @@ def test_large_logits_do_not_overflow() -> None:
 def test_more_than_six_thousand_tokens() -> None:
     length, dim = 6200, 16
     query, key, value = (part.bfloat16() for part in draw(1, 1, 1, length, dim))
-    _, received = flash.prefill_attention(query, key, value, scaling=dim**-0.5)
+    _, received = attend_prompt(flash.prefill_attention, query, key, value, scaling=dim**-0.5)
     given = torch.zeros(length, dtype=torch.float64)
     column = torch.arange(length)
     for rows in column.split(1000):
@@ -159,10 +165,10 @@ def test_the_rest_is_left_to_the_reference(
 ) -> None:
     monkeypatch.setattr(op.native, "can_attend", lambda *tensors: False)
     parts = [part.to(dtype) for part in draw(1, 1, 1, 8, 16)]
-    prefill_attention(*parts, scaling=0.25, **options)
+    attend_prompt(prefill_attention, *parts, scaling=0.25, **options)
     with use_backend("reference"):
-        prefill_attention(*parts, scaling=0.25, **options)
-    prefill_attention(*parts[:2], parts[2][..., :8], scaling=0.25)
+        attend_prompt(prefill_attention, *parts, scaling=0.25, **options)
+    attend_prompt(prefill_attention, *parts[:2], parts[2][..., :8], scaling=0.25)
     assert called == ["flash" if served else "reference", "reference", "reference"]
 
 
@@ -173,7 +179,7 @@ def test_native_code_runs_where_it_is_faster(called: list[str], monkeypatch: pyt
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx, raising=False)
     parts = draw(1, 1, 1, 8, 16)
     for dtype, options in ((torch.bfloat16, {}), (torch.bfloat16, {"softcap": 5.0}), (torch.float16, {})):
-        prefill_attention(*(part.to(dtype) for part in parts), scaling=0.25, **options)
+        attend_prompt(prefill_attention, *(part.to(dtype) for part in parts), scaling=0.25, **options)
     with use_backend("native"):
-        prefill_attention(*(part.bfloat16() for part in parts), scaling=0.25)
+        attend_prompt(prefill_attention, *(part.bfloat16() for part in parts), scaling=0.25)
     assert called == ["flash" if has_amx else "native", "native", "native", "native"]

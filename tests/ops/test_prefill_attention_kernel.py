@@ -9,7 +9,7 @@ triton = pytest.importorskip("triton")
 if isinstance(triton.language.sum, triton.JITFunction):
     pytest.skip("triton was imported before TRITON_INTERPRET=1 was set", allow_module_level=True)
 
-from hand_past import hand_past  # noqa: E402
+from hand_past import attend_prompt, hand_past  # noqa: E402
 
 from hf_diffkv.ops.prefill_attention import launch, past_launch, reference, tiles  # noqa: E402
 
@@ -80,9 +80,13 @@ def assert_alike(got, want, dtype):
         assert relative_error(left, right) < TOLERANCE[dtype], name
 
 
+def attend(op, query, key, value, **options):
+    return attend_prompt(op.prefill_attention, query, key, value, **options)
+
+
 def check(inputs, dtype=torch.float32):
-    got = launch.prefill_attention(**inputs)
-    want = reference.prefill_attention(**inputs)
+    got = attend(launch, **inputs)
+    want = attend(reference, **inputs)
     assert got[0].dtype == inputs["query"].dtype and got[1].dtype == torch.float32
     assert_alike(got, want, dtype)
     return got
@@ -163,10 +167,10 @@ def test_padding_is_not_read_and_yields_zeros(rows, window, small_tiles):
     valid = padding(*rows)
     inputs = make_inputs(len(rows), 2, 1, valid.shape[1], 16)
     inputs |= {"valid": valid, "observation_window": window}
-    want = reference.prefill_attention(**inputs)
+    want = attend(reference, **inputs)
     for name in ("query", "key", "value"):
         inputs[name] = inputs[name].masked_fill(~valid[:, None, :, None], torch.nan)
-    output, received = launch.prefill_attention(**inputs)
+    output, received = attend(launch, **inputs)
     assert_alike((output, received), want, torch.float32)
     assert (output.masked_select(~valid[:, None, :, None]) == 0).all()
     assert (received.masked_select(~valid[:, None]) == 0).all()
@@ -189,7 +193,7 @@ def test_one_long_and_many_short_requests(small_tiles):
 @pytest.mark.slow
 def test_a_window_reads_its_queries_only(small_tiles, monkeypatch):
     inputs = make_inputs(2, 2, 1, 100, 16, past=21) | {"observation_window": 9}
-    want = reference.prefill_attention(**inputs)
+    want = attend(reference, **inputs)
 
     class SpoiltDenominators:
         """Probabilities of queries before the window would be infinite."""
@@ -206,7 +210,7 @@ def test_a_window_reads_its_queries_only(small_tiles, monkeypatch):
 
     monkeypatch.setattr(launch, "column_scores", SpoiltDenominators(launch.column_scores))
     monkeypatch.setattr(past_launch, "past_scores", SpoiltDenominators(past_launch.past_scores))
-    assert_alike(launch.prefill_attention(**inputs), want, torch.float32)
+    assert_alike(attend(launch, **inputs), want, torch.float32)
 
 
 def dense_past(batch, kv_heads, tokens, key_dim, value_dim=None):
@@ -227,10 +231,10 @@ def test_a_dense_past_of_different_lengths_per_head(past, length, stored, window
     valid = torch.ones(2, length, dtype=torch.bool)
     valid[1, : length // 3] = False
     inputs |= {"past_valid": exists, "valid": valid, "observation_window": window}
-    want = reference.prefill_attention(**{**inputs, "past_key": inputs["past_key"].masked_fill(~exists[..., None], 0)})
+    want = attend(reference, **{**inputs, "past_key": inputs["past_key"].masked_fill(~exists[..., None], 0)})
     for name in ("past_key", "past_value"):
         inputs[name] = inputs[name].masked_fill(~exists[..., None], torch.nan)
-    got = launch.prefill_attention(**inputs)
+    got = attend(launch, **inputs)
     assert_alike(got, want, torch.float32)
     assert (got[1][..., -past - length : -length].masked_select(~exists) == 0).all()
 
@@ -294,7 +298,7 @@ def test_strided_inputs_and_the_layout_of_the_output():
 
 def test_nothing_to_do():
     for inputs in (make_inputs(0, 2, 1, 5, 16), make_inputs(1, 2, 1, 0, 16)):
-        output, received = launch.prefill_attention(**inputs)
+        output, received = attend(launch, **inputs)
         assert output.shape == inputs["query"].shape and received.shape == inputs["key"].shape[:3]
 
 
@@ -306,19 +310,19 @@ def test_nothing_to_do():
         ({"valid": torch.ones(1, 5)}, "valid must be bool"),
         ({"mask": torch.ones(1, 1, 5, 4, dtype=torch.bool)}, "mask must be"),
         ({"sinks": torch.zeros(3)}, "sinks must be"),
-        ({"past_key": torch.zeros(1, 2, 3, 16)}, "past_valid"),
-        ({"observation_window": 0}, "observation_window"),
+        ({"past_key": torch.zeros(1, 2, 3, 16)}, "valid together"),
+        ({"observation_window": -1}, "observed must be"),
         ({"scaling": 0.0}, "scaling"),
         ({"query": torch.zeros(1, 3, 5, 16)}, "multiple"),
     ],
 )
 def test_what_the_kernels_cannot_take_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        launch.prefill_attention(**{**make_inputs(1, 4, 2, 5, 16), **change})
+        attend(launch, **{**make_inputs(1, 4, 2, 5, 16), **change})
 
 
 def test_more_rows_than_a_launch_takes_are_refused():
     """Programs along the third axis of a launch are counted in 16 bits."""
     one = torch.zeros(1, 2, 1, 16).expand(32768, -1, -1, -1)
     with pytest.raises(ValueError, match="32768 sequences of 2 KV heads are more than 65535"):
-        launch.prefill_attention(one, one, one, scaling=0.25)
+        attend_prompt(launch.prefill_attention, one, one, one, scaling=0.25)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hand_past import hand_past
+from hand_past import attend_prompt, hand_past
 from torch import Tensor
 
 from hf_diffkv.config import Precision
@@ -86,7 +86,7 @@ def check(query: Tensor, key: Tensor, value: Tensor, tolerance: float = 1e-10, p
     """`past`: from `hand_past`; a dense one among the options follows it."""
     scaling = query.shape[-1] ** -0.5
     stored, *held = [None] * 4 if past is None else past
-    output, received = prefill_attention(query, key, value, scaling=scaling, past=stored, **options)
+    output, received = attend_prompt(prefill_attention, query, key, value, scaling=scaling, past=stored, **options)
     if past is not None:
         between = [options.pop(name, None) for name in ("past_key", "past_value", "past_valid")]
         held = [part if more is None else torch.cat([part, more], 2) for part, more in zip(held, between)]
@@ -123,17 +123,17 @@ def test_a_row_of_padding_alone() -> None:
     valid[1] = False
     query, key, value = draw(2, 1, 2, 12, 8)
     check(query, key, value, valid=valid)
-    output, received = prefill_attention(query, key, value, scaling=1.0, valid=valid)
+    output, received = attend_prompt(prefill_attention, query, key, value, scaling=1.0, valid=valid)
     assert (output[1] == 0).all() and (received[1] == 0).all()
 
 
 @pytest.mark.parametrize("garbage", [1e4, torch.inf, torch.nan])
 def test_padding_may_hold_anything(garbage: float) -> None:
     query, key, value = draw(5, 2, 2, 40, 16)
-    expected = prefill_attention(query, key, value, scaling=0.25, valid=RAGGED)
+    expected = attend_prompt(prefill_attention, query, key, value, scaling=0.25, valid=RAGGED)
     for tensor in (query, key, value):
         tensor.masked_fill_(~RAGGED[:, None, :, None], garbage)
-    for got, want in zip(prefill_attention(query, key, value, scaling=0.25, valid=RAGGED), expected):
+    for got, want in zip(attend_prompt(prefill_attention, query, key, value, scaling=0.25, valid=RAGGED), expected):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
@@ -224,7 +224,7 @@ def test_blocks_of_queries_do_not_matter(monkeypatch: pytest.MonkeyPatch, block_
 def test_low_precision_models(dtype: torch.dtype, tolerance: float) -> None:
     query, key, value = (x.to(dtype) for x in draw(3, 2, 2, 40, 32))
     scaling = 32**-0.5
-    output, received = prefill_attention(query, key, value, scaling=scaling, valid=RAGGED[:3])
+    output, received = attend_prompt(prefill_attention, query, key, value, scaling=scaling, valid=RAGGED[:3])
     expected, expected_received = dense(query, key, value, scaling, valid=RAGGED[:3])
     assert output.dtype == dtype
     torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
@@ -240,7 +240,7 @@ def test_large_logits_do_not_overflow() -> None:
 def test_more_than_six_thousand_tokens() -> None:
     length, dim = 6200, 8
     query, key, value = draw(1, 1, 2, length, dim)
-    output, received = prefill_attention(query.float(), key.float(), value.float(), scaling=dim**-0.5)
+    output, received = attend_prompt(prefill_attention, query.float(), key.float(), value.float(), scaling=dim**-0.5)
     query, key, value = (x.float().double() for x in (query, key, value))
     given = torch.zeros(2, length, dtype=torch.float64)
     column = torch.arange(length)

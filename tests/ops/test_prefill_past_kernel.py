@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hand_past import hand_past
+from hand_past import attend_prompt, hand_past
 from test_prefill_attention_kernel import TOLERANCE, assert_alike, check, poisoned_buffers, small_tiles  # noqa: F401
 from test_prefill_attention_reference import dense, past_options
 
@@ -75,7 +75,7 @@ def test_padding_and_the_observation_window(length, window, small_tiles, monkeyp
     want = dense(*new, 0.25, **past_options(*held), **options)
     for tensor in new:
         tensor.masked_fill_(~valid[:, None, :, None], torch.nan)
-    got = launch.prefill_attention(*new, scaling=0.25, past=past, **options)
+    got = attend_prompt(launch.prefill_attention, *new, scaling=0.25, past=past, **options)
     assert_alike(got, want, torch.float32)
     assert (got[0].masked_select(~valid[:, None, :, None]) == 0).all()
 
@@ -163,7 +163,7 @@ def test_group_sizes(group, small_tiles, monkeypatch):  # noqa: F811
 @pytest.mark.parametrize("tokens", [-1, 0, 1])
 @pytest.mark.sampled(100)
 def test_tokens_that_end_near_the_end_of_a_page_or_block(tokens, small_tiles):  # noqa: F811
-    layout = hand_past([[1]], [[1]], [0])[0].layout
+    layout = hand_past([[1]], [[1]], [0])[0].rows.layout
     high, low = 2 * layout.high.capacity + tokens, 64 + tokens
     check_past(hand_past([[high]], [[low]], [16 + tokens]), draw(1, 1, 1, 3, 16))
 
@@ -213,17 +213,30 @@ def test_splits_fill_a_device(programs, tokens, expected):
 
 
 @pytest.mark.parametrize(
-    "change, message",
+    "past, message",
     [
-        (lambda past: {"page_table": past.page_table.long()}, "past.page_table must be contiguous torch.int32"),
-        (lambda past: {"high_count": past.high_count[:, :0]}, "past.high_count"),
-        (lambda past: {"window_key": past.window_key.double()}, "past.window_key must be one of"),
-        (lambda past: {"window_value": past.window_value.mT.contiguous().mT}, "past.window_value must be contiguous"),
-        (lambda past: {"layout": hand_past([[1]], [[0]], [0], key_dim=8)[0].layout}, "head dimensions"),
+        (hand_past([[3]], [[4]], [2], dtype=torch.float64), "window_key must be one of"),
+        (hand_past([[3]], [[4]], [2], key_dim=8), "head dimensions"),
+        (hand_past([[3, 1]], [[4, 1]], [2]), "KV heads"),
     ],
 )
-def test_what_the_kernels_cannot_read_is_refused(change, message):
-    past = hand_past([[3]], [[4]], [2])[0]
-    query, key, value = draw(1, 1, 1, 2, 16)
+def test_what_the_kernels_cannot_read_is_refused(past, message):
+    new = draw(1, 1, 1, 2, 16)
     with pytest.raises(ValueError, match=message):
-        launch.prefill_attention(query, key, value, scaling=1.0, past=replace(past, **change(past)))
+        attend_prompt(launch.prefill_attention, *new, scaling=1.0, past=past[0])
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda rows: {"page_table": rows.page_table.long()}, "page_table must be contiguous torch.int32"),
+        (lambda rows: {"high_count": rows.high_count[:, :0]}, "high_count"),
+        (lambda rows: {"window_value": rows.window_value.mT.contiguous().mT}, "window_value must be contiguous"),
+        (lambda rows: {"length": rows.length.int()}, "length must be contiguous torch.int64"),
+        (lambda rows: {"invalid": rows.invalid.to("meta")}, "invalid is on meta, but window_key is on cpu"),
+    ],
+)
+def test_rows_that_do_not_fit_together_are_refused(change, message):
+    rows = hand_past([[3]], [[4]], [2])[0].rows
+    with pytest.raises(ValueError, match=message):
+        replace(rows, **change(rows))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.ops.compact import least_mean
+from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.policy import POLICIES
 from hf_diffkv.policy.hashing import HASHES, token_hash
 from hf_diffkv.policy.ranking import rank_in_rows, share_of
@@ -94,7 +95,7 @@ def prompted(lengths: tuple[int, ...], policy: str, place: tuple[int, int] = (0,
     pair.store.padding.append(max(lengths), left_padding(lengths))
     generator = torch.Generator().manual_seed(len(lengths))
     query, key, value = torch.randn(3, len(lengths), 3, max(lengths), 16, generator=generator, dtype=torch.float64)
-    attend_tokens(pair.store, 0, 3 * query, key, value, scaling=0.25, valid=left_padding(lengths))
+    attend_tokens(pair.store, 0, 3 * query, key, value, softmax=Softmax(0.25), valid=left_padding(lengths))
     return pair
 
 
@@ -185,7 +186,7 @@ def test_generation_keeps_the_share(tokens: int, share: float, prune: float, spr
         query[..., 0] = 8.0
         begin_forward(store, new)
         store.padding.append(new, None)
-        (attend_token if step else attend_tokens)(store, 0, query, key, value, scaling=0.125)
+        (attend_token if step else attend_tokens)(store, 0, query, key, value, softmax=Softmax(0.125))
         high, kept = (count.float() for count in (store.high_count, store.high_count + store.low_count))
         wanted = (1 - prune) * store.window_start[..., None]
         assert ((high - share * kept).abs() <= 0.03 * kept + 2).all()

@@ -17,12 +17,12 @@ from test_decode_attention_kernel import (
     make_case,
     poison,
     relative_error,
+    run_kernel,
     run_reference,
     untouched,
 )
 
 from hf_diffkv.config import Precision
-from hf_diffkv.ops.decode_attention import launch
 from hf_diffkv.ops.decode_attention.held import Held
 from hf_diffkv.ops.decode_attention.scratch import Scratch
 
@@ -35,16 +35,8 @@ KERNELS = ["attend_kernel", "finish_kernel"]
 
 def attend(case: Case, splits: int | None = 3, **options: object) -> torch.Tensor:
     """With the shipped choices for a device of capability 8.0."""
-    batch, kv_heads = case.table.shape[:2]
-    query_heads, slots, dtype = case.query.shape[1], case.key.shape[2], case.query.dtype
-    scratch = poison(
-        Scratch.allocate(
-            batch, kv_heads, query_heads, case.layout, slots, case.max_tokens, dtype, case.query.device, splits=splits
-        )
-    )
-    return launch.decode_attention(
-        *case.arguments(), scaling=case.scaling, max_tokens=case.max_tokens, scratch=scratch, **options
-    )
+    scratch = poison(Scratch.allocate(case.query, case.rows, case.max_tokens, splits=splits))
+    return run_kernel(case, scratch=scratch, **options)
 
 
 def check(case: Case, splits: int | None = 3, **options: object) -> torch.Tensor:
@@ -132,8 +124,8 @@ def test_scores_joined_over_layers(emulator) -> None:
     attend(alone)
     held = Held()
     attend(joined, held=held)
-    assert torch.equal(joined.pages, case.pages)
+    assert torch.equal(joined.rows.pages, case.rows.pages)
     held.last = True
     attend(joined, held=held)
-    assert torch.equal(joined.pages, alone.pages)
-    assert torch.equal(joined.score.nan_to_num(), alone.score.nan_to_num())
+    assert torch.equal(joined.rows.pages, alone.rows.pages)
+    assert torch.equal(joined.rows.window_score.nan_to_num(), alone.rows.window_score.nan_to_num())

@@ -6,6 +6,7 @@ import pytest
 import torch
 from selection import cases
 from test_append import CPU, rotated_by_hand, state
+from test_append import assert_alike as assert_appended_alike
 from test_compact_kernel import K4V2, K8V4, State, assert_alike, assert_steps_alike, run_kernel, small_layout
 from test_quantize_kernel import assert_stored_alike, make_tokens, tier_of
 
@@ -14,7 +15,7 @@ from hf_diffkv.ops.append import launch as append
 from hf_diffkv.ops.append import reference as append_reference
 from hf_diffkv.ops.compact import launch as compact
 from hf_diffkv.ops.quantize import launch, reference
-from hf_diffkv.ops.rotation import rotation_matrix
+from hf_diffkv.ops.rotation import Rotation, rotation_matrix
 
 FULL, K6V3 = Precision(16, 16), Precision(6, 3)
 
@@ -79,33 +80,31 @@ def test_tokens_are_copied(precision, key_dim, value_dim, emulator) -> None:
 
 @pytest.mark.parametrize("dtype, dim", [(torch.bfloat16, 80), (torch.float32, 64)], ids=str)
 def test_tokens_are_appended(dtype, dim, emulator) -> None:
-    got, want = state(dtype, dim, dim), state(dtype, dim, dim)
-    valid = torch.tensor([True, False, True])
-    append.append_token(**got, limit=1e4, valid=valid)
-    append_reference.append_token(**want, limit=1e4, valid=valid)
-    got["value"] = want["value"] = want["value"].clone()
-    want["value"][2, 1, 3] = got["value"][2, 1, 3] = float("nan")
-    assert not got["invalid"]
-    for arguments, op in ((got, append), (want, append_reference)):
-        op.append_token(**arguments, limit=1e4)
-    assert got["invalid"]
-    for name, tensor in want.items():
-        assert torch.equal(got[name].nan_to_num(), tensor.nan_to_num()), name
+    (got, key, value), (want, *_) = state(dtype, dim, dim), state(dtype, dim, dim)
+    both = ((got, append), (want, append_reference))
+    for rows, op in both:
+        op.append_token(rows, key, value, limit=1e4, valid=torch.tensor([True, False, True]))
+    assert not got.invalid
+    value = value.clone()
+    value[2, 1, 3] = float("nan")
+    for rows, op in both:
+        op.append_token(rows, key, value, limit=1e4)
+    assert got.invalid
+    assert_appended_alike(got, want)
 
 
 def test_tokens_are_rotated_and_appended(emulator) -> None:
     """A program for keys and values, two for queries."""
-    made = state(torch.bfloat16, 64, 64)
-    query, offset = torch.randn(3, 22, 64).bfloat16(), torch.randn(3, 2, 64)
-    key, value, expected = rotated_by_hand(made, query, offset)
+    rows, key, value = state(torch.bfloat16, 64, 64, centered=True)
+    query = torch.randn(3, 22, 64).bfloat16()
+    *wanted, expected = rotated_by_hand(key, value, query, offset=rows.offset)
     matrix = rotation_matrix(64, torch.float32, CPU)
-    rotation = append.Rotation(matrix, matrix, offset)
-    got = append.append_token(**made, limit=1e4, query=query, rotation=rotation)
+    got = append.append_token(rows, key, value, limit=1e4, query=query, rotation=Rotation(matrix, matrix))
     torch.testing.assert_close(got.double(), expected, rtol=2**-8, atol=2**-8)
     for request, slot in enumerate((0, 2, 4)):
-        for name, want in (("window_key", key), ("window_value", value)):
-            torch.testing.assert_close(made[name][request, :, slot].double(), want[request], rtol=2**-8, atol=2**-8)
-    assert made["length"].tolist() == [1, 8, 15] and not made["invalid"]
+        for window, want in zip((rows.window_key, rows.window_value), wanted):
+            torch.testing.assert_close(window[request, :, slot].double(), want[request], rtol=2**-8, atol=2**-8)
+    assert rows.length.tolist() == [1, 8, 15] and not rows.invalid
 
 
 @cases(

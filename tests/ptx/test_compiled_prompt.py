@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from hand_past import hand_past
+from hand_past import attend_prompt, hand_past
 from selection import cases
 from test_prefill_attention_kernel import relative_error
 from test_prefill_attention_reference import dense, past_options
@@ -25,7 +25,7 @@ def check(new, scaling=None, **options) -> tuple[torch.Tensor, torch.Tensor]:
     scaling = scaling or new[0].shape[-1] ** -0.5
     held = options.pop("past", None)
     theirs = {} if held is None else past_options(*held[1:])
-    got = launch.prefill_attention(*new, scaling=scaling, past=held and held[0], **options)
+    got = attend_prompt(launch.prefill_attention, *new, scaling=scaling, past=held and held[0], **options)
     want = dense(*new, scaling, **theirs, **options)
     for mine, expected, limit in zip(got, want, LIMITS[new[0].dtype]):
         assert mine.shape == expected.shape and torch.isfinite(mine).all()
@@ -136,7 +136,7 @@ def test_the_order_of_blocks_does_not_matter(order, emulator, monkeypatch) -> No
     monkeypatch.setattr(past_launch, "choose_splits", lambda *_: 3)
     held = hand_past([[90, 3]], [[40, 0]], [9], key_dim=64, dtype=torch.float16)
     new = draw(1, 2, 2, 70, 64, dtype=torch.float16)
-    first = launch.prefill_attention(*new, scaling=0.125, past=held[0])
+    first = attend_prompt(launch.prefill_attention, *new, scaling=0.125, past=held[0])
     emulator.order = order
-    for mine, expected in zip(launch.prefill_attention(*new, scaling=0.125, past=held[0]), first):
+    for mine, expected in zip(attend_prompt(launch.prefill_attention, *new, scaling=0.125, past=held[0]), first):
         assert torch.equal(mine, expected)

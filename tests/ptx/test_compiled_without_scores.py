@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hand_past import hand_past
+from hand_past import attend_prompt, hand_past
 from test_compact_kernel import State, assert_alike, run_kernel, run_reference, small_layout
 from test_compiled_prompt import LIMITS
 from test_decode_attention_kernel import TOLERANCE, make_case, relative_error
@@ -15,6 +15,7 @@ from test_prefill_past_kernel import draw
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.decode_attention import launch
 from hf_diffkv.ops.prefill_attention.launch import prefill_attention
+from hf_diffkv.ops.softmax import Softmax
 
 K5V3 = Precision(5, 3)
 UNSCORED = {"high": K5V3, "low": K5V3, "metadata_bits": 16, "position_bytes": 0}
@@ -23,9 +24,9 @@ UNSCORED = {"high": K5V3, "low": K5V3, "metadata_bits": 16, "position_bytes": 0}
 def test_a_step_leaves_nothing_behind(emulator) -> None:
     case = make_case([[40]], [[0]], [19], key_dim=64, group=4, dtype=torch.bfloat16, **UNSCORED)
     mine = case.copy()
-    got = launch.decode_attention(*mine.arguments(), scaling=mine.scaling, max_tokens=mine.max_tokens)
+    got = launch.decode_attention(mine.query, mine.rows, Softmax(mine.scaling), max_tokens=mine.max_tokens)
     assert relative_error(got, attend_by_reference(case.copy())) < TOLERANCE[torch.bfloat16]
-    assert torch.equal(mine.pages, case.pages)
+    assert torch.equal(mine.rows.pages, case.rows.pages)
     assert [name for name, _ in emulator.launched] == ["attend_kernel", "finish_kernel"]
 
 
@@ -49,7 +50,7 @@ def test_a_prompt_is_not_scored(emulator) -> None:
     wide = {**UNSCORED, "metadata_bits": 32}
     held = hand_past([[33]], [[0]], [5], key_dim=64, dtype=torch.bfloat16, **wide)
     new = draw(1, 1, 1, 9, 64, dtype=torch.bfloat16)
-    got, received = prefill_attention(*new, scaling=0.125, past=held[0], significance=False)
+    got, received = attend_prompt(prefill_attention, *new, scaling=0.125, past=held[0], significance=False)
     want, _ = dense(*new, 0.125, **past_options(*held[1:]))
     assert received is None
     assert relative_error(got, want) < LIMITS[torch.bfloat16][0]

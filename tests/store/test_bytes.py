@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 from hf_diffkv import DiffKVCache
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.prefill_attention import prefill_attention
+from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages import PageLayout
 from hf_diffkv.pages.reserve import Reservation
 from hf_diffkv.store import Store, attend_token, attend_tokens, begin_forward, check_integrity, payload, select_rows
@@ -55,14 +56,14 @@ def draw(tokens: int, seed: int, heads: int = HEADS, dim: int = DIM, batch: int 
 
 def forward(store: Store, layer: int, states: Tensor) -> Tensor:
     attend = attend_token if states.shape[3] == 1 and store.seen > 1 else attend_tokens
-    return attend(store, layer, *states, scaling=states.shape[-1] ** -0.5)
+    return attend(store, layer, *states, softmax=Softmax(states.shape[-1]) ** -0.5)
 
 
 def run_cache(cache: DiffKVCache, tokens: int, seed: int) -> None:
     for layer in range(LAYERS):
         query, key, value = draw(tokens, seed + layer)
         key, value = cache.update(key, value, layer)
-        cache.layers[layer].attend(query, None, None, DIM**-0.5, None, None)
+        cache.layers[layer].attend(query, Softmax(DIM**-0.5))
 
 
 def model_config() -> LlamaConfig:
@@ -80,7 +81,7 @@ def medians() -> tuple[tuple[float, ...], ...]:
     position = torch.arange(TOKENS)[outside]
     result = []
     for layer in range(LAYERS):
-        _, received = prefill_attention(*draw(TOKENS, layer), scaling=DIM**-0.5)
+        _, received = prefill_attention(*draw(TOKENS, layer), Softmax(DIM**-0.5))
         significance = received[0, :, outside] / (TOKENS - 1 - position) * TOKENS
         result.append(tuple(significance.median(-1).values.tolist()))
     return tuple(result)
@@ -252,7 +253,7 @@ begin_forward(store, TOKENS)
 store.padding.append(TOKENS, None)
 for layer in range(LAYERS):
     query, key, value = (torch.randn(1, HEADS, TOKENS, DIM).to(torch.bfloat16) for _ in range(3))
-    attend_tokens(store, layer, query, key, value, scaling=DIM**-0.5)
+    attend_tokens(store, layer, query, key, value, softmax=Softmax(DIM**-0.5))
     if layer == 0:
         # what one layer costs while it runs is in this figure; all that follows is kept
         first_peak, first_bytes = peak(), store.pool.bytes

@@ -13,6 +13,7 @@ from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.native import library
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.compact import stored_tokens
+from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages import HIGH, LOW
 from hf_diffkv.pages.segments import segments
 from hf_diffkv.store import Store, attend_token, attend_tokens, begin_forward, check_integrity, read_tokens
@@ -87,14 +88,15 @@ class Pair:
         key = self.draw(self.heads, tokens)
         value = self.draw(self.heads, tokens)
         scaling = self.dim**-0.5
+        softmax = Softmax(scaling, options.get("softcap"), options.get("sinks"))
         first = self.store.seen == 0
         begin_forward(self.store, tokens)
         self.store.padding.append(tokens, valid)
         if tokens == 1 and not first:
             one = None if valid is None else valid[:, 0]
-            output = attend_token(self.store, 0, query, key, value, scaling=scaling, valid=one, **options)
+            output = attend_token(self.store, 0, query, key, value, softmax, one)
         else:
-            output = attend_tokens(self.store, 0, query, key, value, scaling=scaling, valid=valid, **options)
+            output = attend_tokens(self.store, 0, query, key, value, softmax, valid, options.get("mask"))
         expected = self.simulation.forward(query, key, value, valid=valid, scaling=scaling, **options)
         # float32 rounding, or one step of the output's own dtype
         tolerance = max(self.tolerance, torch.finfo(self.dtype).eps)

@@ -14,6 +14,7 @@ from test_compressed import left_padding
 
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
+from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store import Store, attend_token, attend_tokens, begin_forward, check_integrity
 
 triton = pytest.importorskip("triton")
@@ -48,11 +49,13 @@ def test_launches_of_a_layer(config: DiffKVConfig, expected: list[str], padded: 
             for layer in range(2):
                 inputs = [torch.randn(2, heads, tokens, 16, generator=generator) for heads in (2, 1, 1)]
                 if tokens > 1:
-                    attend_tokens(store, layer, *inputs, scaling=0.2, valid=valid)
+                    attend_tokens(store, layer, *inputs, softmax=Softmax(0.2), valid=valid)
                     continue
                 counter.launched.clear()
                 with counter:
-                    attend_token(store, layer, *inputs, scaling=0.2, valid=None if valid is None else valid[:, 0])
+                    attend_token(
+                        store, layer, *inputs, softmax=Softmax(0.2), valid=None if valid is None else valid[:, 0]
+                    )
                 assert [what for _, what in counter.launched] == expected
                 assert not counter.reads
     assert store.length.tolist() == [[7, 5 if padded else 7]] * 2

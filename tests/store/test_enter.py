@@ -15,6 +15,7 @@ from test_rotated import RotatedPair, held_offset
 
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
+from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store import Store, attend_tokens, begin_forward, check_integrity, prompt
 
 triton = pytest.importorskip("triton")
@@ -90,7 +91,13 @@ def test_what_cannot_be_stored_is_seen_at_the_next_look(how: str, wrong: str, mo
         valid[0, 0] = shown
         begin_forward(store, 30)
         attend_tokens(
-            store, 0, query, key, torch.nan_to_num(value, 0.0) if not shown else value, scaling=0.2, valid=valid
+            store,
+            0,
+            query,
+            key,
+            torch.nan_to_num(value, 0.0) if not shown else value,
+            softmax=Softmax(0.2),
+            valid=valid,
         )
     with pytest.raises(ValueError, match="NaN, infinite or beyond 16376"):
         store.check_values()
@@ -122,7 +129,7 @@ def test_launches_and_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 counter.launched.clear()
                 counter.reads.clear()
                 with counter:
-                    attend_tokens(store, layer, *inputs, scaling=0.2, valid=valid)
+                    attend_tokens(store, layer, *inputs, softmax=Softmax(0.2), valid=valid)
                 after = [what for phase, what in counter.launched if phase == "after"]
                 reads = [what for phase, what in counter.reads if phase != "attention"]
                 assert "enter_kernel" in after

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_diffkv import DiffKVCache
 from hf_diffkv.config import DiffKVConfig, Precision
+from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages import PagePool
 from hf_diffkv.store import (
     Store,
@@ -60,8 +61,8 @@ class Run:
     def attend(self, layer: int, states: tuple[Tensor, Tensor, Tensor], valid: Tensor | None = None) -> Tensor:
         if states[0].shape[2] == 1 and self.store.seen > 1:
             valid = None if valid is None else valid[:, 0]
-            return attend_token(self.store, layer, *states, scaling=self.dim**-0.5, valid=valid)
-        return attend_tokens(self.store, layer, *states, scaling=self.dim**-0.5, valid=valid)
+            return attend_token(self.store, layer, *states, softmax=Softmax(self.dim**-0.5), valid=valid)
+        return attend_tokens(self.store, layer, *states, softmax=Softmax(self.dim**-0.5), valid=valid)
 
     def forward(self, tokens: int, valid: Tensor | None = None, check: bool = True) -> list[tuple[Tensor, ...]]:
         """Runs all layers; returns what they were fed."""

@@ -16,6 +16,7 @@ from tiny_models import tiny_model
 from hf_diffkv import DiffKVCache
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
+from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store import select_rows
 from hf_diffkv.store.step import prepare_step
 
@@ -81,7 +82,7 @@ def test_a_captured_step_takes_queries_of_another_dtype() -> None:
             with use_backend("kernels"):
                 if tokens > 1:
                     layer.update(key, value)
-                    layer.attend(query, None, None, 0.25, None, None)
+                    layer.attend(query, Softmax(0.25))
                     continue
                 prepare_step(layer.store)
                 query = query.to(torch.bfloat16)

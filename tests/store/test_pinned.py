@@ -16,6 +16,7 @@ from torch import Tensor
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.native.library import library
 from hf_diffkv.ops.backend import use_backend
+from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store import attend_token, attend_tokens, begin_forward, read_tokens
 from hf_diffkv.store.read import LayerTokens
 
@@ -100,12 +101,12 @@ def test_narrow_numbers_hold_the_largest_sum(backend: str) -> None:
         begin_forward(pair.store, 44)
         pair.store.padding.append(44, None)
         draw = [pair.draw(heads, 44) for heads in (4, 2, 2)]
-        attend_tokens(pair.store, 0, *draw, scaling=0.2)
+        attend_tokens(pair.store, 0, *draw, softmax=Softmax(0.2))
         for _ in range(30):
             begin_forward(pair.store, 1)
             pair.store.padding.append(1, None)
             step = [pair.draw(heads, 1) for heads in (4, 2, 2)]
-            attend_token(pair.store, 0, *step, scaling=0.2)
+            attend_token(pair.store, 0, *step, softmax=Softmax(0.2))
     levels = read_tokens(pair.store, 0).levels[0]
     expected = torch.full((74,), PRUNED, dtype=torch.int8)
     expected[3:40], expected[:2], expected[-8:] = HIGH, WINDOW, WINDOW

@@ -11,6 +11,7 @@ from tiny_models import tiny_model
 
 from hf_diffkv import DiffKVCache
 from hf_diffkv.config import DiffKVConfig, Precision
+from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store import (
     Store,
     attend_token,
@@ -126,9 +127,9 @@ class StoreMachine(RuleBasedStateMachine):
                 key, value = torch.randn(2, store.batch_size, HEADS, tokens, DIM, generator=generator)
                 if tokens == 1 and seen > 0:
                     one = None if valid is None else valid[:, 0]
-                    output = attend_token(store, layer, query, key, value, scaling=0.4, valid=one)
+                    output = attend_token(store, layer, query, key, value, softmax=Softmax(0.4), valid=one)
                 else:
-                    output = attend_tokens(store, layer, query, key, value, scaling=0.4, valid=valid)
+                    output = attend_tokens(store, layer, query, key, value, softmax=Softmax(0.4), valid=valid)
                 assert output.isfinite().all()
         except MemoryError as error:
             self.check_refused("several tokens" if tokens > 1 else "a step", before, error)
@@ -210,7 +211,7 @@ def test_selecting_rows_between_two_compactions(interval: int) -> None:
         query, key, value = torch.randn(3, 2, 1, tokens, DIM, generator=generator)
         begin_forward(store, tokens)
         store.padding.append(tokens, None)
-        (attend_token if step else attend_tokens)(store, 0, query, key, value, scaling=0.4)
+        (attend_token if step else attend_tokens)(store, 0, query, key, value, softmax=Softmax(0.4))
         select_rows(store, torch.tensor([1, 0]))
         check_integrity(store)
         assert (levels(store, 0) > 0).all(), "alpha_low = 0 keeps every token"
@@ -251,6 +252,6 @@ def test_padding_in_a_step_may_hold_anything() -> None:
         begin_forward(store, tokens)
         store.padding.append(tokens, valid)
         options = {"valid": valid[:, 0]} if step else {"valid": valid}
-        output = (attend_token if step else attend_tokens)(store, 0, query, key, value, scaling=0.4, **options)
+        output = (attend_token if step else attend_tokens)(store, 0, query, key, value, softmax=Softmax(0.4), **options)
         assert output.isfinite().all()
     check_integrity(store)

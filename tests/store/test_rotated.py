@@ -17,6 +17,7 @@ from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.native import library
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.rotation import CHUNK_ELEMENTS, rotate, rotation_matrix
+from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store import (
     Store,
     attend_token,
@@ -221,7 +222,7 @@ def test_one_layer_with_a_softcap_among_others() -> None:
         store.padding.append(1, None)
         attend = attend_token if step else attend_tokens
         for layer in range(3):
-            attend(store, layer, query, key, key, scaling=0.25, softcap=5.0 if layer == 1 else None)
+            attend(store, layer, query, key, key, softmax=Softmax(0.25, 5.0 if layer == 1 else None))
     settle(store)
     assert store.key_offset.abs().amax((1, 2, 3)).gt(0).tolist() == [True, False, True]
 
@@ -241,7 +242,7 @@ def test_keys_and_values_of_different_dims() -> None:
             begin_forward(each, tokens)
             each.padding.append(tokens, None)
             attend = attend_token if tokens == 1 else attend_tokens
-            outputs.append(attend(each, 0, query, key, value, scaling=0.25))
+            outputs.append(attend(each, 0, query, key, value, softmax=Softmax(0.25)))
         assert outputs[0].shape == (1, 4, tokens, 24)
         # 4 bits of values, of a range of about 5
         torch.testing.assert_close(*outputs, rtol=0, atol=0.4)
@@ -360,7 +361,7 @@ def test_what_a_rotation_makes_too_large_is_refused(steps: int) -> None:
         if steps:
             begin_forward(pair.store, 1)
             query, key, value = pair.draw(1, 1), pair.draw(1, 1), draw(1, 1)
-            attend_token(pair.store, 0, query, key, value, scaling=0.25)
+            attend_token(pair.store, 0, query, key, value, softmax=Softmax(0.25))
             pair.store.check_values()
         else:
             pair.forward(20)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.ops.backend import use_backend
+from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store import SharedRecording, SharedStep, SharedTokens, begin_forward, commit, read_tokens, settle
 
 LENGTHS = (90, 33, 1, 64)
@@ -79,7 +80,7 @@ class SharedPair(Pair):
             shared = SharedStep(*inputs, None if new.valid is None else new.valid[:, 0])
         else:
             shared = SharedTokens(*inputs, new.valid, mask)
-        self.outputs = [shared.attend(query, query is queries[-1], **OPTIONS) for query in queries]
+        self.outputs = [shared.attend(query, query is queries[-1], Softmax(**OPTIONS)) for query in queries]
 
     def simulate(self, new: Drawn, queries: list[Tensor], outputs: bool = True) -> None:
         self.simulation.begin(new.key, new.value, new.valid)

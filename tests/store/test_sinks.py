@@ -24,6 +24,7 @@ from hf_diffkv import DiffKVCache, DiffKVConfig, IntegrityError, Precision
 from hf_diffkv.cache.io import JSON_NAME, TENSORS_NAME, _checksum
 from hf_diffkv.native.library import library
 from hf_diffkv.ops.backend import use_backend
+from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages.window import held_count, held_tokens, slots_of
 from hf_diffkv.store import (
     Store,
@@ -221,7 +222,7 @@ def feed(pair: Pair, tokens: int) -> None:
     states = (pair.draw(heads, tokens) for heads in (pair.heads * pair.group, pair.heads, pair.heads))
     begin_forward(pair.store, tokens)
     pair.store.padding.append(tokens, None)
-    (attend_token if tokens == 1 and not first else attend_tokens)(pair.store, 0, *states, scaling=0.25)
+    (attend_token if tokens == 1 and not first else attend_tokens)(pair.store, 0, *states, softmax=Softmax(0.25))
 
 
 def test_memory_counts_sinks() -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...pages import LayerRows
 from ..backend import device_of
 from ..quantize.launch import check_dtype, dot_dtype, unit_stride
+from ..rotation import Rotation
 from ..rotation_kernel import INNER, root
 from .kernels import append_kernel
 
@@ -23,81 +24,53 @@ MOST_WARPS = 8
 NUM_STAGES = 1
 
 
-@dataclass(frozen=True)
-class Rotation:
-    """Contiguous matrices and offset as `ops.rotation.rotate` takes them."""
-
-    key: Tensor
-    value: Tensor
-    offset: Tensor | None
-
-
 def append_token(
-    window_key: Tensor,
-    window_value: Tensor,
-    window_score: Tensor,
-    length: Tensor,
-    invalid: Tensor,
+    rows: LayerRows,
     key: Tensor,
     value: Tensor,
     *,
     limit: float,
     valid: Tensor | None = None,
-    sink_end: Tensor | None = None,
-    sink_slots: int = 0,
     query: Tensor | None = None,
     rotation: Rotation | None = None,
 ) -> Tensor | None:
-    """Arguments as in the reference; windows must be contiguous, as they are written in place.
+    """Arguments as in the reference, except for:
 
     Args:
         query: [batch, query_heads, key_dim]; rotated like the keys it is returned, contiguous.
-        rotation: of keys and values on their way.
+        rotation: of keys and values on their way; keys are then held less the rows' offset.
     """
     check_dtype(key.dtype)
-    batch, heads, slots, key_dim = window_key.shape
-    value_dim = window_value.shape[3]
-    for name, tensor, shape in (
-        ("key", key, (batch, heads, key_dim)),
-        ("value", value, (batch, heads, value_dim)),
-        ("window_value", window_value, (batch, heads, slots, value_dim)),
-        ("window_score", window_score, (batch, heads, slots)),
-        ("length", length, (batch,)),
-    ):
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} must be {list(shape)}, not {list(tensor.shape)}.")
-    if not all(tensor.is_contiguous() for tensor in (window_key, window_value, window_score, length)):
-        raise ValueError("windows must be contiguous, as they are written in place.")
-    if key.dtype != window_key.dtype or value.dtype != window_value.dtype:
-        raise ValueError(f"keys and values must be {window_key.dtype}, not {key.dtype} and {value.dtype}.")
+    rows.check_tokens(key, value)
+    heads, high = rows.heads, rows.layout.high
     held_query = None if query is None else torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    if batch == 0:
+    if rows.batch == 0:
         return held_query
     key, value = unit_stride(key), unit_stride(value)
-    constants, warps = _tile(heads, key_dim, value_dim, None if rotation is None else key)
+    constants, warps = _tile(heads, high.key_dim, high.value_dim, None if rotation is None else key)
     query_heads, query_strides = 0, (0, 0)
     if query is not None:
         query = unit_stride(query)
         query_heads, query_strides = query.shape[1], query.stride()[:2]
-    matrices = (None, None, None) if rotation is None else (rotation.key, rotation.value, rotation.offset)
+    matrices = (None, None, None) if rotation is None else (rotation.key, rotation.value, rows.offset)
     flags = None if valid is None else valid.to(torch.bool).contiguous().view(torch.uint8)
     with torch.cuda.device(key.device) if key.is_cuda else nullcontext():
-        append_kernel[(batch, 1 + triton.cdiv(query_heads, constants["HEADS"]))](
-            window_key,
-            window_value,
-            window_score,
-            length,
-            invalid.view(torch.uint8),
+        append_kernel[(rows.batch, 1 + triton.cdiv(query_heads, constants["HEADS"]))](
+            rows.window_key,
+            rows.window_value,
+            rows.window_score,
+            rows.length,
+            rows.invalid.view(torch.uint8),
             key,
             value,
             flags,
-            sink_end,
+            rows.sink_end,
             query,
             held_query,
             *matrices,
             limit,
-            slots,
-            sink_slots,
+            rows.slots,
+            rows.sink_slots,
             heads,
             query_heads,
             *key.stride()[:2],

@@ -6,45 +6,16 @@ import torch
 from torch import Tensor
 
 from ...native.library import address, call, with_rows
-from ...native.structs import DTYPES, Step
+from ...native.structs import Step
+from ...pages import LayerRows
+from ..step import step_block
 
 
-def append_token(
-    window_key: Tensor,
-    window_value: Tensor,
-    window_score: Tensor,
-    length: Tensor,
-    invalid: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    limit: float,
-    valid: Tensor | None = None,
-    sink_end: Tensor | None = None,
-    sink_slots: int = 0,
-) -> None:
-    """Arguments as in the reference; windows must be contiguous, as they are written in place."""
-    batch, heads, slots, key_dim = window_key.shape
-    value_dim = window_value.shape[3]
-    for name, tensor, shape in (
-        ("key", key, (batch, heads, key_dim)),
-        ("value", value, (batch, heads, value_dim)),
-        ("window_value", window_value, (batch, heads, slots, value_dim)),
-        ("window_score", window_score, (batch, heads, slots)),
-        ("length", length, (batch,)),
-    ):
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} must be {list(shape)}, not {list(tensor.shape)}.")
-    if not all(tensor.is_contiguous() for tensor in (window_key, window_value, window_score, length)):
-        raise ValueError("windows must be contiguous, as they are written in place.")
-    if key.dtype != window_key.dtype or value.dtype != window_value.dtype:
-        raise ValueError(f"keys and values must be {window_key.dtype}, not {key.dtype} and {value.dtype}.")
-    block = Step(batch=batch, heads=heads, slots=slots, sink_slots=sink_slots, limit=limit)
-    block.sink_end = address(sink_end)
-    block.format.dtype = DTYPES[key.dtype]
-    block.format.tier[0].key.dim, block.format.tier[0].value.dim = key_dim, value_dim
-    block.window_key, block.window_value = address(window_key), address(window_value)
-    block.window_score, block.length, block.invalid = address(window_score), address(length), address(invalid)
+def append_token(rows: LayerRows, key: Tensor, value: Tensor, *, limit: float, valid: Tensor | None = None) -> None:
+    """Arguments as in the reference."""
+    rows.check_tokens(key, value)
+    block = step_block(rows)
+    block.limit = limit
     key, value = set_token(block, key, value)
     valid = None if valid is None else valid.to(torch.bool).contiguous()
     block.valid = address(valid)

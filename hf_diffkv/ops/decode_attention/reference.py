@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...pages import HIGH, LOW, PageLayout
+from ...pages import HIGH, LOW, LayerRows
 from ...pages.window import held_tokens
 from ..quantize import compute_dtype
+from ..softmax import Softmax
 from ..tiles import Tiles
 from .held import Held
 from .reference_tier import Partials, TierAttention
@@ -19,71 +20,49 @@ from .reference_tier import Partials, TierAttention
 
 def decode_attention(
     query: Tensor,
-    pages: Tensor,
-    layout: PageLayout,
-    page_table: Tensor,
-    high_count: Tensor,
-    low_count: Tensor,
-    window_key: Tensor,
-    window_value: Tensor,
-    window_score: Tensor,
-    window_start: Tensor,
-    length: Tensor,
+    rows: LayerRows,
+    softmax: Softmax,
     *,
-    scaling: float,
     tiles: tuple[Tiles, Tiles],
     valid: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
     held: Held | None = None,
-    sink_end: Tensor | None = None,
-    sink_slots: int = 0,
 ) -> Tensor:
     """Attention of the newest token of every request, which already stands in the window.
 
     Args:
         query: [batch, query_heads, key_dim].
-        pages: uint8 [pages, page_bytes]; the score segments of attended tokens are updated.
-        page_table: int32 [batch, kv_heads, width].
-        high_count, low_count: int32 [batch, kv_heads], tokens stored at each level.
-        window_key, window_value: [batch, kv_heads, slots, dim], where tokens stand is said in pages/window.py.
-        window_score: float32 [batch, kv_heads, slots], updated.
-        window_start, length: int64 [batch], the window holds the tokens [window_start, length), and the sinks.
-        tiles: pieces that cover all high and all low pages of the batch * kv_heads rows.
+        rows: the sums of attended tokens are updated.
+        tiles: pieces that cover all high and all low pages.
         valid: bool [batch]; where False the newest token is padding: zeros are returned and nothing scores.
-        scaling, softcap, sinks: as in `prefill_attention`.
         held: joins the attentions of several layers to the same tokens; None where this is the only one.
-        sink_end, sink_slots: int64 [batch], the tokens below are sinks, and slots for them; None without sinks.
 
     Returns:
         [batch, query_heads, value_dim] in the query's dtype. To each attended token but the newest its sum gains the
         maximum over the group of the probabilities; with `held`, the last attention adds the maximum over all of them.
         Where pages have no scores, no sum changes, those of the window included, and `held` stays as it is.
     """
-    batch, kv_heads = page_table.shape[:2]
+    batch, kv_heads, length = rows.batch, rows.heads, rows.length
     dtype = compute_dtype(query.dtype)
     group = query.shape[1] // kv_heads
-    rows = batch * kv_heads
-    scaled = (query.to(dtype) * scaling).view(rows, group, -1)
-    tables = page_table.view(rows, -1)
+    scaled = (query.to(dtype) * softmax.scaling).view(rows.count, group, -1)
     if valid is None:
         valid = length > 0
     scoring = valid.repeat_interleave(kv_heads)
     # padding may hold anything, and zero times infinity is not zero
     scaled = torch.where(scoring[:, None, None], scaled, 0.0)
-    tokens = held_tokens(window_start, length, sink_end, sink_slots, window_key.shape[2])
-    window = _window_logits(scaled, window_key, tokens, softcap)
-    merged = _window_partials(window, window_value, sinks, group)
+    tokens = held_tokens(rows.window_start, length, rows.sink_end, rows.sink_slots, rows.slots)
+    window = _window_logits(scaled, rows.window_key, tokens, softmax.softcap)
+    merged = _window_partials(window, rows.window_value, softmax.sinks, group)
     pieces = []
-    for tier, counts in ((HIGH, high_count), (LOW, low_count)):
+    for tier in (HIGH, LOW):
         if tiles[tier].row.numel():
-            piece = TierAttention(tier, layout, tiles[tier], counts.view(-1), tables, pages, query.dtype)
-            piece.attend(scaled, merged, softcap)
+            piece = TierAttention(rows, tier, tiles[tier])
+            piece.attend(scaled, merged, softmax.softcap)
             pieces.append(piece)
     total = torch.where(merged.total == 0, 1.0, merged.total)
     output = torch.where(scoring[:, None, None], merged.output / total[..., None], 0.0)
     output = output.view(batch, kv_heads * group, -1).to(query.dtype)
-    if not layout.selects:
+    if not rows.layout.selects:
         return output
     log_total = merged.peak + torch.log(total)
     received = [piece.received(log_total, scoring) for piece in pieces]
@@ -94,7 +73,7 @@ def decode_attention(
     if held is None or held.last:
         for piece, gained in zip(pieces, received):
             piece.add_scores(gained, length.repeat_interleave(kv_heads))
-        window_score += received[-1].view_as(window_score)
+        rows.window_score.add_(received[-1].view_as(rows.window_score))
     return output
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...pages import NULL_PAGE, PageLayout, column, fields
+from ...pages import NULL_PAGE, LayerRows, column, fields
 from ...pages.narrow import scale_and_zero, score_noise, score_of, stored_score
 from ...pages.segments import score_segment, segment
 from ..tiles import Tiles
@@ -67,27 +67,14 @@ class TierAttention:
 
     Args:
         tier: `HIGH` or `LOW`.
-        layout: of the pages.
         tiles: pieces that cover all the tier's pages.
-        counts: int32 [rows], the tier's tokens.
-        tables: int32 [rows, width].
-        pages: uint8 [pages, page_bytes].
-        dtype: of 16-bit keys and values.
     """
 
-    def __init__(
-        self,
-        tier: int,
-        layout: PageLayout,
-        tiles: Tiles,
-        counts: Tensor,
-        tables: Tensor,
-        pages: Tensor,
-        dtype: torch.dtype,
-    ) -> None:
-        self.tier, self.layout = tier, (layout.high, layout.low)[tier]
-        self.tiles, self.pages, self.dtype = tiles, pages, dtype
-        capacity, width = self.layout.capacity, tables.shape[-1]
+    def __init__(self, rows: LayerRows, tier: int, tiles: Tiles) -> None:
+        self.tier, self.layout = tier, (rows.layout.high, rows.layout.low)[tier]
+        self.tiles, self.pages, self.dtype = tiles, rows.pages, rows.dtype
+        capacity, width = self.layout.capacity, rows.width
+        counts, tables = rows.counts[tier].view(-1), rows.page_table.view(-1, width)
         page = tiles.first[:, None] + torch.arange(tiles.pages, device=tables.device)
         entry = tables[tiles.row[:, None], column(tier, page.clamp(max=width - 1), width)]
         self.ids = torch.where(page * capacity < counts[tiles.row, None], entry, NULL_PAGE).flatten().long()

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...pages import PageLayout
+from ...pages import LayerRows, PageLayout
 from ..backend import device_of
 from ..dequant import PORTABLE, PTX, fields
 from ..quantize.launch import TRITON_DTYPES
@@ -125,25 +125,24 @@ class Scratch:
     @classmethod
     def allocate(
         cls,
-        batch: int,
-        kv_heads: int,
-        query_heads: int,
-        layout: PageLayout,
-        slots: int,
+        query: Tensor,
+        rows: LayerRows,
         max_tokens: int,
-        dtype: torch.dtype,
-        device: torch.device,
         *,
         splits: int | None = None,
         config: KernelConfig | None = None,
     ) -> Scratch:
-        """Buffers for rows of at most `max_tokens` tokens; `splits` and `config` replace the shipped choice."""
-        rows, group = batch * kv_heads, query_heads // kv_heads
+        """Buffers for rows of at most `max_tokens` tokens; `splits` and `config` replace the shipped choice.
+
+        Args:
+            query: [batch, query_heads, key_dim], of which the shape and the dtype count.
+        """
+        layout, slots, device, group = rows.layout, rows.slots, query.device, query.shape[1] // rows.heads
         if config is None:
-            config = KernelConfig.choose(layout, group, dtype, backend_of(device))
+            config = KernelConfig.choose(layout, group, query.dtype, backend_of(device))
         if splits is None:
             programs = device_of(device).processors * config.programs_per_processor(layout, device)
-            splits = choose_splits(rows, max_tokens, config.block, programs)
+            splits = choose_splits(rows.count, max_tokens, config.block, programs)
         step = STEP.value
         steps = -(-min(slots, max_tokens) // step)
         # either tier may end in a block that is not full
@@ -158,25 +157,25 @@ class Scratch:
 
         return cls(
             config=config,
-            output=buffer(rows, splits, group, layout.high.value_dim),
-            peak=buffer(rows, splits, group),
-            total=buffer(rows, splits, group),
-            logits=for_scores(rows, positions, columns(group), dtype=torch.float16),
-            block_peak=for_scores(rows, blocks, columns(group)),
+            output=buffer(rows.count, splits, group, layout.high.value_dim),
+            peak=buffer(rows.count, splits, group),
+            total=buffer(rows.count, splits, group),
+            logits=for_scores(rows.count, positions, columns(group), dtype=torch.float16),
+            block_peak=for_scores(rows.count, blocks, columns(group)),
             max_tokens=max_tokens,
             slots=slots,
         )
 
-    def check(self, rows: int, group: int, value_dim: int, max_tokens: int, slots: int) -> None:
-        """Raises `ValueError` unless a launch of this shape fits."""
-        shape = self.output.shape
-        if (shape[0], shape[2], shape[3]) != (rows, group, value_dim):
+    def check(self, rows: LayerRows, group: int, max_tokens: int) -> None:
+        """Raises `ValueError` unless a launch for these rows, of `group` query heads each, fits."""
+        made, needed = self.output.shape, (rows.count, group, rows.layout.high.value_dim)
+        if (made[0], *made[2:]) != needed:
             raise ValueError(
-                f"scratch was made for {shape[0]} rows of {shape[2]} heads of {shape[3]}, not for {rows} rows of "
-                f"{group} heads of {value_dim}."
+                f"scratch was made for {made[0]} rows of {made[2]} heads of {made[3]}, not for {needed[0]} rows of "
+                f"{needed[1]} heads of {needed[2]}."
             )
-        if max_tokens > self.max_tokens or slots > self.slots:
+        if max_tokens > self.max_tokens or rows.slots > self.slots:
             raise ValueError(
                 f"scratch holds {self.max_tokens} tokens and {self.slots} window slots per row, not {max_tokens} and "
-                f"{slots}."
+                f"{rows.slots}."
             )

@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
 from ..backend import NATIVE, choose, is_forced, use_kernels, without_autocast
+from ..softmax import Softmax
 from . import flash, native, reference
-from .past import StoredPast
+from .past import NOTHING, EarlierTokens
 
-__all__ = ["KERNEL_HEAD_DIM", "StoredPast", "prefill_attention"]
+__all__ = ["KERNEL_HEAD_DIM", "EarlierTokens", "prefill_attention"]
 
 # the kernels' tiles of wider heads would not fit a GPU's registers
 KERNEL_HEAD_DIM = 512
 
 
 @without_autocast
-def prefill_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+def prefill_attention(
+    query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, *, past: EarlierTokens = NOTHING, **options: Any
+) -> tuple[Tensor, Tensor | None]:
     """Arguments and results as in `reference.prefill_attention`."""
     narrow = max(key.shape[-1], value.shape[-1]) <= KERNEL_HEAD_DIM
     if use_kernels(query.device, query.dtype) and (narrow or is_forced("kernels")):
         from . import launch
 
-        return launch.prefill_attention(query, key, value, **options)
-    if is_forced("reference"):
-        return reference.prefill_attention(query, key, value, **options)
-    by_flash = flash.can_attend(query, key, value, options.get("mask"), options.get("softcap"))
-    past = options.get("past")
-    tiers = () if past is None else (past.layout.high, past.layout.low)
+        return launch.prefill_attention(query, key, value, softmax, past=past, **options)
+    chosen = reference if is_forced("reference") else _on_cpu(query, key, value, softmax, past, options.get("mask"))
+    return chosen.prefill_attention(query, key, value, softmax, past=past, **options)
+
+
+def _on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, past: EarlierTokens, mask: Tensor | None
+) -> ModuleType:
+    by_flash = flash.can_attend(query, key, value, mask, softmax.softcap)
+    tiers = () if past.rows is None else (past.rows.layout.high, past.rows.layout.low)
     by_native = choose(query.device, query.dtype, *tiers) == NATIVE and native.can_attend(query, value)
     if by_native and not (by_flash and flash.is_fast(query.dtype) and not is_forced(NATIVE)):
-        return native.prefill_attention(query, key, value, **options)
-    chosen = flash if by_flash else reference
-    return chosen.prefill_attention(query, key, value, **options)
+        return native
+    return flash if by_flash else reference

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .past import StoredPast, all_before
+from ..softmax import Softmax
+from .past import NOTHING, EarlierTokens
 from .reference import observation, past_weight
 
 # finite, so that a row with nothing to attend has a logsumexp: one that vanishes beside any other
@@ -35,33 +36,25 @@ def prefill_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    softmax: Softmax,
     *,
-    scaling: float,
+    past: EarlierTokens = NOTHING,
     valid: Tensor | None = None,
-    past: StoredPast | None = None,
-    past_key: Tensor | None = None,
-    past_value: Tensor | None = None,
-    past_valid: Tensor | None = None,
     mask: None = None,
-    softcap: None = None,
-    sinks: Tensor | None = None,
-    observation_window: int | None = None,
-    significance: bool = True,
+    observed: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """As `reference.prefill_attention`; stored tokens are rounded to the query's dtype."""
     batch, query_heads, length, _ = query.shape
     kv_heads = key.shape[1]
-    stored = all_before(past, past_key, past_value, past_valid)
+    stored, tokens = past.dense(), past.tokens
     if stored is not None:
         past_key, past_value, there = stored
         absent = ~there[..., None]
         stored = *(part.to(query.dtype).masked_fill(absent, 0.0) for part in (past_key, past_value)), there
-    options = {"scaling": scaling, "sinks": sinks, "window": observation_window, "significance": significance}
     if valid is None or bool(valid.all()):
-        return _attend(query, key, value, stored, **options)
-    tokens = 0 if stored is None else stored[0].shape[2]
+        return _attend(query, key, value, stored, softmax, observed)
     output = query.new_zeros(batch, query_heads, length, value.shape[-1])
-    received = torch.zeros(batch, kv_heads, tokens + length, device=query.device) if significance else None
+    received = torch.zeros(batch, kv_heads, tokens + length, device=query.device) if observed != 0 else None
     for row in range(batch):
         # padding may hold anything, so it is left out rather than hidden
         real = valid[row].nonzero()[:, 0]
@@ -70,9 +63,9 @@ def prefill_attention(
         own = slice(row, row + 1)
         parts = (part[own].index_select(2, real) for part in (query, key, value))
         behind = None if stored is None else tuple(part[own] for part in stored)
-        row_output, row_received = _attend(*parts, behind, **options)
+        row_output, row_received = _attend(*parts, behind, softmax, observed)
         output[row].index_copy_(1, real, row_output[0])
-        if not significance:
+        if observed == 0:
             continue
         received[row, :, :tokens] = row_received[0, :, :tokens]
         received[row].index_copy_(1, tokens + real, row_received[0, :, tokens:])
@@ -84,12 +77,11 @@ def _attend(
     key: Tensor,
     value: Tensor,
     stored: tuple[Tensor, Tensor, Tensor] | None,
-    scaling: float,
-    sinks: Tensor | None,
+    softmax: Softmax,
     window: int | None,
-    significance: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of tokens none of which is padding."""
+    scaling, sinks = softmax.scaling, softmax.sinks
     batch, query_heads, length, _ = query.shape
     kv_heads = key.shape[1]
     group = query_heads // kv_heads
@@ -108,7 +100,7 @@ def _attend(
             parts.append(_flash(asked, *stored[:2], scaling, hidden))
         sink = None if sinks is None else sinks.view(kv_heads, group)[:, head]
         output[:, :, head], total = _merge(parts, sink)
-        if not significance:
+        if window == 0:
             continue
         asked, total = asked[:, :, early:], total[:, :, early:]
         given = torch.zeros_like(received)
@@ -121,12 +113,12 @@ def _attend(
             backwards = (reversed_key[:, :, 1:], asked.flip(2)[:, :, :-1], total.flip(2)[:, :, :-1])
             given[:, :, tokens + early : -1] = _received(*backwards, scaling, causal=True).flip(2)
         received = torch.maximum(received, given)
-    if not significance:
+    if window == 0:
         return output.flatten(1, 2), None
     if window is not None:
         _, weight = observation(None, batch, length, window, query.device)
         received[..., tokens:] *= weight[:, None]
-        received[..., :tokens] *= past_weight(None, batch, length, window, received.dtype, query.device)
+        received[..., :tokens] *= past_weight(None, batch, length, window, query.device).float()
     return output.flatten(1, 2), received
 
 

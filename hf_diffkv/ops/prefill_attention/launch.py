@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ..backend import device_of
 from ..quantize.launch import TRITON_DTYPES, dot_dtype
+from ..softmax import Softmax
 from . import KERNEL_HEAD_DIM
 from .columns import column_scores
 from .kernels import flash_forward, row_extents
-from .past import StoredPast
+from .past import NOTHING, EarlierTokens
 from .past_launch import check_past, heads_per_program, past_state, score_past
 from .tiles import column_tile, extent_block, forward_tile, padded, strides
 
@@ -26,18 +27,12 @@ def prefill_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    softmax: Softmax,
     *,
-    scaling: float,
+    past: EarlierTokens = NOTHING,
     valid: Tensor | None = None,
-    past: StoredPast | None = None,
-    past_key: Tensor | None = None,
-    past_value: Tensor | None = None,
-    past_valid: Tensor | None = None,
     mask: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    observation_window: int | None = None,
-    significance: bool = True,
+    observed: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Exact causal attention of Q new tokens over a past of P stored tokens and themselves; see the reference.
 
@@ -45,35 +40,35 @@ def prefill_attention(
     [batch, kv_heads, P + Q] is float32. The last dimension of inputs should be contiguous, or it is copied. Nothing is
     copied to the host.
     """
-    dense = 0 if past_key is None else past_key.shape[2]
-    _check(query, key, value, scaling, valid, (past_key, past_value, past_valid) if dense else None, mask, sinks)
-    stored = 0
-    if past is not None:
-        check_past(past, query, key.shape[1], value.shape[-1])
-        stored = past.tokens
-    if observation_window is not None and observation_window < 1:
-        raise ValueError(f"observation_window must be at least 1, not {observation_window}.")
+    stored, dense, sinks = past.stored, past.exact, softmax.sinks
+    given = {"valid": valid, "mask": mask, "sinks": sinks}
+    given |= {"past_key": past.key, "past_value": past.value, "past_valid": past.valid} if dense else {}
+    _check(query, key, value, softmax, **given)
+    if past.rows is not None:
+        check_past(past.rows, query, key.shape[1], value.shape[-1])
+    if observed is not None and observed < 0:
+        raise ValueError(f"observed must be at least 0, not {observed}.")
     batch, query_heads, length, key_dim = query.shape
     kv_heads, value_dim = key.shape[1], value.shape[-1]
     device = query.device
     output = torch.empty(batch, length, query_heads, value_dim, dtype=query.dtype, device=device).transpose(1, 2)
     received = lse = None
-    if significance:
+    if observed != 0:
         received = torch.zeros(batch, kv_heads, stored + dense + length, dtype=torch.float32, device=device)
         lse = torch.empty(batch, query_heads, length, dtype=torch.float32, device=device)
     if batch == 0 or length == 0:
         return output, received
     query, key, value = _unit_stride(query), _unit_stride(key), _unit_stride(value)
-    scale, cap = logit_factors(scaling, softcap)
+    scale, cap = logit_factors(softmax.scaling, softmax.softcap)
     target = device_of(device).target
     with _on(device):
-        extents = behind = past_extents = None
+        extents = behind = past_extents = past_key = past_value = past_valid = None
         if valid is not None:
             valid = valid.contiguous().view(torch.uint8)
-            extents, behind = row_extents_of(valid, observation_window if significance else None)
+            extents, behind = row_extents_of(valid, observed or None)
         if dense:
-            past_key, past_value = past_key.contiguous(), past_value.contiguous()
-            past_valid = past_valid.contiguous().view(torch.uint8).view(batch * kv_heads, dense)
+            past_key, past_value = past.key.contiguous(), past.value.contiguous()
+            past_valid = past.valid.contiguous().view(torch.uint8).view(batch * kv_heads, dense)
             past_extents, _ = row_extents_of(past_valid, None)
         allowed, allowed_strides = None, (0, 0)
         if mask is not None:
@@ -83,14 +78,14 @@ def prefill_attention(
         common |= strides("query", query)
         partials = None
         if stored:
-            partials = past_state(past, common, target)
+            partials = past_state(past.rows, stored, common, target)
         tile = forward_tile(target, query.dtype, key_dim, value_dim, masked=mask is not None)
         flash_forward[(triton.cdiv(length, tile.block_m), query_heads, batch)](
             key=key,
             value=value,
-            past_key=past_key if dense else None,
-            past_value=past_value if dense else None,
-            past_valid=past_valid if dense else None,
+            past_key=past_key,
+            past_value=past_value,
+            past_valid=past_valid,
             past_extents=past_extents,
             past_length=dense,
             partial_output=None if partials is None else partials.output,
@@ -115,17 +110,17 @@ def prefill_attention(
             **common,
             **tile.options(),
         )
-        if not significance:
+        if observed == 0:
             return output, None
         # its memory may serve what follows
         del partials
 
         tile = column_tile(target, query.dtype, key_dim)
         common |= dict(lse=lse, received=received, received_length=stored + dense + length, kv_heads=kv_heads)
-        common |= dict(window=observation_window, WINDOW=observation_window is not None)
+        common |= dict(window=observed, WINDOW=observed is not None)
         common |= tile.options()
         if stored:
-            score_past(past, common, target)
+            score_past(past.rows, stored, common, target)
         for keys, before in ((past_key, True), (key, False)):
             if before and not dense:
                 continue
@@ -191,17 +186,8 @@ def _on(device: torch.device) -> AbstractContextManager:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float,
-    valid: Tensor | None,
-    past: tuple[Tensor | None, ...] | None,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-) -> None:
-    """Raises `ValueError` for what the kernels cannot take."""
+def _check(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, **given: Tensor | None) -> None:
+    """Raises `ValueError` for what the kernels cannot take; `given` are further tensors by name."""
     if query.dtype not in TRITON_DTYPES:
         raise ValueError(f"the kernels support {list(TRITON_DTYPES)}, not {query.dtype}; use the reference.")
     batch, query_heads, length, key_dim = query.shape
@@ -212,30 +198,24 @@ def _check(
         raise ValueError(f"{query_heads} query heads are not a multiple of {kv_heads} KV heads.")
     if max(key_dim, value_dim) > KERNEL_HEAD_DIM:
         raise ValueError(f"head dimensions go up to {KERNEL_HEAD_DIM}, not {key_dim} and {value_dim}.")
-    if scaling <= 0:
-        raise ValueError(f"scaling must be positive, not {scaling}.")
-    expected = {
-        "key": (key, (batch, kv_heads, length, key_dim)),
-        "value": (value, (batch, kv_heads, length, value_dim)),
-        "valid": (valid, (batch, length)),
-        "mask": (mask, (batch, 1, length, length)),
-        "sinks": (sinks, (query_heads,)),
+    if softmax.scaling <= 0:
+        raise ValueError(f"scaling must be positive, not {softmax.scaling}.")
+    before = given["past_key"].shape[2] if "past_key" in given else 0
+    shapes = {
+        "key": (batch, kv_heads, length, key_dim),
+        "value": (batch, kv_heads, length, value_dim),
+        "valid": (batch, length),
+        "mask": (batch, 1, length, length),
+        "sinks": (query_heads,),
+        "past_key": (batch, kv_heads, before, key_dim),
+        "past_value": (batch, kv_heads, before, value_dim),
+        "past_valid": (batch, kv_heads, before),
     }
-    if past is not None:
-        past_key, past_value, past_valid = past
-        if past_value is None or past_valid is None:
-            raise ValueError("past_key needs past_value and past_valid.")
-        rows = (batch, kv_heads, past_key.shape[2])
-        expected |= {
-            "past_key": (past_key, (*rows, key_dim)),
-            "past_value": (past_value, (*rows, value_dim)),
-            "past_valid": (past_valid, rows),
-        }
-    for name, (tensor, shape) in expected.items():
+    for name, tensor in {"key": key, "value": value, **given}.items():
         if tensor is None:
             continue
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} must be {list(shape)}, not {list(tensor.shape)}.")
+        if tuple(tensor.shape) != shapes[name]:
+            raise ValueError(f"{name} must be {list(shapes[name])}, not {list(tensor.shape)}.")
         if tensor.device != query.device:
             raise ValueError(f"{name} is on {tensor.device}, the query on {query.device}.")
         if name in ("valid", "mask", "past_valid") and tensor.dtype != torch.bool:

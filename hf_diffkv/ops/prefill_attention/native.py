@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from ...native.library import MAX_DIM, address, call, library
-from ...native.structs import DTYPES, Prompt, Step, Strided
-from ..decode_attention.native import layer_block
-from .past import StoredPast
+from ...native.structs import DTYPES, Prompt, Strided
+from ...pages import LayerRows
+from ..softmax import Softmax
+from ..step import step_block
+from .past import NOTHING, EarlierTokens
 from .reference import observation, past_weight
 
 
@@ -24,18 +26,12 @@ def prefill_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    softmax: Softmax,
     *,
-    scaling: float,
+    past: EarlierTokens = NOTHING,
     valid: Tensor | None = None,
-    past: StoredPast | None = None,
-    past_key: Tensor | None = None,
-    past_value: Tensor | None = None,
-    past_valid: Tensor | None = None,
     mask: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    observation_window: int | None = None,
-    significance: bool = True,
+    observed: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """As `reference.prefill_attention`; stored tokens are read from their pages, and bfloat16 models may have them and
     the weights of values rounded to bfloat16.
@@ -46,43 +42,39 @@ def prefill_attention(
     """
     batch, query_heads, length, key_dim = query.shape
     kv_heads, value_dim = key.shape[1], value.shape[-1]
-    _check(query, key, value, past)
-    if past_key is not None and (past_value is None or past_valid is None):
-        raise ValueError("past_key needs past_value and past_valid.")
-    stored = 0 if past is None else past.tokens
-    before = 0 if past_key is None else past_key.shape[2]
+    _check(query, key, value, past.rows)
+    stored, before = past.stored, past.exact
     # laid out as models want it
     output = torch.zeros(batch, length, query_heads, value_dim, dtype=query.dtype)
-    received = torch.zeros(batch, kv_heads, stored + before + length) if significance else None
+    received = torch.zeros(batch, kv_heads, stored + before + length) if observed != 0 else None
     block = Prompt(batch=batch, heads=kv_heads, group=query_heads // kv_heads, length=length, before=before)
     block.stored_tokens, block.key_dim, block.value_dim = stored, key_dim, value_dim
     given = {"query": query, "key": key, "value": value}
     if before:
-        given |= {"past_key": past_key, "past_value": past_value}
+        given |= {"past_key": past.key, "past_value": past.value}
     given = {name: _strided(tensor, query.dtype) for name, tensor in given.items()}
     for name, tensor in given.items():
         setattr(block, name, Strided(address(tensor), *tensor.stride()[:3]))
-    flags = {"valid": valid, "past_valid": past_valid if before else None}
+    flags = {"valid": valid, "past_valid": past.valid if before else None}
     flags = {name: None if flag is None else flag.to(torch.bool).contiguous() for name, flag in flags.items()}
     block.valid, block.past_valid = address(flags["valid"]), address(flags["past_valid"])
     if mask is not None:
         mask = mask.expand(batch, 1, length, length)
         mask = mask if mask.stride()[2:] == (length, 1) else mask.contiguous()
         block.mask, block.mask_batch = address(mask), mask.stride(0)
-    sinks = None if sinks is None else sinks.float().contiguous()
+    sinks = None if softmax.sinks is None else softmax.sinks.float().contiguous()
     block.sinks, block.output, block.received = address(sinks), address(output), address(received)
-    block.scaling, block.softcap = scaling, softcap or 0.0
-    block.observed = length if observation_window is None else observation_window
+    block.scaling, block.softcap = softmax.scaling, softmax.softcap or 0.0
+    block.observed = observed or length
     block.dtype, block.threads = DTYPES[query.dtype], torch.get_num_threads()
-    step = None if past is None or not stored else _stored(past)
+    step = step_block(past.rows) if stored else None
     if step is not None:
         block.stored = ctypes.addressof(step)
     call("prompt", block)
-    if significance and observation_window is not None:
-        _, weight = observation(valid, batch, length, observation_window, query.device)
+    if observed:
+        _, weight = observation(valid, batch, length, observed, query.device)
         received[..., stored + before :] *= weight[:, None]
-        earlier = past_weight(valid, batch, length, observation_window, received.dtype, query.device)
-        received[..., : stored + before] *= earlier
+        received[..., : stored + before] *= past_weight(valid, batch, length, observed, query.device).float()
     return output.transpose(1, 2), received
 
 
@@ -92,25 +84,12 @@ def _strided(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, past: StoredPast | None) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, rows: LayerRows | None) -> None:
     batch, query_heads, length, key_dim = query.shape
     kv_heads = key.shape[1]
     if key.shape != (batch, kv_heads, length, key_dim) or query_heads % kv_heads:
         raise ValueError(f"key {tuple(key.shape)} does not fit the query {tuple(query.shape)}.")
     if value.shape[:3] != key.shape[:3]:
         raise ValueError(f"value {tuple(value.shape)} does not fit the key {tuple(key.shape)}.")
-    if past is not None and (past.layout.high.key_dim, past.layout.high.value_dim) != (key_dim, value.shape[-1]):
+    if rows is not None and (rows.layout.high.key_dim, rows.layout.high.value_dim) != (key_dim, value.shape[-1]):
         raise ValueError(f"what is stored has other dims than the key's {key_dim} and the value's {value.shape[-1]}.")
-
-
-def _stored(past: StoredPast) -> Step:
-    """What native code needs to know of a layer's pages and window."""
-    score = past.window_key.new_empty(past.window_key.shape[:3], dtype=torch.float32)
-    window = (past.window_key, past.window_value, score, past.window_start, past.length)
-    step = layer_block(
-        past.layout, past.page_table, past.high_count, past.low_count, *window, past.sink_end, past.sink_slots
-    )
-    if past.pages.dtype != torch.uint8 or past.pages.shape[1] != past.layout.page_bytes:
-        raise ValueError(f"pages must be uint8 [pages, {past.layout.page_bytes}], not {tuple(past.pages.shape)}.")
-    step.rows.pages, step.rows.page_count = address(past.pages), past.pages.shape[0]
-    return step

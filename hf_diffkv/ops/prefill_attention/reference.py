@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..quantize import compute_dtype
-from .past import StoredPast, all_before
+from ..softmax import Softmax
+from .past import NOTHING, EarlierTokens
 
 BLOCK_ELEMENTS = 1 << 21
 MAX_QUERIES = 256
@@ -24,40 +25,29 @@ def prefill_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    softmax: Softmax,
     *,
-    scaling: float,
+    past: EarlierTokens = NOTHING,
     valid: Tensor | None = None,
-    past: StoredPast | None = None,
-    past_key: Tensor | None = None,
-    past_value: Tensor | None = None,
-    past_valid: Tensor | None = None,
     mask: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    observation_window: int | None = None,
-    significance: bool = True,
+    observed: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Exact causal attention of Q new tokens over a past of P stored tokens and themselves.
+    """Exact causal attention of Q new tokens over a past of P tokens and themselves.
 
     Args:
         query: [batch, query_heads, Q, key_dim].
         key, value: [batch, kv_heads, Q, key_dim], [batch, kv_heads, Q, value_dim].
-        scaling: factor on the logits.
+        past: what is before the new tokens.
         valid: bool [batch, Q]; False marks padding, which is not attended, does not score and yields zeros.
-        past: what is stored, every token attended by all new queries; None is nothing.
-        past_key, past_value: [batch, kv_heads, tokens, dim], between what is stored and the new tokens, likewise.
-        past_valid: bool [batch, kv_heads, tokens], which of them exist.
         mask: bool [batch, 1, Q, Q], replaces the causal rule among the new tokens.
-        softcap: logits become softcap * tanh(logits / softcap).
-        sinks: [query_heads], logits of attention sinks (one extra softmax column each).
-        observation_window: take significance from the last so many real queries only, scaled up to all.
-        significance: whether what keys receive is wanted; where not, it is None and nothing is computed for it.
+        observed: so many of the last real queries give significance, scaled up to all; None: all of them do. 0: what
+            keys receive is not wanted, so it is None and nothing is computed for it.
 
     Returns:
         output [batch, query_heads, Q, value_dim] in the query's dtype, and received [batch, kv_heads, P + Q]: for each
         key the sum of the probabilities that later queries give it, maximum over the group (a token's own query does
         not count), in the dtype of the computation. P are `past.tokens`, where a row's stored tokens stand at its
-        front, by rank, and zeros behind them, then those of `past_key`.
+        front, by rank, and zeros behind them, then the exact ones.
     """
     batch, query_heads, length, _ = query.shape
     kv_heads = key.shape[1]
@@ -68,54 +58,55 @@ def prefill_attention(
     if valid is not None:
         # padding may hold anything, and zero times infinity is not zero
         values = values.masked_fill(~valid[:, None, :, None], 0.0)
-    before = all_before(past, past_key, past_value, past_valid)
-    stored, past_valid = 0, None
+    before, past_valid, stored = past.dense(), None, past.tokens
     if before is not None:
         past_key, past_value, past_valid = before
-        stored = past_key.shape[2]
         keys = torch.cat([past_key.to(dtype), keys], dim=2)
         values = torch.cat([past_value.to(dtype), values], dim=2)
         values[:, :, :stored].masked_fill_(~past_valid[..., None], 0.0)
     output = torch.zeros(batch, query_heads, length, value.shape[-1], dtype=query.dtype, device=device)
     received = torch.zeros(batch, kv_heads, group, stored + length, dtype=dtype, device=device)
     grouped = query.unflatten(1, (kv_heads, group))
-    observed, weight = observation(valid, batch, length, observation_window, device)
+    counting, weight = observation(valid, batch, length, observed, device)
     per_query = batch * group * (stored + length)
     block = max(1, min(length, MAX_QUERIES, BLOCK_ELEMENTS // per_query))
     heads = max(1, BLOCK_ELEMENTS // (per_query * block))
     position = torch.arange(length, device=device)
+    sinks = softmax.sinks
+    sinks = None if sinks is None else sinks.to(dtype).view(1, kv_heads, group, 1, 1)
     for first, start in itertools.product(range(0, kv_heads, heads), range(0, length, block)):
         chunk, stop = slice(first, first + heads), min(start + block, length)
         # causal: keys after the block's last query take no part
         end = length if mask is not None else stop
         logits = torch.matmul(
-            grouped[:, chunk, :, start:stop].to(dtype).flatten(2, 3) * scaling, keys[:, chunk, : stored + end].mT
+            grouped[:, chunk, :, start:stop].to(dtype).flatten(2, 3) * softmax.scaling,
+            keys[:, chunk, : stored + end].mT,
         ).unflatten(2, (group, stop - start))
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
+        if softmax.softcap is not None:
+            logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
         there = None if past_valid is None else past_valid[:, chunk]
         hidden = _hidden(position, start, stop, end, stored, valid, there, mask)
-        sink = None if sinks is None else sinks.to(dtype).view(1, kv_heads, group, 1, 1)[:, chunk]
+        sink = None if sinks is None else sinks[:, chunk]
         probabilities = _softmax(logits, hidden, sink)
         block_output = torch.matmul(probabilities.flatten(2, 3), values[:, chunk, : stored + end])
         output.view(batch, kv_heads, group, length, -1)[:, chunk, :, start:stop] = block_output.unflatten(
             2, (group, stop - start)
         ).to(query.dtype)
-        if not significance:
+        if observed == 0:
             continue
         # all queries of the block follow the keys before it; among its own only some do
-        counted = observed[:, start:stop].to(dtype)[:, None, None, None]
+        counted = counting[:, start:stop].to(dtype)[:, None, None, None]
         earlier = slice(0, stored + start)
         received[:, chunk, :, earlier] += torch.matmul(counted, probabilities[..., earlier])[..., 0, :]
         later = (position[start:stop, None] > position[None, start:end]).to(dtype)
         own = slice(stored + start, stored + end)
         received[:, chunk, :, own] += (probabilities[..., own] * (counted.mT * later)).sum(3)
-    if not significance:
+    if observed == 0:
         return output, None
     received = received.amax(2)
     if weight is not None:
         received[..., stored:] *= weight[:, None]
-        received[..., :stored] *= past_weight(valid, batch, length, observation_window, dtype, device)
+        received[..., :stored] *= past_weight(valid, batch, length, observed, device).to(dtype)
     return output, received
 
 
@@ -186,12 +177,10 @@ def _later(real: Tensor) -> Tensor:
     return real.flip(-1).cumsum(-1).flip(-1) - real.long()
 
 
-def past_weight(
-    valid: Tensor | None, batch: int, length: int, window: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """The same factor for stored tokens, which every new query follows: [batch, 1, 1]."""
+def past_weight(valid: Tensor | None, batch: int, length: int, window: int, device: torch.device) -> Tensor:
+    """The same factor for stored tokens, which every new query follows: float64 [batch, 1, 1]."""
     if valid is None:
         real = torch.full((batch,), length, device=device)
     else:
         real = valid.sum(-1)
-    return (real.double() / real.clamp(min=1, max=window)).to(dtype)[:, None, None]
+    return (real.double() / real.clamp(min=1, max=window))[:, None, None]

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from hf_diffkv.ops.append.launch import Rotation, append_token
+from hf_diffkv.config import Precision
+from hf_diffkv.ops.append.launch import append_token
+from hf_diffkv.ops.rotation import Rotation
+from hf_diffkv.pages import PageLayout
 from tools.kernels.record import record
+from tools.kernels.rows import given_rows
 from tools.kernels.variant import KernelVariant
 
 # KV heads and head_dim
@@ -27,25 +31,11 @@ def variants() -> list[KernelVariant]:
 def _append(heads: int, dim: int, rotated: bool) -> None:
     window = torch.empty(BATCH, heads, SLOTS, dim, dtype=torch.bfloat16)
     new = torch.empty(BATCH, heads, dim, dtype=torch.bfloat16)
-    length = torch.empty(BATCH, dtype=torch.int64)
     extra = {}
     if rotated:
-        matrix = torch.empty(dim, dim)
-        extra = {
-            "query": torch.empty(BATCH, GROUP * heads, dim, dtype=torch.bfloat16),
-            "rotation": Rotation(matrix, matrix, torch.empty(BATCH, heads, dim)),
-        }
-    append_token(
-        window,
-        window,
-        torch.empty(BATCH, heads, SLOTS),
-        length,
-        torch.empty((), dtype=torch.bool),
-        new,
-        new,
-        limit=1.0,
-        valid=torch.empty(BATCH, dtype=torch.bool),
-        sink_end=length,
-        sink_slots=SINK_SLOTS,
-        **extra,
-    )
+        matrix, query = torch.empty(dim, dim), torch.empty(BATCH, GROUP * heads, dim, dtype=torch.bfloat16)
+        extra = {"query": query, "rotation": Rotation(matrix, matrix)}
+    layout = PageLayout.build(Precision(8, 4), Precision(4, 2), dim, dim, 2)
+    offset = torch.empty(BATCH, heads, dim if rotated else 0)
+    rows = given_rows(layout, window, window, sink_slots=SINK_SLOTS, key_offset=offset)
+    append_token(rows, new, new, limit=1.0, valid=torch.empty(BATCH, dtype=torch.bool), **extra)

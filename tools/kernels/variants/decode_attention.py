@@ -8,8 +8,10 @@ import torch
 
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.decode_attention.launch import decode_attention
+from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages import PageLayout
 from tools.kernels.record import record
+from tools.kernels.rows import given_rows
 from tools.kernels.variant import KernelVariant, uniform_layouts
 
 DIMS = (64, 80, 96, 128, 256, 512)
@@ -38,22 +40,9 @@ def variants() -> list[KernelVariant]:
 
 
 def _attend(layout: PageLayout, group: int) -> None:
-    rows, high = (BATCH, KV_HEADS), layout.high
-    count, length = torch.empty(rows, dtype=torch.int32), torch.empty(BATCH, dtype=torch.int64)
-    decode_attention(
-        torch.empty(BATCH, KV_HEADS * group, high.key_dim, dtype=torch.bfloat16),
-        torch.empty(1, layout.page_bytes, dtype=torch.uint8),
-        layout,
-        torch.empty(*rows, WIDTH, dtype=torch.int32),
-        count,
-        count,
-        torch.empty(*rows, SLOTS, high.key_dim, dtype=torch.bfloat16),
-        torch.empty(*rows, SLOTS, high.value_dim, dtype=torch.bfloat16),
-        torch.empty(*rows, SLOTS),
-        length,
-        length,
-        scaling=1.0,
-        max_tokens=TOKENS,
-        sink_end=length,
-        sink_slots=SINK_SLOTS,
-    )
+    high, rows = layout.high, (BATCH, KV_HEADS)
+    query = torch.empty(BATCH, KV_HEADS * group, high.key_dim, dtype=torch.bfloat16)
+    window = [torch.empty(*rows, SLOTS, dim, dtype=torch.bfloat16) for dim in (high.key_dim, high.value_dim)]
+    table = torch.empty(*rows, WIDTH, dtype=torch.int32)
+    rows = given_rows(layout, *window, page_table=table, sink_slots=SINK_SLOTS)
+    decode_attention(query, rows, Softmax(1.0), max_tokens=TOKENS)

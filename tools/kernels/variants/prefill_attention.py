@@ -8,9 +8,11 @@ import torch
 
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.prefill_attention.launch import prefill_attention, row_extents_of
-from hf_diffkv.ops.prefill_attention.past import StoredPast
+from hf_diffkv.ops.prefill_attention.past import EarlierTokens
+from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages import PageLayout
 from tools.kernels.record import record
+from tools.kernels.rows import given_rows
 from tools.kernels.variant import TARGETS, KernelVariant
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -111,38 +113,26 @@ def _attend(dtype: torch.dtype, dim: int, features: Sequence[str], layout: PageL
     there = torch.empty(*rows, TOKENS, dtype=torch.bool)
     options = {
         "padding": {"valid": there[:, 0].contiguous()},
-        "past": {"past_key": new, "past_value": new, "past_valid": there},
         "mask": {"mask": torch.empty(BATCH, 1, TOKENS, TOKENS, dtype=torch.bool)},
-        "softcap": {"softcap": 1.0},
-        "sinks": {"sinks": torch.empty(KV_HEADS * GROUP, dtype=dtype)},
-        "window": {"observation_window": SLOTS},
-        "stored": {},
+        "window": {"observed": SLOTS},
     }
-    chosen = {name: value for feature in features for name, value in options[feature].items()}
-    if layout is not None:
-        chosen["past"] = _past(layout, dtype)
+    chosen = {name: value for feature in features for name, value in options.get(feature, {}).items()}
+    sinks = torch.empty(KV_HEADS * GROUP, dtype=dtype) if "sinks" in features else None
+    softmax = Softmax(1.0, 1.0 if "softcap" in features else None, sinks)
+    exact = {"key": new, "value": new, "valid": there} if "past" in features else {}
+    past = EarlierTokens(**_stored_rows(layout, dtype), **exact)
     query = torch.empty(BATCH, KV_HEADS * GROUP, TOKENS, dim, dtype=dtype)
-    prefill_attention(query, new, new, scaling=1.0, **chosen)
+    prefill_attention(query, new, new, softmax, past=past, **chosen)
 
 
-def _past(layout: PageLayout, dtype: torch.dtype) -> StoredPast:
-    rows, dim = (BATCH, KV_HEADS), layout.high.key_dim
-    count, length = torch.empty(rows, dtype=torch.int32), torch.empty(BATCH, dtype=torch.int64)
-    window = torch.empty(*rows, SLOTS, dim, dtype=dtype)
-    return StoredPast(
-        pages=torch.empty(1, layout.page_bytes, dtype=torch.uint8),
-        layout=layout,
-        page_table=torch.empty(*rows, WIDTH, dtype=torch.int32),
-        high_count=count,
-        low_count=count,
-        window_key=window,
-        window_value=window,
-        window_start=length,
-        length=length,
-        tokens=TOKENS,
-        sink_end=length,
-        sink_slots=SINK_SLOTS,
-    )
+def _stored_rows(layout: PageLayout | None, dtype: torch.dtype) -> dict[str, object]:
+    if layout is None:
+        return {}
+    rows = BATCH, KV_HEADS
+    window = torch.empty(*rows, SLOTS, layout.high.key_dim, dtype=dtype)
+    table = torch.empty(*rows, WIDTH, dtype=torch.int32)
+    held = given_rows(layout, window, window, page_table=table, sink_slots=SINK_SLOTS)
+    return {"rows": held, "stored": TOKENS}
 
 
 def _extents() -> None:
