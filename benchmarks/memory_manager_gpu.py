@@ -35,52 +35,31 @@ class Round:
     """One round of Algorithm 1 over all rows of all layers, and how to take it back."""
 
     rows: RandomRows
-    free_list: FreeList
-    candidates: dict[str, Tensor]
+    leaving: Tensor
     thresholds: tuple[Tensor, Tensor]
     flag: Tensor
 
     def state(self) -> list[Tensor]:
         """What a round changes besides page contents."""
-        rows = self.rows
-        return [rows.held.page_table, *rows.held.counts, self.free_list.ring, self.free_list.state]
+        held = self.rows.held
+        return [held.page_table, *held.counts, held.window_start, held.free_list.ring, held.free_list.state]
 
     def run(self) -> None:
-        rows = self.rows
-        count = rows.held.count
-        compact_step(
-            rows.held.pages,
-            rows.layout,
-            self.free_list,
-            rows.held.page_table.view(count, -1),
-            rows.held.high_count.view(count),
-            rows.held.low_count.view(count),
-            **self.candidates,
-            high_threshold=self.thresholds[0],
-            low_threshold=self.thresholds[1],
-            bounds=rows.bounds,
-            flag=self.flag,
-        )
+        compact_step(self.rows.held, self.leaving, *self.thresholds, bounds=self.rows.bounds, flag=self.flag)
 
     def to(self, device: torch.device) -> Round:
         """A copy of everything on another device."""
-
-        def moved(part: object) -> object:
-            if isinstance(part, Tensor):
-                return part.to(device, copy=True)
-            if isinstance(part, dict):
-                return {name: moved(value) for name, value in part.items()}
-            return tuple(moved(value) for value in part)
-
-        rows = self.rows
-        tensors = {name: moved(value) for name, value in vars(rows.held).items() if isinstance(value, Tensor)}
-        pool = SimpleNamespace(pages=moved(rows.held.pages), free_list=FreeList(device))
+        rows, held, pool = self.rows, self.rows.held, SimpleNamespace(free_list=FreeList(device))
+        pool.pages = held.pages.to(device, copy=True)
+        pool.free_list.ring = held.free_list.ring.to(device, copy=True)
+        pool.free_list.state = held.free_list.state.to(device, copy=True)
+        tensors = {name: part.to(device, copy=True) for name, part in vars(held).items() if isinstance(part, Tensor)}
         tiles = tuple(type(t)(t.row.to(device), t.first.to(device), t.pages, t.full) for t in rows.bounds.tiles)
         bounds = type(rows.bounds)(rows.bounds.max_tokens, tiles)
-        twin = replace(rows, held=replace(rows.held, pool=pool, **tensors), bounds=bounds)
-        free_list = FreeList(device)
-        free_list.ring, free_list.state = moved(self.free_list.ring), moved(self.free_list.state)
-        return Round(twin, free_list, moved(self.candidates), moved(self.thresholds), moved(self.flag))
+        twin = replace(rows, held=replace(held, pool=pool, **tensors), bounds=bounds)
+        given = (part.to(device, copy=True) for part in (self.leaving, *self.thresholds, self.flag))
+        leaving, high, low, flag = given
+        return Round(twin, leaving, (high, low), flag)
 
 
 def make_round(batch: int, heads: int, dim: int, context: int, window: int, layers: int, session: Session) -> Round:
@@ -93,21 +72,13 @@ def make_round(batch: int, heads: int, dim: int, context: int, window: int, laye
         layers * batch, heads, dim, tokens, context, window, dtype, session.device, spare_pages=2 * count
     )
     device = session.device
-    free_list = FreeList(device)
-    free_list.extend(rows.held.pages.shape[0] - 2 * count, 2 * count)
-    candidates = {
-        "key": torch.randn(count, dim, device=device).to(dtype),
-        "value": torch.randn(count, dim, device=device).to(dtype),
-        "score": torch.rand(count, device=device) * window,
-        "position": torch.full((count,), context - window, dtype=torch.int64, device=device),
-        "leaving": torch.ones(count, dtype=torch.bool, device=device),
-        "length": torch.full((count,), context, dtype=torch.int64, device=device),
-    }
+    rows.held.free_list.extend(rows.held.pages.shape[0] - 2 * count, 2 * count)
+    rows.held.window_score.mul_(window)
+    leaving = torch.ones(layers * batch, dtype=torch.bool, device=device)
     # about a third of the candidates at each level, and victims that move
-    high_threshold = torch.full((count,), 0.66, device=device)
-    low_threshold = torch.full((count,), 0.33, device=device)
+    thresholds = tuple(torch.full((layers * batch, heads), limit, device=device) for limit in (0.66, 0.33))
     flag = torch.zeros(1, dtype=torch.int32, device=device)
-    return Round(rows, free_list, candidates, (high_threshold, low_threshold), flag)
+    return Round(rows, leaving, thresholds, flag)
 
 
 def check(step: Round, twin: Round) -> None:
@@ -118,7 +89,7 @@ def check(step: Round, twin: Round) -> None:
     for name, got, expected in zip(("table", "high", "low", "ring", "state"), step.state(), twin.state()):
         # the ring's dead part may differ
         if name == "ring":
-            got, expected = step.free_list.ids(), twin.free_list.ids()
+            got, expected = step.rows.held.free_list.ids(), twin.rows.held.free_list.ids()
             got, expected = got.sort().values, expected.sort().values
         if name == "table":
             got, expected = got != 0, expected != 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .free_list import FreeList
-from .layout import PageLayout
+from .layout import PageLayout, TierLayout
 from .pool import PagePool
 
 # what has an entry for each request, beside its part of the page table
@@ -113,6 +113,11 @@ class LayerRows:
     def counts(self) -> tuple[Tensor, Tensor]:
         """int32 [batch, heads] by tier."""
         return self.high_count, self.low_count
+
+    @property
+    def tiers(self) -> tuple[TierLayout, TierLayout]:
+        """The layout by tier."""
+        return self.layout.high, self.layout.low
 
     @property
     def pages(self) -> Tensor:

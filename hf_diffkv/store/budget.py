@@ -121,15 +121,12 @@ def make_room(store: Store, pages: int) -> None:
             f"max_bytes={store.config.max_bytes} leaves room for {limit} pages beside the windows, but {pages} are "
             "needed to go on; raise max_bytes, or lower window or the batch size."
         )
-    rows = store.num_layers * store.rows_per_layer
-    table = store.table.table.view(rows, -1)
-    counts = (store.high_count.view(rows), store.low_count.view(rows))
-    layouts = (store.layout.high, store.layout.low)
-    stored = tuple(stored_tokens(table, counts[tier], tier, layouts[tier]) for tier in (HIGH, LOW))
+    rows = store.all_rows()
+    stored = tuple(stored_tokens(rows, tier) for tier in (HIGH, LOW))
     shape = store.high_count.shape
-    length = store.length[..., None].expand(shape).reshape(rows)
+    length = store.length[..., None].expand(shape).reshape(-1)
     relative = tuple(_relative(store, stored[tier], tier, length) for tier in (HIGH, LOW))
-    alphas = (store.alpha_high.view(rows), store.alpha_low.view(rows))
+    alphas = (rows.alpha_high.view(-1), rows.alpha_low.view(-1))
     levels = [torch.full_like(part, level, dtype=torch.int8) for part, level in zip(relative, (HIGH_LEVEL, LOW_LEVEL))]
     held = Weighed(torch.cat([part.row for part in stored]), torch.cat(relative), torch.cat(levels)).below(*alphas)
     strength = fit(store, *alphas, held, int(TARGET * (limit - pages)))
@@ -138,7 +135,7 @@ def make_room(store: Store, pages: int) -> None:
     high, low = held.below(*new_alphas).level.split([part.numel() for part in relative])
     keep, demoted = (high == HIGH_LEVEL, low != PRUNED_LEVEL), high == LOW_LEVEL
     nothing = no_tokens(store)
-    rewrite_rows(store.pool, store.layout, table, *counts, stored, keep, demoted, (nothing, nothing), store.dtype)
+    rewrite_rows(rows, stored, keep, demoted, (nothing, nothing))
     # where they stand, as captured steps read them there
     for alpha, tight in zip(alphas, new_alphas):
         alpha.copy_(tight)

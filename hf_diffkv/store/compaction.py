@@ -13,7 +13,7 @@ from ..ops.compact import compact_step, least_mean
 from ..pages import HIGH
 from ..policy import StepRows, relative_thresholds
 from . import native
-from .exact_tokens import candidate_slots, center_rows, is_pinned, pin_candidates
+from .exact_tokens import center_rows, is_pinned, pin_candidates
 from .state import Store
 
 
@@ -50,7 +50,8 @@ def compact_round(store: Store) -> None:
         if in_native_code:
             native.compact(store, None, None)
         else:
-            _compact(store, store.length - store.window_start > store.config.window, None, None)
+            leaving = store.length - store.window_start > store.config.window
+            compact_step(store.all_rows(), leaving.view(-1), None, None, bounds=store.all_bounds, flag=store.flag)
         return
     leaving = None
     if store.policy.adapts or not in_native_code:
@@ -61,35 +62,9 @@ def compact_round(store: Store) -> None:
     if in_native_code:
         native.compact(store, high, low)
     else:
-        _compact(store, leaving, high, low)
+        compact_step(store.all_rows(), leaving.view(-1), high, low, bounds=store.all_bounds, flag=store.flag)
     if store.policy.adapts:
         _adapt(store, state, leaving)
-
-
-def _compact(store: Store, leaving: Tensor, high: Tensor | None, low: Tensor | None) -> None:
-    """The round by the ops that take one candidate per row; without thresholds where the store selects nothing."""
-    start = store.window_start
-    slot = candidate_slots(store)
-    shape = store.high_count.shape
-    rows = store.high_count.numel()
-    compact_step(
-        store.pool.pages,
-        store.layout,
-        store.pool.free_list,
-        store.table.table.view(rows, -1),
-        store.high_count.view(rows),
-        store.low_count.view(rows),
-        store.window_key.gather(3, slot[..., None].expand(-1, -1, -1, -1, store.key_dim)).view(rows, -1),
-        store.window_value.gather(3, slot[..., None].expand(-1, -1, -1, -1, store.value_dim)).view(rows, -1),
-        store.window_score.gather(3, slot).view(rows),
-        start[:, :, None].expand(shape).reshape(rows),
-        leaving[:, :, None].expand(shape).reshape(rows),
-        store.length[:, :, None].expand(shape).reshape(rows),
-        *(None if threshold is None else threshold.reshape(rows) for threshold in (high, low)),
-        bounds=store.all_bounds,
-        flag=store.flag,
-    )
-    start += leaving
 
 
 def _step_rows(store: Store) -> StepRows:
@@ -104,15 +79,8 @@ def _step_rows(store: Store) -> StepRows:
         store.low_count,
         store.layer_index[:, None, None],
         store.head_index,
-        lambda: _least_high_mean(store),
+        lambda: least_mean(store.all_rows(), HIGH).view(store.high_count.shape),
     )
-
-
-def _least_high_mean(store: Store) -> Tensor:
-    shape, rows = store.high_count.shape, store.high_count.numel()
-    table, count = store.table.table.view(rows, -1), store.high_count.view(rows)
-    length = store.length[..., None].expand(shape).reshape(rows)
-    return least_mean(store.pool.pages, store.layout.high, HIGH, table, count, length).view(shape)
 
 
 def _thresholds(store: Store, state: StepRows) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..ops.compact import rewrite_rows, stored_tokens, token_positions
-from ..pages import HIGH, LOW
+from ..pages import HIGH
 from ..pages.segments import segments
 from .budget import no_tokens
 from .exact_tokens import held_tokens, slots_of
@@ -99,19 +99,15 @@ def _share(before: Tensor, after: Tensor) -> Tensor:
 
 
 def _hide_paged(store: Store, moved: Tensor) -> None:
-    rows = store.num_layers * store.rows_per_layer
-    table = store.table.table.view(rows, -1)
-    counts = (store.high_count.view(rows), store.low_count.view(rows))
-    length, sink_end = (
-        state[..., None].expand(store.high_count.shape).reshape(rows) for state in (store.length, store.sink_end)
-    )
+    rows = store.all_rows()
+    length = store.length[..., None].expand(store.high_count.shape).reshape(-1)
     remaining = (moved >= 0).sum(1)
     stored, keep = [], []
-    for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
-        tokens = stored_tokens(table, counts[tier], tier, layout)
+    for tier, layout in enumerate(rows.tiers):
+        tokens = stored_tokens(rows, tier)
         request = tokens.row // store.num_heads % store.batch_size
         view = segments(store.pool.pages, layout)
-        old = token_positions(store.pool.pages, layout, tokens, sink_end)
+        old = token_positions(rows, tier, tokens)
         new = moved[request, old]
         share = _share(length[tokens.row] - 1 - old, remaining[request] - 1 - new)
         view.write_scores(tokens.page, tokens.slot, view.scores(tokens.page, tokens.slot) * share)
@@ -120,9 +116,7 @@ def _hide_paged(store: Store, moved: Tensor) -> None:
         keep.append(new >= 0)
     nothing = no_tokens(store)
     demoted = torch.zeros_like(keep[HIGH])
-    rewrite_rows(
-        store.pool, store.layout, table, *counts, tuple(stored), tuple(keep), demoted, (nothing, nothing), store.dtype
-    )
+    rewrite_rows(rows, tuple(stored), tuple(keep), demoted, (nothing, nothing))
 
 
 def _hide_in_windows(store: Store, moved: Tensor) -> None:

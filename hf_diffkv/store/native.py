@@ -42,26 +42,12 @@ class NativeCalls:
     def round(self, store: Store) -> Compaction:
         """The block of a round of compaction."""
         if self._round is None:
-            block = self._round = round_block(
-                store.layout,
-                store.pool.free_list,
-                store.table.table,
-                store.high_count,
-                store.low_count,
-                store.window_key,
-                store.window_value,
-                store.window_score,
-                store.window_start,
-                store.length,
-                store.flag,
-            )
-            block.row_count = store.num_layers * store.rows_per_layer
-            block.heads, block.slots, block.window = store.num_heads, store.window_slots, store.config.window
-            block.sink_slots = store.sink_slots
-            block.advance = block.position
-        free_list = store.pool.free_list
-        self._round.ring, self._round.state = address(free_list.ring), address(free_list.state)
-        return self._round
+            self._round = round_block(self.kept.all(), store.flag)
+            self._round.window = store.config.window
+        block, pool = self._round, store.pool
+        block.rows.pages, block.rows.page_count = pool.address, pool.capacity
+        block.ring, block.state, block.flag = map(address, (pool.free_list.ring, pool.free_list.state, store.flag))
+        return block
 
 
 def calls(store: Store) -> NativeCalls:
@@ -85,5 +71,4 @@ def append_and_attend(
 
 def compact(store: Store, high_threshold: Tensor | None, low_threshold: Tensor | None) -> None:
     """One round of compaction; thresholds float32, one for each row, or None where the store selects nothing."""
-    block = calls(store).round(store)
-    run(block, store.pool.address, store.pool.capacity, high_threshold, low_threshold)
+    run(calls(store).round(store), high_threshold, low_threshold)

@@ -107,10 +107,8 @@ class Past:
     def find_tokens(self, store: Store, layer: int) -> int:
         """Lists every token, and returns how many the longest row has."""
         rows = store.batch_size * store.num_heads
-        table = store.table.table[layer]
         counts = [store.high_count[layer].view(rows), store.low_count[layer].view(rows)]
-        tiers = (store.layout.high, store.layout.low)
-        self.tokens = tuple(stored_tokens(table.view(rows, -1), counts[t], t, tiers[t]) for t in (HIGH, LOW))
+        self.tokens = tuple(stored_tokens(store.rows(layer), tier) for tier in (HIGH, LOW))
         self.window_row, self.window_token, window_rank = _window_tokens(store, layer)
         window_count = torch.bincount(self.window_row, minlength=rows)
         longest = int((counts[HIGH] + counts[LOW] + window_count).max())
@@ -168,7 +166,6 @@ def compress(
         check_finite(store, new.key, new.value, new.valid)
         past.find_tokens(store, layer)
     heads = store.num_heads
-    rows = store.batch_size * heads
     valid, new_count = new.valid, new.key.shape[2]
     source, offset = new.stored()
     received = None if received is None else received.flatten(0, 1)
@@ -198,19 +195,8 @@ def compress(
 
     try:
         _write_scores(store, past, scores, length)
-        rewrite_rows(
-            store.pool,
-            store.layout,
-            store.table.table[layer].view(rows, -1),
-            store.high_count[layer].view(rows),
-            store.low_count[layer].view(rows),
-            past.tokens,
-            keep,
-            levels[HIGH] == LOW_LEVEL,
-            arriving,
-            store.dtype,
-            feedback(store, moment),
-        )
+        demoted = levels[HIGH] == LOW_LEVEL
+        rewrite_rows(store.rows(layer), past.tokens, keep, demoted, arriving, feedback(store, moment))
     except MemoryError:
         _write_scores(store, past, previous)
         store.length[layer] = old_length

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..ops.compact import StoredTokens, stored_tokens, token_positions
+from ..ops.compact import stored_tokens, token_positions
 from ..ops.quantize import compute_dtype, load_tokens
-from ..pages import HIGH, LOW, NULL_PAGE, TierLayout, column
+from ..pages import HIGH, LOW, NULL_PAGE, column
 from ..pages.segments import segments
 from ..policy import HIGH_LEVEL, LOW_LEVEL, PADDING_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL
 from .compaction import settle
@@ -57,9 +57,9 @@ def levels(store: Store, layer: int) -> Tensor:
     """int8 [batch, heads, seen] as in `LayerTokens.levels`."""
     settle(store)
     by_index = _by_index(store, torch.zeros((), dtype=torch.int8))
-    for tier, layout, level in ((HIGH, store.layout.high, HIGH_LEVEL), (LOW, store.layout.low, LOW_LEVEL)):
-        tokens = _tier(store, layer, tier)
-        by_index[tokens.row, _positions(store, layer, tokens, layout)] = level
+    for tier, level in ((HIGH, HIGH_LEVEL), (LOW, LOW_LEVEL)):
+        tokens = stored_tokens(store.rows(layer), tier)
+        by_index[tokens.row, token_positions(store.rows(layer), tier, tokens)] = level
     _, row, position = exact_tokens(store, layer)
     by_index[row, position] = WINDOW_LEVEL
     for rows, position, _, _ in _recorded_tokens(store, layer):
@@ -76,9 +76,9 @@ def read_tokens(store: Store, layer: int) -> LayerTokens:
     values = _by_index(store, torch.zeros(store.value_dim, dtype=dtype))
     score = _by_index(store, torch.zeros(()))
     for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
-        tokens = _tier(store, layer, tier)
+        tokens = stored_tokens(store.rows(layer), tier)
         view = segments(store.pool.pages, layout)
-        position = _positions(store, layer, tokens, layout)
+        position = token_positions(store.rows(layer), tier, tokens)
         tier_keys, tier_values = load_tokens(store.pool.pages, layout, tokens.page, tokens.slot, store.dtype)
         keys[tokens.row, position], values[tokens.row, position] = tier_keys.to(dtype), tier_values.to(dtype)
         score[tokens.row, position] = view.scores(tokens.page, tokens.slot)
@@ -154,9 +154,9 @@ def _check_tokens(store: Store, layer: int) -> None:
     )
     starts, ends = (t.repeat_interleave(store.num_heads) for t in (start, end))
     for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
-        tokens = _tier(store, layer, tier)
+        tokens = stored_tokens(store.rows(layer), tier)
         view = segments(store.pool.pages, layout)
-        position = _positions(store, layer, tokens, layout)
+        position = token_positions(store.rows(layer), tier, tokens)
         score = view.scores(tokens.page, tokens.slot)
         _require(
             bool(((position >= ends[tokens.row]) & (position < starts[tokens.row])).all()),
@@ -174,17 +174,6 @@ def _check_tokens(store: Store, layer: int) -> None:
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise IntegrityError(f"cache integrity: {message}.")
-
-
-def _positions(store: Store, layer: int, tokens: StoredTokens, layout: TierLayout) -> Tensor:
-    return token_positions(store.pool.pages, layout, tokens, store.sink_end[layer].repeat_interleave(store.num_heads))
-
-
-def _tier(store: Store, layer: int, tier: int) -> StoredTokens:
-    rows = store.batch_size * store.num_heads
-    count = (store.high_count, store.low_count)[tier][layer].view(rows)
-    layout = (store.layout.high, store.layout.low)[tier]
-    return stored_tokens(store.table.table[layer].view(rows, -1), count, tier, layout)
 
 
 def _recorded_tokens(store: Store, layer: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:

@@ -15,7 +15,7 @@ from hf_diffkv.ops.compact import compact_step
 from hf_diffkv.ops.prefill_attention import EarlierTokens, prefill_attention
 from hf_diffkv.ops.quantize import Contents, load_tokens, move_tokens, store_tokens
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.pages import HIGH, LOW, FreeList, PageLayout, column
+from hf_diffkv.pages import HIGH, LOW, PageLayout, column
 from hf_diffkv.pages.segments import segments
 
 K8V4, K4V2, K8V8, FULL = Precision(8, 4), Precision(4, 2), Precision(8, 8), Precision(16, 16)
@@ -238,34 +238,21 @@ def test_compaction(device, heads: int = 8, batch: int = 64) -> None:
     twins = {"kernels": rows, "reference": copy.deepcopy(rows)}
     states = {}
     for backend, mine in twins.items():
-        generator = torch.Generator(device).manual_seed(1)
-        free_list = FreeList(device)
-        free_list.extend(mine.pages.shape[0] - 4 * count, 4 * count)
+        generator, held = torch.Generator(device).manual_seed(1), mine.held
+        held.free_list.extend(held.pages.shape[0] - 4 * count, 4 * count)
         flag = torch.zeros(1, dtype=torch.int32, device=device)
+        limits = [torch.full((batch, heads), limit, device=device) for limit in (0.6, 0.0005)]
         for step in range(3):
+            held.window_start.fill_(936 + step)
+            held.length.fill_(1000 + step)
+            held.window_score.copy_(torch.rand(held.window_score.shape, device=device, generator=generator) * 64)
+            leaving = torch.rand(batch, device=device, generator=generator) < 0.9
             with use_backend(backend):
-                compact_step(
-                    mine.pages,
-                    mine.layout,
-                    free_list,
-                    mine.table.view(count, -1),
-                    mine.high_count.view(count),
-                    mine.low_count.view(count),
-                    torch.randn(count, 128, device=device, generator=generator).bfloat16(),
-                    torch.randn(count, 128, device=device, generator=generator).bfloat16(),
-                    torch.rand(count, device=device, generator=generator) * 64,
-                    torch.full((count,), 936 + step, device=device),
-                    torch.rand(count, device=device, generator=generator) < 0.9,
-                    torch.full((count,), 1000 + step, device=device),
-                    torch.full((count,), 0.6, device=device),
-                    torch.full((count,), 0.0005, device=device),
-                    bounds=mine.bounds,
-                    flag=flag,
-                )
+                compact_step(held, leaving, *limits, bounds=mine.bounds, flag=flag)
         assert int(flag) == 0
-        used = mine.table[mine.table != 0]
-        everything = torch.cat([used, free_list.ids().to(used.dtype)]).sort().values
-        assert torch.equal(everything.cpu(), torch.arange(1, mine.pages.shape[0], dtype=used.dtype))
-        states[backend] = (mine.high_count, mine.low_count)
+        used = held.page_table[held.page_table != 0]
+        everything = torch.cat([used, held.free_list.ids().to(used.dtype)]).sort().values
+        assert torch.equal(everything.cpu(), torch.arange(1, held.pages.shape[0], dtype=used.dtype))
+        states[backend] = held.counts
     for got, expected in zip(states["kernels"], states["reference"]):
         assert torch.equal(got, expected)

@@ -2,6 +2,8 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -24,6 +26,7 @@ from hf_diffkv.ops.quantize.reference import load_tokens, store_tokens  # noqa: 
 from hf_diffkv.ops.scan import pair_ranks, sum_totals  # noqa: E402
 from hf_diffkv.ops.tiles import build_tiles  # noqa: E402
 from hf_diffkv.pages.segments import segments  # noqa: E402
+from tools.kernels.rows import given_rows  # noqa: E402
 
 K8V4, K4V2 = Precision(8, 4), Precision(4, 2)
 CPU = torch.device("cpu")
@@ -99,7 +102,7 @@ class State:
         return other
 
     def candidates(self, leaving=None, mean=None):
-        """Arguments of `compact_step` for one more candidate per row."""
+        """One more candidate per row: key, value, score, position, whether it leaves, length."""
         rows = self.length.numel()
         self.length += 1
         position = self.length - 10
@@ -117,8 +120,28 @@ class State:
     def thresholds(self, high=1.5, low=0.75):
         return (high / self.length).float(), (low / self.length).float()
 
-    def arguments(self):
-        return self.pages, self.layout, self.free_list, self.table, self.high_count, self.low_count
+    def rows(self, key, value, score, position, length):
+        """What `compact_step` takes: one head, and windows that hold a candidate each."""
+        return given_rows(
+            self.layout,
+            key[:, None, None],
+            value[:, None, None],
+            pool=SimpleNamespace(pages=self.pages, free_list=self.free_list),
+            page_table=self.table[:, None],
+            high_count=self.high_count[:, None],
+            low_count=self.low_count[:, None],
+            window_score=score[:, None, None],
+            window_start=position.clone(),
+            length=length,
+        )
+
+    def compact(self, op, candidates, thresholds, **options):
+        """A round by one of the ops, which also has the windows start later."""
+        *contents, leaving, length = candidates
+        rows = self.rows(*contents, length)
+        thresholds = [None if each is None else each[:, None] for each in thresholds]
+        op.compact_step(rows, leaving, *thresholds, **options)
+        assert torch.equal(rows.window_start, candidates[3] + leaving)
 
     def token(self, row):
         """All stored tokens of a row: {position: (tier, score, key, value)}."""
@@ -140,7 +163,9 @@ class State:
 
 def run_kernel(state, candidates, thresholds, flag=None):
     most = int(max(state.high_count.max(), state.low_count.max()))
-    return launch.compact_step(*state.arguments(), *candidates, *thresholds, max_tokens=most, flag=flag)
+    flag = torch.zeros(1, dtype=torch.int32) if flag is None else flag
+    state.compact(launch, candidates, thresholds, max_tokens=most, flag=flag)
+    return flag
 
 
 def run_reference(state, candidates, thresholds):
@@ -148,7 +173,7 @@ def run_reference(state, candidates, thresholds):
         build_tiles(count.numpy().astype(np.int64), 0, tier.capacity, CPU)
         for count, tier in ((state.high_count, state.layout.high), (state.low_count, state.layout.low))
     )
-    reference.compact_step(*state.arguments(), *candidates, *thresholds, tiles=tiles)
+    state.compact(reference, candidates, thresholds, tiles=tiles)
 
 
 def assert_alike(got, expected):
@@ -232,7 +257,7 @@ def test_max_tokens_only_balances_the_work(monkeypatch):
     state = State(small_layout(), [300, 7], [40, 90], seed=4)
     expected = state.clone()
     candidates, limits = state.candidates(mean=[2.0, 1.0]), state.thresholds()
-    launch.compact_step(*state.arguments(), *candidates, *limits, max_tokens=1)
+    state.compact(launch, candidates, limits, max_tokens=1, flag=torch.zeros(1, dtype=torch.int32))
     run_reference(expected, candidates, limits)
     assert_alike(state, expected)
 
@@ -327,10 +352,11 @@ def test_a_round_that_cannot_be_served_is_called_off(reason):
 
 def test_no_rows():
     state = State(small_layout(), [1], [0])
-    candidates = [x[:0] for x in state.candidates()]
-    empty = state.table[:0], state.high_count[:0], state.low_count[:0]
-    limits = [x[:0] for x in state.thresholds()]
-    flag = launch.compact_step(state.pages, state.layout, state.free_list, *empty, *candidates, *limits, max_tokens=0)
+    candidates, limits = state.candidates(), state.thresholds()
+    for name in ("table", "high_count", "low_count"):
+        setattr(state, name, getattr(state, name)[:0])
+    flag = torch.zeros(1, dtype=torch.int32)
+    state.compact(launch, [x[:0] for x in candidates], [x[:0] for x in limits], max_tokens=0, flag=flag)
     assert int(flag) == 0
 
 
@@ -338,11 +364,11 @@ def test_bad_inputs_are_named():
     state = State(small_layout(), [1], [0])
     candidates, limits = list(state.candidates()), state.thresholds()
     candidates[3] = candidates[3].int()
-    with pytest.raises(ValueError, match="position"):
+    with pytest.raises(ValueError, match="window_start"):
         run_kernel(state, candidates, limits)
     state.high_count = state.high_count.long()
     with pytest.raises(ValueError, match="high_count"):
-        run_kernel(state, candidates, limits)
+        run_kernel(state, state.candidates(), limits)
 
 
 @triton.jit

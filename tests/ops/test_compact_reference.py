@@ -14,7 +14,7 @@ from hf_diffkv.config import Precision
 from hf_diffkv.ops.compact import Given, NewTokens, rewrite_rows, stored_tokens
 from hf_diffkv.ops.compact.reference import compact_step
 from hf_diffkv.ops.tiles import build_tiles
-from hf_diffkv.pages import HIGH, LOW, PageLayout, PagePool
+from hf_diffkv.pages import HIGH, LOW, LayerRows, PageLayout, PagePool
 
 DIM = 16
 DTYPE = torch.float32
@@ -72,6 +72,11 @@ class Rows:
         self.store.table = self.table
         self.high_count, self.low_count = self.store.counts
 
+    def layer(self, *window: torch.Tensor, **given: torch.Tensor) -> LayerRows:
+        """What ops take; without windows where they do not look at them."""
+        window = window or torch.zeros(2, len(self.tokens), 1, 1, DIM, dtype=DTYPE).unbind()
+        return self.store.rows(1, *window, pool=self.pool, **given)
+
     def draw(self) -> torch.Tensor:
         return torch.from_numpy(self.rng.normal(size=DIM)).to(DTYPE)
 
@@ -100,26 +105,20 @@ class Rows:
 
 
 def run_step(rows: Rows, candidates: list[Token], leaving: list[bool], high: list[float], low: list[float]) -> None:
-    compact_step(
-        rows.pool.pages,
-        LAYOUT,
-        rows.pool.free_list,
-        rows.table,
-        rows.high_count,
-        rows.low_count,
-        torch.stack([torch.from_numpy(c.key) for c in candidates]).to(DTYPE),
-        torch.stack([torch.from_numpy(c.value) for c in candidates]).to(DTYPE),
-        torch.tensor([c.score for c in candidates], dtype=torch.float32),
-        torch.tensor([c.position for c in candidates]),
-        torch.tensor(leaving),
-        torch.tensor(rows.length),
-        torch.tensor(high, dtype=torch.float32),
-        torch.tensor(low, dtype=torch.float32),
-        tiles=tuple(
-            build_tiles(count.numpy(), 1, tier.capacity, torch.device("cpu"))
-            for count, tier in zip((rows.high_count, rows.low_count), TIERS)
-        ),
+    key, value = (torch.from_numpy(np.stack(part)).to(DTYPE) for part in zip(*((c.key, c.value) for c in candidates)))
+    tiles = tuple(
+        build_tiles(count.numpy(), 1, tier.capacity, torch.device("cpu"))
+        for count, tier in zip((rows.high_count, rows.low_count), TIERS)
     )
+    # one head, whose windows hold a candidate each
+    window = {
+        "window_score": torch.tensor([c.score for c in candidates], dtype=torch.float32)[:, None, None],
+        "window_start": torch.tensor([c.position for c in candidates]),
+        "length": torch.tensor(rows.length),
+    }
+    layer = rows.layer(key[:, None, None], value[:, None, None], **window)
+    thresholds = (torch.tensor(each, dtype=torch.float32)[:, None] for each in (high, low))
+    compact_step(layer, torch.tensor(leaving), *thresholds, tiles=tiles)
 
 
 def algorithm_one(
@@ -265,9 +264,8 @@ class Rewrite:
 
     def run(self) -> None:
         rows = self.rows
-        counts = (rows.high_count, rows.low_count)
-        stored = tuple(stored_tokens(rows.table, counts[t], t, TIERS[t]) for t in (HIGH, LOW))
-        rewrite_rows(rows.pool, LAYOUT, rows.table, *counts, stored, self.keep, self.demoted, self.new, DTYPE)
+        stored = tuple(stored_tokens(rows.layer(), tier) for tier in (HIGH, LOW))
+        rewrite_rows(rows.layer(), stored, self.keep, self.demoted, self.new)
 
 
 def _new_tokens(tokens: list[tuple[int, Token]]) -> NewTokens:

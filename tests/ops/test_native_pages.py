@@ -173,7 +173,7 @@ def test_what_cannot_be_stored_is_flagged(name: str, bad: float) -> None:
 
 def compact(state: State, candidates: tuple, limits: tuple) -> int:
     flag = torch.zeros(1, dtype=torch.int32)
-    compact_native.compact_step(*state.arguments(), *candidates, *limits, flag=flag)
+    state.compact(compact_native, candidates, limits, flag=flag)
     return int(flag)
 
 

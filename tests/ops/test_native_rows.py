@@ -262,7 +262,7 @@ def test_random_rows_are_compacted(seed: int) -> None:
         for _ in range(4):
             candidates, limits = state.candidates(), state.thresholds(high=float(high), low=float(low))
             flag = torch.zeros(1, dtype=torch.int32)
-            compact_native.compact_step(*state.arguments(), *candidates, *limits, flag=flag)
+            state.compact(compact_native, candidates, limits, flag=flag)
             with use_backend("reference"):
                 run_reference(expected, candidates, limits)
             assert not flag

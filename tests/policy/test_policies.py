@@ -231,14 +231,10 @@ def test_hashes_are_uniform_and_unrelated() -> None:
 def test_the_least_mean_of_each_row() -> None:
     pair = prompted((1, 14, 111), "share", share=0.5)
     store = pair.store
-    rows = store.high_count.numel()
-    length = store.length[0].repeat_interleave(3)
     tokens = read_tokens(store, 0)
     later = torch.arange(110, -1, -1).clamp(min=1)
-    for tier, (layout, count, level) in enumerate(
-        ((store.layout.high, store.high_count, HIGH), (store.layout.low, store.low_count, LOW))
-    ):
-        least = least_mean(store.pool.pages, layout, tier, store.table.table.view(rows, -1), count.view(rows), length)
+    for tier, level in enumerate((HIGH, LOW)):
+        least = least_mean(store.rows(0), tier)
         expected = torch.where(tokens.levels == level, tokens.score / later, torch.inf).amin(-1)
-        assert torch.equal(least.view(3, 3), expected)
+        assert torch.equal(least, expected)
     assert (expected == torch.inf).any() and (expected < torch.inf).any()

@@ -106,8 +106,7 @@ class Pair:
         """Sums of the simulation as the store holds them in its pages, which is one of the two nearest numbers."""
         rounded, index = sums.clone(), self.simulation._index
         for tier, layout in ((HIGH, self.store.layout.high), (LOW, self.store.layout.low)):
-            count = (self.store.high_count, self.store.low_count)[tier].view(-1)
-            tokens = stored_tokens(self.store.table.table[0].flatten(0, 1), count, tier, layout)
+            tokens = stored_tokens(self.store.rows(0), tier)
             view = segments(self.store.pool.pages, layout)
             row = tokens.row // self.heads
             column = (index[row] == view.positions(tokens.page, tokens.slot)[:, None]).int().argmax(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...pages import FreeList, PageLayout
+from ...pages import LayerRows
 from ..backend import KERNELS, NATIVE, choose, without_autocast
 from ..tiles import Bounds
 from . import native, reference
@@ -24,20 +24,9 @@ __all__ = [
 ]
 
 
-@without_autocast
 def compact_step(
-    pages: Tensor,
-    layout: PageLayout,
-    free_list: FreeList,
-    page_table: Tensor,
-    high_count: Tensor,
-    low_count: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score: Tensor,
-    position: Tensor,
+    rows: LayerRows,
     leaving: Tensor,
-    length: Tensor,
     high_threshold: Tensor | None,
     low_threshold: Tensor | None,
     *,
@@ -50,22 +39,25 @@ def compact_step(
         bounds: what the host knows of the rows' lengths.
         flag: int32 [1] on the device; becomes non-zero if the round had to be called off.
     """
-    rows = (page_table, high_count, low_count, key, value, score, position, leaving, length)
-    backend = choose(pages.device, key.dtype, layout.high, layout.low)
+    _compact_step(leaving, rows, high_threshold, low_threshold, bounds, flag)
+
+
+@without_autocast
+def _compact_step(
+    leaving: Tensor,
+    rows: LayerRows,
+    high_threshold: Tensor | None,
+    low_threshold: Tensor | None,
+    bounds: Bounds,
+    flag: Tensor,
+) -> None:
+    backend = choose(rows.device, rows.dtype, *rows.tiers)
+    given = (rows, leaving, high_threshold, low_threshold)
     if backend == NATIVE:
-        native.compact_step(pages, layout, free_list, *rows, high_threshold, low_threshold, flag=flag)
+        native.compact_step(*given, flag=flag)
     elif backend == KERNELS:
         from . import launch
 
-        launch.compact_step(
-            pages,
-            layout,
-            free_list,
-            *rows,
-            high_threshold,
-            low_threshold,
-            max_tokens=bounds.max_tokens,
-            flag=flag,
-        )
+        launch.compact_step(*given, max_tokens=bounds.max_tokens, flag=flag)
     else:
-        reference.compact_step(pages, layout, free_list, *rows, high_threshold, low_threshold, tiles=bounds.tiles)
+        reference.compact_step(*given, tiles=bounds.tiles)

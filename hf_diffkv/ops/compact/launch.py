@@ -8,9 +8,9 @@ import torch
 import triton
 from torch import Tensor
 
-from ...pages import FreeList, PageLayout
-from ..quantize.contents import check_pages
-from ..quantize.launch import TRITON_DTYPES, check_dtype, unit_stride
+from ...pages import LayerRows, PageLayout
+from ..quantize.launch import TRITON_DTYPES, check_dtype
+from .candidates import Candidates, candidates
 from .kernels import assign_pages_kernel, find_victims_kernel, plan_rows_kernel, tile_pages
 from .move_kernel import move_tokens_kernel
 
@@ -22,47 +22,40 @@ MOVE_ELEMENTS = 256  # of a tile of moved tokens, for one warp: no exchange betw
 
 
 def compact_step(
-    pages: Tensor,
-    layout: PageLayout,
-    free_list: FreeList,
-    page_table: Tensor,
-    high_count: Tensor,
-    low_count: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score: Tensor,
-    position: Tensor,
+    rows: LayerRows,
     leaving: Tensor,
-    length: Tensor,
     high_threshold: Tensor | None,
     low_threshold: Tensor | None,
     *,
     max_tokens: int,
-    flag: Tensor | None = None,
-) -> Tensor:
-    """One round of Algorithm 1 for all rows; arguments and result are those of the reference, except for:
+    flag: Tensor,
+) -> None:
+    """One round of Algorithm 1 for all rows; arguments are those of the reference, except for:
 
     Args:
         max_tokens: upper bound, known to the host, of the tokens of any row in one tier. It only balances the work.
-        flag: int32 [1] on the device, errors are added to it and none is cleared; None makes a new one.
-
-    Returns:
-        `flag`. Bit 1: fewer pages were free than needed; bit 2: the two ends of a row of the table would have met. The
-        round was called off then: the candidates are not stored and nothing else has changed.
+        flag: int32 [1] on the device, errors are added to it and none is cleared. Bit 1: fewer pages were free than
+            needed; bit 2: the two ends of a row of the table would have met. The round was called off then: the
+            candidates are not stored, and nothing but the windows' start has changed.
     """
-    check_pages(pages, layout.high)
-    check_dtype(key.dtype)
-    _check_rows(page_table, high_count, low_count, key, value, score, position, leaving, length)
-    rows, width = page_table.shape
-    device = pages.device
-    if flag is None:
-        flag = torch.zeros(1, dtype=torch.int32, device=device)
-    if rows == 0:
-        return flag
-    key, value = unit_stride(key), unit_stride(value)
-    score, position, length = score.contiguous(), position.contiguous(), length.contiguous()
-    thresholds = [None if each is None else each.contiguous() for each in (high_threshold, low_threshold)]
-    leaving = leaving.contiguous().view(torch.uint8)
+    check_dtype(rows.dtype)
+    if rows.count:
+        _move(rows, candidates(rows, leaving), (high_threshold, low_threshold), max_tokens, flag)
+    rows.window_start.add_(leaving)
+
+
+def _move(
+    rows: LayerRows,
+    candidate: Candidates,
+    given: tuple[Tensor | None, Tensor | None],
+    max_tokens: int,
+    flag: Tensor,
+) -> None:
+    key, value, score, position, leaving, length = candidate
+    leaving = leaving.view(torch.uint8)
+    pages, layout, free_list, device = rows.pages, rows.layout, rows.free_list, rows.device
+    thresholds = [None if each is None else each.reshape(-1).contiguous() for each in given]
+    page_table, (high_count, low_count), width, rows = rows.page_table, rows.counts, rows.width, rows.count
 
     splits, split_pages = _splits(layout, rows, max_tokens) if layout.selects else (0, 0)
     blocks = triton.cdiv(rows, PLAN_ROWS)
@@ -143,34 +136,6 @@ def compact_step(
             BLOCK=move_rows,
             num_warps=1,
         )
-    return flag
-
-
-def _check_rows(
-    page_table: Tensor,
-    high_count: Tensor,
-    low_count: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score: Tensor,
-    position: Tensor,
-    leaving: Tensor,
-    length: Tensor,
-) -> None:
-    rows = page_table.shape[0]
-    for name, tensor in (("page_table", page_table), ("high_count", high_count), ("low_count", low_count)):
-        if tensor.dtype != torch.int32 or not tensor.is_contiguous() or tensor.shape[0] != rows:
-            raise ValueError(f"{name} must be contiguous int32 with {rows} rows, as it is written in place.")
-    for name, tensor, dtype in (
-        ("score", score, torch.float32),
-        ("position", position, torch.int64),
-        ("leaving", leaving, torch.bool),
-        ("length", length, torch.int64),
-    ):
-        if tensor.dtype != dtype or tensor.shape != (rows,):
-            raise ValueError(f"{name} must be {dtype} [{rows}], not {tensor.dtype} {tuple(tensor.shape)}.")
-    if key.shape[0] != rows or value.shape[0] != rows or key.dtype != value.dtype:
-        raise ValueError(f"key and value must have {rows} rows and the same dtype.")
 
 
 def _splits(layout: PageLayout, rows: int, max_tokens: int) -> tuple[int, int]:

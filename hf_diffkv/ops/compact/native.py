@@ -7,81 +7,47 @@ from torch import Tensor
 
 from ...native.library import address, call
 from ...native.structs import Compaction, format_of
-from ...pages import FreeList, PageLayout
+from ...pages import LayerRows
 
 
 def compact_step(
-    pages: Tensor,
-    layout: PageLayout,
-    free_list: FreeList,
-    page_table: Tensor,
-    high_count: Tensor,
-    low_count: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score: Tensor,
-    position: Tensor,
-    leaving: Tensor,
-    length: Tensor,
-    high_threshold: Tensor | None,
-    low_threshold: Tensor | None,
-    *,
-    flag: Tensor,
+    rows: LayerRows, leaving: Tensor, high_threshold: Tensor | None, low_threshold: Tensor | None, *, flag: Tensor
 ) -> None:
     """Arguments as in the reference, except for:
 
     Args:
         flag: int32 [1]. Bit 1 is set where fewer pages are free than needed, bit 2 where the two ends of a row of the
-            table would have met. The round is called off then: the candidates are not stored and nothing else changes.
+            table would have met. The round is called off then: the candidates are not stored, and nothing but the
+            windows' start changes.
 
     Raises:
         CorruptMemoryError: a table entry that is no page, or counts that do not fit the table; nothing has changed.
     """
-    rows = page_table.shape[0]
-    check_rows(page_table, high_count, low_count)
-    key, value, score, position = (x.contiguous() for x in (key, value, score, position))
-    leaving, length = leaving.contiguous(), length.contiguous()
-    block = round_block(layout, free_list, page_table, high_count, low_count, key, value, score, position, length, flag)
-    block.row_count, block.heads, block.slots = rows, 1, 1
+    block, leaving = round_block(rows, flag), leaving.contiguous()
     block.leaving = address(leaving)
-    run(block, address(pages), pages.shape[0], high_threshold, low_threshold)
+    run(block, high_threshold, low_threshold)
 
 
-def check_rows(page_table: Tensor, *counts: Tensor) -> None:
-    """Raises `ValueError` unless the tensors can be written in place."""
-    for name, tensor in (("page_table", page_table), *(("counts", count) for count in counts)):
-        if tensor.dtype != torch.int32 or not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous int32, as it is written in place, not {tensor.dtype}.")
+def round_block(rows: LayerRows, flag: Tensor) -> Compaction:
+    """What a round needs to know of all rows.
 
-
-def round_block(
-    layout: PageLayout,
-    free_list: FreeList,
-    page_table: Tensor,
-    high_count: Tensor,
-    low_count: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score: Tensor,
-    position: Tensor,
-    length: Tensor,
-    flag: Tensor,
-) -> Compaction:
-    """What a round needs to know of all rows, while these contiguous tensors stay where they are."""
-    block = Compaction(format=format_of(layout, key.dtype))
-    block.rows.table, block.rows.width = address(page_table), page_table.shape[-1]
-    block.rows.count[0], block.rows.count[1] = address(high_count), address(low_count)
-    block.key, block.value, block.score = address(key), address(value), address(score)
-    block.position, block.length, block.flag = address(position), address(length), address(flag)
-    block.ring, block.state = address(free_list.ring), address(free_list.state)
+    It holds while the tensors stay where they are, but for pages and free list, which move when their pool grows.
+    """
+    block = Compaction(format=format_of(rows.layout, rows.dtype), row_count=rows.count, heads=rows.heads)
+    block.slots, block.sink_slots = rows.slots, rows.sink_slots
+    block.rows.table, block.rows.width = address(rows.page_table), rows.width
+    block.rows.count[0], block.rows.count[1] = map(address, rows.counts)
+    block.key, block.value = address(rows.window_key), address(rows.window_value)
+    block.score, block.length = address(rows.window_score), address(rows.length)
+    block.position = block.advance = address(rows.window_start)
+    pages, free_list = rows.pages, rows.free_list
+    block.rows.pages, block.rows.page_count = address(pages), pages.shape[0]
+    block.ring, block.state, block.flag = address(free_list.ring), address(free_list.state), address(flag)
     return block
 
 
-def run(
-    block: Compaction, pages: int, page_count: int, high_threshold: Tensor | None, low_threshold: Tensor | None
-) -> None:
-    """Runs a round; `page_count` pages from the address `pages` on may be used, thresholds are as in the reference."""
-    block.rows.pages, block.rows.page_count = pages, page_count
+def run(block: Compaction, high_threshold: Tensor | None, low_threshold: Tensor | None) -> None:
+    """Runs a round of `round_block`; thresholds are as in `compact_step`."""
     thresholds = [None if each is None else each.contiguous() for each in (high_threshold, low_threshold)]
     block.high_threshold, block.low_threshold = map(address, thresholds)
     block.threads = torch.get_num_threads()

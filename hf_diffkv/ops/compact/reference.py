@@ -8,45 +8,44 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...pages import HIGH, LOW, NULL_PAGE, FreeList, PageLayout, TierLayout, column
+from ...pages import HIGH, LOW, NULL_PAGE, FreeList, LayerRows, PageLayout, TierLayout, column
 from ...pages.segments import as_positions, as_scores, segments
 from ..quantize import Contents, load_tokens, store_tokens
 from ..tiles import Tiles
+from .candidates import Candidates, candidates
 
 
 def compact_step(
-    pages: Tensor,
-    layout: PageLayout,
-    free_list: FreeList,
-    page_table: Tensor,
-    high_count: Tensor,
-    low_count: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score: Tensor,
-    position: Tensor,
+    rows: LayerRows,
     leaving: Tensor,
-    length: Tensor,
     high_threshold: Tensor | None,
     low_threshold: Tensor | None,
     *,
     tiles: tuple[Tiles, Tiles],
 ) -> None:
-    """Moves one candidate per row out of the window: it is added to a tier or pruned, with at most one victim.
+    """Moves the oldest token of windows to a tier, with at most one victim there, or prunes it; windows start later.
 
     Args:
-        pages: uint8 [pages, page_bytes], written.
-        free_list: pages are taken from it; the caller guarantees one per row and tier.
-        page_table: int32 [rows, width], written.
-        high_count, low_count: int32 [rows], written.
-        key, value: [rows, dim] of the candidates in the model's dtype.
-        score: float32 [rows]. position: int64 [rows].
-        leaving: bool [rows], which rows have a candidate.
-        length: int64 [rows], real tokens seen.
-        high_threshold, low_threshold: float32 [rows] on mean significance; where pages have no scores None, and all
-            candidates are added to the high tier.
+        rows: of all layers; the caller guarantees one free page per row and tier.
+        leaving: bool [batch], the windows from which a token leaves.
+        high_threshold, low_threshold: float32 [batch, heads] on mean significance; where pages have no scores None, and
+            all candidates are added to the high tier.
         tiles: pieces that cover all high and all low pages.
     """
+    _move(rows, candidates(rows, leaving), high_threshold, low_threshold, tiles)
+    rows.window_start.add_(leaving)
+
+
+def _move(
+    rows: LayerRows,
+    candidate: Candidates,
+    high_threshold: Tensor | None,
+    low_threshold: Tensor | None,
+    tiles: tuple[Tiles, Tiles],
+) -> None:
+    key, value, score, position, leaving, length = candidate
+    pages, layout, free_list = rows.pages, rows.layout, rows.free_list
+    page_table, high_count, low_count = (x.view(rows.count, *x.shape[2:]) for x in (rows.page_table, *rows.counts))
     if not layout.selects:
         none = torch.zeros_like(leaving)
         _add_pages(free_list, layout, page_table, (leaving, none), (high_count, low_count))
@@ -54,6 +53,7 @@ def compact_step(
         store_tokens(pages, layout.high, page, slot, Contents(key, value, score, position), key.dtype)
         high_count += leaving
         return
+    high_threshold, low_threshold = high_threshold.reshape(-1), low_threshold.reshape(-1)
     mean = _mean(score, position, length)
     to_high = leaving & (mean >= high_threshold)
     to_low = leaving & ~to_high & (mean >= low_threshold)
@@ -91,21 +91,16 @@ def compact_step(
     low_count += append_low
 
 
-def least_mean(
-    pages: Tensor, layout: TierLayout, tier: int, page_table: Tensor, count: Tensor, length: Tensor
-) -> Tensor:
-    """Least mean significance of each row's tokens of one tier, float32 [rows]; +inf where a row has none.
-
-    Args:
-        layout: of the tier. page_table: int32 [rows, width]. count: int32 [rows]. length: int64 [rows].
-    """
-    width = page_table.shape[1]
+def least_mean(rows: LayerRows, tier: int) -> Tensor:
+    """Least mean significance of each row's tokens of one tier, float32 [batch, heads]; +inf where a row has none."""
+    width, layout = rows.width, rows.tiers[tier]
+    pages, page_table = rows.pages, rows.page_table
     page = torch.arange(width, device=pages.device)
-    ids = page_table[:, column(tier, page, width)].long()
+    ids = page_table[..., column(tier, page, width)].long()
     view = segments(pages, layout)
-    mean = _mean(as_scores(view.score[ids]), as_positions(view.position[ids]), length[:, None, None])
+    mean = _mean(as_scores(view.score[ids]), as_positions(view.position[ids]), rows.length[:, None, None, None])
     slot = page[:, None] * layout.capacity + torch.arange(layout.capacity, device=pages.device)
-    return torch.where(slot < count[:, None, None], mean, torch.inf).amin((1, 2))
+    return torch.where(slot < rows.counts[tier][..., None, None], mean, torch.inf).amin((2, 3))
 
 
 def _mean(score: Tensor, position: Tensor, length: Tensor) -> Tensor:

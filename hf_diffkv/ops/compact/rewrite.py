@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...pages import HIGH, LOW, NULL_PAGE, PageLayout, PagePool, TierLayout, column
+from ...pages import HIGH, LOW, NULL_PAGE, LayerRows, TierLayout, column
 from ...pages.segments import segments
 from ..quantize import Contents, load_tokens, move_tokens, store_tokens
 from ..quantize.reference import move_tokens as move_through_copy
@@ -28,39 +28,32 @@ class StoredTokens:
     slot: Tensor
 
 
-def stored_tokens(table: Tensor, count: Tensor, tier: int, layout: TierLayout) -> StoredTokens:
-    """Lists a tier's tokens. table: int32 [rows, width]; count: int [rows]."""
-    rows = torch.arange(count.numel(), device=table.device)
-    row = torch.repeat_interleave(rows, count.long())
-    starts = count.long().cumsum(0) - count
-    index = torch.arange(row.numel(), device=table.device) - starts[row]
-    page = table[row, column(tier, index // layout.capacity, table.shape[1])].long()
-    return StoredTokens(row, index, page, index % layout.capacity)
+def stored_tokens(rows: LayerRows, tier: int) -> StoredTokens:
+    """Lists a tier's tokens."""
+    count, capacity = rows.counts[tier].view(-1).long(), rows.tiers[tier].capacity
+    row = torch.repeat_interleave(torch.arange(count.numel(), device=rows.device), count)
+    index = torch.arange(row.numel(), device=rows.device) - (count.cumsum(0) - count)[row]
+    page = rows.page_table.view(-1, rows.width)[row, column(tier, index // capacity, rows.width)].long()
+    return StoredTokens(row, index, page, index % capacity)
 
 
-def token_positions(pages: Tensor, layout: TierLayout, tokens: StoredTokens, sink_end: Tensor) -> Tensor:
+def token_positions(rows: LayerRows, tier: int, tokens: StoredTokens) -> Tensor:
     """Each stored token's index among the real tokens of its request, int64 [n].
 
-    Args:
-        layout: of the tokens' tier.
-        sink_end: int64 [rows], where the row's sinks end: there its tokens begin where pages hold no positions.
+    Where pages hold no positions, they are all from where the row's sinks end.
     """
+    layout = rows.tiers[tier]
     if layout.position_bytes == 0:
-        return sink_end[tokens.row] + tokens.index
-    return segments(pages, layout).positions(tokens.page, tokens.slot).long()
+        return rows.sink_end[tokens.row // rows.heads] + tokens.index
+    return segments(rows.pages, layout).positions(tokens.page, tokens.slot).long()
 
 
 def rewrite_rows(
-    pool: PagePool,
-    layout: PageLayout,
-    table: Tensor,
-    high_count: Tensor,
-    low_count: Tensor,
+    rows: LayerRows,
     stored: tuple[StoredTokens, StoredTokens],
     keep: tuple[Tensor, Tensor],
     demoted: Tensor,
     new: tuple[NewTokens, NewTokens],
-    dtype: torch.dtype,
     feedback: Tensor | None = None,
 ) -> None:
     """Removes, demotes and adds tokens, and takes or gives back whole pages.
@@ -68,74 +61,61 @@ def rewrite_rows(
     What stays keeps its order where pages hold no positions; elsewhere the last tokens fill the holes.
 
     Args:
-        table: int32 [rows, width], written. high_count, low_count: int32 [rows], written.
         stored: what each tier holds (high, low). keep: bool [n], what of it stays in its tier.
         demoted: bool [n] over the high tier, tokens not kept there that move to the low tier; none where pages hold
             no positions.
         new: tokens to add to each tier.
-        dtype: the model's dtype.
         feedback: [rows, key_dim, key_dim] that added keys are rounded with (ops/rounding); None rounds each for itself.
 
     Raises:
         MemoryError: the pool cannot hold the result; nothing has changed then.
     """
-    pages = pool.pages
     added = new
-    if layout.selects:
-        sinking = _demoted_tokens(pages, layout.high, stored[HIGH], demoted, dtype)
-        added = (new[HIGH], sinking.merge(new[LOW]))
-    counts = (high_count, low_count)
+    if rows.layout.selects:
+        added = (new[HIGH], _demoted_tokens(rows, stored[HIGH], demoted).merge(new[LOW]))
     plans = []
-    for tier, tier_layout in ((HIGH, layout.high), (LOW, layout.low)):
-        rows = high_count.numel()
-        kept = torch.bincount(stored[tier].row[keep[tier]], minlength=rows)
-        after = kept + torch.bincount(added[tier].row, minlength=rows)
-        plans.append((kept, after, _pages(counts[tier].long(), tier_layout), _pages(after, tier_layout)))
+    for tier, layout in enumerate(rows.tiers):
+        kept = torch.bincount(stored[tier].row[keep[tier]], minlength=rows.count)
+        after = kept + torch.bincount(added[tier].row, minlength=rows.count)
+        plans.append((kept, after, _pages(rows.counts[tier].view(-1).long(), layout), _pages(after, layout)))
     taken = sum(int((need - have).clamp(min=0).sum()) for _, _, have, need in plans)
     given = sum(int((have - need).clamp(min=0).sum()) for _, _, have, need in plans)
-    pool.ensure_free(max(0, taken - given))
-    pages = pool.pages
+    rows.pool.ensure_free(max(0, taken - given))
 
-    for tier, tier_layout in ((HIGH, layout.high), (LOW, layout.low)):
-        if layout.selects:
-            _close_holes(pages, tier_layout, stored[tier], keep[tier], plans[tier][0], dtype)
-        else:
-            _close_ranks(pages, tier_layout, stored[tier], keep[tier], plans[tier][0])
     for tier in (HIGH, LOW):
-        _give_pages(pool, table, tier, *plans[tier][2:])
-    for tier, tier_layout in ((HIGH, layout.high), (LOW, layout.low)):
+        close = _close_holes if rows.layout.selects else _close_ranks
+        close(rows, tier, stored[tier], keep[tier], plans[tier][0])
+    for tier in (HIGH, LOW):
+        _give_pages(rows, tier, *plans[tier][2:])
+    for tier in (HIGH, LOW):
         kept, after, have, need = plans[tier]
-        _take_pages(pool, table, tier, have, need)
-        _append(pages, tier_layout, table, tier, kept, added[tier], dtype, feedback)
-        counts[tier].copy_(after)
+        _take_pages(rows, tier, have, need)
+        _append(rows, tier, kept, added[tier], feedback)
+        rows.counts[tier].view(-1).copy_(after)
 
 
 def _pages(count: Tensor, layout: TierLayout) -> Tensor:
     return (count + layout.capacity - 1) // layout.capacity
 
 
-def _demoted_tokens(
-    pages: Tensor, layout: TierLayout, stored: StoredTokens, demoted: Tensor, dtype: torch.dtype
-) -> NewTokens:
-    page, slot = stored.page[demoted], stored.slot[demoted]
-    key, value = load_tokens(pages, layout, page, slot, dtype)
-    view = segments(pages, layout)
+def _demoted_tokens(rows: LayerRows, stored: StoredTokens, demoted: Tensor) -> NewTokens:
+    page, slot, layout = stored.page[demoted], stored.slot[demoted], rows.layout.high
+    key, value = load_tokens(rows.pages, layout, page, slot, rows.dtype)
+    view = segments(rows.pages, layout)
     score, position = view.scores(page, slot), view.positions(page, slot).long()
     return NewTokens.of(stored.row[demoted], Given(key, value), score, position)
 
 
-def _close_holes(
-    pages: Tensor, layout: TierLayout, stored: StoredTokens, keep: Tensor, kept: Tensor, dtype: torch.dtype
-) -> None:
+def _close_holes(rows: LayerRows, tier: int, stored: StoredTokens, keep: Tensor, kept: Tensor) -> None:
     """Moves each row's last tokens into the slots of removed ones."""
     inside = stored.index < kept[stored.row]
     # per row there are as many holes inside as tokens outside, and both lists are in row order
     holes, movers = ~keep & inside, keep & ~inside
     old, new = (stored.page[movers], stored.slot[movers]), (stored.page[holes], stored.slot[holes])
-    move_tokens(pages, layout, *old, *new, dtype)
+    move_tokens(rows.pages, rows.tiers[tier], *old, *new, rows.dtype)
 
 
-def _close_ranks(pages: Tensor, layout: TierLayout, stored: StoredTokens, keep: Tensor, kept: Tensor) -> None:
+def _close_ranks(rows: LayerRows, tier: int, stored: StoredTokens, keep: Tensor, kept: Tensor) -> None:
     """Moves each row's tokens up to where the ones before them were removed."""
     rank = keep.cumsum(0) - 1 - (kept.cumsum(0) - kept)[stored.row]
     old = (keep & (rank < stored.index)).nonzero()[:, 0]
@@ -144,47 +124,41 @@ def _close_ranks(pages: Tensor, layout: TierLayout, stored: StoredTokens, keep: 
     for start in range(0, old.numel(), MOVE_TOKENS):
         places = (each[start : start + MOVE_TOKENS] for each in (old, new))
         (page, slot), (to_page, to_slot) = ((stored.page[place], stored.slot[place]) for place in places)
-        move_through_copy(pages, layout, page, slot, to_page, to_slot)
+        move_through_copy(rows.pages, rows.tiers[tier], page, slot, to_page, to_slot)
 
 
-def _entries(count: Tensor, first: Tensor, tier: int, width: int) -> tuple[Tensor, Tensor]:
+def _entries(rows: LayerRows, tier: int, count: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
     """Row and column of `count` entries of each row from its `first` page of the tier on."""
     row = torch.repeat_interleave(torch.arange(count.numel(), device=count.device), count)
     index = torch.arange(row.numel(), device=count.device) - (count.cumsum(0) - count)[row] + first[row]
-    return row, column(tier, index, width)
+    return row, column(tier, index, rows.width)
 
 
-def _give_pages(pool: PagePool, table: Tensor, tier: int, have: Tensor, need: Tensor) -> None:
-    row, entry = _entries((have - need).clamp(min=0), need, tier, table.shape[1])
-    pool.free_list.give(table[row, entry])
+def _give_pages(rows: LayerRows, tier: int, have: Tensor, need: Tensor) -> None:
+    row, entry = _entries(rows, tier, (have - need).clamp(min=0), need)
+    table = rows.page_table.view(-1, rows.width)
+    rows.free_list.give(table[row, entry])
     table[row, entry] = NULL_PAGE
 
 
-def _take_pages(pool: PagePool, table: Tensor, tier: int, have: Tensor, need: Tensor) -> None:
+def _take_pages(rows: LayerRows, tier: int, have: Tensor, need: Tensor) -> None:
     demand = (need - have).clamp(min=0)
-    row, entry = _entries(demand, have, tier, table.shape[1])
-    _, ids = pool.free_list.take(demand)
-    table[row, entry] = ids.to(table.dtype)
+    row, entry = _entries(rows, tier, demand, have)
+    _, ids = rows.free_list.take(demand)
+    rows.page_table.view(-1, rows.width)[row, entry] = ids.to(torch.int32)
 
 
-def _append(
-    pages: Tensor,
-    layout: TierLayout,
-    table: Tensor,
-    tier: int,
-    kept: Tensor,
-    new: NewTokens,
-    dtype: torch.dtype,
-    feedback: Tensor | None,
-) -> None:
+def _append(rows: LayerRows, tier: int, kept: Tensor, new: NewTokens, feedback: Tensor | None) -> None:
+    layout, pages = rows.tiers[tier], rows.pages
     added = torch.bincount(new.row, minlength=kept.numel())
     rank = torch.arange(new.row.numel(), device=new.row.device) - (added.cumsum(0) - added)[new.row]
     index = kept[new.row] + rank
-    page = table[new.row, column(tier, index // layout.capacity, table.shape[1])].long()
+    entry = column(tier, index // layout.capacity, rows.width)
+    page = rows.page_table.view(-1, rows.width)[new.row, entry].long()
     slot = index % layout.capacity
     for part in new.parts():
         key, value = new.read(part)
         if feedback is not None:
             key = round_keys(key, new.row[part], feedback, layout)
         contents = Contents(key, value, new.score[part], new.position[part])
-        store_tokens(pages, layout, page[part], slot[part], contents, dtype)
+        store_tokens(pages, layout, page[part], slot[part], contents, rows.dtype)

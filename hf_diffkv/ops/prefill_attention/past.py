@@ -67,15 +67,14 @@ NOTHING = EarlierTokens()
 def _decoded(rows: LayerRows, longest: int) -> tuple[Tensor, Tensor, Tensor]:
     batch, kv_heads = rows.batch, rows.heads
     device, dtype = rows.device, rows.dtype
-    table = rows.page_table.view(rows.count, -1)
-    tiers = (rows.layout.high, rows.layout.low)
+    tiers = rows.tiers
     shape = (rows.count, longest)
     key = torch.zeros(*shape, tiers[HIGH].key_dim, dtype=compute_dtype(dtype), device=device)
     value = torch.zeros(*shape, tiers[HIGH].value_dim, dtype=compute_dtype(dtype), device=device)
     before = torch.zeros(rows.count, dtype=torch.int64, device=device)
     for tier in (HIGH, LOW):
         count = rows.counts[tier].view(-1).long()
-        tokens = stored_tokens(table, count, tier, tiers[tier])
+        tokens = stored_tokens(rows, tier)
         rank = before[tokens.row] + tokens.index
         parts = load_tokens(rows.pages, tiers[tier], tokens.page, tokens.slot, dtype)
         key[tokens.row, rank], value[tokens.row, rank] = (part.to(key.dtype) for part in parts)

@@ -6,8 +6,9 @@ import torch
 
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.compact.launch import compact_step
-from hf_diffkv.pages import FreeList, PageLayout
+from hf_diffkv.pages import PageLayout
 from tools.kernels.record import record
+from tools.kernels.rows import given_rows
 from tools.kernels.variant import KernelVariant, uniform_layouts
 
 SCORED = (
@@ -18,7 +19,7 @@ SCORED = (
 )
 # what plans a round depends on pages by a few numbers only
 PLANNED = {"K8V4-K4V2-d128": ("find_victims", "plan_rows", "assign_pages"), "K8V4_unscored-d128": ("plan_rows",)}
-ROWS, WIDTH = 16, 8
+ROWS, SLOTS, WIDTH = 16, 4, 8
 
 
 def variants() -> list[KernelVariant]:
@@ -33,24 +34,9 @@ def variants() -> list[KernelVariant]:
 
 
 def _step(layout: PageLayout) -> None:
-    high = layout.high
-    counts, threshold = torch.empty(ROWS, dtype=torch.int32), torch.empty(ROWS) if layout.selects else None
-    numbers = torch.empty(ROWS, dtype=torch.int64)
-    key, value = (torch.empty(ROWS, dim, dtype=torch.bfloat16) for dim in (high.key_dim, high.value_dim))
-    compact_step(
-        torch.empty(1, layout.page_bytes, dtype=torch.uint8),
-        layout,
-        FreeList(counts.device),
-        torch.empty(ROWS, WIDTH, dtype=torch.int32),
-        counts,
-        counts,
-        key,
-        value,
-        torch.empty(ROWS),
-        numbers,
-        torch.empty(ROWS, dtype=torch.bool),
-        numbers,
-        threshold,
-        threshold,
-        max_tokens=high.capacity,
-    )
+    high, rows = layout.high, (ROWS, 1)
+    window = [torch.empty(*rows, SLOTS, dim, dtype=torch.bfloat16) for dim in (high.key_dim, high.value_dim)]
+    held = given_rows(layout, *window, page_table=torch.empty(*rows, WIDTH, dtype=torch.int32))
+    thresholds = [torch.empty(rows) if layout.selects else None] * 2
+    flag = torch.empty(1, dtype=torch.int32)
+    compact_step(held, torch.empty(ROWS, dtype=torch.bool), *thresholds, max_tokens=high.capacity, flag=flag)
