@@ -62,9 +62,9 @@ def check(shape: tuple[int, int, int], context: int, window: int, dtype: torch.d
     query, key, value = inputs(context, shape, dtype, device)
     exact = [x.float() for x in (query, key, value)]
     errors = {}
-    for past in (None, compressed(context, shape, dtype, device)):
+    for past in (EarlierTokens(), compressed(context, shape, dtype, device)):
         for name, observation in variants(window).items():
-            name = name if past is None else f"{name}, past"
+            name = f"{name}, past" if past.stored else name
             options = {"softmax": Softmax(shape[2] ** -0.5), "observed": observation, "past": past}
             output, received = prefill_attention(query, key, value, **options)
             expected = reference(*exact, **options)

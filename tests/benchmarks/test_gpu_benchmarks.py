@@ -110,7 +110,7 @@ def test_memory_manager_compares_both_sides(script, monkeypatch: pytest.MonkeyPa
 
     def damaged(*args: object, **kwargs: object) -> object:
         step = made(*args, **kwargs)
-        monkeypatch.setattr(step, "run", lambda: step.rows.high_count.add_(7))
+        monkeypatch.setattr(step, "run", lambda: step.rows.held.high_count.add_(7))
         return step
 
     monkeypatch.setattr(module, "make_round", damaged)
