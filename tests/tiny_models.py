@@ -101,6 +101,19 @@ def _gain(path: str, sharpness: float) -> float:
     return sharpness if any(part in path for part in ("q_proj", "k_proj", "qkv_proj")) else 1.0
 
 
+def greedy(model: PreTrainedModel, ids: Tensor, mask: Tensor, tokens: int, **options: Any) -> Any:
+    """What `generate()` returns of greedy decoding, logits included."""
+    return model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=tokens,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **options,
+    )
+
+
 def ragged_prompts(lengths: tuple[int, ...], seed: int = 0) -> tuple[Tensor, Tensor]:
     """Left-padded ids and their attention mask, int64 [len(lengths), max(lengths)] each."""
     longest = max(lengths)

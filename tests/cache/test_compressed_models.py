@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from simulated_attention import SimulatedAttention, simulated
-from tiny_models import VOCABULARY, ragged_prompts, tiny_model
+from tiny_models import VOCABULARY, greedy, ragged_prompts, tiny_model
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -28,16 +28,7 @@ def generate(
     model: PreTrainedModel, cache: Any, ids: Tensor, mask: Tensor, tokens: int, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Greedy sequences [batch, seen] and float32 logits [tokens, batch, vocabulary]."""
-    result = model.generate(
-        ids,
-        attention_mask=mask,
-        past_key_values=cache,
-        max_new_tokens=tokens,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **options,
-    )
+    result = greedy(model, ids, mask, tokens, past_key_values=cache, **options)
     return result.sequences, torch.stack(result.logits)
 
 

@@ -6,11 +6,10 @@ Every case needs a process in which nothing has been imported yet.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 CHECKS = """
 import importlib
@@ -38,14 +37,7 @@ assert len(hooks()) == 1
 
 
 def run(program: str) -> None:
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    result = subprocess.run(
-        [sys.executable, "-c", CHECKS + program],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
+    run_program(CHECKS + program)
 
 
 @pytest.mark.oldest

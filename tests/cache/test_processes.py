@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from programs import run_program
 from tiny_models import tiny_model
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -144,8 +143,4 @@ assert GenerationMixin._prepare_cache_for_generation is not method
 
 @pytest.mark.slow
 def test_importing_in_a_child_leaves_the_parent_alone() -> None:
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    result = subprocess.run(
-        [sys.executable, "-c", IMPORT_IN_CHILD], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
+    run_program(IMPORT_IN_CHILD)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers.generation.configuration_utils as generation_configuration
+from programs import run_program
 from tiny_models import PAD, ragged_prompts, tiny_model
 from torch import Tensor
 from transformers import (
@@ -93,11 +91,7 @@ assert all(after[3][name] is method for name, method in before[3].items())
 @pytest.mark.oldest
 @pytest.mark.slow
 def test_unregister_leaves_transformers_as_it_was_before_the_import() -> None:
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    result = subprocess.run(
-        [sys.executable, "-c", SNAPSHOT], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
+    run_program(SNAPSHOT)
 
 
 def test_unregister_and_register_again(unregistered: None) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tiny_models import ragged_prompts, tiny_model
+from tiny_models import greedy, ragged_prompts, tiny_model
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -28,15 +28,7 @@ def generate(model: PreTrainedModel, new: int = 8, config: DiffKVConfig = CONFIG
     """Text, logits and cache."""
     ids, mask = ragged_prompts(LENGTHS)
     cache = DiffKVCache(model.config, config)
-    output = model.generate(
-        ids,
-        attention_mask=mask,
-        past_key_values=cache,
-        max_new_tokens=new,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
+    output = greedy(model, ids, mask, new, past_key_values=cache)
     return output.sequences, torch.stack(output.logits, 1), cache
 
 

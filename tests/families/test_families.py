@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, KEPT_CLASSES, Family
+from tiny_models import greedy as greedy_output
 from tiny_models import ragged_prompts, tiny_model
 from torch import Tensor
 from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedModel
@@ -37,15 +38,7 @@ def build(name: str) -> PreTrainedModel:
 def greedy(model: PreTrainedModel, **options: Any) -> tuple[Tensor, Tensor, Any]:
     """Sequences [batch, tokens], logits [NEW_TOKENS, batch, vocabulary], and the cache that was used."""
     ids, mask = ragged_prompts(LENGTHS)
-    result = model.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **options,
-    )
+    result = greedy_output(model, ids, mask, NEW_TOKENS, **options)
     return result.sequences, torch.stack(result.logits), result.past_key_values
 
 

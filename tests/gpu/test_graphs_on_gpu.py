@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from test_models_on_gpu import build
+from tiny_models import greedy
 from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel
 
@@ -26,16 +27,7 @@ def generate(
     if padded:
         mask[1, : PROMPT // 2] = 0
     cache = DiffKVCache(model.config, config)
-    output = model.generate(
-        tokens,
-        attention_mask=mask,
-        past_key_values=cache,
-        max_new_tokens=new,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **options,
-    )
+    output = greedy(model, tokens, mask, new, past_key_values=cache, **options)
     cache.check_integrity()
     return output.sequences, torch.stack(output.logits), cache.levels(1)
 
