@@ -114,6 +114,7 @@ def test_the_name_of_the_folder_is_that_of_the_repository(hub: Hub, tmp_path: Pa
     assert json.loads(hub.repositories["me/my-config"][CONFIG_NAME])["window"] == 5
 
 
+@pytest.mark.slow
 def test_revisions(hub: Hub, tmp_path: Path) -> None:
     content = to_text(DiffKVConfig(window=7).to_dict(), None).encode()
     hub.repositories["org/name"] = {CONFIG_NAME: content}

@@ -410,6 +410,7 @@ def test_prefix_sums_over_many_blocks(count):
     assert torch.equal(sums.long(), marks.sum(1))
 
 
+@pytest.mark.slow
 def test_many_blocks_of_rows(monkeypatch):
     monkeypatch.setattr(launch, "PLAN_ROWS", 16)
     monkeypatch.setattr(launch, "TOTALS_CHUNK", 2)

@@ -330,6 +330,7 @@ def test_empty_tiers_one_token_and_empty_rows():
     assert torch.equal(mine.rows.window_score[0].nan_to_num(), case.rows.window_score[0].nan_to_num())
 
 
+@pytest.mark.slow
 def test_one_long_request_among_short_ones():
     case = make_case([[600]] + [[3]] * 4, [[500]] + [[0]] * 4, [20, 1, 2, 3, 4], group=4)
     assert_like_reference(case, splits=6, block=64)

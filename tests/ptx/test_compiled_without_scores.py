@@ -21,6 +21,7 @@ K5V3 = Precision(5, 3)
 UNSCORED = {"high": K5V3, "low": K5V3, "metadata_bits": 16, "position_bytes": 0}
 
 
+@pytest.mark.slow
 def test_a_step_leaves_nothing_behind(emulator) -> None:
     case = make_case([[40]], [[0]], [19], key_dim=64, group=4, dtype=torch.bfloat16, **UNSCORED)
     mine = case.copy()
