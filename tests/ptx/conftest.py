@@ -16,9 +16,10 @@ import torch
 # hand-made pages and cases
 sys.path.append(str(Path(__file__).parents[1] / "ops"))
 
-from emulator.compiler import Compiler  # noqa: E402
-from emulator.launch import Emulator  # noqa: E402
 from selection import ALL  # noqa: E402
+
+from tools.kernels.emulator.compiler import Compiler  # noqa: E402
+from tools.kernels.emulator.launch import Emulator  # noqa: E402
 
 
 @pytest.fixture(scope="session")

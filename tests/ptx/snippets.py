@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from emulator.block import Block, Code
-from emulator.global_memory import GlobalMemory
-from emulator.parse import parse
+
+from tools.kernels.emulator.block import Block, Code
+from tools.kernels.emulator.global_memory import GlobalMemory
+from tools.kernels.emulator.parse import parse
 
 KERNEL = """
 .visible .entry snippet(

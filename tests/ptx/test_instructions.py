@@ -7,10 +7,11 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from emulator.arithmetic import odd_sum
-from emulator.values import PtxError, UnknownInstruction
-from emulator.warpgroup import element_offsets
 from snippets import compute, narrow, run
+
+from tools.kernels.emulator.arithmetic import odd_sum
+from tools.kernels.emulator.values import PtxError, UnknownInstruction
+from tools.kernels.emulator.warpgroup import element_offsets
 
 RNG = np.random.default_rng(0)
 MASK = 0xFFFFFFFF

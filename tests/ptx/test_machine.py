@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from emulator.values import PtxError, UnknownInstruction
 from snippets import run
+
+from tools.kernels.emulator.values import PtxError, UnknownInstruction
 
 TID = np.arange(32, dtype=np.uint32)
 # %r20 is where shared memory begins, %r21 the thread's own word in it

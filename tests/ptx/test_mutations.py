@@ -6,9 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from emulator.compiler import Kernel
-from emulator.launch import Emulator
-from emulator.values import PtxError
 from selection import cases
 from snippets import replaced
 from test_compact_kernel import K4V2, State, assert_steps_alike, small_layout
@@ -17,6 +14,10 @@ from test_compiled_prompt import check as check_prompt
 from test_compiled_prompt import draw, hand_past
 from test_decode_attention_kernel import make_case
 from test_quantize_kernel import assert_stored_alike, make_tokens, tier_of
+
+from tools.kernels.emulator.compiler import Kernel
+from tools.kernels.emulator.launch import Emulator
+from tools.kernels.emulator.values import PtxError
 
 
 def decode() -> None:
