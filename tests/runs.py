@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cache.layer import DiffKVLayer
+from hf_diffkv.ops.softmax import Softmax
 
 # Transformers 5.17's own sliding layers return more keys than their mask has if nothing is cropped between two forwards
 SLIDING_LAYERS_RECORD = Version(transformers.__version__) >= Version("5.18")
@@ -155,21 +156,12 @@ def captured() -> Iterator[dict[int, Captured]]:
     seen: dict[int, Captured] = {}
     attend = DiffKVLayer.attend
 
-    def spy(
-        self: DiffKVLayer,
-        query: Tensor,
-        valid: Tensor | None,
-        mask: Any,
-        scaling: float,
-        softcap: Any,
-        sinks: Any,
-        shown: Any = None,
-    ):
+    def spy(self: DiffKVLayer, query: Tensor, softmax: Softmax, valid: Tensor | None = None, *masks: Any) -> Tensor:
         key, value = self.pending
-        output = attend(self, query, valid, mask, scaling, softcap, sinks, shown)
+        output = attend(self, query, softmax, valid, *masks)
         layer = seen.setdefault(self.index, Captured())
         layer.add(query, key, value, valid, output)
-        layer.options = {"scaling": scaling, "softcap": softcap, "sinks": sinks}
+        layer.options = dict(vars(softmax))
         return output
 
     DiffKVLayer.attend = spy

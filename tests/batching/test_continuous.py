@@ -257,7 +257,7 @@ def test_a_request_that_fails_fails_alone(
     """Keys that are not finite come in one request's prompt, and in another one's fourth generated token."""
     attend = ContinuousCache.attend
 
-    def spoiled(cache: ContinuousCache, layer: int, query: Any, key: Any, value: Any, **options: Any) -> Any:
+    def spoiled(cache: ContinuousCache, layer: int, query: Any, key: Any, value: Any, *options: Any) -> Any:
         if layer == 1:
             at = 0
             for name, forwards in packed(cache):
@@ -265,7 +265,7 @@ def test_a_request_that_fails_fails_alone(
                     key = key.clone()
                     key[:, :, at] = torch.inf
                 at += forwards[-1]
-        return attend(cache, layer, query, key, value, **options)
+        return attend(cache, layer, query, key, value, *options)
 
     order: list[str] = []
 

@@ -38,7 +38,7 @@ def reimported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_this_release_is_as_expected() -> None:
-    assert BATCHING.missing() == continuous_engine.ASKED.missing() == []
+    assert BATCHING.missing() == continuous_engine.CALLED.missing() == []
 
 
 def test_an_older_release_is_refused(reimported: None, monkeypatch: pytest.MonkeyPatch) -> None:

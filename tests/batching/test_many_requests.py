@@ -71,7 +71,7 @@ class Traffic:
                 self.manager.cancel_request(name)
             extend(cache, name, past, tokens, *indices)
 
-        def attended(cache: ContinuousCache, layer: int, query: Any, key: Any, value: Any, **options: Any) -> Any:
+        def attended(cache: ContinuousCache, layer: int, query: Any, key: Any, value: Any, *options: Any) -> Any:
             at = 0
             for name, past, tokens in packed:
                 fate, began = self.fate[name], past >= self.length(name)
@@ -79,7 +79,7 @@ class Traffic:
                     key = key.clone()
                     key[:, :, at] = torch.inf
                 at += tokens
-            output = attend(cache, layer, query, key, value, **options)
+            output = attend(cache, layer, query, key, value, *options)
             assert cache.slots.bytes <= self.max_bytes
             return output
 
