@@ -20,6 +20,7 @@ from hf_diffkv.cache import devices
 from hf_diffkv.cache.attention import diffkv_attention
 from hf_diffkv.cache.errors import HandOverError, NotCapturableError
 from hf_diffkv.cache.graphs import GRAPH_TYPES, wants_graphs
+from hf_diffkv.ops.softmax import Softmax
 
 pytestmark = pytest.mark.oldest
 LENGTHS = (130, 1, 77)
@@ -305,4 +306,4 @@ def test_steps_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not wants_graphs(model, cache)
     new = torch.zeros(1, 2, 1, 16)
     with pytest.raises(NotCapturableError, match="later layers"):
-        cache.layers[READ].attend_captured(new, new, new, None, 1.0, None, None)
+        cache.layers[READ].attend_captured(new, new, new, None, Softmax(1.0))

@@ -4,6 +4,7 @@ float64 in the model's own channels."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.native.library import use_instructions
 from hf_diffkv.ops.backend import use_backend
+from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store import Store, attend_token, attend_tokens, begin_forward, read_tokens
 from hf_diffkv.store.step import refresh
 
@@ -61,7 +63,7 @@ class Case:
         store.padding.append(tokens, None)
         prompt = self.tokens(heads, group, tokens, seed=0)
         with use_backend("reference"):
-            attend_tokens(store, 0, *prompt, scaling=self.scaling)
+            attend_tokens(store, 0, *prompt, Softmax(self.scaling))
         self.query, self.key, self.value = self.tokens(heads, group, 1, seed=9)
         begin_forward(store, 1)
         store.padding.append(1, None)
@@ -76,8 +78,9 @@ class Case:
     def scaling(self) -> float:
         return self.dims[0] ** -0.5
 
-    def run(self, **options) -> Tensor:
-        return attend_token(self.store, 0, self.query, self.key, self.value, scaling=self.scaling, **options)
+    def run(self, valid: Tensor | None = None, **options: Any) -> Tensor:
+        softmax = Softmax(self.scaling, **options)
+        return attend_token(self.store, 0, self.query, self.key, self.value, softmax, valid)
 
     def entered(self) -> tuple[Tensor, Tensor]:
         # behind the sinks' slots the window is a ring
