@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from types import SimpleNamespace
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -114,10 +115,13 @@ class State:
 
     def tokens(self, tier: int, least_sum: float = 0.0) -> set[tuple[int, int]]:
         """Row and position of each token of a tier with such a sum or a larger one."""
-        layout = (self.layout.high, self.layout.low)[tier]
-        count = (self.rows.high_count, self.rows.low_count)[tier].flatten()
-        tokens = stored_tokens(self.rows.page_table.flatten(0, 1), count, tier, layout)
-        view = segments(self.pages, layout)
+        layouts, table = (self.layout.high, self.layout.low), self.rows.page_table
+        counts = (self.rows.high_count, self.rows.low_count)
+        rows = SimpleNamespace(
+            tiers=layouts, counts=counts, page_table=table, width=table.shape[2], device=table.device
+        )
+        tokens = stored_tokens(rows, tier)
+        view = segments(self.pages, layouts[tier])
         position = view.positions(tokens.page, tokens.slot)
         chosen = view.scores(tokens.page, tokens.slot) >= least_sum
         return set(zip(tokens.row[chosen].tolist(), position[chosen].tolist()))

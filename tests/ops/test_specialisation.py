@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from hand_past import attend_prompt
 from tiny_models import tiny_model
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
@@ -128,5 +129,5 @@ def test_prompts_of_any_length_compile_every_kernel_once(launches, length: int) 
             },
         ):
             parts = (part[:, :, first:] for part in (query, key, value))
-            prefill_attention(*parts, scaling=0.25, **extra)
+            attend_prompt(prefill_attention, *parts, scaling=0.25, **extra)
     check(launches)

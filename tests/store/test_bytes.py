@@ -56,7 +56,7 @@ def draw(tokens: int, seed: int, heads: int = HEADS, dim: int = DIM, batch: int 
 
 def forward(store: Store, layer: int, states: Tensor) -> Tensor:
     attend = attend_token if states.shape[3] == 1 and store.seen > 1 else attend_tokens
-    return attend(store, layer, *states, softmax=Softmax(states.shape[-1]) ** -0.5)
+    return attend(store, layer, *states, softmax=Softmax(states.shape[-1] ** -0.5))
 
 
 def run_cache(cache: DiffKVCache, tokens: int, seed: int) -> None:
@@ -237,6 +237,7 @@ def test_a_budget_is_kept(max_bytes: int) -> None:
 PEAK = """
 import torch
 from hf_diffkv.config import DiffKVConfig
+from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store import Store, attend_tokens, begin_forward
 
 torch.set_num_threads(1)

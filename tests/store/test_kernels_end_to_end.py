@@ -87,6 +87,6 @@ def test_a_captured_step_takes_queries_of_another_dtype() -> None:
                 prepare_step(layer.store)
                 query = query.to(torch.bfloat16)
                 query = query.float() if rounded else query
-                found.append(layer.attend_captured(query, key, value, None, 0.25, None, None))
+                found.append(layer.attend_captured(query, key, value, None, Softmax(0.25)))
     assert found[0].dtype == torch.bfloat16
     assert torch.equal(found[0], found[1].to(torch.bfloat16))
