@@ -40,7 +40,7 @@ QUICK = (
 )
 # bytes of shared memory that a program may take: sm_80 code also runs on sm_86 and sm_89, which have the least
 SHARED_LIMITS = {"sm_80": 99 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
-OPS = ("decode_attention", "prefill_attention", "quantize", "rounding", "compact", "append", "enter", "relevel")
+OPS = tuple(sorted(path.stem for path in (Path(__file__).parent / "variants").glob("*.py")))
 # triton compiles with fused multiply-add by default; said aloud, as newer versions warn where it is left open
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
