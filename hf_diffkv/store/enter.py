@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..ops.enter import EnteredRows, enter_tokens
+from ..ops.store_uniform import EnteredRows, enter_tokens
 from .forward import Forward
 from .state import Store
 from .transform import Entering

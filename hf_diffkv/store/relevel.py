@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..ops.relevel import LevelledRows, relevel_tokens
+from ..ops.store_by_thresholds import LevelledRows, relevel_tokens
 from .enter import entered_rows
 from .exact_tokens import PINNED_SUM
 from .forward import Forward

@@ -8,9 +8,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..enter.token_kernels import keep_tile, new_tile, new_tokens, page_tile, slot_of, token_in_slot
 from ..quantize.kernels import tier_dims
 from ..rotation_kernel import rounded
+from ..store_uniform.token_kernels import keep_tile, new_tile, new_tokens, page_tile, slot_of, token_in_slot
 from .kernels import HIGH_LEVEL, LAYER, LOW_LEVEL, PADDING_LEVEL, raised_if_pinned
 from .move_kernels import numbers_tile, stored_key, target_of
 

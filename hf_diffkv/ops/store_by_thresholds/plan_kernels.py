@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from ..compact.kernels import column
-from ..enter.kernels import CAPACITY, FREE, START, new_start
 from ..scan import sum_totals
+from ..store_uniform.kernels import CAPACITY, FREE, START, new_start
 from .kernels import ADDED, COUNTS, GIVES, HIGH_LEVEL, KEPT, LACKS, LAYER, LOW_LEVEL, PADDING_LEVEL, kinds
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from hf_diffkv.ops.enter.launch import enter_tokens
-from hf_diffkv.ops.enter.rows import EnteredRows
 from hf_diffkv.ops.rotation_kernel import rotate
 from hf_diffkv.ops.rounding.reference import LARGEST_BITS
+from hf_diffkv.ops.store_uniform.launch import enter_tokens
+from hf_diffkv.ops.store_uniform.rows import EnteredRows
 from hf_diffkv.pages import FreeList, PageLayout
 from tools.kernels.record import record
 from tools.kernels.variant import UNIFORM_DIMS, KernelVariant, uniform_layouts

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ...pages import FreeList, PageLayout
 from ..backend import device_of
-from ..enter.launch import ROUNDING_WARPS, few_tokens, fix_offsets, strides
 from ..quantize.contents import check_pages
 from ..quantize.launch import TRITON_DTYPES, check_dtype, dot_dtype, unit_stride
 from ..rotation_kernel import INNER, NUM_WARPS, root
+from ..store_uniform.launch import ROUNDING_WARPS, few_tokens, fix_offsets, strides
 from .kernels import count_kernel, decide_kernel
 from .move_kernels import close_kernel, demote_kernel
 from .plan_kernels import finish_kernel, list_kernel

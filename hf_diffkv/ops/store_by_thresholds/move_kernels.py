@@ -8,11 +8,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..enter.token_kernels import page_tile, round_keys_tile
 from ..narrow_kernel import load_positions, load_scores
 from ..quantize.copy_kernel import copy_rows
 from ..quantize.kernels import read_tile, rows_at, tier_dims, write_scalars
 from ..rounding import reference
+from ..store_uniform.token_kernels import page_tile, round_keys_tile
 from .kernels import ADDED, COUNTS, HIGH_LEVEL, KEPT, LOW_LEVEL, PADDING_LEVEL, kinds
 
 MOST_BITS = tl.constexpr(reference.LARGEST_BITS)

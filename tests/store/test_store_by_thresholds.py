@@ -34,7 +34,7 @@ def relevel_at_once(monkeypatch: pytest.MonkeyPatch, how: str) -> list[int]:
         Layers that were levelled in the other way, as it happens.
     """
     monkeypatch.setattr(Store, "enters_at_once", property(lambda store: store.policy.by_thresholds))
-    monkeypatch.setattr("hf_diffkv.ops.relevel.use_kernels", lambda device, dtype: how == "kernels")
+    monkeypatch.setattr("hf_diffkv.ops.store_by_thresholds.use_kernels", lambda device, dtype: how == "kernels")
     others, decide = [], prompt.decide_levels
 
     def noted(store: Store, layer: int, *arguments: object) -> object:

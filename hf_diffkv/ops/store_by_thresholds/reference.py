@@ -9,10 +9,10 @@ from ...pages import HIGH, HIGH_LEVEL, LOW, LOW_LEVEL, NULL_PAGE, PRUNED_LEVEL, 
 from ...pages.narrow import score_noise
 from ...pages.segments import segments
 from ...pages.window import held_tokens
-from ..enter.reference import Exact, exact_tokens, keep_exact
 from ..quantize import Contents
 from ..quantize.reference import load_tokens, move_tokens, store_tokens
 from ..rounding.reference import LARGEST_BITS, round_keys
+from ..store_uniform.reference import Exact, exact_tokens, keep_exact
 from .rows import LevelledRows
 
 

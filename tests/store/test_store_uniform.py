@@ -33,7 +33,7 @@ def uniform(precision: Precision, **fields) -> DiffKVConfig:
 def enter_at_once(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """Has tokens enter at once, by kernels or by their reference, while all else runs as it does on a CPU."""
     monkeypatch.setattr(Store, "enters_at_once", property(lambda store: not store.layout.selects))
-    monkeypatch.setattr("hf_diffkv.ops.enter.use_kernels", lambda device, dtype: how == "kernels")
+    monkeypatch.setattr("hf_diffkv.ops.store_uniform.use_kernels", lambda device, dtype: how == "kernels")
 
 
 @pytest.mark.parametrize(

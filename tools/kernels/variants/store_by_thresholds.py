@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from hf_diffkv.config import Precision
-from hf_diffkv.ops.relevel.launch import relevel_tokens
-from hf_diffkv.ops.relevel.rows import LevelledRows
+from hf_diffkv.ops.store_by_thresholds.launch import relevel_tokens
+from hf_diffkv.ops.store_by_thresholds.rows import LevelledRows
 from hf_diffkv.pages import FreeList, PageLayout
 from tools.kernels.record import record
 from tools.kernels.variant import KernelVariant

@@ -15,8 +15,8 @@ from torch import Tensor
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.compact import stored_tokens
-from hf_diffkv.ops.relevel import LevelledRows, reference, relevel_tokens
 from hf_diffkv.ops.rotation import rotation_matrix
+from hf_diffkv.ops.store_by_thresholds import LevelledRows, reference, relevel_tokens
 from hf_diffkv.pages import HIGH, LOW, FreeList, PageLayout
 from hf_diffkv.pages.segments import segments
 from hf_diffkv.pages.window import held_tokens
@@ -157,8 +157,8 @@ TURNS = ((5, 3, 1.0), (40, 7, 1.0), (35, 0, 0.1), (30, 4, 0.0), (1, 0, 0.0))
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are several blocks long, and there are more of those than are counted at a time."""
-    monkeypatch.setattr("hf_diffkv.ops.relevel.launch.BLOCK", 32)
-    monkeypatch.setattr("hf_diffkv.ops.relevel.launch.CHUNK", 2)
+    monkeypatch.setattr("hf_diffkv.ops.store_by_thresholds.launch.BLOCK", 32)
+    monkeypatch.setattr("hf_diffkv.ops.store_by_thresholds.launch.CHUNK", 2)
 
 
 def compare_turns(state: State, turns: tuple, exact: bool = True, **options: object) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from selection import cases
-from test_relevel_kernel import K4V2, K8V4, State, compare_turns
+from test_store_by_thresholds_kernel import K4V2, K8V4, State, compare_turns
 
 from hf_diffkv.config import Precision
 

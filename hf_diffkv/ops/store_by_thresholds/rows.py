@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..enter import EnteredRows
+from ..store_uniform import EnteredRows
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@
     finish        counts, lengths, windows, the page table and the free list follow
 
 `demote` and `close` are left out where nothing is stored, `level_window` too. Sums of keys and offsets that are fixed
-(ops/enter) come first.
+(ops/store_uniform) come first.
 
 A token has a column: of the P columns of what was there before, a row's high tokens come first, then its low ones,
 then those of its window by position; the new ones follow as they came. What is kept stays in its slot if that is below
@@ -38,8 +38,8 @@ import triton.language as tl
 
 from ... import pages
 from ..compact.kernels import column, mean_significance
-from ..enter.kernels import LENGTHS, new_start
 from ..narrow_kernel import load_positions, load_scores, narrow_score, score_noise
+from ..store_uniform.kernels import LENGTHS, new_start
 
 PADDING_LEVEL, PRUNED_LEVEL = tl.constexpr(pages.PADDING_LEVEL), tl.constexpr(pages.PRUNED_LEVEL)
 LOW_LEVEL, HIGH_LEVEL = tl.constexpr(pages.LOW_LEVEL), tl.constexpr(pages.HIGH_LEVEL)
