@@ -69,6 +69,12 @@ class Precision:
         """The papers' name of the precision, for example `K8V4`."""
         return f"K{self.k_bits}V{self.v_bits}"
 
+    @property
+    def full_name(self) -> str:
+        """`name`, with groups where there are more than one: what `parse` reads."""
+        groups = "" if self.k_groups == self.v_groups == 1 else f"g{self.k_groups}/{self.v_groups}"
+        return self.name + groups
+
 
 def as_precision(name: str, value: Any) -> Precision:
     """A precision in any form a user may give it: itself, its name, a dict of its fields, or a list of them.

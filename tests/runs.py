@@ -91,10 +91,10 @@ def started(
 def contents(cache: DiffKVCache) -> list[Tensor]:
     """Levels, keys, values and, where there are any, sums of every compressed layer, copied."""
     found = []
-    for layer_idx in cache.compressed_layers():
+    for index, layer_idx in enumerate(cache.compressed_layers()):
         keys, values, _ = cache.dequantize(layer_idx)
         found += [cache.levels(layer_idx).clone(), keys, values]
-        found += [cache.significance(layer_idx)] if cache.config.selects else []
+        found += [cache.significance(layer_idx)] if cache.config.of_layer(index).selects else []
     return found
 
 
@@ -201,5 +201,5 @@ def assert_equals_simulation(cache: DiffKVCache, simulations: dict[int, LayerSim
         assert torch.equal(stored, expected_stored)
         assert torch.equal(keys, expected_keys)
         assert torch.equal(values, expected_values)
-        if cache.config.selects:
+        if cache.config.of_layer(index).selects:
             torch.testing.assert_close(cache.significance(layer_idx), simulation.sums(), rtol=1e-5, atol=1e-6)

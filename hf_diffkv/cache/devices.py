@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+T = TypeVar("T")
 # what a rank that did well raises for another one's error
 ERROR_KINDS = {"MemoryError": MemoryError, "ValueError": ValueError, "RuntimeError": RuntimeError}
 
@@ -43,7 +44,7 @@ class TensorParallel:
                 return cls(mesh["tp"].get_local_rank(), mesh["tp"].size(), mesh["tp"].get_group())
         return cls()
 
-    def share(self, heads: tuple[float, ...], count: int) -> tuple[float, ...]:
+    def share(self, heads: tuple[T, ...], count: int) -> tuple[T, ...]:
         """This rank's `count` values of one per head of the model; unchanged where it is given `count` already."""
         if self.size > 1 and len(heads) == self.size * count:
             return heads[self.rank * count : (self.rank + 1) * count]

@@ -169,13 +169,13 @@ class DiffKVCache(Cache):
         """float32 [batch, kv_heads, seen]: the sum of attention each stored token received from later queries.
 
         Raises:
-            ValueError: the configuration never chooses between tokens, so no sums are kept.
+            ValueError: nothing in this layer is chosen by it, so no sums are kept.
         """
         store, slot = self._compressed(layer_idx)
-        if not self.config.selects:
+        if not store.layout.selects:
             raise ValueError(
-                "this cache keeps no significance, as its configuration keeps every token at one precision; give "
-                "DiffKVConfig two precisions with alpha_high above 0, or alpha_low above 0."
+                f"layer {layer_idx} of this cache keeps no significance, as every token of a head has one precision; "
+                "give DiffKVConfig two precisions with alpha_high above 0, or alpha_low above 0."
             )
         return read_tokens(store, slot).score
 

@@ -16,7 +16,7 @@ from ..pages import NULL_PAGE
 from ..pages.rows import ROW_STATE
 from ..store import Store, settle
 from .contents import CacheContents
-from .stores import Stores
+from .stores import Stores, same_pages
 
 CacheT = TypeVar("CacheT", bound=CacheContents)
 
@@ -139,8 +139,7 @@ def restore_snapshot(
         device = devices.get(layers[int(index)], other_device)
         groups.setdefault((store, device), []).append((int(index), slot, seen))
     for (number, device), places in groups.items():
-        slots = [slot for _, slot, _ in places]
-        store = _restore_store(cache.stores, content["stores"][number], number, tensors, slots, device)
+        store = _restore_store(cache.stores, content["stores"][number], number, tensors, places, device)
         for position, (index, _, seen) in enumerate(places):
             store.place_layer(position, index)
             cache.stores.assign(index, store, position)
@@ -207,12 +206,16 @@ def _restore_store(
     described: dict[str, Any],
     index: int,
     tensors: dict[str, Tensor],
-    slots: list[int],
+    places: list[tuple[int, int, int]],
     device: torch.device,
 ) -> Store:
-    """A store on `device` of the layers that had the places `slots` in the saved one."""
+    """A store on `device` of layers, each with the place that it had in the saved one."""
+    layers, slots = [index for index, _, _ in places], [slot for _, slot, _ in places]
     shape = [described[name] for name in ("batch_size", "num_heads", "key_dim", "value_dim")]
-    store = stores.make_store(len(slots), *shape, getattr(torch, described["dtype"]), device)
+    config = stores.config.of_layer(layers[0])
+    if any(not same_pages(stores.config.of_layer(layer), config) for layer in layers):
+        raise CacheFileError("the saved cache has layers together that this version keeps apart; save the cache again.")
+    store = stores.make_store(config, len(slots), *shape, getattr(torch, described["dtype"]), device)
     if described["page_bytes"] != store.layout.page_bytes:
         raise CacheFileError("the page format of the saved cache differs from this version's; save the cache again.")
     for name in ROW_STATE:

@@ -1,4 +1,4 @@
-"""Which store holds which layer: one per device and head shape."""
+"""Which store holds which layer: one per device, head shape and page format."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import DiffKVConfig, Threshold
+from ..config import DiffKVConfig
 from ..store import Store, begin_forward, drop_unused_layers, withdraw
 from ..store.state import LayerThreshold
 from .devices import TensorParallel, absent_layers, layer_devices
 from .errors import HandOverError, stopped_halfway
+
+
+def same_pages(one: DiffKVConfig, other: DiffKVConfig) -> bool:
+    """Whether layers of both, as `DiffKVConfig.of_layer` has them, may be in one store."""
+    formats = [(config.high, config.low, config.selects) for config in (one, other)]
+    return formats[0] == formats[1]
 
 
 class Stores:
@@ -24,19 +30,20 @@ class Stores:
         max_positions: tokens that a request of the model may have; None where that is not known.
 
     Raises:
-        ValueError: thresholds given for another number of layers.
+        ValueError: thresholds or precisions given for another number of layers.
     """
 
     def __init__(self, config: DiffKVConfig, num_layers: int, max_positions: int | None = None) -> None:
         self.config = config
         self.num_layers = num_layers
         self.max_positions = max_positions
-        for name in ("alpha_high", "alpha_low"):
+        for name in ("alpha_high", "alpha_low", "head_precisions"):
             value = getattr(config, name)
             if isinstance(value, tuple) and len(value) != num_layers:
+                one = "None" if name == "head_precisions" else "one number"
                 raise ValueError(
-                    f"{name} has {len(value)} entries but {num_layers} layers of this model are compressed; give one "
-                    f"number or {num_layers} of them."
+                    f"{name} has {len(value)} entries but {num_layers} layers of this model are compressed; give {one} "
+                    f"or {num_layers} of them."
                 )
         self.all: list[Store] = []
         # logical tokens each layer has seen; the layers refer to this object, which must not refer back to them, or
@@ -85,26 +92,27 @@ class Stores:
                 f"keys {tuple(key.shape)} and values {tuple(value.shape)} must be [batch, heads, tokens, head_dim]."
             )
         shape = (key.shape[0], key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
-        store = next((store for store in self.all if self._fits(store, shape)), None)
+        config = self._of_layer(index, key.shape[1])
+        store = next((store for store in self.all if self._fits(store, shape, config)), None)
         used = 0 if store is None else self._used(store)
         if store is None:
             batch = self.all[0].batch_size if self.all else key.shape[0]
             if batch != key.shape[0]:
                 raise ValueError(f"this cache holds {batch} sequences but the model was called with {key.shape[0]}.")
-            store = self.make_store(self._layers_to_come(key.device), *shape)
+            store = self.make_store(config, self._layers_to_come(key.device, config), *shape)
             store.recording = self.recording
             self._make_room_beside(store)
-        alphas = (self._of_layer(alpha, index, store) for alpha in (self.config.alpha_high, self.config.alpha_low))
+        alphas = (self._of_rank(alpha, store) for alpha in (config.alpha_high, config.alpha_low))
         store.place_layer(used, index)
         store.set_thresholds(used, *alphas)
         self.assign(index, store, used)
         return self._places[index]
 
-    def make_store(self, layers: int, batch_size: int, num_heads: int, *options: Any) -> Store:
-        """A store for `layers` layers of this model; arguments as in `Store`."""
+    def make_store(self, config: DiffKVConfig, layers: int, batch_size: int, num_heads: int, *options: Any) -> Store:
+        """A store for `layers` layers of this model, of which `config` is what one has; arguments as in `Store`."""
         first_head = self.tensor_parallel.rank * num_heads
         sizes = {"total_layers": self.num_layers, "first_head": first_head, "max_positions": self.max_positions}
-        return Store(self.config, layers, batch_size, num_heads, *options, **sizes)
+        return Store(config, layers, batch_size, num_heads, *options, **sizes)
 
     def _make_room_beside(self, store: Store) -> None:
         self.share_budget(store)
@@ -117,22 +125,32 @@ class Stores:
             self.share_budget(store)
             store.update_limit()
 
-    def _fits(self, store: Store, shape: tuple) -> bool:
+    def _fits(self, store: Store, shape: tuple, config: DiffKVConfig) -> bool:
         mine = (store.batch_size, store.num_heads, store.key_dim, store.value_dim, store.dtype, store.device)
-        return mine == shape and self._used(store) < store.num_layers
+        return mine == shape and same_pages(store.config, config) and self._used(store) < store.num_layers
 
     def _used(self, store: Store) -> int:
         return sum(place[0] is store for place in self._places.values())
 
-    def _layers_to_come(self, device: torch.device) -> int:
-        """How many layers without a place may still ask for one on `device`."""
+    def _layers_to_come(self, device: torch.device, config: DiffKVConfig) -> int:
+        """How many layers without a place may still ask for one on `device`, in pages of `config`."""
         open_layers = set(range(self.num_layers)) - set(self._places) - self.absent
+        open_layers = {index for index in open_layers if same_pages(self.config.of_layer(index), config)}
         if self.devices is not None:
             open_layers = {index for index in open_layers if self.devices[index] == device}
         return max(1, len(open_layers))
 
-    def _of_layer(self, value: Threshold, index: int, store: Store) -> LayerThreshold:
-        value = value[index] if isinstance(value, tuple) else value
+    def _of_layer(self, index: int, heads: int) -> DiffKVConfig:
+        """What holds for a layer of `heads` KV heads here. Raises `ValueError` where it has precisions for others."""
+        chosen = None if self.config.head_precisions is None else self.config.head_precisions[index]
+        if chosen is not None and len(self.tensor_parallel.share(chosen, heads)) != heads:
+            raise ValueError(
+                f"head_precisions[{index}] has {len(chosen)} entries but the layer has {heads} KV heads here; give "
+                f"{heads}, or under tensor parallelism call cache.attach(model) first."
+            )
+        return self.config.of_layer(index)
+
+    def _of_rank(self, value: LayerThreshold, store: Store) -> LayerThreshold:
         return self.tensor_parallel.share(value, store.num_heads) if isinstance(value, tuple) else value
 
     def starts_forward(self, index: int) -> bool:

@@ -20,6 +20,7 @@ METADATA_BITS = (16, 32)
 _CALIBRATION_ATTRIBUTE = "_calibration"
 
 Threshold = Union[float, tuple[float, ...], tuple[tuple[float, ...], ...]]
+HeadPrecisions = tuple[Union[tuple[Precision, ...], None], ...]
 ThresholdLike = Union[float, Sequence[float], Sequence[Sequence[float]]]
 
 
@@ -51,6 +52,9 @@ class DiffKVConfig:
         low: precision of less important tokens; may not need more bytes than `high`.
         alpha_high: threshold of the high level: one number, one per compressed layer, or one per layer and KV head.
         alpha_low: threshold of the low level, in the same forms; 0 never prunes. At most `alpha_high` everywhere.
+        head_precisions: for each compressed layer the precision of each KV head, which all tokens of it have, of two
+            precisions in a layer at most; None for a layer that `high`, `low` and thresholds are for. None instead of
+            all this is such layers only. `with_ratio` chooses it.
         window: newest tokens of each request kept uncompressed in the model's dtype; at least 1.
         sinks: first tokens of each request kept likewise, beside the window, and never pruned.
         pin: positions (start, stop) of tokens, for example of a system prompt, that stay at `high` once they have left
@@ -84,6 +88,7 @@ class DiffKVConfig:
     low: Precision = Precision(4, 2)
     alpha_high: Threshold = 1.0
     alpha_low: Threshold = 0.0
+    head_precisions: HeadPrecisions | None = None
     window: int = 64
     sinks: int = 4
     pin: tuple[int, int] | None = None
@@ -108,6 +113,7 @@ class DiffKVConfig:
             low: Precision | str = ...,
             alpha_high: ThresholdLike = ...,
             alpha_low: ThresholdLike = ...,
+            head_precisions: Sequence[Sequence[Precision | str] | None] | None = ...,
             window: int = ...,
             sinks: int = ...,
             pin: Sequence[int] | None = ...,
@@ -131,6 +137,7 @@ class DiffKVConfig:
         for name in ("alpha_high", "alpha_low"):
             object.__setattr__(self, name, _as_threshold(name, getattr(self, name)))
         self._check_order()
+        object.__setattr__(self, "head_precisions", _as_head_precisions(self.head_precisions))
         for name in ("window", "compaction_interval", "observation_window", "page_bytes", "max_bytes"):
             if getattr(self, name) is not None or name in ("window", "compaction_interval"):
                 object.__setattr__(self, name, _as_count(name, getattr(self, name)))
@@ -148,19 +155,49 @@ class DiffKVConfig:
             raise ValueError(
                 f"low={self.low.name} needs more bits per token than high={self.high.name}; swap the two precisions."
             )
+        if self.head_precisions is not None and self.policy != "diffkv":
+            raise ValueError(f"head_precisions leave policy={self.policy!r} nothing to choose; leave one of them out.")
 
     @property
     def selects(self) -> bool:
         """Whether what becomes of a token depends on its significance.
 
-        False where all tokens end at one precision whatever they receive: the policy is "diffkv", nothing is pruned
-        (`alpha_low` is 0 everywhere, no `max_bytes`), and `alpha_high` is 0 everywhere or both precisions are the same.
-        Such caches keep neither sums nor positions of stored tokens, and do no work for them.
+        False where all tokens of a head end at one precision whatever they receive: the policy is "diffkv", nothing is
+        pruned (`alpha_low` is 0 everywhere, no `max_bytes`), and `alpha_high` is 0 or infinite everywhere or both
+        precisions are the same, or `head_precisions` has all layers. Such layers keep neither sums nor positions of
+        stored tokens, and do no work for them, also beside others of the same cache (`of_layer`).
         """
         if self.policy != "diffkv" or self.max_bytes is not None:
             return True
+        if self.head_precisions is not None and None not in self.head_precisions:
+            return False
         pairs = _paired(self.alpha_low, self.alpha_high)
-        return any(low > 0 or (high > 0 and self.high != self.low) for low, high in pairs or ())
+        return any(low > 0 or (0 < high < math.inf and self.high != self.low) for low, high in pairs or ())
+
+    def of_layer(self, index: int) -> DiffKVConfig:
+        """What holds for one compressed layer.
+
+        Returns:
+            A configuration without `head_precisions`, with thresholds that are one number or one per KV head. Where
+            heads have precisions, thresholds are 0 for those at `high` and infinite for those at `low`.
+        """
+        chosen = None if self.head_precisions is None else self.head_precisions[index]
+        if chosen is None:
+            alphas = {name: getattr(self, name) for name in ("alpha_high", "alpha_low")}
+            alphas = {name: value[index] if isinstance(value, tuple) else value for name, value in alphas.items()}
+            return dataclasses.replace(self, head_precisions=None, **alphas)
+        low, high = self._pair(chosen)
+        alpha_high = tuple(0.0 if precision == high else math.inf for precision in chosen)
+        fields = {"high": high, "low": low, "alpha_high": alpha_high, "alpha_low": 0.0}
+        return dataclasses.replace(self, head_precisions=None, **fields)
+
+    def _pair(self, chosen: tuple[Precision, ...]) -> tuple[Precision, Precision]:
+        """Low and high precision of a layer; one whose heads are alike joins the first pair that has theirs."""
+        pairs = [{*layer} for layer in self.head_precisions or () if layer is not None and len({*layer}) == 2]
+        mine = {*chosen}
+        found = mine if len(mine) == 2 else next((pair for pair in pairs if mine <= pair), mine)
+        order = sorted(found, key=lambda precision: (_payload_bits(precision), dataclasses.astuple(precision)))
+        return order[0], order[-1]
 
     def _check_order(self) -> None:
         low, high = self.alpha_low, self.alpha_high
@@ -264,8 +301,13 @@ class DiffKVConfig:
             raise ValueError(f"unknown DiffKV config keys {unknown}{hint}; known keys are {known}.")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        return dataclasses.asdict(self)
+        """Plain values, ready for JSON; without `head_precisions` where there are none, which earlier releases read."""
+        values = dataclasses.asdict(self)
+        layers = values.pop("head_precisions")
+        if layers is not None:
+            names = [[Precision(**fields).full_name for fields in layer or ()] or None for layer in layers]
+            values["head_precisions"] = names
+        return values
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2, sort_keys=True)
@@ -363,6 +405,26 @@ def _as_threshold(name: str, value: Any) -> Threshold:
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value) or value < 0:
         raise ValueError(f"{name}={value!r} must be a number of at least 0, or lists of such numbers.")
     return float(value)
+
+
+def _as_head_precisions(value: Any) -> HeadPrecisions | None:
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ValueError(
+            f"head_precisions={value!r} must have an entry for each compressed layer: a list with the precision of "
+            "each KV head, or None."
+        )
+    layers: list[tuple[Precision, ...] | None] = []
+    for index, layer in enumerate(value):
+        if layer is not None and (not isinstance(layer, (list, tuple)) or not layer):
+            raise ValueError(f"head_precisions[{index}]={layer!r} must list the precision of each KV head, or be None.")
+        name = f"head_precisions[{index}]"
+        layers.append(None if layer is None else tuple(as_precision(name, precision) for precision in layer))
+        names = sorted({precision.full_name for precision in layers[-1] or ()})
+        if len(names) > 2:
+            raise ValueError(f"{name} has {len(names)} precisions ({', '.join(names)}); a layer can have two.")
+    return tuple(layers)
 
 
 def _paired(low: Any, high: Any) -> list[tuple[float, float]] | None:

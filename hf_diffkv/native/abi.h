@@ -4,7 +4,7 @@
 
 namespace diffkv {
 
-constexpr int64_t ABI_VERSION = 4;
+constexpr int64_t ABI_VERSION = 5;
 constexpr int MAX_TIERS = 4;
 constexpr int MAX_DIM = 512;
 
@@ -72,7 +72,8 @@ struct Compaction {
   const float* score;       // [rows, slots]
   const int64_t *position, *length;
   const uint8_t* leaving;                          // null: where length - position > window
-  const float *high_threshold, *low_threshold;     // [rows]; null where pages have no scores: all candidates are high
+  // [rows]; where pages have no scores only the first: candidates are high where it is 0, low elsewhere
+  const float *high_threshold, *low_threshold;
   int32_t* ring;
   int64_t* state;    // free list: start, free, capacity
   int32_t* flag;

@@ -54,7 +54,8 @@ inline Plan plan_row(const Compaction& round, int64_t row) {
   const int64_t request = row / round.heads;
   if (!leaves(round, request)) return plan;
   if (!has_scores(round.format.tier[HIGH])) {
-    plan.to_high = true;
+    plan.to_low = round.high_threshold[row] > 0;
+    plan.to_high = !plan.to_low;
     return plan;
   }
   const int64_t position = round.position[request], later = round.length[request] - 1 - position;

@@ -10,7 +10,7 @@ import torch
 from ..pages import PageLayout, TierLayout
 
 MAX_TIERS = 4
-ABI_VERSION = 4
+ABI_VERSION = 5
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float

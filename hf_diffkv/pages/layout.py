@@ -15,7 +15,7 @@ the model's dtype, and metadata is absent. The rest is wide or narrow:
     position               int32                    uint16, or int32 where positions may be above 65,535
 
 Pages of configurations that never choose between tokens (`DiffKVConfig.selects`) have no scores and no positions. All
-tokens of a row are high then, in the order of their positions and without gaps behind the sinks.
+tokens of a row are of one tier then, in the order of their positions and without gaps behind the sinks.
 
 uint16 metadata of b-bit codes is 64 * s + z. The scale is the fp16 number whose bits are 32 * s: no sign, 5 bits of
 exponent, 5 of mantissa. The zero point is -z * scale * (2^b - 1) * 65 / 4096, which float32 holds exactly: about z / 63
@@ -116,6 +116,11 @@ class PageLayout:
     def selects(self) -> bool:
         """Whether pages hold what tokens are chosen by, scores and positions."""
         return self.high.score_bytes > 0
+
+    @property
+    def one_tier(self) -> bool:
+        """Whether all tokens of all rows are high, as none is chosen and there is one precision."""
+        return not self.selects and self.high == self.low
 
     @classmethod
     def build(

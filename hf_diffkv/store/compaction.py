@@ -47,11 +47,12 @@ def compact_round(store: Store) -> None:
     """Sends the oldest token of every window that holds too many through Algorithm 1."""
     in_native_code = store.backend() == NATIVE
     if not store.layout.selects:
+        rows = store.all_rows()
         if in_native_code:
-            native.compact(store, None, None)
+            native.compact(store, rows.alpha_high, None)
         else:
             leaving = store.length - store.window_start > store.config.window
-            compact_step(store.all_rows(), leaving.view(-1), None, None, bounds=store.all_bounds, flag=store.flag)
+            compact_step(rows, leaving.view(-1), rows.alpha_high, None, bounds=store.all_bounds, flag=store.flag)
         return
     leaving = None
     if store.policy.adapts or not in_native_code:

@@ -29,15 +29,15 @@ def decide_levels(
 
     Args:
         stored: what each tier holds (high, low). leaving: tokens that leave the window.
-        scores: float32 sums of both tiers, void where the store selects nothing: all are high then.
+        scores: float32 sums of both tiers, void where the store selects nothing: all of a head have one level then.
         length: int64 [rows], real tokens seen.
 
     Returns:
         int8 [n] of each of the three; no stored token rises.
     """
     if not store.layout.selects:
-        everything = (stored[HIGH].row, stored[LOW].row, leaving.row)
-        return tuple(torch.full_like(row, HIGH_LEVEL, dtype=torch.int8) for row in everything)
+        of_row = torch.where(store.low_heads[layer], LOW_LEVEL, HIGH_LEVEL).to(torch.int8).view(-1)
+        return tuple(of_row[row] for row in (stored[HIGH].row, stored[LOW].row, leaving.row))
     tokens = _tokens(store, stored, leaving, scores, length)
     shape = store.alpha_high[layer].shape
     alphas = (store.alpha_high[layer], store.alpha_low[layer])

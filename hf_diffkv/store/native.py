@@ -69,6 +69,6 @@ def append_and_attend(
     return output
 
 
-def compact(store: Store, high_threshold: Tensor | None, low_threshold: Tensor | None) -> None:
-    """One round of compaction; thresholds float32, one for each row, or None where the store selects nothing."""
+def compact(store: Store, high_threshold: Tensor, low_threshold: Tensor | None) -> None:
+    """One round of compaction; thresholds as in `ops.compact.compact_step`, one for each row."""
     run(calls(store).round(store), high_threshold, low_threshold)

@@ -166,8 +166,9 @@ def _check_tokens(store: Store, layer: int) -> None:
         seen.index_put_((tokens.row, position), torch.ones_like(position, dtype=torch.int32), accumulate=True)
     _require(int(seen.max()) <= 1, "a token is stored twice")
     if not store.layout.selects:
-        outside = (start - end)[:, None]
-        complete = (store.high_count[layer] == outside) & (store.low_count[layer] == 0)
+        outside, low = (start - end)[:, None], store.low_heads[layer]
+        expected = (outside.masked_fill(low, 0), outside.masked_fill(~low, 0))
+        complete = (store.high_count[layer] == expected[HIGH]) & (store.low_count[layer] == expected[LOW])
         _require(bool(complete.all()), "not every token outside the window is stored, though none is chosen")
 
 

@@ -246,7 +246,9 @@ class Store:
         """Whether kernels bring a prompt's tokens to where they stay: none is chosen, or thresholds alone choose."""
         if self.backend() != KERNELS or type(self.pool) is not PagePool:
             return False
-        return not self.layout.selects or (self.policy.by_thresholds and self.config.max_bytes is None)
+        if not self.layout.selects:
+            return self.layout.one_tier
+        return self.policy.by_thresholds and self.config.max_bytes is None
 
     @property
     def value_limit(self) -> float:
@@ -281,6 +283,11 @@ class Store:
         return PROTECTION if self.is_protected(layer) else self.policy
 
     @property
+    def low_heads(self) -> Tensor:
+        """bool [layers, batch, heads]: where all tokens have the low precision, in a store that selects nothing."""
+        return self.alpha_high > 0
+
+    @property
     def observation_window(self) -> int | None:
         """How many of a prompt's last queries significance is taken from; None is all, or that there is none."""
         if not self.layout.selects:
@@ -291,7 +298,7 @@ class Store:
     def set_thresholds(self, layer: int, alpha_high: LayerThreshold, alpha_low: LayerThreshold) -> None:
         """Sets thresholds for a layer that is still empty: one number, or one per head (else `ValueError`).
 
-        A layer that keeps all tokens high, whatever they receive, has zeros.
+        Where no token is chosen, heads at the low precision have infinity, the others zero.
         """
         for name, value in (("alpha_high", alpha_high), ("alpha_low", alpha_low)):
             if isinstance(value, tuple) and len(value) != self.num_heads:
@@ -299,8 +306,9 @@ class Store:
                     f"{name} has {len(value)} entries per layer but layers have {self.num_heads} KV heads here; give "
                     f"{self.num_heads}, or under tensor parallelism call cache.attach(model) first."
                 )
-        fixed = self.is_protected(layer) or not self.layout.selects
-        alphas = (0.0, 0.0) if fixed else self.policy.first_alphas(alpha_high, alpha_low)
+        alphas = self.policy.first_alphas(alpha_high, alpha_low)
+        if self.is_protected(layer) or (not self.layout.selects and self.config.high == self.config.low):
+            alphas = (0.0, 0.0)
         for target, value in zip((self.alpha_high, self.alpha_low), alphas):
             target[layer] = torch.tensor(value, dtype=torch.float32)
 

@@ -75,7 +75,7 @@ def refresh(store: Store) -> None:
     high, low, has_low, first_leave, free = _look(store, lookahead)
     store.centers_soon = first_leave and store.config.center and len(store.uncentered) < store.num_layers
     tiers = (store.layout.high.capacity, store.layout.low.capacity)
-    growth = (lookahead, np.where(has_low, lookahead, 0))
+    growth = (np.where(has_low & (not store.layout.selects), 0, lookahead), np.where(has_low, lookahead, 0))
     more_pages = sum(
         int((pages_of(count + more, capacity) - pages_of(count, capacity)).sum())
         for count, more, capacity in zip((high, low), growth, tiers)

@@ -99,6 +99,13 @@ BAD_FIELDS = [
     ({"high": (4, 2), "low": (8, 4)}, ("low=K8V4", "high=K4V2", "swap")),
     ({"alpha_high": (1.0, 1.0, 1.0)}, ("alpha_high", "3 entries", "2 layers")),
     ({"alpha_low": (0.0,)}, ("alpha_low", "1 entries", "2 layers")),
+    ({"head_precisions": [["K4V3", "K3V3"]]}, ("head_precisions", "1 entries", "2 layers", "None or 2")),
+    ({"head_precisions": "K4V3"}, ("head_precisions='K4V3'", "an entry for each compressed layer")),
+    ({"head_precisions": []}, ("head_precisions=[]", "an entry for each compressed layer")),
+    ({"head_precisions": ["K4V3", None]}, ("head_precisions[0]='K4V3'", "each KV head")),
+    ({"head_precisions": [None, ["K4V9"]]}, ("head_precisions[1]='K4V9'", "v_bits=9")),
+    ({"head_precisions": [["K4V3", "K3V3", "K3V2"]] * 2}, ("head_precisions[0]", "3 precisions", "can have two")),
+    ({"head_precisions": [["K4V3"] * 2] * 2, "policy": "h2o"}, ("head_precisions", "policy='h2o'", "leave one")),
 ]
 
 
@@ -124,10 +131,11 @@ def test_a_cache_config_of_another_type_names_it() -> None:
         ({"high": (8, 4, 3, 1)}, ("high.k_groups=3", "head_dim=16")),
         ({"low": (4, 2, 1, 5)}, ("low.v_groups=5", "head_dim=16")),
         ({"alpha_high": ((1.0, 1.0, 1.0),) * 2}, ("alpha_high", "3 entries", "2 KV heads")),
+        ({"head_precisions": [["K4V3"] * 3] * 2}, ("head_precisions[0]", "3 entries", "2 KV heads")),
         ({"max_bytes": 1000}, ("max_bytes=1000", "window")),
         ({"page_bytes": 64, "high": "K16V16"}, ("page_bytes=64", "raise page_bytes")),
     ],
-    ids=["k_groups", "v_groups", "heads", "max_bytes", "page_bytes"],
+    ids=["k_groups", "v_groups", "heads", "precisions", "max_bytes", "page_bytes"],
 )
 def test_what_only_the_first_keys_can_tell(fields: dict[str, Any], words: tuple[str, ...]) -> None:
     model = tiny_model("llama")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,17 @@ CONFIGS = [
         (0.7, 9, 2, 700),
     ]
 ]
+# each head at one of them, and the layers in stores of their own
+THIRD = Precision(16, 16, 1, 2)
+HEADS = ((FULL, FULL_IN_GROUPS), (THIRD, FULL))
+CONFIGS += [DiffKVConfig(head_precisions=HEADS, window=5, page_bytes=1024)]
+
+
+def of_model(config: DiffKVConfig, model: PreTrainedModel) -> DiffKVConfig:
+    """With entries for the layers that are compressed."""
+    layers = len(DiffKVCache(model.config).compressed_layers())
+    heads = config.head_precisions
+    return config if heads is None else replace(config, head_precisions=heads[:layers])
 
 
 class Fuzz:
@@ -55,7 +67,7 @@ class Fuzz:
         self.random = random.Random(seed)
         self.model, self.dense = models
         self.folder = folder
-        self.config = self.random.choice(CONFIGS)
+        self.config = of_model(self.random.choice(CONFIGS), self.model)
         self.log: list[Any] = []
         self.runs = [Run(self.model, DiffKVCache(self.model.config, self.config))]
         self.recording = {id(self.runs[0]): None}

@@ -12,14 +12,18 @@ from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
 from hf_diffkv.cache.io import JSON_NAME, CacheFileError, _checksum
 
 UNIFORM = {"high": Precision(5, 3), "low": Precision(5, 3), "alpha_high": 0.0}
+HEADS = {"head_precisions": (("K5V3", "K3V2"), ("K4V3", "K5V3"))}
+# tokens of the second layer are chosen by thresholds
+ONE_LAYER = {"head_precisions": (("K5V3", "K3V2"), None), "alpha_high": 1.0, "alpha_low": 0.5}
 
 
-def test_a_model_with_forks_crops_and_saved_caches(tmp_path: Path) -> None:
-    config = DiffKVConfig.paper(**UNIFORM, window=8, sinks=2, metadata_bits=32, page_bytes=512)
+@pytest.mark.parametrize("fields", [UNIFORM, HEADS, ONE_LAYER], ids=["uniform", "heads", "one layer"])
+def test_a_model_with_forks_crops_and_saved_caches(tmp_path: Path, fields: dict) -> None:
+    config = DiffKVConfig.paper(**fields, window=8, sinks=2, metadata_bits=32, page_bytes=512)
     model = model_of()
     with captured() as layers:
         run = started(model, (50, 21, 3), config)
-        simulations = {index: simulation_of(config, layer) for index, layer in layers.items()}
+        simulations = {index: simulation_of(config.of_layer(index), layer) for index, layer in layers.items()}
         run.steps(tokens(3, 12))
         for index, layer in layers.items():
             for start, stop in ((0, 50), *((at, at + 1) for at in range(50, 62))):
@@ -40,6 +44,7 @@ def test_a_model_with_forks_crops_and_saved_caches(tmp_path: Path) -> None:
         assert_equal_contents(other.cache, run.cache)
     with pytest.raises(ValueError, match="keeps no significance.*alpha_high"):
         run.cache.significance(0)
+    assert len(run.cache.stores.all) == (1 if fields is UNIFORM else 2)
 
 
 def test_caches_saved_with_scores_are_refused(tmp_path: Path) -> None:

@@ -29,6 +29,9 @@ CONFIGS: dict[str, DiffKVConfig] = {
     "lossless": DiffKVConfig.lossless(window=16),
     "compressed": DiffKVConfig(**COMPRESSED),
     "per head": DiffKVConfig(**PER_HEAD),
+    "precision per head": DiffKVConfig(
+        head_precisions=(("K8V8", "K4V2", "K4V2", "K8V8"), ("K5V4", "K3V3", "K5V4", "K5V4")), window=16
+    ),
 }
 GREEDY = {"max_new_tokens": 40, "do_sample": False}
 

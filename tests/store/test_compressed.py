@@ -53,7 +53,7 @@ class Pair:
         alpha_high = config.alpha_high[0] if isinstance(config.alpha_high, tuple) else config.alpha_high
         alpha_low = config.alpha_low[0] if isinstance(config.alpha_low, tuple) else config.alpha_low
         self.store.set_thresholds(0, alpha_high, alpha_low)
-        if not config.selects:
+        if not config.selects and config.high == config.low:
             # the one precision that there is
             alpha_high = alpha_low = 0.0
         self.simulation = LayerSimulation(

@@ -20,6 +20,8 @@ from hf_diffkv.store.hide import hide_tokens
 
 K5V3 = Precision(5, 3)
 UNIFORM = {"high": K5V3, "low": K5V3, "alpha_high": 0.0}
+# the first head at the low precision, the second at the high one
+PER_HEAD = {"low": Precision(3, 2), "alpha_high": ((float("inf"), 0.0),)}
 
 
 @pytest.mark.parametrize(
@@ -36,6 +38,11 @@ UNIFORM = {"high": K5V3, "low": K5V3, "alpha_high": 0.0}
         ({"alpha_high": 0.0, "max_bytes": 1 << 20}, True),
         ({"alpha_high": 0.0, "policy": "h2o"}, True),
         ({"high": K5V3, "low": K5V3, "policy": "random"}, True),
+        ({"alpha_high": float("inf")}, False),
+        ({"alpha_high": ((0.0, float("inf")), (float("inf"), 0.0))}, False),
+        ({"alpha_high": ((0.0, float("inf")), (1.0, 0.0))}, True),
+        ({"alpha_high": float("inf"), "alpha_low": float("inf")}, True),
+        ({"alpha_high": float("inf"), "max_bytes": 1 << 20}, True),
     ],
     ids=str,
 )
@@ -67,6 +74,10 @@ BACKENDS = [
     ("native", torch.float32, {"compaction_interval": 2}),
     ("native", torch.float32, {"metadata_bits": 16, "alpha_high": 1.0}),
     ("kernels", torch.float32, {"metadata_bits": 16}),
+    ("reference", torch.float64, {"compaction_interval": 2, **PER_HEAD}),
+    ("native", torch.float32, {"metadata_bits": 16, **PER_HEAD}),
+    ("native", torch.float32, {"adaptive_rounding": True, "rotate": True, "center": True, **PER_HEAD}),
+    ("kernels", torch.float32, {"metadata_bits": 16, **PER_HEAD}),
 ]
 
 
@@ -81,7 +92,8 @@ def test_every_step_equals_the_simulation(backend: str, dtype: torch.dtype, fiel
     # the interpreter is slow
     few = backend == "kernels"
     lengths = (18, 9) if few else (40, 20, 2)
-    pair = Pair(config, len(lengths), heads=1 if few else 2, group=2, dim=16, dtype=dtype)
+    per_head = config.low != config.high
+    pair = Pair(config, len(lengths), heads=1 if few and not per_head else 2, group=2, dim=16, dtype=dtype)
     pair.tolerance = Pair.tolerance if dtype == torch.float64 else 2e-3
     with use_backend(backend):
         pair.forward(lengths[0], left_padding(lengths))
@@ -106,8 +118,10 @@ def test_every_step_equals_the_simulation(backend: str, dtype: torch.dtype, fiel
         select_rows(pair.store, torch.tensor([1, 1, 0]))
     check_integrity(pair.store)
     assert not pair.store.window_score.any()
-    assert pair.store.high_count.any() and not pair.store.low_count.any()
-    assert not pair.store.alpha_high.any(), "pages would be made ready for a low level"
+    at_low = torch.tensor([per_head, False])[: pair.heads]
+    assert pair.store.high_count[..., ~at_low].any() and not pair.store.high_count[..., at_low].any()
+    assert pair.store.low_count[..., at_low].any() == per_head and not pair.store.low_count[..., ~at_low].any()
+    assert not pair.store.alpha_high[..., ~at_low].any(), "pages would be made ready for a low level"
 
 
 def test_holes_longer_than_what_is_moved_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ __all__ = [
 def compact_step(
     rows: LayerRows,
     leaving: Tensor,
-    high_threshold: Tensor | None,
+    high_threshold: Tensor,
     low_threshold: Tensor | None,
     *,
     bounds: Bounds,
@@ -46,7 +46,7 @@ def compact_step(
 def _compact_step(
     leaving: Tensor,
     rows: LayerRows,
-    high_threshold: Tensor | None,
+    high_threshold: Tensor,
     low_threshold: Tensor | None,
     bounds: Bounds,
     flag: Tensor,

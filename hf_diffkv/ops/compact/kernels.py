@@ -1,7 +1,7 @@
 """Triton kernels of one round of Algorithm 1 (DiffKV, sections 4.3 and 5): four launches whatever the load.
 
     find_victims   least significant token of the tier that each row's candidate enters, in splits of the row; there are
-                   three launches where pages have no scores, and all candidates are high
+                   three launches where pages have no scores, and all tokens of a row are of one tier
     plan_rows      what each row does and which pages it lacks, ranks within a block of rows, totals of the block
     assign_pages   ranks among all rows, page ids from the free list, table and counts
     move_tokens    a demoted victim is requantised, then the candidate is quantised into its slot (see `move_kernel`)
@@ -161,11 +161,13 @@ def plan_rows_kernel(
     HIGH_CAPACITY: tl.constexpr,
     LOW_CAPACITY: tl.constexpr,
     BLOCK: tl.constexpr,
+    ONE_TIER: tl.constexpr,
 ):
     """Decides for BLOCK rows what is written where and which pages are lacking.
 
     totals: int32 [3, blocks], pages needed by the high and the low tier, and rows whose two ends would meet.
-    Thresholds and victims are None where pages have no scores. Grid: (blocks,).
+    Victims and `low_threshold` are None where pages have no scores; all candidates are high then where there is
+    ONE_TIER, elsewhere those whose `high_threshold` is 0. Grid: (blocks,).
     """
     block = tl.program_id(0)
     row = block * BLOCK + tl.arange(0, BLOCK)
@@ -176,6 +178,9 @@ def plan_rows_kernel(
     if victim_mean is None:
         to_high = leaves != 0
         to_low = tl.zeros((BLOCK,), tl.int1)
+        if not ONE_TIER:
+            to_low = to_high & (tl.load(high_threshold + row, mask=inside, other=0.0) > 0)
+            to_high = to_high & (to_low == 0)
         high_index = high_tokens
         low_index = low_tokens
     else:

@@ -24,7 +24,7 @@ MOVE_ELEMENTS = 256  # of a tile of moved tokens, for one warp: no exchange betw
 def compact_step(
     rows: LayerRows,
     leaving: Tensor,
-    high_threshold: Tensor | None,
+    high_threshold: Tensor,
     low_threshold: Tensor | None,
     *,
     max_tokens: int,
@@ -98,6 +98,7 @@ def _move(
             width,
             splits,
             **_plan_constants(layout),
+            ONE_TIER=layout.one_tier,
             num_warps=4,
         )
         assign_pages_kernel[(blocks,)](
@@ -134,6 +135,7 @@ def _move(
             LOW=layout.low,
             DTYPE=TRITON_DTYPES[key.dtype],
             BLOCK=move_rows,
+            ONE_TIER=layout.one_tier,
             num_warps=1,
         )
 

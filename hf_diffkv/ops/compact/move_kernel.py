@@ -32,13 +32,26 @@ def downgrade(
     write_tile(tl.where(demoted[:, None, None], stored, fresh), codes, metadata, active, LOW, IS_KEY, DTYPE)
 
 
+@triton.jit
+def write_candidate(
+    key, value, row, key_stride, value_stride, base, slot, active, TIER: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Quantises each active row's key and value of the window into its slot of the page at `base`."""
+    dim, exists = tier_dims(TIER, True)
+    codes, metadata = rows_at(base, slot, TIER, True)
+    write_tile(read_input(key, row, active, dim, exists, key_stride), codes, metadata, active, TIER, True, DTYPE)
+    dim, exists = tier_dims(TIER, False)
+    codes, metadata = rows_at(base, slot, TIER, False)
+    write_tile(read_input(value, row, active, dim, exists, value_stride), codes, metadata, active, TIER, False, DTYPE)
+
+
 @triton.jit(do_not_specialize=["rows", "width"])
 def move_tokens_kernel(
     pages, state, table, key, value, score, position, plan, taken, rows, width, key_stride, value_stride,
-    HIGH: tl.constexpr, LOW: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+    HIGH: tl.constexpr, LOW: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, ONE_TIER: tl.constexpr,
 ):  # fmt: skip
-    """Moves the tokens of BLOCK rows: one into each tier at most, both when a victim is demoted. Where pages have no
-    scores, none goes to the low tier.
+    """Moves the tokens of BLOCK rows: one into each tier at most, both when a victim is demoted. With ONE_TIER none
+    goes to the low tier.
 
     The first program also advances the free list past the `taken` pages, which nobody reads any more by now.
     Grid: (cdiv(rows, BLOCK),).
@@ -56,10 +69,11 @@ def move_tokens_kernel(
         to_low = low_index >= 0
         demoted = to_high & to_low
         high_base, high_slot = token_place(pages, table, row, high_index, width, HIGH, False)
-        high_key, high_key_metadata = rows_at(high_base, high_slot, HIGH, True)
-        high_value, high_value_metadata = rows_at(high_base, high_slot, HIGH, False)
-        if HIGH.score_bytes > 0:
+        if not ONE_TIER:
             low_base, low_slot = token_place(pages, table, row, low_index, width, LOW, True)
+        if HIGH.score_bytes > 0:
+            high_key, high_key_metadata = rows_at(high_base, high_slot, HIGH, True)
+            high_value, high_value_metadata = rows_at(high_base, high_slot, HIGH, False)
             downgrade(
                 key, row, key_stride, high_key, high_key_metadata, low_base, low_slot, to_low, demoted,
                 HIGH, LOW, True, DTYPE,
@@ -82,12 +96,9 @@ def move_tokens_kernel(
             )
             # the victim has been read by all threads before any overwrites its slot
             tl.debug_barrier()
+        elif not ONE_TIER:
+            write_candidate(key, value, row, key_stride, value_stride, low_base, low_slot, to_low, LOW, DTYPE)
 
-        dim, exists = tier_dims(HIGH, True)
-        x = read_input(key, row, to_high, dim, exists, key_stride)
-        write_tile(x, high_key, high_key_metadata, to_high, HIGH, True, DTYPE)
-        dim, exists = tier_dims(HIGH, False)
-        x = read_input(value, row, to_high, dim, exists, value_stride)
-        write_tile(x, high_value, high_value_metadata, to_high, HIGH, False, DTYPE)
+        write_candidate(key, value, row, key_stride, value_stride, high_base, high_slot, to_high, HIGH, DTYPE)
         if HIGH.score_bytes > 0:
             write_scalars(high_base, high_slot, own_score, own_position, to_high, HIGH)

@@ -11,7 +11,7 @@ from ...pages import LayerRows
 
 
 def compact_step(
-    rows: LayerRows, leaving: Tensor, high_threshold: Tensor | None, low_threshold: Tensor | None, *, flag: Tensor
+    rows: LayerRows, leaving: Tensor, high_threshold: Tensor, low_threshold: Tensor | None, *, flag: Tensor
 ) -> None:
     """Arguments as in the reference, except for:
 
@@ -46,7 +46,7 @@ def round_block(rows: LayerRows, flag: Tensor) -> Compaction:
     return block
 
 
-def run(block: Compaction, high_threshold: Tensor | None, low_threshold: Tensor | None) -> None:
+def run(block: Compaction, high_threshold: Tensor, low_threshold: Tensor | None) -> None:
     """Runs a round of `round_block`; thresholds are as in `compact_step`."""
     thresholds = [None if each is None else each.contiguous() for each in (high_threshold, low_threshold)]
     block.high_threshold, block.low_threshold = map(address, thresholds)

@@ -18,7 +18,7 @@ from .candidates import Candidates, candidates
 def compact_step(
     rows: LayerRows,
     leaving: Tensor,
-    high_threshold: Tensor | None,
+    high_threshold: Tensor,
     low_threshold: Tensor | None,
     *,
     tiles: tuple[Tiles, Tiles],
@@ -28,8 +28,8 @@ def compact_step(
     Args:
         rows: of all layers; the caller guarantees one free page per row and tier.
         leaving: bool [batch], the windows from which a token leaves.
-        high_threshold, low_threshold: float32 [batch, heads] on mean significance; where pages have no scores None, and
-            all candidates are added to the high tier.
+        high_threshold, low_threshold: float32 [batch, heads] on mean significance. Where pages have no scores, `rows`'s
+            `alpha_high` and None: candidates are added to the high tier where it is 0, elsewhere to the low one.
         tiles: pieces that cover all high and all low pages.
     """
     _move(rows, candidates(rows, leaving), high_threshold, low_threshold, tiles)
@@ -39,21 +39,24 @@ def compact_step(
 def _move(
     rows: LayerRows,
     candidate: Candidates,
-    high_threshold: Tensor | None,
+    high_threshold: Tensor,
     low_threshold: Tensor | None,
     tiles: tuple[Tiles, Tiles],
 ) -> None:
     key, value, score, position, leaving, length = candidate
     pages, layout, free_list = rows.pages, rows.layout, rows.free_list
     page_table, high_count, low_count = (x.view(rows.count, *x.shape[2:]) for x in (rows.page_table, *rows.counts))
+    high_threshold = high_threshold.reshape(-1)
     if not layout.selects:
-        none = torch.zeros_like(leaving)
-        _add_pages(free_list, layout, page_table, (leaving, none), (high_count, low_count))
-        page, slot = _locate(page_table, HIGH, layout.high, high_count.long(), leaving)
-        store_tokens(pages, layout.high, page, slot, Contents(key, value, score, position), key.dtype)
-        high_count += leaving
+        to_low = leaving & (high_threshold > 0)
+        appends, counts = (leaving & ~to_low, to_low), (high_count, low_count)
+        _add_pages(free_list, layout, page_table, appends, counts)
+        for tier, tier_layout in enumerate(rows.tiers):
+            page, slot = _locate(page_table, tier, tier_layout, counts[tier].long(), appends[tier])
+            store_tokens(pages, tier_layout, page, slot, Contents(key, value, score, position), key.dtype)
+            counts[tier].add_(appends[tier])
         return
-    high_threshold, low_threshold = high_threshold.reshape(-1), low_threshold.reshape(-1)
+    low_threshold = low_threshold.reshape(-1)
     mean = _mean(score, position, length)
     to_high = leaving & (mean >= high_threshold)
     to_low = leaving & ~to_high & (mean >= low_threshold)

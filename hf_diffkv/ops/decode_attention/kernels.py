@@ -131,7 +131,7 @@ def attend_kernel(
     sink_end, partial_output, partial_peak, partial_total, logits, block_peak, logit_scale, cap,
     table_width, kv_heads, slots, sink_slots, splits, positions, blocks,
     HIGH: tl.constexpr, LOW: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
-    MIN_BLOCKS: tl.constexpr, OPERAND: tl.constexpr, RAW: tl.constexpr, MODE: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr, OPERAND: tl.constexpr, RAW: tl.constexpr, MODE: tl.constexpr, ONE_TIER: tl.constexpr,
 ):  # fmt: skip
     """One split of one row (request, KV head); grid (rows, splits).
 
@@ -168,11 +168,15 @@ def attend_kernel(
     SCORED: tl.constexpr = logits is not None
     row_logits = logits
     row_peaks = block_peak
+    low_logits = logits
+    low_peaks = block_peak
     window_logits = logits
     window_peaks = block_peak
     if SCORED:
         row_logits += wide_row * positions * COLUMNS
         row_peaks += wide_row * blocks * COLUMNS
+        low_logits = row_logits + high_blocks * BLOCK * COLUMNS
+        low_peaks = row_peaks + high_blocks * COLUMNS
         window_logits = row_logits + paged_blocks * BLOCK * COLUMNS
         window_peaks = row_peaks + paged_blocks * COLUMNS
     quarters = tl.zeros((padded(QUARTER), HEADS), tl.float32)
@@ -185,13 +189,11 @@ def attend_kernel(
         state, query_row, heads, pages, table, row_logits, row_peaks, tl.minimum(first, high_blocks),
         tl.minimum(last, high_blocks), high, logit_scale, cap, 1, HIGH, GROUP, BLOCK, ELEMENT, OPERAND, RAW, MODE,
     )  # fmt: skip
-    # without scores no token is low
-    if SCORED:
+    if not ONE_TIER:
         state = attend_tier(
-            state, query_row, heads, pages, table + table_width - 1, row_logits + high_blocks * BLOCK * COLUMNS,
-            row_peaks + high_blocks * COLUMNS, tl.maximum(first - high_blocks, 0),
-            tl.minimum(last, paged_blocks) - high_blocks, low, logit_scale, cap, -1, LOW, GROUP, BLOCK, ELEMENT,
-            OPERAND, RAW, MODE,
+            state, query_row, heads, pages, table + table_width - 1, low_logits, low_peaks,
+            tl.maximum(first - high_blocks, 0), tl.minimum(last, paged_blocks) - high_blocks, low, logit_scale, cap,
+            -1, LOW, GROUP, BLOCK, ELEMENT, OPERAND, RAW, MODE,
         )  # fmt: skip
     state = attend_window(
         state, query_row, heads, window_key + wide_row * slots * KEY_DIM, window_value + wide_row * slots * VALUE_DIM,

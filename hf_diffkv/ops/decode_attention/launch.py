@@ -140,6 +140,7 @@ def kernel_constants(layout: PageLayout, group: int, config: KernelConfig) -> di
             "OPERAND": config.operand,
             "RAW": config.raw,
             "MODE": config.mode,
+            "ONE_TIER": layout.one_tier,
         },
         "finish": {
             **shared,
