@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from ..ops.store_uniform import EnteredRows, enter_tokens
+from ..ops.store_uniform import store_uniform
 from .forward import Forward
 from .state import Store
 from .transform import Entering
@@ -22,23 +20,7 @@ def enter(store: Store, layer: int, new: Entering, feedback: Tensor | None) -> N
     """
     forward = Forward.of(store, layer, new)
     forward.provide(store, layer)
-    enter_tokens(
-        EnteredRows(**entered_rows(store, layer)),
-        store.pool.pages,
-        store.layout,
-        store.pool.free_list,
-        new.key,
-        new.value,
-        holds=forward.longest[layer] > 0,
-        feedback=feedback,
-        **forward.options(store, layer),
-    )
+    tokens, placement = forward.tokens_of(new), forward.placement(store, layer, feedback)
+    store_uniform(store.rows(layer), tokens, placement, holds=forward.longest[layer] > 0)
     store.forget_bounds()
     store.steps_since_compaction = 0
-
-
-def entered_rows(store: Store, layer: int) -> dict[str, Any]:
-    """Fields of `EnteredRows`."""
-    shared = ("high_count", "window_key", "window_value", "window_score", "length", "window_start", "sink_end")
-    rows = {name: getattr(store, name)[layer] for name in (*shared, "key_offset")}
-    return rows | {"page_table": store.table.table[layer], "invalid": store.invalid, "sink_slots": store.sink_slots}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..ops.prompt_tokens import Placement, PromptTokens
 from ..pages.free_list import FREE
 from .state import Store
 from .transform import Entering
@@ -108,17 +108,14 @@ class Forward:
         finally:
             self.left.discard(layer)
 
-    def options(self, store: Store, layer: int) -> dict[str, Any]:
-        """What the ops are told of the layer's new tokens."""
-        return {
-            "rank": self.rank,
-            "count": self.count,
-            "window": store.config.window,
-            "limit": store.value_limit,
-            "key_rotation": store.key_rotation,
-            "value_rotation": store.value_rotation,
-            "centers": self.centers[layer],
-        }
+    def tokens_of(self, new: Entering) -> PromptTokens:
+        """A layer's new tokens as the ops take them."""
+        return PromptTokens(new.key, new.value, self.rank, self.count)
+
+    def placement(self, store: Store, layer: int, feedback: Tensor | None) -> Placement:
+        """How the layer holds them."""
+        centers = self.centers[layer]
+        return Placement(store.config.window, store.value_limit, store.rotation, centers, feedback)
 
     def _provide_most(self, store: Store, layer: int) -> None:
         need = self.pages[layer]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..ops.store_by_thresholds import LevelledRows, relevel_tokens
-from .enter import entered_rows
+from ..ops.store_by_thresholds import store_by_thresholds
 from .exact_tokens import PINNED_SUM
 from .forward import Forward
 from .state import Store
@@ -22,19 +21,8 @@ def relevel(store: Store, layer: int, new: Entering, received: Tensor, feedback:
     """
     forward = Forward.of(store, layer, new)
     forward.provide(store, layer)
-    chosen = {name: getattr(store, name)[layer] for name in ("low_count", "alpha_high", "alpha_low")}
-    relevel_tokens(
-        LevelledRows(**entered_rows(store, layer), **chosen),
-        store.pool.pages,
-        store.layout,
-        store.pool.free_list,
-        new.key,
-        new.value,
-        received=received,
-        feedback=feedback,
-        pin=(0, 0) if store.config.pin is None else store.config.pin,
-        pinned_sum=PINNED_SUM,
-        **forward.options(store, layer),
-    )
+    tokens, placement = forward.tokens_of(new), forward.placement(store, layer, feedback)
+    pin = (0, 0) if store.config.pin is None else store.config.pin
+    store_by_thresholds(store.rows(layer), tokens, placement, received, pin, PINNED_SUM)
     store.forget_bounds()
     store.steps_since_compaction = 0

@@ -1,25 +1,28 @@
-"""Rows that are levelled anew: kernels and reference end with the same bytes, whatever stood there before."""
+"""Rows that are levelled anew: kernels and plain PyTorch end with the same bytes, whatever stood there before."""
 
 from __future__ import annotations
 
 import copy
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
+import thresholds_oracle
 import torch
 from torch import Tensor
 
 from hf_diffkv.config import Precision
-from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.compact import stored_tokens
-from hf_diffkv.ops.rotation import rotation_matrix
-from hf_diffkv.ops.store_by_thresholds import LevelledRows, reference, relevel_tokens
+from hf_diffkv.ops.prompt_tokens import Placement, PromptTokens
+from hf_diffkv.ops.rotation import Rotation, rotation_matrix
+from hf_diffkv.ops.store_by_thresholds import store_by_thresholds
 from hf_diffkv.pages import HIGH, LOW, FreeList, PageLayout
 from hf_diffkv.pages.segments import segments
 from hf_diffkv.pages.window import held_tokens
+from tools.kernels.rows import given_rows
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
@@ -47,32 +50,35 @@ class State:
     ) -> None:
         batch, numbers = 2, {"metadata_bits": bits, "position_bytes": bits // 8}
         self.layout = PageLayout.build(high, low, dim, dim, dtype.itemsize, 512 * dim // 16, **numbers)
-        self.pages = torch.full((PAGES, self.layout.page_bytes), 0xFF, dtype=torch.uint8)
-        self.free_list = FreeList(CPU)
-        self.free_list.extend(1, PAGES - 1)
+        pages = torch.full((PAGES, self.layout.page_bytes), 0xFF, dtype=torch.uint8)
+        free_list = FreeList(CPU)
+        free_list.extend(1, PAGES - 1)
         self.generator = torch.Generator().manual_seed(0)
         self.dtype, self.dim, self.rotates = dtype, dim, rotates
         shape, slots = (batch, heads), sinks + WINDOW + 1
-        counts = torch.zeros(2, *shape, dtype=torch.int32)
-        length = torch.zeros(batch, dtype=torch.int64)
-        self.rows = LevelledRows(
+        self.rows = given_rows(
+            self.layout,
+            torch.zeros(*shape, slots, dim, dtype=dtype),
+            torch.zeros(*shape, slots, dim, dtype=dtype),
+            pool=SimpleNamespace(pages=pages, free_list=free_list),
             page_table=torch.zeros(*shape, WIDTH, dtype=torch.int32),
-            high_count=counts[0],
-            window_key=torch.zeros(*shape, slots, dim, dtype=dtype),
-            window_value=torch.zeros(*shape, slots, dim, dtype=dtype),
-            window_score=torch.zeros(*shape, slots),
-            length=length,
-            window_start=length + sinks,
-            sink_end=length + sinks,
-            key_offset=torch.zeros(*shape, dim if rotates else 0),
-            invalid=torch.zeros((), dtype=torch.bool),
+            window_start=torch.full((batch,), sinks),
+            sink_end=torch.full((batch,), sinks),
             sink_slots=sinks,
-            low_count=counts[1],
+            key_offset=torch.zeros(*shape, dim if rotates else 0),
             alpha_high=1.0 + torch.arange(batch * heads).view(shape) / 8,
             alpha_low=0.5 - torch.arange(batch * heads).view(shape) / 8,
         )
 
-    def turn(self, tokens: int, padded: int = 0, share: float = 1.0, **options: object) -> dict:
+    def turn(
+        self,
+        tokens: int,
+        padded: int = 0,
+        share: float = 1.0,
+        *,
+        feedback: Tensor | None = None,
+        pin: tuple[int, int] = (0, 0),
+    ) -> tuple:
         """Arguments for `tokens` new tokens, the first `padded` of the second request padding.
 
         Args:
@@ -95,60 +101,38 @@ class State:
             rank[1] = torch.where(rank[1] < padded, -1, rank[1] - padded)
             count[1] -= padded
         matrix = rotation_matrix(self.dim, torch.float32, CPU) if self.rotates else None
+        rotation = None if matrix is None else Rotation(matrix, matrix)
         whole = (rows.window_start == rows.sink_end) & (rows.length + count - rows.window_start > WINDOW)
-        return {
-            "key": key,
-            "value": value,
-            "received": received,
-            "rank": rank if padded else None,
-            "count": count if padded else None,
-            "window": WINDOW,
-            "limit": 1e4,
-            "key_rotation": matrix,
-            "value_rotation": matrix,
-            "centers": self.rotates and bool(whole.any()),
-            "feedback": None,
-            "pin": (0, 0),
-            "pinned_sum": 1e30,
-            **options,
-        }
+        new = PromptTokens(key, value, rank if padded else None, count if padded else None)
+        placement = Placement(WINDOW, 1e4, rotation, self.rotates and bool(whole.any()), feedback)
+        return new, placement, received, pin, 1e30
 
     def tokens(self, tier: int, least_sum: float = 0.0) -> set[tuple[int, int]]:
         """Row and position of each token of a tier with such a sum or a larger one."""
-        layouts, table = (self.layout.high, self.layout.low), self.rows.page_table
-        counts = (self.rows.high_count, self.rows.low_count)
-        rows = SimpleNamespace(
-            tiers=layouts, counts=counts, page_table=table, width=table.shape[2], device=table.device
-        )
-        tokens = stored_tokens(rows, tier)
-        view = segments(self.pages, layouts[tier])
+        tokens = stored_tokens(self.rows, tier)
+        view = segments(self.rows.pages, self.rows.tiers[tier])
         position = view.positions(tokens.page, tokens.slot)
         chosen = view.scores(tokens.page, tokens.slot) >= least_sum
         return set(zip(tokens.row[chosen].tolist(), position[chosen].tolist()))
 
     def page_count(self, tier: int) -> Tensor:
-        count = (self.rows.high_count, self.rows.low_count)[tier]
-        return -(-count // (self.layout.high, self.layout.low)[tier].capacity)
-
-    def apply(self, how: str, turn: dict) -> None:
-        with use_backend(how):
-            relevel_tokens(self.rows, self.pages, self.layout, self.free_list, **turn)
+        return -(-self.rows.counts[tier] // self.rows.tiers[tier].capacity)
 
 
 def assert_alike(got: State, want: State, exact: bool = True) -> None:
     """The same bytes; where offsets are sums in another order, codes may be others."""
     near = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-5, "atol": 1e-5}
     rows = want.rows
-    held = held_tokens(rows.window_start, rows.length, rows.sink_end, rows.sink_slots, rows.window_key.shape[2]) >= 0
+    held = held_tokens(rows.window_start, rows.length, rows.sink_end, rows.sink_slots, rows.slots) >= 0
     for name, expected in vars(rows).items():
         if isinstance(expected, Tensor):
             mine = getattr(got.rows, name)
             if name.startswith("window_") and expected.dim() > 2:
                 mine, expected = (each.transpose(1, 2)[held] for each in (mine, expected))
             torch.testing.assert_close(mine, expected, **near, msg=lambda m, name=name: f"{name}: {m}")
-    assert torch.equal(got.free_list.ids(), want.free_list.ids())
+    assert torch.equal(got.rows.free_list.ids(), want.rows.free_list.ids())
     if exact:
-        assert torch.equal(got.pages, want.pages)
+        assert torch.equal(got.rows.pages, want.rows.pages)
 
 
 TURNS = ((5, 3, 1.0), (40, 7, 1.0), (35, 0, 0.1), (30, 4, 0.0), (1, 0, 0.0))
@@ -169,17 +153,17 @@ def compare_turns(state: State, turns: tuple, exact: bool = True, **options: obj
         held = [state.page_count(tier) for tier in (HIGH, LOW)]
         want = copy.deepcopy(state)
         turn = state.turn(tokens, padded, share, **options)
-        state.apply("kernels", turn)
-        want.apply("reference", turn)
+        store_by_thresholds(state.rows, *turn)
+        thresholds_oracle.store_by_thresholds(want.rows, *turn)
         assert_alike(state, want, exact)
-        state.pages.copy_(want.pages)
+        state.rows.pages.copy_(want.rows.pages)
         after = [state.tokens(tier) for tier in (HIGH, LOW)]
         seen["demoted"] += len(before[HIGH] & after[LOW])
         seen["pruned"] += len((before[HIGH] | before[LOW]) - after[HIGH] - after[LOW])
         seen["given"] += sum(int((state.page_count(tier) < held[tier]).sum()) for tier in (HIGH, LOW))
         assert not before[LOW] & after[HIGH]
     owned = state.rows.page_table[state.rows.page_table > 0].tolist()
-    assert sorted(owned + state.free_list.ids().tolist()) == list(range(1, PAGES))
+    assert sorted(owned + state.rows.free_list.ids().tolist()) == list(range(1, PAGES))
     return seen
 
 
@@ -214,8 +198,9 @@ def test_rounded_and_pinned() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     state = State(K8V4, K4V2, torch.float32)
-    turn = state.turn(5)
+    new, placement, received, *pinned = state.turn(5)
     with pytest.raises(ValueError, match="received must be"):
-        reference.relevel_tokens(
-            state.rows, state.pages, state.layout, state.free_list, **turn | {"received": turn["received"][:, :, 1:]}
-        )
+        store_by_thresholds(state.rows, new, placement, received[:, :, 1:], *pinned)
+    with pytest.raises(ValueError, match="value must be"):
+        store_by_thresholds(state.rows, replace(new, value=new.value[:, :, 1:]), placement, received, *pinned)
+    assert not state.rows.length.any()

@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
+import thresholds_oracle
 import torch
 from dense_simulation import Rule
 from launches import Launches
@@ -34,7 +35,8 @@ def relevel_at_once(monkeypatch: pytest.MonkeyPatch, how: str) -> list[int]:
         Layers that were levelled in the other way, as it happens.
     """
     monkeypatch.setattr(Store, "enters_at_once", property(lambda store: store.policy.by_thresholds))
-    monkeypatch.setattr("hf_diffkv.ops.store_by_thresholds.use_kernels", lambda device, dtype: how == "kernels")
+    if how == "reference":
+        monkeypatch.setattr("hf_diffkv.store.relevel.store_by_thresholds", thresholds_oracle.store_by_thresholds)
     others, decide = [], prompt.decide_levels
 
     def noted(store: Store, layer: int, *arguments: object) -> object:

@@ -8,6 +8,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
+import uniform_oracle
 from launches import Launches
 from simulated_storage import rotation
 from test_compressed import left_padding
@@ -33,7 +34,8 @@ def uniform(precision: Precision, **fields) -> DiffKVConfig:
 def enter_at_once(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """Has tokens enter at once, by kernels or by their reference, while all else runs as it does on a CPU."""
     monkeypatch.setattr(Store, "enters_at_once", property(lambda store: not store.layout.selects))
-    monkeypatch.setattr("hf_diffkv.ops.store_uniform.use_kernels", lambda device, dtype: how == "kernels")
+    if how == "reference":
+        monkeypatch.setattr("hf_diffkv.store.enter.store_uniform", uniform_oracle.store_uniform)
 
 
 @pytest.mark.parametrize(

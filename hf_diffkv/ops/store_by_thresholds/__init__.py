@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from ...pages import FreeList, PageLayout
-from ..backend import use_kernels, without_autocast
-from . import reference
-from .rows import LevelledRows
+from ...pages import LayerRows
+from ..prompt_tokens import Placement, PromptTokens
 
-__all__ = ["LevelledRows", "relevel_tokens"]
+__all__ = ["store_by_thresholds"]
 
 
-def relevel_tokens(
-    rows: LevelledRows,
-    pages: Tensor,
-    layout: PageLayout,
-    free_list: FreeList,
-    key: Tensor,
-    value: Tensor,
-    **options: Any,
+def store_by_thresholds(
+    rows: LayerRows,
+    new: PromptTokens,
+    placement: Placement,
+    received: Tensor,
+    pin: tuple[int, int],
+    pinned_sum: float,
 ) -> None:
-    """Arguments as in `reference.relevel_tokens`. The kernels read nothing from the device."""
-    _relevel(key, value, rows, pages, layout, free_list, options)
+    """Adds to the sums of all tokens of every request, new ones included, and levels all that is outside the windows.
 
+    A token is high where its mean is alpha_high / N or more, low from alpha_low / N on, and pruned below (DiffKV,
+    section 4.2); N is the request's length with the new tokens. No stored token rises. By kernels alone, which read
+    nothing from the device.
 
-@without_autocast
-def _relevel(
-    key: Tensor,
-    value: Tensor,
-    rows: LevelledRows,
-    pages: Tensor,
-    layout: PageLayout,
-    free_list: FreeList,
-    options: dict[str, Any],
-) -> None:
-    implementation = reference
-    if use_kernels(key.device, key.dtype):
-        from . import launch as implementation
-    implementation.relevel_tokens(rows, pages, layout, free_list, key, value, **options)
+    Args:
+        rows: of pages with scores and positions; the free list holds all pages that they may lack, before any is given
+            back.
+        received: float32 [batch, heads, P + tokens], attention received in this forward: by what a row held (high
+            tokens, low ones, those of the window by position; P of the longest row), then by the new tokens.
+        pin: positions [start, stop) of tokens that are high once they leave the window; pinned_sum: the sum they have.
+
+    Raises:
+        ValueError: tokens that are not of these rows, or of a dtype without kernels; `received` of another shape.
+    """
+    from . import launch
+
+    launch.store_by_thresholds(rows, new, placement, received, pin, pinned_sum)

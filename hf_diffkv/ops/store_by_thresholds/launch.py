@@ -3,58 +3,48 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 import triton
 from torch import Tensor
 
-from ...pages import FreeList, PageLayout
+from ...pages import LayerRows
 from ..backend import device_of
-from ..quantize.contents import check_pages
+from ..prompt_tokens import Placement, PromptTokens
 from ..quantize.launch import TRITON_DTYPES, check_dtype, dot_dtype, unit_stride
 from ..rotation_kernel import INNER, NUM_WARPS, root
 from ..store_uniform.launch import ROUNDING_WARPS, few_tokens, fix_offsets, strides
 from .kernels import count_kernel, decide_kernel
 from .move_kernels import close_kernel, demote_kernel
 from .plan_kernels import finish_kernel, list_kernel
-from .rows import LevelledRows
 from .token_kernels import level_new_kernel, level_window_kernel
 
 # tokens that are levelled and ranked at a time, and rows, blocks or pages that are counted so
 BLOCK, CHUNK = 256, 128
 
 
-def relevel_tokens(
-    rows: LevelledRows,
-    pages: Tensor,
-    layout: PageLayout,
-    free_list: FreeList,
-    key: Tensor,
-    value: Tensor,
-    *,
+def store_by_thresholds(
+    rows: LayerRows,
+    new: PromptTokens,
+    placement: Placement,
     received: Tensor,
-    rank: Tensor | None,
-    count: Tensor | None,
-    window: int,
-    limit: float,
-    key_rotation: Tensor | None,
-    value_rotation: Tensor | None,
-    centers: bool,
-    feedback: Tensor | None,
     pin: tuple[int, int],
     pinned_sum: float,
 ) -> None:
     """Arguments as in the op."""
-    check_dtype(key.dtype)
-    check_pages(pages, layout.high)
-    rows.check(key, value)
-    batch, heads, tokens, _ = key.shape
-    rows.check_received(received, tokens)
-    many, width, columns = batch * heads, rows.page_table.shape[2], received.shape[2]
+    check_dtype(rows.dtype)
+    rows.check_tokens(new.key, new.value)
+    tokens, columns, many = new.key.shape[2], received.shape[-1], rows.count
+    if received.ndim != 3 or received.shape[:2] != (rows.batch, rows.heads) or columns < tokens:
+        raise ValueError(
+            f"received must be {[rows.batch, rows.heads]} and at least {tokens} columns, not {list(received.shape)}."
+        )
     if tokens == 0 or many == 0:
         return
+    (high, low), feedback, pages, width = rows.tiers, placement.feedback, rows.pages, rows.width
     past = columns - tokens
-    key, value = unit_stride(key), unit_stride(value)
+    new = replace(new, key=unit_stride(new.key), value=unit_stride(new.value))
     blocks = triton.cdiv(columns, BLOCK)
 
     def scratch(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -67,21 +57,21 @@ def relevel_tokens(
     counts = {"high_count": rows.high_count, "low_count": rows.low_count}
     sizes = {"rows": many, "width": width}
     lengths = {"length": rows.length, "window_start": rows.window_start, "sink_end": rows.sink_end}
-    entering = {"count": count, "heads": heads, "tokens": tokens, "window": window}
-    slots = {"slots": rows.window_key.shape[2], "sink_slots": rows.sink_slots}
+    entering = {"count": new.count, "heads": rows.heads, "tokens": tokens, "window": placement.window}
+    slots = {"slots": rows.slots, "sink_slots": rows.sink_slots}
     pinned = {"pin_start": pin[0], "pin_stop": pin[1], "pinned_sum": pinned_sum}
-    tiers = {"HIGH": layout.high, "LOW": layout.low, "num_warps": NUM_WARPS}
+    tiers = {"HIGH": high, "LOW": low, "num_warps": NUM_WARPS}
     found = {"plan": plan, "order": order, "level": level, "target": target, "entries": entries, "past": past}
     found |= {"columns": columns, **counts, **sizes}
     held = {"window_key": rows.window_key, "window_value": rows.window_value, "window_score": rows.window_score}
-    block = few_tokens(max(layout.high.key_dim, layout.high.value_dim))
-    tiles = tiers | {"DTYPE": TRITON_DTYPES[key.dtype], "BLOCK": block}
+    block = few_tokens(max(high.key_dim, high.value_dim))
+    tiles = tiers | {"DTYPE": TRITON_DTYPES[rows.dtype], "BLOCK": block}
     tiles["num_warps"] = NUM_WARPS if feedback is None else ROUNDING_WARPS
-    shift = torch.empty_like(rows.key_offset) if centers else None
+    shift = None
     received = received.contiguous()
     with torch.cuda.device(pages.device) if pages.is_cuda else nullcontext():
-        if centers:
-            fix_offsets(rows, key, key_rotation, rank, shift, entering | lengths | slots)
+        if placement.centers:
+            shift = fix_offsets(rows, new, placement, entering | lengths | slots)
         decide_kernel[(many, blocks)](
             pages,
             rows.page_table,
@@ -89,7 +79,7 @@ def relevel_tokens(
             alpha_low=rows.alpha_low,
             window_score=rows.window_score,
             received=received,
-            rank=rank,
+            rank=new.rank,
             level=level,
             before=before,
             width=width,
@@ -103,36 +93,36 @@ def relevel_tokens(
             **tiers,
         )
         counted = {"before": before, "blocks": blocks, "CHUNK": CHUNK}
-        free = {"ring_state": ring_state, "state": free_list.state}
+        free = {"ring_state": ring_state, "state": rows.free_list.state}
         count_kernel[(many,)](plan=plan, rows=many, **counted, **free, **counts, **tiers)
         list_kernel[(many, blocks + 1)](
-            free_list.ring, ring_state, rows.page_table, BLOCK=BLOCK, **counted, **found, **tiers
+            rows.free_list.ring, ring_state, rows.page_table, BLOCK=BLOCK, **counted, **found, **tiers
         )
         if past:
             grid = (many, triton.cdiv(past, block))
             demote_kernel[grid](pages, feedback=feedback, **found, **tiles)
-            close_kernel[grid](pages, HIGH=layout.high, BLOCK=block, num_warps=NUM_WARPS, **found)
-            level_window_kernel[(many, triton.cdiv(slots["slots"], block))](
-                pages, shift=shift, feedback=feedback, heads=heads, **held, **lengths, **slots, **found, **tiles
+            close_kernel[grid](pages, HIGH=high, BLOCK=block, num_warps=NUM_WARPS, **found)
+            level_window_kernel[(many, triton.cdiv(rows.slots, block))](
+                pages, shift=shift, feedback=feedback, heads=rows.heads, **held, **lengths, **slots, **found, **tiles
             )
         level_new_kernel[(many, triton.cdiv(tokens, block))](
             pages,
             invalid=rows.invalid.view(torch.uint8),
-            key=key,
-            value=value,
+            key=new.key,
+            value=new.value,
             received=received,
-            rank=rank,
-            key_matrix=key_rotation,
-            value_matrix=value_rotation,
-            offset=rows.key_offset if rows.key_offset.shape[2] else None,
+            rank=new.rank,
+            key_matrix=placement.key_rotation,
+            value_matrix=placement.value_rotation,
+            offset=rows.offset,
             feedback=feedback,
-            limit=limit,
-            **strides("key", key),
-            **strides("value", value),
-            KEY_ROOT=root(layout.high.key_dim),
-            VALUE_ROOT=root(layout.high.value_dim),
+            limit=placement.limit,
+            **strides("key", new.key),
+            **strides("value", new.value),
+            KEY_ROOT=root(high.key_dim),
+            VALUE_ROOT=root(high.value_dim),
             INNER=INNER,
-            OPERAND=dot_dtype(key.dtype, device_of(pages.device).target),
+            OPERAND=dot_dtype(rows.dtype, device_of(pages.device).target),
             **held,
             **lengths,
             **entering,
@@ -142,7 +132,7 @@ def relevel_tokens(
             **tiles,
         )
         finish_kernel[(many,)](
-            free_list.ring,
+            rows.free_list.ring,
             table=rows.page_table,
             entries=entries,
             plan=plan,

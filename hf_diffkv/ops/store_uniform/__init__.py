@@ -2,42 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from ...pages import LayerRows
+from ..prompt_tokens import Placement, PromptTokens
 
-from torch import Tensor
-
-from ...pages import FreeList, PageLayout
-from ..backend import use_kernels, without_autocast
-from . import reference
-from .rows import EnteredRows
-
-__all__ = ["EnteredRows", "enter_tokens"]
+__all__ = ["store_uniform"]
 
 
-def enter_tokens(
-    rows: EnteredRows,
-    pages: Tensor,
-    layout: PageLayout,
-    free_list: FreeList,
-    key: Tensor,
-    value: Tensor,
-    **options: Any,
-) -> None:
-    """Arguments as in `reference.enter_tokens`. The kernels read nothing from the device."""
-    _enter(key, value, rows, pages, layout, free_list, options)
+def store_uniform(rows: LayerRows, new: PromptTokens, placement: Placement, holds: bool) -> None:
+    """Stores new tokens of every request behind its others; what has left the window then is quantised.
 
+    By kernels alone, which read nothing from the device.
 
-@without_autocast
-def _enter(
-    key: Tensor,
-    value: Tensor,
-    rows: EnteredRows,
-    pages: Tensor,
-    layout: PageLayout,
-    free_list: FreeList,
-    options: dict[str, Any],
-) -> None:
-    implementation = reference
-    if use_kernels(key.device, key.dtype):
-        from . import launch as implementation
-    implementation.enter_tokens(rows, pages, layout, free_list, key, value, **options)
+    Args:
+        rows: of pages without scores and positions; the free list holds all pages that they will lack.
+        holds: whether any window holds a token.
+
+    Raises:
+        ValueError: tokens that are not of these rows, or of a dtype without kernels.
+    """
+    from . import launch
+
+    launch.store_uniform(rows, new, placement, holds)

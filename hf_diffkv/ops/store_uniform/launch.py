@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 import triton
 from torch import Tensor
 
-from ...pages import FreeList, PageLayout
+from ...pages import LayerRows
 from ..backend import device_of
-from ..quantize.contents import check_pages
+from ..prompt_tokens import Placement, PromptTokens
 from ..quantize.launch import TRITON_DTYPES, check_dtype, dot_dtype, unit_stride
 from ..rotation_kernel import INNER, NUM_WARPS, block_tokens, root
 from .kernels import advance_kernel, take_pages_kernel
-from .rows import EnteredRows
 from .token_kernels import enter_kernel, fix_offsets_kernel, leave_window_kernel, sum_keys_kernel
 
 ROWS_CHUNK = 256
@@ -23,113 +23,107 @@ SUM_TOKENS, SUM_STEPS = 32, 16
 ROUNDING_WARPS = 8
 
 
-def enter_tokens(
-    rows: EnteredRows,
-    pages: Tensor,
-    layout: PageLayout,
-    free_list: FreeList,
-    key: Tensor,
-    value: Tensor,
-    *,
-    rank: Tensor | None,
-    count: Tensor | None,
-    window: int,
-    limit: float,
-    key_rotation: Tensor | None,
-    value_rotation: Tensor | None,
-    centers: bool,
-    holds: bool,
-    feedback: Tensor | None,
-) -> None:
+def store_uniform(rows: LayerRows, new: PromptTokens, placement: Placement, holds: bool) -> None:
     """Arguments as in the op."""
-    check_dtype(key.dtype)
-    check_pages(pages, layout.high)
-    rows.check(key, value)
-    batch, heads, tokens, _ = key.shape
-    tier = layout.high
-    key, value = unit_stride(key), unit_stride(value)
-    if tokens == 0 or batch * heads == 0:
+    check_dtype(rows.dtype)
+    rows.check_tokens(new.key, new.value)
+    tokens, many = new.key.shape[2], rows.count
+    tier, feedback, pages = rows.layout.high, placement.feedback, rows.pages
+    if tokens == 0 or many == 0:
         return
-    sizes = {"heads": heads, "tokens": tokens, "window": window}
-    state = {"count": count, "length": rows.length, "window_start": rows.window_start, "sink_end": rows.sink_end}
-    slots = {"slots": rows.window_key.shape[2], "sink_slots": rows.sink_slots}
-    lists = {"state": free_list.state, "high_count": rows.high_count, "rows": batch * heads}
+    new = replace(new, key=unit_stride(new.key), value=unit_stride(new.value))
+    sizes = {"heads": rows.heads, "tokens": tokens, "window": placement.window}
+    state = {"count": new.count, "length": rows.length, "window_start": rows.window_start, "sink_end": rows.sink_end}
+    slots = {"slots": rows.slots, "sink_slots": rows.sink_slots}
+    lists = {"state": rows.free_list.state, "high_count": rows.high_count, "rows": many}
     counting = {"PAGE_TOKENS": tier.capacity, "CHUNK": ROWS_CHUNK, "num_warps": NUM_WARPS}
-    width = rows.page_table.shape[2]
     tiles = {
         "TIER": tier,
-        "DTYPE": TRITON_DTYPES[key.dtype],
+        "DTYPE": TRITON_DTYPES[rows.dtype],
         "num_warps": NUM_WARPS if feedback is None else ROUNDING_WARPS,
     }
     widest = max(tier.key_dim, tier.value_dim)
     block = block_tokens(widest) if feedback is None else few_tokens(widest)
-    shift = torch.empty_like(rows.key_offset) if centers else None
+    shift = None
     with torch.cuda.device(pages.device) if pages.is_cuda else nullcontext():
-        if centers:
-            fix_offsets(rows, key, key_rotation, rank, shift, sizes | state | slots)
-        take_pages_kernel[(batch * heads,)](
-            ring=free_list.ring, table=rows.page_table, width=width, **lists, **state, **sizes, **counting
+        if placement.centers:
+            shift = fix_offsets(rows, new, placement, sizes | state | slots)
+        take_pages_kernel[(many,)](
+            ring=rows.free_list.ring, table=rows.page_table, width=rows.width, **lists, **state, **sizes, **counting
         )
         if holds:
-            leave_window_kernel[(batch * heads, triton.cdiv(slots["slots"], block))](
+            leave_window_kernel[(many, triton.cdiv(rows.slots, block))](
                 pages,
                 rows.page_table,
                 rows.window_key,
                 rows.window_value,
                 shift=shift,
                 feedback=feedback,
-                width=width,
+                width=rows.width,
                 BLOCK=block,
                 **state,
                 **sizes,
                 **slots,
                 **tiles,
             )
-        enter_kernel[(batch * heads, triton.cdiv(tokens, block))](
+        enter_kernel[(many, triton.cdiv(tokens, block))](
             pages,
             rows.page_table,
             rows.window_key,
             rows.window_value,
             rows.window_score,
             invalid=rows.invalid.view(torch.uint8),
-            key=key,
-            value=value,
-            rank=rank,
-            key_matrix=key_rotation,
-            value_matrix=value_rotation,
-            offset=rows.key_offset if rows.key_offset.shape[2] else None,
+            key=new.key,
+            value=new.value,
+            rank=new.rank,
+            key_matrix=placement.key_rotation,
+            value_matrix=placement.value_rotation,
+            offset=rows.offset,
             feedback=feedback,
-            limit=limit,
-            width=width,
-            **strides("key", key),
-            **strides("value", value),
+            limit=placement.limit,
+            width=rows.width,
+            **strides("key", new.key),
+            **strides("value", new.value),
             KEY_ROOT=root(tier.key_dim),
             VALUE_ROOT=root(tier.value_dim),
             INNER=INNER,
-            OPERAND=dot_dtype(key.dtype, device_of(pages.device).target),
+            OPERAND=dot_dtype(rows.dtype, device_of(pages.device).target),
             BLOCK=block,
             **state,
             **sizes,
             **slots,
             **tiles,
         )
-        advance_kernel[(1,)](batch=batch, **lists, **state, **sizes, **counting)
+        advance_kernel[(1,)](batch=rows.batch, **lists, **state, **sizes, **counting)
 
 
-def fix_offsets(
-    rows: EnteredRows, key: Tensor, matrix: Tensor | None, rank: Tensor | None, shift: Tensor, state: dict[str, object]
-) -> None:
-    """Fixes the offsets of rows whose first token leaves the window; `shift` becomes what they grow by."""
-    batch, heads, tokens, dim = key.shape
+def fix_offsets(rows: LayerRows, new: PromptTokens, placement: Placement, state: dict[str, object]) -> Tensor:
+    """Fixes the offsets of rows whose first token leaves the window; returns what they have grown by, of their shape.
+
+    Args:
+        state: other arguments of `fix_offsets_kernel`: sizes, and where windows start and end.
+    """
+    key = new.key
+    heads, tokens, dim = key.shape[1:]
     parts = triton.cdiv(tokens, SUM_TOKENS * SUM_STEPS)
-    sums = torch.empty(batch * heads, parts, dim, dtype=torch.float32, device=key.device)
+    sums = torch.empty(rows.count, parts, dim, dtype=torch.float32, device=key.device)
+    shift = torch.empty_like(rows.key_offset)
     lanes = {"DIM": dim, "LANES": triton.next_power_of_2(dim), "num_warps": NUM_WARPS}
-    sum_keys_kernel[(batch * heads, parts)](
-        key, rank, sums, heads, tokens, parts, *key.stride()[:3], BLOCK=SUM_TOKENS, STEPS=SUM_STEPS, **lanes
+    sum_keys_kernel[(rows.count, parts)](
+        key, new.rank, sums, heads, tokens, parts, *key.stride()[:3], BLOCK=SUM_TOKENS, STEPS=SUM_STEPS, **lanes
     )
-    fix_offsets_kernel[(batch * heads,)](
-        sums, matrix, rows.window_key, rows.key_offset, shift, parts=parts, INNER=INNER, **state, **lanes
+    fix_offsets_kernel[(rows.count,)](
+        sums,
+        placement.key_rotation,
+        rows.window_key,
+        rows.key_offset,
+        shift,
+        parts=parts,
+        INNER=INNER,
+        **state,
+        **lanes,
     )
+    return shift
 
 
 def few_tokens(widest: int) -> int:

@@ -1,15 +1,17 @@
-"""What the ahead-of-time report compiles of the kernels by which new tokens enter rows."""
+"""What the ahead-of-time report compiles of the kernels that store a prompt at one precision."""
 
 from __future__ import annotations
 
 import torch
 
+from hf_diffkv.ops.prompt_tokens import Placement, PromptTokens
+from hf_diffkv.ops.rotation import Rotation
 from hf_diffkv.ops.rotation_kernel import rotate
 from hf_diffkv.ops.rounding.reference import LARGEST_BITS
-from hf_diffkv.ops.store_uniform.launch import enter_tokens
-from hf_diffkv.ops.store_uniform.rows import EnteredRows
-from hf_diffkv.pages import FreeList, PageLayout
+from hf_diffkv.ops.store_uniform.launch import store_uniform
+from hf_diffkv.pages import PageLayout
 from tools.kernels.record import record
+from tools.kernels.rows import given_rows
 from tools.kernels.variant import UNIFORM_DIMS, KernelVariant, uniform_layouts
 
 # what does not depend on the precision, and on nothing but the tokens of a page, is listed once
@@ -27,47 +29,21 @@ def variants() -> list[KernelVariant]:
         shipped = ["enter", "leave_window"]
         shipped += OF_MODELS if name == layouts[0][0] else ()
         shipped += OF_ROWS if name == layouts[0][0] and dim == UNIFORM_DIMS[0] else ()
-        recorded = record(_enter, layout) + record(_rotate, dim)
+        recorded = record(_store, layout) + record(_rotate, dim)
         found += [each.named(f"{each.name}-{name}-d{dim}") for each in recorded if each.name in shipped]
     return found
 
 
-def _enter(layout: PageLayout) -> None:
+def _store(layout: PageLayout) -> None:
     tier, rows = layout.high, (BATCH, HEADS)
     dim = tier.key_dim
     new = torch.empty(*rows, TOKENS, dim, dtype=torch.bfloat16)
-    window = torch.empty(*rows, SLOTS, dim, dtype=torch.bfloat16)
-    length, matrix = torch.empty(BATCH, dtype=torch.int64), torch.empty(dim, dim)
-    held = EnteredRows(
-        page_table=torch.empty(*rows, WIDTH, dtype=torch.int32),
-        high_count=torch.empty(*rows, dtype=torch.int32),
-        window_key=window,
-        window_value=window,
-        window_score=torch.empty(*rows, SLOTS),
-        length=length,
-        window_start=length,
-        sink_end=length,
-        key_offset=torch.empty(*rows, dim),
-        invalid=torch.empty((), dtype=torch.bool),
-        sink_slots=SINK_SLOTS,
-    )
-    enter_tokens(
-        held,
-        torch.empty(1, layout.page_bytes, dtype=torch.uint8),
-        layout,
-        FreeList(length.device),
-        new,
-        new,
-        rank=None,
-        count=None,
-        window=SLOTS - SINK_SLOTS,
-        limit=1.0,
-        key_rotation=matrix,
-        value_rotation=matrix,
-        centers=True,
-        holds=True,
-        feedback=torch.empty(BATCH * HEADS, dim, dim) if tier.k_bits <= LARGEST_BITS else None,
-    )
+    window, matrix = torch.empty(*rows, SLOTS, dim, dtype=torch.bfloat16), torch.empty(dim, dim)
+    table, offset = torch.empty(*rows, WIDTH, dtype=torch.int32), torch.empty(*rows, dim)
+    held = given_rows(layout, window, window, page_table=table, sink_slots=SINK_SLOTS, key_offset=offset)
+    feedback = torch.empty(BATCH * HEADS, dim, dim) if tier.k_bits <= LARGEST_BITS else None
+    placement = Placement(SLOTS - SINK_SLOTS, 1.0, Rotation(matrix, matrix), centers=True, feedback=feedback)
+    store_uniform(held, PromptTokens(new, new), placement, holds=True)
 
 
 def _rotate(dim: int) -> None:

@@ -1,4 +1,4 @@
-"""Many new tokens enter rows that keep every token high, in plain PyTorch."""
+"""What `ops/store_uniform` is to do, in plain PyTorch: many new tokens enter rows that keep every token high."""
 
 from __future__ import annotations
 
@@ -7,65 +7,33 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...pages import HIGH, FreeList, PageLayout, column
-from ...pages.window import held_tokens, slots_of
-from ..quantize import Contents
-from ..quantize.reference import compute_dtype, store_tokens
-from ..rotation import rotate
-from ..rounding.reference import round_keys
-from .rows import EnteredRows
+from hf_diffkv.ops.prompt_tokens import Placement, PromptTokens
+from hf_diffkv.ops.quantize import Contents
+from hf_diffkv.ops.quantize.reference import compute_dtype, store_tokens
+from hf_diffkv.ops.rotation import rotate
+from hf_diffkv.ops.rounding.reference import round_keys
+from hf_diffkv.pages import HIGH, FreeList, LayerRows, column
+from hf_diffkv.pages.window import held_tokens, slots_of
 
 
-def enter_tokens(
-    rows: EnteredRows,
-    pages: Tensor,
-    layout: PageLayout,
-    free_list: FreeList,
-    key: Tensor,
-    value: Tensor,
-    *,
-    rank: Tensor | None,
-    count: Tensor | None,
-    window: int,
-    limit: float,
-    key_rotation: Tensor | None,
-    value_rotation: Tensor | None,
-    centers: bool,
-    holds: bool,
-    feedback: Tensor | None,
-) -> None:
-    """Stores new tokens of every request behind its others; what has left the window then is quantised.
-
-    Args:
-        pages: uint8 [pages, page_bytes], whose layout has neither scores nor positions.
-        free_list: holds all pages that the rows will lack.
-        key, value: of the model, [batch, heads, tokens, dim].
-        rank: int32 [batch, tokens], how many real tokens come before each, -1 for padding; None where all are real.
-        count: int64 [batch], real tokens; None with `rank`.
-        window: tokens that a window holds beside sinks.
-        limit: magnitude up to which elements, as they are held, can be stored; rotated tokens by their norms.
-        key_rotation, value_rotation: as `rotate` takes them.
-        centers: whether offsets are fixed where a row's first token leaves its window (store/transform.py).
-        holds: whether any window holds a token.
-        feedback: [batch * heads, key_dim, key_dim] that quantised keys are rounded with (ops/rounding); None rounds
-            each element for itself.
-    """
-    rows.check(key, value)
-    heads = key.shape[1]
-    transforms = {"key_rotation": key_rotation, "value_rotation": value_rotation, "centers": centers}
-    exact = exact_tokens(rows, key, value, rank=rank, count=count, window=window, limit=limit, **transforms)
-    _take_pages(rows, free_list, exact.start, layout.high.capacity)
+def store_uniform(rows: LayerRows, new: PromptTokens, placement: Placement, holds: bool) -> None:
+    """Arguments as in the op; whether windows hold tokens is seen here."""
+    rows.check_tokens(new.key, new.value)
+    layout, feedback = rows.layout, placement.feedback
+    heads = rows.heads
+    exact = exact_tokens(rows, new, placement)
+    _take_pages(rows, rows.free_list, exact.start, layout.high.capacity)
     for request, place in exact.leaves.nonzero().tolist():
         index = int(exact.token[request, place] - rows.sink_end[request])
-        entry = column(HIGH, index // layout.high.capacity, rows.page_table.shape[2])
+        entry = column(HIGH, index // layout.high.capacity, rows.width)
         page, slot = rows.page_table[request, :, entry].long(), torch.full((heads,), index % layout.high.capacity)
         contents = (exact.key[request, :, place], exact.value[request, :, place])
         if feedback is not None:
-            of_heads = torch.arange(request * heads, (request + 1) * heads, device=key.device)
+            of_heads = torch.arange(request * heads, (request + 1) * heads, device=rows.device)
             contents = (round_keys(contents[0], of_heads, feedback, layout.high), contents[1])
-        nothing = torch.zeros(heads, device=key.device)
+        nothing = torch.zeros(heads, device=rows.device)
         contents = Contents(*contents, nothing, nothing.int())
-        store_tokens(pages, layout.high, page, slot.to(key.device), contents, key.dtype)
+        store_tokens(rows.pages, layout.high, page, slot.to(rows.device), contents, rows.dtype)
     keep_exact(rows, exact, torch.zeros_like(exact.key[..., 0], dtype=torch.float32))
     rows.high_count.copy_((exact.start - rows.sink_end)[:, None].expand_as(rows.high_count))
     rows.length.copy_(exact.length)
@@ -91,21 +59,10 @@ class Exact(NamedTuple):
     length: Tensor
 
 
-def exact_tokens(
-    rows: EnteredRows,
-    key: Tensor,
-    value: Tensor,
-    *,
-    rank: Tensor | None,
-    count: Tensor | None,
-    window: int,
-    limit: float,
-    key_rotation: Tensor | None,
-    value_rotation: Tensor | None,
-    centers: bool,
-) -> Exact:
-    """Brings new tokens into the store's form, fixes offsets, and notes tokens that cannot be stored; arguments as in
-    `enter_tokens`."""
+def exact_tokens(rows: LayerRows, new: PromptTokens, placement: Placement) -> Exact:
+    """Brings new tokens into the store's form, fixes offsets, and notes tokens that cannot be stored."""
+    key, value, rank, count = new.key, new.value, new.rank, new.count
+    key_rotation, value_rotation = placement.key_rotation, placement.value_rotation
     if rank is None:
         rank = torch.arange(key.shape[2], dtype=torch.int32, device=key.device).expand(key.shape[0], -1)
         count = torch.full_like(rows.length, key.shape[2])
@@ -113,14 +70,13 @@ def exact_tokens(
     for tensor, rotation in ((key, key_rotation), (value, value_rotation)):
         wide = tensor.to(compute_dtype(tensor.dtype))
         peak = wide.abs().amax((1, 3)) if rotation is None else wide.norm(dim=3).amax(1)
-        rows.invalid.logical_or_((real & ~(peak <= limit)).any())
+        rows.invalid.logical_or_((real & ~(peak <= placement.limit)).any())
     after = rows.length + count
-    start = torch.maximum(rows.window_start, after - window)
-    held = held_tokens(rows.window_start, rows.length, rows.sink_end, rows.sink_slots, rows.window_key.shape[2])
-    if centers:
+    start = torch.maximum(rows.window_start, after - placement.window)
+    held = held_tokens(rows.window_start, rows.length, rows.sink_end, rows.sink_slots, rows.slots)
+    if placement.centers:
         _fix_offsets(rows, key.masked_fill(~real[:, None, :, None], 0.0), key_rotation, held >= 0, after, start)
-    offset = rows.key_offset if rows.key_offset.shape[2] else None
-    new_key, new_value = rotate(key, key_rotation, offset), rotate(value, value_rotation)
+    new_key, new_value = rotate(key, key_rotation, rows.offset), rotate(value, value_rotation)
     token = torch.cat([held, torch.where(real, rows.length[:, None] + rank, -1)], dim=1)
     stays = (token >= 0) & ((token < rows.sink_end[:, None]) | (token >= start[:, None]))
     return Exact(
@@ -134,17 +90,17 @@ def exact_tokens(
     )
 
 
-def keep_exact(rows: EnteredRows, exact: Exact, score: Tensor) -> None:
+def keep_exact(rows: LayerRows, exact: Exact, score: Tensor) -> None:
     """Writes what stays to its slots of the windows; score: float32 [batch, heads, n]."""
     request, place = exact.stays.nonzero(as_tuple=True)
-    slots = slots_of(exact.token, rows.sink_end[:, None], rows.sink_slots, rows.window_key.shape[2])[request, place]
+    slots = slots_of(exact.token, rows.sink_end[:, None], rows.sink_slots, rows.slots)[request, place]
     rows.window_key[request, :, slots] = exact.key[request, :, place]
     rows.window_value[request, :, slots] = exact.value[request, :, place]
     rows.window_score[request, :, slots] = score[request, :, place]
 
 
 def _fix_offsets(
-    rows: EnteredRows, key: Tensor, rotation: Tensor | None, there: Tensor, after: Tensor, start: Tensor
+    rows: LayerRows, key: Tensor, rotation: Tensor | None, there: Tensor, after: Tensor, start: Tensor
 ) -> None:
     dtype = rows.key_offset.dtype
     total = rotate(key.to(dtype).sum(2, keepdim=True), rotation)[:, :, 0]
@@ -156,12 +112,12 @@ def _fix_offsets(
     rows.key_offset.copy_(fixed)
 
 
-def _take_pages(rows: EnteredRows, free_list: FreeList, start: Tensor, capacity: int) -> None:
+def _take_pages(rows: LayerRows, free_list: FreeList, start: Tensor, capacity: int) -> None:
     have = (rows.high_count.long() + capacity - 1) // capacity
     need = ((start - rows.sink_end)[:, None] + capacity - 1) // capacity
     demand = (need - have).clamp(min=0)
     row, ids = free_list.take(demand.view(-1))
     first = (demand.view(-1).cumsum(0) - demand.view(-1))[row]
     entry = have.view(-1)[row] + torch.arange(row.numel(), device=row.device) - first
-    table = rows.page_table.view(-1, rows.page_table.shape[2])
+    table = rows.page_table.view(-1, rows.width)
     table[row, entry] = ids.to(table.dtype)

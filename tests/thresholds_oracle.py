@@ -1,92 +1,69 @@
-"""Many new tokens enter rows whose tokens are chosen by thresholds, in plain PyTorch, row by row."""
+"""What `ops/store_by_thresholds` is to do, in plain PyTorch, row by row."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from uniform_oracle import Exact, exact_tokens, keep_exact
 
-from ...pages import HIGH, HIGH_LEVEL, LOW, LOW_LEVEL, NULL_PAGE, PRUNED_LEVEL, FreeList, PageLayout, TierLayout, column
-from ...pages.narrow import score_noise
-from ...pages.segments import segments
-from ...pages.window import held_tokens
-from ..quantize import Contents
-from ..quantize.reference import load_tokens, move_tokens, store_tokens
-from ..rounding.reference import LARGEST_BITS, round_keys
-from ..store_uniform.reference import Exact, exact_tokens, keep_exact
-from .rows import LevelledRows
+from hf_diffkv.ops.prompt_tokens import Placement, PromptTokens
+from hf_diffkv.ops.quantize import Contents
+from hf_diffkv.ops.quantize.reference import load_tokens, move_tokens, store_tokens
+from hf_diffkv.ops.rounding.reference import LARGEST_BITS, round_keys
+from hf_diffkv.pages import (
+    HIGH,
+    HIGH_LEVEL,
+    LOW,
+    LOW_LEVEL,
+    NULL_PAGE,
+    PRUNED_LEVEL,
+    FreeList,
+    LayerRows,
+    TierLayout,
+    column,
+)
+from hf_diffkv.pages.narrow import score_noise
+from hf_diffkv.pages.segments import segments
+from hf_diffkv.pages.window import held_tokens
 
 
-def relevel_tokens(
-    rows: LevelledRows,
-    pages: Tensor,
-    layout: PageLayout,
-    free_list: FreeList,
-    key: Tensor,
-    value: Tensor,
-    *,
+def store_by_thresholds(
+    rows: LayerRows,
+    new: PromptTokens,
+    placement: Placement,
     received: Tensor,
-    rank: Tensor | None,
-    count: Tensor | None,
-    window: int,
-    limit: float,
-    key_rotation: Tensor | None,
-    value_rotation: Tensor | None,
-    centers: bool,
-    feedback: Tensor | None,
     pin: tuple[int, int],
     pinned_sum: float,
 ) -> None:
-    """Adds to the sums of all tokens of every request, new ones included, and levels all that is outside the windows.
-
-    A token is high where its mean is alpha_high / N or more, low from alpha_low / N on, and pruned below (DiffKV,
-    section 4.2); N is the request's length with the new tokens. No stored token rises.
-
-    Args:
-        pages: uint8 [pages, page_bytes], whose layout has scores and positions.
-        free_list: holds all pages that the rows may lack, before any is given back.
-        key, value: of the model, [batch, heads, tokens, dim].
-        received: float32 [batch, heads, P + tokens], attention received in this forward: by what a row held (high
-            tokens, low ones, those of the window by position; P of the longest row), then by the new tokens.
-        rank: int32 [batch, tokens], how many real tokens come before each, -1 for padding; None where all are real.
-        count: int64 [batch], real tokens; None with `rank`.
-        window: tokens that a window holds beside sinks.
-        limit: magnitude up to which elements, as they are held, can be stored; rotated tokens by their norms.
-        key_rotation, value_rotation: as `rotate` takes them.
-        centers: whether offsets are fixed where a row's first token leaves its window (store/transform.py).
-        feedback: [batch * heads, key_dim, key_dim] that quantised keys are rounded with (ops/rounding); None rounds
-            each element for itself.
-        pin: positions [start, stop) of tokens that are high once they leave the window; pinned_sum: the sum they have.
-    """
-    rows.check(key, value)
-    heads = key.shape[1]
-    rows.check_received(received, key.shape[2])
-    transforms = {"key_rotation": key_rotation, "value_rotation": value_rotation, "centers": centers}
+    """Arguments as in the op."""
+    rows.check_tokens(new.key, new.value)
+    feedback = placement.feedback
     # ranks in the window, by position, before anything changes
     held = _held_ranks(rows)
-    exact = exact_tokens(rows, key, value, rank=rank, count=count, window=window, limit=limit, **transforms)
-    score = _exact_sums(rows, exact, held, received, key.shape[2], pin, pinned_sum)
+    exact = exact_tokens(rows, new, placement)
+    score = _exact_sums(rows, exact, held, received, new.key.shape[2], pin, pinned_sum)
     given = []
     for request, head in torch.cartesian_prod(*map(torch.arange, rows.high_count.shape)).tolist():
-        one = _Row(rows, pages, layout, exact, score, request, head, pin)
-        matrix = None if feedback is None else feedback[request * heads + head][None]
-        given += one.relevel(received[request, head], free_list, matrix)
+        one = _Row(rows, exact, score, request, head, pin)
+        matrix = None if feedback is None else feedback[request * rows.heads + head][None]
+        given += one.relevel(received[request, head], rows.free_list, matrix)
     for entries in given:
-        free_list.give(entries)
+        rows.free_list.give(entries)
     keep_exact(rows, exact, score)
     rows.length.copy_(exact.length)
     rows.window_start.copy_(exact.start)
 
 
-def _held_ranks(rows: LevelledRows) -> Tensor:
+def _held_ranks(rows: LayerRows) -> Tensor:
     """Tokens of a window before each of its slots' one, int64 [batch, slots]."""
-    slots = rows.window_key.shape[2]
+    slots = rows.slots
     token = held_tokens(rows.window_start, rows.length, rows.sink_end, rows.sink_slots, slots)
     earlier = (token[:, None, :] >= 0) & (token[:, None, :] < token[:, :, None])
     return earlier.sum(-1)
 
 
 def _exact_sums(
-    rows: LevelledRows,
+    rows: LayerRows,
     exact: Exact,
     held: Tensor,
     received: Tensor,
@@ -110,17 +87,9 @@ class _Row:
     """One request and head."""
 
     def __init__(
-        self,
-        rows: LevelledRows,
-        pages: Tensor,
-        layout: PageLayout,
-        exact: Exact,
-        score: Tensor,
-        request: int,
-        head: int,
-        pin: tuple[int, int],
+        self, rows: LayerRows, exact: Exact, score: Tensor, request: int, head: int, pin: tuple[int, int]
     ) -> None:
-        self.pages, self.tiers, self.pin = pages, (layout.high, layout.low), pin
+        self.pages, self.tiers, self.pin = rows.pages, rows.tiers, pin
         self.counts = (rows.high_count[request, head], rows.low_count[request, head])
         self.table = rows.page_table[request, head]
         self.length = exact.length[request]
