@@ -83,7 +83,7 @@ def check(launches: dict[str, list[dict[str, tuple]]]) -> None:
             {"alpha_high": 1.0, "alpha_low": 0.3},
             {"column_scores", "past_scores", "find_victims_kernel", "level_window_kernel", "level_new_kernel"},
         ),
-        (preset_named("quality"), {"leave_window_kernel", "enter_kernel", "advance_kernel"}),
+        (preset_named("quality"), {"leave_window_kernel", "store_new_kernel", "advance_kernel"}),
     ],
     ids=["chosen", "all"],
 )

@@ -135,7 +135,7 @@ def test_launches_and_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
                     attend_tokens(store, layer, *inputs, softmax=Softmax(0.2), valid=valid)
                 after = [what for phase, what in counter.launched if phase == "after"]
                 reads = [what for phase, what in counter.reads if phase != "attention"]
-                assert "enter_kernel" in after
+                assert "store_new_kernel" in after
                 if layer == 0:
                     # a forward's one copy to the host
                     assert reads == ["cpu in read_together", "numpy in read_together"]

@@ -112,7 +112,7 @@ def level_new_kernel(
     HIGH: tl.constexpr, LOW: tl.constexpr, KEY_ROOT: tl.constexpr, VALUE_ROOT: tl.constexpr,
     INNER: tl.constexpr, DTYPE: tl.constexpr, OPERAND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows, cdiv(tokens, BLOCK)); arguments as in `enter_kernel` and `decide_kernel`."""
+    """Grid: (rows, cdiv(tokens, BLOCK)); arguments as in `store_new_kernel` and `decide_kernel`."""
     row = tl.program_id(0)
     request, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

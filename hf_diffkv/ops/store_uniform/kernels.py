@@ -4,7 +4,7 @@
     fix_offsets    the rows' offsets, and what their windows are to be shifted by
     take_pages     page ids from the free list for what will leave the windows
     leave_window   tokens that were in a window are centred anew, and quantised where they leave it
-    enter          new tokens are rotated, centred, checked and quantised into their pages, or stay in the window
+    store_new      new tokens are rotated, centred, checked and quantised into their pages, or stay in the window
     advance        counts, lengths, windows and the free list follow
 
 Token p of a request is in the window where p < sink_end or p >= start, and otherwise the (p - sink_end)-th of its row.

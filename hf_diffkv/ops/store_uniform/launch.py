@@ -15,7 +15,7 @@ from ..prompt_tokens import Placement, PromptTokens
 from ..quantize.launch import TRITON_DTYPES, check_dtype, dot_dtype, unit_stride
 from ..rotation_kernel import INNER, NUM_WARPS, block_tokens, root
 from .kernels import advance_kernel, take_pages_kernel
-from .token_kernels import enter_kernel, fix_offsets_kernel, leave_window_kernel, sum_keys_kernel
+from .token_kernels import fix_offsets_kernel, leave_window_kernel, store_new_kernel, sum_keys_kernel
 
 ROWS_CHUNK = 256
 SUM_TOKENS, SUM_STEPS = 32, 16
@@ -66,7 +66,7 @@ def store_uniform(rows: LayerRows, new: PromptTokens, placement: Placement, hold
                 **slots,
                 **tiles,
             )
-        enter_kernel[(many, triton.cdiv(tokens, block))](
+        store_new_kernel[(many, triton.cdiv(tokens, block))](
             pages,
             rows.page_table,
             rows.window_key,

@@ -73,7 +73,7 @@ def page_of(table, row, width, index, leaves, TIER: tl.constexpr):
 @triton.jit
 def new_tokens(token, rank, count, length, window_start, sink_end, request, tokens, window):
     """Which of a row's new tokens are real, their positions, where sinks end, and which of them stay in the window;
-    arguments as in `enter_kernel`."""
+    arguments as in `store_new_kernel`."""
     order = token
     real = token < tokens
     if rank is not None:
@@ -99,7 +99,7 @@ def slot_of(position, sinks, row, slots, sink_slots):
         *("key_batch", "key_head", "key_token", "value_batch", "value_head", "value_token"),
     ]
 )
-def enter_kernel(
+def store_new_kernel(
     pages, table, window_key, window_value, window_score, length, window_start, sink_end, invalid, key, value, rank,
     count, key_matrix, value_matrix, offset, feedback, limit, heads, width, tokens, window, slots, sink_slots,
     key_batch, key_head, key_token, value_batch, value_head, value_token,
@@ -152,7 +152,7 @@ def leave_window_kernel(
     TIER: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows, cdiv(slots, BLOCK)). shift: float32 [rows, key_dim], what is taken off all keys that were in the
-    window, or None; feedback: as in `enter_kernel`."""
+    window, or None; feedback: as in `store_new_kernel`."""
     row = tl.program_id(0)
     request = row // heads
     slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

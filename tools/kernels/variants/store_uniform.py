@@ -26,7 +26,7 @@ def variants() -> list[KernelVariant]:
     layouts = uniform_layouts()
     for name, layout in layouts:
         dim = layout.high.key_dim
-        shipped = ["enter", "leave_window"]
+        shipped = ["store_new", "leave_window"]
         shipped += OF_MODELS if name == layouts[0][0] else ()
         shipped += OF_ROWS if name == layouts[0][0] and dim == UNIFORM_DIMS[0] else ()
         recorded = record(_store, layout) + record(_rotate, dim)
