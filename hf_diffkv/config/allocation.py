@@ -1,0 +1,238 @@
+"""A precision for each KV head, so that a model loses least at given bytes.
+
+What heads lose is taken as additive. Heads of a layer share at most two precisions, a pair. For each layer and number
+of bytes the best choice is found, then the best sum over layers by dynamic programming: nothing better exists at these
+bytes. Where a model would have more pairs than wanted, the one is given up whose loss is the least, again and again;
+then one for another while that helps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+
+import numpy as np
+
+from ..pages.layout import PageLayout
+from ..precision import Precision, as_precision
+from .sensitivity import Sensitivity
+
+# docs/calibration.md has what others give
+LADDER = ("K3V2", "K3V3", "K4V3", "K5V4", "K6V5")
+# each pair is a store of its own
+MOST_PAIRS = 6
+# of pages without scores and positions
+METADATA_BITS = 16
+# precisions of a layer, as their places in the ladder: two, or one
+Kind = frozenset[int]
+# what a layer loses, and the places of its heads
+Choice = tuple[float, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Precisions for the heads of a model.
+
+    Attributes:
+        precisions: for each compressed layer and KV head.
+        ratio: bytes of a stored token over those in the model's dtype, all layers and heads together.
+        loss: predicted mean KL to the dense cache, in nats.
+    """
+
+    precisions: tuple[tuple[Precision, ...], ...]
+    ratio: float
+    loss: float
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs there are; a layer of one precision belongs to a pair that has it."""
+        return len(_stores({frozenset(layer) for layer in self.precisions}))
+
+
+def allocate(
+    sensitivity: Sensitivity,
+    target_ratio: float,
+    ladder: Sequence[Precision | str] = LADDER,
+    most_pairs: int | None = MOST_PAIRS,
+) -> Allocation:
+    """The precisions of least predicted loss.
+
+    Args:
+        target_ratio: bytes of a stored token over its bytes in the model's dtype, at most; windows come on top.
+        ladder: precisions to choose from.
+        most_pairs: different pairs in the model; None is as many as there are.
+
+    Raises:
+        ValueError: a ratio that the smallest precision does not reach, or precisions that were not measured or do not
+            fit the heads.
+    """
+    if isinstance(target_ratio, bool) or not isinstance(target_ratio, (int, float)) or not 0 < target_ratio:
+        raise ValueError(f"target_ratio={target_ratio!r} must be a number above 0, for example 0.2.")
+    if most_pairs is not None and most_pairs < 1:
+        raise ValueError(f"most_pairs={most_pairs} must be at least 1.")
+    chosen = tuple(dict.fromkeys(as_precision("ladder", precision) for precision in ladder))
+    if not chosen:
+        raise ValueError("ladder is empty; give precisions to choose from.")
+    problem = _Problem(sensitivity, chosen)
+    if target_ratio < problem.least_ratio:
+        raise ValueError(
+            f"target_ratio={target_ratio} is below what {problem.least_name} takes of every head, "
+            f"{problem.least_ratio:.3f}; raise it, or give a ladder with fewer bits."
+        )
+    budget = math.floor(target_ratio * problem.dense_bytes + 1e-9)
+    found = problem.solve(budget, problem.kinds())
+    return problem.allocation(found if most_pairs is None else _with_fewer(problem, budget, found, most_pairs))
+
+
+@dataclass(frozen=True)
+class _Solution:
+    """A choice: the ladder's places for each layer and head, and what it loses (infinite: nothing fits)."""
+
+    places: tuple[tuple[int, ...], ...]
+    loss: float
+
+    def stores(self) -> set[Kind]:
+        return _stores({frozenset(layer) for layer in self.places})
+
+
+def _stores(kinds: set[frozenset]) -> set[frozenset]:
+    """Kinds that no other one has all of."""
+    return {kind for kind in kinds if not any(kind < other for other in kinds)}
+
+
+def _with_fewer(problem: _Problem, budget: int, found: _Solution, most: int) -> _Solution:
+    allowed = problem.kinds()
+    while len(found.stores()) > most:
+        trials = [(problem.solve(budget, allowed - {kind}), kind) for kind in sorted(found.stores(), key=sorted)]
+        found, given_up = min(trials, key=lambda trial: trial[0].loss)
+        allowed -= {given_up}
+        if found.loss == math.inf:
+            found = problem.solve(budget, {frozenset([problem.least])})
+    while True:
+        trials = [problem.solve(budget, kinds) for kinds in _neighbours(problem, found.stores(), most)]
+        better = [trial for trial in trials if trial.loss < found.loss and len(trial.stores()) <= most]
+        if not better:
+            return found
+        found = min(better, key=lambda trial: trial.loss)
+
+
+def _neighbours(problem: _Problem, stores: set[Kind], most: int) -> Iterator[set[Kind]]:
+    """Kinds that differ from those of `stores` by one pair, another one in its place or one more."""
+    for other in problem.kinds() - stores:
+        given_up = [{kind} for kind in stores] + [set()] * (len(stores) < most)
+        for old in given_up:
+            kept = stores - old | {other}
+            yield kept | {frozenset([place]) for kind in kept for place in kind}
+
+
+class _Problem:
+    """Bytes and losses of each layer's heads at each precision of the ladder."""
+
+    def __init__(self, sensitivity: Sensitivity, ladder: tuple[Precision, ...]) -> None:
+        self.ladder, size = ladder, sensitivity.element_bytes
+        self.dense_bytes = sum(heads * (key + value) * size for heads, key, value in sensitivity.shapes)
+        self.bytes = [[_token_bytes(p, key, value, size) for p in ladder] for _, key, value in sensitivity.shapes]
+        self.heads = [shape[0] for shape in sensitivity.shapes]
+        self.losses = [
+            np.array([[sensitivity.loss(layer, head, p) for p in ladder] for head in range(heads)])
+            for layer, heads in enumerate(self.heads)
+        ]
+        # the same in all layers, unless their heads differ much
+        self.least = min(range(len(ladder)), key=lambda place: self.uniform_bytes(place))
+
+    def uniform_bytes(self, place: int) -> int:
+        return sum(heads * sizes[place] for heads, sizes in zip(self.heads, self.bytes))
+
+    @property
+    def least_name(self) -> str:
+        return self.ladder[self.least].name
+
+    @property
+    def least_ratio(self) -> float:
+        return self.uniform_bytes(self.least) / self.dense_bytes
+
+    def kinds(self) -> set[Kind]:
+        """All pairs and all single precisions."""
+        places = range(len(self.ladder))
+        return {frozenset(kind) for count in (1, 2) for kind in combinations(places, count)}
+
+    def allocation(self, solution: _Solution) -> Allocation:
+        taken = sum(sizes[place] for sizes, places in zip(self.bytes, solution.places) for place in places)
+        precisions = tuple(tuple(self.ladder[place] for place in places) for places in solution.places)
+        return Allocation(precisions, taken / self.dense_bytes, float(solution.loss))
+
+    def solve(self, budget: int, kinds: set[Kind]) -> _Solution:
+        """The least loss within `budget` bytes of a token, where layers may have the precisions of `kinds`."""
+        options: list[dict[int, Choice]] = [{} for _ in self.heads]
+        for best, choices in zip(options, self._options):
+            for kind in kinds:
+                for taken, choice in choices[kind].items():
+                    if taken not in best or choice < best[taken]:
+                        best[taken] = choice
+        least = [min(best, default=0) for best in options]
+        room = budget - sum(least)
+        if room < 0 or not all(options):
+            return _Solution((), math.inf)
+        unit = math.gcd(*(taken - start for best, start in zip(options, least) for taken in best)) or 1
+        return _knapsack(options, least, unit, room // unit)
+
+    @cached_property
+    def _options(self) -> list[dict[Kind, dict[int, Choice]]]:
+        """For each layer and kind the best places of its heads by bytes, with their loss."""
+        return [{kind: self._best(layer, kind) for kind in self.kinds()} for layer in range(len(self.heads))]
+
+    def _best(self, layer: int, kind: Kind) -> dict[int, Choice]:
+        heads, losses, sizes = self.heads[layer], self.losses[layer], self.bytes[layer]
+        if len(kind) == 1:
+            (place,) = kind
+            return {heads * sizes[place]: (float(losses[:, place].sum()), (place,) * heads)}
+        low, high = sorted(kind, key=lambda place: sizes[place])
+        # heads that gain most come first
+        order = np.argsort(losses[:, high] - losses[:, low], kind="stable")
+        found: dict[int, Choice] = {}
+        for count in range(1, heads):
+            places = np.full(heads, low)
+            places[order[:count]] = high
+            taken = count * sizes[high] + (heads - count) * sizes[low]
+            loss = float(losses[np.arange(heads), places].sum())
+            if taken not in found or loss < found[taken][0]:
+                found[taken] = loss, tuple(places.tolist())
+        return found
+
+
+def _knapsack(options: list[dict[int, Choice]], least: list[int], unit: int, room: int) -> _Solution:
+    """One option of each layer, of least loss.
+
+    Args:
+        options: bytes -> (loss, places).
+        least: bytes of each layer's smallest one, `room` units of `unit` bytes above the sum of which may be taken.
+    """
+    best = np.zeros(room + 1)
+    taken = []
+    for layer, start in zip(options, least):
+        after = np.full(room + 1, math.inf)
+        used = np.zeros(room + 1, dtype=np.int64)
+        for size, (loss, _) in layer.items():
+            units = (size - start) // unit
+            if units <= room:
+                better = best[: room + 1 - units] + loss
+                found = better < after[units:]
+                after[units:][found] = better[found]
+                used[units:][found] = size
+        best = after
+        taken.append(used)
+    places, left = [], room
+    for layer, start, used in zip(reversed(options), reversed(least), reversed(taken)):
+        size = int(used[left])
+        places.append(layer[size][1])
+        left -= (size - start) // unit
+    return _Solution(tuple(reversed(places)), float(best[room]))
+
+
+def _token_bytes(precision: Precision, key_dim: int, value_dim: int, element_bytes: int) -> int:
+    sizes = (key_dim, value_dim, element_bytes)
+    pages = PageLayout.build(precision, precision, *sizes, metadata_bits=METADATA_BITS, position_bytes=0)
+    return pages.high.token_bytes

@@ -1,0 +1,135 @@
+"""What each head of a model loses at few bits: the record that precisions are chosen by. No tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..precision import Precision
+
+# bits that heads are measured at, one at a time
+KEY_BITS, VALUE_BITS = 3, 2
+DIGITS = 4
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """The loss of each head's keys and values at few bits, all else exact, and how it falls with more bits.
+
+    Attributes:
+        model_type: of the model's text configuration.
+        model_digest: of its weights, as `hf_diffkv.calibration.model_digest` gives it.
+        element_bytes: of the dtype it was loaded in.
+        shapes: for each compressed layer KV heads, key_dim and value_dim.
+        keys, values: for each compressed layer and KV head the mean KL of following tokens to those of the dense cache,
+            in nats, when only this head's keys have `KEY_BITS` bits, or its values `VALUE_BITS`.
+        key_errors, value_errors: by bits, the mean square error of logits and of values over the mean square.
+        documents: how many these are means over. documents_digest: of their tokens.
+
+    Raises:
+        ValueError: figures for other layers or heads than `shapes` has, or below 0.
+    """
+
+    model_type: str
+    model_digest: str
+    element_bytes: int
+    shapes: tuple[tuple[int, int, int], ...]
+    keys: tuple[tuple[float, ...], ...]
+    values: tuple[tuple[float, ...], ...]
+    key_errors: Mapping[int, float]
+    value_errors: Mapping[int, float]
+    documents: int
+    documents_digest: str
+
+    def __post_init__(self) -> None:
+        heads = [shape[0] for shape in self.shapes]
+        for name, figures in (("keys", self.keys), ("values", self.values)):
+            if [len(layer) for layer in figures] != heads:
+                raise ValueError(f"{name} must have a number for each of {heads} heads of the layers.")
+            if not all(0 <= figure < math.inf for layer in figures for figure in layer):
+                raise ValueError(f"{name} has a number below 0, or one that is not finite.")
+        for name, errors, bits in (
+            ("key_errors", self.key_errors, KEY_BITS),
+            ("value_errors", self.value_errors, VALUE_BITS),
+        ):
+            if bits not in errors or not all(0 < error < math.inf for error in errors.values()):
+                raise ValueError(f"{name} must have positive numbers by bits, {bits} among them.")
+
+    @property
+    def model(self) -> str:
+        """The model in words."""
+        kinds = sorted({f"{heads} KV heads of {dim}" for heads, dim, _ in self.shapes})
+        return f"{self.model_type} with {len(self.shapes)} compressed layers of {' or '.join(kinds)}"
+
+    def loss(self, layer: int, head: int, precision: Precision) -> float:
+        """Predicted KL of one head at a precision: errors of keys and of values scale its measured losses.
+
+        Raises:
+            ValueError: bits or groups that were not measured.
+        """
+        if (precision.k_groups, precision.v_groups) != (1, 1):
+            raise ValueError(f"{precision} has groups, and what heads lose was measured without.")
+        parts = (
+            (self.keys[layer][head], self.key_errors, precision.k_bits, KEY_BITS),
+            (self.values[layer][head], self.value_errors, precision.v_bits, VALUE_BITS),
+        )
+        total = 0.0
+        for measured, errors, bits, at in parts:
+            if bits != 16 and bits not in errors:
+                raise ValueError(
+                    f"{precision.name}: {bits} bits were not measured; use some of {sorted(errors)} or 16."
+                )
+            total += 0.0 if bits == 16 else measured * errors[bits] / errors[at]
+        return total
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, numbers to four significant digits."""
+        values = asdict(self)
+        for name in ("keys", "values"):
+            values[name] = [[_rounded(figure) for figure in layer] for layer in values[name]]
+        for name in ("key_errors", "value_errors"):
+            values[name] = {str(bits): _rounded(error) for bits, error in sorted(values[name].items())}
+        values["shapes"] = [list(shape) for shape in self.shapes]
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Sensitivity:
+        """Of what `to_dict` gave. Raises `ValueError` for anything else."""
+        try:
+            given = dict(values)
+            for name in ("shapes", "keys", "values"):
+                given[name] = tuple(tuple(layer) for layer in given[name])
+            for name in ("key_errors", "value_errors"):
+                given[name] = {int(bits): float(error) for bits, error in given[name].items()}
+            return cls(**given)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"these are not the losses of a model's heads: {error}.") from error
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes a JSON file."""
+        Path(path).write_text(json.dumps(self.to_dict(), sort_keys=True) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> Sensitivity:
+        """Reads what `save` wrote. Raises `ValueError` for another file, and `OSError`."""
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text()))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def mean_of(rows: Sequence[Sequence[Sequence[float]]]) -> tuple[tuple[float, ...], ...]:
+    """The mean over documents of numbers for each layer and head."""
+    return tuple(
+        tuple(sum(figures) / len(rows) for figures in zip(*(document[layer] for document in rows)))
+        for layer in range(len(rows[0]))
+    )
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.{DIGITS}g}")
