@@ -1,0 +1,102 @@
+"""The documents that a model's heads are measured on: text, facts and their recall, copying.
+
+None of them is what `hf-diffkv evaluate` scores by default: facts come from another seed, and the text is of topics of
+Python's documentation that are no part of the evaluation's chapters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pydoc_data.topics
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..evaluation.tasks import Document, get_task
+from ..evaluation.tasks.base import Source
+from ..evaluation.tasks.prompts import encode
+from ..evaluation.tasks.text import stretches, texts
+
+SEED = 20260
+# tokens of a prompt, and those behind it whose prediction counts
+LENGTH, FOLLOWING = 1200, 64
+TEXTS, COPIES = 3, 1
+RECALL = (("dictionary", 2), ("key-value", 1), ("passage", 1))
+# characters of a paragraph that stands in no other topic by chance
+LONG_PARAGRAPH = 80
+# tokens of a copy that say which part is copied
+LEAD = 8
+# key of the positions among the following tokens at which predictions count
+POSITIONS = "positions"
+
+
+def documents_for(
+    tokenizer: Any, pieces: Iterable[str] | None = None, length: int = LENGTH, seed: int = SEED
+) -> list[Document]:
+    """Eight documents whose `continuation` is run behind the prompt, logits counting at `extra["positions"]`.
+
+    Args:
+        pieces: running text in the place of Python's documentation.
+        length: tokens of each prompt.
+
+    Raises:
+        EvaluationError: a text that is too short, or a length that is too small for the facts.
+    """
+    found = stretches(short_topics(seed) if pieces is None else pieces, tokenizer, TEXTS + COPIES, length, FOLLOWING)
+    texts = [_counting_at(document, range(FOLLOWING)) for document in found[:TEXTS]]
+    copies = [copying(document, tokenizer, index, seed) for index, document in enumerate(found[TEXTS:])]
+    source = Source(tokenizer, 1, length, seed)
+    recall = [recalling(get_task(name).document(source, index)) for name, count in RECALL for index in range(count)]
+    return [*texts, *recall, *copies]
+
+
+def digest_of(documents: Sequence[Document]) -> str:
+    """16 hexadecimal digits of the documents' tokens."""
+    return hashlib.sha256("".join(document.digest for document in documents).encode()).hexdigest()[:16]
+
+
+def short_topics(seed: int) -> list[str]:
+    """Topics of Python's documentation that the evaluation takes nothing from, in an order that the seed draws."""
+    topics = pydoc_data.topics.topics
+    scored = texts()
+    chosen = [
+        topics[name]
+        for name in sorted(topics)
+        if not any(part in chapter for part in _paragraphs(topics[name]) for chapter in scored)
+    ]
+    random.Random(f"{seed}/topics").shuffle(chosen)
+    return chosen
+
+
+def _paragraphs(text: str) -> list[str]:
+    return [part for part in text.split("\n\n") if len(part) >= LONG_PARAGRAPH]
+
+
+def recalling(document: Document) -> Document:
+    """Questions and answers one after another, as many as fit; predictions of the answers count."""
+    following: list[int] = []
+    positions: list[int] = []
+    for question, answer in document.questions:
+        # where the answer's first token is predicted
+        start = len(following) + len(question) - 1
+        following += [*question, *answer]
+        positions += range(start, start + len(answer))
+    return _counting_at(
+        replace(document, questions=(), continuation=tuple(following[:FOLLOWING])),
+        [position for position in positions if position < FOLLOWING],
+    )
+
+
+def copying(document: Document, tokenizer: Any, index: int, seed: int) -> Document:
+    """A text, then a part of it again; predictions count once it is clear which."""
+    start = random.Random(f"{seed}/copy/{index}").randrange(len(document.context) // 2)
+    again = document.context[start : start + FOLLOWING]
+    copied = replace(
+        document, name=f"copy-{index}", context=(*document.context, *encode(tokenizer, "\n\n")), continuation=again
+    )
+    return _counting_at(copied, range(LEAD, len(again)))
+
+
+def _counting_at(document: Document, positions: Iterable[int]) -> Document:
+    return replace(document, extra={POSITIONS: list(positions)})

@@ -1,0 +1,220 @@
+"""A prompt whose layers are looked at one at a time: what follows it, with some heads' keys or values replaced."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, DynamicLayer
+
+from ..cache.attention import diffkv_attention, diffkv_mask
+from ..cache.registration import set_attention
+from ..cache.supported_models import cache_layers, shared_layers
+from ..compat import attention_of, forget_attention
+
+NAME = "diffkv-watched"
+TAG = "_diffkv_watched"
+
+
+class WatchedLayer(DynamicLayer):
+    """Keeps a prompt's keys, values and queries; from then on shows them, or `shown`, to forwards and keeps nothing.
+
+    Attributes:
+        queries: of the prompt, [1, query_heads, tokens, key_dim] for each layer that reads these keys.
+        readers: the modules that these came from.
+        options: softcap and attention sinks, as they came with the queries.
+        shown: keys and values [rows or 1, heads, tokens, dim] that a forward attends to beside its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries: list[Tensor] = []
+        self.readers: list[nn.Module] = []
+        self.options: dict[str, Any] = {}
+        self.shown: tuple[Tensor, Tensor] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.shown is None:
+            key, value = super().update(key_states, value_states)
+            key, value = key.view_as(key), value.view_as(value)
+            setattr(key, TAG, self)
+            return key, value
+        rows = key_states.shape[0]
+        both = zip(self.shown, (key_states, value_states))
+        key, value = (torch.cat([past.expand(rows, -1, -1, -1), new], dim=2) for past, new in both)
+        return key, value
+
+    def note(self, module: nn.Module, query: Tensor, options: dict[str, Any]) -> None:
+        self.queries.append(query)
+        self.readers.append(module)
+        self.options = {name: options.get(name) for name in ("softcap", "s_aux")}
+
+
+def watched_attention(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Ordinary attention; layers that watch get the queries."""
+    layer = getattr(key, TAG, None)
+    if layer is not None:
+        layer.note(module, query, kwargs | (kwargs.get("kwargs") or {}))
+    return diffkv_attention(module, query, key, *args, **kwargs)
+
+
+@contextmanager
+def watching(model: Any) -> Iterator[None]:
+    """The model attends by `watched_attention` within the block."""
+    before = attention_of(model.config.get_text_config(decoder=True))
+    AttentionInterface.register(NAME, watched_attention)
+    AttentionMaskInterface.register(NAME, diffkv_mask)
+    try:
+        set_attention(model, NAME)
+        yield
+    finally:
+        set_attention(model, before or "sdpa")
+        forget_attention(NAME)
+
+
+@contextmanager
+def in_float32(model: Any) -> Iterator[None]:
+    """A half-precision model computes in float32 within the block, with the same weights; others stay as they are.
+
+    The model takes twice its memory then. Quantised models stay as they are: their losses have more noise.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    halves = [tensor for tensor in tensors if tensor.dtype in (torch.bfloat16, torch.float16)]
+    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
+        halves = []
+    dtypes = [tensor.dtype for tensor in halves]
+    try:
+        for tensor in halves:
+            tensor.data = tensor.data.float()
+        yield
+    finally:
+        for tensor, dtype in zip(halves, dtypes):
+            tensor.data = tensor.data.to(dtype)
+
+
+class Replay:
+    """One prompt in a model that is `watching`.
+
+    Args:
+        prompt, following: token ids; the second ones are run behind the first, in every row of a batch.
+        positions: of `following`, whose logits are wanted.
+        rows: of the batch.
+
+    Attributes:
+        layers: compressed layers, in order.
+        logits: [positions, vocabulary], with keys and values as they are.
+    """
+
+    def __init__(
+        self, model: Any, prompt: Sequence[int], following: Sequence[int], positions: Sequence[int], rows: int
+    ) -> None:
+        self.model, self.rows, self.start = model, rows, len(prompt)
+        self.following = torch.tensor([list(following)], device=model.device).expand(rows, -1)
+        self.positions = torch.tensor(list(positions), device=model.device)
+        text_config = model.config.get_text_config(decoder=True)
+        kinds = cache_layers(text_config)
+        self._all = [WatchedLayer() if type(layer) is DynamicLayer else layer for layer in kinds]
+        self.layers = [layer for layer in self._all if isinstance(layer, WatchedLayer)]
+        self._run(torch.tensor([list(prompt)], device=model.device), 0, Cache(layers=self._all), 1)
+        self._expand()
+        # what readers share is made in the layer that they read, which has to run
+        self._blocks = [] if shared_layers(text_config) else decoder_blocks(model, self.layers)
+        self._outputs: list[Any] = []
+        self.logits = self._reference()
+
+    def _expand(self) -> None:
+        same = torch.zeros(self.rows, dtype=torch.int64, device=self.model.device)
+        for layer in self._all:
+            if isinstance(layer, WatchedLayer):
+                layer.shown = layer.keys, layer.values
+            else:
+                layer.reorder_cache(same)
+
+    def _reference(self) -> Tensor:
+        outputs: list[Any] = []
+        with ExitStack() as stack:
+            for block in self._blocks:
+                handle = block.register_forward_hook(lambda module, given, output: outputs.append(output))
+                stack.callback(handle.remove)
+            logits = self._following()[0]
+        # a block that runs twice has no one output
+        self._outputs = outputs if len(outputs) == len(self._blocks) else []
+        return logits
+
+    def damaged(self, index: int, keys: Tensor, values: Tensor) -> Tensor:
+        """Logits [rows, positions, vocabulary] where a layer's prompt is another in each row.
+
+        Args:
+            index: of the compressed layer.
+            keys, values: [rows, heads, tokens, dim].
+        """
+        layer = self.layers[index]
+        shown, layer.shown = layer.shown, (keys, values)
+        try:
+            with self._from_block_of(layer):
+                return self._following()
+        finally:
+            layer.shown = shown
+
+    @contextmanager
+    def _from_block_of(self, layer: WatchedLayer) -> Iterator[None]:
+        """Blocks before the one that has the layer give what they gave before."""
+        first = next((i for i, block in enumerate(self._blocks) if _contains(block, layer.readers[0])), 0)
+        skipped = list(zip(self._blocks[:first], self._outputs))
+        with ExitStack() as stack:
+            for block, output in skipped:
+                stack.enter_context(_giving(block, output))
+            yield
+
+    def _following(self) -> Tensor:
+        # Transformers' layers replace their tensors and never write into them; those with a state do
+        layers = [
+            layer
+            if isinstance(layer, WatchedLayer)
+            else copy.deepcopy(layer)
+            if hasattr(layer, "conv_states")
+            else copy.copy(layer)
+            for layer in self._all
+        ]
+        return self._run(self.following, self.start, Cache(layers=layers), self.positions)
+
+    def _run(self, ids: Tensor, start: int, cache: Cache, keep: int | Tensor) -> Tensor:
+        positions = torch.arange(start, start + ids.shape[1], device=ids.device)
+        return self.model(
+            input_ids=ids, position_ids=positions[None], past_key_values=cache, use_cache=True, logits_to_keep=keep
+        ).logits.float()
+
+
+def decoder_blocks(model: nn.Module, layers: Sequence[WatchedLayer]) -> list[nn.Module]:
+    """The decoder's blocks in order: the list of modules each of which has at most one of the layers' attentions.
+
+    Empty where the model has no such list.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) >= len(layers):
+            owners = [[i for i, block in enumerate(module) if _contains(block, layer.readers[0])] for layer in layers]
+            if all(len(found) == 1 for found in owners) and sorted(owners) == owners:
+                return list(module)
+    return []
+
+
+def _contains(block: nn.Module, module: nn.Module) -> bool:
+    return any(part is module for part in block.modules())
+
+
+@contextmanager
+def _giving(block: nn.Module, output: Any) -> Iterator[None]:
+    """The block gives `output` whatever it is called with."""
+    own = vars(block).get("forward")
+    block.forward = lambda *args, **kwargs: output
+    try:
+        yield
+    finally:
+        del block.forward
+        if own is not None:
+            block.forward = own

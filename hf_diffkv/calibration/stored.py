@@ -1,0 +1,69 @@
+"""A prompt's keys and values as a store gives them back: rotated, centred, rounded for its queries, quantised."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..config import DiffKVConfig, Precision
+from ..ops.quantize import compute_dtype
+from ..ops.rounding import second_moment
+from ..ops.softmax import Softmax
+from ..store import Store, begin_forward, read_tokens
+from ..store.prompt import Past, compress
+from ..store.transform import Entering, note_logits, query_moment
+from .replay import WatchedLayer
+
+# what is stored beside the precision
+FIELDS = {"alpha_high": 0.0, "alpha_low": 0.0, "adaptive_rounding": True, "metadata_bits": 16, "window": 32}
+
+
+def stored(layer: WatchedLayer, precision: Precision) -> tuple[Tensor, Tensor]:
+    """Keys and values, [heads, tokens, dim] each; the newest and the first tokens are exact.
+
+    Raises:
+        ValueError: a precision that does not fit the heads.
+    """
+    key, value = layer.keys, layer.values
+    store = _store(layer, DiffKVConfig(high=precision, low=precision, **FIELDS))
+    begin_forward(store, key.shape[2])
+    note_logits(store, 0, Softmax(1.0, layer.options["softcap"], layer.options["s_aux"]))
+    new = Entering.checked(store, 0, key, value, None)
+    past = Past.read(store, 0, new)
+    moments = [query_moment(store, query, None) for query in layer.queries]
+    compress(store, 0, past, new, None, None if moments[0] is None else sum(moments[1:], start=moments[0]))
+    store.padding.append(key.shape[2], None)
+    tokens = read_tokens(store, 0)
+    return tokens.keys[0].to(key.dtype), tokens.values[0].to(value.dtype)
+
+
+def _store(layer: WatchedLayer, config: DiffKVConfig) -> Store:
+    batch, heads, _, key_dim = layer.keys.shape
+    return Store(config, 1, batch, heads, key_dim, layer.values.shape[3], layer.keys.dtype, layer.keys.device)
+
+
+def errors(layer: WatchedLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """What keys and values of `stored` are off by, [heads] each, of the tokens that are not exact.
+
+    Of keys the mean square by which the prompt's logits change, over that of logits of keys less their mean; of values
+    the mean square over that of values.
+    """
+    dtype = compute_dtype(keys.dtype)
+    config = DiffKVConfig(**FIELDS)
+    inner = slice(config.sinks, keys.shape[1] - config.window)
+    moment = sum(second_moment(query, keys.shape[0]) for query in layer.queries)
+    exact, exact_values = layer.keys[0].to(dtype), layer.values[0].to(dtype)
+    centred = exact - exact.mean(1, keepdim=True)
+
+    def logits(key: Tensor) -> Tensor:
+        return ((key[:, inner] @ moment) * key[:, inner]).sum((1, 2))
+
+    off = (values.to(dtype) - exact_values)[:, inner].square().sum((1, 2))
+    of_values = off / exact_values[:, inner].square().sum((1, 2))
+    return logits(keys.to(dtype) - exact) / logits(centred), of_values
+
+
+def geometric_mean(figures: Tensor) -> float:
+    """Of those that are positive and finite; NaN without any."""
+    good = figures[torch.isfinite(figures) & (figures > 0)].double()
+    return float(good.log().mean().exp())

@@ -1,0 +1,211 @@
+"""What heads lose, against the cache's own tokens put into a dense cache, and how a run is kept and gone on with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+
+from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
+from hf_diffkv.calibration import heads as heads_module
+from hf_diffkv.calibration.digest import model_digest
+from hf_diffkv.calibration.documents import FOLLOWING, LENGTH, POSITIONS, documents_for
+from hf_diffkv.calibration.heads import mean_kl, measure_heads
+from hf_diffkv.calibration.replay import in_float32
+from hf_diffkv.config.sensitivity import Sensitivity
+from hf_diffkv.evaluation.errors import EvaluationError
+from hf_diffkv.evaluation.tasks import Document, get_task
+from hf_diffkv.evaluation.tasks.base import Source
+from tests.tiny_models import tiny_model
+
+TINY_LM = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"
+PROMPT, TAIL = 120, 10
+COUNTED = [2, 3, 5, 8, 9]
+FAMILIES = ["llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss"]
+SLIDING = ("gemma2", "gemma3_text", "gpt_oss")
+
+
+def document(tokens: int = PROMPT + TAIL) -> Document:
+    ids = torch.randint(3, 128, (tokens,), generator=torch.Generator().manual_seed(3)).tolist()
+    return Document("random", tuple(ids[:PROMPT]), continuation=tuple(ids[PROMPT:]), extra={POSITIONS: COUNTED})
+
+
+def measured(model: PreTrainedModel, given: Document | None = None) -> dict[str, Any]:
+    return heads_module._measured(model, given or document(), tqdm(disable=True))
+
+
+@torch.no_grad()
+def log_probabilities(model: PreTrainedModel, damage: dict[tuple[int, str, int], Tensor]) -> Tensor:
+    """float64 [positions, vocabulary] behind a dense prompt of which some heads' tokens are replaced."""
+    given, cache = document(), DynamicCache(config=model.config)
+    model(torch.tensor([given.context]), past_key_values=cache)
+    for (layer, part, head), tokens in damage.items():
+        getattr(cache.layers[layer], part)[0, head] = tokens
+    logits = model(torch.tensor([given.continuation]), past_key_values=cache).logits[0]
+    return logits[COUNTED].double().log_softmax(-1)
+
+
+@torch.no_grad()
+def held_by_a_cache(model: PreTrainedModel, precision: Precision) -> DiffKVCache:
+    fields = {"window": 32, "adaptive_rounding": True, "metadata_bits": 16, "alpha_high": 0.0}
+    cache = DiffKVCache(model.config, DiffKVConfig(high=precision, low=precision, **fields))
+    before = model.config._attn_implementation
+    model.set_attn_implementation("diffkv")
+    model(torch.tensor([document().context]), past_key_values=cache)
+    model.set_attn_implementation(before)
+    return cache
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_are_those_of_a_dense_cache_with_the_stored_tokens(family: str) -> None:
+    options = {"layer_types": ["sliding_attention", "full_attention"] * 2} if family in SLIDING else {}
+    model = tiny_model(family, "eager", num_hidden_layers=4, **options)
+    found = measured(model)
+    exact = log_probabilities(model, {})
+    for part, precision in (("keys", Precision(3, 16)), ("values", Precision(16, 2))):
+        cache = held_by_a_cache(model, precision)
+        assert len(found[part]) == len(cache.compressed_layers())
+        for index, layer in enumerate(cache.compressed_layers()):
+            tokens = cache.dequantize(layer)[0 if part == "keys" else 1]
+            for head in range(2):
+                damaged = log_probabilities(model, {(layer, part, head): tokens[0, head]})
+                expected = float((exact.exp() * (exact - damaged)).sum(-1).mean())
+                assert found[part][index][head] == pytest.approx(expected, rel=2e-3, abs=1e-7)
+
+
+def test_the_head_that_matters_is_found() -> None:
+    model = tiny_model("llama", num_hidden_layers=3)
+    with torch.no_grad():
+        for index, layer in enumerate(model.model.layers):
+            # query heads 2 and 3 read KV head 1
+            outputs = layer.self_attn.o_proj.weight.view(64, 4, 16)
+            outputs[:, : 2 if index == 1 else 4] = 0
+    found = measured(model)
+    for part in ("keys", "values"):
+        losses = torch.tensor(found[part])
+        assert losses[1, 1] > 1e-6
+        losses[1, 1] = 0
+        assert losses.abs().max() == 0
+
+
+def test_many_heads_are_measured_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", num_key_value_heads=4)
+    at_once = measured(model)
+    monkeypatch.setattr(heads_module, "MOST_ROWS", 3)
+    one_by_one = measured(model)
+    for part in ("keys", "values"):
+        torch.testing.assert_close(torch.tensor(one_by_one[part]), torch.tensor(at_once[part]), rtol=1e-3, atol=1e-8)
+
+
+def test_errors_fall_with_every_bit() -> None:
+    found = measured(tiny_model("llama"))
+    for name in ("keys_errors", "values_errors"):
+        errors = list(found[name].values())
+        assert list(found[name]) == ["2", "3", "4", "5", "6", "8"]
+        assert all(0 < more < 0.5 * fewer for fewer, more in zip(errors, errors[1:]))
+
+
+def test_small_losses_are_exact() -> None:
+    generator = torch.Generator().manual_seed(0)
+    exact = 5 * torch.randn(7, 50, generator=generator)
+    for size in (1e-4, 1e-2, 1.0):
+        other = exact + size * torch.randn(7, 50, generator=generator)
+        p, q = exact.double().log_softmax(-1), other.double().log_softmax(-1)
+        expected = float((p.exp() * (p - q)).sum(-1).mean())
+        assert mean_kl(exact, exact.softmax(-1), other) == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = tiny_model("qwen2", dtype=torch.bfloat16)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    rows = heads_module._rows(model.config, TAIL)
+    measured(model)
+    assert rows == 4 and model.config._attn_implementation == "sdpa"
+    for name, tensor in model.state_dict().items():
+        assert tensor.dtype == weights[name].dtype and torch.equal(tensor, weights[name])
+    assert all("forward" not in vars(module) and not module._forward_hooks for module in model.modules())
+
+
+def test_half_precision_is_measured_in_float32() -> None:
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    in_half = measured(model)
+    exactly = measured(model.float())
+    assert in_half["keys"] == exactly["keys"] and in_half["values"] == exactly["values"]
+
+
+def test_the_digest_is_of_the_weights() -> None:
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    digest = model_digest(model)
+    with in_float32(model):
+        assert model.lm_head.weight.dtype == torch.float32 and model_digest(model) == digest
+    assert model_digest(tiny_model("llama", dtype=torch.bfloat16, seed=2)) != digest
+    with torch.device("meta"), pytest.raises(ValueError, match="load the model without offloading"):
+        model_digest(torch.nn.Linear(3, 3))
+
+
+def test_documents_are_not_those_of_the_evaluation() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TINY_LM)
+    documents = documents_for(tokenizer)
+    assert len({found.digest for found in documents}) == 8
+    assert [found.digest for found in documents_for(tokenizer)] == [found.digest for found in documents]
+    for found in documents:
+        assert 0.9 * LENGTH <= len(found.context) <= LENGTH + 2 and len(found.continuation) == FOLLOWING
+        assert found.extra[POSITIONS] and max(found.extra[POSITIONS]) < FOLLOWING
+    texts = [tokenizer.decode(found.context) for found in documents]
+    for name in ("text", "dictionary", "key-value", "passage"):
+        task = get_task(name)
+        for scored in task.documents(Source(tokenizer, task.count, 1600)):
+            text = tokenizer.decode(scored.context)
+            assert not any(text[start : start + 400] in mine for mine in texts for start in range(0, len(text), 200))
+
+
+def test_answers_are_predicted_from_the_tokens_before_them() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TINY_LM)
+    document = documents_for(tokenizer)[3]
+    question = tokenizer.decode(document.continuation)
+    start = document.extra[POSITIONS][0]
+    assert document.name == "dictionary-0" and question.startswith("\n\nIn the old dialect,")
+    assert tokenizer.decode(document.continuation[: start + 1]).endswith(" means")
+
+
+def run(output: Path | None = None, length: int = 900) -> Sensitivity:
+    model = AutoModelForCausalLM.from_pretrained(TINY_LM, dtype=torch.float32).eval()
+    return measure_heads(model, AutoTokenizer.from_pretrained(TINY_LM), length=length, output=output, quiet=True)
+
+
+def test_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, calls = heads_module._measured, []
+
+    def measure(model: Any, given: Document, bar: Any) -> dict[str, Any]:
+        calls.append(given.name)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return original(model, given, bar)
+
+    monkeypatch.setattr(heads_module, "_measured", measure)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path)
+    whole = run(tmp_path)
+    assert len(calls) == 3 + 6 and calls[2] == calls[3]
+    assert run(tmp_path) == whole and len(calls) == 9
+    assert whole.shapes == ((2, 64, 64),) * 6 and whole.documents == 8
+    path = tmp_path / "heads.json"
+    whole.save(path)
+    again = Sensitivity.load(path)
+    assert again.to_dict() == whole.to_dict() and Sensitivity.from_dict(again.to_dict()) == again
+    assert again.keys[5][1] == pytest.approx(whole.keys[5][1], rel=1e-3)
+
+
+def test_what_cannot_be_measured(tmp_path: Path) -> None:
+    with pytest.raises(EvaluationError, match="lower length"):
+        run(length=5000)
+    model = AutoModelForCausalLM.from_pretrained(TINY_LM)
+    with pytest.raises(EvaluationError, match="the text has"):
+        measure_heads(model, AutoTokenizer.from_pretrained(TINY_LM), "short", quiet=True)
+    with pytest.raises(ValueError, match="pass the model itself"):
+        measure_heads(model.config, None)
