@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .cache.report import MemoryReport
     from .cache.snapshot import CacheFileError
     from .cache.usage import CacheInUseError
+    from .calibration.heads import measure_heads
     from .calibration.probe import probe_keys, without_fragile_level
     from .prefixes import PrefixStore
     from .store.read import IntegrityError
@@ -33,6 +34,7 @@ __all__ = [
     "Precision",
     "PrefixStore",
     "UnsupportedModelError",
+    "measure_heads",
     "plot",
     "probe_keys",
     "register",
@@ -50,6 +52,7 @@ _LAZY = {
     "MemoryReport": "cache.report",
     "PrefixStore": "prefixes",
     "UnsupportedModelError": "cache.errors",
+    "measure_heads": "calibration.heads",
     "probe_keys": "calibration.probe",
     "without_fragile_level": "calibration.probe",
 }

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..config import DiffKVConfig, Precision
+from ..config.sensitivity import FIELDS
 from ..ops.quantize import compute_dtype
 from ..ops.rounding import second_moment
 from ..ops.softmax import Softmax
@@ -13,9 +14,6 @@ from ..store import Store, begin_forward, read_tokens
 from ..store.prompt import Past, compress
 from ..store.transform import Entering, note_logits, query_moment
 from .replay import WatchedLayer
-
-# what is stored beside the precision
-FIELDS = {"alpha_high": 0.0, "alpha_low": 0.0, "adaptive_rounding": True, "metadata_bits": 16, "window": 32}
 
 
 def stored(layer: WatchedLayer, precision: Precision) -> tuple[Tensor, Tensor]:
@@ -25,7 +23,7 @@ def stored(layer: WatchedLayer, precision: Precision) -> tuple[Tensor, Tensor]:
         ValueError: a precision that does not fit the heads.
     """
     key, value = layer.keys, layer.values
-    store = _store(layer, DiffKVConfig(high=precision, low=precision, **FIELDS))
+    store = _store(layer, DiffKVConfig(high=precision, low=precision, alpha_high=0.0, **FIELDS))
     begin_forward(store, key.shape[2])
     note_logits(store, 0, Softmax(1.0, layer.options["softcap"], layer.options["s_aux"]))
     new = Entering.checked(store, 0, key, value, None)

@@ -1,4 +1,5 @@
-"""`hf-diffkv calibrate`: the cheapest thresholds whose loss is within a limit, as a configuration."""
+"""`hf-diffkv calibrate`: the cheapest thresholds whose loss is within a limit, or the precisions of heads that lose
+least at a ratio, as a configuration."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ..calibration.candidates import Candidate, Thresholds, cheapest, closest, table
 from ..calibration.sweep import ALPHA_HIGH, ALPHA_LOW, Grid, sweep
-from ..config.diffkv_config import with_calibration
+from ..config.diffkv_config import DiffKVConfig, with_calibration
 from ..config.files import CONFIG_NAME
 from ..evaluation.errors import EvaluationError
 from .console import Failure
@@ -21,6 +23,10 @@ from .options import AtLeast, Numbers, model_option, quiet_option, running_optio
 MAX_KL = 0.01
 DOCUMENTS, LENGTH, CONTINUED = 4, 1024, 256
 TABLE_NAME = "table.md"
+# options that --ratio has no use for
+OF_THRESHOLDS = (
+    *("max_kl", "max_loss", "task", "method", "alpha_high", "alpha_low", "per_layer", "documents", "seed", "retry"),
+)
 
 
 def _listed(values: tuple[float, ...]) -> str:
@@ -31,13 +37,20 @@ def _listed(values: tuple[float, ...]) -> str:
     "calibrate",
     cls=Command,
     help=f"Measure thresholds on real caches and write the cheapest ones within the limit to OUTPUT/{CONFIG_NAME}, for "
-    "DiffKVConfig.from_pretrained. What was measured is kept; run it again to go on. Ends with exit code 1 where "
-    "nothing is good enough.",
+    "DiffKVConfig.from_pretrained. With --ratio measure instead what each head loses at few bits, and write a "
+    "precision for each that lose least together. What was measured is kept; run it again to go on, or for another "
+    "limit or ratio. Ends with exit code 1 where nothing is good enough.",
 )
 @model_option(required=True)
 @click.option("--output", type=Path, required=True, metavar="FOLDER", help="One that holds a run goes on with it.")
 @click.option(
-    "--text", metavar="T", help="UTF-8 file, data set of the Hub, or offline.  [default: EleutherAI/hendrycks_math]"
+    "--text",
+    metavar="T",
+    help="UTF-8 file, data set of the Hub, or offline.  [default: EleutherAI/hendrycks_math; with --ratio text, facts "
+    "and copies made on the spot]",
+)
+@click.option(
+    "--ratio", type=float, metavar="R", help="Bytes of a stored token over those in the model's dtype, such as 0.2."
 )
 @click.option("--max-kl", type=float, metavar="X", help=f"Mean KL to the dense cache, nats.  [default: {MAX_KL}]")
 @click.option("--max-loss", type=float, metavar="Y", help="In the first figure of --task, below the dense cache's.")
@@ -52,8 +65,53 @@ def _listed(values: tuple[float, ...]) -> str:
 @running_options
 @click.option("--retry", is_flag=True, help="Run again what failed before.")
 @quiet_option
-def command(**given: Any) -> None:
-    calibrate(SimpleNamespace(**given))
+@click.pass_context
+def command(context: click.Context, **given: Any) -> None:
+    options = SimpleNamespace(**given)
+    if options.ratio is None:
+        calibrate(options)
+        return
+    typed = [name for name in OF_THRESHOLDS if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
+    if typed:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in typed)
+        raise click.UsageError(f"--ratio chooses precisions and no thresholds; leave {names} out.")
+    calibrate_heads(options)
+
+
+def calibrate_heads(options: SimpleNamespace) -> None:
+    """Runs the command with a ratio.
+
+    Raises:
+        EvaluationError: something the user can put right; what was measured is kept.
+    """
+    from ..calibration.documents import LENGTH as PROMPT
+    from ..calibration.heads import measure_heads
+    from ..calibration.texts import read_pieces
+    from ..config.allocation import SENSITIVITY, check_ratio, fields_for
+    from ..config.presets import head_size
+    from ..config.sensitivity import FIELDS
+    from ..evaluation.environment import describe_environment
+    from ..evaluation.models import load_config, load_model
+
+    model_config, tokenizer = load_config(options.model)
+    head_dim, element_bytes = head_size(model_config)
+    try:
+        check_ratio(options.ratio, [(1, head_dim, head_dim)], element_bytes)
+    except ValueError as error:
+        raise EvaluationError(str(error)) from error
+    pieces = None if options.text is None else read_pieces(options.text)
+    model = load_model(options.model, options.dtype, options.device, options.quiet)
+    length = options.length or PROMPT
+    measured = measure_heads(model, tokenizer, pieces, length=length, output=options.output, quiet=options.quiet)
+    source = {"model": options.model, "dtype": str(model.dtype).removeprefix("torch."), "length": length}
+    source |= {"text": options.text} if options.text else {}
+    block = {**source, SENSITIVITY: measured.to_dict(), "versions": describe_environment(model.device)}
+    fields, block = fields_for(block, options.ratio)
+    with_calibration(DiffKVConfig(**FIELDS, **fields), block).save_pretrained(options.output)
+    print(
+        f"Wrote {options.output / CONFIG_NAME}: stored tokens take {block['ratio']:.1%} of their bytes in the model's "
+        f"dtype, predicted KL {block['predicted_kl']:.4f}."
+    )
 
 
 def calibrate(options: SimpleNamespace) -> None:

@@ -9,23 +9,24 @@ then one for another while that helps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 
 from ..pages.layout import PageLayout
 from ..precision import Precision, as_precision
-from .sensitivity import Sensitivity
+from .sensitivity import FIELDS, Sensitivity
 
 # docs/calibration.md has what others give
 LADDER = ("K3V2", "K3V3", "K4V3", "K5V4", "K6V5")
 # each pair is a store of its own
 MOST_PAIRS = 6
-# of pages without scores and positions
-METADATA_BITS = 16
+# keys of a configuration's calibration
+SENSITIVITY, TARGET = "sensitivity", "target_ratio"
 # precisions of a layer, as their places in the ladder: two, or one
 Kind = frozenset[int]
 # what a layer loses, and the places of its heads
@@ -69,22 +70,62 @@ def allocate(
         ValueError: a ratio that the smallest precision does not reach, or precisions that were not measured or do not
             fit the heads.
     """
-    if isinstance(target_ratio, bool) or not isinstance(target_ratio, (int, float)) or not 0 < target_ratio:
-        raise ValueError(f"target_ratio={target_ratio!r} must be a number above 0, for example 0.2.")
     if most_pairs is not None and most_pairs < 1:
         raise ValueError(f"most_pairs={most_pairs} must be at least 1.")
     chosen = tuple(dict.fromkeys(as_precision("ladder", precision) for precision in ladder))
     if not chosen:
         raise ValueError("ladder is empty; give precisions to choose from.")
+    check_ratio(target_ratio, sensitivity.shapes, sensitivity.element_bytes, chosen)
     problem = _Problem(sensitivity, chosen)
-    if target_ratio < problem.least_ratio:
-        raise ValueError(
-            f"target_ratio={target_ratio} is below what {problem.least_name} takes of every head, "
-            f"{problem.least_ratio:.3f}; raise it, or give a ladder with fewer bits."
-        )
     budget = math.floor(target_ratio * problem.dense_bytes + 1e-9)
     found = problem.solve(budget, problem.kinds())
     return problem.allocation(found if most_pairs is None else _with_fewer(problem, budget, found, most_pairs))
+
+
+def check_ratio(
+    target_ratio: Any,
+    shapes: Sequence[tuple[int, int, int]],
+    element_bytes: int,
+    ladder: Sequence[Precision | str] = LADDER,
+) -> None:
+    """Raises `ValueError` for what is no ratio, or one that the smallest precision of `ladder` does not reach.
+
+    Args:
+        shapes: KV heads, key_dim and value_dim of layers.
+        element_bytes: of the model's dtype.
+    """
+    if isinstance(target_ratio, bool) or not isinstance(target_ratio, (int, float)) or not 0 < target_ratio:
+        raise ValueError(f"target_ratio={target_ratio!r} must be a number above 0, for example 0.2.")
+    dense = sum(heads * (key + value) * element_bytes for heads, key, value in shapes)
+    taken = {
+        precision.name: sum(heads * _token_bytes(precision, key, value, element_bytes) for heads, key, value in shapes)
+        for precision in (as_precision("ladder", each) for each in ladder)
+    }
+    least = min(taken, key=lambda name: taken[name])
+    if target_ratio < taken[least] / dense:
+        raise ValueError(
+            f"target_ratio={target_ratio} is below what {least} takes of every head, {taken[least] / dense:.3f}; raise "
+            "it, or give a ladder with fewer bits."
+        )
+
+
+def fields_for(calibration: Mapping[str, Any] | None, target_ratio: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields of a configuration for another ratio, and its calibration.
+
+    Args:
+        calibration: one that has what heads lose, as `hf-diffkv calibrate --ratio` writes it.
+
+    Raises:
+        ValueError: a calibration without, or as `allocate`.
+    """
+    if calibration is None or SENSITIVITY not in calibration:
+        raise ValueError(
+            "this configuration does not have what the heads of a model lose; `hf-diffkv calibrate --ratio` measures "
+            "it and writes one that has, for DiffKVConfig.from_pretrained."
+        )
+    found = allocate(Sensitivity.from_dict(calibration[SENSITIVITY]), target_ratio)
+    chosen = {TARGET: target_ratio, "ratio": found.ratio, "predicted_kl": found.loss}
+    return {"head_precisions": found.precisions}, {**calibration, **chosen}
 
 
 @dataclass(frozen=True)
@@ -145,14 +186,6 @@ class _Problem:
 
     def uniform_bytes(self, place: int) -> int:
         return sum(heads * sizes[place] for heads, sizes in zip(self.heads, self.bytes))
-
-    @property
-    def least_name(self) -> str:
-        return self.ladder[self.least].name
-
-    @property
-    def least_ratio(self) -> float:
-        return self.uniform_bytes(self.least) / self.dense_bytes
 
     def kinds(self) -> set[Kind]:
         """All pairs and all single precisions."""
@@ -234,5 +267,5 @@ def _knapsack(options: list[dict[int, Choice]], least: list[int], unit: int, roo
 
 def _token_bytes(precision: Precision, key_dim: int, value_dim: int, element_bytes: int) -> int:
     sizes = (key_dim, value_dim, element_bytes)
-    pages = PageLayout.build(precision, precision, *sizes, metadata_bits=METADATA_BITS, position_bytes=0)
+    pages = PageLayout.build(precision, precision, *sizes, metadata_bits=FIELDS["metadata_bits"], position_bytes=0)
     return pages.high.token_bytes

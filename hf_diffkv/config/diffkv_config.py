@@ -270,6 +270,22 @@ class DiffKVConfig:
             chosen = preset_within(target_ratio, model_config)
         return cls(**{**chosen, **kwargs})
 
+    def with_ratio(self, target_ratio: float) -> DiffKVConfig:
+        """The same with the `head_precisions` of least predicted loss within a ratio; nothing is measured.
+
+        They follow from what `hf-diffkv calibrate --ratio` measured of each head, which `calibration` holds.
+
+        Args:
+            target_ratio: bytes of a stored token over its bytes in the model's dtype, at most; windows come on top.
+
+        Raises:
+            ValueError: a configuration without these measurements, or a ratio that cannot be met.
+        """
+        from .allocation import fields_for
+
+        fields, calibration = fields_for(self.calibration, target_ratio)
+        return with_calibration(dataclasses.replace(self, **fields), calibration)
+
     @property
     def calibration(self) -> dict[str, Any] | None:
         """What `hf-diffkv calibrate` chose it by (docs/calibration.md), where it was read from such a file; else None.

@@ -64,11 +64,7 @@ def preset_within(target_ratio: Any, model_config: Any) -> dict[str, Any]:
 
     if isinstance(target_ratio, bool) or not isinstance(target_ratio, (int, float)) or not 0 < target_ratio:
         raise ValueError(f"target_ratio={target_ratio!r} must be a number above 0, for example 0.3.")
-    if not hasattr(model_config, "get_text_config"):
-        raise ValueError("target_ratio needs the size of the model's heads; pass the model or model.config.")
-    text_config = model_config.get_text_config(decoder=True)
-    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
-    element_bytes = getattr(getattr(text_config, "dtype", None), "itemsize", 2)
+    head_dim, element_bytes = head_size(model_config)
     for name in LADDER:
         precision = Precision.parse(name)
         pages = PageLayout.build(precision, precision, head_dim, head_dim, element_bytes, **UNIFORM_NUMBERS)
@@ -79,6 +75,19 @@ def preset_within(target_ratio: Any, model_config: Any) -> dict[str, Any]:
         f"target_ratio={target_ratio} is below what {LADDER[-1]} takes of heads of {head_dim}, "
         f"{ratio:.3f}; raise it, or choose precisions or a policy yourself."
     )
+
+
+def head_size(model_config: Any) -> tuple[int, int]:
+    """Elements of a head, and bytes of an element, as a Transformers configuration has them.
+
+    Raises:
+        ValueError: it is no configuration.
+    """
+    if not hasattr(model_config, "get_text_config"):
+        raise ValueError("target_ratio needs the size of the model's heads; pass the model or model.config.")
+    text_config = model_config.get_text_config(decoder=True)
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+    return head_dim, getattr(getattr(text_config, "dtype", None), "itemsize", 2)
 
 
 def preset_named(name: str) -> dict[str, Any]:
