@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
+import interpreted  # noqa: F401
 import pytest
 import torch
 from captured_steps import FIELDS, build, generate, run
@@ -16,10 +14,6 @@ from transformers import CompileConfig
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cache import graphs
 from hf_diffkv.cache.compiled_forward import within_graph
-
-triton = pytest.importorskip("triton")
-if not triton.knobs.runtime.interpret:
-    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 
 pytestmark = pytest.mark.usefixtures("recorded")
 # a compiler that leaves operations as they are, so that the recorder sees them

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 from pathlib import Path
 from types import ModuleType
 
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
+import interpreted  # noqa: F401
 import pytest
 import torch
 from tiny_models import tiny_model
 from transformers import CompileConfig
 
 from hf_diffkv import DiffKVConfig, Precision
-
-triton = pytest.importorskip("triton")
-if not triton.knobs.runtime.interpret:
-    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import logging
-import os
 
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
+import interpreted  # noqa: F401
 import pytest
 import torch
 from captured_steps import FIELDS, build, generate, run
 from recorded_graph import RecordedGraph
 from transformers import AutoTokenizer
+from triton.runtime.interpreter import InterpretedFunction
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cache import graphs
 from hf_diffkv.evaluation.models import TINY_LM
 from hf_diffkv.store.read import IntegrityError
-
-triton = pytest.importorskip("triton")
-if not triton.knobs.runtime.interpret:
-    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
-from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("recorded")
 

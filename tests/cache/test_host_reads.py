@@ -5,10 +5,7 @@ Steps from Python: `test_fault_9_no_host_reads_between_two_refreshes`.
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
+import interpreted  # noqa: F401
 import pytest
 import torch
 from captured_steps import FIELDS, build
@@ -17,10 +14,6 @@ from host_reads import HostReads
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cache import graphs
 from hf_diffkv.store import Store, hide
-
-triton = pytest.importorskip("triton")
-if not triton.knobs.runtime.interpret:
-    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 
 LOOK = ["cpu in read_together", "numpy in read_together"]
 

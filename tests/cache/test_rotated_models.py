@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from pathlib import Path
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch

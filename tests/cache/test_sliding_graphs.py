@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
+import interpreted  # noqa: F401
 import pytest
 import torch
 from captured_steps import run
@@ -16,10 +14,6 @@ from tiny_models import ragged_prompts, tiny_model
 from transformers import CompileConfig, PreTrainedModel
 
 from hf_diffkv import DiffKVCache
-
-triton = pytest.importorskip("triton")
-if not triton.knobs.runtime.interpret:
-    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 
 pytestmark = pytest.mark.usefixtures("recorded")
 SIZE = {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 6}

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
+import interpreted  # noqa: F401
 import pytest
 import torch
 from torch import Tensor
@@ -16,11 +13,6 @@ from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.rotation import Rotation, rotation_matrix
 from hf_diffkv.pages import LayerRows, PageLayout
 from tools.kernels.rows import given_rows
-
-triton = pytest.importorskip("triton")
-if not triton.knobs.runtime.interpret:
-    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
-
 
 CPU = torch.device("cpu")
 FULL = Precision(16, 16)

@@ -1,32 +1,24 @@
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
 from types import SimpleNamespace
 
+import interpreted  # noqa: F401
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
+from test_compact_reference import Rewrite
 
 from hf_diffkv.config import Precision
+from hf_diffkv.ops.backend import use_backend
+from hf_diffkv.ops.compact import launch, reference
+from hf_diffkv.ops.quantize import Contents
+from hf_diffkv.ops.quantize import launch as quantize_launch
+from hf_diffkv.ops.quantize.reference import load_tokens, store_tokens
+from hf_diffkv.ops.scan import pair_ranks, sum_totals
+from hf_diffkv.ops.tiles import build_tiles
 from hf_diffkv.pages import HIGH, LOW, FreeList, PageLayout, column
-
-triton = pytest.importorskip("triton")
-if isinstance(triton.language.sum, triton.JITFunction):
-    pytest.skip("triton was imported before TRITON_INTERPRET=1 was set", allow_module_level=True)
-
-import triton.language as tl  # noqa: E402
-from test_compact_reference import Rewrite  # noqa: E402
-
-from hf_diffkv.ops.backend import use_backend  # noqa: E402
-from hf_diffkv.ops.compact import launch, reference  # noqa: E402
-from hf_diffkv.ops.quantize import Contents  # noqa: E402
-from hf_diffkv.ops.quantize import launch as quantize_launch  # noqa: E402
-from hf_diffkv.ops.quantize.reference import load_tokens, store_tokens  # noqa: E402
-from hf_diffkv.ops.scan import pair_ranks, sum_totals  # noqa: E402
-from hf_diffkv.ops.tiles import build_tiles  # noqa: E402
-from hf_diffkv.pages.segments import segments  # noqa: E402
-from tools.kernels.rows import given_rows  # noqa: E402
+from hf_diffkv.pages.segments import segments
+from tools.kernels.rows import given_rows
 
 K8V4, K4V2 = Precision(8, 4), Precision(4, 2)
 CPU = torch.device("cpu")

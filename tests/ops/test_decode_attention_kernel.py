@@ -1,16 +1,16 @@
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
 import math
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
+import interpreted  # noqa: F401
 import pytest
 import torch
+import triton.language as tl
 from hand_decode import stored_by_hand
 
 from hf_diffkv.config import Precision
+from hf_diffkv.ops.decode_attention import launch, reference
+from hf_diffkv.ops.decode_attention.scratch import KernelConfig, Scratch
 from hf_diffkv.ops.quantize import Contents
 from hf_diffkv.ops.quantize import reference as quantize
 from hf_diffkv.ops.softmax import Softmax
@@ -19,15 +19,6 @@ from hf_diffkv.pages import HIGH, LOW, LayerRows, PageLayout
 from hf_diffkv.pages.segments import as_scores, segments
 from hf_diffkv.precision import SUPPORTED_BITS
 from tools.kernels.rows import given_rows
-
-triton = pytest.importorskip("triton")
-if isinstance(triton.language.sum, triton.JITFunction):
-    pytest.skip("triton was imported before TRITON_INTERPRET=1 was set", allow_module_level=True)
-
-import triton.language as tl  # noqa: E402
-
-from hf_diffkv.ops.decode_attention import launch, reference  # noqa: E402
-from hf_diffkv.ops.decode_attention.scratch import KernelConfig, Scratch  # noqa: E402
 
 TOLERANCE = {torch.float32: 2e-4, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 K8V4, K4V2, K16V16 = Precision(8, 4), Precision(4, 2), Precision(16, 16)

@@ -1,25 +1,17 @@
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
 import re
 
+import interpreted  # noqa: F401
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hand_pages import lowest_field
 
+from hf_diffkv.ops import dequant, packed_rows
+from hf_diffkv.ops.narrow_kernel import load_metadata
+from hf_diffkv.ops.quantize.reference import unpack as unpack_reference
 from hf_diffkv.precision import CODE_BITS
-
-triton = pytest.importorskip("triton")
-if isinstance(triton.language.sum, triton.JITFunction):
-    pytest.skip("triton was imported before TRITON_INTERPRET=1 was set", allow_module_level=True)
-
-import triton.language as tl  # noqa: E402
-
-from hf_diffkv.ops import dequant, packed_rows  # noqa: E402
-from hf_diffkv.ops.narrow_kernel import load_metadata  # noqa: E402
-from hf_diffkv.ops.quantize.reference import unpack as unpack_reference  # noqa: E402
 
 BIASED, EXACT, SUBNORMAL = (form.value for form in dequant.FORMS)
 

@@ -1,9 +1,6 @@
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys

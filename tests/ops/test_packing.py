@@ -1,9 +1,5 @@
 """Codes of every precision to bytes and back, as pages/layout.py says they are packed, wherever that is done."""
 
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
 from contextlib import nullcontext
 
 import numpy as np

@@ -1,17 +1,9 @@
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
+import interpreted  # noqa: F401
 import pytest
 import torch
+from hand_past import attend_prompt, hand_past
 
-triton = pytest.importorskip("triton")
-if isinstance(triton.language.sum, triton.JITFunction):
-    pytest.skip("triton was imported before TRITON_INTERPRET=1 was set", allow_module_level=True)
-
-from hand_past import attend_prompt, hand_past  # noqa: E402
-
-from hf_diffkv.ops.prefill_attention import launch, past_launch, reference, tiles  # noqa: E402
+from hf_diffkv.ops.prefill_attention import launch, past_launch, reference, tiles
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 SMALL_TILE = tiles.Tile(32, 16, 4, 1)

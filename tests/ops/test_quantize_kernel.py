@@ -1,20 +1,12 @@
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
+import interpreted  # noqa: F401
 import pytest
 import torch
 
 from hf_diffkv.config import Precision
+from hf_diffkv.ops.quantize import Contents, launch, reference
 from hf_diffkv.pages import PageLayout
+from hf_diffkv.pages.segments import segments
 from hf_diffkv.precision import CODE_BITS, SUPPORTED_BITS
-
-triton = pytest.importorskip("triton")
-if isinstance(triton.language.sum, triton.JITFunction):
-    pytest.skip("triton was imported before TRITON_INTERPRET=1 was set", allow_module_level=True)
-
-from hf_diffkv.ops.quantize import Contents, launch, reference  # noqa: E402
-from hf_diffkv.pages.segments import segments  # noqa: E402
 
 PAGES = 7
 

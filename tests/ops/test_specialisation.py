@@ -3,33 +3,25 @@ that are multiples of 16, which takes seconds, and fails where a step is being c
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
 import inspect
 from collections import defaultdict
 from typing import Any
 
+import interpreted  # noqa: F401
 import pytest
 import torch
 from hand_past import attend_prompt
 from tiny_models import tiny_model
+from triton._C.libtriton import native_specialize_impl
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.config.presets import preset_named
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.prefill_attention import prefill_attention
-
-triton = pytest.importorskip("triton")
-if not triton.knobs.runtime.interpret:
-    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
-
-from triton._C.libtriton import native_specialize_impl  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.backends.nvidia.compiler import CUDABackend  # noqa: E402
-from triton.runtime.interpreter import InterpretedFunction  # noqa: E402
-from triton.runtime.jit import JITFunction  # noqa: E402
 
 OPTIONS = {"num_warps", "num_stages", "maxnreg"}
 BACKEND = CUDABackend(GPUTarget("cuda", 90, 32))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch

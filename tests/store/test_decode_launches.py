@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
+import interpreted  # noqa: F401
 import pytest
 import torch
 from launches import Launches
@@ -16,10 +14,6 @@ from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store import Store, attend_token, attend_tokens, begin_forward, check_integrity
-
-triton = pytest.importorskip("triton")
-if not triton.knobs.runtime.interpret:
-    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 
 LEVELS = DiffKVConfig(Precision(8, 4), Precision(4, 2), alpha_high=1.0, alpha_low=0.1, window=4, center=False)
 

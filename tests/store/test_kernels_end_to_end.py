@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
+import interpreted  # noqa: F401
 import pytest
 import torch
 from dense_simulation import Rule
@@ -19,10 +16,6 @@ from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store import select_rows
 from hf_diffkv.store.step import prepare_step
-
-triton = pytest.importorskip("triton")
-if not triton.knobs.runtime.interpret:
-    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 
 
 @pytest.mark.parametrize(

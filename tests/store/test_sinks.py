@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
 from pathlib import Path
 
 import pytest
