@@ -62,7 +62,7 @@ wheel: $(READY)
 # the instruction sets beside the portable form, all without.
 SANITIZE := -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g
 SANITIZED := build/sanitized
-SANITIZE_TESTS ?= tests/ops/test_native_*.py tests/tools/test_fuzz_native.py
+SANITIZE_TESTS ?= tests/native tests/tools/test_fuzz_native.py
 native-sanitize: $(READY)
 	rm -rf $(SANITIZED)
 	HF_DIFFKV_NATIVE_FLAGS="$(SANITIZE)" HF_DIFFKV_NATIVE_SETS="$(SETS)" $(BIN)/python setup.py --quiet \

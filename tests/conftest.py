@@ -24,8 +24,8 @@ from hf_diffkv.pages import PagePool
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
-# test folders are no packages; others take the pairs of a store and its simulation from here, and cases of policies
-sys.path += [str(Path(__file__).parent / folder) for folder in ("store", "policy")]
+# test folders are no packages; others take from here: cases of ops, pairs of a store and its simulation, and policies
+sys.path += [str(Path(__file__).parent / folder) for folder in ("ops", "store", "policy")]
 
 
 def _loop_bounds_of_one_element() -> None:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 import torch
+from selection import ALL
 
-# hand-made pages and cases
-sys.path.append(str(Path(__file__).parents[1] / "ops"))
-
-from selection import ALL  # noqa: E402
-
-from tools.kernels.emulator.compiler import Compiler  # noqa: E402
-from tools.kernels.emulator.launch import Emulator  # noqa: E402
+from tools.kernels.emulator.compiler import Compiler
+from tools.kernels.emulator.launch import Emulator
 
 
 @pytest.fixture(scope="session")

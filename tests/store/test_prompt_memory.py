@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ops.native_code import needs_native
+from native_code import needs_native
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -1,8 +1,8 @@
 """Tables of what compiled kernels need, several Triton releases side by side.
 
     python -m tools.kernels.report --json > FILE        once with each release
-    python tools/compile_table.py FILE... > benchmarks/results/compile_kernels.md
-    python tools/compile_table.py --summary FILE...
+    python tools/kernels/compile_table.py FILE... > benchmarks/results/compile_kernels.md
+    python tools/kernels/compile_table.py --summary FILE...
 
 The summary has one line per kernel and target, with the most that any variant needs.
 """
@@ -91,8 +91,8 @@ def main() -> None:
     print(
         f"""# Kernel variants, compiled ahead of time
 
-`make compile-kernels` with Triton {", ".join(releases)} (`tools/compile_table.py`). Registers are per thread (AMD:
-vector registers), shared memory in bytes per program; AMD code is not disassembled. "Per element" is as in
+`make compile-kernels` with Triton {", ".join(releases)} (`tools/kernels/compile_table.py`). Registers are per thread
+(AMD: vector registers), shared memory in bytes per program; AMD code is not disassembled. "Per element" is as in
 `docs/kernels.md`: instructions of a decode loop per dequantised element, high / low.
 """
     )

@@ -1,7 +1,7 @@
 """What the compiled decode loops would reach on a GPU that is not there, by a model of one multiprocessor.
 
-    python tools/model_decode.py
-    python tools/model_decode.py --match 'K5V4.*d128-g4' --target sm_80 --markdown
+    python -m tools.kernels.model_decode
+    python -m tools.kernels.model_decode --match 'K5V4.*d128-g4' --target sm_80 --markdown
 
 Every variant of `attend_kernel` is compiled ahead of time, and each of its loops over pages runs in `scoreboard.py` on
 the control codes of its machine code. A batch of rows of equal length, all at one level, then takes waves of programs,

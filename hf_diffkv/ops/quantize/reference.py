@@ -1,4 +1,4 @@
-"""Asymmetric quantisation per token and group, in plain PyTorch (DiffKV, section 4; algorithm of docs/algorithm.md).
+"""Asymmetric quantisation per token and group, in plain PyTorch (DiffKV, section 4).
 
 zero = min, scale = (max - min) / (2^bits - 1), both rounded to fp16, or as `pages/narrow.py` has it; codes are computed
 with the rounded pair, so that decoding what was stored is consistent. A scale of 0 decodes to the zero point exactly.
