@@ -14,11 +14,9 @@ from ..pages import HIGH, LOW
 from ..pages.narrow import score_noise
 from ..pages.segments import segments
 from ..policy import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL
-from .enter import enter
 from .exact_tokens import held_count, pinned_sums, slots_of
-from .forward import Forward
 from .levels import decide_levels
-from .relevel import relevel
+from .prompt_kernels import Forward, store_by_kernels
 from .state import Store
 from .transform import Entering, PromptSource, check_finite, feedback, model_form, note_logits, query_form, query_moment
 
@@ -161,7 +159,7 @@ def compress(
         MemoryError: they do not fit; the layer is as it was.
     """
     if store.enters_at_once:
-        if _stored_by_kernels(store, layer, new, received, moment):
+        if store_by_kernels(store, layer, new, received, feedback(store, moment)):
             return
         check_finite(store, new.key, new.value, new.valid)
         past.find_tokens(store, layer)
@@ -208,18 +206,6 @@ def compress(
     store.window_start[layer] = start
     store.forget_bounds()
     store.steps_since_compaction = 0
-
-
-def _stored_by_kernels(store: Store, layer: int, new: Entering, received: Tensor | None, moment: Tensor | None) -> bool:
-    """Whether there was room for the most that kernels take; the layer is as it was if not. Raises as `enter` does."""
-    if received is None:
-        enter(store, layer, new, feedback(store, moment))
-        return True
-    try:
-        relevel(store, layer, new, received, feedback(store, moment))
-    except MemoryError:
-        return False
-    return True
 
 
 def _write_scores(store: Store, past: Past, scores: list[Tensor], length: Tensor | None = None) -> None:

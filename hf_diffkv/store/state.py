@@ -127,7 +127,7 @@ class Store:
         self.steps_since_compaction = 0
         self.compaction_due = False
         self.scratch: Scratch | None = None
-        # what forward.py knows of the layers in a forward of several tokens
+        # what prompt_kernels.py knows of the layers in a forward of several tokens
         self.forward: Any = None
         # the rows as ops take them, and where native.py finds everything
         self._kept: KeptRows | None = None
@@ -383,8 +383,8 @@ class Store:
         """Reads the device.
 
         Raises:
-            ValueError: since the last look a step of one token (or a prompt, see forward.py) stored keys or values that
-                are not finite, or a step had a mask for the tokens before it that differs from what is stored.
+            ValueError: since the last look a step of one token, or a prompt that kernels store, brought keys or values
+                that are not finite, or a step had a mask for the tokens before it that differs from what is stored.
         """
         self.look()
 

@@ -14,7 +14,7 @@ from .budget import make_room
 from .compaction import compacts_after_step, settle
 from .exact_tokens import is_whole
 from .fork import make_private
-from .forward import pages_of
+from .prompt_kernels import pages_of
 from .state import Store
 
 

@@ -36,7 +36,7 @@ def relevel_at_once(monkeypatch: pytest.MonkeyPatch, how: str) -> list[int]:
     """
     monkeypatch.setattr(Store, "enters_at_once", property(lambda store: store.policy.by_thresholds))
     if how == "reference":
-        monkeypatch.setattr("hf_diffkv.store.relevel.store_by_thresholds", thresholds_oracle.store_by_thresholds)
+        monkeypatch.setattr("hf_diffkv.store.prompt_kernels.store_by_thresholds", thresholds_oracle.store_by_thresholds)
     others, decide = [], prompt.decide_levels
 
     def noted(store: Store, layer: int, *arguments: object) -> object:

@@ -35,7 +35,7 @@ def enter_at_once(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """Has tokens enter at once, by kernels or by their reference, while all else runs as it does on a CPU."""
     monkeypatch.setattr(Store, "enters_at_once", property(lambda store: not store.layout.selects))
     if how == "reference":
-        monkeypatch.setattr("hf_diffkv.store.enter.store_uniform", uniform_oracle.store_uniform)
+        monkeypatch.setattr("hf_diffkv.store.prompt_kernels.store_uniform", uniform_oracle.store_uniform)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""What the host knows of a forward of several tokens that kernels store, from few looks at the device."""
+"""Prompts that kernels store, and what the host knows of such a forward from few looks at the device.
+
+Whether new tokens are finite is seen at the next look, as with steps of one token.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,44 @@ import torch
 from torch import Tensor
 
 from ..ops.prompt_tokens import Placement, PromptTokens
+from ..ops.store_by_thresholds import store_by_thresholds
+from ..ops.store_uniform import store_uniform
 from ..pages.free_list import FREE
+from .exact_tokens import PINNED_SUM
 from .state import Store
 from .transform import Entering
+
+
+def store_by_kernels(store: Store, layer: int, new: Entering, received: Tensor | None, feedback: Tensor | None) -> bool:
+    """Stores a layer's new tokens, keys rounded by `feedback` (transform.py); levels its past where tokens are chosen.
+
+    Args:
+        received: float32 [batch, heads, P + Q], added to sums first; None where every token stays high.
+
+    Returns:
+        False where the most pages that a layer with chosen tokens may lack are not there: it is as it was, and may
+        fit nevertheless.
+
+    Raises:
+        MemoryError: tokens of which none is chosen do not fit; the layer is as it was.
+    """
+    forward = Forward.of(store, layer, new)
+    try:
+        forward.provide(store, layer)
+    except MemoryError:
+        if received is None:
+            raise
+        return False
+    rows, tokens = store.rows(layer), forward.tokens_of(new)
+    placement = forward.placement(store, layer, feedback)
+    if received is None:
+        store_uniform(rows, tokens, placement, holds=forward.longest[layer] > 0)
+    else:
+        pin = (0, 0) if store.config.pin is None else store.config.pin
+        store_by_thresholds(rows, tokens, placement, received, pin, PINNED_SUM)
+    store.forget_bounds()
+    store.steps_since_compaction = 0
+    return True
 
 
 def pages_of(tokens: np.ndarray, capacity: int) -> np.ndarray:
