@@ -20,8 +20,8 @@ from ..ops.softmax import Softmax
 from ..pages import NULL_PAGE
 from ..pages.rows import ROW_STATE
 from ..store.compaction import settle
+from ..store.copies import copy_pages
 from ..store.decode import attend_token, prepare_scratch
-from ..store.fork import copy_pages
 from ..store.prompt import attend_tokens
 from ..store.state import Store
 from ..store.step import begin_forward

@@ -1,14 +1,13 @@
 """The state of one device and everything that changes it. Knows nothing of Transformers."""
 
 from .compaction import settle
+from .copies import drop_unused_layers, fork_store, move_rows, prepare_rows, select_rows
 from .decode import attend_token
-from .fork import fork_store
 from .hide import check_shown, hide_tokens
 from .prompt import attend_tokens
 from .read import Payload, check_integrity, levels, payload, read_tokens
 from .recorded import Recorded
 from .rollback import SharedRecording, attend_recorded, commit
-from .select import drop_unused_layers, move_rows, prepare_rows, select_rows
 from .shared import SharedStep, SharedTokens
 from .state import Store
 from .step import begin_forward, withdraw

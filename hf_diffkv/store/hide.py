@@ -15,8 +15,8 @@ from ..ops.compact import rewrite_rows, stored_tokens, token_positions
 from ..pages import HIGH
 from ..pages.segments import segments
 from .budget import no_tokens
+from .copies import make_private
 from .exact_tokens import held_tokens, slots_of
-from .fork import make_private
 from .state import Store
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from ..ops.softmax import Softmax
-from .fork import make_private
+from .copies import make_private
 from .prompt import Past, attend_beside
 from .recorded import Read, Recorded
 from .shared import SharedStep, SharedTokens, attend_from_newest

@@ -138,7 +138,7 @@ class Store:
         self.all_bounds: Bounds | None = None
         self.layer_bounds: list[Bounds] = []
         self.steps_left = 0
-        # the stores that share all memory with this one, itself included (see fork.py)
+        # the stores that share all memory with this one, itself included (see copies.py)
         self.twins: weakref.WeakSet[Store] | None = None
         self.finalizer: weakref.finalize | None = None
         self.update_limit()

@@ -12,8 +12,8 @@ from ..ops.tiles import Bounds, build_tiles
 from ..pages.free_list import FREE
 from .budget import make_room
 from .compaction import compacts_after_step, settle
+from .copies import make_private
 from .exact_tokens import is_whole
-from .fork import make_private
 from .prompt_kernels import pages_of
 from .state import Store
 

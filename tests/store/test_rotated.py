@@ -25,7 +25,7 @@ from hf_diffkv.store import (
     select_rows,
     settle,
 )
-from hf_diffkv.store.fork import make_private
+from hf_diffkv.store.copies import make_private
 
 BOTH = {"rotate": True, "center": True}
 NEITHER = {"rotate": False, "center": False}
