@@ -2,13 +2,12 @@
 
 from .compaction import settle
 from .copies import drop_unused_layers, fork_store, move_rows, prepare_rows, select_rows
-from .decode import attend_token
+from .decode import SharedStep, attend_token
 from .hide import check_shown, hide_tokens
-from .prompt import attend_tokens
+from .prompt import SharedTokens, attend_tokens
 from .read import Payload, check_integrity, levels, payload, read_tokens
 from .recorded import Recorded
 from .rollback import SharedRecording, attend_recorded, commit
-from .shared import SharedStep, SharedTokens
 from .state import Store
 from .step import begin_forward, withdraw
 from .transform import check_finite

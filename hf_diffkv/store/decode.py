@@ -12,7 +12,7 @@ from ..ops.decode_attention import Held, allocate_scratch, decode_attention
 from ..ops.softmax import Softmax
 from . import native
 from .state import Store
-from .transform import model_form, note_logits, stored_form
+from .transform import model_form, note_logits, query_form, stored_form
 
 if TYPE_CHECKING:
     from ..ops.decode_attention.scratch import Scratch
@@ -86,6 +86,21 @@ def attend_newest(
     output = decode_attention(query, store.rows(layer), softmax, **options)
     # the heads as if they were tokens: tiles of one token each would read the matrix once for each
     return model_form(store, output[None])[0][:, :, None]
+
+
+class SharedStep:
+    """One generated token per request, attended by several layers (prompt.py). Arguments as in `attend_token`."""
+
+    def __init__(self, store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
+        self._store, self._layer, self._valid = store, layer, valid
+        self._held = Held()
+        append(store, layer, key, value, valid)
+
+    def attend(self, query: Tensor, last: bool, softmax: Softmax) -> Tensor:
+        """One layer's attention, as `attend_token` returns it; `last`: no further layer reads these tokens."""
+        self._held.last = last
+        query = query_form(self._store, query)
+        return attend_newest(self._store, self._layer, query, softmax, self._valid, self._held)
 
 
 def prepare_scratch(store: Store, query: Tensor, max_tokens: int = 0) -> Scratch | None:

@@ -12,10 +12,11 @@ from dataclasses import replace
 from torch import Tensor
 
 from ..ops.softmax import Softmax
+from .compress import Past
 from .copies import make_private
-from .prompt import Past, attend_beside
+from .decode import SharedStep
+from .prompt import SharedTokens, attend_beside, attend_from_newest
 from .recorded import Read, Recorded
-from .shared import SharedStep, SharedTokens, attend_from_newest
 from .state import Store
 from .step import prepare_step
 from .transform import Entering, check_finite

@@ -1,0 +1,207 @@
+"""What becomes of a layer's tokens behind a prompt's attention: sums grow, and all is levelled anew."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..ops.compact import Given, NewTokens, StoredTokens, rewrite_rows, stored_tokens
+from ..ops.prefill_attention import EarlierTokens
+from ..pages import HIGH, LOW
+from ..pages.narrow import score_noise
+from ..pages.segments import segments
+from ..policy import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL
+from .exact_tokens import held_count, pinned_sums, slots_of
+from .levels import decide_levels
+from .prompt_kernels import Forward, store_by_kernels
+from .state import Store
+from .transform import Entering, PromptSource, check_finite, feedback
+
+
+class Past:
+    """What a layer holds before a forward, and where each token of it ranks within its row."""
+
+    def __init__(self) -> None:
+        self.tokens: tuple[StoredTokens, StoredTokens]
+        self.earlier = EarlierTokens()
+        self.ranks: list[Tensor] = []
+
+    @classmethod
+    def read(cls, store: Store, layer: int, new: Entering) -> Past:
+        """Before `new` enters."""
+        past = cls()
+        if store.enters_at_once:
+            longest = Forward.of(store, layer, new).longest[layer]
+        else:
+            longest = past.find_tokens(store, layer)
+        if longest > 0:
+            past.earlier = EarlierTokens(store.rows(layer), longest)
+        return past
+
+    def find_tokens(self, store: Store, layer: int) -> int:
+        """Lists every token, and returns how many the longest row has."""
+        rows = store.batch_size * store.num_heads
+        counts = [store.high_count[layer].view(rows), store.low_count[layer].view(rows)]
+        self.tokens = tuple(stored_tokens(store.rows(layer), tier) for tier in (HIGH, LOW))
+        self.window_row, self.window_token, window_rank = _window_tokens(store, layer)
+        window_count = torch.bincount(self.window_row, minlength=rows)
+        longest = int((counts[HIGH] + counts[LOW] + window_count).max())
+        if longest > 0:
+            first = self.tokens[HIGH].index
+            second = self.tokens[LOW].index + counts[HIGH].long()[self.tokens[LOW].row]
+            third = window_rank + (counts[HIGH] + counts[LOW]).long()[self.window_row]
+            self.ranks = [first, second, third]
+        return longest
+
+    def rows(self) -> list[Tensor]:
+        return [self.tokens[HIGH].row, self.tokens[LOW].row, self.window_row]
+
+    def window(self, store: Store, layer: int) -> tuple[Tensor, Tensor]:
+        slot = window_slot(store, layer, self.window_row, self.window_token)
+        key = store.window_key[layer].flatten(0, 1)[self.window_row, slot]
+        return key, store.window_value[layer].flatten(0, 1)[self.window_row, slot]
+
+    def gather(self, received: Tensor, part: int) -> Tensor:
+        """This forward's contribution to the tokens of one part (high, low, window); received: [rows, P + Q]."""
+        if not self.ranks:
+            return received.new_zeros(0)
+        return received[self.rows()[part], self.ranks[part]]
+
+
+def _window_tokens(store: Store, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Row, token index and rank of everything in a layer's window, in row order, then by index."""
+    start, end = store.window_start[layer], store.sink_end[layer]
+    count = held_count(store, layer).repeat_interleave(store.num_heads)
+    row = torch.repeat_interleave(torch.arange(count.numel(), device=store.device), count)
+    rank = torch.arange(row.numel(), device=store.device) - (count.cumsum(0) - count)[row]
+    request = row // store.num_heads
+    return row, torch.where(rank < end[request], rank, rank + (start - end)[request]), rank
+
+
+def window_slot(store: Store, layer: int, row: Tensor, position: Tensor) -> Tensor:
+    """Slots of exact tokens, given their rows of the layer."""
+    return slots_of(store, position, store.sink_end[layer][row // store.num_heads])
+
+
+def compress(
+    store: Store, layer: int, past: Past, new: Entering, received: Tensor | None, moment: Tensor | None
+) -> None:
+    """Adds what was received, as of `prompt.attend_beside`, levels the new tokens and levels the past anew.
+
+    Args:
+        moment: of the queries that keys are rounded for, as of `query_moment`.
+
+    Raises:
+        MemoryError: they do not fit; the layer is as it was.
+    """
+    if store.enters_at_once:
+        if store_by_kernels(store, layer, new, received, feedback(store, moment)):
+            return
+        check_finite(store, new.key, new.value, new.valid)
+        past.find_tokens(store, layer)
+    heads = store.num_heads
+    valid, new_count = new.valid, new.key.shape[2]
+    source, offset = new.stored()
+    received = None if received is None else received.flatten(0, 1)
+    old_length = store.length[layer].clone()
+    longest = int((store.high_count[layer] + store.low_count[layer]).max()) + new_count + store.window_slots
+    store.ensure_width(longest)
+    store.update_limit()
+    old_alphas = store.alpha_high[layer].clone(), store.alpha_low[layer].clone()
+    store.length[layer] += new_count if valid is None else valid.sum(-1)
+    length = store.length[layer].repeat_interleave(heads)
+    pages = store.pool.pages
+
+    previous, scores = [], []
+    if received is not None:
+        for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
+            tokens = past.tokens[tier]
+            previous.append(segments(pages, layout).scores(tokens.page, tokens.slot))
+            scores.append(previous[tier] + past.gather(received, tier))
+    candidates = _candidates(store, layer, past, source, valid, offset, old_length, received)
+    start = torch.maximum(store.window_start[layer], store.length[layer] - store.config.window)
+    request = candidates.row // heads
+    in_window = (candidates.position < store.sink_end[layer][request]) | (candidates.position >= start[request])
+    leaving, window = candidates.select(~in_window), candidates.select(in_window)
+    levels = decide_levels(store, layer, past.tokens, leaving, scores, length)
+    keep = (levels[HIGH] == HIGH_LEVEL, levels[LOW] != PRUNED_LEVEL)
+    arriving = (leaving.select(levels[2] == HIGH_LEVEL), leaving.select(levels[2] == LOW_LEVEL))
+
+    try:
+        _write_scores(store, past, scores, length)
+        demoted = levels[HIGH] == LOW_LEVEL
+        rewrite_rows(store.rows(layer), past.tokens, keep, demoted, arriving, feedback(store, moment))
+    except MemoryError:
+        _write_scores(store, past, previous)
+        store.length[layer] = old_length
+        store.alpha_high[layer], store.alpha_low[layer] = old_alphas
+        raise
+    if offset is not None:
+        store.key_offset[layer] = offset
+    _fill_window(store, layer, window)
+    store.window_start[layer] = start
+    store.forget_bounds()
+    store.steps_since_compaction = 0
+
+
+def _write_scores(store: Store, past: Past, scores: list[Tensor], length: Tensor | None = None) -> None:
+    """Stores sums that have grown, `length` int64 [rows] being the rows' new one; None where they are as stored."""
+    for tier, score in enumerate(scores):
+        layout, tokens = (store.layout.high, store.layout.low)[tier], past.tokens[tier]
+        noise = None if length is None else score_noise(tokens.index, length[tokens.row], tier)
+        segments(store.pool.pages, layout).write_scores(tokens.page, tokens.slot, score, noise)
+
+
+def _candidates(
+    store: Store,
+    layer: int,
+    past: Past,
+    source: PromptSource,
+    valid: Tensor | None,
+    offset: Tensor | None,
+    old_length: Tensor,
+    received: Tensor | None,
+) -> NewTokens:
+    """Every token that is exact now: what was in the window, and the new ones; sorted by row, then position.
+
+    Args:
+        source: the new ones.
+        offset: of all rows' keys, as `Entering.stored` returns it.
+        received: [rows, P + Q]; None where nothing adds to sums.
+    """
+    heads, new_count = store.num_heads, source.key.shape[2]
+    slot = window_slot(store, layer, past.window_row, past.window_token)
+    score = store.window_score[layer].flatten(0, 1)[past.window_row, slot]
+    if received is not None:
+        score = score + past.gather(received, 2)
+    held_key, held_value = past.window(store, layer)
+    if offset is not None:
+        shift = (offset - store.key_offset[layer]).flatten(0, 1)[past.window_row]
+        held_key = (held_key - shift).to(held_key.dtype)
+    score = pinned_sums(store, score, past.window_token)
+    window = NewTokens.of(past.window_row, Given(held_key, held_value), score, past.window_token)
+    if valid is None:
+        valid = torch.ones(store.batch_size, new_count, dtype=torch.bool, device=store.device)
+    position = old_length[:, None] + valid.cumsum(-1) - 1
+    row, column = valid.repeat_interleave(heads, dim=0).nonzero(as_tuple=True)
+    if received is None:
+        new_score = torch.zeros(row.shape, device=store.device)
+    else:
+        new_score = received[row, received.shape[1] - new_count + column]
+    new_position = position[row // heads, column]
+    new = NewTokens(
+        row,
+        pinned_sums(store, new_score, new_position),
+        new_position,
+        (source,),
+        row * new_count + column,
+    )
+    return window.merge(new)
+
+
+def _fill_window(store: Store, layer: int, tokens: NewTokens) -> None:
+    slot = window_slot(store, layer, tokens.row, tokens.position)
+    key, value = tokens.read(slice(None))
+    store.window_key[layer].flatten(0, 1)[tokens.row, slot] = key.to(store.dtype)
+    store.window_value[layer].flatten(0, 1)[tokens.row, slot] = value.to(store.dtype)
+    store.window_score[layer].flatten(0, 1)[tokens.row, slot] = tokens.score
