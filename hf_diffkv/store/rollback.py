@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from ..ops.softmax import Softmax
@@ -102,6 +103,8 @@ def _keep(store: Store, layer: int, together: Recorded) -> None:
     store.recorded[layer] = together.detached()
 
 
+# a model's sinks are parameters
+@torch.no_grad()
 def commit(store: Store, rejected: int) -> None:
     """Stores what is recorded but for the last `rejected` tokens, in every layer.
 
