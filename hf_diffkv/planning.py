@@ -104,17 +104,20 @@ class ModelShape:
 
         Args:
             high_share: part of the tokens outside the window that are at the high level; the others are at the low one.
+                Where no token is chosen, a head has all of them at one.
 
         Raises:
-            ValueError: a precision that does not fit the heads.
+            ValueError: a precision that does not fit the heads, or precisions for another number of layers or heads.
         """
         size = self.dtype.itemsize
-        total = 0
-        for layer in self.layers:
-            if layer.compressed:
-                total += layer.num_key_value_heads * _head_bytes(layer, tokens, config, high_share, size, self.limit)
-            else:
-                total += layer.dense_bytes(tokens, size)
+        compressed = [layer for layer in self.layers if layer.compressed]
+        total = sum(layer.dense_bytes(tokens, size) for layer in self.layers if not layer.compressed)
+        config.check_layers(len(compressed))
+        for index, layer in enumerate(compressed):
+            of_layer = config.of_layer(index)
+            for precisions in config.precisions_of_layer(index, layer.num_key_value_heads):
+                share = high_share if of_layer.selects else float(precisions[0] == of_layer.high)
+                total += _head_bytes(layer, tokens, of_layer, share, size, self.limit)
         return total
 
 

@@ -20,6 +20,8 @@ class LayerReport:
 
     Attributes:
         high, low, window, pruned: tokens at each level, one number per KV head.
+        precisions: names of those that stored tokens have, one per KV head: "K4V3", or "K8V4/K4V2" where tokens of the
+            head are chosen.
     """
 
     layer_idx: int
@@ -27,6 +29,7 @@ class LayerReport:
     low: tuple[int, ...]
     window: tuple[int, ...]
     pruned: tuple[int, ...]
+    precisions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,8 @@ def memory_report(cache: CacheContents) -> MemoryReport:
         store, held = layer.store, counts[id(layer.store)]
         high, low, window = (t[layer.slot] for t in (held.high, held.low, held.window))
         pruned = held.seen[layer.slot][:, None] - high - low - window
-        layers.append(LayerReport(layer_idx, *(tuple(t.sum(0).tolist()) for t in (high, low, window, pruned))))
+        counts_of_layer = (tuple(t.sum(0).tolist()) for t in (high, low, window, pruned))
+        layers.append(LayerReport(layer_idx, *counts_of_layer, _precisions(store, layer.slot)))
         token = _dense_token_bytes(store)
         dense += int(held.seen[layer.slot].sum()) * store.num_heads * token
         held_payload += int(window.sum()) * token
@@ -169,6 +173,14 @@ def levels_of_request(
         raise ValueError(f"head={head} does not exist: layer {layer_idx} has {found[0].shape[1]} KV heads.")
     rows = torch.cat([levels[request].cpu() for levels in found])
     return rows if head is None else rows[head : head + 1]
+
+
+def _precisions(store: Store, slot: int) -> tuple[str, ...]:
+    """Names of the precisions of a layer's heads."""
+    high, low = store.config.high.full_name, store.config.low.full_name
+    if store.layout.selects:
+        return (high if high == low else f"{high}/{low}",) * store.num_heads
+    return tuple(low if at_low else high for at_low in store.low_heads[slot, 0].tolist())
 
 
 def _quotient(part: int, whole: int) -> float:

@@ -37,14 +37,7 @@ class Stores:
         self.config = config
         self.num_layers = num_layers
         self.max_positions = max_positions
-        for name in ("alpha_high", "alpha_low", "head_precisions"):
-            value = getattr(config, name)
-            if isinstance(value, tuple) and len(value) != num_layers:
-                one = "None" if name == "head_precisions" else "one number"
-                raise ValueError(
-                    f"{name} has {len(value)} entries but {num_layers} layers of this model are compressed; give {one} "
-                    f"or {num_layers} of them."
-                )
+        config.check_layers(num_layers)
         self.all: list[Store] = []
         # logical tokens each layer has seen; the layers refer to this object, which must not refer back to them, or
         # a cache that is dropped would keep its memory until Python's garbage collector comes by

@@ -65,7 +65,6 @@ def command(**given: Any) -> None:
 def _layers(model_config: Any, config: Any, options: SimpleNamespace) -> dict[str, Any]:
     """Kinds of layers and what a token of one KV head takes in the compressed ones."""
     from ..cache.diffkv_cache import DiffKVCache
-    from ..pages import PageLayout
     from ..planning import ModelShape
 
     try:
@@ -75,22 +74,34 @@ def _layers(model_config: Any, config: Any, options: SimpleNamespace) -> dict[st
         kinds = {name: [] for name in dict.fromkeys(type(layer).__name__ for layer in cache.layers)}
         for index, layer in enumerate(cache.layers):
             kinds[type(layer).__name__].append(index)
-        heads = {(shape.layers[i].key_dim, shape.layers[i].value_dim) for i in compressed}
-        pages = []
-        for key_dim, value_dim in sorted(heads):
-            size = shape.dtype.itemsize
-            layout = PageLayout.of(config, key_dim, value_dim, size, shape.limit)
-            # where no token is chosen, all that is stored is at the high level
-            levels = {
-                name: {"precision": precision.name, "token_bytes": tier.token_bytes, "tokens_per_page": tier.capacity}
-                for name, precision, tier in (("high", config.high, layout.high), ("low", config.low, layout.low))
-                if name == "high" or config.selects
-            }
-            dense = (key_dim + value_dim) * size
-            pages.append({"dense_token_bytes": dense, "page_bytes": layout.page_bytes, "levels": levels})
+        pages = _pages(config, [shape.layers[i] for i in compressed], shape.dtype.itemsize, shape.limit)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     return {"layers": len(cache.layers), "compressed_layers": compressed, "kinds": kinds, "pages": pages}
+
+
+def _pages(config: Any, layers: list[Any], element_bytes: int, limit: int | None) -> list[dict[str, Any]]:
+    """What a token of one KV head takes at each level of each kind of pages, and how many heads have that level."""
+    from ..pages import PageLayout
+
+    kinds: dict[tuple, dict[str, Any]] = {}
+    for index, layer in enumerate(layers):
+        of_layer, heads = config.of_layer(index), layer.num_key_value_heads
+        layout = PageLayout.of(of_layer, layer.key_dim, layer.value_dim, element_bytes, limit)
+        dense = (layer.key_dim + layer.value_dim) * element_bytes
+        kind = kinds.setdefault(
+            (of_layer.high, of_layer.low, layout),
+            {"dense_token_bytes": dense, "page_bytes": layout.page_bytes, "levels": {}},
+        )
+        for name, precision, tier in (("high", of_layer.high, layout.high), ("low", of_layer.low, layout.low)):
+            count = sum(precision in found for found in config.precisions_of_layer(index, heads))
+            # with one precision for both levels all tokens are high
+            if not count or (name == "low" and of_layer.high == of_layer.low):
+                continue
+            sizes = {"token_bytes": tier.token_bytes, "tokens_per_page": tier.capacity}
+            level = kind["levels"].setdefault(name, {"precision": precision.full_name, "heads": 0, **sizes})
+            level["heads"] += count
+    return list(kinds.values())
 
 
 def _layer_text(found: dict[str, Any]) -> str:
@@ -100,14 +111,21 @@ def _layer_text(found: dict[str, Any]) -> str:
     for kind, indices in found["kinds"].items():
         if indices != found["compressed_layers"]:
             lines.append(paragraph(f"Left as they are ({kind}): {', '.join(map(str, indices))}."))
-    for page in found["pages"]:
-        dense = page["dense_token_bytes"]
-        rows = [("dense", "", f"{dense}", "")]
-        for name, level in page["levels"].items():
-            size = level["token_bytes"]
-            rows.append((name, level["precision"], f"{size}", f"{size / dense:.0%}"))
-        lines += ["", table(("level", "precision", "bytes per token and head", "of dense"), rows)]
+    by_dense = groupby(sorted(found["pages"], key=_dense_bytes), _dense_bytes)
+    for dense, pages in by_dense:
+        rows: dict[str, tuple[int, int]] = {}
+        for level in (level for page in pages for level in page["levels"].values()):
+            heads = rows.get(level["precision"], (0, 0))[1] + level["heads"]
+            rows[level["precision"]] = (level["token_bytes"], heads)
+        order = sorted(rows.items(), key=lambda row: -row[1][0])
+        named = [(name, f"{size}", f"{size / dense:.0%}", f"{heads}") for name, (size, heads) in order]
+        header = ("precision", "bytes per token and head", "of dense", "KV heads")
+        lines += ["", table(header, [("dense", f"{dense}", "", ""), *named])]
     return "\n".join(lines)
+
+
+def _dense_bytes(page: dict[str, Any]) -> int:
+    return page["dense_token_bytes"]
 
 
 def _tokens(options: SimpleNamespace, text: str, limit: int | None) -> tuple[list[int], list[str]]:
@@ -182,12 +200,14 @@ def _kept_text(cache: DiffKVCache, kept: dict[str, Any]) -> str:
 
 
 def level_table(memory: Any) -> str:
-    """Share of each level in the tokens of every compressed layer, over its heads."""
+    """Share of each level in the tokens of every compressed layer, over its heads, and the heads' precisions."""
     rows = []
     for layer in memory.layers:
         counts = [sum(getattr(layer, name)) for name in LEVELS]
-        rows.append((f"layer {layer.layer_idx}", *(f"{count / max(1, sum(counts)):.0%}" for count in counts)))
-    return table(("", *LEVELS), rows)
+        shares = (f"{count / max(1, sum(counts)):.0%}" for count in counts)
+        names = layer.precisions if len({*layer.precisions}) > 1 else layer.precisions[:1]
+        rows.append((f"layer {layer.layer_idx}", *shares, " ".join(names)))
+    return table(("", *LEVELS, "precision"), rows)
 
 
 def _level_of(token: dict[str, Any]) -> str:

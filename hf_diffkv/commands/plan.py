@@ -112,6 +112,8 @@ def _caches(shape: ModelShape, config: Any, shares: tuple[float, ...]) -> dict[s
     # where no token is chosen, all that is stored is at the high level
     for share in dict.fromkeys(sorted(shares, reverse=True)) if config.selects else (1.0,):
         name = config.low.name if share == 0 else config.high.name if share == 1 else f"{share:.0%} {config.high.name}"
+        if config.head_precisions is not None:
+            name = f"by head, {name}" if config.selects else "by head"
         found[f"DiffKV, {name}"] = lambda tokens, share=share: shape.diffkv_bytes(tokens, config, share)
     return found
 

@@ -174,6 +174,17 @@ class DiffKVConfig:
         pairs = _paired(self.alpha_low, self.alpha_high)
         return any(low > 0 or (0 < high < math.inf and self.high != self.low) for low, high in pairs or ())
 
+    def check_layers(self, count: int) -> None:
+        """Raises `ValueError` where thresholds or precisions are given for another number of compressed layers."""
+        for name in ("alpha_high", "alpha_low", "head_precisions"):
+            value = getattr(self, name)
+            if isinstance(value, tuple) and len(value) != count:
+                one = "None" if name == "head_precisions" else "one number"
+                raise ValueError(
+                    f"{name} has {len(value)} entries but {count} layers of this model are compressed; give {one} or "
+                    f"{count} of them."
+                )
+
     def of_layer(self, index: int) -> DiffKVConfig:
         """What holds for one compressed layer.
 
@@ -190,6 +201,15 @@ class DiffKVConfig:
         alpha_high = tuple(0.0 if precision == high else math.inf for precision in chosen)
         fields = {"high": high, "low": low, "alpha_high": alpha_high, "alpha_low": 0.0}
         return dataclasses.replace(self, head_precisions=None, **fields)
+
+    def precisions_of_layer(self, index: int, heads: int) -> tuple[tuple[Precision, ...], ...]:
+        """For each of `heads` KV heads of a compressed layer the precisions that its stored tokens may have."""
+        layer = self.of_layer(index)
+        if layer.selects or not isinstance(layer.alpha_high, tuple):
+            at_low = not layer.selects and layer.alpha_high == math.inf
+            both = (layer.high, layer.low) if layer.selects else (layer.low if at_low else layer.high,)
+            return (tuple(dict.fromkeys(both)),) * heads
+        return tuple((layer.low if alpha == math.inf else layer.high,) for alpha in layer.alpha_high)
 
     def _pair(self, chosen: tuple[Precision, ...]) -> tuple[Precision, Precision]:
         """Low and high precision of a layer; one whose heads are alike joins the first pair that has theirs."""

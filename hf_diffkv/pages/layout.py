@@ -27,6 +27,7 @@ said in `pages/narrow.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 from ..precision import SUPPORTED_BITS, Precision
@@ -123,6 +124,7 @@ class PageLayout:
         return not self.selects and self.high == self.low
 
     @classmethod
+    @cache
     def build(
         cls,
         high: Precision,

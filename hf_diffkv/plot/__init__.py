@@ -5,8 +5,21 @@ What a function here returns is shown by notebooks, and `save(path)` writes it. 
 
 from .coloured_text import ColouredText, text
 from .figure import Picture
+from .heads import precisions
 from .lines import curves, memory, speed
 from .overview import levels
 from .scatter import Point, by_layer, quality
 
-__all__ = ["ColouredText", "Picture", "Point", "by_layer", "curves", "levels", "memory", "quality", "speed", "text"]
+__all__ = [
+    "ColouredText",
+    "Picture",
+    "Point",
+    "by_layer",
+    "curves",
+    "levels",
+    "memory",
+    "precisions",
+    "quality",
+    "speed",
+    "text",
+]

@@ -32,11 +32,7 @@ def levels(cache: DiffKVCache | MemoryReport, title: str | None = None) -> Pictu
         ImportError: matplotlib is not installed.
         ValueError: no cache, or one that holds nothing yet.
     """
-    report = cache.memory() if hasattr(cache, "memory") else cache
-    if not hasattr(report, "num_layers"):
-        raise ValueError(f"cache is a {type(cache).__name__}; pass a DiffKVCache, or what its memory() returned.")
-    if not report.layers:
-        raise ValueError("the cache holds nothing yet; generate with it first.")
+    report = report_of(cache)
     rows, columns = len(report.layers), max(len(layer.high) for layer in report.layers)
     height = rows * min(max(ROWS / rows, ROW_HEIGHTS[0]), ROW_HEIGHTS[1])
     figure = new_figure(OVERVIEW_WIDTH, height + 1.5)
@@ -45,8 +41,8 @@ def levels(cache: DiffKVCache | MemoryReport, title: str | None = None) -> Pictu
     _draw(axis, bars)
     axis.set(xlim=(0, columns), ylim=(rows, 0))
     axis.spines[:].set_visible(False)
-    _ticks(axis.xaxis, list(range(columns)))
-    _ticks(axis.yaxis, [layer.layer_idx for layer in report.layers])
+    ticks(axis.xaxis, list(range(columns)))
+    ticks(axis.yaxis, [layer.layer_idx for layer in report.layers])
     axis.set_xlabel("KV head: share of the tokens it has seen", fontsize=SIZE, color=INK)
     axis.set_ylabel("layer", fontsize=SIZE, color=INK)
     figure.suptitle(title or _title(report), fontsize=LARGE, color=INK)
@@ -55,6 +51,16 @@ def levels(cache: DiffKVCache | MemoryReport, title: str | None = None) -> Pictu
     handles = [Patch(facecolor=colour, edgecolor=EDGE, linewidth=0.5, label=name) for name, colour in LEVELS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncol=len(LEVELS), frameon=False, fontsize=SIZE)
     return Picture(figure)
+
+
+def report_of(cache: DiffKVCache | MemoryReport) -> MemoryReport:
+    """What a cache holds, or what its `memory()` said. Raises `ValueError` for anything else, or nothing held."""
+    report = cache.memory() if hasattr(cache, "memory") else cache
+    if not hasattr(report, "num_layers"):
+        raise ValueError(f"cache is a {type(cache).__name__}; pass a DiffKVCache, or what its memory() returned.")
+    if not report.layers:
+        raise ValueError("the cache holds nothing yet; generate with it first.")
+    return report
 
 
 def _title(report: MemoryReport) -> str:
@@ -88,7 +94,8 @@ def _draw(axis: Any, bars: list[tuple[str, float, float, float]]) -> None:
         axis.add_collection(PolyCollection(corners, facecolor=colour, linewidth=0, label=name))
 
 
-def _ticks(axis: Any, names: list[int]) -> None:
+def ticks(axis: Any, names: list[int]) -> None:
+    """Names under the middle of cells, as many as there is room for."""
     step = -(-len(names) // TICKS)
     axis.set_ticks([i + 0.5 for i in range(0, len(names), step)], [str(name) for name in names[::step]])
     axis.set_tick_params(length=0, labelsize=SMALL, labelcolor=INK)

@@ -89,6 +89,13 @@ def channels(colour: str) -> tuple[int, int, int]:
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
 
 
+def shades(count: int) -> list[str]:
+    """So many colours of rising darkness, from that of nothing to that of the high level."""
+    light, dark = channels(LEVELS["pruned"]), channels(LEVELS["high"])
+    steps = [index / max(1, count - 1) for index in range(count)] if count > 1 else [1.0]
+    return ["#" + "".join(f"{round(a + (b - a) * step):02x}" for a, b in zip(light, dark)) for step in steps]
+
+
 def mixed(shares: Mapping[str, float]) -> str:
     """The mean colour of levels, weighted by their shares, which add up to 1."""
     parts = [(share, channels(LEVELS[name])) for name, share in shares.items()]

@@ -284,7 +284,7 @@ class Store:
 
     @property
     def low_heads(self) -> Tensor:
-        """bool [layers, batch, heads]: where all tokens have the low precision, in a store that selects nothing."""
+        """bool [layers, batch, heads]: whose tokens all have the low precision, in a store that selects nothing."""
         return self.alpha_high > 0
 
     @property

@@ -93,7 +93,7 @@ def test_a_talk_on_one_cache_that_is_saved_and_goes_on(
     layer = held.layers[2]
     counts = [sum(getattr(layer, name)) for name in ("high", "low", "window", "pruned")]
     row = next(line for line in text.splitlines() if line.startswith("layer 2"))
-    assert row.split()[2:] == [f"{count / sum(counts):.0%}" for count in counts]
+    assert row.split()[2:-1] == [f"{count / sum(counts):.0%}" for count in counts]
     assert "/quit" in text
 
 
@@ -151,7 +151,7 @@ def test_inspect_without_a_prompt_needs_no_weights(tmp_path: Path, capsys: pytes
     text = " ".join(capsys.readouterr().out.split())
     assert "1 of 3 layers are compressed." in text and "(DynamicSlidingWindowLayer): 0, 2." in text
     # the default chooses no tokens
-    assert "high K5V4" in text and " low " not in text
+    assert "K5V4" in text and "K4V2" not in text
 
 
 # verify

@@ -90,6 +90,18 @@ def test_diffkv_bytes_are_those_of_a_cache(name: str, share: float) -> None:
     assert held - 2 * page <= planned <= held + (rows + 1) * page
 
 
+def test_diffkv_bytes_of_a_precision_for_each_head() -> None:
+    heads = (("K8V4", "K3V3"), ("K4V2", "K4V2"), ("K8V8", "K4V2"), None)
+    config = DiffKVConfig(head_precisions=heads, alpha_high=0.0, window=20)
+    cache = DiffKVCache(CONFIGS["llama"], config)
+    run(CONFIGS["llama"], cache, "diffkv")
+    planned = ModelShape.of(CONFIGS["llama"], "no/such-model").diffkv_bytes(TOKENS, config, 0.5)
+    pages = [store.layout.page_bytes for store in cache.stores.all]
+    assert cache.memory().bytes - 2 * sum(pages) <= planned <= cache.memory().bytes + 9 * max(pages)
+    with pytest.raises(ValueError, match="head_precisions has 4 entries but 2 layers"):
+        ModelShape.of(CONFIGS["sliding"], "no/such-model").diffkv_bytes(TOKENS, config, 0.5)
+
+
 def test_shapes_by_name_are_those_by_running() -> None:
     for name in ("llama", "sliding"):
         config = CONFIGS[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import subprocess
 import sys
@@ -64,6 +65,21 @@ def test_levels_of_4_to_2000_heads(layers: int, heads: int, tmp_path: Path) -> N
     for name, area in areas.items():
         share = sum(sum(getattr(layer, name)) for layer in report.layers) / (1000 * layers * heads)
         assert area / sum(areas.values()) == pytest.approx(share, abs=0.03)
+
+
+def test_the_precision_of_every_head() -> None:
+    names = [("K8V4", "K3V3"), ("K4V3g2/1", "K8V4"), ("K3V3", "K3V3")]
+    layers = [LayerReport(index, *[(1, 1)] * 4, each) for index, each in zip((0, 4, 9), names)]
+    (axis,) = plot.precisions(report_of(layers)).figure.axes
+    cells, colours = {}, []
+    for collection in axis.collections:
+        colours.append(sum(to_rgb(collection.get_facecolor()[0])))
+        for path in collection.get_paths():
+            cells[tuple(path.vertices.min(0).astype(int))] = collection.get_label()
+    assert cells == {(column, row): name for column, each in enumerate(names) for row, name in enumerate(each)}
+    assert [collection.get_label() for collection in axis.collections] == ["K3V3", "K4V3g2/1", "K8V4"]
+    assert colours == sorted(colours, reverse=True), "the more bits, the darker"
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["0", "4", "9"]
 
 
 def test_layers_of_different_heads_and_numbers() -> None:
@@ -152,6 +168,7 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     point = plot.Point("dense", 1, 1, 1, 1)
     for draw in (
         lambda: plot.levels(report_of([layer])),
+        lambda: plot.precisions(report_of([dataclasses.replace(layer, precisions=("K4V3",))])),
         lambda: plot.speed({"dense": [(1, 1)]}),
         lambda: plot.quality([point], "", ""),
         lambda: plot.by_layer({"a": [(0, 1)]}, ""),
