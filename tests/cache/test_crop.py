@@ -62,7 +62,7 @@ class Checked:
         self.follow()
 
 
-@pytest.mark.parametrize("name", reversed(THRESHOLDS))  # a quick run takes gpt_oss, whose sinks require gradients
+@pytest.mark.parametrize("name", [*reversed(THRESHOLDS)])  # a quick run takes gpt_oss, whose sinks require gradients
 @pytest.mark.parametrize("interval", [1, 3])
 @pytest.mark.sampled(100)
 def test_crop_equals_the_simulation_of_accepted_tokens(name: str, interval: int) -> None:
