@@ -17,4 +17,3 @@ SETS = available()
 if SETS:
     library.library().diffkv_select(SETS[0].encode())
 needs_native = pytest.mark.skipif(not SETS, reason="the native library is not built: make native")
-every_set = pytest.mark.parametrize("instructions", SETS or ["none"])

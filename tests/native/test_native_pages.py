@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
-from native_code import every_set, needs_native
+from native_code import needs_native
 from test_append import assert_alike as assert_appended_alike
 from test_append import state as window_state
 from test_compact_kernel import State, run_reference, small_layout
 from test_quantize_kernel import NARROW, PAGES, make_tokens, poisoned, tier_of
 
-from hf_diffkv.native.library import CorruptMemoryError, use_instructions
+from hf_diffkv.native.library import CorruptMemoryError
 from hf_diffkv.ops.append import native as append_native
 from hf_diffkv.ops.append import reference as append_reference
 from hf_diffkv.ops.backend import use_backend
@@ -23,15 +22,9 @@ from hf_diffkv.ops.quantize import native, reference
 from hf_diffkv.pages import LOW
 from hf_diffkv.precision import SUPPORTED_BITS, Precision
 
-pytestmark = [needs_native, every_set]
+pytestmark = [needs_native, pytest.mark.usefixtures("instructions")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 K8V4, K4V2 = Precision(8, 4), Precision(4, 2)
-
-
-@pytest.fixture(autouse=True)
-def chosen(instructions: str) -> Iterator[None]:
-    with use_instructions(instructions):
-        yield
 
 
 def assert_stored_alike(tier, tokens, dtype) -> torch.Tensor:

@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hand_past import attend_prompt, hand_past
-from native_code import every_set, needs_native
+from native_code import needs_native
 from test_prefill_attention_reference import RAGGED, dense, draw
 from torch import Tensor
 
-from hf_diffkv.native.library import CorruptMemoryError, instructions, use_instructions
+from hf_diffkv.native.library import CorruptMemoryError, instructions
 from hf_diffkv.ops.prefill_attention import native
 from hf_diffkv.precision import SUPPORTED_BITS, Precision
 
-pytestmark = [needs_native, every_set]
+pytestmark = [needs_native, pytest.mark.usefixtures("instructions")]
 # of the norm of the output; that of half precision has the output's own rounding in it
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2e-3}
 HIGH, LOW, WINDOW = [[5, 0], [3, 9], [0, 0]], [[7, 0], [70, 1], [0, 0]], [4, 20, 0]
 SINKS = torch.tensor([0.5, -2.0, 6.0, 30.0])
 every_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-
-
-@pytest.fixture(autouse=True)
-def chosen(instructions: str) -> Iterator[None]:
-    with use_instructions(instructions):
-        yield
-
-
-@pytest.fixture(params=[1, 3], ids="{} threads".format)
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(1)
 
 
 def as_read(part: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,35 +3,27 @@ float64 in the model's own channels."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from native_code import every_set, needs_native
+from native_code import needs_native
 from simulated_storage import rotation
 from torch import Tensor
 
 from hf_diffkv.config import DiffKVConfig, Precision
-from hf_diffkv.native.library import use_instructions
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store import Store, attend_token, attend_tokens, begin_forward, read_tokens
 from hf_diffkv.store.step import refresh
 
-pytestmark = [needs_native, every_set]
+pytestmark = [needs_native, pytest.mark.usefixtures("instructions")]
 BOTH = {"rotate": True, "center": True}
 # of the norm of a head's output. Queries are not rounded where they are rotated, nor outputs before they are rotated
 # back: half precision has the rounding of what it returns, and of 14 bits of queries and weights.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.5e-3, torch.float16: 6e-4}
 # of a stored element, beside its rounding: float32 sums of `dim` numbers in another order
 SUM_ERROR = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def chosen(instructions: str) -> Iterator[None]:
-    with use_instructions(instructions):
-        yield
 
 
 def draw(batch: int, heads: int, tokens: int, dim: int, dtype: torch.dtype, seed: int) -> Tensor:
