@@ -433,3 +433,28 @@ def test_rewriting_moves_tokens_by_the_kernel(monkeypatch):
     with use_backend("kernels"):
         Rewrite(0).run()
     assert sum(moved) > 50
+
+
+class HeadsOfOneRequest(State):
+    """Its rows are the heads of a single request, which have one length."""
+
+    def compact(self, op, candidates, thresholds, **options):
+        key, value, score, position, leaving, length = candidates
+        rows = given_rows(
+            self.layout,
+            key[None, :, None],
+            value[None, :, None],
+            pool=SimpleNamespace(pages=self.pages, free_list=self.free_list),
+            page_table=self.table[None],
+            high_count=self.high_count[None],
+            low_count=self.low_count[None],
+            window_score=score[None, :, None],
+            window_start=position[:1].clone(),
+            length=length[:1],
+        )
+        op.compact_step(rows, leaving[:1], *(each[None] for each in thresholds), **options)
+
+
+def test_heads_of_one_request():
+    state = HeadsOfOneRequest(small_layout(), [7, 5, 9], [2, 4, 0], seed=4, spare=40)
+    assert_steps_alike(state, 4)

@@ -32,7 +32,8 @@ def candidates(rows: LayerRows, leaving: Tensor) -> Candidates:
     """Of windows from which a token leaves, bool [batch]."""
 
     def of_rows(each: Tensor) -> Tensor:
-        return each[:, None].expand(-1, rows.heads).reshape(-1)
+        # of a single request a reshape would be a view without strides, which kernels do not read
+        return each[:, None].expand(-1, rows.heads).contiguous().view(-1)
 
     slot = slots_of(rows.window_start, rows.sink_end, rows.sink_slots, rows.slots)
     slot = slot[:, None, None].expand(-1, rows.heads, 1)
