@@ -125,69 +125,77 @@ class DecodeStep:
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         # Transformers hands the tokenizer that stop strings need on to the model, which has no use for it
         inputs.pop("tokenizer", None)
-        store = self._store(args, inputs)
-        if store is None:
+        stores = self._stores(args, inputs)
+        if not stores:
             self._warm = None
             return self.model(*args, **inputs)
-        store.check_positions(1)
-        self._compacted |= store.compaction_due
-        settle(store)
-        self._reserve(store)
-        self.cache.stores.share_budget(store)
-        refresh_if_due(store)
+        for store in stores:
+            store.check_positions(1)
+            self._compacted |= store.compaction_due
+            settle(store)
+        for store in stores:
+            self.cache.stores.share_budget(store)
+            self._reserve(store)
+            refresh_if_due(store)
         tensors, fixed = self._static_inputs(inputs)
-        place = (fixed, self._addresses(store))
+        place = (fixed, self._addresses(stores))
+        ready = all(store.scratch_fits() and not store.centers_soon for store in stores)
         # what is done once for a row is not captured
-        if store.centers_soon or not (place == self._warm and store.scratch_fits()):
+        if not (ready and place == self._warm):
             output = self.model(**inputs)
-            self._warm = (fixed, self._addresses(store))
+            self._warm = (fixed, self._addresses(stores))
             if self._warm != self._place:
                 self._graphs.clear()
                 self._place = self._warm
             return output
-        # a kernel's first run, for which it is compiled, must not be a capture
-        compacts = self._compacted and compacts_after_step(store)
-        if compacts not in self._graphs and not self._capture(store, inputs, tensors, compacts):
+        # a kernel's first run, for which it is compiled, must not be a capture; all stores count the same steps
+        compacts = self._compacted and compacts_after_step(stores[0])
+        if compacts not in self._graphs and not self._capture(stores, inputs, tensors, compacts):
             return self.model(**inputs)
         captured = self._graphs[compacts]
         for name, value in tensors.items():
             captured.buffers[name].copy_(value)
-        self._count(store, inputs.get("attention_mask"))
+        self._count(stores, inputs.get("attention_mask"))
         captured.graph.replay()
         if compacts:
-            compaction_done(store)
+            for store in stores:
+                compaction_done(store)
         self.replays += 1
         return _copied(captured.output)
 
-    def _store(self, args: tuple, inputs: dict[str, Any]) -> Store | None:
-        """The store of a step that can be captured; None where it must run from Python."""
+    def _stores(self, args: tuple, inputs: dict[str, Any]) -> list[Store]:
+        """All stores of a step that can be captured; none where it must run from Python."""
         stores, ids, mask = self.cache.stores, inputs.get("input_ids"), inputs.get("attention_mask")
-        if self._failed or args or len(stores.all) != 1 or stores.recording or stores.broken:
-            return None
-        store = stores.all[0]
+        if self._failed or args or not stores.all or stores.recording or stores.broken:
+            return []
+        first = stores.all[0]
         plain = (
             inputs.get("past_key_values") is self.cache
             and isinstance(ids, Tensor)
-            and ids.shape == (store.batch_size, 1)
+            and ids.shape == (first.batch_size, 1)
             # without them models count from the length of the cache, which a graph would keep as it was
             and isinstance(inputs.get("position_ids"), Tensor)
             and (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2))
             and all(_is_plain(name, value) for name, value in inputs.items())
         )
         ready = (
-            store.twins is None
-            and store.pool.grows_in_place
-            and use_kernels(store.device, store.dtype)
-            and {*stores.seen, store.seen} == {store.seen}
-            and store.seen > 0
+            {*stores.seen, *(store.seen for store in stores.all)} == {first.seen}
+            and first.seen > 0
             and self.windows.full
+            and all(
+                store.twins is None
+                and store.pool.grows_in_place
+                and use_kernels(store.device, store.dtype)
+                and store.device == first.device
+                for store in stores.all
+            )
         )
         # autocast decides on dtypes where a step runs, and a graph would not see it change
-        mode = torch.is_grad_enabled() or torch.is_autocast_enabled(store.device.type)
-        return store if plain and ready and not mode else None
+        mode = torch.is_grad_enabled() or torch.is_autocast_enabled(first.device.type)
+        return list(stores.all) if plain and ready and not mode else []
 
-    def _addresses(self, store: Store) -> tuple:
-        return store.addresses() + self.windows.addresses()
+    def _addresses(self, stores: list[Store]) -> tuple:
+        return (*(store.addresses() for store in stores), self.windows.addresses())
 
     def _reserve(self, store: Store) -> None:
         if store.config.max_bytes is not None:
@@ -217,17 +225,18 @@ class DecodeStep:
                 fixed.append((name, value))
         return tensors, tuple(fixed)
 
-    def _capture(self, store: Store, inputs: dict[str, Any], tensors: dict[str, Tensor], compacts: bool) -> bool:
+    def _capture(self, stores: list[Store], inputs: dict[str, Any], tensors: dict[str, Tensor], compacts: bool) -> bool:
         buffers = {name: value.to(_MASKS.get(name, value.dtype), copy=True) for name, value in tensors.items()}
         captured = {**inputs, **buffers}
         # prepared masks, or models would make them from the length of the cache
-        everything = partial(torch.ones, dtype=torch.bool, device=store.device)
+        batch_size, device = stores[0].batch_size, stores[0].device
+        everything = partial(torch.ones, dtype=torch.bool, device=device)
         mask = buffers.get("attention_mask")
         if mask is None:
-            mask = everything(store.batch_size, 1, 1, 1)
+            mask = everything(batch_size, 1, 1, 1)
         if self.windows.layers:
             shown = captured.pop(WINDOW_MASK, None)
-            shown = everything(store.batch_size, 1, 1, self.windows.size) if shown is None else shown
+            shown = everything(batch_size, 1, 1, self.windows.size) if shown is None else shown
             mask = {"full_attention": mask, "sliding_attention": shown}
         captured["attention_mask"] = mask
 
@@ -235,10 +244,11 @@ class DecodeStep:
             with self.windows.in_place():
                 output = self._forward(**captured)
             if compacts:
-                compact(store)
+                for store in stores:
+                    compact(store)
             return output
 
-        graph = GRAPH_TYPES[store.device.type](store.device)
+        graph = GRAPH_TYPES[device.type](device)
         self.cache.stores.capturing = True
         self.cache.stores.capturing_mask = "attention_mask" in buffers
         try:
@@ -281,14 +291,15 @@ class DecodeStep:
             self._forward, self.compiled = self.model, False
             self._forward(**inputs)
 
-    def _count(self, store: Store, mask: Tensor | None) -> None:
+    def _count(self, stores: list[Store], mask: Tensor | None) -> None:
         """What the layers note on the host in a step that runs from Python."""
-        count_step(store)
         self.windows.count()
-        store.seen += 1
-        stores = self.cache.stores
-        stores.seen = [seen + 1 for seen in stores.seen]
-        store.padding.append(1, None if mask is None else mask[:, -1:])
+        for store in stores:
+            count_step(store)
+            store.seen += 1
+            store.padding.append(1, None if mask is None else mask[:, -1:])
+        every = self.cache.stores
+        every.seen = [seen + 1 for seen in every.seen]
 
 
 def _is_plain(name: str, value: Any) -> bool:

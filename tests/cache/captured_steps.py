@@ -9,11 +9,13 @@ from transformers import PreTrainedModel
 from hf_diffkv import DiffKVCache, DiffKVConfig
 
 FIELDS = {"alpha_high": 1.1, "alpha_low": 0.5, "window": 3, "sinks": 1, "page_bytes": 512}
+# of three layers of two KV heads: a pair, one precision, and thresholds
+HEAD_PRECISIONS = [["K8V4", "K4V2"], ["K8V8", "K8V8"], None]
 
 
 def build(layers: int, **options: object) -> PreTrainedModel:
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": layers}
-    return tiny_model("llama", num_attention_heads=2, num_key_value_heads=1, **sizes, **options)
+    return tiny_model("llama", **{"num_attention_heads": 2, "num_key_value_heads": 1, **sizes, **options})
 
 
 def generate(model, tokens: torch.Tensor, cache: DiffKVCache, new: int, **options: object) -> torch.Tensor:

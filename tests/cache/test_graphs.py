@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 import interpreted  # noqa: F401
 import pytest
 import torch
-from captured_steps import FIELDS, build, generate, run
+from captured_steps import FIELDS, HEAD_PRECISIONS, build, generate, run
 from recorded_graph import RecordedGraph
 from transformers import AutoTokenizer
 from triton.runtime.interpreter import InterpretedFunction
@@ -18,6 +19,7 @@ from hf_diffkv.evaluation.models import TINY_LM
 from hf_diffkv.store.read import IntegrityError
 
 pytestmark = pytest.mark.usefixtures("recorded")
+STATE = ("high_count", "low_count", "length", "window_start", "window_key", "window_score")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,7 @@ def test_the_same_text_across_refreshes_and_growth(steps, interval: int) -> None
     # the pool has grown on the way, and the cache is as it would have been
     store, other = cache.stores.all[0], eager.stores.all[0]
     assert cache.get_seq_length() == eager.get_seq_length() == 23
-    for name in ("high_count", "low_count", "length", "window_start", "window_key", "window_score"):
+    for name in STATE:
         assert torch.equal(getattr(store, name), getattr(other, name)), name
     for index in cache.compressed_layers():
         assert torch.equal(cache.levels(index), eager.levels(index))
@@ -72,6 +74,64 @@ def test_policies_are_captured(steps, layers: int, fields: dict) -> None:
     store, other = cache.stores.all[0], eager.stores.all[0]
     for name in ("high_count", "low_count", "window_start", "alpha_high", "alpha_low"):
         assert torch.equal(getattr(store, name), getattr(other, name)), name
+
+
+@pytest.mark.slow
+def test_layers_of_several_precisions(steps) -> None:
+    """Layers of each pair have a store of their own."""
+    model = build(3, num_key_value_heads=2)
+    tokens = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    mask[1, :5] = 0
+    fields = {"compaction_interval": 3, "head_precisions": HEAD_PRECISIONS}
+    expected, eager = run(model, False, tokens, 12, fields, attention_mask=mask)
+    got, cache = run(model, True, tokens, 12, fields, attention_mask=mask)
+    assert torch.equal(got, expected)
+    (step,) = steps
+    assert step.replays == 10 and step.captures <= 2
+    assert cache.get_seq_length() == eager.get_seq_length() == 23
+    assert len(cache.stores.all) == len(eager.stores.all) == 3
+    for store, other in zip(cache.stores.all, eager.stores.all):
+        assert store.seen == store.padding.length == 23 and (store.high_count + store.low_count > 0).any()
+        for name in STATE:
+            assert torch.equal(getattr(store, name), getattr(other, name)), name
+
+
+def test_several_stores_launch_no_more_for_a_layer(steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each store has a compaction of its own, and each layer what it would have in one store."""
+    model = build(2)
+    launched: list[str] = []
+    launch = InterpretedFunction.run
+
+    def note(self: InterpretedFunction, *args: object, grid: object, warmup: bool, **kwargs: object) -> object:
+        if RecordedGraph.current is not None:
+            launched.append(self.__name__)
+        return launch(self, *args, grid=grid, warmup=warmup, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", note)
+    tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(8))
+    found = []
+    for chosen in (["K8V4"], ["K4V4"]):
+        fields = {"head_precisions": [["K8V4"], chosen]}
+        expected, _ = run(model, False, tokens, 4, fields)
+        got, cache = run(model, True, tokens, 4, fields)
+        assert torch.equal(got, expected)
+        found.append((len(cache.stores.all), Counter(launched)))
+        launched.clear()
+    (one, of_one), (two, of_two) = found
+    assert (one, two) == (1, 2) and [step.captures for step in steps] == [1, 1]
+    assert of_two["attend_kernel"] == 2
+    assert of_two == of_one + Counter(["plan_rows_kernel", "assign_pages_kernel", "move_tokens_kernel"])
+
+
+@pytest.mark.slow
+def test_several_stores_under_a_budget(steps) -> None:
+    """The ring of each is made ahead, and stays where it is."""
+    model = build(2, num_key_value_heads=2)
+    tokens = torch.randint(0, 96, (1, 40), generator=torch.Generator().manual_seed(3))
+    fields = {"head_precisions": HEAD_PRECISIONS[:2]}
+    _, cache = run(model, True, tokens, 8, {**fields, "max_bytes": 14_000})
+    assert steps[0].captures == 1 and steps[0].replays == 6 and len(cache.stores.all) == 2
 
 
 def test_a_replay_repeats_what_was_captured(model, steps, monkeypatch: pytest.MonkeyPatch) -> None:
