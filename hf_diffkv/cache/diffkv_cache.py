@@ -36,8 +36,8 @@ class DiffKVCache(Cache):
 
     Args:
         model_config: the model's `PretrainedConfig`, or the model itself.
-        config: a `DiffKVConfig`, or a dict of its fields on top of `DiffKVConfig.for_model(model_config)`, which None
-            takes as it is.
+        config: a `DiffKVConfig`, the name of a preset ("quality", "balanced", "small"), or a dict of fields on top of
+            `DiffKVConfig.for_model(model_config)`, which None takes as it is.
         **kwargs: single fields of `DiffKVConfig`, on top of `config`.
 
     Raises:
@@ -50,13 +50,13 @@ class DiffKVCache(Cache):
     # Transformers' own and DiffKVLayer
     layers: list[Any]
 
-    def __init__(self, model_config: Any, config: DiffKVConfig | Mapping | None = None, **kwargs: Any) -> None:
+    def __init__(self, model_config: Any, config: DiffKVConfig | Mapping | str | None = None, **kwargs: Any) -> None:
         model, model_config = model_config, configuration_of(model_config)
         check_model_config(model_config)
         check_attention(model)
         text_config = model_config.get_text_config(decoder=True)
         self.model_fingerprint = model_fingerprint(model_config)
-        self.config = resolve_config(model_config, config, kwargs)
+        self.config = resolve_config(model, config, kwargs)
         layers = cache_layers(text_config)
         self._readers = shared_layers(text_config)
         compressed = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
@@ -404,14 +404,22 @@ def config_of(model: Any) -> Any:
     return model_config
 
 
-def resolve_config(model_config: Any, config: DiffKVConfig | Mapping | None, fields: dict[str, Any]) -> DiffKVConfig:
-    """`config`, or what suits the model, with single fields on top. Raises `ValueError` as `DiffKVConfig` does."""
+def resolve_config(model: Any, config: DiffKVConfig | Mapping | str | None, fields: dict[str, Any]) -> DiffKVConfig:
+    """`config`, or what suits the model, with single fields on top. Raises `ValueError` as `DiffKVConfig` does.
+
+    Args:
+        model: the model or its configuration.
+        config: a configuration, fields of one, or the name of a preset.
+    """
+    if isinstance(config, str):
+        config = {"preset": config}
     if isinstance(config, Mapping):
         fields, config = {**config, **fields}, None
     if config is not None and not isinstance(config, DiffKVConfig):
-        raise ValueError(f"config={config!r} must be a DiffKVConfig, or a dict of its fields.")
+        raise ValueError(f"config={config!r} must be a DiffKVConfig, a dict of its fields, or a preset's name.")
     if config is None:
-        return DiffKVConfig.for_model(model_config, **fields)
-    if "target_ratio" in fields:
-        raise ValueError("target_ratio chooses a configuration; leave it out, or give no config beside it.")
+        return DiffKVConfig.for_model(model, **fields)
+    for name in ("preset", "target_ratio"):
+        if name in fields:
+            raise ValueError(f"{name} chooses a configuration; leave it out, or give no config beside it.")
     return DiffKVConfig.from_dict({**config.to_dict(), **fields}) if fields else config

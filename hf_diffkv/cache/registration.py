@@ -97,10 +97,12 @@ def cache_fields(cache_config: Any) -> dict[str, Any]:
     """Arguments of `DiffKVCache` that a `GenerationConfig`'s `cache_config` gives. Raises `ValueError` for others."""
     if cache_config is None:
         return {}
-    if isinstance(cache_config, DiffKVConfig):
+    if isinstance(cache_config, (DiffKVConfig, str)):
         return {"config": cache_config}
     if not isinstance(cache_config, Mapping):
-        raise ValueError(f"cache_config={cache_config!r} must be a dict of DiffKVConfig fields, or a DiffKVConfig.")
+        raise ValueError(
+            f"cache_config={cache_config!r} must be a dict of DiffKVConfig fields, a DiffKVConfig, or a preset's name."
+        )
     return dict(cache_config)
 
 
@@ -186,7 +188,7 @@ def _wrap(original: Callable) -> Callable:
             return original(self, generation_config, model_kwargs, *args, **kwargs)
         else:
             _check_padding(generation_config, model_kwargs)
-            made = DiffKVCache(self.config, **cache_fields(generation_config.cache_config))
+            made = DiffKVCache(self, **cache_fields(generation_config.cache_config))
             ensure_attention(self)
             made.usage.claim(self, generation_config)
             made.attach(self)

@@ -14,12 +14,12 @@ from tqdm.auto import tqdm
 
 from ..cache.diffkv_cache import DiffKVCache, config_of
 from ..config import Precision
+from ..config.digest import model_digest
 from ..config.sensitivity import KEY_BITS, VALUE_BITS, Sensitivity, mean_of
 from ..evaluation.environment import describe_environment
 from ..evaluation.errors import EvaluationError
 from ..evaluation.records import Record, RunFolder
 from ..evaluation.tasks import Document
-from .digest import model_digest
 from .documents import LENGTH, POSITIONS, digest_of, documents_for
 from .replay import Replay, in_float32, watching
 from .stored import errors, geometric_mean, stored

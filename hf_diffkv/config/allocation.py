@@ -109,6 +109,14 @@ def check_ratio(
         )
 
 
+def ratio_of(precision: Precision | str, calibration: Mapping[str, Any]) -> float:
+    """Bytes of a stored token over those in the model's dtype where all heads have one precision."""
+    values = calibration[SENSITIVITY]
+    name, size = as_precision("precision", precision), values["element_bytes"]
+    taken = sum(heads * _token_bytes(name, key, value, size) for heads, key, value in values["shapes"])
+    return taken / sum(heads * (key + value) * size for heads, key, value in values["shapes"])
+
+
 def fields_for(calibration: Mapping[str, Any] | None, target_ratio: float) -> tuple[dict[str, Any], dict[str, Any]]:
     """Fields of a configuration for another ratio, and its calibration.
 

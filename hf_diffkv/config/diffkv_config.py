@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import json
 import math
-import numbers
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,30 +13,24 @@ from typing import TYPE_CHECKING, Any, Union
 
 from ..precision import Precision, as_precision, is_integer
 from . import files as config_files
+from .checks import (
+    HeadPrecisions,
+    Options,
+    Threshold,
+    as_count,
+    as_head_precisions,
+    as_range,
+    as_threshold,
+    checked_options,
+    paired,
+    payload_bits,
+)
 
 METADATA_BITS = (16, 32)
 # attribute that is no field
 _CALIBRATION_ATTRIBUTE = "_calibration"
 
-Threshold = Union[float, tuple[float, ...], tuple[tuple[float, ...], ...]]
-HeadPrecisions = tuple[Union[tuple[Precision, ...], None], ...]
 ThresholdLike = Union[float, Sequence[float], Sequence[Sequence[float]]]
-
-
-class Options(dict):
-    """Options by name, which stay as they are."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(frozenset(self.items()))
-
-    def __reduce__(self) -> tuple:
-        return Options, (dict(self),)
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> None:
-        raise TypeError("the options of a configuration cannot be changed; make another one with dataclasses.replace.")
-
-    __setitem__ = __delitem__ = __ior__ = clear = _refuse  # type: ignore[assignment]
-    pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -135,23 +128,23 @@ class DiffKVConfig:
         for name in ("high", "low"):
             object.__setattr__(self, name, as_precision(name, getattr(self, name)))
         for name in ("alpha_high", "alpha_low"):
-            object.__setattr__(self, name, _as_threshold(name, getattr(self, name)))
+            object.__setattr__(self, name, as_threshold(name, getattr(self, name)))
         self._check_order()
-        object.__setattr__(self, "head_precisions", _as_head_precisions(self.head_precisions))
+        object.__setattr__(self, "head_precisions", as_head_precisions(self.head_precisions))
         for name in ("window", "compaction_interval", "observation_window", "page_bytes", "max_bytes"):
             if getattr(self, name) is not None or name in ("window", "compaction_interval"):
-                object.__setattr__(self, name, _as_count(name, getattr(self, name)))
+                object.__setattr__(self, name, as_count(name, getattr(self, name)))
         for name in ("rotate", "center", "adaptive_rounding", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
         for name in ("sinks", "protected_layers"):
-            object.__setattr__(self, name, _as_count(name, getattr(self, name), least=0))
-        object.__setattr__(self, "pin", _as_range("pin", self.pin))
+            object.__setattr__(self, name, as_count(name, getattr(self, name), least=0))
+        object.__setattr__(self, "pin", as_range("pin", self.pin))
         if not is_integer(self.metadata_bits) or self.metadata_bits not in METADATA_BITS:
             raise ValueError(f"metadata_bits={self.metadata_bits!r} is not supported; use one of {METADATA_BITS}.")
         object.__setattr__(self, "metadata_bits", int(self.metadata_bits))
-        object.__setattr__(self, "policy_options", _checked_options(self.policy, self.policy_options))
-        if _payload_bits(self.low) > _payload_bits(self.high):
+        object.__setattr__(self, "policy_options", checked_options(self.policy, self.policy_options))
+        if payload_bits(self.low) > payload_bits(self.high):
             raise ValueError(
                 f"low={self.low.name} needs more bits per token than high={self.high.name}; swap the two precisions."
             )
@@ -171,7 +164,7 @@ class DiffKVConfig:
             return True
         if self.head_precisions is not None and None not in self.head_precisions:
             return False
-        pairs = _paired(self.alpha_low, self.alpha_high)
+        pairs = paired(self.alpha_low, self.alpha_high)
         return any(low > 0 or (0 < high < math.inf and self.high != self.low) for low, high in pairs or ())
 
     def check_layers(self, count: int) -> None:
@@ -216,12 +209,12 @@ class DiffKVConfig:
         pairs = [{*layer} for layer in self.head_precisions or () if layer is not None and len({*layer}) == 2]
         mine = {*chosen}
         found = mine if len(mine) == 2 else next((pair for pair in pairs if mine <= pair), mine)
-        order = sorted(found, key=lambda precision: (_payload_bits(precision), dataclasses.astuple(precision)))
+        order = sorted(found, key=lambda precision: (payload_bits(precision), dataclasses.astuple(precision)))
         return order[0], order[-1]
 
     def _check_order(self) -> None:
         low, high = self.alpha_low, self.alpha_high
-        pairs = _paired(low, high)
+        pairs = paired(low, high)
         if pairs is None:
             raise ValueError(
                 "alpha_low and alpha_high have different lengths; give each as one number, one per layer, "
@@ -264,31 +257,33 @@ class DiffKVConfig:
         cls,
         model: Any,
         *,
+        preset: str | None = None,
         target_ratio: float | None = None,
         **kwargs: Any,
     ) -> DiffKVConfig:
-        """The published thresholds where this model was calibrated, otherwise `preset("balanced")`.
+        """What suits a model: the configuration that is saved beside its files; the published thresholds where it was
+        calibrated; else `preset("balanced")`, at which a model whose heads were measured has a precision for each.
 
-        Where `kwargs` choose levels (precisions, thresholds, a policy), the rest is the paper's: two levels and
-        thresholds that never prune.
+        What heads lose is found by the weights of a loaded model, in the user's cache folder or among what ships
+        (docs/calibration.md). Where `kwargs` choose levels (precisions, thresholds, a policy), the rest is the
+        paper's: two levels and thresholds that never prune.
 
         Args:
             model: a Transformers model, its `PretrainedConfig`, or the model's name or folder as a string.
-            target_ratio: instead of that choice, the best single precision whose stored tokens take at most this share
-                of their bytes in the model's dtype (`presets.LADDER`); needs the model or its configuration.
+            preset: another one; with measured heads it is a ratio.
+            target_ratio: instead, bytes of a stored token over its bytes in the model's dtype, at most: the best
+                precision for each measured head, else the best one for all (`presets.LADDER`); needs the model or its
+                configuration.
             **kwargs: fields that override the choice.
 
         Raises:
-            ValueError: `model` is something else, or a `target_ratio` that cannot be met.
+            ValueError: `model` is something else, no such preset, or a `target_ratio` that cannot be met.
         """
-        from .presets import preset_for, preset_within
+        from .choice import choose
 
-        model_config = configuration_of(model)
         cls._check_names(kwargs)
-        chosen = preset_for(model_config, kwargs)
-        if target_ratio is not None:
-            chosen = preset_within(target_ratio, model_config)
-        return cls(**{**chosen, **kwargs})
+        chosen, calibration = choose(model, configuration_of(model), preset, target_ratio, kwargs)
+        return with_calibration(cls(**{**chosen, **kwargs}), calibration)
 
     def with_ratio(self, target_ratio: float) -> DiffKVConfig:
         """The same with the `head_precisions` of least predicted loss within a ratio; nothing is measured.
@@ -423,92 +418,3 @@ def with_calibration(config: DiffKVConfig, calibration: dict[str, Any] | None) -
 def configuration_of(model: Any) -> Any:
     """The `PretrainedConfig` of a Transformers model; anything else, a configuration above all, as it is."""
     return model if hasattr(model, "get_text_config") else getattr(model, "config", model)
-
-
-def _as_threshold(name: str, value: Any) -> Threshold:
-    if isinstance(value, (list, tuple)):
-        if not value:
-            raise ValueError(f"{name} is empty; give one number, one per layer, or one per layer and head.")
-        nested = [isinstance(entry, (list, tuple)) for entry in value]
-        if any(nested) and not all(nested):
-            raise ValueError(f"{name} mixes numbers and lists; give one number per layer, or one list per layer.")
-        entries: tuple[Any, ...] = tuple(_as_threshold(name, entry) for entry in value)
-        if any(isinstance(inner, tuple) for entry in entries if isinstance(entry, tuple) for inner in entry):
-            raise ValueError(f"{name} is nested too deeply; at most one list of heads per layer.")
-        if all(nested) and len({len(entry) for entry in entries}) > 1:
-            raise ValueError(f"{name} has layers with different numbers of heads.")
-        return entries
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value) or value < 0:
-        raise ValueError(f"{name}={value!r} must be a number of at least 0, or lists of such numbers.")
-    return float(value)
-
-
-def _as_head_precisions(value: Any) -> HeadPrecisions | None:
-    if value is None:
-        return None
-    if not isinstance(value, (list, tuple)) or not value:
-        raise ValueError(
-            f"head_precisions={value!r} must have an entry for each compressed layer: a list with the precision of "
-            "each KV head, or None."
-        )
-    layers: list[tuple[Precision, ...] | None] = []
-    for index, layer in enumerate(value):
-        if layer is not None and (not isinstance(layer, (list, tuple)) or not layer):
-            raise ValueError(f"head_precisions[{index}]={layer!r} must list the precision of each KV head, or be None.")
-        name = f"head_precisions[{index}]"
-        layers.append(None if layer is None else tuple(as_precision(name, precision) for precision in layer))
-        names = sorted({precision.full_name for precision in layers[-1] or ()})
-        if len(names) > 2:
-            raise ValueError(f"{name} has {len(names)} precisions ({', '.join(names)}); a layer can have two.")
-    return tuple(layers)
-
-
-def _paired(low: Any, high: Any) -> list[tuple[float, float]] | None:
-    """All pairs of two `Threshold`s that meet in some layer and head; None where their shapes do not fit."""
-    if not isinstance(low, tuple) and not isinstance(high, tuple):
-        return [(low, high)]
-    if isinstance(low, tuple) and isinstance(high, tuple) and len(low) != len(high):
-        return None
-    length = len(low) if isinstance(low, tuple) else len(high)
-    lows = low if isinstance(low, tuple) else (low,) * length
-    highs = high if isinstance(high, tuple) else (high,) * length
-    pairs: list[tuple[float, float]] = []
-    for a, b in zip(lows, highs):
-        inner = _paired(a, b)
-        if inner is None:
-            return None
-        pairs += inner
-    return pairs
-
-
-def _as_count(name: str, value: Any, least: int = 1) -> int:
-    if not is_integer(value) or value < least:
-        raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
-    return int(value)
-
-
-def _as_range(name: str, value: Any) -> tuple[int, int] | None:
-    if value is None:
-        return None
-    if not isinstance(value, (list, tuple)) or len(value) != 2 or not all(map(is_integer, value)):
-        raise ValueError(f"{name}={value!r} must be two positions, (start, stop).")
-    start, stop = map(int, value)
-    if not 0 <= start < stop:
-        raise ValueError(f"{name}={value!r} has no tokens; need 0 <= start < stop.")
-    return start, stop
-
-
-def _checked_options(policy: Any, options: Any) -> Options:
-    if not isinstance(policy, str):
-        raise ValueError(f"policy={policy!r} must be the name of a policy.")
-    if not isinstance(options, Mapping):
-        raise ValueError(f"policy_options={options!r} must be a dictionary of options by name.")
-    # policies compute with PyTorch, which importing this module must not load
-    from ..policy import make_policy
-
-    made = make_policy(policy, options)
-    return Options({name: getattr(made, name) for name in options})
-
-
-def _payload_bits(precision: Precision) -> int:
-    return precision.k_bits + precision.v_bits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Collection
@@ -20,7 +21,10 @@ CALIBRATED: dict[str, tuple[float, float]] = {
 SAFE: dict[str, Any] = {"alpha_low": 0.0, "alpha_high": 1.0}
 # of models whose thresholds were not published, where none of these fields is chosen
 DEFAULT_PRESET = "balanced"
-LEVEL_FIELDS = {"high", "low", "alpha_high", "alpha_low", "policy", "policy_options", "protected_layers"}
+LEVEL_FIELDS = {
+    *("high", "low", "alpha_high", "alpha_low", "head_precisions"),
+    *("policy", "policy_options", "protected_layers"),
+}
 
 # The papers' runs of these families quantise in groups: 1 at 8 bits, 2 at 4 bits, 4 at 2 bits.
 GROUPED = re.compile(r"^(qwq|qwen3)\b")
@@ -93,7 +97,9 @@ def head_size(model_config: Any) -> tuple[int, int]:
 def preset_named(name: str) -> dict[str, Any]:
     """Config fields of one of `PRESETS`. Raises `ValueError` for another name."""
     if name not in PRESETS:
-        raise ValueError(f"there is no preset {name!r}; choose one of {', '.join(map(repr, PRESETS))}.")
+        close = difflib.get_close_matches(str(name).lower(), PRESETS, n=1)
+        hint = f"did you mean {close[0]!r}? Choose" if close else "choose"
+        raise ValueError(f"there is no preset {name!r}; {hint} one of {', '.join(map(repr, PRESETS))}.")
     return PRESETS[name]
 
 

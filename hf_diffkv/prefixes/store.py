@@ -71,7 +71,7 @@ class PrefixStore:
 
     Args:
         model: whose caches these are. Its weights are sampled once: make a new store after changing them.
-        config: of the caches; None takes `DiffKVConfig.for_model`.
+        config: of the caches, or the name of a preset; None takes `DiffKVConfig.for_model`.
         device_bytes: most that prefixes may take in the memory of the model's devices, all together.
         host_bytes: the same for page-locked memory of the host.
         folder: where prefixes go that memory has no room for; made if missing. None: nowhere.
@@ -86,7 +86,7 @@ class PrefixStore:
     def __init__(
         self,
         model: PreTrainedModel,
-        config: DiffKVConfig | None = None,
+        config: DiffKVConfig | str | None = None,
         *,
         device_bytes: int = 1 << 30,
         host_bytes: int = 0,
@@ -103,7 +103,7 @@ class PrefixStore:
         if TensorParallel.of(model).size > 1:
             raise ValueError("a prefix store works in one process; load the model without tp_plan.")
         self.model: Any = model
-        self.config = DiffKVCache(model.config, config).config
+        self.config = DiffKVCache(model, config).config
         self._model, self._weights = model_fingerprint(model.config), weights_fingerprint(model)
         parts = [FORMAT_VERSION, self._model, self._weights, str(model.dtype), self.config.to_dict()]
         self._fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

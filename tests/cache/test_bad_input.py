@@ -121,7 +121,9 @@ def test_bad_config_fields(fields: dict[str, Any], words: tuple[str, ...]) -> No
 
 
 def test_a_cache_config_of_another_type_names_it() -> None:
-    with raises(ValueError, "cache_config", "lossless"):
+    with raises(ValueError, "cache_config=5", "a preset's name"):
+        generate(tiny_model("llama"), cache_implementation="diffkv", cache_config=5)
+    with raises(ValueError, "no preset 'lossless'", "choose one of 'quality'"):
         generate(tiny_model("llama"), cache_implementation="diffkv", cache_config="lossless")
 
 

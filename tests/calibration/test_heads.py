@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
 from hf_diffkv.calibration import heads as heads_module
-from hf_diffkv.calibration.digest import model_digest
 from hf_diffkv.calibration.documents import FOLLOWING, LENGTH, POSITIONS, documents_for
 from hf_diffkv.calibration.heads import mean_kl, measure_heads
 from hf_diffkv.calibration.replay import in_float32
+from hf_diffkv.config.digest import model_digest
 from hf_diffkv.config.sensitivity import Sensitivity
 from hf_diffkv.evaluation.errors import EvaluationError
 from hf_diffkv.evaluation.tasks import Document, get_task

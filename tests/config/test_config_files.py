@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from hub_stand_in import TOKEN, Hub
+from tiny_models import tiny_model
 
 from hf_diffkv import DiffKVConfig, Precision
 from hf_diffkv.config.diffkv_config import with_calibration
@@ -105,6 +106,21 @@ def test_pushed_configurations_come_back(hub: Hub, config: DiffKVConfig, tmp_pat
     assert list((tmp_path / "cache").rglob(CONFIG_NAME))
     # what was downloaded needs no connection
     assert client(hub, tmp_path, found, HF_HUB_OFFLINE="1") == f"{config.to_json()} True"
+
+
+@pytest.mark.slow
+def test_a_model_of_the_hub_brings_its_configuration(hub: Hub, tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    config = DiffKVConfig(head_precisions=(("K5V4", "K3V3"), ("K4V3", "K4V3")), window=9)
+    hub.repositories["org/without"] = files
+    hub.repositories["org/with"] = {**files, CONFIG_NAME: to_text(config.to_dict(), None).encode()}
+    cache = "from transformers import AutoModelForCausalLM as A; from hf_diffkv import DiffKVCache; "
+    cache += "print(DiffKVCache(A.from_pretrained('org/{}')).config.to_json())"
+    for offline in ({}, {"HF_HUB_OFFLINE": "1"}):
+        assert client(hub, tmp_path, cache.format("with"), **offline) == config.to_json()
+        assert client(hub, tmp_path, cache.format("without"), **offline) == DiffKVConfig.preset("balanced").to_json()
+    assert hub.fetched.count(("org/with", CONFIG_NAME)) == 1
 
 
 def test_the_name_of_the_folder_is_that_of_the_repository(hub: Hub, tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 Without options it is what `DiffKVConfig.for_model` takes. `KxVy` alone stores every token at one precision; `KxVy/KxVy`
 are the high and the low level; two numbers are `alpha_high/alpha_low`; `lossless` and `paper` are configurations of
-that name, and so are the presets `quality`, `balanced` and `small`; `config=NAME` is one saved in a folder or on the
-Hub, by `hf-diffkv calibrate` say; anything else is a field of `DiffKVConfig` as field=value, the value as in JSON.
+that name; the presets `quality`, `balanced` and `small` are ratios for a model whose heads were measured;
+`config=NAME` is one saved in a folder or on the Hub, by `hf-diffkv calibrate` say; anything else is a field of
+`DiffKVConfig` as field=value, the value as in JSON.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from ..errors import EvaluationError
 from . import method
 from .base import HeldBytes, Method
 
+# key of a preset among the fields, which for_model takes
+PRESET = "preset"
 NUMBER = r"\d+(?:\.\d+)?"
 
 
@@ -41,18 +44,18 @@ class DiffKVMethod(Method):
         # what is wrong with the fields is said before a model is loaded
         self.config_for(None)
 
-    def config_for(self, model_config: Any) -> DiffKVConfig:
-        """The configuration of the caches of a model; without `model_config` only the fields are checked."""
+    def config_for(self, model: Any) -> DiffKVConfig:
+        """The configuration of the caches of a model or its configuration; without any only the fields are checked."""
         if self.base is not None:
             return getattr(DiffKVConfig, self.base)(**self.fields)
-        if model_config is None:
-            return DiffKVConfig.from_dict(self.fields)
-        return DiffKVConfig.for_model(model_config, **self.fields)
+        if model is None:
+            return DiffKVConfig.from_dict({name: value for name, value in self.fields.items() if name != PRESET})
+        return DiffKVConfig.for_model(model, **self.fields)
 
     def new_cache(self, model: Any) -> Any:
         from ...cache.diffkv_cache import DiffKVCache
 
-        return DiffKVCache(model.config, self.config_for(model.config))
+        return DiffKVCache(model.config, self.config_for(model))
 
     def branch(self, cache: Any) -> Any:
         return cache.fork(1)[0]
@@ -82,7 +85,7 @@ def parse_options(options: list[str]) -> tuple[dict[str, Any], str | None]:
         if option in ("lossless", "paper") and hasattr(DiffKVConfig, option):
             base = option
         elif option in PRESETS:
-            fields |= PRESETS[option]
+            fields[PRESET] = option
         elif NAME.fullmatch(option):
             precision = Precision.parse(option)
             fields |= {"high": precision, "low": precision, "alpha_high": 0.0, "alpha_low": 0.0}

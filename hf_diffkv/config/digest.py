@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-import torch
-
 # elements of each parameter that count
 SAMPLES = 32
 
@@ -21,6 +19,9 @@ def model_digest(model: Any) -> str:
     Raises:
         ValueError: parameters without data, on the meta device for example.
     """
+    # configurations know no tensors otherwise, and importing them must not load PyTorch
+    import torch
+
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         if parameter.is_meta:

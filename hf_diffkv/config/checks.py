@@ -1,0 +1,118 @@
+"""What becomes of the values that a configuration is given, and why some are refused."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any, Union
+
+from ..precision import Precision, as_precision, is_integer
+
+Threshold = Union[float, tuple[float, ...], tuple[tuple[float, ...], ...]]
+HeadPrecisions = tuple[Union[tuple[Precision, ...], None], ...]
+
+
+class Options(dict):
+    """Options by name, which stay as they are."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple:
+        return Options, (dict(self),)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("the options of a configuration cannot be changed; make another one with dataclasses.replace.")
+
+    __setitem__ = __delitem__ = __ior__ = clear = _refuse  # type: ignore[assignment]
+    pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
+
+
+def as_threshold(name: str, value: Any) -> Threshold:
+    if isinstance(value, (list, tuple)):
+        if not value:
+            raise ValueError(f"{name} is empty; give one number, one per layer, or one per layer and head.")
+        nested = [isinstance(entry, (list, tuple)) for entry in value]
+        if any(nested) and not all(nested):
+            raise ValueError(f"{name} mixes numbers and lists; give one number per layer, or one list per layer.")
+        entries: tuple[Any, ...] = tuple(as_threshold(name, entry) for entry in value)
+        if any(isinstance(inner, tuple) for entry in entries if isinstance(entry, tuple) for inner in entry):
+            raise ValueError(f"{name} is nested too deeply; at most one list of heads per layer.")
+        if all(nested) and len({len(entry) for entry in entries}) > 1:
+            raise ValueError(f"{name} has layers with different numbers of heads.")
+        return entries
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value) or value < 0:
+        raise ValueError(f"{name}={value!r} must be a number of at least 0, or lists of such numbers.")
+    return float(value)
+
+
+def as_head_precisions(value: Any) -> HeadPrecisions | None:
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ValueError(
+            f"head_precisions={value!r} must have an entry for each compressed layer: a list with the precision of "
+            "each KV head, or None."
+        )
+    layers: list[tuple[Precision, ...] | None] = []
+    for index, layer in enumerate(value):
+        if layer is not None and (not isinstance(layer, (list, tuple)) or not layer):
+            raise ValueError(f"head_precisions[{index}]={layer!r} must list the precision of each KV head, or be None.")
+        name = f"head_precisions[{index}]"
+        layers.append(None if layer is None else tuple(as_precision(name, precision) for precision in layer))
+        names = sorted({precision.full_name for precision in layers[-1] or ()})
+        if len(names) > 2:
+            raise ValueError(f"{name} has {len(names)} precisions ({', '.join(names)}); a layer can have two.")
+    return tuple(layers)
+
+
+def paired(low: Any, high: Any) -> list[tuple[float, float]] | None:
+    """All pairs of two `Threshold`s that meet in some layer and head; None where their shapes do not fit."""
+    if not isinstance(low, tuple) and not isinstance(high, tuple):
+        return [(low, high)]
+    if isinstance(low, tuple) and isinstance(high, tuple) and len(low) != len(high):
+        return None
+    length = len(low) if isinstance(low, tuple) else len(high)
+    lows = low if isinstance(low, tuple) else (low,) * length
+    highs = high if isinstance(high, tuple) else (high,) * length
+    pairs: list[tuple[float, float]] = []
+    for a, b in zip(lows, highs):
+        inner = paired(a, b)
+        if inner is None:
+            return None
+        pairs += inner
+    return pairs
+
+
+def as_count(name: str, value: Any, least: int = 1) -> int:
+    if not is_integer(value) or value < least:
+        raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
+    return int(value)
+
+
+def as_range(name: str, value: Any) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple)) or len(value) != 2 or not all(map(is_integer, value)):
+        raise ValueError(f"{name}={value!r} must be two positions, (start, stop).")
+    start, stop = map(int, value)
+    if not 0 <= start < stop:
+        raise ValueError(f"{name}={value!r} has no tokens; need 0 <= start < stop.")
+    return start, stop
+
+
+def checked_options(policy: Any, options: Any) -> Options:
+    if not isinstance(policy, str):
+        raise ValueError(f"policy={policy!r} must be the name of a policy.")
+    if not isinstance(options, Mapping):
+        raise ValueError(f"policy_options={options!r} must be a dictionary of options by name.")
+    # policies compute with PyTorch, which importing this module must not load
+    from ..policy import make_policy
+
+    made = make_policy(policy, options)
+    return Options({name: getattr(made, name) for name in options})
+
+
+def payload_bits(precision: Precision) -> int:
+    return precision.k_bits + precision.v_bits

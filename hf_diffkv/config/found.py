@@ -1,0 +1,120 @@
+"""What is known of a model without being told: a configuration beside its files, and what its heads lose.
+
+Looked for in this order: `diffkv_config.json` in the folder or the repository of the Hub that the model came from;
+then, by a digest of the weights, what `hf-diffkv calibrate` left in the user's cache folder; then what ships.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import weakref
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from . import files
+from .digest import model_digest
+from .sensitivity import Sensitivity
+
+# a folder for measurements; `$XDG_CACHE_HOME/hf_diffkv` or ~/.cache/hf_diffkv without it
+FOLDER_VARIABLE = "HF_DIFFKV_CACHE"
+SHIPPED = Path(__file__).parent / "measured"
+
+_logger = logging.getLogger("hf_diffkv")
+_digests: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
+_told: set[str] = set()
+
+
+def user_folder() -> Path:
+    """Where measurements are kept for all that the user runs."""
+    given = os.environ.get(FOLDER_VARIABLE)
+    if given:
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_diffkv"
+
+
+def keep(measured: Sensitivity) -> Path:
+    """Writes measurements to the user's folder, where `measured_of` finds them. Raises `OSError`."""
+    folder = user_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{measured.model_digest}.json"
+    measured.save(path)
+    return path
+
+
+def measured_of(model: Any) -> Sensitivity | None:
+    """What the heads of a loaded model lose, by the digest of its weights; None where nobody measured them."""
+    digest = _digest(model)
+    if digest is None:
+        return None
+    path = user_folder() / f"{digest}.json"
+    if path.is_file():
+        return Sensitivity.load(path)
+    return _shipped().get(digest)
+
+
+def beside(model: Any) -> Path | None:
+    """The configuration that is saved with a model's files: a loaded model, its configuration, or a folder's name.
+
+    A repository of the Hub is asked once, for the commit that is in the Hub's cache; no answer counts as none.
+    """
+    model_config = getattr(model, "config", model)
+    name = model if isinstance(model, (str, os.PathLike)) else getattr(model_config, "name_or_path", "")
+    if not name:
+        return None
+    local = Path(name) / files.CONFIG_NAME
+    if local.is_file():
+        return local
+    return None if Path(name).is_dir() else _on_the_hub(os.fspath(name))
+
+
+def tell_of_calibration(model: Any) -> None:
+    """Says once for each loaded model that came from somewhere that measuring its heads would save memory."""
+    name = getattr(getattr(model, "config", None), "name_or_path", "")
+    if not name or name in _told:
+        return
+    _told.add(name)
+    _logger.warning(
+        "the heads of %s have not been measured, so all of them get the same bits: `hf-diffkv calibrate --model %s "
+        "--ratio 0.23` measures them once and saves about a fifth of the cache at no more loss (docs/calibration.md).",
+        name,
+        name,
+    )
+
+
+def _digest(model: Any) -> str | None:
+    if not hasattr(model, "named_parameters"):
+        return None
+    if model not in _digests:
+        # a rank of several has parts of the weights
+        whole = not any(hasattr(parameter, "to_local") for parameter in model.parameters())
+        try:
+            _digests[model] = model_digest(model) if whole else None
+        except ValueError:
+            _digests[model] = None
+    return _digests[model]
+
+
+@cache
+def _shipped() -> dict[str, Sensitivity]:
+    found = (Sensitivity.from_dict(json.loads(path.read_text())) for path in sorted(SHIPPED.glob("*.json")))
+    return {measured.model_digest: measured for measured in found}
+
+
+@cache
+def _on_the_hub(repo: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        known = try_to_load_from_cache(repo, "config.json")
+        if not isinstance(known, str):
+            return None
+        commit = Path(known).parent.name
+        here = try_to_load_from_cache(repo, files.CONFIG_NAME, revision=commit)
+        # a string, a mark that it is not there, or None where nobody has asked
+        return Path(here) if isinstance(here, str) else None if here else files.find(repo, revision=commit)
+    except (HFValidationError, OSError):
+        return None
