@@ -17,7 +17,7 @@ from ..cache.dense import dense_attention
 from ..cache.errors import UnsupportedModelError
 from ..ops.softmax import Softmax
 from .engine_names import CachePool, SlidingAttentionCacheAllocator
-from .sizes import SLIDING_PAGE, SPARE_PAGES, AttentionShape, SlidingShape
+from .shapes import SLIDING_PAGE, SPARE_PAGES, AttentionShape, SlidingShape
 
 # queries of a prompt that attend at a time, where the window is shorter
 FEWEST_QUERIES = 128

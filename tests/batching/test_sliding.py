@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
-from hf_diffkv.batching.sizes import AttentionShape, SlidingShape
+from hf_diffkv.batching.shapes import AttentionShape, SlidingShape
 from hf_diffkv.batching.sliding import FEWEST_QUERIES, SlidingWindows
 from hf_diffkv.ops.softmax import Softmax
 
