@@ -1,4 +1,4 @@
-"""What Transformers' continuous batching engine asks of a cache, answered by slots of one compressed store.
+"""What Transformers' continuous batching engine asks of a cache, answered by slots of compressed stores.
 
 The engine counts memory in blocks of a request; here a block is a page, and what a request will need is an upper bound
 of which the rest is given back after each forward. Names and arguments are those of `PagedAttentionCache`.
@@ -10,15 +10,14 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..cache.errors import HandOverError
 from ..ops.softmax import Softmax
 from ..prefixes.stats import ExpectedPrefix
-from ..store import settle
 from .slots import Slots
-from .staging import stage
 
 if TYPE_CHECKING:
     from .sliding import SlidingWindows
@@ -90,7 +89,8 @@ class _Allocator:
     def get_seqlen_k(self, past_length: int, query_length: int) -> int:
         return past_length + query_length
 
-    def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
+    def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> np.ndarray:
+        # the engine hands it on to `count_storable_requests` and does nothing else with it
         return self._cache.need(request_id, query_length)
 
 
@@ -113,13 +113,14 @@ class ContinuousCache:
         self, slots: Slots, num_layers: int, max_batch_tokens: int, sliding: SlidingWindows | None = None
     ) -> None:
         self.slots, self.sliding = slots, sliding
-        # place in the store of each layer of full attention
+        # index in the slots of each layer of full attention
         full = [layer for layer in range(num_layers) if sliding is None or layer not in sliding.layers]
         self._place_of = {layer: place for place, layer in enumerate(full)}
         self.max_batch_tokens = max_batch_tokens
-        self.device, self.dtype = slots.store.device, slots.store.dtype
-        self.num_blocks = slots.store.pool.max_pages - 1
-        self.bytes_per_sector = slots.store.layout.page_bytes
+        self.device, self.dtype = slots.device, slots.dtype
+        self.num_blocks = int(slots.max_pages.sum())
+        # the engine asks for it to swap blocks out, which is not done here
+        self.bytes_per_sector = max(part.store.layout.page_bytes for part in slots.parts)
         self.pool = _Pool(slots)
         self.cache_allocators = {_Allocator.layer_type: _Allocator(self)}
         self.peak_bytes = self.bytes
@@ -139,10 +140,10 @@ class ContinuousCache:
 
     def memory(self) -> ServingMemory:
         """What is held; may be asked by any thread, and changes nothing."""
-        slots, pool = self.slots, self.slots.store.pool
-        used = pool.capacity - 1 - pool.free_list.free
-        sizes = (self.bytes, self.peak_bytes, slots.max_bytes, 1 - used / max(1, self.num_blocks))
-        return ServingMemory(len(self._slot_of), slots.store.batch_size, slots.longest, *sizes)
+        slots = self.slots
+        free = 1 - int(slots.used_pages.sum()) / max(1, self.num_blocks)
+        sizes = (self.bytes, self.peak_bytes, slots.max_bytes, free)
+        return ServingMemory(len(self._slot_of), slots.count, slots.longest, *sizes)
 
     def check_request(self, prompt_tokens: int, max_new_tokens: int | None) -> int:
         """How many new tokens a request may have, where there is room for it by itself.
@@ -167,15 +168,15 @@ class ContinuousCache:
             )
         return allowed if max_new_tokens is None else max_new_tokens
 
-    def need(self, request_id: str, tokens: int) -> int:
-        """Pages that `tokens` more tokens of a request take at most."""
+    def need(self, request_id: str, tokens: int) -> np.ndarray:
+        """Pages that `tokens` more tokens of a request take at most, as `Slots.need`."""
         return self.slots.need(self._slot_of.get(request_id), tokens)
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
         slot = self._slot_of.get(state.request_id)
         if slot is None and not self.slots.idle:
             return False
-        if self.slots.need(slot, request_len) > self.slots.reservations.unreserved:
+        if not self.slots.fits(slot, request_len):
             return False
         if not dry_run:
             if slot is None:
@@ -183,17 +184,19 @@ class ContinuousCache:
             self.slots.reserve(slot, request_len)
         return True
 
-    def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
-        left = self.slots.reservations.unreserved
+    def count_storable_requests(self, list_blocks_needed: list[dict[str, np.ndarray]]) -> int:
+        left = self.slots.unreserved
         for count, needed in enumerate(list_blocks_needed):
-            left -= sum(needed.values())
-            if left < 0:
+            left = left - sum(needed.values())
+            if (left < 0).any():
                 return count
         return len(list_blocks_needed)
 
     def compute_free_capacity(self, relative: bool = True) -> int | float:
-        free = max(0, self.slots.reservations.unreserved)
-        return free / max(1, self.num_blocks) if relative else free * self.bytes_per_sector
+        free = np.maximum(0, self.slots.unreserved)
+        if relative:
+            return float((free / np.maximum(1, self.slots.max_pages)).min())
+        return sum(int(pages) * part.store.layout.page_bytes for pages, part in zip(free, self.slots.parts))
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         slot = self._slot_of.pop(request_id, None)
@@ -238,7 +241,7 @@ class ContinuousCache:
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         """Gives a request that waits a slot with the longest prefix that is kept; the number of its tokens."""
-        if not self.slots.idle or self.slots.need(None, len(prompt_ids)) > self.slots.reservations.unreserved:
+        if not self.slots.idle or not self.slots.fits(None, len(prompt_ids)):
             return 0
         try:
             cache = self.prefixes.lookup(torch.tensor(prompt_ids))
@@ -248,7 +251,7 @@ class ContinuousCache:
         length = cache.get_seq_length()
         if length:
             slot = self._slot_of[request_id] = self.slots.adopt()
-            self.slots.load(slot, cache.stores.all[0])
+            self.slots.load(slot, cache.stores.all)
             if self.sliding is not None:
                 self.sliding.load(request_id, {layer: cache.layers[layer] for layer in self.sliding.layers})
         return length
@@ -257,12 +260,9 @@ class ContinuousCache:
         """Keeps what a request that is done holds, where prefixes are kept."""
         slot = self._slot_of.get(request_id)
         if self.prefixes is not None and slot is not None:
-            store = self.slots.store
-            settle(store)
-            seen = self.slots.seen(slot)
-            held = stage(store, slot, seen, store.pool)
+            held = self.slots.held(slot)
             try:
-                others = {} if self.sliding is None else self.sliding.dense_layers(request_id, seen)
+                others = {} if self.sliding is None else self.sliding.dense_layers(request_id, self.slots.seen(slot))
                 self.prefixes.insert_request(torch.tensor(input_ids), held, others)
             except NO_MEMORY as error:
                 _logger.warning("a prefix is not kept: %s", error)

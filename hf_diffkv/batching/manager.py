@@ -192,8 +192,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
             slots = make_slots(self._config, self._shape, compressed, *sizes)
         windows = None
         if sliding is not None:
-            requests = slots.store.batch_size
-            windows = SlidingWindows(text_config, sliding, self._shape, requests, slots.longest)
+            windows = SlidingWindows(text_config, sliding, self._shape, slots.count, slots.longest)
         tokens = MAX_BATCH_TOKENS if options.max_batch_tokens is None else options.max_batch_tokens
         cache = ContinuousCache(slots, layers, tokens, windows)
         cache.prefixes = self.prefixes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from ..config import DiffKVConfig
 from ..ops.softmax import Softmax
 from ..pages import PageLayout
 from .shapes import AttentionShape, SlidingShape
+from .slot_part import layer_configs
 from .slots import Slots
 
 # share of the budget that slots may take beside the pages, and sliding windows
@@ -129,20 +129,23 @@ def make_slots(
         tokens: None is as long as fits.
 
     Raises:
+        ValueError: as `layer_configs`.
         MemoryError: not even one slot fits.
     """
-    layout = PageLayout.of(replace(config, max_bytes=None), shape.key_dim, shape.value_dim, shape.dtype.itemsize, None)
-    per_row = max_bytes // (layout.page_bytes * num_layers * shape.num_heads)
-    fitting = per_row * max(layout.high.capacity, layout.low.capacity) + config.window + config.sinks
+    token = 0.0
+    for of_layer in layer_configs(config, num_layers, shape.num_heads):
+        layout = PageLayout.of(of_layer, shape.key_dim, shape.value_dim, shape.dtype.itemsize, None)
+        token += shape.num_heads * layout.page_bytes / max(layout.high.capacity, layout.low.capacity)
+    fitting = int(max_bytes / token) + config.window + config.sinks
     longest = max(1, fitting if tokens is None else min(fitting, tokens))
 
     def make(slots: int) -> Slots:
         left = 0 if sliding is None else sliding.bytes(shape, slots, longest)
         options = {"max_tokens": longest, "max_bytes": max_bytes, "left_bytes": left}
-        return Slots(config, num_layers, slots, *astuple(shape), **options)
+        return Slots(config, shape, num_layers, slots, **options)
 
     one = make(1)
-    slots = min(requests, max(1, int(SLOT_SHARE * max_bytes) // (one.bytes - one.store.pool.bytes)))
+    slots = min(requests, max(1, int(SLOT_SHARE * max_bytes) // one.bytes_beside_pool))
     if sliding is not None:
         spare = sliding.bytes(shape, 0, longest)
         each = sliding.bytes(shape, 1, longest) - spare

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from ..config import Threshold
 from ..ops.backend import REFERENCE
 from ..ops.tiles import TILE_TOKENS
 from ..store.compaction import settle
@@ -35,31 +34,32 @@ class SlotStore(Store):
         bound_rows(self, high, low, LOOKAHEAD)
         self.steps_left = LOOKAHEAD
         high_size, low_size = self.layout.high.capacity, self.layout.low.capacity
-        full = (high % high_size == 0) | (low % low_size == 0) & (has_low != 0)
+        has_low = has_low != 0
+        # where no token is chosen, all of a row are of one tier
+        has_high = ~has_low | self.layout.selects
+        full = (high % high_size == 0) & has_high | (low % low_size == 0) & has_low
         return full, -(-high // high_size) - (-low // low_size)
 
-    def set_all_thresholds(self, alpha_high: Threshold, alpha_low: Threshold) -> None:
-        """Thresholds of every layer, in any of `DiffKVConfig`'s forms; raises as `set_thresholds` does."""
-        for name, alpha in (("alpha_high", alpha_high), ("alpha_low", alpha_low)):
-            if isinstance(alpha, tuple) and len(alpha) != self.num_layers:
-                raise ValueError(
-                    f"{name} has {len(alpha)} entries but {self.num_layers} layers of this model are compressed; give "
-                    f"one number or {self.num_layers} of them."
-                )
-        for layer in range(self.num_layers):
-            of_layer = (alpha[layer] if isinstance(alpha, tuple) else alpha for alpha in (alpha_high, alpha_low))
-            self.set_thresholds(layer, *of_layer)
+    def page_tokens(self) -> np.ndarray:
+        """int64 [layers, heads], how many tokens of a row every page but its last ones holds at least."""
+        high, low = self.layout.high.capacity, self.layout.low.capacity
+        if self.layout.selects:
+            return np.full((self.num_layers, self.num_heads), min(high, low))
+        return np.where(self.low_heads[:, 0].cpu().numpy(), low, high)
 
-    def pages_within(self, max_bytes: int, max_tokens: int) -> int:
-        """How many pages, the null page included, fit beside all else that is ever held; may be negative.
+    def bytes_beside_pages(self, max_tokens: int) -> int:
+        """The most that is ever held beside pages and their entries in the free list.
 
         Args:
             max_tokens: of the longest request.
         """
         other = self.bytes_beside_pool() - self._tile_bytes_held() + self._most_tile_bytes(max_tokens)
-        pool = self.pool.granularity + 8 * self.pool.free_list.state.numel()
-        # a page and its entry in the free list
-        return (max_bytes - other - pool) // (self.layout.page_bytes + 4)
+        return other + self.pool.granularity + 8 * self.pool.free_list.state.numel()
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Of a page and its entry in the free list."""
+        return self.layout.page_bytes + 4
 
     def _tile_bytes_held(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.bound_tensors())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -76,21 +76,26 @@ def take_snapshot(cache: CacheContents, weights: str | None = None) -> Snapshot:
 
 
 def snapshot_of_request(
-    store: Store, others: Mapping[int, Any], config: DiffKVConfig, model: str, weights: str
+    stores: Sequence[Store], others: Mapping[int, Any], config: DiffKVConfig, model: str, weights: str
 ) -> Snapshot:
     """Copies what one request holds, as a cache of its own would be copied.
 
     Args:
-        store: has every compressed layer of the model, and this request alone.
+        stores: have every compressed layer of the model, and this request alone.
         others: layers of Transformers' own, by index.
         config: of that cache.
         model, weights: fingerprints of the model.
     """
     tensors: dict[str, Tensor] = {}
-    described = [_describe_store(store, 0, tensors)]
-    places = {str(layer): [0, layer, store.seen] for layer in range(store.num_layers)}
+    described = [_describe_store(store, number, tensors) for number, store in enumerate(stores)]
+    places = {
+        index: (number, layer, store.seen)
+        for number, store in enumerate(stores)
+        for layer, index in enumerate(store.layers)
+    }
+    by_layer = {str(index): list(places[index]) for index in sorted(places)}
     stock = {str(index): _describe_stock(layer, f"layer{index}", tensors) for index, layer in others.items()}
-    return Snapshot(_content(model, weights, config, described, places, stock), tensors)
+    return Snapshot(_content(model, weights, config, described, by_layer, stock), tensors)
 
 
 def _content(

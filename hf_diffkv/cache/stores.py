@@ -85,7 +85,7 @@ class Stores:
                 f"keys {tuple(key.shape)} and values {tuple(value.shape)} must be [batch, heads, tokens, head_dim]."
             )
         shape = (key.shape[0], key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
-        config = self._of_layer(index, key.shape[1])
+        config = self.of_layer(index, key.shape[1])
         store = next((store for store in self.all if self._fits(store, shape, config)), None)
         used = 0 if store is None else self._used(store)
         if store is None:
@@ -133,7 +133,7 @@ class Stores:
             open_layers = {index for index in open_layers if self.devices[index] == device}
         return max(1, len(open_layers))
 
-    def _of_layer(self, index: int, heads: int) -> DiffKVConfig:
+    def of_layer(self, index: int, heads: int) -> DiffKVConfig:
         """What holds for a layer of `heads` KV heads here. Raises `ValueError` where it has precisions for others."""
         chosen = None if self.config.head_precisions is None else self.config.head_precisions[index]
         if chosen is not None and len(self.tensor_parallel.share(chosen, heads)) != heads:

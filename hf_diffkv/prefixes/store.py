@@ -194,8 +194,8 @@ class PrefixStore:
             self._requests.finish(cache)
             return self._add(ids, lambda: take_snapshot(cache, self._weights))
 
-    def insert_request(self, input_ids: Any, held: Store, others: Mapping[int, Any]) -> bool:
-        """Stores what continuous batching holds of a request: `held` has every compressed layer of the model.
+    def insert_request(self, input_ids: Any, held: Sequence[Store], others: Mapping[int, Any]) -> bool:
+        """Stores what continuous batching holds of a request: stores `held` have every compressed layer of the model.
 
         Args:
             input_ids: of its tokens, integers [tokens], and possibly more.
@@ -204,7 +204,7 @@ class PrefixStore:
         Returns:
             As `insert`.
         """
-        ids = as_tokens("input_ids", input_ids)[: held.seen].clone()
+        ids = as_tokens("input_ids", input_ids)[: held[0].seen].clone()
         with self._session():
             return self._add(ids, lambda: snapshot_of_request(held, others, self.config, self._model, self._weights))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,11 +10,16 @@ from tiny_models import VOCABULARY
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from hf_diffkv import DiffKVConfig
+from hf_diffkv.batching.slots import Slots
+from hf_diffkv.store import check_integrity
 
 LENGTHS = (5, 150, 80, 1, 12, 64, 190, 90)
 NEW = 12
 LOSSY = DiffKVConfig(alpha_high=1.0, alpha_low=0.4, window=16)
 LOSSLESS = DiffKVConfig.lossless(window=8)
+# of two layers with two KV heads, in a store each: both lossless, one without scores, one with levels that differ
+SEVERAL = DiffKVConfig.lossless(window=8, low="K8V8", alpha_high=1e-9, head_precisions=[["K16V16", "K16V16g1/2"], None])
+MIXED = replace(LOSSY, head_precisions=[["K8V4", "K4V2"], None])
 # bytes; the smaller one holds about two requests of 70 tokens
 AMPLE, TIGHT = 64 << 20, 130_000
 
@@ -33,6 +39,24 @@ def chunks(tokens: int = 64, **options: Any) -> ContinuousBatchingConfig:
     return ContinuousBatchingConfig(max_batch_tokens=tokens, **options)
 
 
-def expected(model: PreTrainedModel, ids: list[int], new: int = NEW) -> list[int]:
-    """What `generate()` says, with Transformers' own cache."""
-    return model.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False)[0, len(ids) :].tolist()
+def expected(model: PreTrainedModel, ids: list[int], new: int = NEW, **options: Any) -> list[int]:
+    """What `generate()` says, with Transformers' own cache where no other is given."""
+    given = {"max_new_tokens": new, "do_sample": False, **options}
+    return model.generate(torch.tensor([ids]), **given)[0, len(ids) :].tolist()
+
+
+def check_slots(slots: Slots) -> None:
+    """Between two forwards every page is free or has one owner, and none is promised to anybody."""
+    slots.settle()
+    for part in slots.parts:
+        check_integrity(part.store)
+        owned = part.store.owned_pages().numel()
+        assert part.reservations.unreserved == part.store.pool.max_pages - 1 - owned
+
+
+def check_empty(slots: Slots) -> None:
+    """No request is there, nor anything of one."""
+    check_slots(slots)
+    assert slots.idle == slots.count
+    for part in slots.parts:
+        assert part.store.owned_pages().numel() == 0 and not part.store.length.any()

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from batching import LOSSLESS, LOSSY, chunks, expected, prompts, request_config
+from batching import LOSSLESS, LOSSY, MIXED, check_empty, chunks, expected, prompts, request_config
 from tiny_models import tiny_model
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, PrefixStore
 from hf_diffkv.batching.engine_cache import ContinuousCache
 from hf_diffkv.batching.manager import DiffKVBatchingManager
-from hf_diffkv.store import check_integrity
 
 NEW, BOUNDARY = 9, 60
 
@@ -48,6 +47,7 @@ def ask(manager: DiffKVBatchingManager, name: str, ids: list[int]) -> list[int]:
         ("llama", LOSSY),
         ("llama", replace(LOSSY, alpha_high=0.6, rotate=True, center=True, sinks=4)),
         ("gemma3_text", LOSSY),
+        ("llama", MIXED),
     ],
 )
 @pytest.mark.sampled(100)
@@ -64,7 +64,7 @@ def test_turns_are_those_of_one_cache(
     turns = prompts((90, 30, 1, 70))
     store.prefill(torch.tensor(turns[0][:BOUNDARY]))
     manager = model.init_continuous_batching(request_config(config, 1 << 20), chunks())
-    width = manager._cache.slots.store.table.table.shape[-1]
+    width = manager._cache.slots.parts[0].store.table.table.shape[-1]
     manager.use_prefixes(store)
     manager.start()
     said: list[int] = []
@@ -75,7 +75,7 @@ def test_turns_are_those_of_one_cache(
             store = PrefixStore(model, config, device_bytes=0, folder=tmp_path)
             hints = WorkloadHints(max_prompt_length=len(said + new), max_generated_length=NEW)
             manager = model.init_continuous_batching(request_config(config, 1 << 20), chunks(), hints)
-            assert manager._cache.slots.store.table.table.shape[-1] < width
+            assert manager._cache.slots.parts[0].store.table.table.shape[-1] < width
             manager.use_prefixes(store)
             manager.start()
         said += new
@@ -83,10 +83,7 @@ def test_turns_are_those_of_one_cache(
         # the last token of a turn was never stored
         known = BOUNDARY + 1 if turn == 0 else 0
         assert sum(forwards[str(turn)]) == len(new) + NEW - known
-    slots = manager._cache.slots
-    slots.settle()
-    check_integrity(slots.store)
-    assert slots.idle == slots.store.batch_size and slots.store.owned_pages().numel() == 0
+    check_empty(manager._cache.slots)
     manager.stop()
     assert store.stats.hits["disk"] == 1
     cache, at, compared = DiffKVCache(model.config, config), 0, 0

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from batching import LOSSLESS, LOSSY, NEW, TIGHT, chunks, expected, prompts, request_config
+from batching import LOSSLESS, LOSSY, MIXED, NEW, SEVERAL, TIGHT, check_empty, chunks, expected, prompts, request_config
 from tiny_models import tiny_model
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
@@ -17,8 +18,7 @@ from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.batching import manager as continuous
 from hf_diffkv.batching.engine_cache import ContinuousCache
 from hf_diffkv.batching.manager import DiffKVBatchingManager
-from hf_diffkv.batching.staging import stage
-from hf_diffkv.store import check_integrity, read_tokens, settle
+from hf_diffkv.store import read_tokens
 
 CROWD = (70, 60, 75, 50)
 
@@ -56,10 +56,9 @@ class Watch:
             slot = cache._slot_of.get(request_id)
             self.preempted += no_cache and slot is not None
             if slot is not None and cache.slots.seen(slot):
-                slots = cache.slots
-                settle(slots.store)
-                held = stage(slots.store, slot, slots.seen(slot), slots.store.pool)
-                self.tokens[request_id] = [read_tokens(held, layer) for layer in range(held.num_layers)]
+                places = [(store, layer) for store in cache.slots.held(slot) for layer in range(store.num_layers)]
+                places.sort(key=lambda place: place[0].layers[place[1]])
+                self.tokens[request_id] = [read_tokens(*place) for place in places]
             original["free_blocks"](cache, request_id, no_cache)
 
         monkeypatch.setattr(ContinuousCache, "attend", watched_attend)
@@ -68,12 +67,7 @@ class Watch:
 
     def assert_nothing_left(self) -> None:
         for cache in self.caches:
-            slots = cache.slots
-            slots.settle()
-            check_integrity(slots.store)
-            assert slots.idle == slots.store.batch_size
-            assert slots.store.owned_pages().numel() == 0
-            assert slots.reservations.unreserved == slots.store.pool.max_pages - 1
+            check_empty(cache.slots)
             assert cache.sliding is None or not cache.sliding.requests
 
 
@@ -103,13 +97,41 @@ def test_lossless_equals_generate(name: str, watch: Watch) -> None:
     watch.assert_nothing_left()
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+HEADS = [["K8V4", "K4V2"], ["K8V8", "K8V8"], None]
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "options"),
+    [
+        ("llama", 2, {}),
+        ("llama", 3, {}),
+        ("gemma3_text", 3, {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
+    ],
+)
+@pytest.mark.sampled(4)
+def test_texts_of_several_stores_are_those_of_generate(name: str, layers: int, options: dict, watch: Watch) -> None:
+    """With the same precisions, where no prompt is cut into parts."""
+    model = tiny_model(name, dtype=torch.float64, num_hidden_layers=layers, **options)
+    compressed = layers - ("layer_types" in options)
+    config, max_bytes = replace(LOSSY, head_precisions=HEADS[:compressed]), 500_000
+    given = prompts((5, 90, 1, 40, 130))
+    model.set_attn_implementation("diffkv")
+    want = [expected(model, ids, past_key_values=DiffKVCache(model.config, config)) for ids in given]
+    model.set_attn_implementation("sdpa")
+    outputs = model.generate_batch(given, request_config(config, max_bytes), chunks(512))
+    assert [output.generated_tokens for output in outputs.values()] == want
+    assert {len(cache.slots.parts) for cache in watch.caches} == {compressed}
+    assert watch.requests > 2 and max(watch.bytes) <= max_bytes
+    watch.assert_nothing_left()
+
+
+@pytest.mark.parametrize(("name", "lossless"), [("llama", LOSSLESS), ("gemma3_text", LOSSLESS), ("llama", SEVERAL)])
 @pytest.mark.sampled(100)
-def test_preempted_requests_are_computed_anew(name: str, watch: Watch) -> None:
+def test_preempted_requests_are_computed_anew(name: str, lossless: DiffKVConfig, watch: Watch) -> None:
     model = tiny_model(name)
     given = prompts(CROWD)
     want = [expected(model, ids, 32) for ids in given]
-    config = request_config(LOSSLESS, TIGHT, max_new_tokens=32)
+    config = request_config(lossless, TIGHT, max_new_tokens=32)
     outputs = model.generate_batch(given, config, chunks(safety_margin=0.0))
     assert [output.generated_tokens for output in outputs.values()] == want
     assert watch.preempted > 0
@@ -136,25 +158,31 @@ def starve_once(monkeypatch: pytest.MonkeyPatch, request_id: str, generated: int
 
 
 @pytest.mark.parametrize(
-    ("name", "preempted"), [("llama", False), ("llama", True), *((name, True) for name in SLIDING)]
+    ("name", "config", "preempted"),
+    [
+        ("llama", LOSSY, False),
+        ("llama", LOSSY, True),
+        ("llama", MIXED, True),
+        *((name, LOSSY, True) for name in SLIDING),
+    ],
 )
 @pytest.mark.sampled(4)
 def test_lossy_requests_are_what_they_are_alone(
-    name: str, preempted: bool, watch: Watch, monkeypatch: pytest.MonkeyPatch
+    name: str, config: DiffKVConfig, preempted: bool, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same forwards on a `DiffKVCache` of its own leave the same tokens at the same levels, and say the same."""
     model = tiny_model(name, EAGER.get(name, "sdpa"), dtype=torch.float64)
     given, max_bytes = prompts((5, 90, 1, 40, 130)), 300_000
     if preempted:
         starve_once(monkeypatch, "req_1", 4)
-    outputs = model.generate_batch(given, request_config(LOSSY, max_bytes), chunks())
+    outputs = model.generate_batch(given, request_config(config, max_bytes), chunks())
     assert max(watch.bytes) <= max_bytes
     assert watch.preempted == preempted
     pruned = compared = 0
     for ids, (request_id, output) in zip(given, outputs.items()):
         text, forwards = ids + output.generated_tokens, watch.forwards[request_id]
         assert sum(forwards) == len(text) - 1
-        cache, at = DiffKVCache(model.config, LOSSY), 0
+        cache, at = DiffKVCache(model.config, config), 0
         model.set_attn_implementation("diffkv")
         # before it there may be parts of the prompt, and of what was said before a preemption
         prompt_end = max((i for i, tokens in enumerate(forwards) if tokens > 1), default=0)
@@ -292,12 +320,12 @@ def test_a_request_that_fails_fails_alone(
     watch.assert_nothing_left()
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@pytest.mark.parametrize(("name", "lossless"), [("llama", LOSSLESS), ("gemma3_text", LOSSLESS), ("llama", SEVERAL)])
 @pytest.mark.sampled(100)
-def test_forks_share_a_prompt_and_go_their_own_way(name: str, watch: Watch) -> None:
+def test_forks_share_a_prompt_and_go_their_own_way(name: str, lossless: DiffKVConfig, watch: Watch) -> None:
     model = tiny_model(name)
     given = prompts((50, 9, 1))
-    config = request_config(LOSSLESS, num_return_sequences=3, do_sample=True, top_k=1)
+    config = request_config(lossless, num_return_sequences=3, do_sample=True, top_k=1)
     outputs = model.generate_batch(given, config, chunks(max_requests_per_batch=16))
     assert len(outputs) == 9
     for index, output in enumerate(outputs.values()):

@@ -23,6 +23,7 @@ from transformers.generation.continuous_batching import (
 from hf_diffkv import DiffKVConfig
 from hf_diffkv.batching import engine as continuous_engine
 from hf_diffkv.batching.engine_cache import ContinuousCache
+from hf_diffkv.batching.shapes import AttentionShape
 from hf_diffkv.batching.slots import Slots
 from hf_diffkv.compat import BATCHING
 
@@ -63,8 +64,8 @@ def test_a_release_that_changed_is_refused(reimported: None, monkeypatch: pytest
 
 
 def test_the_engine_asks_its_cache_for_nothing_else() -> None:
-    shape = (1, 2, 1, 1, 8, 8, torch.float32, torch.device("cpu"))
-    cache = ContinuousCache(Slots(DiffKVConfig(), *shape, max_tokens=64, max_bytes=1 << 20), 1, 64)
+    shape = AttentionShape(1, 1, 8, 8, torch.float32, torch.device("cpu"))
+    cache = ContinuousCache(Slots(DiffKVConfig(), shape, 1, 2, max_tokens=64, max_bytes=1 << 20), 1, 64)
     asked = set()
     for module in (continuous_api, input_outputs, model_runner, offloading_manager, requests, scheduler):
         # comments and docstrings name `cache.update`, which attention functions call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_slots import LONGEST, configuration, make_slots
+from test_slots import LAYERS, LONGEST, PRECISIONS, configuration, make_slots
 
 from hf_diffkv.batching.reservations import Reservations, ReservedPool
 from hf_diffkv.batching.slots import Slots
@@ -68,18 +68,19 @@ def test_a_prompt_without_a_reservation_fails_alone() -> None:
     assert slots.reserve(good, 20)
     slots.begin([(good, 20), (bad, 30)])
     generator = torch.Generator().manual_seed(0)
-    for layer in range(slots.store.num_layers):
+    store = slots.parts[0].store
+    for layer in range(LAYERS):
         query = torch.randn(1, 4, 50, 8, generator=generator)
         key, value = torch.randn(2, 1, 2, 50, 8, generator=generator)
         output = slots.attend(layer, query, key, value, softmax=Softmax(0.4))
         assert output[:, :, :20].any() and not output[:, :, 20:].any()
     failures = slots.take_failures()
     assert list(failures) == [bad] and isinstance(failures[bad], MemoryError)
-    assert int(slots.store.high_count[:, bad].sum()) == 0
-    assert (slots.store.high_count[:, good] == 16).all()
+    assert int(store.high_count[:, bad].sum()) == 0
+    assert (store.high_count[:, good] == 16).all()
     slots.release(bad)
     slots.settle()
-    assert slots.need(good, 1) == 0 or slots.reserve(good, 1)
+    assert slots.fits(good, 1)
 
 
 def test_a_request_beyond_the_longest_is_stopped_by_its_table() -> None:
@@ -94,21 +95,26 @@ def test_a_request_beyond_the_longest_is_stopped_by_its_table() -> None:
 
 def test_idle_slots_hold_no_pages_and_are_given_again() -> None:
     slots = make_slots(configuration())
-    given = [slots.adopt() for _ in range(slots.store.batch_size)]
-    assert sorted(given) == list(range(slots.store.batch_size)) and slots.idle == 0
+    given = [slots.adopt() for _ in range(slots.count)]
+    assert sorted(given) == list(range(slots.count)) and slots.idle == 0
     slots.release(given[2])
     assert slots.adopt() == given[2]
-    assert slots.store.owned_pages().numel() == 0
+    (part,) = slots.parts
+    assert part.store.owned_pages().numel() == 0
     # not one page exists before there are tokens
-    assert slots.store.pool.capacity == 1
+    assert part.store.pool.capacity == 1
 
 
 @pytest.mark.parametrize("max_bytes", [40_000, 60_000])
-def test_the_longest_request_surely_fits(max_bytes: int) -> None:
+@pytest.mark.parametrize("precisions", PRECISIONS, ids=str)
+def test_the_longest_request_surely_fits(max_bytes: int, precisions: tuple | None) -> None:
     """Every token at the high level, one by one and at once, up to the last one that is allowed."""
-    slots = make_slots(configuration(0.0, 0.0), max_bytes, max_tokens=1000, slots=2)
+    config = configuration(0.0, 0.0, head_precisions=precisions)
+    slots = make_slots(config, max_bytes, max_tokens=1000, slots=2)
     assert slots.longest < 1000
-    assert slots.pages_for(slots.longest) <= slots.store.pool.max_pages - 1 < slots.pages_for(slots.longest + 20)
+    fits = [part.pages_for(slots.longest) <= part.store.pool.max_pages - 1 for part in slots.parts]
+    more = [part.pages_for(slots.longest + 20) <= part.store.pool.max_pages - 1 for part in slots.parts]
+    assert all(fits) and not all(more)
     slot, seen = slots.adopt(), 0
     generator = torch.Generator().manual_seed(0)
     while seen < slots.longest:
@@ -116,14 +122,14 @@ def test_the_longest_request_surely_fits(max_bytes: int) -> None:
         slots.settle()
         assert slots.reserve(slot, tokens)
         slots.begin([(slot, tokens)])
-        for layer in range(slots.store.num_layers):
+        for layer in range(LAYERS):
             query = torch.randn(1, 4, tokens, 8, generator=generator)
             slots.attend(layer, query, *torch.randn(2, 1, 2, tokens, 8, generator=generator), softmax=Softmax(0.4))
         assert not slots.take_failures()
         assert slots.bytes <= max_bytes
         seen += tokens
     slots.settle()
-    assert (slots.store.length[:, slot] == slots.longest).all()
+    assert all((part.store.length[:, slot] == slots.longest).all() for part in slots.parts)
 
 
 def test_bad_sizes() -> None:
@@ -133,11 +139,15 @@ def test_bad_sizes() -> None:
         make_slots(configuration(compaction_interval=2))
     with pytest.raises(ValueError, match="alpha_low has 3 entries"):
         make_slots(configuration(alpha_low=(0.1, 0.2, 0.3)))
+    with pytest.raises(ValueError, match="head_precisions has 1 entries"):
+        make_slots(configuration(head_precisions=[["K8V4", "K4V2"]]))
+    with pytest.raises(ValueError, match=r"head_precisions\[1\] has 1 entries"):
+        make_slots(configuration(head_precisions=[None, ["K8V4"]]))
 
 
 def test_thresholds_by_layer_and_head() -> None:
     slots: Slots = make_slots(configuration(alpha_high=((1.0, 2.0), (3.0, 4.0)), alpha_low=(0.5, 0.25)))
-    store: Store = slots.store
+    store: Store = slots.parts[0].store
     want = torch.tensor([[1.0, 2.0], [3.0, 4.0]])[:, None].expand_as(store.alpha_high)
     assert torch.equal(store.alpha_high, want)
     slot = slots.adopt()

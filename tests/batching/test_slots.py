@@ -1,4 +1,4 @@
-"""Random arrivals, departures and failures on the slots of one store: each request is what it would be by itself."""
+"""Random arrivals, departures and failures on slots: each request is what it would be by itself."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from batching import check_empty
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from torch import Tensor
 
+from hf_diffkv.batching.shapes import AttentionShape
 from hf_diffkv.batching.slots import Slots
-from hf_diffkv.batching.staging import stage
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
@@ -23,6 +24,18 @@ LAYERS, HEADS, GROUP, DIM, SLOTS, LONGEST = 2, 2, 2, 8, 4, 120
 SETTINGS = settings(max_examples=6, stateful_step_count=12, derandomize=True, deadline=None, database=None)
 THRESHOLDS = [(1.0, 0.5), (0.0, 0.0), (1e9, 0.0), (0.9, 0.9), (1.5, 1.0)]
 BUDGETS = {"tight": 22_000, "ample": 400_000}
+# of the heads of both layers: none; a pair beside thresholds; a pair in both; a precision for each
+PRECISIONS = [
+    None,
+    *(
+        (first, second)
+        for first, second in [
+            (("K8V4", "K4V2"), None),
+            (("K8V4", "K4V2"), ("K4V2", "K4V2")),
+            (("K8V8", "K8V8"), ("K4V2", "K4V2")),
+        ]
+    ),
+]
 CPU = torch.device("cpu")
 
 
@@ -34,16 +47,17 @@ def configuration(alpha_high: float = 1.0, alpha_low: float = 0.5, window: int =
 
 def make_slots(config: DiffKVConfig, max_bytes: int = BUDGETS["ample"], slots: int = SLOTS, **sizes) -> Slots:
     options = {"max_tokens": LONGEST, "max_bytes": max_bytes, **sizes}
-    return Slots(config, LAYERS, slots, HEADS, HEADS * GROUP, DIM, DIM, torch.float32, CPU, **options)
+    shape = AttentionShape(HEADS, HEADS * GROUP, DIM, DIM, torch.float32, CPU)
+    return Slots(config, shape, LAYERS, slots, **options)
 
 
 @dataclass
 class Request:
-    """A request in a slot, and the same one on a store of its own."""
+    """A request in a slot, and the same one on stores of its own, one for each layer."""
 
     slot: int
     generator: torch.Generator
-    alone: Store
+    alone: list[Store]
     tokens: int = 0
 
     def draw(self, tokens: int) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -55,20 +69,26 @@ class Request:
         return drawn
 
     def run_alone(self, inputs: list[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
-        """The forward on the store of its own."""
-        tokens, seen = inputs[0][0].shape[2], self.alone.seen
-        begin_forward(self.alone, tokens)
-        attend = attend_token if tokens == 1 and seen else attend_tokens
-        outputs = [attend(self.alone, layer, *part, softmax=Softmax(0.4)) for layer, part in enumerate(inputs)]
-        self.alone.padding.append(tokens, None)
+        """The forward on the stores of its own."""
+        tokens, outputs = inputs[0][0].shape[2], []
+        for store, part in zip(self.alone, inputs):
+            seen = store.seen
+            begin_forward(store, tokens)
+            attend = attend_token if tokens == 1 and seen else attend_tokens
+            outputs.append(attend(store, 0, *part, softmax=Softmax(0.4)))
+            store.padding.append(tokens, None)
         return outputs
 
 
-def alone_store(config: DiffKVConfig) -> Store:
-    store = Store(config, LAYERS, 1, HEADS, DIM, DIM, torch.float32, CPU)
-    for layer in range(LAYERS):
-        store.set_thresholds(layer, config.alpha_high, config.alpha_low)
-    return store
+def alone_stores(config: DiffKVConfig) -> list[Store]:
+    stores = []
+    for index in range(LAYERS):
+        mine = config.of_layer(index)
+        store = Store(mine, 1, 1, HEADS, DIM, DIM, torch.float32, CPU, total_layers=LAYERS)
+        store.place_layer(0, index)
+        store.set_thresholds(0, mine.alpha_high, mine.alpha_low)
+        stores.append(store)
+    return stores
 
 
 def forward(slots: Slots, parts: list[tuple[Request, list[tuple[Tensor, Tensor, Tensor]]]]) -> list[list[Tensor]]:
@@ -83,11 +103,13 @@ def forward(slots: Slots, parts: list[tuple[Request, list[tuple[Tensor, Tensor, 
 
 
 def assert_same_request(slots: Slots, request: Request) -> None:
-    """The slot holds what the store of its own holds, bit for bit."""
+    """The slot holds what the stores of its own hold, bit for bit."""
     slots.settle()
-    held = stage(slots.store, request.slot, slots.seen(request.slot), slots.store.pool)
-    for layer in range(LAYERS):
-        mine, alone = read_tokens(held, layer), read_tokens(request.alone, layer)
+    held = slots.held(request.slot)
+    places = {index: (store, layer) for store in held for layer, index in enumerate(store.layers)}
+    assert sorted(places) == list(range(LAYERS))
+    for index, store in enumerate(request.alone):
+        mine, alone = read_tokens(*places[index]), read_tokens(store, 0)
         assert torch.equal(mine.levels, alone.levels)
         assert torch.equal(mine.keys, alone.keys) and torch.equal(mine.values, alone.values)
         torch.testing.assert_close(mine.score, alone.score, rtol=1e-5, atol=1e-6)
@@ -102,9 +124,19 @@ class SlotMachine(RuleBasedStateMachine):
         budget=st.sampled_from(sorted(BUDGETS)),
         center=st.booleans(),
         sinks=st.sampled_from([0, 2]),
+        precisions=st.sampled_from(PRECISIONS),
     )
-    def start(self, thresholds: tuple[float, float], window: int, budget: str, center: bool, sinks: int) -> None:
-        self.config = configuration(*thresholds, window=window, center=center, rotate=center, sinks=sinks)
+    def start(
+        self,
+        thresholds: tuple[float, float],
+        window: int,
+        budget: str,
+        center: bool,
+        sinks: int,
+        precisions: tuple | None,
+    ) -> None:
+        fields = {"window": window, "center": center, "rotate": center, "sinks": sinks, "head_precisions": precisions}
+        self.config = configuration(*thresholds, **fields)
         # the budgets are of what is beside sinks: keys, values and a sum of each
         exact = sinks * LAYERS * SLOTS * HEADS * (2 * DIM + 1) * 4
         self.slots = make_slots(self.config, BUDGETS[budget] + exact)
@@ -113,7 +145,7 @@ class SlotMachine(RuleBasedStateMachine):
     def arrive(self, seed: int) -> None:
         if self.slots.idle:
             generator = torch.Generator().manual_seed(seed)
-            self.requests.append(Request(self.slots.adopt(), generator, alone_store(self.config)))
+            self.requests.append(Request(self.slots.adopt(), generator, alone_stores(self.config)))
         else:
             with pytest.raises(MemoryError, match="slots are taken"):
                 self.slots.adopt()
@@ -192,18 +224,15 @@ class SlotMachine(RuleBasedStateMachine):
             return
         assert self.slots.bytes <= self.slots.max_bytes
         assert self.slots.idle + len(self.requests) == SLOTS
-        check_integrity(self.slots.store)
+        for part in self.slots.parts:
+            check_integrity(part.store)
 
     def teardown(self) -> None:
         if not hasattr(self, "slots"):
             return
         for request in list(self.requests):
             self.leave(request)
-        self.slots.settle()
-        check_integrity(self.slots.store)
-        assert self.slots.store.owned_pages().numel() == 0
-        assert self.slots.reservations.unreserved == self.slots.store.pool.max_pages - 1
-        assert not self.slots.store.length.any()
+        check_empty(self.slots)
 
 
 @pytest.mark.parametrize("backend", ["reference", "native"])

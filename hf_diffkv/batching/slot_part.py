@@ -1,0 +1,189 @@
+"""The layers of slots that share one store: the pages that requests hold there, and those that they may take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from ..cache.stores import Stores, same_pages
+from ..config import DiffKVConfig
+from ..pages import NULL_PAGE
+from ..pages.rows import ROW_STATE
+from ..store.copies import copy_pages
+from ..store.decode import prepare_scratch
+from ..store.state import Store
+from ..store.step import begin_forward
+from .reservations import Reservations, ReservedPool
+from .shapes import AttentionShape
+from .slot_store import SlotStore
+from .staging import stage
+
+
+class SlotPart:
+    """Slots of one store. A request has the same slot in every part of `Slots`.
+
+    Args:
+        store: empty, with the thresholds of its layers.
+        query_heads: of a layer.
+        max_tokens: of the longest request that is allowed.
+
+    Attributes:
+        exact: tokens that a request has before the first one leaves its window.
+        staged: requests with several tokens in the running forward, by slot, as stores of their own.
+    """
+
+    def __init__(self, store: SlotStore, query_heads: int, max_tokens: int) -> None:
+        self.store = store
+        self.exact = store.config.sinks + store.config.window
+        # what a slot has without a request, where it is not zero
+        names = ("alpha_high", "alpha_low", "sink_end", "window_start")
+        self._empty = {name: getattr(store, name)[:, 0].clone() for name in names}
+        # what a slot gets one by one are generated tokens
+        store.seen = 1
+        store.room = max_tokens
+        store.ensure_width(max_tokens + store.window_slots)
+        shape = (store.batch_size, query_heads, store.key_dim)
+        prepare_scratch(store, torch.zeros(shape, dtype=store.dtype, device=store.device))
+        self._page_tokens = store.page_tokens()
+        self.reservations = Reservations(store.pool)
+        self.staged: dict[int, Store] = {}
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that a request of `tokens` tokens takes at most."""
+        return int(self._row_pages(tokens).sum())
+
+    def _row_pages(self, tokens: int) -> np.ndarray:
+        """Int64 [layers, heads]."""
+        stored = max(0, tokens - self.exact)
+        # where tokens are chosen, both tiers may end in a page that is not full
+        return -(-stored // self._page_tokens) + (self.store.layout.selects and stored > 0)
+
+    def set_limit(self, pages: int) -> None:
+        """Says how many pages there may be, the null page included."""
+        self.store.pool.max_pages = pages
+
+    def look(self) -> None:
+        """Runs the compaction that is due and reads what every request holds."""
+        self._full, self._held = self.store.look()
+        self.reservations.look_again()
+
+    def settle(self) -> None:
+        """Ends the last forward: takes back every reservation, and `look`."""
+        self.reservations.clear()
+        self.staged.clear()
+        self.look()
+
+    def need(self, slot: int | None, seen: int, tokens: int) -> int:
+        """Pages that `tokens` more tokens take at most, of a request that has seen `seen`; arguments as in `Slots`."""
+        if seen and tokens == 1:
+            return int(self._full[:, slot].sum()) if seen >= self.exact else 0
+        held = 0 if slot is None else self._held[:, slot]
+        return int(np.maximum(0, self._row_pages(seen + tokens) - held).sum())
+
+    def held(self, slot: int) -> int:
+        """Pages of the request in `slot`."""
+        return int(self._held[:, slot].sum())
+
+    def begin(self, prompts: list[tuple[int, int, int]], steps: bool, leaves: bool) -> None:
+        """Starts a forward.
+
+        Args:
+            prompts: slot, past tokens and new tokens of each request that has several new ones.
+            steps: whether others have one. leaves: whether the first token leaves the window of one of them.
+        """
+        for slot, seen, tokens in prompts:
+            self.staged[slot] = stage(self.store, slot, seen, ReservedPool(self.reservations, slot))
+            self.staged[slot].seen += tokens
+        if steps:
+            self.store.centers_soon = self.store.config.center and leaves
+            begin_forward(self.store, 1)
+
+    def clear(self, slot: int) -> None:
+        """Gives back the pages of the request in `slot`, which is then as it was before."""
+        store, table = self.store, self.store.table.table[:, slot]
+        store.pool.free_list.give(table[table != NULL_PAGE])
+        table.zero_()
+        for name in ROW_STATE:
+            getattr(store, name)[:, slot] = self._empty.get(name, 0)
+        self._held[:, slot] = 0
+
+    def withdraw(self, slot: int) -> None:
+        """Takes back what is reserved for `slot`."""
+        self.staged.pop(slot, None)
+        self.reservations.withdraw(slot)
+        self.reservations.look_again()
+
+    def load(self, slot: int, source: Store) -> None:
+        """Copies the one request of `source`, a store of the same layers, into the empty `slot`. After `provide`."""
+        store, table = self.store, source.table.table
+        used = table != NULL_PAGE
+        pages = source.pool.pages[table[used].long()]
+        fresh = self._take(pages.shape[0])
+        store.pool.pages[fresh] = pages
+        fresh_table = torch.zeros_like(table)
+        fresh_table[used] = fresh.to(table.dtype)
+        # high pages stand on the left, low ones on the right
+        mine, high = store.table.table[:, slot], -(-source.high_count[:, 0] // store.layout.high.capacity)
+        width = min(mine.shape[-1], table.shape[-1])
+        left = torch.arange(width, device=store.device) < high[..., None]
+        mine[..., :width] = fresh_table[:, 0, :, :width] * left
+        left = torch.arange(table.shape[-1], device=store.device)[-width:] < high[..., None]
+        mine[..., -width:] += fresh_table[:, 0, :, -width:] * ~left
+        for name in ROW_STATE:
+            getattr(store, name)[:, slot] = getattr(source, name)[:, 0]
+        self.look()
+
+    def copy(self, slot: int, twin: int) -> None:
+        """Copies the request in `slot` to the empty slot `twin`. After `settle` and `provide`."""
+        store, fresh = self.store, self._take(self.held(slot))
+        table = store.table.table[:, slot].clone()
+        copy_pages(store, table[table != NULL_PAGE].long(), fresh)
+        table[table != NULL_PAGE] = fresh.to(table.dtype)
+        store.table.table[:, twin] = table
+        for name in ROW_STATE:
+            state = getattr(store, name)
+            state[:, twin] = state[:, slot]
+        self.look()
+
+    def provide(self, pages: int) -> None:
+        """Has so many pages exist for `load` or `copy`. Raises `MemoryError` where the device has no memory."""
+        self.store.pool.ensure_free(pages)
+
+    def _take(self, pages: int) -> torch.Tensor:
+        """Int64 [pages], out of those that `provide` has made exist."""
+        return self.store.pool.free_list.take(torch.tensor([pages], device=self.store.device))[1]
+
+
+def layer_configs(config: DiffKVConfig, num_layers: int, num_heads: int) -> list[DiffKVConfig]:
+    """What holds for each layer, without a budget.
+
+    Raises:
+        ValueError: precisions or thresholds for another number of layers or heads.
+    """
+    known = Stores(replace(config, max_bytes=None), num_layers)
+    return [known.of_layer(index, num_heads) for index in range(num_layers)]
+
+
+def make_parts(
+    config: DiffKVConfig, shape: AttentionShape, num_layers: int, slots: int, max_tokens: int
+) -> list[SlotPart]:
+    """Parts of all layers, those of the same pages together; arguments as in `Slots`. Raises as `layer_configs`."""
+    configs = layer_configs(config, num_layers, shape.num_heads)
+    groups: list[list[int]] = []
+    for index, mine in enumerate(configs):
+        group = next((group for group in groups if same_pages(configs[group[0]], mine)), None)
+        if group is None:
+            groups.append([index])
+        else:
+            group.append(index)
+    sizes = (shape.num_heads, shape.key_dim, shape.value_dim, shape.dtype, shape.device)
+    parts = []
+    for group in groups:
+        store = SlotStore(configs[group[0]], len(group), slots, *sizes, total_layers=num_layers)
+        for layer, index in enumerate(group):
+            store.place_layer(layer, index)
+            store.set_thresholds(layer, configs[index].alpha_high, configs[index].alpha_low)
+        parts.append(SlotPart(store, shape.query_heads, max_tokens))
+    return parts
