@@ -59,6 +59,11 @@ constexpr int turn(int vector, int word) {
 template <int BITS, int PLACE, int COUNT>
 inline void unpack_wide(const uint8_t* from, uint8_t* to) {
   __m512i packed;
+  if constexpr (COUNT == 8) {
+    int64_t word;
+    memcpy(&word, from, sizeof(word));
+    packed = _mm512_set1_epi64(word);
+  }
   if constexpr (COUNT == 16) packed = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)from));
   if constexpr (COUNT == 32) packed = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)from));
   if constexpr (COUNT == 64) packed = _mm512_loadu_si512(from);
@@ -87,6 +92,8 @@ template <int BITS, int PLACE>
 inline void unpack_field(const uint8_t* from, int dim, uint8_t* to) {
   const int count = dim * BITS / 8;
 #if defined(__AVX512BW__)
+  if constexpr (BITS == 1)
+    if (count == 8) return unpack_wide<BITS, PLACE, 8>(from, to);
   if constexpr (BITS <= 2)
     if (count == 16) return unpack_wide<BITS, PLACE, 16>(from, to);
   if constexpr (BITS <= 4) {
