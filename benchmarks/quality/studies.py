@@ -36,6 +36,8 @@ class Study:
 PLAIN, TURNED = "rotate=false+center=false+sinks=0", "rotate=true+center=true+sinks=0"
 # the paper's two levels, rotated and centred, with exact first tokens
 LEVELS = "K8V4/K4V2+1/0"
+# the presets where heads were not measured
+ALIKE = "head_precisions=null"
 PRESETS = ("diffkv:quality", "diffkv:balanced", "diffkv:small")
 STUDIES = {
     # accuracy against memory beside what users have (figure 11; LeanKV's figures)
@@ -97,6 +99,21 @@ STUDIES = {
             "quanto:2",
             "snapkv:budget=0.3",
             "random:budget=0.3",
+        ),
+        tasks="offline",
+    ),
+    # a precision for every head, beside the same bits for all and what users have
+    "heads": Study(
+        (
+            "dense",
+            "diffkv",
+            "diffkv:small",
+            f"diffkv:balanced+{ALIKE}",
+            f"diffkv:small+{ALIKE}",
+            "diffkv:quality",
+            "quanto:4",
+            "hqq:4",
+            "fp8",
         ),
         tasks="offline",
     ),
