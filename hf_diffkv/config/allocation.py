@@ -9,7 +9,7 @@ then one for another while that helps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -27,6 +27,8 @@ LADDER = ("K3V2", "K3V3", "K4V3", "K5V4", "K6V5")
 MOST_PAIRS = 6
 # keys of a configuration's calibration
 SENSITIVITY, TARGET = "sensitivity", "target_ratio"
+# choices of pairs that are tried in turn, of all that differ by one
+TRIALS = 10
 # precisions of a layer, as their places in the ladder: two, or one
 Kind = frozenset[int]
 # what a layer loses, and the places of its heads
@@ -138,10 +140,12 @@ def fields_for(calibration: Mapping[str, Any] | None, target_ratio: float) -> tu
 
 @dataclass(frozen=True)
 class _Solution:
-    """A choice: the ladder's places for each layer and head, and what it loses (infinite: nothing fits)."""
+    """A choice: the ladder's places for each layer and head, what it loses (infinite: nothing fits), and what one byte
+    less would lose beside that."""
 
     places: tuple[tuple[int, ...], ...]
     loss: float
+    price: float = 0.0
 
     def stores(self) -> set[Kind]:
         return _stores({frozenset(layer) for layer in self.places})
@@ -155,14 +159,15 @@ def _stores(kinds: set[frozenset]) -> set[frozenset]:
 def _with_fewer(problem: _Problem, budget: int, found: _Solution, most: int) -> _Solution:
     allowed = problem.kinds()
     while len(found.stores()) > most:
-        trials = [(problem.solve(budget, allowed - {kind}), kind) for kind in sorted(found.stores(), key=sorted)]
-        found, given_up = min(trials, key=lambda trial: trial[0].loss)
-        allowed -= {given_up}
+        fewer = [allowed - {kind} for kind in found.stores()]
+        trials = [(problem.solve(budget, kinds), kinds) for kinds in problem.promising(fewer, found.price)]
+        found, allowed = min(trials, key=lambda trial: trial[0].loss)
         if found.loss == math.inf:
             found = problem.solve(budget, {frozenset([problem.least])})
     while True:
-        trials = [problem.solve(budget, kinds) for kinds in _neighbours(problem, found.stores(), most)]
-        better = [trial for trial in trials if trial.loss < found.loss and len(trial.stores()) <= most]
+        others = problem.promising(_neighbours(problem, found.stores(), most), found.price)
+        solved = (problem.solve(budget, kinds) for kinds in others)
+        better = [trial for trial in solved if trial.loss < found.loss and len(trial.stores()) <= most]
         if not better:
             return found
         found = min(better, key=lambda trial: trial.loss)
@@ -220,6 +225,16 @@ class _Problem:
         unit = math.gcd(*(taken - start for best, start in zip(options, least) for taken in best)) or 1
         return _knapsack(options, least, unit, room // unit)
 
+    def promising(self, choices: Iterable[set[Kind]], price: float) -> list[set[Kind]]:
+        """The `TRIALS` of them that lose least where bytes have a price and no limit."""
+        least = {
+            kind: np.array([_cheapest(options[kind], price) for options in self._options]) for kind in self.kinds()
+        }
+        ordered = sorted(
+            choices, key=lambda kinds: (float(np.min([least[kind] for kind in kinds], axis=0).sum()), _named(kinds))
+        )
+        return ordered[:TRIALS]
+
     @cached_property
     def _options(self) -> list[dict[Kind, dict[int, Choice]]]:
         """For each layer and kind the best places of its heads by bytes, with their loss."""
@@ -242,6 +257,15 @@ class _Problem:
             if taken not in found or loss < found[taken][0]:
                 found[taken] = loss, tuple(places.tolist())
         return found
+
+
+def _cheapest(options: dict[int, Choice], price: float) -> float:
+    return min((loss + price * taken for taken, (loss, _) in options.items()), default=math.inf)
+
+
+def _named(kinds: set[Kind]) -> list[list[int]]:
+    """In an order that does not depend on hashes."""
+    return sorted(sorted(kind) for kind in kinds)
 
 
 def _knapsack(options: list[dict[int, Choice]], least: list[int], unit: int, room: int) -> _Solution:
@@ -270,7 +294,9 @@ def _knapsack(options: list[dict[int, Choice]], least: list[int], unit: int, roo
         size = int(used[left])
         places.append(layer[size][1])
         left -= (size - start) // unit
-    return _Solution(tuple(reversed(places)), float(best[room]))
+    step = max(1, room // 20)
+    price = (best[room - step] - best[room]) / (step * unit) if step <= room and best[room - step] < math.inf else 0.0
+    return _Solution(tuple(reversed(places)), float(best[room]), float(price))
 
 
 def _token_bytes(precision: Precision, key_dim: int, value_dim: int, element_bytes: int) -> int:

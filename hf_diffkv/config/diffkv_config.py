@@ -192,7 +192,7 @@ class DiffKVConfig:
             return dataclasses.replace(self, head_precisions=None, **alphas)
         low, high = self._pair(chosen)
         alpha_high = tuple(0.0 if precision == high else math.inf for precision in chosen)
-        fields = {"high": high, "low": low, "alpha_high": alpha_high, "alpha_low": 0.0}
+        fields: dict[str, Any] = {"high": high, "low": low, "alpha_high": alpha_high, "alpha_low": 0.0}
         return dataclasses.replace(self, head_precisions=None, **fields)
 
     def precisions_of_layer(self, index: int, heads: int) -> tuple[tuple[Precision, ...], ...]:
