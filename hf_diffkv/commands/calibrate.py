@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from ..calibration.candidates import Candidate, Thresholds, cheapest, closest, table
 from ..calibration.sweep import ALPHA_HIGH, ALPHA_LOW, Grid, sweep
-from ..config.diffkv_config import DiffKVConfig, with_calibration
+from ..config.diffkv_config import with_calibration
 from ..config.files import CONFIG_NAME
 from ..evaluation.errors import EvaluationError
 from .console import Failure
@@ -85,11 +85,11 @@ def calibrate_heads(options: SimpleNamespace) -> None:
         EvaluationError: something the user can put right; what was measured is kept.
     """
     from ..calibration.documents import LENGTH as PROMPT
-    from ..calibration.heads import measure_heads
+    from ..calibration.heads import config_for, measure_heads
     from ..calibration.texts import read_pieces
-    from ..config.allocation import SENSITIVITY, check_ratio, fields_for
+    from ..config.allocation import check_ratio
+    from ..config.found import keep
     from ..config.presets import head_size
-    from ..config.sensitivity import FIELDS
     from ..evaluation.environment import describe_environment
     from ..evaluation.models import load_config, load_model
 
@@ -105,12 +105,13 @@ def calibrate_heads(options: SimpleNamespace) -> None:
     measured = measure_heads(model, tokenizer, pieces, length=length, output=options.output, quiet=options.quiet)
     source = {"model": options.model, "dtype": str(model.dtype).removeprefix("torch."), "length": length}
     source |= {"text": options.text} if options.text else {}
-    block = {**source, SENSITIVITY: measured.to_dict(), "versions": describe_environment(model.device)}
-    fields, block = fields_for(block, options.ratio)
-    with_calibration(DiffKVConfig(**FIELDS, **fields), block).save_pretrained(options.output)
+    config = config_for(measured, options.ratio, **source, versions=describe_environment(model.device))
+    config.save_pretrained(options.output)
+    kept, block = keep(measured), config.calibration
     print(
         f"Wrote {options.output / CONFIG_NAME}: stored tokens take {block['ratio']:.1%} of their bytes in the model's "
-        f"dtype, predicted KL {block['predicted_kl']:.4f}."
+        f"dtype, predicted KL {block['predicted_kl']:.4f}. What was measured is kept in {kept} for "
+        "DiffKVConfig.for_model(model)."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hf_diffkv.calibration import heads as heads_module
 from hf_diffkv.cli import main
 from hf_diffkv.config.allocation import allocate
 from hf_diffkv.config.files import CONFIG_NAME
+from hf_diffkv.config.found import FOLDER_VARIABLE, measured_of
 from hf_diffkv.config.sensitivity import Sensitivity
 
 TINY_LM = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"
@@ -21,6 +23,14 @@ TINY_LM = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"
 
 def command(output: Path, *more: str) -> int:
     return main(["calibrate", "--model", str(TINY_LM), "--output", str(output), "--quiet", "--length", "900", *more])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def user_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("kept")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FOLDER_VARIABLE, str(folder))
+        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +49,12 @@ def test_a_configuration_with_a_precision_for_each_head(calibrated: Path) -> Non
     assert config == DiffKVConfig(head_precisions=found.precisions, adaptive_rounding=True, metadata_bits=16, window=32)
     assert block["ratio"] == found.ratio <= 0.21 and block["predicted_kl"] == found.loss
     assert (block["target_ratio"], block["model"], block["length"]) == (0.21, str(TINY_LM), 900)
+
+
+def test_what_was_measured_is_found_by_the_weights(calibrated: Path, user_folder: Path) -> None:
+    found = measured_of(AutoModelForCausalLM.from_pretrained(TINY_LM))
+    assert found is not None and (user_folder / f"{found.model_digest}.json").is_file()
+    assert found.to_dict() == DiffKVConfig.from_pretrained(calibrated).calibration["sensitivity"]
 
 
 def test_the_cache_takes_what_the_ratio_says(calibrated: Path) -> None:
