@@ -15,10 +15,8 @@ from ..prompt_tokens import Placement, PromptTokens
 from ..quantize.launch import TRITON_DTYPES, check_dtype, dot_dtype, unit_stride
 from ..rotation_kernel import INNER, NUM_WARPS, root
 from ..store_uniform.launch import ROUNDING_WARPS, few_tokens, fix_offsets, strides
-from .kernels import count_kernel, decide_kernel
-from .move_kernels import close_kernel, demote_kernel
-from .plan_kernels import finish_kernel, list_kernel
-from .token_kernels import level_new_kernel, level_window_kernel
+from .kernels import count_kernel, decide_kernel, finish_kernel, list_kernel
+from .move_kernels import close_kernel, demote_kernel, level_new_kernel, level_window_kernel
 
 # tokens that are levelled and ranked at a time, and rows, blocks or pages that are counted so
 BLOCK, CHUNK = 256, 128

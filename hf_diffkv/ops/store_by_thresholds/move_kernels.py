@@ -1,4 +1,4 @@
-"""Where stored tokens go once levels are decided (Triton); see `kernels.py`.
+"""Where stored, exact and new tokens go once levels are decided (Triton); see `kernels.py`.
 
 Tiles are those of `quantize/kernels.py`, [tokens, planes, bytes of a plane].
 """
@@ -11,9 +11,18 @@ import triton.language as tl
 from ..narrow_kernel import load_positions, load_scores
 from ..quantize.copy_kernel import copy_rows
 from ..quantize.kernels import read_tile, rows_at, tier_dims, write_scalars
+from ..rotation_kernel import rounded
 from ..rounding import reference
-from ..store_uniform.token_kernels import page_tile, round_keys_tile
-from .kernels import ADDED, COUNTS, HIGH_LEVEL, KEPT, LOW_LEVEL, PADDING_LEVEL, kinds
+from ..store_uniform.kernels import (
+    keep_tile,
+    new_tile,
+    new_tokens,
+    page_tile,
+    round_keys_tile,
+    slot_of,
+    token_in_slot,
+)
+from .kernels import ADDED, COUNTS, HIGH_LEVEL, KEPT, LAYER, LOW_LEVEL, PADDING_LEVEL, kinds, raised_if_pinned
 
 MOST_BITS = tl.constexpr(reference.LARGEST_BITS)
 
@@ -131,3 +140,144 @@ def close_kernel(
         )
         page, slot = place_of(entries, row, width, token, moves, HIGH, 0)
         copy_tile(pages, page, slot, to_page, to_slot, moves, HIGH)
+
+
+@triton.jit
+def targets(
+    entries, target, plan, level, order, high_count, low_count, row, rows, column, there, width, columns, past,
+    HIGH: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    """Which exact tokens are high and which low from now on, and where they go: page and slot of each tier."""
+    place = row.to(tl.int64) * columns + column
+    earned = tl.load(level + place, mask=there, other=PADDING_LEVEL)
+    is_high, is_low = there & (earned == HIGH_LEVEL), there & (earned == LOW_LEVEL)
+    rank = tl.load(order + place, mask=is_high | is_low, other=0)
+    high_page, high_slot = target_of(
+        entries, target, plan, high_count, low_count, row, rows, rank, is_high, width, past, HIGH, 0
+    )
+    low_page, low_slot = target_of(
+        entries, target, plan, high_count, low_count, row, rows, rank, is_low, width, past, LOW, 1
+    )
+    return is_high, high_page, high_slot, is_low, low_page, low_slot
+
+
+@triton.jit
+def window_tile(window, window_row, active, TIER: tl.constexpr, IS_KEY: tl.constexpr):
+    """A tile of what windows hold, [rows * slots, DIM]; window_row: int64 [tokens]."""
+    DIM: tl.constexpr = TIER.key_dim if IS_KEY else TIER.value_dim
+    dim, exists = tier_dims(TIER, IS_KEY)
+    mask = active[:, None, None] & exists
+    return tl.load(window + window_row[:, None, None] * DIM + dim, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def less(x, offset, row, TIER: tl.constexpr):
+    """A tile of keys of one row less its offset, float32 [rows, key_dim]."""
+    dim, exists = tier_dims(TIER, True)
+    return x - tl.load(offset + row.to(tl.int64) * TIER.key_dim + dim, mask=exists, other=0.0)
+
+
+@triton.jit(
+    do_not_specialize=[*LAYER, "window_score", "rows", "heads", "width", "columns", "past", "slots", "sink_slots"]
+)
+def level_window_kernel(
+    pages, entries, target, plan, level, order, high_count, low_count, window_key, window_value, window_score, length,
+    window_start, sink_end, shift, feedback, rows, heads, width, columns, past, slots, sink_slots,
+    HIGH: tl.constexpr, LOW: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (rows, cdiv(slots, BLOCK)). shift: float32 [rows, key_dim], what is taken off all keys that were in the
+    window, or None; feedback: as in `demote_kernel`."""
+    row = tl.program_id(0)
+    request = row // heads
+    slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    begin, sinks = tl.load(window_start + request), tl.load(sink_end + request)
+    token, there = token_in_slot(slot, begin, tl.load(length + request), sinks, sink_slots, slots)
+    column = tl.where(token < sinks, token, token - begin + sinks)
+    column += tl.load(high_count + row) + tl.load(low_count + row)
+    is_high, high_page, high_slot, is_low, low_page, low_slot = targets(
+        entries, target, plan, level, order, high_count, low_count, row, rows, column, there, width, columns, past,
+        HIGH, LOW,
+    )  # fmt: skip
+    place = slot + row.to(tl.int64) * slots
+
+    x = window_tile(window_key, place, there, HIGH, True)
+    if shift is not None:
+        x = rounded(less(x, shift, row, HIGH), DTYPE)
+    stored_key(x, pages, high_page, high_slot, feedback, row, is_high, HIGH, DTYPE)
+    stays = there & ~is_high & ~is_low
+    x = window_tile(window_value, place, is_high, HIGH, False)
+    page_tile(x, pages, high_page, high_slot, is_high, HIGH, False, DTYPE)
+
+    x = window_tile(window_key, place, there, LOW, True)
+    if shift is not None:
+        x = rounded(less(x, shift, row, LOW), DTYPE)
+        # all of a token is read, and by this program alone, before what stays in the window is written
+        tl.debug_barrier()
+        keep_tile(x, window_key, place, stays, LOW, True, DTYPE)
+    stored_key(x, pages, low_page, low_slot, feedback, row, is_low, LOW, DTYPE)
+    x = window_tile(window_value, place, is_low, LOW, False)
+    page_tile(x, pages, low_page, low_slot, is_low, LOW, False, DTYPE)
+
+    score = tl.load(window_score + place, mask=is_high | is_low, other=0.0)
+    numbers_tile(pages, high_page, high_slot, score, token, is_high, HIGH)
+    numbers_tile(pages, low_page, low_slot, score, token, is_low, LOW)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *(*LAYER, "window_score"),
+        *("rank", "count", "rows", "heads", "width", "columns", "past", "tokens", "window", "slots", "sink_slots"),
+        *("pin_start", "pin_stop"),
+        *("key_batch", "key_head", "key_token", "value_batch", "value_head", "value_token"),
+    ]
+)
+def level_new_kernel(
+    pages, entries, target, plan, level, order, high_count, low_count, window_key, window_value, window_score, length,
+    window_start, sink_end, invalid, key, value, received, rank, count, key_matrix, value_matrix, offset, feedback,
+    limit, rows, heads, width, columns, past, tokens, window, slots, sink_slots, pin_start, pin_stop, pinned_sum,
+    key_batch, key_head, key_token, value_batch, value_head, value_token,
+    HIGH: tl.constexpr, LOW: tl.constexpr, KEY_ROOT: tl.constexpr, VALUE_ROOT: tl.constexpr,
+    INNER: tl.constexpr, DTYPE: tl.constexpr, OPERAND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (rows, cdiv(tokens, BLOCK)); arguments as in `store_new_kernel` and `decide_kernel`."""
+    row = tl.program_id(0)
+    request, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real, position, sinks, stays = new_tokens(
+        token, rank, count, length, window_start, sink_end, request, tokens, window
+    )
+    slot = slot_of(position, sinks, row, slots, sink_slots)
+    is_high, high_page, high_slot, is_low, low_page, low_slot = targets(
+        entries, target, plan, level, order, high_count, low_count, row, rows, past + token, real, width, columns, past,
+        HIGH, LOW,
+    )  # fmt: skip
+
+    keys = key + request * key_batch + head * key_head + token.to(tl.int64) * key_token
+    x, good = new_tile(keys, real, key_matrix, limit, KEY_ROOT, HIGH, True, INNER, OPERAND)
+    if offset is not None:
+        x = less(x, offset, row, HIGH)
+    x = rounded(x, DTYPE)
+    keep_tile(x, window_key, slot, stays, HIGH, True, DTYPE)
+    stored_key(x, pages, high_page, high_slot, feedback, row, is_high, HIGH, DTYPE)
+    values = value + request * value_batch + head * value_head + token.to(tl.int64) * value_token
+    x, fine = new_tile(values, real, value_matrix, limit, VALUE_ROOT, HIGH, False, INNER, OPERAND)
+    x = rounded(x, DTYPE)
+    keep_tile(x, window_value, slot, stays, HIGH, False, DTYPE)
+    page_tile(x, pages, high_page, high_slot, is_high, HIGH, False, DTYPE)
+    wrong = tl.sum((real & ~(good & fine)).to(tl.int32), 0)
+    tl.store(invalid, 1, mask=wrong > 0)
+
+    if tl.sum(is_low.to(tl.int32), 0) > 0:
+        low_key, low_good = new_tile(keys, is_low, key_matrix, limit, KEY_ROOT, LOW, True, INNER, OPERAND)
+        if offset is not None:
+            low_key = less(low_key, offset, row, LOW)
+        low_key = rounded(low_key, DTYPE)
+        stored_key(low_key, pages, low_page, low_slot, feedback, row, is_low, LOW, DTYPE)
+        low_value, low_fine = new_tile(values, is_low, value_matrix, limit, VALUE_ROOT, LOW, False, INNER, OPERAND)
+        page_tile(rounded(low_value, DTYPE), pages, low_page, low_slot, is_low, LOW, False, DTYPE)
+
+    score = tl.load(received + row.to(tl.int64) * columns + past + token, mask=real, other=0.0)
+    score = raised_if_pinned(score, position, pin_start, pin_stop, pinned_sum)
+    tl.store(window_score + slot, score, mask=stays)
+    numbers_tile(pages, high_page, high_slot, score, position, is_high, HIGH)
+    numbers_tile(pages, low_page, low_slot, score, position, is_low, LOW)

@@ -8,14 +8,19 @@
     advance        counts, lengths, windows and the free list follow
 
 Token p of a request is in the window where p < sink_end or p >= start, and otherwise the (p - sink_end)-th of its row.
-Rows are (request, head). Where nothing else is said, `length`, `window_start` and `sink_end` are int64 [batch] as they
-were before these tokens, and `count` int64 [batch] says how many real ones there are, None for `tokens` of each.
+Rows are (request, head), tiles those of `quantize/kernels.py`, [tokens, planes, bytes of a plane]. Where nothing else
+is said, `length`, `window_start` and `sink_end` are int64 [batch] as they were before these tokens, and `count` int64
+[batch] says how many real ones there are, None for `tokens` of each.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from ..quantize.kernels import padded_width, rows_at, stored_bits, tier_dims, write_tile
+from ..rotation_kernel import rotated_tile, rounded
+from ..rounding.kernels import round_tile
 
 # what is of one layer, and so stands at any address
 LENGTHS = ("length", "window_start", "sink_end")
@@ -106,3 +111,248 @@ def advance_kernel(
         tl.store(length + request, end, mask=there)
         tl.store(window_start + request, start, mask=there)
         first += CHUNK
+
+
+@triton.jit
+def new_tile(rows, active, matrix, limit, ROOT: tl.constexpr, TIER: tl.constexpr, IS_KEY: tl.constexpr,
+             INNER: tl.constexpr, OPERAND: tl.constexpr):  # fmt: skip
+    """Rotates tokens: a tile in float32, and whether each may be stored. Arguments as in `rotated_tile`.
+
+    Args:
+        matrix: contiguous, or None.
+        limit: none of a token's elements may be larger, rotated or not; where it is rotated, its norm decides.
+    """
+    if matrix is None:
+        dim, exists = tier_dims(TIER, IS_KEY)
+        x = tl.load(rows[:, None, None] + dim, mask=active[:, None, None] & exists, other=0.0).to(tl.float32)
+        # a comparison with NaN is false
+        wrong = exists & ~(tl.abs(x) <= limit)
+        good = tl.sum(tl.sum(wrong.to(tl.int32), 2), 1) == 0
+    else:
+        DIM: tl.constexpr = TIER.key_dim if IS_KEY else TIER.value_dim
+        BITS: tl.constexpr = TIER.k_bits if IS_KEY else TIER.v_bits
+        WIDTH: tl.constexpr = padded_width(DIM, BITS)
+        x, squares = rotated_tile(rows, active, matrix, DIM, 1, ROOT, DIM, BITS, WIDTH, INNER, OPERAND)
+        good = squares <= limit * limit
+    return x, good
+
+
+@triton.jit
+def page_tile(x, pages, number, place, leaves, TIER: tl.constexpr, IS_KEY: tl.constexpr, DTYPE: tl.constexpr):
+    """Quantises a tile of keys or values to the slots `place` of the pages `number`, int64 [tokens] each."""
+    codes, metadata = rows_at(pages + number * TIER.page_bytes, place, TIER, IS_KEY)
+    write_tile(x, codes, metadata, leaves, TIER, IS_KEY, DTYPE)
+
+
+@triton.jit
+def round_keys_tile(x, feedback, row, TIER: tl.constexpr):
+    """A tile of keys of one row, rounded by `feedback`."""
+    dim, exists = tier_dims(TIER, True)
+    matrix = feedback + row.to(tl.int64) * (TIER.key_dim * TIER.key_dim) + dim
+    return round_tile(x, dim, exists, matrix, TIER.key_dim, TIER.k_bits, TIER.k_groups, TIER.key_metadata)
+
+
+@triton.jit
+def keep_tile(x, window, window_row, stays, TIER: tl.constexpr, IS_KEY: tl.constexpr, DTYPE: tl.constexpr):
+    """Writes a tile to the window, [rows * slots, DIM]; window_row: int64 [tokens]."""
+    DIM: tl.constexpr = TIER.key_dim if IS_KEY else TIER.value_dim
+    dim, exists = tier_dims(TIER, IS_KEY)
+    bits = stored_bits(x, DTYPE)
+    pointer = window.to(tl.pointer_type(bits.dtype)) + window_row[:, None, None] * DIM + dim
+    tl.store(pointer, bits, mask=stays[:, None, None] & exists)
+
+
+@triton.jit
+def page_of(table, row, width, index, leaves, TIER: tl.constexpr):
+    """Page and slot of a row's tokens `index`, int64 [tokens]."""
+    number = tl.load(table + row.to(tl.int64) * width + index // TIER.capacity, mask=leaves, other=0).to(tl.int64)
+    return number, index % TIER.capacity
+
+
+@triton.jit
+def new_tokens(token, rank, count, length, window_start, sink_end, request, tokens, window):
+    """Which of a row's new tokens are real, their positions, where sinks end, and which of them stay in the window;
+    arguments as in `store_new_kernel`."""
+    order = token
+    real = token < tokens
+    if rank is not None:
+        order = tl.load(rank + request * tokens + token, mask=real, other=-1)
+        real = real & (order >= 0)
+    start, _ = new_start(count, length, window_start, request, True, tokens, window)
+    sinks = tl.load(sink_end + request)
+    position = tl.load(length + request) + order
+    return real, position, sinks, real & ((position < sinks) | (position >= start))
+
+
+@triton.jit
+def slot_of(position, sinks, row, slots, sink_slots):
+    """Slots of tokens among those of all windows, int64."""
+    slot = tl.where(position < sinks, position, sink_slots + position % (slots - sink_slots))
+    return slot + row.to(tl.int64) * slots
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("table", "window_score", *LENGTHS),
+        *("rank", "count", "heads", "width", "tokens", "window", "slots", "sink_slots"),
+        *("key_batch", "key_head", "key_token", "value_batch", "value_head", "value_token"),
+    ]
+)
+def store_new_kernel(
+    pages, table, window_key, window_value, window_score, length, window_start, sink_end, invalid, key, value, rank,
+    count, key_matrix, value_matrix, offset, feedback, limit, heads, width, tokens, window, slots, sink_slots,
+    key_batch, key_head, key_token, value_batch, value_head, value_token,
+    TIER: tl.constexpr, KEY_ROOT: tl.constexpr, VALUE_ROOT: tl.constexpr, INNER: tl.constexpr,
+    DTYPE: tl.constexpr, OPERAND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (rows, cdiv(tokens, BLOCK)).
+
+    Args:
+        key, value: [batch, heads, tokens, dim] of the model, with the strides given.
+        rank: int32 [batch, tokens], how many real tokens come before each, -1 for padding; None where all are real.
+        offset: float32 [rows, key_dim], what keys are held less by, or None. invalid: uint8 [1].
+        feedback: float32 [rows, key_dim, key_dim] that keys are rounded with (ops/rounding), or None.
+    """
+    row = tl.program_id(0)
+    request, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real, position, sinks, stays = new_tokens(
+        token, rank, count, length, window_start, sink_end, request, tokens, window
+    )
+    leaves = real & ~stays
+    number, place = page_of(table, row, width, position - sinks, leaves, TIER)
+    slot = slot_of(position, sinks, row, slots, sink_slots)
+
+    rows = key + request * key_batch + head * key_head + token.to(tl.int64) * key_token
+    x, good = new_tile(rows, real, key_matrix, limit, KEY_ROOT, TIER, True, INNER, OPERAND)
+    if offset is not None:
+        dim, exists = tier_dims(TIER, True)
+        x -= tl.load(offset + row.to(tl.int64) * TIER.key_dim + dim, mask=exists, other=0.0)
+    x = rounded(x, DTYPE)
+    keep_tile(x, window_key, slot, stays, TIER, True, DTYPE)
+    if feedback is not None:
+        x = round_keys_tile(x, feedback, row, TIER)
+    page_tile(x, pages, number, place, leaves, TIER, True, DTYPE)
+
+    rows = value + request * value_batch + head * value_head + token.to(tl.int64) * value_token
+    x, fine = new_tile(rows, real, value_matrix, limit, VALUE_ROOT, TIER, False, INNER, OPERAND)
+    x = rounded(x, DTYPE)
+    page_tile(x, pages, number, place, leaves, TIER, False, DTYPE)
+    keep_tile(x, window_value, slot, stays, TIER, False, DTYPE)
+    tl.store(window_score + slot, tl.zeros((BLOCK,), tl.float32), mask=stays)
+    wrong = tl.sum((real & ~(good & fine)).to(tl.int32), 0)
+    tl.store(invalid, 1, mask=wrong > 0)
+
+
+@triton.jit(do_not_specialize=["table", *LENGTHS, "count", "heads", "width", "tokens", "window", "slots", "sink_slots"])
+def leave_window_kernel(
+    pages, table, window_key, window_value, length, window_start, sink_end, count, shift,
+    feedback, heads, width, tokens, window, slots, sink_slots,
+    TIER: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (rows, cdiv(slots, BLOCK)). shift: float32 [rows, key_dim], what is taken off all keys that were in the
+    window, or None; feedback: as in `store_new_kernel`."""
+    row = tl.program_id(0)
+    request = row // heads
+    slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    held = tl.load(length + request)
+    before = tl.load(window_start + request)
+    sinks = tl.load(sink_end + request)
+    start, _ = new_start(count, length, window_start, request, True, tokens, window)
+    token, there = token_in_slot(slot, before, held, sinks, sink_slots, slots)
+    leaves = there & (token >= sinks) & (token < start)
+    number, place = page_of(table, row, width, token - sinks, leaves, TIER)
+    window_row = slot + row.to(tl.int64) * slots
+
+    dim, exists = tier_dims(TIER, True)
+    mask = there[:, None, None] & exists
+    x = tl.load(window_key + window_row[:, None, None] * TIER.key_dim + dim, mask=mask, other=0.0).to(tl.float32)
+    if shift is not None:
+        x = rounded(x - tl.load(shift + row.to(tl.int64) * TIER.key_dim + dim, mask=exists, other=0.0), DTYPE)
+        keep_tile(x, window_key, window_row, there & ~leaves, TIER, True, DTYPE)
+    if feedback is not None:
+        x = round_keys_tile(x, feedback, row, TIER)
+    page_tile(x, pages, number, place, leaves, TIER, True, DTYPE)
+    dim, exists = tier_dims(TIER, False)
+    mask = leaves[:, None, None] & exists
+    x = tl.load(window_value + window_row[:, None, None] * TIER.value_dim + dim, mask=mask, other=0.0).to(tl.float32)
+    page_tile(x, pages, number, place, leaves, TIER, False, DTYPE)
+
+
+@triton.jit
+def token_in_slot(slot, start, length, sink_end, sink_slots, slots):
+    """The token in each slot of a window, int64, and whether there is one; see `pages/window.py`."""
+    ring = slots - sink_slots
+    back = (length - 1 - (slot - sink_slots)) % ring
+    back = tl.where(back < 0, back + ring, back)
+    token = tl.where(slot < sink_slots, slot, length - 1 - back)
+    there = tl.where(slot < sink_slots, slot < tl.minimum(length, sink_end), token >= start)
+    return token, there & (slot < slots)
+
+
+@triton.jit(do_not_specialize=["rank", "heads", "tokens", "parts", "key_batch", "key_head", "key_token"])
+def sum_keys_kernel(key, rank, sums, heads, tokens, parts, key_batch, key_head, key_token, DIM: tl.constexpr,
+                    LANES: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr):  # fmt: skip
+    """Sums of the model's keys over STEPS blocks of tokens: float32 [rows, parts, DIM]. Grid: (rows, parts)."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    request, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
+    lane = tl.arange(0, LANES)
+    total = tl.zeros((BLOCK, LANES), tl.float32)
+    for step in range(STEPS):
+        token = (part * STEPS + step) * BLOCK + tl.arange(0, BLOCK)
+        real = token < tokens
+        if rank is not None:
+            real = real & (tl.load(rank + request * tokens + token, mask=real, other=-1) >= 0)
+        rows = key + request * key_batch + head * key_head + token.to(tl.int64) * key_token
+        mask = real[:, None] & (lane < DIM)[None, :]
+        total += tl.load(rows[:, None] + lane[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(sums + (row.to(tl.int64) * parts + part) * DIM + lane, tl.sum(total, 0), mask=lane < DIM)
+
+
+@triton.jit(do_not_specialize=[*LENGTHS, "count", "heads", "tokens", "window", "slots", "sink_slots", "parts"])
+def fix_offsets_kernel(
+    sums, matrix, window_key, offset, shift, count, length, window_start, sink_end, heads, tokens, window, slots,
+    sink_slots, parts, DIM: tl.constexpr, LANES: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """Fixes the offsets of rows whose first token leaves the window: the mean of all their keys. Grid: (rows,).
+
+    Args:
+        sums: of the new keys, as `sum_keys_kernel` leaves them. matrix: float32 [DIM, DIM], or None.
+        offset: float32 [rows, DIM], changed in place; shift: likewise, becomes what has been added to it.
+    """
+    row = tl.program_id(0)
+    request = row // heads
+    lane = tl.arange(0, LANES)
+    column = lane < DIM
+    base = row.to(tl.int64) * DIM
+    total = tl.zeros((LANES,), tl.float32)
+    for first in tl.static_range(0, DIM, INNER):
+        inner = first + tl.arange(0, INNER)
+        some = tl.zeros((INNER,), tl.float32)
+        part = 0
+        while part < parts:
+            some += tl.load(sums + base * parts + part * DIM + inner, mask=inner < DIM, other=0.0)
+            part += 1
+        if matrix is None:
+            total += tl.sum(tl.where(inner[:, None] == lane[None, :], some[:, None], 0.0), 0)
+        else:
+            weights = tl.load(
+                matrix + inner[:, None] * DIM + lane[None, :], mask=(inner < DIM)[:, None] & column[None, :], other=0.0
+            )
+            total += tl.sum(some[:, None] * weights, 0)
+    held, before, sinks = tl.load(length + request), tl.load(window_start + request), tl.load(sink_end + request)
+    slot = 0
+    while slot < slots:
+        several = slot + tl.arange(0, INNER)
+        _, there = token_in_slot(several, before, held, sinks, sink_slots, slots)
+        keys = window_key + (row.to(tl.int64) * slots + several)[:, None] * DIM + lane[None, :]
+        total += tl.sum(tl.load(keys, mask=there[:, None] & column[None, :], other=0.0).to(tl.float32), 0)
+        slot += INNER
+    start, end = new_start(count, length, window_start, request, True, tokens, window)
+    old = tl.load(offset + base + lane, mask=column, other=0.0)
+    total += held.to(tl.float32) * old
+    mean = tl.div_rn(total, tl.zeros_like(total) + tl.maximum(end, 1).to(tl.float32))
+    due = (before == sinks) & (end - before > window)
+    fixed = tl.where(due, mean, old)
+    tl.store(offset + base + lane, fixed, mask=column)
+    tl.store(shift + base + lane, fixed - old, mask=column)
