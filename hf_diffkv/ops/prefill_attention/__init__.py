@@ -12,7 +12,7 @@ from ..softmax import Softmax
 from . import flash, native, reference
 from .past import NOTHING, EarlierTokens
 
-__all__ = ["KERNEL_HEAD_DIM", "EarlierTokens", "prefill_attention"]
+__all__ = ["EarlierTokens", "prefill_attention"]
 
 # the kernels' tiles of wider heads would not fit a GPU's registers
 KERNEL_HEAD_DIM = 512
@@ -23,8 +23,10 @@ def prefill_attention(
     query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, *, past: EarlierTokens = NOTHING, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Arguments and results as in `reference.prefill_attention`."""
-    narrow = max(key.shape[-1], value.shape[-1]) <= KERNEL_HEAD_DIM
-    if use_kernels(query.device, query.dtype) and (narrow or is_forced("kernels")):
+    widest = max(key.shape[-1], value.shape[-1])
+    if use_kernels(query.device, query.dtype) and (widest <= KERNEL_HEAD_DIM or is_forced("kernels")):
+        if widest > KERNEL_HEAD_DIM:
+            raise ValueError(f"the kernels take head dimensions up to {KERNEL_HEAD_DIM}, not {widest}.")
         from . import launch
 
         return launch.prefill_attention(query, key, value, softmax, past=past, **options)

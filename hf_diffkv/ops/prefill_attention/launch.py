@@ -12,7 +12,6 @@ from torch import Tensor
 from ..backend import device_of
 from ..quantize.launch import TRITON_DTYPES, dot_dtype
 from ..softmax import Softmax
-from . import KERNEL_HEAD_DIM
 from .columns import column_scores
 from .kernels import flash_forward, row_extents
 from .past import NOTHING, EarlierTokens
@@ -196,8 +195,6 @@ def _check(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, **given:
         raise ValueError(f"{batch} sequences of {kv_heads} KV heads are more than {LARGEST_GRID}; use a smaller batch.")
     if query_heads % kv_heads:
         raise ValueError(f"{query_heads} query heads are not a multiple of {kv_heads} KV heads.")
-    if max(key_dim, value_dim) > KERNEL_HEAD_DIM:
-        raise ValueError(f"head dimensions go up to {KERNEL_HEAD_DIM}, not {key_dim} and {value_dim}.")
     if softmax.scaling <= 0:
         raise ValueError(f"scaling must be positive, not {softmax.scaling}.")
     before = given["past_key"].shape[2] if "past_key" in given else 0
