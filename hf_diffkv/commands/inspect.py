@@ -29,7 +29,7 @@ from .options import (
 if TYPE_CHECKING:
     from ..cache.diffkv_cache import DiffKVCache
 
-WORDS = 12
+WORDS_SHOWN = 12
 # of the 256 colours
 WHITE, BLACK = 231, 16
 
@@ -237,5 +237,8 @@ def _extremes(tokens: list[dict[str, Any]]) -> str:
     if not judged:
         return "All tokens are in the window."
     ranked = sorted(judged, key=lambda token: -token["high"])
-    names = [" ".join(repr(token["text"]) for token in part) for part in (ranked[:WORDS], ranked[: -WORDS - 1 : -1])]
+    names = [
+        " ".join(repr(token["text"]) for token in part)
+        for part in (ranked[:WORDS_SHOWN], ranked[: -WORDS_SHOWN - 1 : -1])
+    ]
     return f"{paragraph(f'Most often high: {names[0]}')}\n{paragraph(f'Least often: {names[1]}')}"

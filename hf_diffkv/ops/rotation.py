@@ -13,7 +13,7 @@ from .backend import use_kernels, without_autocast
 from .quantize import compute_dtype
 
 # elements at a time of what is computed in float32
-CHUNK_ELEMENTS = 1 << 21
+FLOAT_ELEMENTS = 1 << 21
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ def rotate(tensor: Tensor, matrix: Tensor | None, offset: Tensor | None = None) 
         from . import rotation_kernel
 
         return rotation_kernel.rotate(tensor, matrix, offset)
-    if tensor.numel() <= CHUNK_ELEMENTS:
+    if tensor.numel() <= FLOAT_ELEMENTS:
         return _rotate(tensor, matrix, offset)
     step = tokens_at_once(tensor)
     rotated = torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -78,7 +78,7 @@ def rotate(tensor: Tensor, matrix: Tensor | None, offset: Tensor | None = None) 
 
 def tokens_at_once(tensor: Tensor) -> int:
     """How many tokens of [batch, heads, tokens, dim] are to be computed with in float32 at a time."""
-    return max(1, CHUNK_ELEMENTS // max(1, tensor[:, :, :1].numel()))
+    return max(1, FLOAT_ELEMENTS // max(1, tensor[:, :, :1].numel()))
 
 
 def _rotate(tensor: Tensor, matrix: Tensor | None, offset: Tensor | None) -> Tensor:

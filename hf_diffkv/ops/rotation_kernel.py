@@ -11,12 +11,10 @@ from torch import Tensor
 
 from .backend import device_of
 from .quantize.kernels import stored_bits, tile_dims
-from .quantize.launch import TRITON_DTYPES, dot_dtype, unit_stride
+from .quantize.launch import NUM_WARPS, TILE_ELEMENTS, TRITON_DTYPES, dot_dtype, unit_stride
 
-TILE_ELEMENTS = 2048
 # channels that are multiplied at a time
 INNER = 32
-NUM_WARPS = 4
 
 
 @triton.jit

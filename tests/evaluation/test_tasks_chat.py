@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from small_chat_models import byte_tokenizer
 
-from hf_diffkv.evaluation.tasks.chat import Prompt, spoken
+from hf_diffkv.evaluation.tasks.chat import ChatPrompt, spoken
 
-ASKED = Prompt("Why?", context="A text. ", cue="\nAnswer:", lead=" Because")
+ASKED = ChatPrompt("Why?", context="A text. ", cue="\nAnswer:", lead=" Because")
 
 
-def encode(prompt: Prompt, template: str) -> tuple[str, str]:
+def encode(prompt: ChatPrompt, template: str) -> tuple[str, str]:
     """The texts of the context and of the question."""
     tokenizer = byte_tokenizer(template)
     context, question = prompt.encode(tokenizer)
@@ -27,18 +27,18 @@ def test_chat_template() -> None:
 
 def test_special_tokens_come_once() -> None:
     tokenizer = byte_tokenizer("instruct")
-    context, question = Prompt("Why?").encode(tokenizer)
+    context, question = ChatPrompt("Why?").encode(tokenizer)
     assert context == () and question.count(tokenizer.bos_token_id) == 1
 
 
 def test_without_a_context_all_comes_at_once() -> None:
-    assert encode(Prompt("Why?", cue="\nAnswer:"), "plain") == ("", "Why?\nAnswer:")
-    assert encode(Prompt("Why?", cue="\nAnswer:"), "instruct") == ("", "<s><|user|>\nWhy?</s>\n<|assistant|>\n")
+    assert encode(ChatPrompt("Why?", cue="\nAnswer:"), "plain") == ("", "Why?\nAnswer:")
+    assert encode(ChatPrompt("Why?", cue="\nAnswer:"), "instruct") == ("", "<s><|user|>\nWhy?</s>\n<|assistant|>\n")
 
 
 @pytest.mark.parametrize("template", ["hybrid", "thinking"])
 def test_models_that_think_get_no_room_to(template: str) -> None:
-    asked = Prompt("Why?", lead="So")
+    asked = ChatPrompt("Why?", lead="So")
     assert encode(asked, template)[1].endswith("<think>\n\n</think>\n\nSo")
 
 

@@ -25,7 +25,7 @@ TOKENS = 1536
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is copied at once, a size of its own at any length, is small beside the prompt."""
     monkeypatch.setattr(tokens_module, "READ_TOKENS", 1024)
-    monkeypatch.setattr(rotation, "CHUNK_ELEMENTS", 1 << 17)
+    monkeypatch.setattr(rotation, "FLOAT_ELEMENTS", 1 << 17)
 
 
 class LiveBytes(TorchDispatchMode):

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.native import library
 from hf_diffkv.ops.backend import use_backend
-from hf_diffkv.ops.rotation import CHUNK_ELEMENTS, rotate, rotation_matrix
+from hf_diffkv.ops.rotation import FLOAT_ELEMENTS, rotate, rotation_matrix
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store import (
     Store,
@@ -84,7 +84,7 @@ SIGNS = [-1, 1, 1, -1, 1, 1, 1, -1, 1, -1, 1, 1, 1, -1, -1, 1]
 
 
 def test_large_tensors_go_in_parts() -> None:
-    x = torch.randn(1, 1, CHUNK_ELEMENTS // 8 + 5, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = torch.randn(1, 1, FLOAT_ELEMENTS // 8 + 5, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
     matrix, offset = rotation_matrix(8, torch.float32, x.device), torch.full((1, 1, 8), 0.5)
     expected = (x.double() @ rotation(8).T - 0.5).float()
     torch.testing.assert_close(rotate(x, matrix, offset).float(), expected, rtol=2**-8, atol=1e-6)

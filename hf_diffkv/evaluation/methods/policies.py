@@ -17,7 +17,7 @@ from . import METHODS
 from .base import Method
 from .diffkv import DiffKVMethod, parse_options, parse_value
 
-OWN = "diffkv"
+DEFAULT_POLICY = "diffkv"
 CONFIG_FIELDS = {field.name for field in dataclasses.fields(DiffKVConfig)}
 
 
@@ -40,5 +40,5 @@ def _build(name: str, options: list[str]) -> Method:
 
 
 for _name in POLICIES:
-    if _name != OWN:
+    if _name != DEFAULT_POLICY:
         METHODS.add(_name)(partial(_build, _name))

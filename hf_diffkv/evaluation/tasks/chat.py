@@ -13,7 +13,7 @@ MARK = "\ue000"
 
 
 @dataclass(frozen=True)
-class Prompt:
+class ChatPrompt:
     """What a user says.
 
     Attributes:

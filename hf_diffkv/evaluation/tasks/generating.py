@@ -13,7 +13,7 @@ from ..batch import Batch
 from ..methods import HeldBytes
 from ..session import Session
 from .base import Document, Metric, Source, Sums, Task
-from .chat import Prompt, spoken
+from .chat import ChatPrompt, spoken
 from .prompts import rng_for
 
 SCORE = Metric("score", "score", True)
@@ -35,7 +35,7 @@ class GeneratingTask(Task):
     def score_answer(self, text: str, document: Document) -> float:
         """From 0 (wrong) to 1 (right); `document.extra["expected"]` says what is right."""
 
-    def document(self, source: Source, name: str, prompt: Prompt, expected: Any) -> Document:
+    def document(self, source: Source, name: str, prompt: ChatPrompt, expected: Any) -> Document:
         """The document that asks `prompt`.
 
         Args:

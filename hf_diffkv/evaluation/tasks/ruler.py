@@ -22,7 +22,7 @@ from itertools import count, islice
 from ..errors import EvaluationError
 from . import task
 from .base import Document, Source
-from .chat import Prompt
+from .chat import ChatPrompt
 from .generating import GeneratingTask
 from .prompts import rng_for
 from .text import texts
@@ -55,7 +55,7 @@ class RulerTask(GeneratingTask):
     length = 4096
 
     @abstractmethod
-    def prompt(self, source: Source, rng: random.Random, size: int) -> tuple[Prompt, list[str]]:
+    def prompt(self, source: Source, rng: random.Random, size: int) -> tuple[ChatPrompt, list[str]]:
         """What is asked with `size` pieces of text, 1 or more, and the expected strings."""
 
     def documents(self, source: Source) -> list[Document]:
@@ -135,7 +135,7 @@ def from_text(rng: random.Random, number: int) -> list[str]:
     return list(islice((known[position % len(known)] for position in count(start)), number))
 
 
-def behind_example(prompt: Prompt, example: Prompt, answer: str) -> Prompt:
+def behind_example(prompt: ChatPrompt, example: ChatPrompt, answer: str) -> ChatPrompt:
     """`prompt` with an example and its answer in front of it."""
     shown = f"{example.context}{example.question}\n{example.lead} {answer}\n\n"
     return replace(prompt, context=shown + prompt.context)
@@ -179,7 +179,7 @@ class Niah(RulerTask):
     def __init__(self, variant: Haystack) -> None:
         self.variant = variant
 
-    def prompt(self, source: Source, rng: random.Random, size: int) -> tuple[Prompt, list[str]]:
+    def prompt(self, source: Source, rng: random.Random, size: int) -> tuple[ChatPrompt, list[str]]:
         variant = self.variant
         others = size if variant.text == NEEDLES else 0
         keys = _drawn(rng, variant.keys, variant.num_keys + others)
@@ -201,7 +201,7 @@ class Niah(RulerTask):
         query = ", ".join(names[:-1]) + f" and {names[-1]}" if len(names) > 1 else names[0]
         several = variant.num_queries * variant.num_values > 1
         things, verb = (f"magic {kind}", "are") if several else (f"magic {kind[:-1]}", "is")
-        prompt = Prompt(
+        prompt = ChatPrompt(
             context=f"Some text follows in which magic {kind} are hidden. Remember them: you will be asked later.\n"
             + joint.join(with_lines(rng, lines, needles)),
             question=f"\nAccording to the text, what {verb} the {things} of {query}?",
@@ -237,10 +237,10 @@ def chain(rng: random.Random, letters: int) -> tuple[str, list[str], list[str]]:
     return value, variables, [f"VAR {name} = {source}" for name, source in zip(variables, values)]
 
 
-def assigned(rng: random.Random, letters: int, lines: int) -> tuple[Prompt, list[str]]:
+def assigned(rng: random.Random, letters: int, lines: int) -> tuple[ChatPrompt, list[str]]:
     value, names, assignments = chain(rng, letters)
     text = "\n".join(with_lines(rng, [NOISE] * lines, assignments))
-    prompt = Prompt(
+    prompt = ChatPrompt(
         context=f"Follow the assignments of variables that are hidden in this text.\n\n{text}",
         question=f"\nQuestion: Which variables have the value {value} in the text above? List all of them.",
         cue="\n",
@@ -255,19 +255,19 @@ class VariableTracking(RulerTask):
 
     max_new_tokens = 30
 
-    def prompt(self, source: Source, rng: random.Random, size: int) -> tuple[Prompt, list[str]]:
+    def prompt(self, source: Source, rng: random.Random, size: int) -> tuple[ChatPrompt, list[str]]:
         example, names = assigned(rng, 3, EXAMPLE_LINES)
         prompt, expected = assigned(rng, 5, size)
         shown = f"{example.context}{example.question}\n{example.lead} {' '.join(names)}\n\n"
-        return Prompt(prompt.question, shown + prompt.context, prompt.cue, prompt.lead), expected
+        return ChatPrompt(prompt.question, shown + prompt.context, prompt.cue, prompt.lead), expected
 
 
-def listed(rng: random.Random, others: int, often: int, seldom: int) -> tuple[Prompt, list[str]]:
+def listed(rng: random.Random, others: int, often: int, seldom: int) -> tuple[ChatPrompt, list[str]]:
     words = english_words(rng, COMMON + others)
     common = words[:COMMON]
     drawn = common * often + words[COMMON:] * seldom
     rng.shuffle(drawn)
-    prompt = Prompt(
+    prompt = ChatPrompt(
         context="A numbered list of words follows. Some words are in it more often than others; remember those.\n"
         + _numbered(drawn),
         question=f"\nQuestion: Which {COMMON} words are in the list above most often?",
@@ -290,12 +290,12 @@ class CommonWords(RulerTask):
 
     max_new_tokens = 120
 
-    def prompt(self, source: Source, rng: random.Random, size: int) -> tuple[Prompt, list[str]]:
+    def prompt(self, source: Source, rng: random.Random, size: int) -> tuple[ChatPrompt, list[str]]:
         often, seldom = next(repeats for least, *repeats in REPEATS if source.length >= least)
         example, common = listed(rng, EXAMPLE_OTHERS, *EXAMPLE_REPEATS)
         prompt, expected = listed(rng, size, often, seldom)
         shown = f"{example.context}{example.question}\n{example.lead} {_numbered(common)}\n\n"
-        return Prompt(prompt.question, shown + prompt.context, prompt.cue, prompt.lead), expected
+        return ChatPrompt(prompt.question, shown + prompt.context, prompt.cue, prompt.lead), expected
 
 
 @task("ruler-frequent-words")
@@ -304,14 +304,14 @@ class FrequentWords(RulerTask):
 
     max_new_tokens = 50
 
-    def prompt(self, source: Source, rng: random.Random, size: int) -> tuple[Prompt, list[str]]:
+    def prompt(self, source: Source, rng: random.Random, size: int) -> tuple[ChatPrompt, list[str]]:
         number = max(ASKED + 1, source.length // TOKENS_PER_WORD)
         coded = different(lambda: "".join(rng.choices(string.ascii_lowercase, k=LETTERS)), number)
         words = [DOTS, *coded]
         total = size + LEAST
         drawn = [word for rank, word in enumerate(words, start=1) for _ in range(int(total * rank**-ALPHA / ZETA))]
         rng.shuffle(drawn)
-        prompt = Prompt(
+        prompt = ChatPrompt(
             context="A text of coded words follows. Watch how often each of them is in it. " + " ".join(drawn),
             question=f"\nQuestion: Leave the dots '{DOTS}' aside. Which three coded words are in the text above most "
             "often? Do not explain.",

@@ -17,7 +17,7 @@ from ..rotation_kernel import INNER, root
 from .kernels import append_kernel
 
 # of the keys, or the values, that a program and a warp of it take at once
-TILE_ELEMENTS = 4096
+PROGRAM_ELEMENTS = 4096
 WARP_ELEMENTS = 512
 MOST_WARPS = 8
 # the loop over heads runs once as a rule: nothing of the next round is to wait in shared memory
@@ -87,7 +87,7 @@ def _tile(heads: int, key_dim: int, value_dim: int, rotated: Tensor | None) -> t
     """Compile-time arguments, and warps; `rotated`: a tensor of those that are."""
     key_width, value_width = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
     widest = max(key_width, value_width)
-    at_once = max(1, min(triton.next_power_of_2(heads), TILE_ELEMENTS // widest))
+    at_once = max(1, min(triton.next_power_of_2(heads), PROGRAM_ELEMENTS // widest))
     operand = tl.float32
     if rotated is not None:
         # as many as matrix products take

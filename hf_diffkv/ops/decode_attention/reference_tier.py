@@ -19,7 +19,7 @@ from ...pages.segments import score_segment, segment
 from ..tiles import Tiles
 
 CHUNK_ELEMENTS = 1 << 18
-WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+WORD_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)
 # exp(-40) of the largest weight is below rounding; products of smaller ones would be subnormal numbers, which are slow
 LOWEST_EXPONENT = -40.0
 
@@ -227,7 +227,7 @@ def _bit_planes(rows: Tensor, codes: Tensor, bits: int) -> list[BitPlane]:
     for field in fields(bits):
         size = codes.shape[-1] * field // 8
         common = math.gcd(rows.shape[-1], start, size)
-        word = next(word for word in WORDS if common % word.itemsize == 0)
+        word = next(word for word in WORD_DTYPES if common % word.itemsize == 0)
         words = rows[..., start : start + size].view(word)
         # planes side by side are the elements in their order
         for plane, part in enumerate(codes.view(word).chunk(8 // field, -1)):

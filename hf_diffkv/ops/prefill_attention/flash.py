@@ -16,14 +16,14 @@ from .reference import observation, past_weight
 
 # finite, so that a row with nothing to attend has a logsumexp: one that vanishes beside any other
 HIDDEN = -1e30
-DTYPES = (torch.bfloat16, torch.float16)
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def can_attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softcap: float | None) -> bool:
     """Whether `prefill_attention` here serves these arguments, which are as in `reference.prefill_attention`."""
     plain = mask is None and softcap is None and key.shape[-1] == value.shape[-1]
     known = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
-    return plain and known and query.device.type == "cpu" and query.dtype in DTYPES
+    return plain and known and query.device.type == "cpu" and query.dtype in FLASH_DTYPES
 
 
 def is_fast(dtype: torch.dtype) -> bool:

@@ -20,11 +20,11 @@ MANY_PROGRAMS = 1024
 PROGRAMS_PER_PROCESSOR = 4
 # a split is at least so long
 MIN_SPLIT_TOKENS = 512
-MAX_SPLITS = 64
+MAX_PAST_SPLITS = 64
 
 
 @dataclass(frozen=True)
-class Partials:
+class PastStates:
     """Softmax states of all queries after each split of what is stored.
 
     Attributes:
@@ -41,7 +41,7 @@ class Partials:
         return self.output.shape[0]
 
 
-def past_state(rows: LayerRows, longest: int, common: dict[str, object], target: str) -> Partials:
+def past_state(rows: LayerRows, longest: int, common: dict[str, object], target: str) -> PastStates:
     """Attends what is stored from all queries.
 
     Args:
@@ -59,7 +59,7 @@ def past_state(rows: LayerRows, longest: int, common: dict[str, object], target:
     def buffer(*shape: int) -> Tensor:
         return torch.empty(splits, batch * kv_heads, length * group, *shape, dtype=torch.float32, device=query.device)
 
-    partials = Partials(buffer(value_dim), buffer(), buffer())
+    partials = PastStates(buffer(value_dim), buffer(), buffer())
     # converted here, since the kernel would hold what it converts in registers
     query = query.to(past_dot(rows.layout, query.dtype))
     common = common | {"query": query} | strides("query", query)
@@ -100,7 +100,7 @@ def heads_per_program(programs: int, group: int) -> int:
 def choose_splits(programs: int, tokens: int, processors: int) -> int:
     """Splits of what is stored that fill a device of so many processors, none of them short."""
     wanted = triton.cdiv(PROGRAMS_PER_PROCESSOR * processors, programs)
-    return max(1, min(wanted, tokens // MIN_SPLIT_TOKENS, MAX_SPLITS))
+    return max(1, min(wanted, tokens // MIN_SPLIT_TOKENS, MAX_PAST_SPLITS))
 
 
 def check_past(rows: LayerRows, query: Tensor, kv_heads: int, value_dim: int) -> None:

@@ -18,7 +18,7 @@ from .past import NOTHING, EarlierTokens
 BLOCK_ELEMENTS = 1 << 21
 MAX_QUERIES = 256
 # exp(-80) is far below rounding; smaller results are subnormal numbers, which CPUs multiply a hundred times slower
-LOWEST_EXPONENT = -80.0
+LOWEST_LOGIT = -80.0
 
 
 def prefill_attention(
@@ -149,7 +149,7 @@ def _softmax(logits: Tensor, hidden: list[tuple[slice, Tensor]], sink: Tensor | 
     if sink is not None:
         peak = torch.maximum(peak, sink)
     peak = torch.where(peak == -torch.inf, 0.0, peak)
-    weights = logits.sub_(peak).clamp_(min=LOWEST_EXPONENT).exp_()
+    weights = logits.sub_(peak).clamp_(min=LOWEST_LOGIT).exp_()
     for keys, mask in hidden:
         weights[..., keys].masked_fill_(mask, 0.0)
     total = weights.sum(-1, keepdim=True)

@@ -10,12 +10,10 @@ from torch import Tensor
 
 from ...pages import TierLayout
 from ..backend import device_of
-from ..quantize.launch import TRITON_DTYPES, dot_dtype, unit_stride
+from ..quantize.launch import NUM_WARPS, TILE_ELEMENTS, TRITON_DTYPES, dot_dtype, unit_stride
 from .kernels import feedback_kernel, moment_kernel, round_keys_kernel
 from .reference import DAMPING
 
-TILE_ELEMENTS = 2048
-NUM_WARPS = 4
 # of what programs hold as a matrix in registers
 LARGEST_DIM, MOMENT_WARPS, FEEDBACK_WARPS = 128, 8, 16
 # queries of a product, and products of a program
