@@ -11,7 +11,7 @@ from ..ops.quantize import compute_dtype
 from ..ops.rounding import second_moment
 from ..ops.softmax import Softmax
 from ..store import Store, begin_forward, read_tokens
-from ..store.prompt import Past, compress
+from ..store.compress import Past, compress
 from ..store.transform import Entering, note_logits, query_moment
 from .replay import WatchedLayer
 

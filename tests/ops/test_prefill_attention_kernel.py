@@ -3,7 +3,9 @@ import pytest
 import torch
 from hand_past import attend_prompt, hand_past
 
-from hf_diffkv.ops.prefill_attention import launch, past_launch, reference, tiles
+from hf_diffkv.ops.backend import use_backend
+from hf_diffkv.ops.prefill_attention import launch, past_launch, prefill_attention, reference, tiles
+from hf_diffkv.ops.softmax import Softmax
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 SMALL_TILE = tiles.Tile(32, 16, 4, 1)
@@ -318,3 +320,9 @@ def test_more_rows_than_a_launch_takes_are_refused():
     one = torch.zeros(1, 2, 1, 16).expand(32768, -1, -1, -1)
     with pytest.raises(ValueError, match="32768 sequences of 2 KV heads are more than 65535"):
         attend_prompt(launch.prefill_attention, one, one, one, scaling=0.25)
+
+
+def test_wider_heads_are_refused_where_kernels_are_chosen():
+    wide = torch.zeros(1, 1, 1, 520)
+    with use_backend("kernels"), pytest.raises(ValueError, match="head dimensions up to 512, not 520"):
+        prefill_attention(wide, wide, wide, Softmax(0.25))
