@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_diffkv import DiffKVConfig
 from hf_diffkv.ops import rotation
-from hf_diffkv.ops.compact import tokens as tokens_module
+from hf_diffkv.ops.compact import rewrite
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store import Store, attend_tokens, begin_forward
 
@@ -24,7 +24,7 @@ TOKENS = 1536
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is copied at once, a size of its own at any length, is small beside the prompt."""
-    monkeypatch.setattr(tokens_module, "READ_TOKENS", 1024)
+    monkeypatch.setattr(rewrite, "READ_TOKENS", 1024)
     monkeypatch.setattr(rotation, "FLOAT_ELEMENTS", 1 << 17)
 
 

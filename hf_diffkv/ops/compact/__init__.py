@@ -9,8 +9,7 @@ from ..backend import KERNELS, NATIVE, choose, without_autocast
 from ..tiles import Bounds
 from . import native, reference
 from .reference import least_mean
-from .rewrite import StoredTokens, rewrite_rows, stored_tokens, token_positions
-from .tokens import Given, NewTokens
+from .rewrite import Given, NewTokens, StoredTokens, rewrite_rows, stored_tokens, token_positions
 
 __all__ = [
     "Given",

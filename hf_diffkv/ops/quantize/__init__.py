@@ -10,8 +10,7 @@ from torch import Tensor
 from ...pages import TierLayout
 from ..backend import KERNELS, NATIVE, choose, without_autocast
 from . import native, reference
-from .contents import Contents
-from .reference import compute_dtype, dequantize, quantize
+from .reference import Contents, compute_dtype, dequantize, quantize
 
 __all__ = ["Contents", "compute_dtype", "dequantize", "load_tokens", "move_tokens", "quantize", "store_tokens"]
 
