@@ -13,7 +13,11 @@ SPARE_PAGES = 2
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Of one layer: KV heads, query heads, elements of a key and of a value, and where they are."""
+    """Of one layer: KV heads, query heads, elements of a key and of a value, and where they are.
+
+    Attributes:
+        max_positions: tokens that a request of the model may have; None where that is not known.
+    """
 
     num_heads: int
     query_heads: int
@@ -21,6 +25,7 @@ class AttentionShape:
     value_dim: int
     dtype: torch.dtype
     device: torch.device
+    max_positions: int | None = None
 
 
 @dataclass(frozen=True)

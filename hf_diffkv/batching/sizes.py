@@ -27,7 +27,8 @@ SLIDING_SHARE = 0.5
 class _Trial:
     """In place of a cache: ordinary attention, and what comes in."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_positions: int | None) -> None:
+        self.max_positions = max_positions
         self.shapes: dict[int, AttentionShape] = {}
         self.windows: dict[int, int] = {}
 
@@ -37,7 +38,7 @@ class _Trial:
         if sliding_window is not None:
             self.windows[layer] = sliding_window
         dims = (key.shape[1], query.shape[1], key.shape[3], value.shape[3])
-        self.shapes[layer] = AttentionShape(*dims, key.dtype, key.device)
+        self.shapes[layer] = AttentionShape(*dims, key.dtype, key.device, self.max_positions)
         return dense_attention(query, key, value, None, softmax, 0.0, causal=True)
 
 
@@ -92,7 +93,8 @@ def try_attention(model: Any) -> AttentionShape:
         HandOverError: the model does not hand its cache on.
         UnsupportedModelError: layers that differ, or that pass the attention by.
     """
-    trial, count = _Trial(), model.config.get_text_config(decoder=True).num_hidden_layers
+    text_config = model.config.get_text_config(decoder=True)
+    trial, count = _Trial(getattr(text_config, "max_position_embeddings", None)), text_config.num_hidden_layers
     ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     with torch.no_grad():
         model(input_ids=ids, position_ids=torch.arange(2, device=model.device)[None], use_cache=False, cache=trial)
@@ -133,8 +135,9 @@ def make_slots(
         MemoryError: not even one slot fits.
     """
     token = 0.0
+    sizes = (shape.key_dim, shape.value_dim, shape.dtype.itemsize, shape.max_positions)
     for of_layer in layer_configs(config, num_layers, shape.num_heads):
-        layout = PageLayout.of(of_layer, shape.key_dim, shape.value_dim, shape.dtype.itemsize, None)
+        layout = PageLayout.of(of_layer, *sizes)
         token += shape.num_heads * layout.page_bytes / max(layout.high.capacity, layout.low.capacity)
     fitting = int(max_bytes / token) + config.window + config.sinks
     longest = max(1, fitting if tokens is None else min(fitting, tokens))

@@ -179,9 +179,10 @@ def make_parts(
         else:
             group.append(index)
     sizes = (shape.num_heads, shape.key_dim, shape.value_dim, shape.dtype, shape.device)
+    known = {"total_layers": num_layers, "max_positions": shape.max_positions}
     parts = []
     for group in groups:
-        store = SlotStore(configs[group[0]], len(group), slots, *sizes, total_layers=num_layers)
+        store = SlotStore(configs[group[0]], len(group), slots, *sizes, **known)
         for layer, index in enumerate(group):
             store.place_layer(layer, index)
             store.set_thresholds(layer, configs[index].alpha_high, configs[index].alpha_low)

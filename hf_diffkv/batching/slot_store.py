@@ -40,6 +40,9 @@ class SlotStore(Store):
         full = (high % high_size == 0) & has_high | (low % low_size == 0) & has_low
         return full, -(-high // high_size) - (-low // low_size)
 
+    def check_positions(self, tokens: int) -> None:
+        """Nothing to check: `seen` counts steps of many requests, none of which is longer than `Slots.longest`."""
+
     def page_tokens(self) -> np.ndarray:
         """int64 [layers, heads], how many tokens of a row every page but its last ones holds at least."""
         high, low = self.layout.high.capacity, self.layout.low.capacity

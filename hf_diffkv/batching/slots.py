@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..config import DiffKVConfig
 from ..ops.softmax import Softmax
+from ..pages.layout import NARROW_POSITIONS
 from ..store.compaction import settle
 from ..store.decode import attend_token
 from ..store.prompt import attend_tokens
@@ -90,7 +91,8 @@ class Slots:
         beside = sum(part.store.bytes_beside_pages(max_tokens) for part in self.parts)
         costs = [part.store.bytes_per_page for part in self.parts]
         weights = [max(1, part.pages_for(max_tokens)) * cost for part, cost in zip(self.parts, costs)]
-        longest = max_tokens
+        narrow = any(part.store.layout.high.position_bytes == 2 for part in self.parts)
+        longest = min(max_tokens, NARROW_POSITIONS) if narrow else max_tokens
         for part, cost, weight in zip(self.parts, costs, weights):
             pages = (max_bytes - beside) * weight // (sum(weights) * cost)
             part.set_limit(pages)

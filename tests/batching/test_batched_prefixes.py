@@ -48,6 +48,7 @@ def ask(manager: DiffKVBatchingManager, name: str, ids: list[int]) -> list[int]:
         ("llama", replace(LOSSY, alpha_high=0.6, rotate=True, center=True, sinks=4)),
         ("gemma3_text", LOSSY),
         ("llama", MIXED),
+        ("llama", replace(LOSSY, metadata_bits=16)),
     ],
 )
 @pytest.mark.sampled(100)
