@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .decoding import generate_options
 from .methods.base import HeldBytes, Method
 
 
@@ -43,9 +42,7 @@ class Batch:
             )
 
     @torch.no_grad()
-    def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop: Sequence[str] = (), **options: Any
-    ) -> list[str]:
+    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any) -> list[str]:
         """What the model writes behind each of `prompts`, as `Session.generate` says; nothing may follow it."""
         self._add(prompts)
         length = self.ids.shape[1]
@@ -56,7 +53,7 @@ class Batch:
                 past_key_values=self.cache,
                 max_new_tokens=max_new_tokens,
                 pad_token_id=self.pad,
-                **generate_options(self.tokenizer, stop, options),
+                **{"do_sample": False, **options},
             )[:, length:]
         counts = self._written(written)
         # the last token that is written is not run any more

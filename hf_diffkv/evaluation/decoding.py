@@ -34,15 +34,7 @@ class Forwards(Protocol):
 DEFAULT_TOP_K = 50
 
 
-def generate_options(tokenizer: Any, stop: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `generate()`: greedy unless `options` say otherwise, until one of `stop` is written."""
-    strings = {"stop_strings": list(stop), "tokenizer": tokenizer} if stop else {}
-    return {"do_sample": False, **strings, **options}
-
-
-def decode_by_forwards(
-    session: Forwards, ids: Sequence[int], max_new_tokens: int, stop: Sequence[str], options: dict[str, Any]
-) -> str:
+def decode_by_forwards(session: Forwards, ids: Sequence[int], max_new_tokens: int, options: dict[str, Any]) -> str:
     """The text that `generate()` would write with a cache that counts the tokens it forgets.
 
     Args:
@@ -63,7 +55,7 @@ def decode_by_forwards(
         scores = process(seen, logits[None].float())
         token = int(torch.multinomial(scores.softmax(-1), 1) if sample else scores.argmax(-1))
         written.append(token)
-        if token in ends or _stopped(session.tokenizer, written, stop):
+        if token in ends:
             break
         if len(written) < max_new_tokens:
             logits = session.forward([token])[-1]
@@ -91,8 +83,3 @@ def _processors(config: GenerationConfig, sample: bool) -> LogitsProcessorList:
 def _ends(config: GenerationConfig) -> set[int]:
     ends = config.eos_token_id
     return set() if ends is None else set(ends) if isinstance(ends, list) else {ends}
-
-
-def _stopped(tokenizer: Any, written: list[int], stop: Sequence[str]) -> bool:
-    text = tokenizer.decode(written) if stop else ""
-    return any(end in text for end in stop)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..compat import attention_of
-from .decoding import decode_by_forwards, generate_options
+from .decoding import decode_by_forwards
 from .methods.base import HeldBytes, Method, attends_fully
 
 
@@ -74,15 +74,14 @@ class Session:
         return list(logits[:-1].split(sizes))
 
     @torch.no_grad()
-    def generate(self, ids: Sequence[int], max_new_tokens: int, stop: Sequence[str] = (), **options: Any) -> str:
+    def generate(self, ids: Sequence[int], max_new_tokens: int, **options: Any) -> str:
         """What the model writes behind `ids`, which follow what the cache has seen; special tokens left out.
 
         Args:
-            stop: texts at which it ends.
             options: of `generate()`, for example to sample; greedy without.
         """
         if self.method.drops_tokens:
-            return decode_by_forwards(self, ids, max_new_tokens, stop, options)
+            return decode_by_forwards(self, ids, max_new_tokens, options)
         whole = [*self.ids, *ids]
         prompt = torch.tensor([whole], device=self.model.device)
         with self.method.attached(self.model, self.cache):
@@ -91,7 +90,7 @@ class Session:
                 attention_mask=torch.ones_like(prompt),
                 past_key_values=self.cache,
                 max_new_tokens=max_new_tokens,
-                **generate_options(self.tokenizer, stop, options),
+                **{"do_sample": False, **options},
             )[0].tolist()
         # the last token that is written is not run any more
         self.ids = written[: self.cache.get_seq_length()]

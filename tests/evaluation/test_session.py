@@ -142,14 +142,6 @@ def test_generation(label: str, tiny_lm: Any, tokenizer: Any) -> None:
         assert text == tokenizer.decode(expected[len(ids) :])
 
 
-def test_generation_ends_at_a_text(tiny_lm: Any, tokenizer: Any) -> None:
-    ids = tokenizer("def f(x):\n    return x\n\n" * 8).input_ids
-    whole = Session(tiny_lm, get_method("dense"), tokenizer).generate(ids, 12)
-    stop = whole[5:7]
-    short = Session(tiny_lm, get_method("dense"), tokenizer).generate(ids, 12, stop=(stop,))
-    assert short == whole[: whole.index(stop) + len(stop)]
-
-
 def test_generation_can_sample(tiny_lm: Any, tokenizer: Any) -> None:
     ids = tokenizer("def ").input_ids
     torch.manual_seed(0)
