@@ -10,7 +10,8 @@ import pytest
 import torch
 from hand_past import attend_prompt, hand_past
 from native_code import needs_native
-from test_prefill_attention_reference import RAGGED, dense, draw
+from prompt_cases import HIGH, LOW, SINKS, WINDOW, Attention, PromptTests
+from test_prefill_attention_reference import RAGGED, draw
 from torch import Tensor
 
 from hf_diffkv.native.library import CorruptMemoryError, instructions
@@ -20,87 +21,34 @@ from hf_diffkv.precision import SUPPORTED_BITS, Precision
 pytestmark = [needs_native, pytest.mark.usefixtures("instructions")]
 # of the norm of the output; that of half precision has the output's own rounding in it
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2e-3}
-HIGH, LOW, WINDOW = [[5, 0], [3, 9], [0, 0]], [[7, 0], [70, 1], [0, 0]], [4, 20, 0]
-SINKS = torch.tensor([0.5, -2.0, 6.0, 30.0])
-every_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
-def as_read(part: Tensor, dtype: torch.dtype) -> Tensor:
-    """Stored tokens, [.., dim] with NaN where there is none, as they take part in products."""
-    pairs = dtype == torch.bfloat16 and instructions() == "avx512bf16"
-    return part.nan_to_num().to(dtype if pairs else torch.float32)
+@pytest.fixture(params=TOLERANCE, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
 
 
-def assert_close(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], dtype: torch.dtype) -> None:
-    output, received = got
-    assert output.dtype == dtype and received.dtype == torch.float32
-    assert (output.double() - expected[0]).norm() <= TOLERANCE[dtype] * expected[0].norm()
-    torch.testing.assert_close(received.double(), expected[1], rtol=1e-5, atol=1e-6)
+class TestNative(PromptTests):
+    op = staticmethod(native.prefill_attention)
+
+    def as_read(self, part: Tensor, dtype: torch.dtype) -> Tensor:
+        pairs = dtype == torch.bfloat16 and instructions() == "avx512bf16"
+        return part.nan_to_num().to(dtype if pairs else torch.float32)
+
+    def assert_close(self, got: Attention, expected: Attention, dtype: torch.dtype) -> None:
+        assert (got[0].double() - expected[0]).norm() <= TOLERANCE[dtype] * expected[0].norm()
+        torch.testing.assert_close(got[1].double(), expected[1], rtol=1e-5, atol=1e-6)
 
 
-def check(
-    query: Tensor, key: Tensor, value: Tensor, *past: Any, dtype: torch.dtype = torch.float32, **options: Any
-) -> None:
-    """`past`: what `hand_past` returns."""
-    parts = [part.to(dtype) for part in (query, key, value)]
-    scaling = query.shape[-1] ** -0.5
-    got = attend_prompt(native.prefill_attention, *parts, scaling=scaling, past=past[0] if past else None, **options)
-    if past:
-        stored = (as_read(past[1], dtype), as_read(past[2], dtype), past[3])
-        options |= dict(zip(("past_key", "past_value", "past_valid"), stored))
-    assert_close(got, dense(*parts, scaling, **options), dtype)
+def check(*inputs: Any, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+    TestNative().check(*inputs, dtype=dtype, **options)
 
 
-@every_dtype
-@pytest.mark.parametrize(
-    "heads, group, dim",
-    [(1, 1, 8), (2, 3, 64), (1, 6, 80), (1, 1, 96), (1, 4, 128), (1, 2, 256), (1, 1, 512)],
-)
-@pytest.mark.sampled(12)
-def test_groups_and_head_dims(heads: int, group: int, dim: int, dtype: torch.dtype) -> None:
-    check(*draw(2, heads, group, 33, dim), dtype=dtype)
-
-
-@every_dtype
 @pytest.mark.parametrize("dim, value_dim", [(64, 8), (16, 72), (7, 5)])
 def test_values_of_another_dim(dim: int, value_dim: int, dtype: torch.dtype) -> None:
     check(*draw(1, 2, 2, 40, dim, value_dim), dtype=dtype)
 
 
-@every_dtype
-@pytest.mark.parametrize("length", [1, 2, 48, 49, 256, 257, 600])
-@pytest.mark.sampled(40)
-def test_lengths(length: int, dtype: torch.dtype, threads: None) -> None:
-    check(*draw(2, 1, 2, length, 16), dtype=dtype)
-
-
-@every_dtype
-@pytest.mark.parametrize("observation_window", [None, 1, 7, 1000])
-@pytest.mark.sampled(40)
-def test_padding_and_observation_window(observation_window: int | None, dtype: torch.dtype) -> None:
-    options = {"observation_window": observation_window, "dtype": dtype}
-    check(*draw(5, 2, 2, 40, 16), **options)
-    check(*draw(5, 2, 2, 40, 16), valid=RAGGED, **options)
-
-
-@every_dtype
-def test_what_padding_holds_does_not_matter(dtype: torch.dtype) -> None:
-    parts = [part.to(dtype) for part in draw(5, 2, 2, 40, 16)]
-    expected = attend_prompt(native.prefill_attention, *parts, scaling=0.25, valid=RAGGED)
-    for part in parts:
-        part.masked_fill_(~RAGGED[:, None, :, None], torch.nan)
-    got = attend_prompt(native.prefill_attention, *parts, scaling=0.25, valid=RAGGED)
-    assert all(torch.equal(a, b) for a, b in zip(got, expected))
-    assert (got[0].masked_fill(RAGGED[:, None, :, None], 0) == 0).all()
-
-
-def test_a_request_of_padding_alone_is_zero() -> None:
-    valid = torch.ones(2, 12, dtype=torch.bool)
-    valid[1] = False
-    check(*draw(2, 1, 2, 12, 8), valid=valid)
-
-
-@every_dtype
 @pytest.mark.parametrize("softcap", [None, 2.0, 50.0])
 @pytest.mark.parametrize("sinks", [None, SINKS])
 @pytest.mark.sampled(40)
@@ -109,7 +57,6 @@ def test_softcap_and_sinks(softcap: float | None, sinks: Tensor | None, dtype: t
     check(*draw(5, 2, 2, 40, 16), softcap=softcap, sinks=sinks, valid=RAGGED, dtype=dtype)
 
 
-@every_dtype
 @pytest.mark.parametrize("length", [40, 300])
 @pytest.mark.sampled(8)
 def test_masks(length: int, dtype: torch.dtype) -> None:
@@ -124,20 +71,6 @@ def test_masks(length: int, dtype: torch.dtype) -> None:
     check(*parts, mask=mask.mT, valid=(RAGGED[1:4, :1] | (torch.arange(length) > 9)), dtype=dtype)
 
 
-@every_dtype
-@pytest.mark.parametrize("observation_window", [None, 3])
-@pytest.mark.parametrize("sinks", [None, SINKS])
-@pytest.mark.parametrize("length", [1, 40])
-@pytest.mark.sampled(40)
-def test_a_past_of_different_lengths_per_head(
-    length: int, sinks: Tensor | None, observation_window: int | None, dtype: torch.dtype
-) -> None:
-    past = hand_past(HIGH, LOW, WINDOW, dtype=dtype)
-    options = {"sinks": sinks, "observation_window": observation_window, "dtype": dtype}
-    check(*draw(3, 2, 2, length, 16), *past, **options)
-    check(*draw(3, 2, 2, length, 16), *past, valid=RAGGED[:3, -length:], **options)
-
-
 @pytest.mark.sampled(40)
 def test_a_past_of_several_tiles(threads: None) -> None:
     past = hand_past([[300, 0], [31, 200]], [[40, 500], [220, 0]], [21, 5])
@@ -145,7 +78,6 @@ def test_a_past_of_several_tiles(threads: None) -> None:
     check(*draw(2, 2, 3, 70, 16), *past, mask=torch.rand(2, 1, 70, 70) > 0.5, softcap=20.0)
 
 
-@every_dtype
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
 @pytest.mark.sampled(40)
 def test_every_number_of_bits(bits: int, dtype: torch.dtype) -> None:
@@ -154,7 +86,6 @@ def test_every_number_of_bits(bits: int, dtype: torch.dtype) -> None:
     check(*draw(3, 2, 2, 9, 32, 64), *past, dtype=dtype)
 
 
-@every_dtype
 @pytest.mark.sampled(6)
 def test_a_past_in_narrow_pages(dtype: torch.dtype) -> None:
     options = {"high": Precision(6, 4, 1, 2), "low": Precision(5, 3), "metadata_bits": 16, "position_bytes": 2}
@@ -162,33 +93,6 @@ def test_a_past_in_narrow_pages(dtype: torch.dtype) -> None:
     check(*draw(3, 2, 2, 9, 32, 64), *past, dtype=dtype)
 
 
-@every_dtype
-@pytest.mark.sampled(6)
-def test_exact_tokens_between_the_stored_and_the_new_ones(dtype: torch.dtype) -> None:
-    query, key, value = (part.to(dtype) for part in draw(3, 2, 2, 40, 16))
-    past, stored_key, stored_value, there = hand_past(HIGH, LOW, WINDOW, dtype=dtype)
-    shown = RAGGED[:3, None, :30].expand(-1, 2, -1)
-    between = [part[:, :, :30].masked_fill(~shown[..., None], torch.nan) for part in (key, value)]
-    new = (query[:, :, 30:], key[:, :, 30:], value[:, :, 30:])
-    names = ("past_key", "past_value", "past_valid")
-    for stored in (None, past):
-        got = attend_prompt(
-            native.prefill_attention, *new, scaling=0.25, past=stored, **dict(zip(names, (*between, shown)))
-        )
-        before = (between[0].nan_to_num(), between[1].nan_to_num(), shown)
-        if stored is not None:
-            parts = (as_read(stored_key, dtype), as_read(stored_value, dtype), there)
-            before = [torch.cat(pair, dim=2) for pair in zip(parts, before)]
-        assert_close(got, dense(*new, 0.25, **dict(zip(names, before))), dtype)
-
-
-@every_dtype
-def test_large_logits_do_not_overflow(dtype: torch.dtype) -> None:
-    query, key, value = draw(1, 1, 2, 20, 16)
-    check(query * 300, key * 10, value, dtype=dtype)
-
-
-@every_dtype
 def test_tensors_of_any_strides(dtype: torch.dtype) -> None:
     query, key, value = (part.to(dtype) for part in draw(2, 2, 2, 20, 16))
     expected = attend_prompt(native.prefill_attention, query, key, value, scaling=0.25)
