@@ -60,7 +60,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         workload_hints: Any = None,
     ) -> None:
         check_servable(model)
-        self._config = resolve_config(model.config, fields.pop("config", None), fields)
+        self._config = resolve_config(model, fields.pop("config", None), fields)
         self._longest = _longest(model, workload_hints)
         self._cache: ContinuousCache | None = None
         # a `PrefixStore`, once `use_prefixes` was called

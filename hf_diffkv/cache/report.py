@@ -124,8 +124,10 @@ def memory_report(cache: CacheContents) -> MemoryReport:
         store, held = layer.store, counts[id(layer.store)]
         high, low, window = (t[layer.slot] for t in (held.high, held.low, held.window))
         pruned = held.seen[layer.slot][:, None] - high - low - window
-        counts_of_layer = (tuple(t.sum(0).tolist()) for t in (high, low, window, pruned))
-        layers.append(LayerReport(layer_idx, *counts_of_layer, _precisions(store, layer.slot)))
+        by_level = {
+            name: tuple(tokens.sum(0).tolist()) for name, tokens in zip(LEVEL_CODES, (high, low, window, pruned))
+        }
+        layers.append(LayerReport(layer_idx, **by_level, precisions=_precisions(store, layer.slot)))
         token = _dense_token_bytes(store)
         dense += int(held.seen[layer.slot].sum()) * store.num_heads * token
         held_payload += int(window.sum()) * token

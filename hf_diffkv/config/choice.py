@@ -42,7 +42,7 @@ def choose(
     saved = _saved(model)
     if saved is not None and preset is None and target_ratio is None:
         return saved
-    ratio = RATIOS.get(preset or DEFAULT_PRESET) if target_ratio is None else target_ratio
+    ratio = RATIOS[preset or DEFAULT_PRESET] if target_ratio is None else target_ratio
     # published thresholds stand where nothing else is asked for
     published = named is None and target_ratio is None and plain != PRESETS[DEFAULT_PRESET]
     calibration = None if published else _measured(model, saved)
