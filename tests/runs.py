@@ -203,3 +203,37 @@ def assert_equals_simulation(cache: DiffKVCache, simulations: dict[int, LayerSim
         assert torch.equal(values, expected_values)
         if cache.config.of_layer(index).selects:
             torch.testing.assert_close(cache.significance(layer_idx), simulation.sums(), rtol=1e-5, atol=1e-6)
+
+
+class Followed:
+    """A run whose every layer is followed by a simulation, fed one forward for each of the run or of its crops."""
+
+    def __init__(self, run: Run, layers: dict[int, Captured], config: DiffKVConfig) -> None:
+        self.run, self.layers = run, layers
+        self.simulations = {index: simulation_of(config, layer) for index, layer in layers.items()}
+        self.fed = 0
+        self.follow()
+
+    def feed(self, ids: Tensor, mask: Tensor | None = None) -> None:
+        self.run.feed(ids, mask)
+        self.follow()
+
+    def crop(self, count: int) -> None:
+        self.run.crop(count)
+        for layer in self.layers.values():
+            layer.crop(count)
+        self.follow()
+
+    def follow(self) -> None:
+        """Hides what the mask hides by now, and feeds what was accepted since the last time."""
+        for index, layer in self.layers.items():
+            simulation = self.simulations[index]
+            simulation.hide(self.run.mask[:, : self.fed].bool())
+            if layer.key.shape[2] == self.fed:
+                continue
+            query, key, value, valid, output = layer.part(self.fed, layer.key.shape[2])
+            expected = simulation.forward(query, key, value, valid=valid, **layer.options)
+            real = valid[:, None, :, None].expand_as(output)
+            torch.testing.assert_close(output[real], expected[real], rtol=1e-6, atol=1e-6)
+        self.fed = self.run.ids.shape[1]
+        assert_equals_simulation(self.run.cache, self.simulations)

@@ -7,15 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dense_simulation import LayerSimulation
 from runs import (
     CONFIG,
     THRESHOLDS,
-    Captured,
+    Followed,
     Run,
     assert_close_contents,
     assert_equal_contents,
-    assert_equals_simulation,
     captured,
     contents,
     model_of,
@@ -32,36 +30,6 @@ from hf_diffkv import DiffKVCache, DiffKVConfig
 LENGTHS = (90, 33, 1, 64)
 
 
-class Checked:
-    """A recording run whose every layer is followed by a simulation fed one forward per crop."""
-
-    def __init__(self, run: Run, layers: dict[int, Captured], config: DiffKVConfig) -> None:
-        self.run, self.layers, self.config = run, layers, config
-        self.simulations: dict[int, LayerSimulation] = {}
-        self.fed = 0
-        self.follow()
-
-    def follow(self) -> None:
-        """Feeds the simulations what was accepted since the last time."""
-        for index, layer in self.layers.items():
-            if index not in self.simulations:
-                self.simulations[index] = simulation_of(self.config, layer)
-            if layer.key.shape[2] == self.fed:
-                continue
-            query, key, value, valid, output = layer.part(self.fed, layer.key.shape[2])
-            expected = self.simulations[index].forward(query, key, value, valid=valid, **layer.options)
-            real = valid[:, None, :, None].expand_as(output)
-            torch.testing.assert_close(output[real], expected[real], rtol=1e-6, atol=1e-6)
-        self.fed = self.run.ids.shape[1]
-        assert_equals_simulation(self.run.cache, self.simulations)
-
-    def crop(self, count: int) -> None:
-        self.run.crop(count)
-        for layer in self.layers.values():
-            layer.crop(count)
-        self.follow()
-
-
 @pytest.mark.parametrize("name", [*reversed(THRESHOLDS)])  # a quick run takes gpt_oss, whose sinks require gradients
 @pytest.mark.parametrize("interval", [1, 3])
 @pytest.mark.sampled(100)
@@ -72,14 +40,14 @@ def test_crop_equals_the_simulation_of_accepted_tokens(name: str, interval: int)
     with captured() as layers:
         run = started(model_of(name), LENGTHS, config)
         run.cache.activate_past_recording()
-        checked = Checked(run, layers, config)
+        followed = Followed(run, layers, config)
         # tokens of a forward and how many of them are rejected; one accepted token is a generation step
         for seed, (count, rejected) in enumerate([(5, 2), (4, 3), (1, 0), (6, 0), (3, 3), (2, 1), (30, 4), (8, 7)]):
             run.feed(tokens(4, count, seed))
-            checked.crop(rejected)
+            followed.crop(rejected)
         for seed in range(12):
             run.feed(tokens(4, 3, seed))
-            checked.crop(2)
+            followed.crop(2)
     counts = [int((run.cache.levels(1) == level).sum()) for level in (0, 1, 2, 3)]
     assert min(counts) > 30, f"a level is nearly missing, so little is compared: {counts}"
 
@@ -89,12 +57,12 @@ def test_several_forwards_between_two_crops_are_one_step() -> None:
     with captured() as layers:
         run = started(model_of(), LENGTHS)
         run.cache.activate_past_recording()
-        checked = Checked(run, layers, CONFIG)
+        followed = Followed(run, layers, CONFIG)
         for seed, rejected in enumerate((1, 3, 5, 0, 2)):
             run.steps(tokens(4, 4, seed))
             more, mask = ragged_prompts((3, 1, 0, 2), seed=seed)
             run.feed(more, mask)
-            checked.crop(rejected)
+            followed.crop(rejected)
 
 
 def test_a_crop_after_every_step_is_generation() -> None:

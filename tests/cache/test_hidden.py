@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from dense_simulation import LayerSimulation
 from runs import (
     CONFIG,
     SLIDING_LAYERS_RECORD,
     THRESHOLDS,
-    Captured,
+    Followed,
     Run,
     assert_close_contents,
     assert_equal_contents,
@@ -93,31 +92,6 @@ def test_steps_of_one_token_hide_as_well(name: str, options: dict) -> None:
     assert int(run.mask.sum()) < sum(LENGTHS) + 4 * 25 - 100
     assert sum(run.cache.memory().tokens.values()) == int(run.mask.sum()) * 2 * len(run.cache.compressed_layers())
     run.cache.check_integrity()
-
-
-class Followed:
-    """A run whose every layer is followed by a dense simulation that drops what the run's mask hides."""
-
-    def __init__(self, run: Run, layers: dict[int, Captured], config: DiffKVConfig) -> None:
-        self.run, self.layers = run, layers
-        self.simulations = {index: simulation_of(config, layer) for index, layer in layers.items()}
-        self.fed = 0
-        self.follow()
-
-    def feed(self, ids: Tensor, mask: Tensor | None = None) -> None:
-        self.run.feed(ids, mask)
-        self.follow()
-
-    def follow(self) -> None:
-        for index, layer in self.layers.items():
-            simulation: LayerSimulation = self.simulations[index]
-            simulation.hide(self.run.mask[:, : self.fed].bool())
-            query, key, value, valid, output = layer.part(self.fed, layer.key.shape[2])
-            expected = simulation.forward(query, key, value, valid=valid, **layer.options)
-            real = valid[:, None, :, None].expand_as(output)
-            torch.testing.assert_close(output[real], expected[real], rtol=1e-6, atol=1e-6)
-        self.fed = self.run.ids.shape[1]
-        assert_equals_simulation(self.run.cache, self.simulations)
 
 
 @pytest.mark.parametrize("interval", [1, 3])

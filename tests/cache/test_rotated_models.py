@@ -13,7 +13,7 @@ from captured_steps import build, run
 from recorded_graph import RecordedGraph
 from safetensors.torch import load_file, save_file
 from simulated_attention import simulated
-from test_compressed_models import assert_same, assert_same_state, generate
+from test_compressed_models import assert_same, assert_same_state, assert_turns, generate
 from tiny_models import ragged_prompts, tiny_model
 from transformers import DynamicCache
 
@@ -28,7 +28,7 @@ CONFIGS = {
     "gpt_oss": DiffKVConfig(alpha_high=0.8, alpha_low=0.2, window=12, **BOTH),
 }
 # rows without a token outside the sinks and the window, at their end, and beyond it
-LENGTHS = (1, 2, 15, 16, 17, 90)
+LENGTHS, FURTHER = (1, 2, 15, 16, 17, 90), (5, 1, 64, 17, 9, 30)
 
 
 def offsets(cache: DiffKVCache) -> torch.Tensor:
@@ -39,25 +39,12 @@ def offsets(cache: DiffKVCache) -> torch.Tensor:
 @pytest.mark.sampled(100)
 def test_two_turns_equal_the_simulation(name: str) -> None:
     model, config = tiny_model(name, dtype=torch.float64, attention="eager"), CONFIGS[name]
-    ids, mask = ragged_prompts(LENGTHS)
-    more, more_mask = ragged_prompts((5, 1, 64, 17, 9, 30), seed=1)
-
-    def talk(cache: DynamicCache | DiffKVCache) -> list[tuple]:
-        first = generate(model, cache, ids, mask, 40)
-        both = torch.cat([first[0], more], 1)
-        both_mask = torch.cat([mask, torch.ones(len(LENGTHS), 40, dtype=mask.dtype), more_mask], 1)
-        return [first, generate(model, cache, both, both_mask, 20)]
-
-    with simulated(model, config) as simulation:
-        expected = talk(DynamicCache(config=model.config))
     cache = DiffKVCache(model.config, config)
-    for actual, turn in zip(talk(cache), expected):
-        assert_same(actual, turn)
-    assert_same_state(cache, simulation, least=30)
+    logits = assert_turns(model, cache, LENGTHS, FURTHER, least=30)
     # layers with a softcap or sinks are not centred
     assert bool(offsets(cache).any()) == (name in ("llama", "qwen2"))
     plain = DiffKVCache(model.config, dataclasses.replace(config, rotate=False, center=False))
-    assert not torch.equal(talk(plain)[0][1], expected[0][1]), "rotation changed nothing"
+    assert not torch.equal(assert_turns(model, plain, LENGTHS, FURTHER, least=0), logits), "rotation changed nothing"
 
 
 @pytest.mark.parametrize("chunk", [10, 50])

@@ -72,16 +72,10 @@ def test_every_policy_has_a_case() -> None:
 def test_every_step_equals_the_simulation(case: str, interval: int) -> None:
     """A padded prompt, 60 steps, a further turn with gaps, 40 steps of which some rows take no part in."""
     pair = pair_of(case, 4, interval)
-    pair.forward(90, left_padding((90, 1, 37, 12)))
-    pair.compare()
-    for _ in range(60):
-        pair.forward(1)
-        pair.compare()
-    pair.forward(23, torch.rand(4, 23, generator=torch.Generator().manual_seed(1)) > 0.3)
-    pair.compare()
+    pair.follow(90, *[1] * 60, valid=left_padding((90, 1, 37, 12)))
+    pair.follow(23, valid=torch.rand(4, 23, generator=torch.Generator().manual_seed(1)) > 0.3)
     for step in range(40):
-        pair.forward(1, torch.tensor([[True], [True], [step % 3 > 0], [step > 20]]))
-        pair.compare()
+        pair.follow(1, valid=torch.tensor([[True], [True], [step % 3 > 0], [step > 20]]))
 
 
 def outside(levels: Tensor) -> Tensor:

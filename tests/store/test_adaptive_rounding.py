@@ -57,11 +57,7 @@ def test_prompts_turns_and_steps(case: str) -> None:
     """A prompt, steps, a turn of which little is new, a turn that moves the window, more steps."""
     config = DiffKVConfig(window=8, sinks=2, adaptive_rounding=True, **CASES[case])
     pair = DirectedPair(config, 3, heads=2, group=2, dim=16)
-    pair.forward(50, left_padding((50, 30, 0)))
-    pair.compare()
-    for tokens in (*[1] * 4, 3, 30, *[1] * 10):
-        pair.forward(tokens)
-        pair.compare()
+    pair.follow(50, *[1] * 4, 3, 30, *[1] * 10, valid=left_padding((50, 30, 0)))
 
 
 def test_a_layer_that_others_read_rounds_for_all_their_queries() -> None:

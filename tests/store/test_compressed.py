@@ -134,9 +134,18 @@ class Pair:
         sums = self.simulation.sums() * self.store.config.selects
         torch.testing.assert_close(tokens.score, sums, rtol=self.score_tolerance, atol=1e-6)
 
-    def level_counts(self) -> dict[int, int]:
-        levels = self.simulation.levels()
-        return {level: int((levels == level).sum()) for level in range(-1, 4)}
+    def follow(self, *tokens: int, valid: torch.Tensor | None = None) -> None:
+        """Forwards of so many tokens, each compared; `valid` is of the first."""
+        for count in tokens:
+            self.forward(count, valid)
+            self.compare()
+            valid = None
+
+    def assert_mixed(self, least: int, levels: tuple[int, ...] = (0, 1, 2, 3)) -> None:
+        """More than `least` tokens have each of these levels."""
+        held = self.simulation.levels()
+        counts = {level: int((held == level).sum()) for level in levels}
+        assert min(counts.values()) > least, counts
 
 
 def _sim(precision: Precision) -> SimPrecision:
@@ -150,13 +159,8 @@ def left_padding(lengths: tuple[int, ...]) -> torch.Tensor:
 
 def test_every_step_of_a_ragged_batch_equals_the_simulation() -> None:
     pair = Pair(DiffKVConfig(alpha_high=1.0, alpha_low=0.5), len(LENGTHS), heads=2, group=2, dim=16)
-    pair.forward(max(LENGTHS), left_padding(LENGTHS))
-    pair.compare()
-    for _ in range(150):
-        pair.forward(1)
-        pair.compare()
-    counts = pair.level_counts()
-    assert all(counts[level] > 100 for level in (0, 1, 2, 3)), counts
+    pair.follow(max(LENGTHS), *[1] * 150, valid=left_padding(LENGTHS))
+    pair.assert_mixed(100)
 
 
 @pytest.mark.parametrize(
@@ -197,39 +201,15 @@ def test_low_precision_models(dtype: torch.dtype, prompts: str, steps: str) -> N
 def test_compaction_interval(interval: int) -> None:
     config = DiffKVConfig(alpha_high=1.0, alpha_low=0.6, window=8, compaction_interval=interval)
     pair = Pair(config, 3, heads=2, group=1, dim=16)
-    pair.forward(40, left_padding((40, 5, 21)))
-    for _ in range(70):
-        pair.forward(1)
-        pair.compare()
-
-
-@pytest.mark.parametrize("window", [1, 3, 64])
-def test_further_turns_and_chunks(window: int) -> None:
-    pair = Pair(DiffKVConfig(alpha_high=1.2, alpha_low=0.7, window=window), 4, heads=2, group=2, dim=16)
-    pair.forward(90, left_padding((90, 0, 13, 64)))
-    pair.compare()
-    for turn, tokens in enumerate((17, 2, 64, 130)):
-        valid = torch.rand(4, tokens, generator=torch.Generator().manual_seed(turn)) > 0.3
-        pair.forward(tokens, valid)
-        pair.compare()
-        for _ in range(5):
-            pair.forward(1, torch.tensor([[True], [True], [turn % 2 == 0], [False]]))
-            pair.compare()
-    counts = pair.level_counts()
-    assert all(counts[level] > 20 for level in (0, 1, 2)), counts
+    pair.follow(40, *[1] * 70, valid=left_padding((40, 5, 21)))
 
 
 @pytest.mark.parametrize("observation_window", [1, 16, 1000])
 def test_observation_window(observation_window: int) -> None:
     config = DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=8, observation_window=observation_window)
     pair = Pair(config, 3, heads=2, group=2, dim=16)
-    pair.forward(80, left_padding((80, 3, 30)))
-    pair.compare()
-    pair.forward(20, torch.rand(3, 20, generator=torch.Generator().manual_seed(0)) > 0.2)
-    pair.compare()
-    for _ in range(10):
-        pair.forward(1)
-    pair.compare()
+    pair.follow(80, valid=left_padding((80, 3, 30)))
+    pair.follow(20, *[1] * 10, valid=torch.rand(3, 20, generator=torch.Generator().manual_seed(0)) > 0.2)
 
 
 @pytest.mark.parametrize(
@@ -248,11 +228,7 @@ def test_observation_window(observation_window: int) -> None:
 @pytest.mark.sampled(4)
 def test_precisions_and_groups(high: Precision, low: Precision) -> None:
     pair = Pair(DiffKVConfig(high, low, alpha_high=1.1, alpha_low=0.6, window=4), 2, heads=2, group=2, dim=32)
-    pair.forward(70, left_padding((70, 33)))
-    pair.compare()
-    for _ in range(30):
-        pair.forward(1)
-        pair.compare()
+    pair.follow(70, *[1] * 30, valid=left_padding((70, 33)))
 
 
 @pytest.mark.parametrize("interval", [1, 4])
@@ -273,11 +249,8 @@ def test_narrow_pages(high: Precision, low: Precision, interval: int) -> None:
     )
     pair = Pair(config, 3, heads=2, group=2, dim=32)
     assert pair.store.layout.high.position_bytes == 2
-    for tokens in (90, *[1] * 40, 20, *[1] * 20):
-        pair.forward(tokens, left_padding((90, 40, 7)) if tokens == 90 else None)
-        pair.compare()
-    counts = pair.level_counts()
-    assert all(counts[level] > 20 for level in (0, 1, 2)), counts
+    pair.follow(90, *[1] * 40, 20, *[1] * 20, valid=left_padding((90, 40, 7)))
+    pair.assert_mixed(20, (0, 1, 2))
 
 
 @pytest.mark.parametrize(
@@ -286,11 +259,7 @@ def test_narrow_pages(high: Precision, low: Precision, interval: int) -> None:
 )
 def test_thresholds(alpha_high, alpha_low) -> None:
     pair = Pair(DiffKVConfig(alpha_high=alpha_high, alpha_low=alpha_low, window=4), 2, heads=2, group=2, dim=16)
-    pair.forward(70, left_padding((70, 33)))
-    pair.compare()
-    for _ in range(30):
-        pair.forward(1)
-    pair.compare()
+    pair.follow(70, *[1] * 30, valid=left_padding((70, 33)))
 
 
 def test_softcap_and_sinks() -> None:
@@ -310,8 +279,4 @@ def test_page_boundaries(high: str, low: str) -> None:
     capacity = Store(config, 1, 1, 1, 16, 16, torch.float32, torch.device("cpu")).layout.high.capacity
     lengths = tuple(capacity + extra for extra in (0, 1, 2)) + tuple(2 * capacity + extra for extra in (0, 1, 2))
     pair = Pair(config, len(lengths), heads=1, group=1, dim=16)
-    pair.forward(max(lengths), left_padding(lengths))
-    pair.compare()
-    for _ in range(capacity + 3):
-        pair.forward(1)
-    pair.compare()
+    pair.follow(max(lengths), *[1] * (capacity + 3), valid=left_padding(lengths))

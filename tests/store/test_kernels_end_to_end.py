@@ -5,16 +5,17 @@ from __future__ import annotations
 import interpreted  # noqa: F401
 import pytest
 import torch
-from dense_simulation import Rule
+from dense_simulation import WINDOW, Rule
 from policy_simulation import H2O, Share
 from test_compressed import Pair, left_padding
+from test_rotated import RotatedPair, assert_offsets, held_offset
 from tiny_models import tiny_model
 
 from hf_diffkv import DiffKVCache
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import select_rows
+from hf_diffkv.store import read_tokens, select_rows
 from hf_diffkv.store.step import prepare_step
 
 
@@ -44,6 +45,28 @@ def test_prompt_steps_and_turn(high: Precision, low: Precision) -> None:
         pair.compare_levels()
         select_rows(pair.store, torch.tensor([1, 1, 0]))
     assert pair.store.batch_size == 3
+
+
+@pytest.mark.parametrize("sinks, window, lengths", [(4, 8, (7, 3)), (3, 6, (5, 2))])
+@pytest.mark.slow
+def test_rotated_rows_and_sinks(sinks: int, window: int, lengths: tuple[int, int]) -> None:
+    """Rows that are centred when they leave the window; one is shorter than the sinks at first."""
+    config = DiffKVConfig(alpha_high=1.1, alpha_low=0.6, window=window, sinks=sinks)
+    pair = RotatedPair(config, 2, heads=1, group=2, dim=64, dtype=torch.float32)
+    pair.tolerance = 2e-3
+    with use_backend("kernels"):
+        pair.forward(max(lengths), left_padding(lengths))
+        for _ in range(8):
+            pair.forward(1)
+            pair.compare_levels()
+        pair.forward(40, torch.tensor([[True] * 40, [False] * 4 + [True] * 36]))
+        pair.compare_levels()
+        for _ in range(3):
+            pair.forward(1)
+        pair.compare_levels()
+    assert_offsets(pair)
+    assert held_offset(pair).abs().amax() > 1
+    assert (read_tokens(pair.store, 0).levels[0, :, :sinks] == WINDOW).all()
 
 
 @pytest.mark.parametrize(

@@ -74,16 +74,7 @@ def pair_of(case: str, interval: int) -> PinnedPair:
 def test_every_step_equals_the_simulation(case: str, interval: int) -> None:
     """The range ends in the window of the longest prompt, far beyond the end of the others; steps, a turn, steps."""
     pair = pair_of(case, interval)
-    pair.forward(90, left_padding((90, 1, 37)))
-    pair.compare()
-    for _ in range(40):
-        pair.forward(1)
-        pair.compare()
-    pair.forward(23)
-    pair.compare()
-    for _ in range(10):
-        pair.forward(1)
-    pair.compare()
+    pair.follow(90, *[1] * 40, 23, *[1] * 10, valid=left_padding((90, 1, 37)))
     levels = read_tokens(pair.store, 0).levels
     assert (levels[0, :, PIN[0] : PIN[1]] == HIGH).all()
     assert ((levels == LOW) | (levels == PRUNED)).any()

@@ -56,6 +56,11 @@ class RotatedPair(Pair):
             drawn = (drawn * 16).round() / 16
         return drawn.to(self.dtype)
 
+    def compare(self) -> None:
+        super().compare()
+        if self.store.config.center:
+            assert_offsets(self)
+
 
 def held_offset(pair: Pair) -> Tensor:
     return pair.store.key_offset[0].double().clone()
@@ -96,13 +101,8 @@ def test_large_tensors_go_in_parts() -> None:
 @pytest.mark.slow
 def test_every_step_of_a_ragged_batch(fields: dict) -> None:
     pair = RotatedPair(DiffKVConfig(**MIXED, **fields), len(LENGTHS), heads=2, group=2, dim=16)
-    pair.forward(max(LENGTHS), left_padding(LENGTHS))
-    pair.compare()
-    for _ in range(150):
-        pair.forward(1)
-        pair.compare()
-    counts = pair.level_counts()
-    assert all(counts[level] > 100 for level in (0, 1, 2, 3)), counts
+    pair.follow(max(LENGTHS), *[1] * 150, valid=left_padding(LENGTHS))
+    pair.assert_mixed(100)
 
 
 @pytest.mark.parametrize("dim", [64, 80, 96, 128])
@@ -113,10 +113,7 @@ def test_prompt_turn_and_steps_of_common_head_dims(dim: int, interval: int) -> N
         Precision(8, 4, 1, 2), Precision(4, 2, 2, 4), **MIXED, **BOTH, window=8, compaction_interval=interval
     )
     pair = RotatedPair(config, 3, heads=2, group=3, dim=dim)
-    for tokens in (5, *[1] * 20, 40, *[1] * 9):
-        pair.forward(tokens, left_padding((5, 2, 0)) if tokens == 5 else None)
-        pair.compare()
-        assert_offsets(pair)
+    pair.follow(5, *[1] * 20, 40, *[1] * 9, valid=left_padding((5, 2, 0)))
 
 
 @pytest.mark.parametrize("fields", EACH, ids=ids)
@@ -130,20 +127,16 @@ def test_models_of_low_precision(steps: str, dtype: torch.dtype, fields: dict) -
         # outputs of at most 16 are rounded before and after they are rotated back
         pair.output_tolerance, pair.score_tolerance = 16 * 2**-8, 1e-4
     with use_backend("reference"):
-        pair.forward(100, left_padding((100, 40, 7)))
-        pair.compare()
+        pair.follow(100, valid=left_padding((100, 40, 7)))
         with use_backend(steps):
             native = steps == "native" and library.library() is not None
             pair.simulation.rounds_rotated = not native
             if native and dtype == torch.bfloat16:
                 # integer products take 14 bits of queries and of weights
                 pair.score_tolerance = 2**-11
-            for _ in range(20):
-                pair.forward(1)
-                pair.compare()
+            pair.follow(*[1] * 20)
             pair.simulation.rounds_rotated = True
-        pair.forward(30, torch.rand(3, 30, generator=torch.Generator().manual_seed(0)) > 0.3)
-        pair.compare()
+        pair.follow(30, valid=torch.rand(3, 30, generator=torch.Generator().manual_seed(0)) > 0.3)
 
 
 @pytest.mark.parametrize("interval", [1, 2, 5])
@@ -157,9 +150,7 @@ def test_rows_reach_the_end_of_their_window_at_different_steps(first: int, inter
     share = torch.tensor([1.0, 0.8, 0.5, 0.3])[:, None]
     fixed = []
     for _ in range(60):
-        pair.forward(1, torch.rand(4, 1, generator=generator) < share)
-        pair.compare()
-        assert_offsets(pair)
+        pair.follow(1, valid=torch.rand(4, 1, generator=generator) < share)
         fixed.append(held_offset(pair).abs().amax((1, 2)).gt(0).sum().item())
     assert fixed[0] == 0 and fixed[-1] == 4 and len(set(fixed)) > 2, fixed
 
@@ -174,30 +165,23 @@ def test_a_row_stays_with_its_first_mean() -> None:
     assert before[0].abs().amax() > 1 and not before[1].any()
     draw = pair.draw
     pair.draw = lambda heads, tokens: draw(heads, tokens) - 5
-    for tokens in (30, 1, 1, 1):
-        pair.forward(tokens)
-        pair.compare()
-        assert_offsets(pair)
+    pair.follow(30, 1, 1, 1)
     assert torch.equal(held_offset(pair)[0], before[0])
     # the mean of all keys of the row so far
     assert held_offset(pair)[1].abs().amax() > 1
 
 
+@pytest.mark.parametrize("kind", [Pair, RotatedPair])
 @pytest.mark.parametrize("window", [1, 3, 64])
-def test_further_turns_and_chunks(window: int) -> None:
-    pair = RotatedPair(DiffKVConfig(alpha_high=1.2, alpha_low=0.7, window=window, **BOTH), 4, heads=2, group=2, dim=16)
-    pair.forward(90, left_padding((90, 0, 13, 64)))
-    pair.compare()
+def test_further_turns_and_chunks(window: int, kind: type[Pair]) -> None:
+    pair = kind(DiffKVConfig(alpha_high=1.2, alpha_low=0.7, window=window), 4, heads=2, group=2, dim=16)
+    pair.follow(90, valid=left_padding((90, 0, 13, 64)))
     for turn, tokens in enumerate((17, 2, 64, 130)):
         valid = torch.rand(4, tokens, generator=torch.Generator().manual_seed(turn)) > 0.3
-        pair.forward(tokens, valid)
-        pair.compare()
+        pair.follow(tokens, valid=valid)
         for _ in range(5):
-            pair.forward(1, torch.tensor([[True], [True], [turn % 2 == 0], [False]]))
-            pair.compare()
-            assert_offsets(pair)
-    counts = pair.level_counts()
-    assert all(counts[level] > 20 for level in (0, 1, 2)), counts
+            pair.follow(1, valid=torch.tensor([[True], [True], [turn % 2 == 0], [False]]))
+    pair.assert_mixed(20, (0, 1, 2))
 
 
 @pytest.mark.parametrize("options", [{"softcap": 5.0}, {"sinks": torch.tensor([0.5, -1.0, 3.0, 0.0])}], ids=ids)
@@ -288,10 +272,7 @@ def test_hidden_tokens(forwards: tuple[int, ...]) -> None:
     hide_tokens(pair.store, shown)
     pair.simulation.hide(shown)
     pair.compare()
-    for tokens in forwards:
-        pair.forward(tokens)
-        pair.compare()
-        assert_offsets(pair)
+    pair.follow(*forwards)
     assert torch.equal(held_offset(pair)[0], offsets[0])
     assert not torch.equal(held_offset(pair)[1], offsets[1])
 
@@ -307,7 +288,6 @@ def test_layers_that_share_keys_and_values(newest: int) -> None:
     for tokens in (*[1] * 9, 60, *[1] * 5, 12):
         pair.forward(tokens, None, newest)
         pair.compare()
-        assert_offsets(pair)
 
 
 @pytest.mark.parametrize("interval", [1, 4])
@@ -322,7 +302,6 @@ def test_tokens_taken_back(interval: int) -> None:
     for tokens, rejected in ((6, 4), (1, 0), (4, 3), (9, 2), (1, 0), (1, 0), (6, 6), (3, 1)):
         pair.forward_recorded(tokens, rejected)
         pair.compare()
-        assert_offsets(pair)
 
 
 def test_recorded_tokens_are_read_as_they_came() -> None:
@@ -395,26 +374,3 @@ def test_rotation_by_a_kernel(dim: int, dtype: torch.dtype) -> None:
         expected = tensor.double() @ turned.double() - (0 if taken is None else taken[:, :, None].double())
         assert found.dtype == dtype and found.is_contiguous()
         torch.testing.assert_close(found.double(), expected, **near)
-
-
-@pytest.mark.slow
-def test_kernels() -> None:
-    """The whole store on the Triton kernels, in their interpreter."""
-    triton = pytest.importorskip("triton")
-    if not triton.knobs.runtime.interpret:
-        pytest.skip("triton was imported without TRITON_INTERPRET=1")
-    config = DiffKVConfig(alpha_high=1.1, alpha_low=0.6, window=8, **BOTH)
-    pair = RotatedPair(config, 2, heads=1, group=2, dim=64, dtype=torch.float32)
-    pair.tolerance = 2e-3
-    with use_backend("kernels"):
-        pair.forward(7, left_padding((7, 3)))
-        for _ in range(8):
-            pair.forward(1)
-            pair.compare_levels()
-        pair.forward(40, torch.tensor([[True] * 40, [False] * 4 + [True] * 36]))
-        pair.compare_levels()
-        for _ in range(3):
-            pair.forward(1)
-        pair.compare_levels()
-    assert_offsets(pair)
-    assert held_offset(pair).abs().amax() > 1

@@ -97,20 +97,14 @@ def test_prompt_steps_and_turns(newest: int, observed: int | None) -> None:
     pair = SharedPair(DiffKVConfig(alpha_high=1.6, alpha_low=0.9, window=8, observation_window=observed))
     pair.forward(90, left_padding(LENGTHS), newest)
     pair.compare()
-    for _ in range(20):
-        pair.forward(1)
-        pair.compare()
-    pair.forward(1, torch.tensor([[True], [False], [True], [False]]))
-    pair.compare()
+    pair.follow(*[1] * 20)
+    pair.follow(1, valid=torch.tensor([[True], [False], [True], [False]]))
     turn = torch.tensor([[True] * 12, [False] * 12, [True] * 3 + [False] * 9, [False] * 5 + [True] * 7])
     pair.forward(12, turn, newest)
     pair.compare()
     pair.forward(7, None, newest)
-    for _ in range(9):
-        pair.forward(1)
-    pair.compare()
-    counts = pair.level_counts()
-    assert all(counts[level] > 30 for level in (0, 1, 2, 3)), counts
+    pair.follow(*[1] * 9)
+    pair.assert_mixed(30)
 
 
 @pytest.mark.parametrize("interval", [1, 4])
@@ -180,5 +174,4 @@ def test_kernels() -> None:
             pair.forward(1, valid)
         pair.compare_levels()
     torch.testing.assert_close(read_tokens(pair.store, 0).score, pair.simulation.sums(), rtol=2e-3, atol=1e-4)
-    counts = pair.level_counts()
-    assert all(counts[level] > 5 for level in (0, 1, 2, 3)), counts
+    pair.assert_mixed(5)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_compressed import Pair, left_padding
 from test_policies import CASES, PLACE
-from test_rotated import RotatedPair, RotatedSharedPair, assert_offsets
+from test_rotated import RotatedPair, RotatedSharedPair
 from tiny_models import ragged_prompts, tiny_model
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -19,7 +19,6 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_diffkv import DiffKVCache, DiffKVConfig, IntegrityError, Precision
 from hf_diffkv.cache.io import JSON_NAME, TENSORS_NAME, _checksum
 from hf_diffkv.native.library import library
-from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages.window import held_count, held_tokens, slots_of
 from hf_diffkv.store import (
@@ -73,38 +72,9 @@ def test_every_step_equals_the_simulation(backend: str, sinks: int, interval: in
         pair.token_tolerance = 5e-6
     if backend == "native" and library() is None:
         pytest.skip("no native library")
-    pair.forward(20, left_padding((20, 3, 1)))
-    pair.compare()
-    for _ in range(25):
-        pair.forward(1)
-        pair.compare()
-    pair.forward(14, left_padding((14, 14, 5)).flip(1))
-    for _ in range(12):
-        pair.forward(1)
-        pair.compare()
+    pair.follow(20, *[1] * 25, valid=left_padding((20, 3, 1)))
+    pair.follow(14, *[1] * 12, valid=left_padding((14, 14, 5)).flip(1))
     assert exact(pair)[0, :, :sinks].all() and exact(pair).sum(-1).amax() <= sinks + 8 + interval
-
-
-@pytest.mark.slow
-def test_kernels() -> None:
-    """The whole store on the Triton kernels, in their interpreter; a row is shorter than the sinks at first."""
-    triton = pytest.importorskip("triton")
-    if not triton.knobs.runtime.interpret:
-        pytest.skip("triton was imported without TRITON_INTERPRET=1")
-    config = DiffKVConfig(alpha_high=1.1, alpha_low=0.6, window=6, sinks=3)
-    pair = RotatedPair(config, 2, heads=1, group=2, dim=64, dtype=torch.float32)
-    pair.tolerance = 2e-3
-    with use_backend("kernels"):
-        pair.forward(5, left_padding((5, 2)))
-        for _ in range(8):
-            pair.forward(1)
-            pair.compare_levels()
-        pair.forward(20)
-        pair.compare_levels()
-        for _ in range(3):
-            pair.forward(1)
-        pair.compare_levels()
-    assert exact(pair)[0, :, :3].all()
 
 
 @pytest.mark.parametrize("chunks", [(1,) * 40, (2, 1, 3, 1, 1, 20, 12), (3, 37), (40,)], ids=str)
@@ -130,9 +100,7 @@ def test_policies_beside_sinks(case: str) -> None:
     policy, options, rule = CASES[case]
     config = DiffKVConfig(policy=policy, policy_options=options, window=6, sinks=5, page_bytes=512)
     pair = Pair(config, 2, heads=2, group=2, dim=16, place=PLACE, rule=rule)
-    for tokens in (40, *[1] * 12, 9, *[1] * 6):
-        pair.forward(tokens, left_padding((40, 7)) if tokens == 40 else None)
-        pair.compare()
+    pair.follow(40, *[1] * 12, 9, *[1] * 6, valid=left_padding((40, 7)))
 
 
 @pytest.mark.parametrize("sinks", [3, 4])
@@ -159,10 +127,7 @@ def test_hidden_sinks(sinks: int, tokens: int, steps: int, shown: str) -> None:
     hide_tokens(pair.store, mask)
     pair.simulation.hide(mask)
     pair.compare()
-    for more in (*[1] * 10, 12, *[1] * 6):
-        pair.forward(more)
-        pair.compare()
-        assert_offsets(pair)
+    pair.follow(*[1] * 10, 12, *[1] * 6)
 
 
 @pytest.mark.parametrize("lengths", [(5, 3, 1, 2), (2, 2, 1, 1)], ids=str)
@@ -174,7 +139,6 @@ def test_tokens_taken_back_into_the_sinks(lengths: tuple[int, ...]) -> None:
     for tokens, rejected in ((4, 4), (6, 5), (1, 0), (4, 3), (9, 2), (1, 0), (6, 6), (3, 1), (1, 0), (8, 0)):
         pair.forward_recorded(tokens, rejected)
         pair.compare()
-        assert_offsets(pair)
 
 
 def test_chosen_repeated_and_forked_requests() -> None:

@@ -50,24 +50,14 @@ def relevel_at_once(monkeypatch: pytest.MonkeyPatch, how: str) -> list[int]:
 def run(pair: Pair) -> None:
     """Padded prompts that stay in their windows and leave them, turns over what is stored, and steps."""
     with use_backend("reference"):
-        pair.forward(7, left_padding((7, 3)))
-        pair.compare()
-        pair.forward(60, torch.tensor([[True] * 60, [False] * 24 + [True] * 36]))
-        pair.compare()
+        pair.follow(7, valid=left_padding((7, 3)))
+        pair.follow(60, valid=torch.tensor([[True] * 60, [False] * 24 + [True] * 36]))
         before = (pair.store.high_count.clone(), pair.store.low_count.clone())
-        for _ in range(2):
-            pair.forward(1)
-        pair.compare()
         # what was stored receives little of so many queries
-        pair.forward(80)
-        pair.compare()
+        pair.follow(1, 1, 80)
         assert (pair.store.high_count + pair.store.low_count < before[0] + before[1] + 80).all()
-        pair.forward(5)
-        for _ in range(3):
-            pair.forward(1)
-        pair.compare()
-    counts = pair.level_counts()
-    assert all(counts[level] > 10 for level in (0, 1, 2)), counts
+        pair.follow(5, 1, 1, 1)
+    pair.assert_mixed(10, (0, 1, 2))
     assert not pair.store.invalid
 
 
@@ -103,9 +93,7 @@ def test_pinned(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = DiffKVConfig.paper(**{**MIXED, "alpha_high": 1.5, "alpha_low": 0.8}, pin=PIN)
     pair = PinnedPair(config, 2, 1, 2, 16, torch.float32, rule=Pinned(Rule()))
     with use_backend("reference"):
-        for tokens in (30, 40, 1, 60, 1, 1):
-            pair.forward(tokens, left_padding((30, 11)) if tokens == 30 else None)
-            pair.compare()
+        pair.follow(30, 40, 1, 60, 1, 1, valid=left_padding((30, 11)))
     # some as they left the window, some as they came
     assert (pair.store.high_count > PIN[1] - PIN[0]).all() and not others
 

@@ -61,15 +61,8 @@ def test_prompts_turns_and_steps(how: str, dtype: torch.dtype, fields: dict, mon
         # outputs of at most 16 are rounded before and after they are rotated back
         pair.output_tolerance = 16 * 2**-8
     with use_backend("reference"):
-        pair.forward(7, left_padding((7, 3)))
-        pair.compare()
-        pair.forward(40, torch.tensor([[True] * 40, [False] * 4 + [True] * 36]))
-        pair.compare()
-        for _ in range(2):
-            pair.forward(1)
-        pair.compare()
-        pair.forward(5)
-        pair.compare()
+        pair.follow(7, valid=left_padding((7, 3)))
+        pair.follow(40, 1, 1, 5, valid=torch.tensor([[True] * 40, [False] * 4 + [True] * 36]))
     check_integrity(pair.store)
     assert pair.store.high_count.min() > 30 and not pair.store.invalid
     if pair.store.config.center:

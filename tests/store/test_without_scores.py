@@ -105,11 +105,7 @@ def test_every_step_equals_the_simulation(backend: str, dtype: torch.dtype, fiel
         hide_tokens(pair.store, shown)
         pair.simulation.hide(shown)
         pair.compare()
-        pair.forward(7, left_padding((7, 1, 5)[: len(lengths)]))
-        pair.compare()
-        for _ in range(1 if few else 6):
-            pair.forward(1)
-            pair.compare()
+        pair.follow(7, *[1] * (1 if few else 6), valid=left_padding((7, 1, 5)[: len(lengths)]))
         assert pair.store.scratch is None or pair.store.scratch.logits is None
         select_rows(pair.store, torch.tensor([1, 1, 0]))
     check_integrity(pair.store)
