@@ -24,7 +24,7 @@ from hf_diffkv.native import library
 from hf_diffkv.ops.backend import NATIVE, REFERENCE, use_backend
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.precision import SUPPORTED_BITS, Precision
-from hf_diffkv.store import Store, attend_token, attend_tokens, begin_forward, check_integrity, read_tokens
+from hf_diffkv.store import KVHeads, Store, attend_token, attend_tokens, begin_forward, check_integrity, read_tokens
 from hf_diffkv.store.compaction import compacts_after_step
 from hf_diffkv.store.read import LayerTokens
 from hf_diffkv.store.step import refresh
@@ -111,7 +111,8 @@ def check(case: Case) -> str | None:
         return tuple(part.to(case.dtype) for part in (query, key, normal(case.heads, count, case.dims[1])))
 
     scaling = case.dims[0] ** -0.5
-    store = Store(case.config, 1, case.batch, case.heads, *case.dims, case.dtype, torch.device("cpu"))
+    heads = KVHeads(case.heads, *case.dims, case.dtype, torch.device("cpu"))
+    store = Store(case.config, 1, case.batch, heads)
     store.set_thresholds(0, case.config.alpha_high, case.config.alpha_low)
     # padding on the left: every request has at least one real token
     real = torch.randint(1, case.prompt + 1, (case.batch, 1), generator=generator)

@@ -13,7 +13,7 @@ from ..pages import NULL_PAGE
 from ..pages.rows import ROW_STATE
 from ..store.copies import copy_pages
 from ..store.decode import prepare_scratch
-from ..store.state import Store
+from ..store.state import KVHeads, Store
 from ..store.step import begin_forward
 from .reservations import Reservations, ReservedPool
 from .shapes import AttentionShape
@@ -178,11 +178,11 @@ def make_parts(
             groups.append([index])
         else:
             group.append(index)
-    sizes = (shape.num_heads, shape.key_dim, shape.value_dim, shape.dtype, shape.device)
+    heads = KVHeads(shape.num_heads, shape.key_dim, shape.value_dim, shape.dtype, shape.device)
     known = {"total_layers": num_layers, "max_positions": shape.max_positions}
     parts = []
     for group in groups:
-        store = SlotStore(configs[group[0]], len(group), slots, *sizes, **known)
+        store = SlotStore(configs[group[0]], len(group), slots, heads, **known)
         for layer, index in enumerate(group):
             store.place_layer(layer, index)
             store.set_thresholds(layer, configs[index].alpha_high, configs[index].alpha_low)

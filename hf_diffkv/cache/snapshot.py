@@ -14,7 +14,7 @@ from torch import Tensor
 from ..config.diffkv_config import DiffKVConfig, configuration_of
 from ..pages import NULL_PAGE
 from ..pages.rows import ROW_STATE
-from ..store import Store, settle
+from ..store import KVHeads, Store, settle
 from .contents import CacheContents
 from .stores import Stores, same_pages
 
@@ -216,11 +216,12 @@ def _restore_store(
 ) -> Store:
     """A store on `device` of layers, each with the place that it had in the saved one."""
     layers, slots = [index for index, _, _ in places], [slot for _, slot, _ in places]
-    shape = [described[name] for name in ("batch_size", "num_heads", "key_dim", "value_dim")]
+    dims = (described[name] for name in ("num_heads", "key_dim", "value_dim"))
+    heads = KVHeads(*dims, getattr(torch, described["dtype"]), device)
     config = stores.config.of_layer(layers[0])
     if any(not same_pages(stores.config.of_layer(layer), config) for layer in layers):
         raise CacheFileError("the saved cache has layers together that this version keeps apart; save the cache again.")
-    store = stores.make_store(config, len(slots), *shape, getattr(torch, described["dtype"]), device)
+    store = stores.make_store(config, len(slots), described["batch_size"], heads)
     if described["page_bytes"] != store.layout.page_bytes:
         raise CacheFileError("the page format of the saved cache differs from this version's; save the cache again.")
     for name in ROW_STATE:

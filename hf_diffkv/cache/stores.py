@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..config import DiffKVConfig
-from ..store import Store, begin_forward, drop_unused_layers, withdraw
+from ..store import KVHeads, Store, begin_forward, drop_unused_layers, withdraw
 from ..store.state import LayerThreshold
 from .devices import TensorParallel, absent_layers, layer_devices
 from .errors import HandOverError, stopped_halfway
@@ -84,15 +84,15 @@ class Stores:
             raise ValueError(
                 f"keys {tuple(key.shape)} and values {tuple(value.shape)} must be [batch, heads, tokens, head_dim]."
             )
-        shape = (key.shape[0], key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
+        batch, heads = key.shape[0], KVHeads(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
         config = self.of_layer(index, key.shape[1])
-        store = next((store for store in self.all if self._fits(store, shape, config)), None)
+        store = next((store for store in self.all if self._fits(store, batch, heads, config)), None)
         used = 0 if store is None else self._used(store)
         if store is None:
-            batch = self.all[0].batch_size if self.all else key.shape[0]
-            if batch != key.shape[0]:
-                raise ValueError(f"this cache holds {batch} sequences but the model was called with {key.shape[0]}.")
-            store = self.make_store(config, self._layers_to_come(key.device, config), *shape)
+            held = self.all[0].batch_size if self.all else batch
+            if held != batch:
+                raise ValueError(f"this cache holds {held} sequences but the model was called with {batch}.")
+            store = self.make_store(config, self._layers_to_come(key.device, config), batch, heads)
             store.recording = self.recording
             self._make_room_beside(store)
         alphas = (self._of_rank(alpha, store) for alpha in (config.alpha_high, config.alpha_low))
@@ -101,11 +101,11 @@ class Stores:
         self.assign(index, store, used)
         return self._places[index]
 
-    def make_store(self, config: DiffKVConfig, layers: int, batch_size: int, num_heads: int, *options: Any) -> Store:
+    def make_store(self, config: DiffKVConfig, layers: int, batch_size: int, heads: KVHeads) -> Store:
         """A store for `layers` layers of this model, of which `config` is what one has; arguments as in `Store`."""
-        first_head = self.tensor_parallel.rank * num_heads
+        first_head = self.tensor_parallel.rank * heads.num_heads
         sizes = {"total_layers": self.num_layers, "first_head": first_head, "max_positions": self.max_positions}
-        return Store(config, layers, batch_size, num_heads, *options, **sizes)
+        return Store(config, layers, batch_size, heads, **sizes)
 
     def _make_room_beside(self, store: Store) -> None:
         self.share_budget(store)
@@ -118,9 +118,9 @@ class Stores:
             self.share_budget(store)
             store.update_limit()
 
-    def _fits(self, store: Store, shape: tuple, config: DiffKVConfig) -> bool:
-        mine = (store.batch_size, store.num_heads, store.key_dim, store.value_dim, store.dtype, store.device)
-        return mine == shape and same_pages(store.config, config) and self._used(store) < store.num_layers
+    def _fits(self, store: Store, batch: int, heads: KVHeads, config: DiffKVConfig) -> bool:
+        alike = store.batch_size == batch and store.heads == heads and same_pages(store.config, config)
+        return alike and self._used(store) < store.num_layers
 
     def _used(self, store: Store) -> int:
         return sum(place[0] is store for place in self._places.values())

@@ -10,7 +10,7 @@ from ..config.sensitivity import FIELDS
 from ..ops.quantize import compute_dtype
 from ..ops.rounding import second_moment
 from ..ops.softmax import Softmax
-from ..store import Store, begin_forward, read_tokens
+from ..store import KVHeads, Store, begin_forward, read_tokens
 from ..store.compress import Past, compress
 from ..store.transform import Entering, note_logits, query_moment
 from .replay import WatchedLayer
@@ -36,8 +36,9 @@ def stored(layer: WatchedLayer, precision: Precision) -> tuple[Tensor, Tensor]:
 
 
 def _store(layer: WatchedLayer, config: DiffKVConfig) -> Store:
-    batch, heads, _, key_dim = layer.keys.shape
-    return Store(config, 1, batch, heads, key_dim, layer.values.shape[3], layer.keys.dtype, layer.keys.device)
+    batch, count, _, key_dim = layer.keys.shape
+    heads = KVHeads(count, key_dim, layer.values.shape[3], layer.keys.dtype, layer.keys.device)
+    return Store(config, 1, batch, heads)
 
 
 def errors(layer: WatchedLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,11 +8,12 @@ from .prompt import SharedTokens, attend_tokens
 from .read import Payload, check_integrity, levels, payload, read_tokens
 from .recorded import Recorded
 from .rollback import SharedRecording, attend_recorded, commit
-from .state import Store
+from .state import KVHeads, Store
 from .step import begin_forward, withdraw
 from .transform import check_finite
 
 __all__ = [
+    "KVHeads",
     "Payload",
     "Recorded",
     "SharedRecording",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
@@ -41,6 +42,17 @@ def read_together(*tensors: Tensor) -> list[np.ndarray]:
     return [piece.reshape(tensor.shape) for piece, tensor in zip(pieces, tensors)]
 
 
+@dataclass(frozen=True)
+class KVHeads:
+    """KV heads of a layer on one device: elements of a key and of a value, and the model's dtype."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
 class Store:
     """Pages and windows of `num_layers` layers on one device; step.py brings it from one forward to the next.
 
@@ -50,9 +62,8 @@ class Store:
     Args:
         config: the user's choices.
         num_layers: compressed layers that live here.
-        batch_size, num_heads: requests and KV heads on this device.
-        key_dim, value_dim: elements of one head.
-        dtype, device: of the model's keys and values.
+        batch_size: requests.
+        heads: of each of these layers.
         total_layers: compressed layers of the model; None takes `num_layers`.
         first_head: index in the model of the first head here.
         max_positions: no request is to have more tokens, padding included; None where that is not known.
@@ -70,11 +81,7 @@ class Store:
         config: DiffKVConfig,
         num_layers: int,
         batch_size: int,
-        num_heads: int,
-        key_dim: int,
-        value_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        heads: KVHeads,
         *,
         total_layers: int | None = None,
         first_head: int = 0,
@@ -82,27 +89,28 @@ class Store:
     ) -> None:
         self.config = config
         self.policy = make_policy(config.policy, config.policy_options)
-        self.num_layers, self.batch_size, self.num_heads = num_layers, batch_size, num_heads
-        self.key_dim, self.value_dim = key_dim, value_dim
+        self.num_layers, self.batch_size = num_layers, batch_size
         # as tensors name it: "cuda" is cuda:0
-        self.dtype, self.device = dtype, torch.empty(0, device=device).device
-        self.layout = PageLayout.of(config, key_dim, value_dim, dtype.itemsize, max_positions)
+        self.heads = replace(heads, device=torch.empty(0, device=heads.device).device)
+        self.num_heads, self.key_dim, self.value_dim = heads.num_heads, heads.key_dim, heads.value_dim
+        self.dtype, self.device = dtype, device = heads.dtype, self.heads.device
+        self.layout = PageLayout.of(config, self.key_dim, self.value_dim, dtype.itemsize, max_positions)
         self.sink_slots, self.window_slots = config.sinks, config.sinks + config.window + config.compaction_interval
         # index of each layer and head in the model, among its compressed layers
         self.total_layers = num_layers if total_layers is None else total_layers
         self.layers = list(range(num_layers))
         self.layer_index = torch.arange(num_layers, device=device)
-        self.head_index = torch.arange(first_head, first_head + num_heads, device=device)
-        shape = (num_layers, batch_size, num_heads)
+        self.head_index = torch.arange(first_head, first_head + self.num_heads, device=device)
+        shape = (num_layers, batch_size, self.num_heads)
         self.alpha_high = torch.zeros(shape, device=device)
         self.alpha_low = torch.zeros(shape, device=device)
-        self.window_key = torch.zeros(*shape, self.window_slots, key_dim, dtype=dtype, device=device)
-        self.window_value = torch.zeros(*shape, self.window_slots, value_dim, dtype=dtype, device=device)
+        self.window_key = torch.zeros(*shape, self.window_slots, self.key_dim, dtype=dtype, device=device)
+        self.window_value = torch.zeros(*shape, self.window_slots, self.value_dim, dtype=dtype, device=device)
         self.window_score = torch.zeros(*shape, self.window_slots, device=device)
         self.high_count = torch.zeros(shape, dtype=torch.int32, device=device)
         self.low_count = torch.zeros(shape, dtype=torch.int32, device=device)
         # what the keys of a row are held less by, rotated
-        centered = key_dim if config.center else 0
+        centered = self.key_dim if config.center else 0
         self.key_offset = torch.zeros(*shape, centered, dtype=compute_dtype(dtype), device=device)
         # layers that are not centred, as their attention does not depend on differences of logits alone
         self.uncentered: set[int] = set()
@@ -114,7 +122,7 @@ class Store:
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
         self.invalid = torch.zeros((), dtype=torch.bool, device=device)
         self.changed_past = torch.zeros((), dtype=torch.bool, device=device)
-        self.table = PageTable(num_layers, batch_size, num_heads, device)
+        self.table = PageTable(num_layers, batch_size, self.num_heads, device)
         self.pool = PagePool(self.layout.page_bytes, device)
         self.padding = Padding(batch_size, device)
         self.seen = 0

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from batching import check_empty
+from given_stores import new_store
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -84,7 +85,7 @@ def alone_stores(config: DiffKVConfig) -> list[Store]:
     stores = []
     for index in range(LAYERS):
         mine = config.of_layer(index)
-        store = Store(mine, 1, 1, HEADS, DIM, DIM, torch.float32, CPU, total_layers=LAYERS)
+        store = new_store(mine, 1, 1, HEADS, DIM, DIM, torch.float32, CPU, total_layers=LAYERS)
         store.place_layer(0, index)
         store.set_thresholds(0, mine.alpha_high, mine.alpha_low)
         stores.append(store)

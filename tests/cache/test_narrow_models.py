@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
 from hf_diffkv.cache.io import JSON_NAME, _checksum
-from hf_diffkv.store import state
+from hf_diffkv.store import KVHeads, state
 
 CONFIG = DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16, metadata_bits=16)
 WIDE = dataclasses.replace(CONFIG, metadata_bits=32)
@@ -95,9 +95,10 @@ def test_positions_are_narrow_where_the_model_says_so(positions: int | None, siz
     cache = DiffKVCache(config, CONFIG)
     if positions is None:
         cache.stores.max_positions = None
-    store = cache.stores.make_store(1, 1, 1, 16, 16, torch.float32, torch.device("cpu"))
+    heads = KVHeads(1, 16, 16, torch.float32, torch.device("cpu"))
+    store = cache.stores.make_store(CONFIG, 1, 1, heads)
     assert store.layout.high.position_bytes == store.layout.low.position_bytes == size
-    wide = DiffKVCache(config, WIDE).stores.make_store(1, 1, 1, 16, 16, torch.float32, torch.device("cpu"))
+    wide = DiffKVCache(config, WIDE).stores.make_store(WIDE, 1, 1, heads)
     assert wide.layout.high.position_bytes == wide.layout.high.score_bytes == 4
 
 

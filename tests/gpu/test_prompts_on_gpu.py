@@ -7,13 +7,14 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from given_stores import new_store
 from torch import Tensor
 
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.rotation import rotate, rotation_matrix
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import Store, attend_tokens, begin_forward, check_integrity, read_tokens
+from hf_diffkv.store import attend_tokens, begin_forward, check_integrity, read_tokens
 
 
 def relative(got: Tensor, expected: Tensor) -> float:
@@ -39,7 +40,7 @@ def by_both(
     found = []
     for backend in ("kernels", "reference"):
         generator = torch.Generator().manual_seed(0)
-        store = Store(config, 2, 2, 2, dim, dim, dtype, device)
+        store = new_store(config, 2, 2, 2, dim, dim, dtype, device)
         for layer in range(2):
             store.set_thresholds(layer, config.alpha_high, config.alpha_low)
         # so that nobody looks whether it will do

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from given_stores import new_store
 from native_code import needs_native
 from simulated_storage import rotation
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import Store, attend_token, attend_tokens, begin_forward, read_tokens
+from hf_diffkv.store import attend_token, attend_tokens, begin_forward, read_tokens
 from hf_diffkv.store.step import refresh
 
 pytestmark = [needs_native, pytest.mark.usefixtures("instructions")]
@@ -49,7 +50,7 @@ class Case:
     ) -> None:
         self.dims, self.dtype = dims, dtype
         config = DiffKVConfig(*precisions, window=16, **(fields or BOTH))
-        self.store = store = Store(config, 1, 2, heads, *dims, dtype, torch.device("cpu"))
+        self.store = store = new_store(config, 1, 2, heads, *dims, dtype, torch.device("cpu"))
         store.set_thresholds(0, 1.0, 0.3)
         begin_forward(store, tokens)
         store.padding.append(tokens, None)

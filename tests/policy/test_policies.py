@@ -8,6 +8,7 @@ import policy_simulation as rules
 import pytest
 import torch
 from dense_simulation import HIGH, LOW, PRUNED, WINDOW, Rule
+from given_stores import new_store
 from test_compressed import Pair, left_padding
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.policy import POLICIES
 from hf_diffkv.policy.hashing import HASHES, token_hash
 from hf_diffkv.policy.ranking import rank_in_rows, share_of
-from hf_diffkv.store import Store, attend_token, attend_tokens, begin_forward, check_integrity, read_tokens
+from hf_diffkv.store import attend_token, attend_tokens, begin_forward, check_integrity, read_tokens
 
 WINDOW_TOKENS = 12
 PLACE = (1, 5)
@@ -170,7 +171,7 @@ def test_generation_keeps_the_share(tokens: int, share: float, prune: float, spr
     config = DiffKVConfig(
         policy="share", policy_options={"share": share, "prune": prune}, window=16, sinks=0, page_bytes=512
     )
-    store = Store(config, 1, 2, 4, 16, 16, torch.float32, torch.device("cpu"))
+    store = new_store(config, 1, 2, 4, 16, 16, torch.float32, torch.device("cpu"))
     store.set_thresholds(0, 1.0, 0.0)
     generator = torch.Generator().manual_seed(0)
     for step, new in enumerate([tokens] + [1] * 500):

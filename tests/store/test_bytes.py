@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from given_stores import new_store
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -74,7 +75,7 @@ def model_config() -> LlamaConfig:
 
 def medians() -> tuple[tuple[float, ...], ...]:
     """Per layer and head the alpha_high that half the tokens outside the window reach."""
-    store = Store(DiffKVConfig(alpha_high=1e9), LAYERS, 1, HEADS, DIM, DIM, torch.bfloat16, CPU)
+    store = new_store(DiffKVConfig(alpha_high=1e9), LAYERS, 1, HEADS, DIM, DIM, torch.bfloat16, CPU)
     begin_forward(store, TOKENS)
     store.padding.append(TOKENS, None)
     outside = slice(SINKS, TOKENS - 64)
@@ -142,7 +143,7 @@ def test_full_pages_are_no_larger_than_the_papers(
 
 def small_store(batch: int = 2, **options) -> Store:
     config = DiffKVConfig(window=4, page_bytes=512, **options)
-    store = Store(config, 2, batch, 2, 8, 8, torch.bfloat16, CPU)
+    store = new_store(config, 2, batch, 2, 8, 8, torch.bfloat16, CPU)
     for layer in range(2):
         store.set_thresholds(layer, config.alpha_high, config.alpha_low)
     return store
@@ -238,7 +239,7 @@ PEAK = """
 import torch
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import Store, attend_tokens, begin_forward
+from hf_diffkv.store import KVHeads, Store, attend_tokens, begin_forward
 
 torch.set_num_threads(1)
 LAYERS, HEADS, TOKENS, DIM = 25, 4, 1024, 128
@@ -247,7 +248,8 @@ def peak():
     with open("/proc/self/status") as file:
         return next(1024 * int(line.split()[1]) for line in file if line.startswith("VmHWM"))
 
-store = Store(DiffKVConfig(alpha_high=1e9, window=16), LAYERS, 1, HEADS, DIM, DIM, torch.bfloat16, torch.device("cpu"))
+heads = KVHeads(HEADS, DIM, DIM, torch.bfloat16, torch.device("cpu"))
+store = Store(DiffKVConfig(alpha_high=1e9, window=16), LAYERS, 1, heads)
 for layer in range(LAYERS):
     store.set_thresholds(layer, 1e9, 0.0)
 begin_forward(store, TOKENS)

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from dense_simulation import LayerSimulation, Rule
+from given_stores import new_store
 from simulated_storage import SimPrecision
 
 from hf_diffkv.config import DiffKVConfig, Precision
@@ -16,7 +17,7 @@ from hf_diffkv.ops.compact import stored_tokens
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages import HIGH, LOW
 from hf_diffkv.pages.segments import segments
-from hf_diffkv.store import Store, attend_token, attend_tokens, begin_forward, check_integrity, read_tokens
+from hf_diffkv.store import attend_token, attend_tokens, begin_forward, check_integrity, read_tokens
 from hf_diffkv.store.read import LayerTokens
 
 LENGTHS = (1, 2, 63, 64, 65, 128, 192, 300)
@@ -46,7 +47,7 @@ class Pair:
         self.batch, self.heads, self.group, self.dim, self.dtype = batch, heads, group, dim, dtype
         # the layer's index in the model, and the model's layers
         index, layers = place
-        self.store = Store(
+        self.store = new_store(
             config, 1, batch, heads, dim, dim, dtype, torch.device("cpu"), total_layers=layers, max_positions=4096
         )
         self.store.place_layer(0, index)
@@ -276,7 +277,7 @@ def test_softcap_and_sinks() -> None:
 def test_page_boundaries(high: str, low: str) -> None:
     high, low = (Precision(int(name[1]), int(name[3])) for name in (high, low))
     config = DiffKVConfig(high, low, alpha_high=1.0, alpha_low=0.6, window=1)
-    capacity = Store(config, 1, 1, 1, 16, 16, torch.float32, torch.device("cpu")).layout.high.capacity
+    capacity = new_store(config, 1, 1, 1, 16, 16, torch.float32, torch.device("cpu")).layout.high.capacity
     lengths = tuple(capacity + extra for extra in (0, 1, 2)) + tuple(2 * capacity + extra for extra in (0, 1, 2))
     pair = Pair(config, len(lengths), heads=1, group=1, dim=16)
     pair.follow(max(lengths), *[1] * (capacity + 3), valid=left_padding(lengths))

@@ -7,13 +7,14 @@ from dataclasses import replace
 import interpreted  # noqa: F401
 import pytest
 import torch
+from given_stores import new_store
 from launches import Launches
 from test_compressed import left_padding
 
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import Store, attend_token, attend_tokens, begin_forward, check_integrity
+from hf_diffkv.store import attend_token, attend_tokens, begin_forward, check_integrity
 
 LEVELS = DiffKVConfig(Precision(8, 4), Precision(4, 2), alpha_high=1.0, alpha_low=0.1, window=4, center=False)
 
@@ -34,7 +35,7 @@ LEVELS = DiffKVConfig(Precision(8, 4), Precision(4, 2), alpha_high=1.0, alpha_lo
 @pytest.mark.sampled(100)
 def test_launches_of_a_layer(config: DiffKVConfig, expected: list[str], padded: bool, monkeypatch) -> None:
     """The kernel that appends rotates and counts lengths up, and nothing is read."""
-    store = Store(config, 2, 2, 1, 16, 16, torch.float32, torch.device("cpu"))
+    store = new_store(config, 2, 2, 1, 16, 16, torch.float32, torch.device("cpu"))
     counter, generator = Launches(monkeypatch), torch.Generator().manual_seed(0)
     with use_backend("kernels"), torch.no_grad():
         for tokens in (6, 1):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from given_stores import new_store
 from host_reads import HostReads
 from tiny_models import tiny_model
 from torch import Tensor
@@ -45,7 +46,7 @@ class Run:
     ) -> None:
         self.config = DiffKVConfig.paper(**config)
         self.heads, self.group, self.dim, self.dtype = heads, group, dim, dtype
-        self.store = Store(self.config, layers, batch, heads, dim, dim, dtype, CPU)
+        self.store = new_store(self.config, layers, batch, heads, dim, dim, dtype, CPU)
         for layer in range(layers):
             self.store.set_thresholds(layer, self.config.alpha_high, self.config.alpha_low)
         self.generator = torch.Generator().manual_seed(0)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from given_stores import new_store
 from native_code import needs_native
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -72,14 +73,14 @@ def attend(store: Store, tokens: int, seed: int) -> tuple[int, int]:
 @pytest.mark.parametrize("options", [{}, {"rotate": True, "center": True}], ids=["default", "rotated"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_no_copy_of_all_keys_and_values_is_made(dtype: torch.dtype, options: dict[str, bool]) -> None:
-    store = Store(DiffKVConfig(**options), 1, 1, HEADS, DIM, DIM, dtype, torch.device("cpu"))
+    store = new_store(DiffKVConfig(**options), 1, 1, HEADS, DIM, DIM, dtype, torch.device("cpu"))
     taken, given = attend(store, TOKENS, seed=0)
     assert taken < given
 
 
 @needs_native
 def test_a_chunk_reads_the_past_from_its_pages() -> None:
-    store = Store(DiffKVConfig(alpha_low=0.0), 1, 1, HEADS, DIM, DIM, torch.bfloat16, torch.device("cpu"))
+    store = new_store(DiffKVConfig(alpha_low=0.0), 1, 1, HEADS, DIM, DIM, torch.bfloat16, torch.device("cpu"))
     _, past = attend(store, TOKENS, seed=0)
     taken, _ = attend(store, 64, seed=1)
     # nothing is pruned, so that the past is large; its positions and scores are read, its keys and values not copied

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from given_stores import new_store
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -98,7 +99,7 @@ class StoreMachine(RuleBasedStateMachine):
             compaction_interval=interval,
             page_bytes=192,
         )
-        self.store = Store(config, self.layers, batch, HEADS, DIM, DIM, torch.float32, torch.device("cpu"))
+        self.store = new_store(config, self.layers, batch, HEADS, DIM, DIM, torch.float32, torch.device("cpu"))
         for layer in range(self.layers):
             self.store.set_thresholds(layer, *thresholds)
         self.store.pool.max_pages = data.draw(st.sampled_from(self.limits))
@@ -204,7 +205,7 @@ def test_a_full_pool_leaves_everything_as_it_was() -> None:
 def test_selecting_rows_between_two_compactions(interval: int) -> None:
     """Beam search selects after every step; the window must still be emptied in time."""
     config = DiffKVConfig(alpha_high=1.0, window=2, compaction_interval=interval)
-    store = Store(config, 1, 2, 1, DIM, DIM, torch.float32, torch.device("cpu"))
+    store = new_store(config, 1, 2, 1, DIM, DIM, torch.float32, torch.device("cpu"))
     store.set_thresholds(0, 1.0, 0.0)
     generator = torch.Generator().manual_seed(0)
     for step, tokens in enumerate([5] + [1] * 40):
@@ -241,7 +242,7 @@ def test_a_refused_prompt_leaves_the_whole_cache_as_it_was() -> None:
 
 
 def test_padding_in_a_step_may_hold_anything() -> None:
-    store = Store(DiffKVConfig(window=2), 1, 2, 1, DIM, DIM, torch.float32, torch.device("cpu"))
+    store = new_store(DiffKVConfig(window=2), 1, 2, 1, DIM, DIM, torch.float32, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     for step, tokens in enumerate((5, 1, 1)):
         query, key, value = torch.randn(3, 2, 1, tokens, DIM, generator=generator)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from given_stores import new_store
 from simulated_storage import rotation
 from test_compressed import LENGTHS, Pair, left_padding
 from test_shared import SharedPair
@@ -15,7 +16,6 @@ from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.rotation import FLOAT_ELEMENTS, rotate, rotation_matrix
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store import (
-    Store,
     attend_token,
     attend_tokens,
     begin_forward,
@@ -196,7 +196,7 @@ def test_softcap_and_sinks_keep_a_layer_from_being_centred(options: dict) -> Non
 
 
 def test_one_layer_with_a_softcap_among_others() -> None:
-    store = Store(DiffKVConfig(**BOTH, window=4, sinks=0), 3, 1, 2, 16, 16, torch.float32, torch.device("cpu"))
+    store = new_store(DiffKVConfig(**BOTH, window=4, sinks=0), 3, 1, 2, 16, 16, torch.float32, torch.device("cpu"))
     query, key = torch.ones(1, 4, 1, 16), torch.ones(1, 2, 1, 16)
     for step in range(6):
         begin_forward(store, 1)
@@ -209,9 +209,9 @@ def test_one_layer_with_a_softcap_among_others() -> None:
 
 
 def test_keys_and_values_of_different_dims() -> None:
-    store = Store(DiffKVConfig(**MIXED, **BOTH, window=4), 1, 1, 2, 16, 24, torch.float64, torch.device("cpu"))
+    store = new_store(DiffKVConfig(**MIXED, **BOTH, window=4), 1, 1, 2, 16, 24, torch.float64, torch.device("cpu"))
     store.set_thresholds(0, 0.0, 0.0)
-    exact = Store(DiffKVConfig.lossless(window=4), 1, 1, 2, 16, 24, torch.float64, torch.device("cpu"))
+    exact = new_store(DiffKVConfig.lossless(window=4), 1, 1, 2, 16, 24, torch.float64, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     for tokens in (12, 1, 1, 6):
         query, key, value = (
@@ -318,7 +318,7 @@ def test_recorded_tokens_are_read_as_they_came() -> None:
 
 def test_memory_counts_offsets() -> None:
     shape = (2, 3, 2, 16, 16, torch.bfloat16, torch.device("cpu"))
-    plain, rotated, both = (Store(DiffKVConfig(**fields), *shape) for fields in (NEITHER, EACH[0], BOTH))
+    plain, rotated, both = (new_store(DiffKVConfig(**fields), *shape) for fields in (NEITHER, EACH[0], BOTH))
     assert both.bytes - plain.bytes == 2 * 3 * 2 * 16 * 4
     assert rotated.bytes == plain.bytes
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from given_stores import new_store
 from safetensors.torch import load_file, save_file
 from test_compressed import Pair, left_padding
 from test_policies import CASES, PLACE
@@ -22,7 +23,6 @@ from hf_diffkv.native.library import library
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages.window import held_count, held_tokens, slots_of
 from hf_diffkv.store import (
-    Store,
     attend_token,
     attend_tokens,
     begin_forward,
@@ -187,7 +187,7 @@ def feed(pair: Pair, tokens: int) -> None:
 
 def test_memory_counts_sinks() -> None:
     shape = (2, 3, 2, 16, 16, torch.bfloat16, torch.device("cpu"))
-    none, four = (Store(DiffKVConfig(sinks=sinks), *shape) for sinks in (0, 4))
+    none, four = (new_store(DiffKVConfig(sinks=sinks), *shape) for sinks in (0, 4))
     # keys, values and a sum of each
     assert four.bytes - none.bytes == 2 * 3 * 2 * 4 * (2 * 16 * 2 + 4)
 

@@ -10,6 +10,7 @@ import pytest
 import thresholds_oracle
 import torch
 from dense_simulation import Rule
+from given_stores import new_store
 from launches import Launches
 from test_compressed import Pair, left_padding
 from test_pinned import PIN, Pinned, PinnedPair
@@ -110,7 +111,7 @@ def test_layers_that_share_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> N
 
 def make_store(layers: int, **fields: object) -> Store:
     config = DiffKVConfig.paper(**{**MIXED, **fields})
-    store = Store(config, layers, 2, 1, 16, 16, torch.float32, torch.device("cpu"))
+    store = new_store(config, layers, 2, 1, 16, 16, torch.float32, torch.device("cpu"))
     for layer in range(layers):
         store.set_thresholds(layer, config.alpha_high, config.alpha_low)
     return store

@@ -9,6 +9,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 import torch
 import uniform_oracle
+from given_stores import new_store
 from launches import Launches
 from simulated_storage import rotation
 from test_compressed import left_padding
@@ -103,7 +104,7 @@ def test_what_cannot_be_stored_is_seen_at_the_next_look(how: str, wrong: str, mo
 @pytest.mark.slow
 def test_launches_and_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After attention at most 12 launches a layer; the device is read once a forward, by its first layer."""
-    store = Store(DiffKVConfig.preset(name, window=8), 2, 2, 1, 32, 32, torch.float32, torch.device("cpu"))
+    store = new_store(DiffKVConfig.preset(name, window=8), 2, 2, 1, 32, 32, torch.float32, torch.device("cpu"))
     counter, attention = Launches(monkeypatch), prompt.prefill_attention
 
     def marked(*args: object, **options: object) -> object:
