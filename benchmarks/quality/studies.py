@@ -117,6 +117,20 @@ STUDIES = {
         ),
         tasks="offline",
     ),
+    # prompts that end in the question, which methods that drop tokens are made for
+    "asked": Study(
+        (
+            "dense",
+            "diffkv",
+            "diffkv:small",
+            "quanto:4",
+            "hqq:4",
+            "kvpress:snapkv+0.57",
+            "kvpress:snapkv+0.71",
+            "kvpress:adakv-snapkv+0.71",
+        ),
+        tasks="key-value-asked",
+    ),
     # keys need more bits than values (figure 8)
     "precisions": Study(
         (

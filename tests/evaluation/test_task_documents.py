@@ -142,3 +142,13 @@ def test_sent_as_json_it_is_the_same(name: str, tokenizer: Any) -> None:
     document = documents(name, tokenizer, 1)[0]
     received = _document(json.loads(json.dumps(dataclasses.asdict(document))))
     assert received == document and received.digest == document.digest
+
+
+def test_a_prompt_that_ends_in_the_question(tokenizer: Any) -> None:
+    found = documents("key-value-asked", tokenizer, 2)
+    for document in found:
+        ((last, answer),) = document.questions
+        told, asked = tokenizer.decode(document.context + last).rsplit("\n\n", 1)
+        assert len(last) == 1 and f"{asked}{tokenizer.decode(answer)}" in told
+    # it ends in another question, not in the first one of each text
+    assert len({document.questions[0][1] for document in found}) == 2

@@ -57,6 +57,21 @@ class KeyValue(FactsTask):
         return [" ".join(parts) for parts in asked], asked
 
 
+@task("key-value-asked")
+class KeyValueAsked(KeyValue):
+    """One of the codes, asked for at the prompt's end: what methods that drop tokens are made for."""
+
+    suites = ()
+    count = 12
+
+    def document(self, source: Source, index: int) -> Document:
+        document = super().document(source, index)
+        question, answer = document.questions[index % PAIRS]
+        # the last token is fed behind the prompt, as its logits predict the answer
+        context, asked = (*document.context, *question[:-1]), (question[-1:], answer)
+        return dataclasses.replace(document, context=context, questions=(asked,))
+
+
 @task("dictionary")
 class Dictionary(FactsTask):
     """What each of several invented words means."""
