@@ -25,6 +25,7 @@ FIELDS = {
     "diffkv:K8V8g1/2/K4V4g2/4": {"high": Precision(8, 8, 1, 2), "low": Precision(4, 4, 2, 4)},
     "diffkv:3/0.02": {"alpha_high": 3.0, "alpha_low": 0.02},
     "diffkv: 3/0 + window=128": {"alpha_high": 3.0, "alpha_low": 0.0, "window": 128},
+    "diffkv:target_ratio=0.3+window=128": {"target_ratio": 0.3, "window": 128},
     "diffkv:high=K8V4+observation_window=64": {"high": Precision(8, 4), "observation_window": 64},
 }  # fmt: skip
 

@@ -2,9 +2,9 @@
 
 Without options it is what `DiffKVConfig.for_model` takes. `KxVy` alone stores every token at one precision; `KxVy/KxVy`
 are the high and the low level; two numbers are `alpha_high/alpha_low`; `lossless` and `paper` are configurations of
-that name; the presets `quality`, `balanced` and `small` are ratios for a model whose heads were measured;
-`config=NAME` is one saved in a folder or on the Hub, by `hf-diffkv calibrate` say; anything else is a field of
-`DiffKVConfig` as field=value, the value as in JSON.
+that name; the presets `quality`, `balanced` and `small` are ratios for a model whose heads were measured, and
+`target_ratio=0.2` is any other; `config=NAME` is one saved in a folder or on the Hub, by `hf-diffkv calibrate` say;
+anything else is a field of `DiffKVConfig` as field=value, the value as in JSON.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ..errors import EvaluationError
 from . import method
 from .base import HeldBytes, Method
 
-# key of a preset among the fields, which for_model takes
-PRESET = "preset"
+# keys among the fields that `for_model` takes beside those of `DiffKVConfig`
+PRESET, TARGET = "preset", "target_ratio"
 NUMBER = r"\d+(?:\.\d+)?"
 
 
@@ -49,7 +49,8 @@ class DiffKVMethod(Method):
         if self.base is not None:
             return getattr(DiffKVConfig, self.base)(**self.fields)
         if model is None:
-            return DiffKVConfig.from_dict({name: value for name, value in self.fields.items() if name != PRESET})
+            known = {name: value for name, value in self.fields.items() if name not in (PRESET, TARGET)}
+            return DiffKVConfig.from_dict(known)
         return DiffKVConfig.for_model(model, **self.fields)
 
     def new_cache(self, model: Any) -> Any:
