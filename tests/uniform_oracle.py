@@ -1,4 +1,4 @@
-"""What `ops/store_uniform` is to do, in plain PyTorch: many new tokens enter rows that keep every token high."""
+"""What `ops/store_uniform` is to do, in plain PyTorch: many new tokens enter rows that keep every token."""
 
 from __future__ import annotations
 
@@ -11,33 +11,44 @@ from hf_diffkv.ops.prompt_tokens import Placement, PromptTokens
 from hf_diffkv.ops.quantize import Contents
 from hf_diffkv.ops.quantize.reference import compute_dtype, store_tokens
 from hf_diffkv.ops.rotation import rotate
-from hf_diffkv.ops.rounding.reference import round_keys
-from hf_diffkv.pages import HIGH, FreeList, LayerRows, column
+from hf_diffkv.ops.rounding.reference import LARGEST_BITS, round_keys
+from hf_diffkv.pages import HIGH, LOW, LayerRows, column
 from hf_diffkv.pages.window import held_tokens, slots_of
 
 
 def store_uniform(rows: LayerRows, new: PromptTokens, placement: Placement, holds: bool) -> None:
     """Arguments as in the op; whether windows hold tokens is seen here."""
     rows.check_tokens(new.key, new.value)
-    layout, feedback = rows.layout, placement.feedback
-    heads = rows.heads
     exact = exact_tokens(rows, new, placement)
-    _take_pages(rows, rows.free_list, exact.start, layout.high.capacity)
+    _take_pages(rows, exact.start)
     for request, place in exact.leaves.nonzero().tolist():
-        index = int(exact.token[request, place] - rows.sink_end[request])
-        entry = column(HIGH, index // layout.high.capacity, rows.width)
-        page, slot = rows.page_table[request, :, entry].long(), torch.full((heads,), index % layout.high.capacity)
-        contents = (exact.key[request, :, place], exact.value[request, :, place])
-        if feedback is not None:
-            of_heads = torch.arange(request * heads, (request + 1) * heads, device=rows.device)
-            contents = (round_keys(contents[0], of_heads, feedback, layout.high), contents[1])
-        nothing = torch.zeros(heads, device=rows.device)
-        contents = Contents(*contents, nothing, nothing.int())
-        store_tokens(rows.pages, layout.high, page, slot.to(rows.device), contents, rows.dtype)
+        for head in range(rows.heads):
+            _store(rows, exact, request, head, place, placement.feedback)
     keep_exact(rows, exact, torch.zeros_like(exact.key[..., 0], dtype=torch.float32))
-    rows.high_count.copy_((exact.start - rows.sink_end)[:, None].expand_as(rows.high_count))
+    stored = (exact.start - rows.sink_end)[:, None].expand_as(rows.high_count)
+    for tier, count in enumerate(rows.counts):
+        count.copy_(torch.where(_is_low(rows) == (tier == LOW), stored, 0))
     rows.length.copy_(exact.length)
     rows.window_start.copy_(exact.start)
+
+
+def _is_low(rows: LayerRows) -> Tensor:
+    """bool [batch, heads]."""
+    return rows.alpha_high > 0
+
+
+def _store(rows: LayerRows, exact: Exact, request: int, head: int, place: int, feedback: Tensor | None) -> None:
+    """One token of `exact` into its page."""
+    tier = LOW if bool(_is_low(rows)[request, head]) else HIGH
+    layout = rows.tiers[tier]
+    index = int(exact.token[request, place] - rows.sink_end[request])
+    page = rows.page_table[request, head, column(tier, index // layout.capacity, rows.width)].long()[None]
+    slot = torch.tensor([index % layout.capacity], device=rows.device)
+    key, value = exact.key[request, head, None, place], exact.value[request, head, None, place]
+    if feedback is not None and layout.k_bits <= LARGEST_BITS:
+        key = round_keys(key, torch.tensor([request * rows.heads + head], device=rows.device), feedback, layout)
+    nothing = torch.zeros(1, device=rows.device)
+    store_tokens(rows.pages, layout, page, slot, Contents(key, value, nothing, nothing.int()), rows.dtype)
 
 
 class Exact(NamedTuple):
@@ -112,12 +123,15 @@ def _fix_offsets(
     rows.key_offset.copy_(fixed)
 
 
-def _take_pages(rows: LayerRows, free_list: FreeList, start: Tensor, capacity: int) -> None:
-    have = (rows.high_count.long() + capacity - 1) // capacity
+def _take_pages(rows: LayerRows, start: Tensor) -> None:
+    low = _is_low(rows)
+    capacity = torch.where(low, *(torch.tensor(tier.capacity, device=rows.device) for tier in reversed(rows.tiers)))
+    have = (rows.high_count.long() + rows.low_count + capacity - 1) // capacity
     need = ((start - rows.sink_end)[:, None] + capacity - 1) // capacity
     demand = (need - have).clamp(min=0)
-    row, ids = free_list.take(demand.view(-1))
+    row, ids = rows.free_list.take(demand.view(-1))
     first = (demand.view(-1).cumsum(0) - demand.view(-1))[row]
-    entry = have.view(-1)[row] + torch.arange(row.numel(), device=row.device) - first
+    page = have.view(-1)[row] + torch.arange(row.numel(), device=row.device) - first
+    entry = torch.where(low.view(-1)[row], column(LOW, page, rows.width), column(HIGH, page, rows.width))
     table = rows.page_table.view(-1, rows.width)
     table[row, entry] = ids.to(table.dtype)

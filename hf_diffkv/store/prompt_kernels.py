@@ -24,7 +24,7 @@ def store_by_kernels(store: Store, layer: int, new: Entering, received: Tensor |
     """Stores a layer's new tokens, keys rounded by `feedback` (transform.py); levels its past where tokens are chosen.
 
     Args:
-        received: float32 [batch, heads, P + Q], added to sums first; None where every token stays high.
+        received: float32 [batch, heads, P + Q], added to sums first; None where no token is chosen.
 
     Returns:
         False where the most pages that a layer with chosen tokens may lack are not there: it is as it was, and may
@@ -52,7 +52,7 @@ def store_by_kernels(store: Store, layer: int, new: Entering, received: Tensor |
     return True
 
 
-def pages_of(tokens: np.ndarray, capacity: int) -> np.ndarray:
+def pages_of(tokens: np.ndarray, capacity: int | np.ndarray) -> np.ndarray:
     """How many pages of `capacity` tokens each they take."""
     return -(-tokens // capacity)
 
@@ -102,12 +102,13 @@ class Forward:
         if valid is not None:
             rank = torch.where(valid, valid.cumsum(-1, dtype=torch.int32) - 1, -1).to(torch.int32)
             count = valid.sum(-1)
-        parts = [store.high_count, store.low_count, store.length, store.window_start, store.sink_end]
+        counts = [store.pool.free_list.state[FREE], store.high_count, store.low_count, store.low_heads]
+        parts = [store.length, store.window_start, store.sink_end]
         real = torch.full_like(store.length[0], tokens) if count is None else count
-        free, real, high, low, length, start, end = store.look(store.pool.free_list.state[FREE], real, *parts)
+        free, high, low, low_heads, real, length, start, end = store.look(*counts, real, *parts)
         after = length + real
         new_start = np.maximum(start, after - store.config.window)
-        lacking = _lacking_pages(store, high, low, (new_start - start)[..., None])
+        lacking = _lacking_pages(store, high, low, low_heads.astype(bool), (new_start - start)[..., None])
         due = (start == end) & (after - start > store.config.window)
         centers = store.config.center & due.any(1)
         longest = (high + low).max(-1)
@@ -180,11 +181,14 @@ class Forward:
         self.free = max(self.free, need)
 
 
-def _lacking_pages(store: Store, high: np.ndarray, low: np.ndarray, leaving: np.ndarray) -> np.ndarray:
+def _lacking_pages(
+    store: Store, high: np.ndarray, low: np.ndarray, low_heads: np.ndarray, leaving: np.ndarray
+) -> np.ndarray:
     """Pages that each row lacks at most, int64 [layers, batch, heads], as `leaving` tokens leave its window."""
     capacity, low_capacity = store.layout.high.capacity, store.layout.low.capacity
     if not store.layout.selects:
-        return pages_of(high + leaving, capacity) - pages_of(high, capacity)
+        held, capacities = high + low, np.where(low_heads, low_capacity, capacity)
+        return pages_of(held + leaving, capacities) - pages_of(held, capacities)
     # a row gains at most what leaves its window; where the high tier gains nothing, all that is high may sink
     gains = pages_of(leaving, min(capacity, low_capacity)) + (leaving > 0)
     sinks = pages_of(high + low + leaving, low_capacity) - pages_of(low, low_capacity)

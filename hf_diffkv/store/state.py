@@ -254,9 +254,7 @@ class Store:
         """Whether kernels bring a prompt's tokens to where they stay: none is chosen, or thresholds alone choose."""
         if self.backend() != KERNELS or type(self.pool) is not PagePool:
             return False
-        if not self.layout.selects:
-            return self.layout.one_tier
-        return self.policy.by_thresholds and self.config.max_bytes is None
+        return not self.layout.selects or (self.policy.by_thresholds and self.config.max_bytes is None)
 
     @property
     def value_limit(self) -> float:

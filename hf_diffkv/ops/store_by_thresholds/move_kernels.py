@@ -12,19 +12,16 @@ from ..narrow_kernel import load_positions, load_scores
 from ..quantize.copy_kernel import copy_rows
 from ..quantize.kernels import read_tile, rows_at, tier_dims, write_scalars
 from ..rotation_kernel import rounded
-from ..rounding import reference
 from ..store_uniform.kernels import (
     keep_tile,
     new_tile,
     new_tokens,
     page_tile,
-    round_keys_tile,
     slot_of,
+    stored_key,
     token_in_slot,
 )
 from .kernels import ADDED, COUNTS, HIGH_LEVEL, KEPT, LAYER, LOW_LEVEL, PADDING_LEVEL, kinds, raised_if_pinned
-
-MOST_BITS = tl.constexpr(reference.LARGEST_BITS)
 
 
 @triton.jit
@@ -68,14 +65,6 @@ def copy_tile(pages, from_page, from_slot, to_page, to_slot, active, TIER: tl.co
 def numbers_tile(pages, page, slot, score, position, active, TIER: tl.constexpr):
     """Writes scores and positions."""
     write_scalars(pages + page * TIER.page_bytes, slot, score, position, active, TIER)
-
-
-@triton.jit
-def stored_key(x, pages, page, slot, feedback, row, active, TIER: tl.constexpr, DTYPE: tl.constexpr):
-    """Quantises a tile of keys of one row, rounded by `feedback` where that is given and bits are few."""
-    if feedback is not None and TIER.k_bits <= MOST_BITS:
-        x = round_keys_tile(x, feedback, row, TIER)
-    page_tile(x, pages, page, slot, active, TIER, True, DTYPE)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Many new tokens enter rows that keep every token high, in order: quantised into pages, or kept in the window."""
+"""Many new tokens enter rows that keep every token, in order: quantised into pages, or kept in the window."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def store_uniform(rows: LayerRows, new: PromptTokens, placement: Placement, hold
     By kernels alone, which read nothing from the device.
 
     Args:
-        rows: of pages without scores and positions; the free list holds all pages that they will lack.
+        rows: of pages without scores and positions, low where `alpha_high` is above 0; the free list holds all pages
+            that they will lack.
         holds: whether any window holds a token.
 
     Raises:

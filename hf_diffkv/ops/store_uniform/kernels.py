@@ -1,4 +1,4 @@
-"""Many new tokens enter rows that keep every token high, in order (Triton): pages without scores and positions.
+"""Many new tokens enter rows that keep every token, in order (Triton): pages without scores and positions.
 
     sum_keys       sums of the new keys, where some row may be centred
     fix_offsets    the rows' offsets, and what their windows are to be shifted by
@@ -8,6 +8,7 @@
     advance        counts, lengths, windows and the free list follow
 
 Token p of a request is in the window where p < sink_end or p >= start, and otherwise the (p - sink_end)-th of its row.
+Rows are low where `alpha_high`, float32 [rows], is above 0; where there is one tier, it and `low_count` are None.
 Rows are (request, head), tiles those of `quantize/kernels.py`, [tokens, planes, bytes of a plane]. Where nothing else
 is said, `length`, `window_start` and `sink_end` are int64 [batch] as they were before these tokens, and `count` int64
 [batch] says how many real ones there are, None for `tokens` of each.
@@ -18,13 +19,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..compact.kernels import column
 from ..quantize.kernels import padded_width, rows_at, stored_bits, tier_dims, write_tile
 from ..rotation_kernel import rotated_tile, rounded
+from ..rounding import reference
 from ..rounding.kernels import round_tile
 
 # what is of one layer, and so stands at any address
 LENGTHS = ("length", "window_start", "sink_end")
+COUNTS = ("alpha_high", "high_count", "low_count")
 START, FREE, CAPACITY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+MOST_BITS = tl.constexpr(reference.LARGEST_BITS)
 
 
 @triton.jit
@@ -38,22 +43,54 @@ def new_start(count, length, window_start, request, there, tokens, window):
 
 
 @triton.jit
-def row_counts(high_count, count, length, window_start, sink_end, row, there, heads, tokens, window,
-               PAGE_TOKENS: tl.constexpr):  # fmt: skip
+def is_low(alpha_high, row):
+    """Whether a row is low; None, which is false when a kernel is compiled, where there is one tier."""
+    low = None
+    if alpha_high is not None:
+        low = tl.load(alpha_high + row) > 0
+    return low
+
+
+@triton.jit
+def low_rows(alpha_high, row, there):
+    """Which rows are low."""
+    low = tl.zeros_like(there)
+    if alpha_high is not None:
+        low = tl.load(alpha_high + row, mask=there, other=0.0) > 0
+    return low
+
+
+@triton.jit
+def pages_of(tokens, low, HIGH_TOKENS: tl.constexpr, LOW_TOKENS: tl.constexpr):
+    """Pages that so many tokens of each row take."""
+    high_pages = (tokens + HIGH_TOKENS - 1) // HIGH_TOKENS
+    if HIGH_TOKENS == LOW_TOKENS:
+        pages = high_pages
+    else:
+        pages = tl.where(low, (tokens + LOW_TOKENS - 1) // LOW_TOKENS, high_pages)
+    return pages
+
+
+@triton.jit
+def row_counts(alpha_high, high_count, low_count, count, length, window_start, sink_end, row, there, heads, tokens,
+               window, HIGH_TOKENS: tl.constexpr, LOW_TOKENS: tl.constexpr):  # fmt: skip
     """Tokens of rows once the new ones are there, the pages that they have, and those that they lack."""
     request = row // heads
     start, _ = new_start(count, length, window_start, request, there, tokens, window)
     after = (start - tl.load(sink_end + request, mask=there, other=0)).to(tl.int32)
     held = tl.load(high_count + row, mask=there, other=0)
-    have = (held + PAGE_TOKENS - 1) // PAGE_TOKENS
-    need = (after + PAGE_TOKENS - 1) // PAGE_TOKENS
+    low = low_rows(alpha_high, row, there)
+    if alpha_high is not None:
+        held = tl.where(low, tl.load(low_count + row, mask=there, other=0), held)
+    have = pages_of(held, low, HIGH_TOKENS, LOW_TOKENS)
+    need = pages_of(after, low, HIGH_TOKENS, LOW_TOKENS)
     return after, have, tl.where(there, tl.maximum(need - have, 0), 0)
 
 
-@triton.jit(do_not_specialize=["table", "high_count", *LENGTHS, "rows", "heads", "width", "tokens", "window"])
+@triton.jit(do_not_specialize=["table", *COUNTS, *LENGTHS, "rows", "heads", "width", "tokens", "window"])
 def take_pages_kernel(
-    ring, state, table, high_count, count, length, window_start, sink_end, rows, heads, width, tokens, window,
-    PAGE_TOKENS: tl.constexpr, CHUNK: tl.constexpr,
+    ring, state, table, alpha_high, high_count, low_count, count, length, window_start, sink_end, rows, heads, width,
+    tokens, window, HIGH_TOKENS: tl.constexpr, LOW_TOKENS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows,). The free list itself follows in `advance_kernel`, as all rows read where it starts."""
     row = tl.program_id(0)
@@ -62,29 +99,32 @@ def take_pages_kernel(
     first = 0
     while first < row:
         other = first + lane
-        _, _, lacks = row_counts(high_count, count, length, window_start, sink_end, other, other < row, heads, tokens,
-                                 window, PAGE_TOKENS)  # fmt: skip
+        _, _, lacks = row_counts(alpha_high, high_count, low_count, count, length, window_start, sink_end, other,
+                                 other < row, heads, tokens, window, HIGH_TOKENS, LOW_TOKENS)  # fmt: skip
         before += lacks
         first += CHUNK
     one = row + tl.zeros((1,), tl.int32)
-    _, have, lacks = row_counts(high_count, count, length, window_start, sink_end, one, one < rows, heads, tokens,
-                                window, PAGE_TOKENS)  # fmt: skip
+    _, have, lacks = row_counts(alpha_high, high_count, low_count, count, length, window_start, sink_end, one,
+                                one < rows, heads, tokens, window, HIGH_TOKENS, LOW_TOKENS)  # fmt: skip
     have, lacks = tl.sum(have, 0), tl.sum(lacks, 0)
     place = tl.load(state + START) + tl.sum(before, 0)
     capacity = tl.maximum(tl.load(state + CAPACITY), 1)
+    step = 1
+    if is_low(alpha_high, row):
+        have, step = column(have, width, 1), -1
     base = table + row.to(tl.int64) * width + have
     taken = 0
     while taken < lacks:
         index = taken + lane
         page = tl.load(ring + (place + index) % capacity, mask=index < lacks, other=0)
-        tl.store(base + index, page, mask=index < lacks)
+        tl.store(base + step * index, page, mask=index < lacks)
         taken += CHUNK
 
 
-@triton.jit(do_not_specialize=["high_count", *LENGTHS, "rows", "batch", "heads", "tokens", "window"])
+@triton.jit(do_not_specialize=[*COUNTS, *LENGTHS, "rows", "batch", "heads", "tokens", "window"])
 def advance_kernel(
-    state, high_count, count, length, window_start, sink_end, rows, batch, heads, tokens, window,
-    PAGE_TOKENS: tl.constexpr, CHUNK: tl.constexpr,
+    state, alpha_high, high_count, low_count, count, length, window_start, sink_end, rows, batch, heads, tokens, window,
+    HIGH_TOKENS: tl.constexpr, LOW_TOKENS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One program: every row reads what is written of its request in the end."""
     lane = tl.arange(0, CHUNK)
@@ -92,10 +132,14 @@ def advance_kernel(
     first = 0
     while first < rows:
         row = first + lane
-        after, _, lacks = row_counts(high_count, count, length, window_start, sink_end, row, row < rows, heads, tokens,
-                                     window, PAGE_TOKENS)  # fmt: skip
+        there = row < rows
+        after, _, lacks = row_counts(alpha_high, high_count, low_count, count, length, window_start, sink_end, row,
+                                     there, heads, tokens, window, HIGH_TOKENS, LOW_TOKENS)  # fmt: skip
         taken += lacks
-        tl.store(high_count + row, after, mask=row < rows)
+        low = low_rows(alpha_high, row, there)
+        if low_count is not None:
+            tl.store(low_count + row, after, mask=there & low)
+        tl.store(high_count + row, after, mask=there & ~low)
         first += CHUNK
     total = tl.sum(taken, 0)
     place, capacity = tl.load(state + START) + total, tl.maximum(tl.load(state + CAPACITY), 1)
@@ -153,6 +197,14 @@ def round_keys_tile(x, feedback, row, TIER: tl.constexpr):
 
 
 @triton.jit
+def stored_key(x, pages, number, place, feedback, row, leaves, TIER: tl.constexpr, DTYPE: tl.constexpr):
+    """Quantises a tile of keys of one row, rounded by `feedback` where that is given and bits are few."""
+    if feedback is not None and TIER.k_bits <= MOST_BITS:
+        x = round_keys_tile(x, feedback, row, TIER)
+    page_tile(x, pages, number, place, leaves, TIER, True, DTYPE)
+
+
+@triton.jit
 def keep_tile(x, window, window_row, stays, TIER: tl.constexpr, IS_KEY: tl.constexpr, DTYPE: tl.constexpr):
     """Writes a tile to the window, [rows * slots, DIM]; window_row: int64 [tokens]."""
     DIM: tl.constexpr = TIER.key_dim if IS_KEY else TIER.value_dim
@@ -163,10 +215,10 @@ def keep_tile(x, window, window_row, stays, TIER: tl.constexpr, IS_KEY: tl.const
 
 
 @triton.jit
-def page_of(table, row, width, index, leaves, TIER: tl.constexpr):
+def page_of(table, row, width, index, leaves, TIER: tl.constexpr, IS_LOW: tl.constexpr):
     """Page and slot of a row's tokens `index`, int64 [tokens]."""
-    number = tl.load(table + row.to(tl.int64) * width + index // TIER.capacity, mask=leaves, other=0).to(tl.int64)
-    return number, index % TIER.capacity
+    entry = table + row.to(tl.int64) * width + column(index // TIER.capacity, width, IS_LOW)
+    return tl.load(entry, mask=leaves, other=0).to(tl.int64), index % TIER.capacity
 
 
 @triton.jit
@@ -191,18 +243,54 @@ def slot_of(position, sinks, row, slots, sink_slots):
     return slot + row.to(tl.int64) * slots
 
 
+@triton.jit
+def enter_tile(
+    pages, table, window_key, window_value, window_score, invalid, key, value, key_matrix, value_matrix, offset,
+    feedback, limit, token, real, position, sinks, stays, request, head, row, width, slots,
+    sink_slots, key_batch, key_head, key_token, value_batch, value_head, value_token,
+    TIER: tl.constexpr, IS_LOW: tl.constexpr, KEY_ROOT: tl.constexpr, VALUE_ROOT: tl.constexpr, INNER: tl.constexpr,
+    DTYPE: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """A tile of a row's new tokens goes to the row's tier, or stays in the window.
+
+    Args:
+        token: of the new ones; real, position, sinks, stays: as of `new_tokens`. Others as in `store_new_kernel`.
+    """
+    leaves = real & ~stays
+    number, place = page_of(table, row, width, position - sinks, leaves, TIER, IS_LOW)
+    slot = slot_of(position, sinks, row, slots, sink_slots)
+
+    rows = key + request * key_batch + head * key_head + token.to(tl.int64) * key_token
+    x, good = new_tile(rows, real, key_matrix, limit, KEY_ROOT, TIER, True, INNER, OPERAND)
+    if offset is not None:
+        dim, exists = tier_dims(TIER, True)
+        x -= tl.load(offset + row.to(tl.int64) * TIER.key_dim + dim, mask=exists, other=0.0)
+    x = rounded(x, DTYPE)
+    keep_tile(x, window_key, slot, stays, TIER, True, DTYPE)
+    stored_key(x, pages, number, place, feedback, row, leaves, TIER, DTYPE)
+
+    rows = value + request * value_batch + head * value_head + token.to(tl.int64) * value_token
+    x, fine = new_tile(rows, real, value_matrix, limit, VALUE_ROOT, TIER, False, INNER, OPERAND)
+    x = rounded(x, DTYPE)
+    page_tile(x, pages, number, place, leaves, TIER, False, DTYPE)
+    keep_tile(x, window_value, slot, stays, TIER, False, DTYPE)
+    tl.store(window_score + slot, tl.zeros(slot.shape, tl.float32), mask=stays)
+    wrong = tl.sum((real & ~(good & fine)).to(tl.int32), 0)
+    tl.store(invalid, 1, mask=wrong > 0)
+
+
 @triton.jit(
     do_not_specialize=[
-        *("table", "window_score", *LENGTHS),
+        *("table", "alpha_high", "window_score", *LENGTHS),
         *("rank", "count", "heads", "width", "tokens", "window", "slots", "sink_slots"),
         *("key_batch", "key_head", "key_token", "value_batch", "value_head", "value_token"),
     ]
 )
 def store_new_kernel(
-    pages, table, window_key, window_value, window_score, length, window_start, sink_end, invalid, key, value, rank,
-    count, key_matrix, value_matrix, offset, feedback, limit, heads, width, tokens, window, slots, sink_slots,
-    key_batch, key_head, key_token, value_batch, value_head, value_token,
-    TIER: tl.constexpr, KEY_ROOT: tl.constexpr, VALUE_ROOT: tl.constexpr, INNER: tl.constexpr,
+    pages, table, alpha_high, window_key, window_value, window_score, length, window_start, sink_end, invalid, key,
+    value, rank, count, key_matrix, value_matrix, offset, feedback, limit, heads, width, tokens, window, slots,
+    sink_slots, key_batch, key_head, key_token, value_batch, value_head, value_token,
+    HIGH: tl.constexpr, LOW: tl.constexpr, KEY_ROOT: tl.constexpr, VALUE_ROOT: tl.constexpr, INNER: tl.constexpr,
     DTYPE: tl.constexpr, OPERAND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows, cdiv(tokens, BLOCK)).
@@ -219,36 +307,58 @@ def store_new_kernel(
     real, position, sinks, stays = new_tokens(
         token, rank, count, length, window_start, sink_end, request, tokens, window
     )
-    leaves = real & ~stays
-    number, place = page_of(table, row, width, position - sinks, leaves, TIER)
-    slot = slot_of(position, sinks, row, slots, sink_slots)
+    if is_low(alpha_high, row):
+        enter_tile(
+            pages, table, window_key, window_value, window_score, invalid, key, value, key_matrix, value_matrix, offset,
+            feedback, limit, token, real, position, sinks, stays, request, head, row, width, slots,
+            sink_slots, key_batch, key_head, key_token, value_batch, value_head, value_token,
+            LOW, 1, KEY_ROOT, VALUE_ROOT, INNER, DTYPE, OPERAND,
+        )  # fmt: skip
+    else:
+        enter_tile(
+            pages, table, window_key, window_value, window_score, invalid, key, value, key_matrix, value_matrix, offset,
+            feedback, limit, token, real, position, sinks, stays, request, head, row, width, slots,
+            sink_slots, key_batch, key_head, key_token, value_batch, value_head, value_token,
+            HIGH, 0, KEY_ROOT, VALUE_ROOT, INNER, DTYPE, OPERAND,
+        )  # fmt: skip
 
-    rows = key + request * key_batch + head * key_head + token.to(tl.int64) * key_token
-    x, good = new_tile(rows, real, key_matrix, limit, KEY_ROOT, TIER, True, INNER, OPERAND)
-    if offset is not None:
-        dim, exists = tier_dims(TIER, True)
-        x -= tl.load(offset + row.to(tl.int64) * TIER.key_dim + dim, mask=exists, other=0.0)
-    x = rounded(x, DTYPE)
-    keep_tile(x, window_key, slot, stays, TIER, True, DTYPE)
-    if feedback is not None:
-        x = round_keys_tile(x, feedback, row, TIER)
-    page_tile(x, pages, number, place, leaves, TIER, True, DTYPE)
 
-    rows = value + request * value_batch + head * value_head + token.to(tl.int64) * value_token
-    x, fine = new_tile(rows, real, value_matrix, limit, VALUE_ROOT, TIER, False, INNER, OPERAND)
-    x = rounded(x, DTYPE)
+@triton.jit
+def leave_tile(
+    pages, table, window_key, window_value, slot, token, there, leaves, sinks, shift, feedback, row, width, slots,
+    TIER: tl.constexpr, IS_LOW: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """What leaves of a tile of a row's window goes to the row's tier.
+
+    Args:
+        slot: of the window; token, there: as of `token_in_slot`. Others as in `leave_window_kernel`.
+    """
+    number, place = page_of(table, row, width, token - sinks, leaves, TIER, IS_LOW)
+    window_row = slot + row.to(tl.int64) * slots
+
+    dim, exists = tier_dims(TIER, True)
+    mask = there[:, None, None] & exists
+    x = tl.load(window_key + window_row[:, None, None] * TIER.key_dim + dim, mask=mask, other=0.0).to(tl.float32)
+    if shift is not None:
+        x = rounded(x - tl.load(shift + row.to(tl.int64) * TIER.key_dim + dim, mask=exists, other=0.0), DTYPE)
+        keep_tile(x, window_key, window_row, there & ~leaves, TIER, True, DTYPE)
+    stored_key(x, pages, number, place, feedback, row, leaves, TIER, DTYPE)
+    dim, exists = tier_dims(TIER, False)
+    mask = leaves[:, None, None] & exists
+    x = tl.load(window_value + window_row[:, None, None] * TIER.value_dim + dim, mask=mask, other=0.0).to(tl.float32)
     page_tile(x, pages, number, place, leaves, TIER, False, DTYPE)
-    keep_tile(x, window_value, slot, stays, TIER, False, DTYPE)
-    tl.store(window_score + slot, tl.zeros((BLOCK,), tl.float32), mask=stays)
-    wrong = tl.sum((real & ~(good & fine)).to(tl.int32), 0)
-    tl.store(invalid, 1, mask=wrong > 0)
 
 
-@triton.jit(do_not_specialize=["table", *LENGTHS, "count", "heads", "width", "tokens", "window", "slots", "sink_slots"])
+@triton.jit(
+    do_not_specialize=[
+        *("table", "alpha_high", *LENGTHS),
+        *("count", "heads", "width", "tokens", "window", "slots", "sink_slots"),
+    ]
+)
 def leave_window_kernel(
-    pages, table, window_key, window_value, length, window_start, sink_end, count, shift,
+    pages, table, alpha_high, window_key, window_value, length, window_start, sink_end, count, shift,
     feedback, heads, width, tokens, window, slots, sink_slots,
-    TIER: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+    HIGH: tl.constexpr, LOW: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows, cdiv(slots, BLOCK)). shift: float32 [rows, key_dim], what is taken off all keys that were in the
     window, or None; feedback: as in `store_new_kernel`."""
@@ -261,22 +371,12 @@ def leave_window_kernel(
     start, _ = new_start(count, length, window_start, request, True, tokens, window)
     token, there = token_in_slot(slot, before, held, sinks, sink_slots, slots)
     leaves = there & (token >= sinks) & (token < start)
-    number, place = page_of(table, row, width, token - sinks, leaves, TIER)
-    window_row = slot + row.to(tl.int64) * slots
-
-    dim, exists = tier_dims(TIER, True)
-    mask = there[:, None, None] & exists
-    x = tl.load(window_key + window_row[:, None, None] * TIER.key_dim + dim, mask=mask, other=0.0).to(tl.float32)
-    if shift is not None:
-        x = rounded(x - tl.load(shift + row.to(tl.int64) * TIER.key_dim + dim, mask=exists, other=0.0), DTYPE)
-        keep_tile(x, window_key, window_row, there & ~leaves, TIER, True, DTYPE)
-    if feedback is not None:
-        x = round_keys_tile(x, feedback, row, TIER)
-    page_tile(x, pages, number, place, leaves, TIER, True, DTYPE)
-    dim, exists = tier_dims(TIER, False)
-    mask = leaves[:, None, None] & exists
-    x = tl.load(window_value + window_row[:, None, None] * TIER.value_dim + dim, mask=mask, other=0.0).to(tl.float32)
-    page_tile(x, pages, number, place, leaves, TIER, False, DTYPE)
+    if is_low(alpha_high, row):
+        leave_tile(pages, table, window_key, window_value, slot, token, there, leaves, sinks, shift, feedback, row,
+                   width, slots, LOW, 1, DTYPE)  # fmt: skip
+    else:
+        leave_tile(pages, table, window_key, window_value, slot, token, there, leaves, sinks, shift, feedback, row,
+                   width, slots, HIGH, 0, DTYPE)  # fmt: skip
 
 
 @triton.jit

@@ -34,21 +34,25 @@ def store_uniform(rows: LayerRows, new: PromptTokens, placement: Placement, hold
     check_dtype(rows.dtype)
     rows.check_tokens(new.key, new.value)
     tokens, many = new.key.shape[2], rows.count
-    tier, feedback, pages = rows.layout.high, placement.feedback, rows.pages
+    layout, feedback, pages = rows.layout, placement.feedback, rows.pages
     if tokens == 0 or many == 0:
         return
     new = replace(new, key=unit_stride(new.key), value=unit_stride(new.value))
     sizes = {"heads": rows.heads, "tokens": tokens, "window": placement.window}
     state = {"count": new.count, "length": rows.length, "window_start": rows.window_start, "sink_end": rows.sink_end}
     slots = {"slots": rows.slots, "sink_slots": rows.sink_slots}
-    lists = {"state": rows.free_list.state, "high_count": rows.high_count, "rows": many}
-    counting = {"PAGE_TOKENS": tier.capacity, "CHUNK": ROWS_CHUNK, "num_warps": NUM_WARPS}
+    alpha_high, low_count = (None, None) if layout.one_tier else (rows.alpha_high, rows.low_count)
+    lists = {"state": rows.free_list.state, "high_count": rows.high_count, "low_count": low_count, "rows": many}
+    tokens_of_page = {"HIGH_TOKENS": layout.high.capacity, "LOW_TOKENS": layout.low.capacity}
+    counting = {"alpha_high": alpha_high, **tokens_of_page, "CHUNK": ROWS_CHUNK, "num_warps": NUM_WARPS}
     tiles = {
-        "TIER": tier,
+        "alpha_high": alpha_high,
+        "HIGH": layout.high,
+        "LOW": layout.low,
         "DTYPE": TRITON_DTYPES[rows.dtype],
         "num_warps": NUM_WARPS if feedback is None else ROUNDING_WARPS,
     }
-    widest = max(tier.key_dim, tier.value_dim)
+    widest = max(layout.high.key_dim, layout.high.value_dim)
     block = block_tokens(widest) if feedback is None else few_tokens(widest)
     shift = None
     with torch.cuda.device(pages.device) if pages.is_cuda else nullcontext():
@@ -61,8 +65,8 @@ def store_uniform(rows: LayerRows, new: PromptTokens, placement: Placement, hold
             leave_window_kernel[(many, triton.cdiv(rows.slots, block))](
                 pages,
                 rows.page_table,
-                rows.window_key,
-                rows.window_value,
+                window_key=rows.window_key,
+                window_value=rows.window_value,
                 shift=shift,
                 feedback=feedback,
                 width=rows.width,
@@ -75,9 +79,9 @@ def store_uniform(rows: LayerRows, new: PromptTokens, placement: Placement, hold
         store_new_kernel[(many, triton.cdiv(tokens, block))](
             pages,
             rows.page_table,
-            rows.window_key,
-            rows.window_value,
-            rows.window_score,
+            window_key=rows.window_key,
+            window_value=rows.window_value,
+            window_score=rows.window_score,
             invalid=rows.invalid.view(torch.uint8),
             key=new.key,
             value=new.value,
@@ -90,8 +94,8 @@ def store_uniform(rows: LayerRows, new: PromptTokens, placement: Placement, hold
             width=rows.width,
             **strides("key", new.key),
             **strides("value", new.value),
-            KEY_ROOT=root(tier.key_dim),
-            VALUE_ROOT=root(tier.value_dim),
+            KEY_ROOT=root(layout.high.key_dim),
+            VALUE_ROOT=root(layout.high.value_dim),
             INNER=INNER,
             OPERAND=dot_dtype(rows.dtype, device_of(pages.device).target),
             BLOCK=block,
