@@ -113,15 +113,30 @@ def test_what_cannot_be_stored_is_seen_at_the_next_look(how: str, wrong: str, mo
 @pytest.mark.slow
 def test_launches_and_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After attention at most 12 launches a layer; the device is read once a forward, by its first layer."""
-    store = new_store(DiffKVConfig.preset(name, window=8), 2, 2, 1, 32, 32, torch.float32, torch.device("cpu"))
-    counter, attention = Launches(monkeypatch), prompt.prefill_attention
+    store = new_store(DiffKVConfig.preset(name, window=8), 2, 2, 1, 32, 32)
+    with monkeypatch.context() as patches:
+        found = launches_of_turns(store, patches)
+    for after in found:
+        assert len(after) <= 12, " ".join(after)
+    if name == "balanced":
+        # a layer with both tiers has the same launches
+        per_head = DiffKVConfig.preset(name, window=8, low=Precision(3, 3), alpha_high=((0.0,), (float("inf"),)))
+        store = new_store(per_head, 2, 2, 1, 32, 32)
+        store.set_thresholds(1, float("inf"), 0.0)
+        assert launches_of_turns(store, monkeypatch) == found
+        assert store.low_count[1].min() > 8 and not store.high_count[1].any()
+
+
+def launches_of_turns(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What the second layer of two requests launches after attention, for a prompt and two turns."""
+    counter, attention, found = Launches(monkeypatch), prompt.prefill_attention, []
 
     def marked(*args: object, **options: object) -> object:
         counter.phase = "attention"
         with use_backend("reference"):
-            found = attention(*args, **options)
+            output = attention(*args, **options)
         counter.phase = "after"
-        return found
+        return output
 
     monkeypatch.setattr(prompt, "prefill_attention", marked)
     with use_backend("kernels"), torch.no_grad():
@@ -139,10 +154,8 @@ def test_launches_and_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 after = [what for phase, what in counter.launched if phase == "after"]
                 reads = [what for phase, what in counter.reads if phase != "attention"]
                 assert "store_new_kernel" in after
-                if layer == 0:
-                    # a forward's one copy to the host
-                    assert reads == ["cpu in read_together", "numpy in read_together"]
-                else:
-                    assert len(after) <= 12, " ".join(after)
-                    assert not reads
+                # a forward's one copy to the host
+                assert reads == (["cpu in read_together", "numpy in read_together"] if layer == 0 else [])
+            found.append(after)
     check_integrity(store)
+    return found
