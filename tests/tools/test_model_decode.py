@@ -123,7 +123,8 @@ def test_shipped_loops_copy_ahead_and_come_near_the_bandwidth(tmp_path: Path) ->
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     names = "|".join(dict.fromkeys(name for name, _ in FLOORS))
-    command = [sys.executable, "-m", "tools.kernels.model_decode", "--json", f"--match=-({names})-d128-g4-"]
+    match = f"^decode_attend-({names})-d128-g4-"
+    command = [sys.executable, "-m", "tools.kernels.model_decode", "--json", f"--match={match}"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     loops = {

@@ -71,7 +71,7 @@ def model(variant: KernelVariant, target: str) -> Iterator[Loop]:
     registers, shared = int(re.search(r"REG:(\d+)", usage)[1]), compiled.metadata.shared
     programs = processor.resident(registers, shared, variant.num_warps)
     block, levels = variant.constexprs["BLOCK"], [("high", variant.constexprs["HIGH"])]
-    if variant.constexprs["LOW"].score_bytes:
+    if not variant.constexprs["ONE_TIER"]:
         levels.append(("low", variant.constexprs["LOW"]))
     loops = scoreboard.inner_loops(code, labels)
     outside = len(code) - sum(map(len, loops))

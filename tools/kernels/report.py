@@ -182,18 +182,17 @@ def disassembly(text: str) -> list[tuple[int, str, int | None]]:
 def _per_element(code: Sequence[tuple[int, str, int | None]], variant: KernelVariant) -> tuple[float, ...]:
     """Instructions per key and value element of the high and the low tier's loop of a decode kernel.
 
-    These are its first two innermost loops with matrix instructions; one iteration takes BLOCK tokens of a tier. Where
-    pages have no scores, there is no low tier.
+    These are its first two innermost loops with matrix instructions; one iteration takes BLOCK tokens of a tier.
     """
     constants = variant.constexprs
-    if not {"HIGH", "LOW", "BLOCK"} <= set(constants):
+    if not {"HIGH", "LOW", "BLOCK", "MODE"} <= set(constants):
         return ()
     loops = [(target, address) for address, _, target in code if target is not None and target < address]
     inner = [a for a in loops if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
     bodies = [[op for address, op, _ in code if first <= address <= last] for first, last in sorted(inner)]
     bodies = [body for body in bodies if any(re.match(r"[HIQ]G?MMA\b", op) for op in body)]
     found = []
-    tiers = [constants["HIGH"]] + [constants["LOW"]] * (constants["LOW"].score_bytes > 0)
+    tiers = [constants["HIGH"]] + [constants["LOW"]] * (not constants["ONE_TIER"])
     for body, tier in zip(bodies, tiers):
         elements = constants["BLOCK"] * (tier.key_dim + tier.value_dim)
         found.append(round(32 * variant.num_warps * len(body) / elements, 3))

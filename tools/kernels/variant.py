@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
+from hf_diffkv.config import Precision
 from hf_diffkv.config.presets import PRESETS, UNIFORM_NUMBERS
 from hf_diffkv.pages import PageLayout
 
 UNIFORM_DIMS = (64, 128)
+# of heads with a precision each; the first pair is compiled in all its forms, the others where they are modelled
+PAIRS = (("K5V4", "K3V3"), ("K4V3", "K3V2"), ("K6V5", "K4V3"))
 TARGETS = ("sm_80", "sm_90", "gfx942")
 
 
@@ -49,4 +53,12 @@ def uniform_layouts() -> list[tuple[str, PageLayout]]:
     return [
         (f"{one.name}_unscored", PageLayout.build(one, one, dim, dim, 2, **UNIFORM_NUMBERS))
         for one, dim in product(precisions, UNIFORM_DIMS)
+    ]
+
+
+def paired_layouts(pairs: Sequence[tuple[str, str]] = PAIRS[:1]) -> list[tuple[str, PageLayout]]:
+    """Pages likewise whose heads have one precision of a pair each, and what each is called."""
+    return [
+        (f"{high}-{low}_unscored", PageLayout.build(*map(Precision.parse, (high, low)), dim, dim, 2, **UNIFORM_NUMBERS))
+        for (high, low), dim in product(pairs, UNIFORM_DIMS)
     ]

@@ -9,7 +9,7 @@ from hf_diffkv.ops.compact.launch import compact_step
 from hf_diffkv.pages import PageLayout
 from tools.kernels.record import record
 from tools.kernels.rows import given_rows
-from tools.kernels.variant import KernelVariant, uniform_layouts
+from tools.kernels.variant import KernelVariant, paired_layouts, uniform_layouts
 
 SCORED = (
     *((Precision(8, 4), Precision(4, 2), dim) for dim in (64, 128, 256, 512)),
@@ -18,7 +18,11 @@ SCORED = (
     *((Precision(6, 4), Precision(5, 3), dim) for dim in (64, 128)),
 )
 # what plans a round depends on pages by a few numbers only
-PLANNED = {"K8V4-K4V2-d128": ("find_victims", "plan_rows", "assign_pages"), "K8V4_unscored-d128": ("plan_rows",)}
+PLANNED = {
+    "K8V4-K4V2-d128": ("find_victims", "plan_rows", "assign_pages"),
+    "K8V4_unscored-d128": ("plan_rows",),
+    "K5V4-K3V3_unscored-d128": ("plan_rows",),
+}
 ROWS, SLOTS, WIDTH = 16, 4, 8
 
 
@@ -26,7 +30,7 @@ def variants() -> list[KernelVariant]:
     """bf16 models."""
     layouts = [(f"{high.name}-{low.name}", PageLayout.build(high, low, dim, dim, 2)) for high, low, dim in SCORED]
     found = []
-    for name, layout in layouts + uniform_layouts():
+    for name, layout in layouts + uniform_layouts() + paired_layouts():
         suffix = f"{name}-d{layout.high.key_dim}"
         shipped = ("move_tokens", *PLANNED.get(suffix, ()))
         found += [each.named(f"{each.name}-{suffix}") for each in record(_step, layout) if each.name in shipped]
@@ -37,6 +41,7 @@ def _step(layout: PageLayout) -> None:
     high, rows = layout.high, (ROWS, 1)
     window = [torch.empty(*rows, SLOTS, dim, dtype=torch.bfloat16) for dim in (high.key_dim, high.value_dim)]
     held = given_rows(layout, *window, page_table=torch.empty(*rows, WIDTH, dtype=torch.int32))
-    thresholds = [torch.empty(rows) if layout.selects else None] * 2
-    flag = torch.empty(1, dtype=torch.int32)
-    compact_step(held, torch.empty(ROWS, dtype=torch.bool), *thresholds, max_tokens=high.capacity, flag=flag)
+    threshold, flag = torch.empty(rows), torch.empty(1, dtype=torch.int32)
+    low_threshold = threshold if layout.selects else None
+    leaving = torch.empty(ROWS, dtype=torch.bool)
+    compact_step(held, leaving, threshold, low_threshold, max_tokens=high.capacity, flag=flag)

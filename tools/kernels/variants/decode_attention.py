@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import chain, product
 
 import torch
 
@@ -12,7 +12,7 @@ from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages import PageLayout
 from tools.kernels.record import record
 from tools.kernels.rows import given_rows
-from tools.kernels.variant import KernelVariant, uniform_layouts
+from tools.kernels.variant import PAIRS, KernelVariant, paired_layouts, uniform_layouts
 
 DIMS = (64, 80, 96, 128, 256, 512)
 SCORED = (
@@ -24,6 +24,8 @@ SCORED = (
 )
 # query heads per KV head
 GROUPS = (1, 4, 5, 7, 8)
+# of what is compiled to be modelled
+MODELLED = (4,)
 TARGETS = {"cuda": ("sm_80", "sm_90"), "hip": ("gfx942",)}
 BATCH, KV_HEADS, SLOTS, SINK_SLOTS, WIDTH, TOKENS = 2, 2, 16, 4, 8, 64
 
@@ -32,7 +34,9 @@ def variants() -> list[KernelVariant]:
     """bf16 models without padding, soft-capping or learned sinks."""
     layouts = [(name, PageLayout.build(high, low, dim, dim, 2)) for name, high, low, dims in SCORED for dim in dims]
     found = []
-    for (name, layout), group, (backend, targets) in product(layouts + uniform_layouts(), GROUPS, TARGETS.items()):
+    shipped = product(layouts + uniform_layouts() + paired_layouts(), GROUPS, TARGETS.items())
+    modelled = product(paired_layouts(PAIRS[1:]), MODELLED, TARGETS.items())
+    for (name, layout), group, (backend, targets) in chain(shipped, modelled):
         suffix = f"{name}-d{layout.high.key_dim}-g{group}-{backend}"
         recorded = record(_attend, layout, group, targets=targets)
         found += [variant.named(f"decode_{variant.name}-{suffix}") for variant in recorded]
