@@ -35,7 +35,8 @@ class DiffKVCache(Cache):
     keep Transformers' own layers.
 
     Args:
-        model_config: the model's `PretrainedConfig`, or the model itself.
+        model_config: the model's `PretrainedConfig`, or the model itself; as `config` alone, as `DynamicCache` takes it,
+            it does as well.
         config: a `DiffKVConfig`, the name of a preset ("quality", "balanced", "small"), or a dict of fields on top of
             `DiffKVConfig.for_model(model_config)`, which None takes as it is.
         **kwargs: single fields of `DiffKVConfig`, on top of `config`.
@@ -50,7 +51,11 @@ class DiffKVCache(Cache):
     # Transformers' own and DiffKVLayer
     layers: list[Any]
 
-    def __init__(self, model_config: Any, config: DiffKVConfig | Mapping | str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, model_config: Any = None, config: DiffKVConfig | Mapping | str | Any | None = None, **kwargs: Any
+    ) -> None:
+        if model_config is None and hasattr(configuration_of(config), "get_text_config"):
+            model_config, config = config, None
         model, model_config = model_config, configuration_of(model_config)
         check_model_config(model_config)
         check_attention(model)

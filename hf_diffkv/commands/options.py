@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +11,11 @@ from typing import Any
 import click
 
 from ..config import DiffKVConfig, Precision
+from ..config.checks import bytes_in
 from ..evaluation.models import resolve_model
 from .console import one_line
 
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
-UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
-UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
 STDIN = "-"
 OPTION_FIELDS = ("alpha_high", "alpha_low", "window", "sinks", "high", "low", "rotate", "center", "max_bytes")
 # what a lossless configuration leaves open
@@ -25,21 +23,17 @@ LOSSLESS_FIELDS = {"window", "sinks", "max_bytes"}
 
 
 class Bytes(click.ParamType):
-    """A size such as 24GB, 512MiB or 1000000."""
+    """A size as of `bytes_in`, such as 24GB."""
 
     name = "SIZE"
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", value.strip())
-        units = {unit.lower(): factor for unit, factor in UNITS.items()}
-        if match is None or match[2].lower() not in units:
-            self.fail(f"{value!r} is no size; write 24GB, 512MiB or a number of bytes.", param, context)
-        size = int(float(match[1]) * units[match[2].lower()])
-        if size < 1:
-            self.fail(f"{value!r} is nothing; give at least a byte.", param, context)
-        return size
+        try:
+            return bytes_in(value)
+        except ValueError as error:
+            self.fail(str(error), param, context)
 
 
 class PrecisionType(click.ParamType):

@@ -19,6 +19,7 @@ import numpy as np
 
 from ..pages.layout import PageLayout
 from ..precision import Precision, as_precision
+from .checks import as_ratio
 from .sensitivity import FIELDS, Sensitivity
 
 # docs/calibration.md has what others give
@@ -96,8 +97,7 @@ def check_ratio(
         shapes: KV heads, key_dim and value_dim of layers.
         element_bytes: of the model's dtype.
     """
-    if isinstance(target_ratio, bool) or not isinstance(target_ratio, (int, float)) or not 0 < target_ratio:
-        raise ValueError(f"target_ratio={target_ratio!r} must be a number above 0, for example 0.2.")
+    as_ratio("target_ratio", target_ratio)
     dense = sum(heads * (key + value) * element_bytes for heads, key, value in shapes)
     taken = {
         precision.name: sum(heads * _token_bytes(precision, key, value, element_bytes) for heads, key, value in shapes)

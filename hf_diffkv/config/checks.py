@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import re
 from collections.abc import Mapping
 from typing import Any, Union
 
@@ -11,6 +12,10 @@ from ..precision import Precision, as_precision, is_integer
 
 Threshold = Union[float, tuple[float, ...], tuple[tuple[float, ...], ...]]
 HeadPrecisions = tuple[Union[tuple[Precision, ...], None], ...]
+UNITS = {"B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
+UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
+# a smaller number without a unit is a unit forgotten
+LEAST_WITHOUT_UNIT = 1_000_000
 
 
 class Options(dict):
@@ -89,6 +94,36 @@ def as_count(name: str, value: Any, least: int = 1) -> int:
     if not is_integer(value) or value < least:
         raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
     return int(value)
+
+
+def as_bytes(name: str, value: Any) -> int:
+    """Bytes, from a number of them or a text for `bytes_in`. Raises `ValueError` for anything else."""
+    if not isinstance(value, str):
+        return as_count(name, value)
+    try:
+        return bytes_in(value)
+    except ValueError as error:
+        raise ValueError(f"{name}={error}") from error
+
+
+def bytes_in(text: str) -> int:
+    """How many bytes a text such as 24GB, 512MiB or 1000000 says. Raises `ValueError`, which begins with the text."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    units = {unit.lower(): factor for unit, factor in UNITS.items()}
+    if match is None or match[2].lower() not in {"", *units}:
+        raise ValueError(f"{text!r} is no size; write 24GB, 512MiB or a number of bytes.")
+    size = int(float(match[1]) * units.get(match[2].lower(), 1))
+    if size < 1:
+        raise ValueError(f"{text!r} is nothing; give at least a byte.")
+    if not match[2] and size < LEAST_WITHOUT_UNIT:
+        raise ValueError(f"{text!r} is {size} bytes; write {match[1]}GB, or {size}B if so few are meant.")
+    return size
+
+
+def as_ratio(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < value <= 1:
+        raise ValueError(f"{name}={value!r} must be a number above 0 and at most 1, for example 0.3.")
+    return float(value)
 
 
 def as_range(name: str, value: Any) -> tuple[int, int] | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from . import files, found
 from .allocation import SENSITIVITY, fields_for, ratio_of
+from .checks import as_ratio
 from .presets import DEFAULT_PRESET, LEVEL_FIELDS, PRESETS, preset_for, preset_named, preset_within
 from .sensitivity import FIELDS
 
@@ -42,7 +43,7 @@ def choose(
     saved = _saved(model)
     if saved is not None and preset is None and target_ratio is None:
         return saved
-    ratio = RATIOS[preset or DEFAULT_PRESET] if target_ratio is None else target_ratio
+    ratio = RATIOS[preset or DEFAULT_PRESET] if target_ratio is None else as_ratio("target_ratio", target_ratio)
     # published thresholds stand where nothing else is asked for
     published = named is None and target_ratio is None and plain != PRESETS[DEFAULT_PRESET]
     calibration = None if published else _measured(model, saved)

@@ -17,6 +17,7 @@ from .checks import (
     HeadPrecisions,
     Options,
     Threshold,
+    as_bytes,
     as_count,
     as_head_precisions,
     as_range,
@@ -69,12 +70,13 @@ class DiffKVConfig:
             of a stored token: 32 each, or 16, with scales of 5 bits of mantissa and sums that are rounded at random.
             Tokens have neither significance nor position where none is chosen by it (`selects`).
         page_bytes: largest size of a unified page in bytes; None chooses the best filled size near 6 KiB.
-        max_bytes: byte budget per device; None is unlimited.
+        max_bytes: byte budget per device, as a number or a size such as "3GB"; None is unlimited.
         cuda_graphs: whether `generate()` on a CUDA device captures a decode step once and replays it; its
             `compile_config` has the forward compiled beforehand.
 
     Raises:
-        ValueError: a value outside its range, or thresholds out of order. The message names the argument.
+        ValueError: a value outside its range, thresholds out of order, or a field that there is none of. The message
+            names the argument.
     """
 
     high: Precision = Precision(8, 4)
@@ -120,9 +122,15 @@ class DiffKVConfig:
             adaptive_rounding: bool = ...,
             metadata_bits: int = ...,
             page_bytes: int | None = ...,
-            max_bytes: int | None = ...,
+            max_bytes: int | str | None = ...,
             cuda_graphs: bool = ...,
         ) -> None: ...
+    else:
+
+        def __new__(cls, *args, **kwargs):
+            # names the field that may have been meant, as the constructor does not
+            cls._check_names(kwargs)
+            return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name in ("high", "low"):
@@ -131,7 +139,9 @@ class DiffKVConfig:
             object.__setattr__(self, name, as_threshold(name, getattr(self, name)))
         self._check_order()
         object.__setattr__(self, "head_precisions", as_head_precisions(self.head_precisions))
-        for name in ("window", "compaction_interval", "observation_window", "page_bytes", "max_bytes"):
+        if self.max_bytes is not None:
+            object.__setattr__(self, "max_bytes", as_bytes("max_bytes", self.max_bytes))
+        for name in ("window", "compaction_interval", "observation_window", "page_bytes"):
             if getattr(self, name) is not None or name in ("window", "compaction_interval"):
                 object.__setattr__(self, name, as_count(name, getattr(self, name)))
         for name in ("rotate", "center", "adaptive_rounding", "cuda_graphs"):

@@ -6,9 +6,11 @@ import difflib
 import os
 import re
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 from ..precision import Precision
+from .checks import as_ratio
 
 # model name -> (alpha_low, alpha_high); a sibling release (Llama-3.1, a distillation) was not calibrated
 CALIBRATED: dict[str, tuple[float, float]] = {
@@ -61,13 +63,12 @@ def preset_within(target_ratio: Any, model_config: Any) -> dict[str, Any]:
         model_config: a Transformers configuration, for the size of a head and of an element.
 
     Raises:
-        ValueError: `target_ratio` is no number above 0, or below what the smallest takes; no configuration.
+        ValueError: `target_ratio` is no number above 0 and at most 1, or below what the smallest takes; no configuration.
     """
     # the page format computes bytes; what imports this module for a name need not load it
     from ..pages.layout import PageLayout
 
-    if isinstance(target_ratio, bool) or not isinstance(target_ratio, (int, float)) or not 0 < target_ratio:
-        raise ValueError(f"target_ratio={target_ratio!r} must be a number above 0, for example 0.3.")
+    as_ratio("target_ratio", target_ratio)
     head_dim, element_bytes = head_size(model_config)
     for name in LADDER:
         precision = Precision.parse(name)
@@ -108,18 +109,39 @@ def preset_for(model_config: Any, given: Collection[str] = ()) -> dict[str, Any]
 
     Args:
         given: fields that somebody chooses; where one of `LEVEL_FIELDS` is among them, no preset is taken.
+
+    Raises:
+        ValueError: neither a configuration nor what can be the name of a model.
     """
     if isinstance(model_config, (str, os.PathLike)):
         name = os.fspath(model_config)
+        _check_name(name)
     elif hasattr(model_config, "name_or_path"):
         name = model_config.name_or_path
     else:
         raise ValueError(
             f"a {type(model_config).__name__} is no model; pass the model, model.config, or the model's name or folder."
         )
-    name = (name or "").lower().replace("_", "-").rstrip("/").rsplit("/", 1)[-1]
+    published = _published(name or "")
+    if published is not None:
+        return published
+    return SAFE if LEVEL_FIELDS & set(given) else dict(PRESETS[DEFAULT_PRESET])
+
+
+def _published(name: str) -> dict[str, Any] | None:
+    """Config fields of a model whose thresholds, or whose family's precisions, the papers give."""
+    name = name.lower().replace("_", "-").rstrip("/").rsplit("/", 1)[-1]
     grouped = GROUPED_PRECISIONS if GROUPED.match(name) else {}
     for pattern, (alpha_low, alpha_high) in CALIBRATED.items():
         if re.fullmatch(pattern, name):
             return {"alpha_low": alpha_low, "alpha_high": alpha_high, **grouped}
-    return {**SAFE, **grouped} if grouped or LEVEL_FIELDS & set(given) else dict(PRESETS[DEFAULT_PRESET])
+    return {**SAFE, **grouped} if grouped else None
+
+
+def _check_name(name: str) -> None:
+    """Raises `ValueError` for a text that names no model."""
+    if Path(name).is_dir() or re.fullmatch(r"[^/\s]+/[^/\s]+", name) or _published(name) is not None:
+        return
+    close = difflib.get_close_matches(name.lower(), PRESETS, n=1)
+    hint = f"for a preset write preset={close[0]!r}" if close else "pass the model or model.config"
+    raise ValueError(f"{name!r} is no model: neither a folder nor OWNER/NAME of the Hub; {hint}.")

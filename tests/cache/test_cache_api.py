@@ -276,3 +276,11 @@ def test_lossless_beam_search_equals_dynamic_cache(name: str) -> None:
     cache = DiffKVCache(model.config, DiffKVConfig.lossless())
     assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
     cache.check_integrity()
+
+
+def test_the_configuration_of_a_model_by_keyword() -> None:
+    """As `DynamicCache` takes it."""
+    model = model_of()
+    for cache in (DiffKVCache(config=model.config), DiffKVCache(config=model), DiffKVCache(model_config=model)):
+        assert cache.config == DiffKVCache(model.config).config and cache.compressed_layers() == [0, 1]
+    assert DiffKVCache(config=model.config, window=7).config.window == 7

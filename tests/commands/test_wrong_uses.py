@@ -67,6 +67,7 @@ QUICK = [
     (["plan", *TINY], "Missing option '--memory'."),
     (["plan", "--memory", "1GB"], "Missing option '--model'."),
     (["plan", *TINY, "--memory", "24 apples"], "'24 apples' is no size"),
+    (["plan", *TINY, "--memory", "24"], "'--memory': '24' is 24 bytes; write 24GB, or 24B if so few are meant."),
     (["plan", *TINY, "--memory", "1GB", "--batch", "0"], "'--batch': 0 is too few"),
     (["plan", *TINY, "--memory", "1GB", "--high-share", "2"], "'--high-share': 2.0 is not in the range 0<=x<=1."),
     (["inspect", ""], "the prompt is empty; there is nothing to look at."),
@@ -108,7 +109,7 @@ SLOW = [
     (["generate", "a", "--model", "no/such/model/folder"], 2, "cannot load the model no/such/model/folder: "),
     (["inspect", "a" * 4097], 2, "the prompt has 4097 tokens, but the model's max_position_embeddings is 4096"),
     (["inspect", "--model", str(ROOT / "docs"), "--quiet"], 2, "cannot load the model "),
-    (["inspect", "--window", "9", "--high", "K5V4", "--low", "K5V4", "--quiet", "--max-bytes", "9"], 0, ""),
+    (["inspect", "--window", "9", "--high", "K5V4", "--low", "K5V4", "--quiet", "--max-bytes", "9B"], 0, ""),
     (["chat", *TINY, "--quiet"], 2, "tiny-lm cannot be talked with: the tokenizer has no chat template"),
     (["plan", *TINY, "--memory", "5MB"], 1, "the weights take 8.93 MB, which leaves nothing of 5.00 MB"),
     (["plan", *TINY, "--memory", "1GB", "--context", "5000"], 2, "--context 5000 is above the model's"),
@@ -224,7 +225,7 @@ def test_env(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "text, size",
-    [("24GB", 24_000_000_000), ("1.5KiB", 1536), ("512mib", 512 << 20), ("7", 7), ("2 TB", 2 * 10**12)],
+    [("24GB", 24_000_000_000), ("1.5KiB", 1536), ("512mib", 512 << 20), ("7B", 7), ("1000000", 1_000_000), ("2 TB", 2 * 10**12)],
 )
 def test_sizes(text: str, size: int) -> None:
     from hf_diffkv.commands.options import Bytes

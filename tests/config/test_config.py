@@ -136,6 +136,7 @@ def test_numbers_of_numpy_become_plain_ones() -> None:
     precision = Precision(np.int64(8), np.int32(4))
     config = DiffKVConfig(high=precision, alpha_high=[np.float32(1.5)], window=np.int64(5), max_bytes=np.int64(10**9))
     assert config == DiffKVConfig(high=(8, 4), alpha_high=(1.5,), window=5, max_bytes=10**9)
+    assert config == DiffKVConfig(high=(8, 4), alpha_high=(1.5,), window=5, max_bytes="1 gb")
     assert DiffKVConfig.from_json(config.to_json()) == config
 
 
@@ -268,7 +269,7 @@ def test_the_best_precision_within_a_ratio(ratio: float, head_dim: int, dtype: s
 @pytest.mark.parametrize(
     "ratio, model, words",
     [
-        *((value, LlamaConfig(), "must be a number above 0") for value in (0, -0.2, "0.3", True)),
+        *((value, LlamaConfig(), "must be a number above 0") for value in (0, -0.2, 1.01, 30, "0.3", True)),
         (0.1, LlamaConfig(), "is below what K4V2 takes of heads of 128, 0.195"),
         (0.3, "someone/a-model", "pass the model or model.config"),
     ],
