@@ -35,8 +35,7 @@ class DiffKVCache(Cache):
     keep Transformers' own layers.
 
     Args:
-        model_config: the model's `PretrainedConfig`, or the model itself; as `config` alone, as `DynamicCache` takes it,
-            it does as well.
+        model_config: the model's `PretrainedConfig`, or the model itself; `config=` takes it as `DynamicCache` does.
         config: a `DiffKVConfig`, the name of a preset ("quality", "balanced", "small"), or a dict of fields on top of
             `DiffKVConfig.for_model(model_config)`, which None takes as it is.
         **kwargs: single fields of `DiffKVConfig`, on top of `config`.

@@ -18,7 +18,7 @@ from .generate import SAMPLING, sampling_options
 from .help import Command
 from .inspect import level_table
 from .models import load_tokenizer, position_limit, supported_config, usable_device
-from .options import AtLeast, config_of, config_options, model_option, quiet_option, running_options
+from .options import AtLeast, choice_of, config_for, config_options, model_option, quiet_option, running_options
 
 if TYPE_CHECKING:
     from ..evaluation.talk import Talk
@@ -66,9 +66,10 @@ def command(**given: Any) -> None:
 
 
 def _start(options: SimpleNamespace, saved: dict[str, Any] | None) -> tuple[Talk, int | None]:
-    config = config_of(options)
+    choice = choice_of(options)
     progress(f"loading {options.model}", options.quiet)
     model_config = supported_config(options.model)
+    config_for(choice, model_config)
     tokenizer = load_tokenizer(options.model)
 
     import torch
@@ -90,7 +91,7 @@ def _start(options: SimpleNamespace, saved: dict[str, Any] | None) -> tuple[Talk
     torch.manual_seed(options.seed)
     try:
         if saved is None:
-            cache, state = DiffKVCache(model.config, config), {}
+            cache, state = DiffKVCache(model, config_for(choice, model)), {}
         else:
             cache, state = DiffKVCache.from_pretrained(options.load, model), saved
     except (ValueError, OSError) as error:

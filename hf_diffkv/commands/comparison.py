@@ -83,7 +83,7 @@ def figures(job: Any, runs: list[Run], versions: dict[str, str]) -> dict[str, An
     found = {
         "text": compressed.text,
         "answers": compressed.answers,
-        "config": job.config,
+        "config": compressed.config,
         "model": job.model,
         "dtype": job.dtype,
         "device": job.device,

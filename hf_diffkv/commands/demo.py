@@ -9,7 +9,7 @@ import click
 from .console import Failure, one_line, progress
 from .help import Command
 from .models import supported_config
-from .options import AtLeast, model_option
+from .options import AtLeast, model_option, preset_option
 
 
 @click.command(
@@ -20,7 +20,8 @@ from .options import AtLeast, model_option
 )
 @model_option(default=None, show_default="smollm2, or tiny-lm where it cannot be had")
 @click.option("--port", metavar="N", type=AtLeast(), help="Where to listen.  [default: 7860 or the next free one]")
-def command(model: str | None, port: int | None) -> None:
+@preset_option
+def command(model: str | None, port: int | None, preset: str | None) -> None:
     if port is not None and port > 65535:
         raise click.UsageError(f"--port {port} is no port; give one up to 65535.")
     if importlib.util.find_spec("gradio") is None:
@@ -30,12 +31,13 @@ def command(model: str | None, port: int | None) -> None:
         supported_config(model)
     from ..demo.generation import InputError, load
     from ..demo.page import serve
+    from ..demo.settings import setting_of
 
     try:
         generator, note = load(model)
         if note:
             progress(note)
-        serve(generator, note, port)
+        serve(generator, note, port, setting_of(preset, generator.settings))
     except InputError as error:
         raise Failure(one_line(error)) from error
     except OSError as error:

@@ -20,8 +20,10 @@ from .models import load_tokenizer, position_limit, supported_config, usable_dev
 from .options import (
     AtLeast,
     chain,
-    config_of,
+    choice_of,
+    config_for,
     config_options,
+    fields_of,
     json_option,
     model_option,
     prompt_options,
@@ -98,9 +100,10 @@ def _job(options: SimpleNamespace) -> Job:
         raise click.UsageError("--system is of no effect without --chat.")
     if options.quiet and options.as_json:
         raise click.UsageError("--quiet and --json do not go together; leave one out.")
+    choice = choice_of(options)
     progress(f"reading the configuration of {options.model}", options.quiet)
-    config = config_of(options)
     model_config = supported_config(options.model)
+    config_for(choice, model_config)
     _check_length(options, turns, position_limit(model_config))
     device = usable_device(options.device)
 
@@ -112,7 +115,7 @@ def _job(options: SimpleNamespace) -> Job:
         model=resolve_model(options.model),
         turns=turns,
         max_new_tokens=options.max_new_tokens,
-        config=config.to_dict(),
+        config=fields_of(choice),
         dtype=options.dtype,
         device=device,
         seed=options.seed,

@@ -16,10 +16,12 @@ from .help import Command
 from .models import load_tokenizer, position_limit, supported_config
 from .options import (
     chain,
-    config_of,
+    choice_of,
+    config_for,
     config_options,
     json_option,
     model_option,
+    note_of_heads,
     prompt_options,
     quiet_option,
     read_prompt,
@@ -48,14 +50,23 @@ def command(**given: Any) -> None:
     text = read_prompt(options)
     if text == "":
         raise click.UsageError("the prompt is empty; there is nothing to look at.")
-    config = config_of(options)
+    choice = choice_of(options)
     progress(f"reading the configuration of {options.model}", options.quiet)
     model_config = supported_config(options.model)
+    config = config_for(choice, model_config)
+    model = None
+    if text is None:
+        note = note_of_heads(choice, model_config)
+        if note:
+            progress(paragraph(f"{note} A PROMPT has them read."), options.quiet)
+    else:
+        ids, pieces = _tokens(options, text, position_limit(model_config))
+        model = _load(options)
+        config = config_for(choice, model)
     found = {"model": options.model, "config": config.to_dict(), **_layers(model_config, config, options)}
     lines = [_layer_text(found)]
-    if text is not None:
-        ids, pieces = _tokens(options, text, position_limit(model_config))
-        cache = _run(options, config, ids)
+    if model is not None:
+        cache = _run(options, model, config, ids)
         kept = _kept(cache, pieces)
         found |= kept
         lines += ["", _kept_text(cache, kept)]
@@ -142,14 +153,18 @@ def _tokens(options: SimpleNamespace, text: str, limit: int | None) -> tuple[lis
     return ids, pieces
 
 
-def _run(options: SimpleNamespace, config: Any, ids: list[int]) -> DiffKVCache:
-    import torch
-
-    from ..cache.diffkv_cache import DiffKVCache
+def _load(options: SimpleNamespace) -> Any:
     from ..evaluation.models import load_model
 
     progress(f"loading {options.model}", options.quiet)
-    model = load_model(options.model, options.dtype, options.device, options.quiet)
+    return load_model(options.model, options.dtype, options.device, options.quiet)
+
+
+def _run(options: SimpleNamespace, model: Any, config: Any, ids: list[int]) -> DiffKVCache:
+    import torch
+
+    from ..cache.diffkv_cache import DiffKVCache
+
     model.set_attn_implementation("diffkv")
     cache = DiffKVCache(model.config, config)
     progress(f"reading {len(ids):,} tokens", options.quiet)

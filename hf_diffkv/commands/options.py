@@ -6,12 +6,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Union
 
 import click
 
 from ..config import DiffKVConfig, Precision
 from ..config.checks import bytes_in
+from ..config.found import beside
+from ..config.presets import preset_named, published
 from ..evaluation.models import resolve_model
 from .console import one_line
 
@@ -20,6 +22,8 @@ STDIN = "-"
 OPTION_FIELDS = ("alpha_high", "alpha_low", "window", "sinks", "high", "low", "rotate", "center", "max_bytes")
 # what a lossless configuration leaves open
 LOSSLESS_FIELDS = {"window", "sinks", "max_bytes"}
+# what a preset chooses
+PRESET_FIELDS = {"alpha_high", "alpha_low", "high", "low"}
 
 
 class Bytes(click.ParamType):
@@ -49,6 +53,19 @@ class PrecisionType(click.ParamType):
             return Precision.parse(value.replace("k", "K").replace("v", "V"))
         except ValueError as error:
             self.fail(f"{value}: {error}", param, context)
+
+
+class Preset(click.ParamType):
+    """The name of a preset."""
+
+    name = "NAME"
+
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> str:
+        try:
+            preset_named(value)
+        except ValueError as error:
+            self.fail(str(error), param, context)
+        return value
 
 
 class Numbers(click.ParamType):
@@ -136,8 +153,16 @@ json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else, on stdout."
 )
 
+preset_option = click.option(
+    "--preset",
+    type=Preset(),
+    metavar="P",
+    help="quality, balanced or small, from the most memory to the least; for each head, where heads were measured.",
+)
+
 # what a token takes
 format_options = chain(
+    preset_option,
     click.option("--high", metavar="KxVy", type=PrecisionType(), help="Bits of keys and values of important tokens."),
     click.option("--low", metavar="KxVy", type=PrecisionType(), help="Bits of keys and values of the others: K4V2."),
     click.option("--window", metavar="N", type=AtLeast(), help="Newest tokens kept uncompressed."),
@@ -200,27 +225,69 @@ def read_file(name: str) -> str:
         raise click.UsageError(f"{'stdin' if name == STDIN else name} is not UTF-8 text.") from error
 
 
-def config_of(options: SimpleNamespace) -> DiffKVConfig:
-    """The configuration that `config_options` ask for, for `options.model`.
+# a configuration, or fields, of which one may be a preset's name, on top of what suits a model
+Choice = Union[DiffKVConfig, dict[str, Any]]
+
+
+def choice_of(options: SimpleNamespace) -> Choice:
+    """What `config_options` ask for, before anything of `options.model` is read.
 
     Raises:
         click.UsageError: values that do not go together, or a saved configuration that cannot be read.
     """
     fields = {name: getattr(options, name, None) for name in OPTION_FIELDS}
     fields = {name: value for name, value in fields.items() if value is not None}
-    lossless = getattr(options, "lossless", False)
-    if lossless and options.config is not None:
-        raise click.UsageError("--lossless and --config do not go together; leave one out.")
-    spoiling = sorted(set(fields) - LOSSLESS_FIELDS) if lossless else []
-    if spoiling:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in spoiling)
-        raise click.UsageError(f"--lossless stores everything as it is; leave {names} out.")
+    names = ("preset", "config", "lossless")
+    bases = [f"--{name}" for name in names if getattr(options, name, None)]
+    if len(bases) > 1:
+        raise click.UsageError(f"{bases[-1]} and {bases[0]} do not go together; leave one out.")
+    if bases == ["--lossless"]:
+        _leave_out(set(fields) - LOSSLESS_FIELDS, "--lossless stores everything as it is")
+    if bases == ["--preset"]:
+        _leave_out(set(fields) & PRESET_FIELDS, f"--preset {options.preset} chooses bits and levels")
     try:
-        if lossless:
+        if bases == ["--lossless"]:
             return DiffKVConfig.lossless(**fields)
-        if options.config is not None:
+        if bases == ["--config"]:
             saved = DiffKVConfig.from_pretrained(options.config)
             return DiffKVConfig.from_dict({**saved.to_dict(), **fields})
-        return DiffKVConfig.for_model(resolve_model(options.model), **fields)
+        # values that contradict each other, with the thresholds of models that have published ones
+        DiffKVConfig(**{**(published(resolve_model(options.model)) or {}), **fields})
     except (ValueError, OSError) as error:
         raise click.UsageError(one_line(error)) from error
+    return {"preset": options.preset, **fields} if options.preset else fields
+
+
+def config_for(choice: Choice, model: Any) -> DiffKVConfig:
+    """The configuration for a loaded model, or for a model's configuration, which does not tell measured heads.
+
+    Raises:
+        click.UsageError: values that do not go together, or a file beside the model that cannot be read.
+    """
+    try:
+        return choice if isinstance(choice, DiffKVConfig) else DiffKVConfig.for_model(model, **choice)
+    except (ValueError, OSError) as error:
+        raise click.UsageError(one_line(error)) from error
+
+
+def fields_of(choice: Choice) -> dict[str, Any]:
+    """The same as plain values, for `DiffKVCache` in another process."""
+    return choice.to_dict() if isinstance(choice, DiffKVConfig) else choice
+
+
+def note_of_heads(choice: Choice, model_config: Any) -> str:
+    """What a configuration that was chosen without the weights may lack; empty where it lacks nothing."""
+    if isinstance(choice, DiffKVConfig) or PRESET_FIELDS & set(choice) or beside(model_config) is not None:
+        return ""
+    if published(model_config.name_or_path) is not None and "preset" not in choice:
+        return ""
+    return (
+        "These are the same bits for all heads: no configuration was found beside the model, and whether its heads "
+        "were measured is known with the weights only."
+    )
+
+
+def _leave_out(spoiling: set[str], why: str) -> None:
+    if spoiling:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(spoiling))
+        raise click.UsageError(f"{why}; leave {names} out.")

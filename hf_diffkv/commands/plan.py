@@ -12,7 +12,18 @@ from ..evaluation.models import resolve_model
 from .console import Failure, megabytes, paragraph, progress, table
 from .help import Command
 from .models import supported_config
-from .options import AtLeast, Bytes, chain, config_of, dtype_option, format_options, json_option, model_option
+from .options import (
+    AtLeast,
+    Bytes,
+    chain,
+    choice_of,
+    config_for,
+    dtype_option,
+    format_options,
+    json_option,
+    model_option,
+    note_of_heads,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,9 +65,10 @@ size_options = chain(
 @json_option
 def command(**given: Any) -> None:
     options = SimpleNamespace(**given)
-    config = config_of(options)
+    choice = choice_of(options)
     progress(f"reading the configuration of {options.model}", options.as_json)
     model_config = supported_config(options.model)
+    config = config_for(choice, model_config)
 
     import torch
 
@@ -98,6 +110,9 @@ def command(**given: Any) -> None:
         "caches": rows,
     }
     click.echo(json.dumps(found, indent=2) if options.as_json else _text(found))
+    note = note_of_heads(choice, model_config)
+    if note:
+        progress(paragraph(note), options.as_json)
 
 
 def _caches(shape: ModelShape, config: Any, shares: tuple[float, ...]) -> dict[str, Callable[[int], int]]:

@@ -18,8 +18,10 @@ from .models import load_tokenizer, position_limit, supported_config, usable_dev
 from .options import (
     AtLeast,
     Bytes,
+    Choice,
     chain,
-    config_of,
+    choice_of,
+    config_for,
     known_model,
     level_options,
     quiet_option,
@@ -92,15 +94,16 @@ choice_options = chain(
 def command(**given: Any) -> None:
     options = SimpleNamespace(**given)
     _check(options)
-    config = config_of(options)
+    choice = choice_of(options)
     model_config = supported_config(options.model)
+    config_for(choice, model_config)
     _check_length(options, position_limit(model_config))
     tokenizer = load_tokenizer(options.model)
     if options.chat_template is not None:
         tokenizer.chat_template = read_file(options.chat_template)
     options.device = usable_device(options.device)
     with _listen(options) as listener:
-        _serve(options, config, model_config, tokenizer, listener)
+        _serve(options, choice, model_config, tokenizer, listener)
 
 
 def _check(options: SimpleNamespace) -> None:
@@ -138,7 +141,7 @@ def _listen(options: SimpleNamespace) -> socket.socket:
 
 
 def _serve(
-    options: SimpleNamespace, config: DiffKVConfig, model_config: Any, tokenizer: Any, listener: socket.socket
+    options: SimpleNamespace, choice: Choice, model_config: Any, tokenizer: Any, listener: socket.socket
 ) -> None:
     try:
         from ..batching.server import parts  # noqa: F401
@@ -156,6 +159,7 @@ def _serve(
 
     progress(f"loading {options.model}", options.quiet)
     model = load_model(options.model, options.dtype, options.device, options.quiet)
+    config = config_for(choice, model)
     try:
         engine = _engine(options, model, config)
         _use_prefixes(options, model, config, engine)

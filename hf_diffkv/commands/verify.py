@@ -12,7 +12,17 @@ import click
 from .console import Failure, paragraph, progress, table
 from .help import Command
 from .models import load_tokenizer, position_limit, supported_config, usable_device
-from .options import AtLeast, config_of, config_options, json_option, model_option, quiet_option, running_options
+from .options import (
+    AtLeast,
+    Choice,
+    choice_of,
+    config_for,
+    config_options,
+    json_option,
+    model_option,
+    quiet_option,
+    running_options,
+)
 
 MAX_KL = 0.01
 LENGTH, CONTINUED = 1024, 128
@@ -43,7 +53,7 @@ def command(**given: Any) -> None:
     options = SimpleNamespace(**given)
     if options.lossless:
         raise click.UsageError("--lossless is measured anyway; leave it out.")
-    outcomes, verdict, good = _verify(options, config_of(options))
+    outcomes, verdict, good = _verify(options, choice_of(options))
     if options.as_json:
         found = {"model": options.model, "good": good, "verdict": verdict, "max_kl": options.max_kl}
         found["outcomes"] = [{**dataclasses.asdict(each), "ratio": each.ratio} for each in outcomes]
@@ -60,15 +70,17 @@ def command(**given: Any) -> None:
         click.echo(paragraph(verdict))
 
 
-def _verify(options: SimpleNamespace, config: Any) -> tuple[list[Any], str, bool]:
+def _verify(options: SimpleNamespace, choice: Choice) -> tuple[list[Any], str, bool]:
     """What was measured, the verdict, and whether all is well."""
+    progress(f"loading {options.model}", options.quiet)
+    model_config = supported_config(options.model)
+    config = config_for(choice, model_config)
     if options.length <= config.window + config.sinks:
         raise click.UsageError(
             f"--length {options.length}: the window of {config.window} and the sinks hold such a prompt uncompressed; "
             "give more."
         )
-    progress(f"loading {options.model}", options.quiet)
-    limit = position_limit(supported_config(options.model))
+    limit = position_limit(model_config)
     if limit is not None and options.length + options.continued > limit:
         raise click.UsageError(
             f"--length and --continued are {options.length + options.continued} tokens together, but the model's "
@@ -86,6 +98,7 @@ def _verify(options: SimpleNamespace, config: Any) -> tuple[list[Any], str, bool
 
     found = stretches(read_pieces(options.text), tokenizer, options.documents, options.length, options.continued)
     model = load_model(options.model, options.dtype, device, options.quiet)
+    config = config_for(choice, model)
     progress(f"dense cache: {options.documents} x {options.length + options.continued:,} tokens", options.quiet)
     expected = references(model, get_method("dense"), found)
 
@@ -106,7 +119,13 @@ def _verify(options: SimpleNamespace, config: Any) -> tuple[list[Any], str, bool
     if chosen.kl <= options.max_kl:
         return outcomes, _good(chosen, options.max_kl), True
     for name, fields in GENTLER.items():
-        flat = {"high": fields["high"], "low": fields["high"], "alpha_high": 0.0, "alpha_low": 0.0}
+        flat = {
+            "high": fields["high"],
+            "low": fields["high"],
+            "alpha_high": 0.0,
+            "alpha_low": 0.0,
+            "head_precisions": None,
+        }
         outcomes.append(run(f"all {name}", {**config.to_dict(), **flat}))
         if outcomes[-1].kl <= options.max_kl:
             break

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from .presets import close_preset
+
 CONFIG_NAME = "diffkv_config.json"
 # key of what a configuration was chosen by
 CALIBRATION = "calibration"
@@ -61,7 +63,7 @@ def find(
     """The file of a folder, or of a repository of the Hub, downloaded unless it is in the Hub's cache.
 
     Raises:
-        FileNotFoundError: the folder or the repository has no such file, or there is neither.
+        FileNotFoundError: the folder or the repository has no such file, there is neither, or a preset was meant.
         OSError: the repository may not be read, or the Hub cannot be reached and the file is not in its cache.
     """
     folder = Path(name)
@@ -71,9 +73,12 @@ def find(
         raise FileNotFoundError(
             f"{folder / CONFIG_NAME} does not exist; write it with DiffKVConfig.save_pretrained first."
         )
+    repo = os.fspath(name)
+    preset = None if "/" in repo else close_preset(repo)
+    if preset is not None:
+        raise FileNotFoundError(f"{repo!r} is no folder; did you mean --preset {preset} (preset={preset!r} in Python)?")
     from huggingface_hub import errors, hf_hub_download
 
-    repo = os.fspath(name)
     try:
         found = hf_hub_download(
             repo,

@@ -63,7 +63,8 @@ def preset_within(target_ratio: Any, model_config: Any) -> dict[str, Any]:
         model_config: a Transformers configuration, for the size of a head and of an element.
 
     Raises:
-        ValueError: `target_ratio` is no number above 0 and at most 1, or below what the smallest takes; no configuration.
+        ValueError: `target_ratio` is no number above 0 and at most 1, or below what the smallest takes; or there is no
+            configuration.
     """
     # the page format computes bytes; what imports this module for a name need not load it
     from ..pages.layout import PageLayout
@@ -98,10 +99,16 @@ def head_size(model_config: Any) -> tuple[int, int]:
 def preset_named(name: str) -> dict[str, Any]:
     """Config fields of one of `PRESETS`. Raises `ValueError` for another name."""
     if name not in PRESETS:
-        close = difflib.get_close_matches(str(name).lower(), PRESETS, n=1)
-        hint = f"did you mean {close[0]!r}? Choose" if close else "choose"
+        close = close_preset(name)
+        hint = f"did you mean {close!r}? Choose" if close else "choose"
         raise ValueError(f"there is no preset {name!r}; {hint} one of {', '.join(map(repr, PRESETS))}.")
     return PRESETS[name]
+
+
+def close_preset(name: Any) -> str | None:
+    """The preset that was probably meant."""
+    close = difflib.get_close_matches(str(name).lower(), PRESETS, n=1)
+    return close[0] if close else None
 
 
 def preset_for(model_config: Any, given: Collection[str] = ()) -> dict[str, Any]:
@@ -122,13 +129,13 @@ def preset_for(model_config: Any, given: Collection[str] = ()) -> dict[str, Any]
         raise ValueError(
             f"a {type(model_config).__name__} is no model; pass the model, model.config, or the model's name or folder."
         )
-    published = _published(name or "")
-    if published is not None:
-        return published
+    known = published(name or "")
+    if known is not None:
+        return known
     return SAFE if LEVEL_FIELDS & set(given) else dict(PRESETS[DEFAULT_PRESET])
 
 
-def _published(name: str) -> dict[str, Any] | None:
+def published(name: str) -> dict[str, Any] | None:
     """Config fields of a model whose thresholds, or whose family's precisions, the papers give."""
     name = name.lower().replace("_", "-").rstrip("/").rsplit("/", 1)[-1]
     grouped = GROUPED_PRECISIONS if GROUPED.match(name) else {}
@@ -140,8 +147,8 @@ def _published(name: str) -> dict[str, Any] | None:
 
 def _check_name(name: str) -> None:
     """Raises `ValueError` for a text that names no model."""
-    if Path(name).is_dir() or re.fullmatch(r"[^/\s]+/[^/\s]+", name) or _published(name) is not None:
+    if Path(name).is_dir() or re.fullmatch(r"[^/\s]+/[^/\s]+", name) or published(name) is not None:
         return
-    close = difflib.get_close_matches(name.lower(), PRESETS, n=1)
-    hint = f"for a preset write preset={close[0]!r}" if close else "pass the model or model.config"
+    close = close_preset(name)
+    hint = f"for a preset write preset={close!r}" if close else "pass the model or model.config"
     raise ValueError(f"{name!r} is no model: neither a folder nor OWNER/NAME of the Hub; {hint}.")

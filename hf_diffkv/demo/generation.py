@@ -24,6 +24,7 @@ from ..evaluation.models import HUB_IDS, resolve_model
 from ..evaluation.side_by_side import EXPECTED, bytes_of_layers
 from ..evaluation.talk import chat_turns
 from ..plot.pieces import pieces_of_ids, pieces_of_text
+from .settings import settings_for
 
 DEFAULT_MODEL, BUNDLED_MODEL = "smollm2", "tiny-lm"
 REFRESH_SECONDS = 0.1
@@ -120,6 +121,7 @@ class Generator:
     Attributes:
         title: what to call the model.
         chats: whether it has a chat template.
+        settings: what visitors choose from.
 
     Raises:
         InputError: the model cannot be loaded, or does not work with DiffKV.
@@ -138,6 +140,7 @@ class Generator:
         if not self.layers or not self.tokenizer.is_fast:
             missing = "layer of plain full attention" if not self.layers else "fast tokenizer"
             raise InputError(f"cannot use the model {name}: it has no {missing}.")
+        self.settings = settings_for(self.model)
         config = self.model.config.get_text_config(decoder=True)
         self.heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.chats = bool(self.tokenizer.chat_template)

@@ -2,7 +2,7 @@
 
 # without `from __future__ import annotations`: Gradio looks at the types of handlers, and is imported on use
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..config import DiffKVConfig
@@ -12,7 +12,7 @@ from .figures import message
 from .generation import Entered, Generator, InputError
 from .heads import NOTHING, ON_LOAD, Place
 from .runs import Runs, Update, look
-from .settings import OWN, OWN_EXPLANATION, SETTINGS
+from .settings import DEFAULT, OWN, OWN_EXPLANATION, Setting
 from .style import CSS, FONTS
 
 CHAT, FREE_PROMPT = "chat", "free prompt"
@@ -25,15 +25,18 @@ A KV cache that keeps important tokens precise, others coarse, and prunes the re
 MOST_VISITORS = 30
 
 
-def entered(mode: str, system: str, document: str, question: str, prompt: str, *rest: Any) -> Entered:
+def entered(
+    settings: Mapping[str, Setting], mode: str, system: str, document: str, question: str, prompt: str, *rest: Any
+) -> Entered:
     """What the fields say. Raises `InputError` where `DiffKVConfig` refuses it.
 
     Args:
+        settings: by name.
         rest: tokens to generate, name of the setting, and the values of one's own.
     """
     new_tokens, chosen, alpha_high, alpha_low, high, low, window = rest
     if chosen != OWN:
-        config = SETTINGS[chosen].config
+        config = settings[chosen].config
     else:
         try:
             config = DiffKVConfig(
@@ -46,11 +49,12 @@ def entered(mode: str, system: str, document: str, question: str, prompt: str, *
     return Entered("\n\n".join(filter(str.strip, (document, question))), new_tokens, config, chosen, True, system)
 
 
-def build(generator: Generator, note: str = "") -> Any:
+def build(generator: Generator, note: str = "", chosen: str = DEFAULT) -> Any:
     """The page, a `gradio.Blocks`.
 
     Args:
         note: what to say of the model.
+        chosen: the setting to begin with.
 
     Raises:
         ImportError: gradio is not installed.
@@ -81,8 +85,8 @@ def build(generator: Generator, note: str = "") -> Any:
                     prompt = _text_field(prompts[0].document, "Prompt", "prompt", 15, prompts[0].hint)
                     _offer(prompts, prompt)
             with gr.Column(scale=1, min_width=320):
-                setting = gr.Radio([*SETTINGS, OWN], value="default", label="setting", elem_id="setting")
-                explanation = gr.Markdown(SETTINGS["default"].explanation, elem_id="explanation")
+                setting = gr.Radio([*generator.settings, OWN], value=chosen, label="setting", elem_id="setting")
+                explanation = gr.Markdown(generator.settings[chosen].explanation, elem_id="explanation")
                 with gr.Column(visible=False) as own:
                     values = _sliders()
                 new_tokens = gr.Slider(1, 256, 32, step=1, label="tokens")
@@ -106,7 +110,7 @@ def build(generator: Generator, note: str = "") -> Any:
             return {shown[name]: value for name, value in update.items()}
 
         def generate(request: gr.Request, place: Place, *fields: Any) -> Iterator[dict[Any, Any]]:
-            for update in runs.run(request.session_hash or "", lambda: entered(*fields), place):
+            for update in runs.run(request.session_hash or "", lambda: entered(generator.settings, *fields), place):
                 yield on_page(update)
 
         def end(request: gr.Request) -> None:
@@ -117,7 +121,7 @@ def build(generator: Generator, note: str = "") -> Any:
             return on_page({"place": clicked, **look(result, clicked)})
 
         def choose_setting(chosen: str) -> tuple[str, Any]:
-            explained = OWN_EXPLANATION if chosen == OWN else SETTINGS[chosen].explanation
+            explained = OWN_EXPLANATION if chosen == OWN else generator.settings[chosen].explanation
             return explained, gr.update(visible=chosen == OWN)
 
         def choose_mode(chosen: str) -> tuple[Any, Any]:
@@ -179,13 +183,15 @@ def launched(page: Any, port: int | None = None) -> str:
     import gradio as gr
 
     theme = gr.themes.Soft(**FONTS)
-    return page.launch(theme=theme, css=CSS, footer_links=[], server_port=port, prevent_thread_lock=True)[1]
+    # quiet, for it would print how to make the page public
+    options = {"footer_links": [], "server_port": port, "prevent_thread_lock": True, "quiet": True}
+    return page.launch(theme=theme, css=CSS, **options)[1]
 
 
-def serve(generator: Generator, note: str = "", port: int | None = None) -> None:
+def serve(generator: Generator, note: str = "", port: int | None = None, chosen: str = DEFAULT) -> None:
     """Serves the page until the process is interrupted. Raises as `build` and `launched`."""
-    page = build(generator, note)
-    launched(page, port)
+    page = build(generator, note, chosen)
+    print(f"Open {launched(page, port)} in a browser; Ctrl-C ends it.", flush=True)
     try:
         threading.Event().wait()
     finally:

@@ -53,7 +53,7 @@ class Job:
         turns: the prompt, then what the user adds after each answer.
         chat: whether the turns are messages to a chat model.
         max_new_tokens: tokens generated per turn.
-        config: fields of `DiffKVConfig` (DiffKV only).
+        config: fields as `DiffKVCache(model, config)` takes them (DiffKV only).
         system: system message of a chat; None leaves it to the template.
         sampling: further arguments of `generate()`, used where `sample` is True.
         picture: where to plot the levels; None for no picture.
@@ -94,6 +94,7 @@ class Run:
         tokens_per_second: of decoding, first tokens of turns left out; None if there was nothing else.
         levels: tokens per level over layers, heads and requests (DiffKV only); layers: the same per layer and head.
         num_layers: layers of the cache, compressed or not.
+        config: fields of the cache's `DiffKVConfig` (DiffKV only).
     """
 
     cache: str
@@ -113,6 +114,7 @@ class Run:
     note: str | None = None
     dense_bytes: int | None = None
     num_layers: int | None = None
+    config: dict[str, Any] | None = None
     answers: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -201,16 +203,16 @@ def execute(job: Job) -> Run:
 def _new_cache(model: Any, job: Job) -> Any:
     if job.cache == DYNAMIC:
         return DynamicCache(config=model.config)
-    return DiffKVCache(model.config, DiffKVConfig.from_dict(job.config))
+    return DiffKVCache(model, job.config)
 
 
 def _warm_up(model: Any, prompt: torch.Tensor, job: Job) -> None:
     """First calls pay for kernels and thread pools; they must not fall into the measured time."""
-    config = DiffKVConfig.from_dict(job.config) if job.cache == DIFFKV else DiffKVConfig()
+    cache = _new_cache(model, job)
+    config = cache.config if job.cache == DIFFKV else DiffKVConfig()
     window = config.window + config.sinks
     ids = prompt[:, -(window + 16) :]
     mask = torch.ones_like(ids)
-    cache = _new_cache(model, job)
     model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=WARM_UP_TOKENS, do_sample=False)
 
 
@@ -231,6 +233,7 @@ def _held(cache: Any, job: Job) -> tuple[dict[str, Any], str | None]:
         "payload_bytes": report.payload_bytes,
         "levels": report.tokens,
         "layers": [dataclasses.asdict(layer) for layer in report.layers],
+        "config": cache.config.to_dict(),
     }
     return held, note
 

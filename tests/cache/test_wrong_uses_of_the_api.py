@@ -60,7 +60,10 @@ CASES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     ),
     "ratio that is none": (lambda to: DiffKVCache(to.config, target_ratio=0.0), ("target_ratio=0.0", "0.3")),
     "ratio in percent": (lambda to: DiffKVCache(to.config, target_ratio=30), ("target_ratio=30", "at most 1")),
-    "ratio of a model in percent": (lambda to: DiffKVCache(to.model, target_ratio=30), ("target_ratio=30", "at most 1")),
+    "ratio of a model in percent": (
+        lambda to: DiffKVCache(to.model, target_ratio=30),
+        ("target_ratio=30", "at most 1"),
+    ),
     "ratio out of reach": (lambda to: DiffKVCache(to.config, target_ratio=0.01), ("target_ratio=0.01", "raise it")),
     "ratio beside a configuration": (
         lambda to: DiffKVCache(to.config, DiffKVConfig(), target_ratio=0.3),

@@ -41,6 +41,23 @@ QUICK = [
     (["generate", "a", "--low", "K7V4"], "K7V4: Precision.k_bits=7 is not supported"),
     (["generate", "a", "--alpha-low", "2"], "alpha_low=2.0 is above alpha_high=1.0"),
     (["generate", "a", "--alpha-high", "-1"], "alpha_high=-1.0 must be a number of at least 0"),
+    (["generate", "a", "--preset", "smal"], "'--preset': there is no preset 'smal'; did you mean 'small'? Choose one"),
+    (["serve", "tiny-lm", "--preset", "tiny"], "'--preset': there is no preset 'tiny'; choose one of 'quality', 'bal"),
+    (["demo", "--preset", "Quality"], "there is no preset 'Quality'; did you mean 'quality'?"),
+    (
+        ["generate", "a", "--preset", "small", "--lossless"],
+        "--lossless and --preset do not go together; leave one out.",
+    ),
+    (["chat", "--preset", "small", "--config", "x"], "--config and --preset do not go together; leave one out."),
+    (
+        ["verify", *TINY, "--preset", "small", "--high", "K8V4", "--alpha-low", "0", "--window", "9"],
+        "--preset small chooses bits and levels; leave --alpha-low, --high out.",
+    ),
+    (["inspect", "--config", "small"], "'small' is no folder; did you mean --preset small (preset='small' in Python)?"),
+    (
+        ["plan", *TINY, "--memory", "1GB", "--config", "Balancd"],
+        "'Balancd' is no folder; did you mean --preset balanced",
+    ),
     (["generate", "a", "--alpha-high", "x"], "'--alpha-high': 'x' is not a valid float."),
     (["generate", "a", "--window", "0"], "'--window': 0 is too few; give at least 1."),
     (["generate", "a", "--sinks", "-1"], "'--sinks': -1 is too few; give at least 0."),
@@ -225,7 +242,14 @@ def test_env(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "text, size",
-    [("24GB", 24_000_000_000), ("1.5KiB", 1536), ("512mib", 512 << 20), ("7B", 7), ("1000000", 1_000_000), ("2 TB", 2 * 10**12)],
+    [
+        ("24GB", 24_000_000_000),
+        ("1.5KiB", 1536),
+        ("512mib", 512 << 20),
+        ("7B", 7),
+        ("1000000", 1_000_000),
+        ("2 TB", 2 * 10**12),
+    ],
 )
 def test_sizes(text: str, size: int) -> None:
     from hf_diffkv.commands.options import Bytes

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from measured_heads import measured
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -17,9 +18,6 @@ from hf_diffkv.config.digest import model_digest
 from hf_diffkv.config.presets import PRESETS
 from hf_diffkv.config.sensitivity import Sensitivity
 
-HEADS = 2
-ERRORS = {2: 5.5, 3: 1.0, 4: 0.22, 5: 0.051, 6: 0.012, 8: 0.001}
-
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -27,18 +25,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(found.FOLDER_VARIABLE, str(tmp_path / "kept"))
     monkeypatch.setattr(found, "_told", set())
     return tmp_path / "kept"
-
-
-def measured(model: PreTrainedModel) -> Sensitivity:
-    """The first head of each layer loses a hundred times what the others do."""
-    config = model.config
-    losses = ((1e-2, *[1e-4] * (config.num_key_value_heads - 1)),) * config.num_hidden_layers
-    shapes = ((config.num_key_value_heads, config.head_dim, config.head_dim),) * config.num_hidden_layers
-    return Sensitivity(
-        *(config.model_type, model_digest(model), 2, shapes, losses, losses),
-        *({bits: error for bits, error in ERRORS.items()}, {bits: error / 5.5 for bits, error in ERRORS.items()}),
-        *(1, "0" * 16),
-    )
 
 
 def bits(config: DiffKVConfig) -> list[list[int]]:

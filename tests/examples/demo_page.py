@@ -13,15 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.demo.settings import settings_for
 
 ROOT = Path(__file__).parents[2]
 TINY_LM = ROOT / "examples" / "models" / "tiny-lm"
 PROMPT = (ROOT / "examples" / "prompts" / "recall.txt").read_text().removesuffix("\n")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 NEW_TOKENS = 32
+SETTINGS = settings_for(AutoConfig.from_pretrained(TINY_LM))
 WAIT_MS = 300_000
 NAMES = {0: "pruned", 1: "low", 2: "high", 3: "window"}
 

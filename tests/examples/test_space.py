@@ -23,6 +23,7 @@ from demo_page import (
     NAMES,
     PROMPT,
     ROOT,
+    SETTINGS,
     assert_levels,
     assert_readable,
     assert_written,
@@ -33,8 +34,6 @@ from demo_page import (
     opened,
     prune,
 )
-
-from hf_diffkv.demo.settings import SETTINGS
 
 FOLDER = ROOT / "examples" / "space"
 

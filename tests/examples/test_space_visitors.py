@@ -14,6 +14,7 @@ import pytest
 from demo_page import (
     NEW_TOKENS,
     PROMPT,
+    SETTINGS,
     assert_levels,
     assert_written,
     await_status,
@@ -30,7 +31,6 @@ from demo_page import (
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.demo import generation
 from hf_diffkv.demo.generation import Entered, Generator, InputError
-from hf_diffkv.demo.settings import SETTINGS
 
 
 class Gate:

@@ -1,0 +1,79 @@
+"""Presets on the command line, for models whose heads were measured and for others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from measured_heads import measured
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_diffkv import DiffKVConfig
+from hf_diffkv.cli import main
+from hf_diffkv.config import found
+from hf_diffkv.demo.settings import DEFAULT, setting_of, settings_for
+from hf_diffkv.evaluation.models import TINY_LM
+
+TEXT = "@sky=0400\n" * 20
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache folder."""
+    monkeypatch.setenv(found.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(found, "_told", set())
+    return tmp_path
+
+
+@pytest.fixture
+def model() -> Any:
+    """tiny-lm, whose heads are taken for measured."""
+    model = AutoModelForCausalLM.from_pretrained(TINY_LM)
+    found.keep(measured(model))
+    return model
+
+
+def config_in(printed: str) -> DiffKVConfig:
+    return DiffKVConfig.from_dict(json.loads(printed)["config"])
+
+
+def test_what_loads_the_weights_finds_what_its_heads_lose(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    commands = {
+        "inspect": ["inspect", TEXT, "--json"],
+        "generate": ["generate", TEXT, "--no-compare", "--max-new-tokens", "3", "--json"],
+    }
+    for arguments in commands.values():
+        for options, fields in (([], {}), (["--preset", "small", "--window", "9"], {"preset": "small", "window": 9})):
+            assert main([*arguments, "--model", "tiny-lm", *options]) == 0
+            chosen = config_in(capsys.readouterr().out)
+            assert chosen == DiffKVConfig.for_model(model, **fields) and chosen.head_precisions is not None
+
+
+def test_what_does_not_load_them_says_so(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["plan", "--model", "tiny-lm", "--memory", "1GB"]
+    for arguments in (["inspect", "--model", "tiny-lm"], plan):
+        for options, noted in ((["--preset", "small"], True), ([], True), (["--lossless"], False)):
+            if arguments is plan and options == ["--lossless"]:
+                options = ["--high", "K8V4"]
+            assert main([*arguments, *options]) == 0
+            printed = capsys.readouterr()
+            assert ("is known with the weights only" in " ".join(printed.err.split())) == noted
+    assert main(["inspect", "--model", "tiny-lm", "--preset", "small", "--json"]) == 0
+    assert config_in(capsys.readouterr().out) == DiffKVConfig.preset("small")
+
+
+def test_the_demo_begins_with_a_preset(model: Any) -> None:
+    measured_ones, others = settings_for(model), settings_for(AutoConfig.from_pretrained(TINY_LM))
+    for settings in (measured_ones, others):
+        assert setting_of(None, settings) == setting_of("balanced", settings) == DEFAULT
+        assert setting_of("quality", settings) == "gentle" and setting_of("small", settings) == "small"
+    assert measured_ones["small"].config == DiffKVConfig.for_model(model, preset="small")
+    assert "measured" in measured_ones[DEFAULT].explanation
+    assert "keys in 5 bits and values in 4" in others[DEFAULT].explanation
+    published = AutoConfig.from_pretrained(TINY_LM)
+    published._name_or_path = "Qwen/QwQ-32B"
+    settings = settings_for(published)
+    assert settings[DEFAULT].config.selects
+    assert settings[setting_of("balanced", settings)].config == DiffKVConfig.preset("balanced")
