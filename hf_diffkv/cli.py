@@ -15,7 +15,7 @@ import click
 
 from . import __version__
 from .commands import COMMANDS, load
-from .commands.console import one_line, width
+from .commands.console import log_on_terminal, one_line, width
 from .commands.help import Context
 from .evaluation.errors import EvaluationError
 
@@ -65,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command that `arguments` (those of the process without any) ask for, and returns its exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        code = hf_diffkv.main(given, prog_name=PROGRAM, standalone_mode=False, **_settings())
+        with log_on_terminal():
+            code = hf_diffkv.main(given, prog_name=PROGRAM, standalone_mode=False, **_settings())
         sys.stdout.flush()
         return code or 0
     except click.exceptions.NoArgsIsHelpError as error:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import click
 
@@ -29,6 +31,22 @@ def progress(message: str, quiet: bool = False) -> None:
     """A line on stderr about what is being done."""
     if not quiet:
         print(message, file=sys.stderr, flush=True)
+
+
+class _ToTerminal(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        progress(paragraph(record.getMessage()))
+
+
+@contextmanager
+def log_on_terminal() -> Iterator[None]:
+    """Within, what the library logs goes to stderr, wrapped to the terminal."""
+    logger, handler = logging.getLogger("hf_diffkv"), _ToTerminal(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def to_terminal() -> bool:
