@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -36,19 +37,25 @@ class BuildNative(build_ext):
     def build_extension(self, ext: Extension) -> None:
         extra = os.environ.get("HF_DIFFKV_NATIVE_FLAGS", "").split()
         x86 = platform.machine().lower() in ("x86_64", "amd64")
-        objects, defined = self._compile("variant.cpp", "portable", extra), []
         chosen = os.environ.get("HF_DIFFKV_NATIVE_SETS", "").split() or VARIANTS
-        for name, flags in VARIANTS.items() if x86 else ():
-            if name not in chosen:
-                continue
+        sets = {name: flags for name, flags in VARIANTS.items() if x86 and name in chosen}
+        # the threads wait for compilers, which are processes
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            portable = pool.submit(self._compile, "variant.cpp", "portable", extra)
+            built = {
+                name: pool.submit(self._compile, "variant.cpp", name, [*flags, *extra]) for name, flags in sets.items()
+            }
+            threads = pool.submit(self._compile, "threads.cpp", "common", extra)
+        objects = [*portable.result(), *threads.result()]
+        defined = ["-DDIFFKV_X86"] if x86 else []
+        for name, compiled in built.items():
             try:
-                objects += self._compile("variant.cpp", name, [*flags, *extra])
+                objects += compiled.result()
             except Exception as error:  # an older compiler: what it knows is built
                 self.warn(f"native code for {name} is left out: {error}")
                 continue
             defined.append(f"-DDIFFKV_{name.upper()}")
-        objects += self._compile("dispatch.cpp", "common", [*defined, *(["-DDIFFKV_X86"] if x86 else []), *extra])
-        objects += self._compile("threads.cpp", "common", extra)
+        objects += self._compile("dispatch.cpp", "common", [*defined, *extra])
         target = self.get_ext_fullpath(ext.name)
         Path(target).parent.mkdir(parents=True, exist_ok=True)
         libraries = ["dl"] if platform.system() == "Linux" else []
