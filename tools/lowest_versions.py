@@ -3,7 +3,7 @@
     python tools/lowest_versions.py build/lowest.txt
     pip install --constraint build/lowest.txt ...
 
-PyTorch and Triton are left out: their wheels are too large to be installed a second time.
+PyTorch is left out: its wheels are too large to be installed a second time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
-LEFT_OUT = ("torch", "triton")
+LEFT_OUT = ("torch",)
 # a name, and the bound that comes first
 REQUIREMENT = re.compile(r"([\w-]+)\s*>=\s*([\w.]+)")
 

@@ -24,6 +24,8 @@ OLDEST_CAPABILITY = (8, 0)
 # what the kernels are compiled for and with (docs/kernels.md)
 AMD_TARGETS = ("gfx942",)
 OLDEST_TRITON = (3, 6)
+# PyTorch's builds for GPUs bring Triton along
+INSTALL = "pip install 'hf-diffkv[gpu]'"
 # consumer parts of any generation have the shared memory of sm_86, which what was chosen for sm_80 respects
 OTHER_TARGETS = {(9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}
 # where kernels are interpreted
@@ -59,10 +61,13 @@ def use_backend(name: str) -> Iterator[None]:
 
     Raises:
         ValueError: `name` is not in `BACKENDS`.
+        ImportError: it is "kernels", and Triton is not installed.
     """
     global _forced
     if name not in BACKENDS:
         raise ValueError(f"backend {name!r} is unknown; use one of {BACKENDS}.")
+    if name == KERNELS and importlib.util.find_spec("triton") is None:
+        raise ImportError(f"the backend {KERNELS!r} needs Triton: {INSTALL}.")
     previous, _forced = _forced, name
     try:
         yield
@@ -137,8 +142,11 @@ def _real_device(device: torch.device) -> Device:
 
 @cache
 def _has_triton() -> bool:
-    """Whether Triton is there and new enough; says so once if it is too old."""
+    """Whether Triton is there and new enough; says so once if not."""
     if importlib.util.find_spec("triton") is None:
+        _logger.warning(
+            "Triton is not installed, which the kernels need; the cache runs in PyTorch, which is slower (%s)", INSTALL
+        )
         return False
     import triton
 
@@ -146,9 +154,10 @@ def _has_triton() -> bool:
     if tuple(map(int, found)) >= OLDEST_TRITON:
         return True
     _logger.warning(
-        "Triton %s is older than %d.%d, which the kernels need; the cache runs in PyTorch, which is slower",
+        "Triton %s is older than %d.%d, which the kernels need; the cache runs in PyTorch, which is slower (%s)",
         triton.__version__,
         *OLDEST_TRITON,
+        INSTALL,
     )
     return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -57,6 +58,18 @@ def test_amd_devices_run_kernels_that_were_compiled_for_them(device, monkeypatch
     with caplog.at_level(logging.WARNING, "hf_diffkv"):
         assert [backend.use_kernels(place, torch.bfloat16) for _ in range(2)] == [runs] * 2
     assert caplog.text.count("compiled for gfx942 alone, not for gfx1100") == (not runs)
+
+
+def test_without_triton_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    backend._has_triton.cache_clear()
+    with caplog.at_level(logging.WARNING, "hf_diffkv"):
+        assert [backend._has_triton() for _ in range(2)] == [False] * 2
+    assert caplog.text.count("Triton is not installed") == caplog.text.count("pip install 'hf-diffkv[gpu]'") == 1
+    backend._has_triton.cache_clear()
+    with pytest.raises(ImportError, match="'kernels' needs Triton: pip install"), backend.use_backend("kernels"):
+        pass
+    assert not backend.is_forced("kernels")
 
 
 @pytest.mark.parametrize("version, runs", [("3.4.0", False), ("3.6.0", True), ("3.10.1+git1", True), ("4.0", True)])
