@@ -11,7 +11,7 @@ from .config import DiffKVConfig, Precision
 from .import_hook import register, unregister
 
 if TYPE_CHECKING:
-    from . import plot
+    from . import plot, training
     from .cache.diffkv_cache import DiffKVCache
     from .cache.errors import HandOverError, UnsupportedModelError
     from .cache.report import MemoryReport
@@ -38,6 +38,7 @@ __all__ = [
     "plot",
     "probe_keys",
     "register",
+    "training",
     "unregister",
     "without_fragile_level",
 ]
@@ -59,8 +60,8 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "plot":
-        return importlib.import_module(".plot", __name__)
+    if name in ("plot", "training"):
+        return importlib.import_module(f".{name}", __name__)
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)

@@ -20,7 +20,7 @@ from .errors import HandOverError, stopped_halfway
 from .held_tokens import HeldTokens
 from .io import load_cache, save_cache
 from .layer import DiffKVLayer
-from .report import MemoryReport, memory_report
+from .report import MemoryReport, in_short, memory_report
 from .snapshot import model_fingerprint
 from .stores import Stores
 from .supported_models import cache_layers, check_attention, check_model_config, shared_layers
@@ -385,7 +385,7 @@ class DiffKVCache(Cache):
         )
 
     def __repr__(self) -> str:
-        return f"DiffKVCache(config={self.config}, compressed_layers={self.compressed_layers()})"
+        return f"{type(self).__name__}({in_short(self)})"
 
 
 def _check_croppable(layer: Any, tokens_to_remove: int) -> None:

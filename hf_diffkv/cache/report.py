@@ -42,7 +42,7 @@ class MemoryReport:
         compressed_dense_bytes: what an uncompressed cache of the same tokens would hold for them.
         other_bytes: what Transformers' own layers (sliding window, linear) hold, compressed or not.
         payload_bytes: `bytes` with the compressed layers' codes and windows alone, the figure the papers give; no
-            metadata, scores or page slack.
+            metadata, scores or page slack. What forks share counts in equal parts in both.
         tokens: token count over layers, heads and requests, by level: high, low, window, pruned.
         layers: the same per layer and head.
         num_layers: layers of the cache, compressed or not.
@@ -116,7 +116,8 @@ def memory_report(cache: CacheContents) -> MemoryReport:
     counts = {id(store): payload(store) for store in stores}
     other = _stock_bytes(cache)
     layers = []
-    dense = held_payload = 0
+    dense = 0
+    bits = dict.fromkeys(counts, 0)
     for layer_idx in cache.compressed_layers():
         layer = cache.layers[layer_idx]
         if layer.store is None:
@@ -130,20 +131,42 @@ def memory_report(cache: CacheContents) -> MemoryReport:
         layers.append(LayerReport(layer_idx, **by_level, precisions=_precisions(store, layer.slot)))
         token = _dense_token_bytes(store)
         dense += int(held.seen[layer.slot].sum()) * store.num_heads * token
-        held_payload += int(window.sum()) * token
-        held_payload += int(high.sum()) * store.layout.high.payload_bits // 8
-        held_payload += int(low.sum()) * store.layout.low.payload_bits // 8
+        for stored, size in (
+            (window, 8 * token),
+            (high, store.layout.high.payload_bits),
+            (low, store.layout.low.payload_bits),
+        ):
+            bits[id(store)] += int(stored.sum()) * size
     tightened = [store for store in stores if store.tightening]
     return MemoryReport(
         compressed_bytes=sum(store.bytes for store in stores),
         compressed_dense_bytes=dense,
         other_bytes=other,
-        payload_bytes=held_payload + other,
+        payload_bytes=sum(bits[id(store)] // (8 * store.sharers) for store in stores) + other,
         tokens={name: sum(sum(getattr(layer, name)) for layer in layers) for name in LEVEL_CODES},
         layers=tuple(layers),
         num_layers=len(cache.layers),
         thresholds=(_highest(tightened, "alpha_high"), _highest(tightened, "alpha_low")) if tightened else None,
     )
+
+
+def in_short(cache: CacheContents) -> str:
+    """Requests, tokens and bytes in a line, from what the host knows: no device is read, and nothing changes.
+
+    Padding counts as tokens.
+    """
+    compressed = cache.compressed_layers()
+    layers = f"{len(compressed)} layer{'' if len(compressed) == 1 else 's'} compressed"
+    tokens, stores = cache.get_seq_length(), cache.stores.all
+    if not stores:
+        return f"empty, {layers}"
+    batch, other = stores[0].batch_size, _stock_bytes(cache)
+    filled = (cache.layers[index].store for index in compressed)
+    token = sum(store.num_heads * _dense_token_bytes(store) for store in filled if store is not None)
+    held, dense = sum(store.bytes for store in stores) + other, batch * tokens * token + other
+    requests = "1 request" if batch == 1 else f"{batch} requests"
+    each = "" if batch == 1 else " each"
+    return f"{requests}, {tokens:,} tokens{each}, {held / 1e6:,.2f} MB of {dense / 1e6:,.2f} MB, {layers}"
 
 
 def level_counts(levels: torch.Tensor) -> dict[str, list[int]]:

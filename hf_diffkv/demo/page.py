@@ -184,7 +184,7 @@ def launched(page: Any, port: int | None = None) -> str:
 
     theme = gr.themes.Soft(**FONTS)
     # quiet, for it would print how to make the page public
-    options = {"footer_links": [], "server_port": port, "prevent_thread_lock": True, "quiet": True}
+    options: dict[str, Any] = {"footer_links": [], "server_port": port, "prevent_thread_lock": True, "quiet": True}
     return page.launch(theme=theme, css=CSS, **options)[1]
 
 

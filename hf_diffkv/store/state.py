@@ -154,7 +154,12 @@ class Store:
     @property
     def bytes(self) -> int:
         """Bytes the device holds for this store; what it shares with forks counts in equal parts."""
-        return (self.pool.bytes + self.bytes_beside_pool()) // (1 if self.twins is None else len(self.twins))
+        return (self.pool.bytes + self.bytes_beside_pool()) // self.sharers
+
+    @property
+    def sharers(self) -> int:
+        """How many stores, this one included, share its memory."""
+        return 1 if self.twins is None else len(self.twins)
 
     def bytes_beside_pool(self) -> int:
         """Bytes of everything but pages."""

@@ -92,8 +92,7 @@ def test_sizes() -> None:
     assert not cache.is_compileable
     assert cache.layers[1].keys.shape == (4, 2, max(LENGTHS) + 3, 16)
     assert cache.layers[1].values.dtype == torch.float64
-    assert "DiffKVCache" in repr(cache) and "compressed_layers=[1]" in repr(cache)
-    assert f"alpha_low={CONFIG.alpha_low}" in repr(cache)
+    assert repr(cache).startswith("DiffKVCache(") and "1 layer compressed" in repr(cache)
     memory = cache.memory()
     real = sum(LENGTHS) + 3 * len(LENGTHS)
     assert sum(memory.tokens.values()) == real * 2
@@ -284,3 +283,36 @@ def test_the_configuration_of_a_model_by_keyword() -> None:
     for cache in (DiffKVCache(config=model.config), DiffKVCache(config=model), DiffKVCache(model_config=model)):
         assert cache.config == DiffKVCache(model.config).config and cache.compressed_layers() == [0, 1]
     assert DiffKVCache(config=model.config, window=7).config.window == 7
+
+
+def test_forks_share_payload_as_they_share_bytes() -> None:
+    talk = Conversation(model_of(), steps(2, 90), torch.ones(2, 90, dtype=torch.int64))
+    cache, alone = talk.cache, talk.cache.memory()
+    forks = cache.fork(2)
+    for memory in (each.memory() for each in (cache, *forks)):
+        assert memory.payload_bytes == alone.payload_bytes // 3 < memory.bytes
+        assert (memory.tokens, memory.dense_bytes) == (alone.tokens, alone.dense_bytes)
+    forks.pop()
+    assert cache.memory().payload_bytes == alone.payload_bytes // 2
+    talk.copied(forks[0]).say(steps(2, 1))
+    assert forks[0].memory().payload_bytes > alone.payload_bytes == cache.memory().payload_bytes
+
+
+def test_what_a_cache_says_of_itself() -> None:
+    model = model_of()
+    cache = DiffKVCache(model)
+    assert repr(cache) == "DiffKVCache(empty, 2 layers compressed)"
+    talk = Conversation(model, steps(2, 90), torch.ones(2, 90, dtype=torch.int64), cache=cache)
+    memory = cache.memory()
+    megabytes = f"{memory.bytes / 1e6:.2f} MB of {memory.dense_bytes / 1e6:.2f} MB"
+    assert repr(cache) == f"DiffKVCache(2 requests, 90 tokens each, {megabytes}, 2 layers compressed)"
+    (fork,) = cache.fork(1)
+    assert f"{fork.memory().bytes / 1e6:.2f} MB of" in repr(fork)
+    cache.batch_select_indices(torch.tensor([0]))
+    assert repr(cache).startswith("DiffKVCache(1 request, 90 tokens, ")
+    # also where one asks in the middle of a forward
+    said: list[str] = []
+    hook = model.model.layers[1].register_forward_pre_hook(lambda *ignored: said.append(repr(fork)))
+    talk.copied(fork).say(steps(2, 1))
+    hook.remove()
+    assert "DiffKVCache(2 requests, " in said[0] and "91 tokens" in repr(fork)
