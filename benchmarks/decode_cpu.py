@@ -111,7 +111,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--caches", nargs="+", help="only caches whose name contains one of these")
     parser.add_argument("--output", type=Path, default=RESULTS, help="JSON lines are appended here")
     parser.add_argument("--report", action="store_true", help="measure nothing, report what the output holds")
-    parser.add_argument("--document", action="store_true", help="with --report: into README.md and docs/ as well")
+    parser.add_argument("--document", action="store_true", help="with --report: into docs/ as well")
     args = parser.parse_args(arguments)
     if args.steps < 2:
         parser.error("--steps must be at least 2, for quartiles")

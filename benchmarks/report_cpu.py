@@ -12,7 +12,7 @@ import plots
 from tables import markdown
 
 ROOT = Path(__file__).parent.parent
-# what the table of README.md shows
+# what the table of docs/performance.md shows
 SHOWN = ("DynamicCache", "StaticCache", "QuantizedCache quanto 4 bit", "QuantizedCache hqq 4 bit")
 SHOWN += ("DiffKV quality", "DiffKV balanced", "DiffKV small")
 BLOCK = re.compile(r"(<!-- decode_cpu -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -83,10 +83,10 @@ def overview(rows: list[dict]) -> str:
 
 
 def document(path: Path) -> None:
-    """Puts the overview into README.md and the plots into docs/."""
-    readme = ROOT / "README.md"
+    """Puts the overview into docs/performance.md and the plots into docs/."""
+    page = ROOT / "docs" / "performance.md"
     table = overview(read(path))
-    readme.write_text(BLOCK.sub(lambda match: f"{match[1]}{table}\n{match[2]}", readme.read_text()))
+    page.write_text(BLOCK.sub(lambda match: f"{match[1]}{table}\n{match[2]}", page.read_text()))
     for name in (f"{path.stem}.png", f"{path.stem}-bytes.png"):
         (ROOT / "docs" / name).write_bytes(path.with_name(name).read_bytes())
 

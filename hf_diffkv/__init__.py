@@ -1,4 +1,6 @@
-"""DiffKV for Transformers: a KV cache that keeps important tokens precise, others coarse, and prunes the rest.
+"""A KV cache for Transformers that stores keys and values in few bits, as many as each attention head needs.
+
+It grew out of DiffKV (SOSP 2025), whose levels by significance and pruning it has as well.
 
 Importing registers the attention implementation "diffkv" and `cache_implementation="diffkv"`: at once where
 Transformers' models have been loaded, else as soon as they are.

@@ -51,8 +51,8 @@ class Commands(click.Group):
 @click.command(
     cls=Commands,
     name=PROGRAM,
-    help="DiffKV for Transformers models: a KV cache that keeps important tokens precise, others coarse, and can prune "
-    "the rest.",
+    help="A KV cache for Transformers models that stores keys and values in few bits, as many as each attention head "
+    "needs; it can also choose tokens and prune, as DiffKV does.",
     epilog="Each command has a --help of its own. Exit codes: 0 done, 1 it could not be done or came out badly, 2 "
     "wrong usage, 130 interrupted.",
 )

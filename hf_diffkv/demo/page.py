@@ -18,7 +18,7 @@ from .style import CSS, FONTS
 CHAT, FREE_PROMPT = "chat", "free prompt"
 PRECISIONS = {p.name: p for p in (Precision(k, v) for k in (16, 8, 4, 2) for v in (16, 8, 4, 2) if v <= k)}
 INTRODUCTION = """# DiffKV
-A KV cache that keeps important tokens precise, others coarse, and prunes the rest, beside an uncompressed one.
+A KV cache that stores keys and values in few bits, as many as each attention head needs, beside an uncompressed one.
 [The paper](https://arxiv.org/abs/2412.03131); in the project: `docs/how-it-works.md`, `docs/choosing.md`,
 `docs/quality.md`."""
 # of visitors who wait or generate at once; each takes one of Gradio's forty threads

@@ -119,7 +119,7 @@ def test_code_that_is_named_exists() -> None:
 
 
 def test_the_table_of_fields_is_that_of_the_configuration() -> None:
-    text = README.read_text().partition("## Configuration")[2]
+    text = (ROOT / "docs" / "configuration.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| `?([^|`]+)`? \|", text, re.MULTILINE)
     defaults = {name: eval(default, {"Precision": Precision}) for name, default in rows}
     expected = {name: getattr(DiffKVConfig(), name) for name in DiffKVConfig.__dataclass_fields__}
