@@ -6,7 +6,11 @@ from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 
-from hf_diffkv.plot.palette import EDGE, GRID, INK, LEVELS, PAPER, ink_on
+from hf_diffkv.config.allocation import allocate
+from hf_diffkv.config.choice import RATIOS
+from hf_diffkv.config.found import SHIPPED
+from hf_diffkv.config.sensitivity import Sensitivity
+from hf_diffkv.plot.palette import EDGE, GRID, INK, LEVELS, PAPER, ink_on, shades
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "drawings"
 WIDTH, MARGIN = 720, 20
@@ -78,6 +82,29 @@ def precisions() -> tuple[int, str]:
     return 228, "".join(parts)
 
 
+def heads() -> tuple[int, str]:
+    """What "balanced" gives each head of SmolLM2-135M-Instruct, by what was measured of it."""
+    table = Sensitivity.load(SHIPPED / "smollm2-135m-instruct.json")
+    chosen = allocate(table, RATIOS["balanced"]).precisions
+    names = sorted({precision.name for layer in chosen for precision in layer})
+    colours = dict(zip(names, shades(len(names))))
+    title = f"SmolLM2-135M, {RATIOS['balanced']:.1%} of the bytes: a precision for each layer and KV head"
+    parts = [words(MARGIN, 38, title, bold=True)]
+    width = (WIDTH - 2 * MARGIN - 60) / len(chosen)
+    for layer, of_layer in enumerate(chosen):
+        for head, precision in enumerate(of_layer):
+            place = (MARGIN + 60 + layer * width, 56 + 26 * head, width - 2, 24)
+            parts.append(box(*place, colours[precision.name]))
+    bottom = 56 + 26 * len(chosen[0])
+    parts += [words(MARGIN, 73 + 26 * head, f"head {head}", size=13) for head in range(len(chosen[0]))]
+    parts += [words(MARGIN + 60, bottom + 16, "layer 0", size=13)]
+    parts += [words(WIDTH - MARGIN, bottom + 16, f"layer {len(chosen) - 1}", anchor="end", size=13)]
+    for i, name in enumerate(names):
+        x = MARGIN + 60 + 118 * i
+        parts += [box(x, bottom + 32, 18, 18, colours[name]), words(x + 26, bottom + 46, name)]
+    return bottom + 66, "".join(parts)
+
+
 def pages() -> tuple[int, str]:
     """One page size for all precisions, and a table that fills from both ends."""
     parts = [words(MARGIN, 38, "Pages of one size hold few high tokens or many low ones", bold=True)]
@@ -145,6 +172,7 @@ def rotation() -> tuple[int, str]:
 DRAWINGS: dict[str, Callable[[], tuple[int, str]]] = {
     "levels": levels,
     "precisions": precisions,
+    "heads": heads,
     "pages": pages,
     "step": step,
     "prompt": prompt,

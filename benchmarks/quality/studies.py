@@ -117,6 +117,10 @@ STUDIES = {
         ),
         tasks="offline",
     ),
+    # the same on a model of few compressed layers (run it with --model gemma3-270m)
+    "heads_alone": Study(
+        ("dense", "diffkv", "diffkv:small", f"diffkv:balanced+{ALIKE}", f"diffkv:small+{ALIKE}"), documents=2
+    ),
     # prompts that end in the question, which methods that drop tokens are made for
     "asked": Study(
         (
