@@ -183,6 +183,8 @@ def test_the_first_lines_of_the_readme_need_the_wheel_and_the_hub_alone(
 
 def command(installed: Path, line: str) -> list[str]:
     """A line of a document that begins with `hf-diffkv`, with the command of the wheel."""
+    # tiny-lm does not take as long a document
+    line = line.replace("examples/prompts/museum.txt", f"{ROOT}/examples/prompts/recall.txt")
     name, *arguments = shlex.split(line, comments=True)
     assert name == "hf-diffkv"
     return [sys.executable, str(installed / "bin" / name), *arguments]
