@@ -9,6 +9,7 @@ from typing import Any
 
 from ..evaluation.errors import EvaluationError
 from ..evaluation.tasks.text import texts
+from ..extras import install
 
 # the paper calibrates on its train split, all subjects
 MATH = "EleutherAI/hendrycks_math"
@@ -59,7 +60,7 @@ def _data_set(name: str) -> Iterator[str]:
         import datasets
     except ImportError as error:
         raise EvaluationError(
-            f"the data set {name} needs the package datasets: pip install 'hf-diffkv[eval]'; or {REMEDY}."
+            f"the data set {name} needs the package datasets: {install('eval')}; or {REMEDY}."
         ) from error
     repository, _, config = name.partition(":")
     configs = MATH_SUBJECTS if repository == MATH and not config else (config or None,)

@@ -6,6 +6,7 @@ import importlib.util
 
 import click
 
+from ..extras import install
 from .console import Failure, one_line, progress
 from .help import Command
 from .models import supported_config
@@ -25,7 +26,7 @@ def command(model: str | None, port: int | None, preset: str | None) -> None:
     if port is not None and port > 65535:
         raise click.UsageError(f"--port {port} is no port; give one up to 65535.")
     if importlib.util.find_spec("gradio") is None:
-        raise Failure("the demo needs gradio: pip install 'hf-diffkv[demo]'.")
+        raise Failure(f"the demo needs gradio: {install('demo')}.")
     progress(f"loading {model or 'smollm2'}")
     if model is not None:
         supported_config(model)

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from ..evaluation.errors import EvaluationError
+from .console import progress
 from .help import Command
 from .options import AtLeast, model_option, quiet_option, running_options
 
@@ -38,7 +39,11 @@ def _list(context: click.Context, param: click.Parameter, value: bool) -> None:
 )
 @model_option(required=True)
 @click.option("--methods", default=DEFAULT_METHODS, metavar="A,B", help="family:option+option, see --list.")
-@click.option("--tasks", default=OFFLINE, metavar="X,Y", help="Tasks or suites of them, see --list.")
+@click.option(
+    "--tasks",
+    metavar="X,Y",
+    help=f"Tasks or suites of them, see --list.  [default: those of {OFFLINE} that the model's context holds]",
+)
 @click.option("--output", type=Path, required=True, metavar="FOLDER", help="One that holds a run goes on with it.")
 @click.option("--documents", type=AtLeast(), metavar="N", help="Per task.  [default: the task's own]")
 @click.option("--length", type=AtLeast(), metavar="N", help="Tokens of a prompt.  [default: the task's own]")
@@ -78,7 +83,7 @@ def evaluate(options: SimpleNamespace) -> None:
     from ..evaluation.tasks.base import Source
 
     methods = [get_method(name) for name in _names("--methods", options.methods)]
-    tasks = _tasks(options.tasks)
+    tasks = _tasks(OFFLINE if options.tasks is None else options.tasks)
     config, tokenizer = load_config(options.model)
     limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     source = Source(
@@ -91,6 +96,8 @@ def evaluate(options: SimpleNamespace) -> None:
         options.sample,
     )
     prepared = [(task, documents_of(task, source)) for task in tasks]
+    if options.tasks is None:
+        prepared = _fitting(prepared, limit, options.quiet)
     for task, documents in prepared:
         check_fits(task, documents, limit)
     model = load_model(options.model, options.dtype, options.device, options.quiet)
@@ -134,6 +141,18 @@ def _tasks(text: str) -> list[Any]:
     known = suites()
     names = [task for name in _names("--tasks", text) for task in known.get(name, [name])]
     return [get_task(name) for name in dict.fromkeys(names)]
+
+
+def _fitting(prepared: list[Any], limit: int | None, quiet: bool) -> list[Any]:
+    """The tasks that a model of `limit` tokens can run, with their documents; says which others it cannot."""
+    from ..evaluation.runner import longest
+
+    fitting = [(task, documents) for task, documents in prepared if limit is None or longest(documents) <= limit]
+    left = [f"{task.name} ({longest(documents):,})" for task, documents in prepared if (task, documents) not in fitting]
+    # where none fits, the first is refused as if it had been asked for
+    if left and fitting:
+        progress(f"left out, as the model takes {limit:,} tokens and they need more: {', '.join(left)}", quiet)
+    return fitting or prepared
 
 
 def _write_report(folder: Path, records: list[Any], quiet: bool) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..cache.diffkv_cache import DiffKVCache
 from ..cache.errors import UnsupportedModelError
 from ..config import DiffKVConfig
+from ..extras import install
 from .errors import EvaluationError
 from .methods import get_method
 from .methods.dense import DENSE
@@ -29,7 +30,7 @@ try:
     from lm_eval.api.registry import model_registry
     from lm_eval.models.huggingface import HFLM
 except ImportError as error:
-    raise EvaluationError(f"lm-evaluation-harness is needed: pip install 'hf-diffkv[eval]' ({error}).") from error
+    raise EvaluationError(f"lm-evaluation-harness is needed: {install('eval')} ({error}).") from error
 
 MODEL_NAME = "hf-diffkv"
 FIELDS = tuple(field.name for field in dataclasses.fields(DiffKVConfig))

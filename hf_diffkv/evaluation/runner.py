@@ -25,12 +25,17 @@ def documents_of(task: Task, source: Source) -> list[Document]:
     return task.documents(replace(source, count=source.count or task.count, length=source.length or task.length))
 
 
+def longest(documents: Sequence[Document]) -> int:
+    """The most tokens that a cache sees of any of them."""
+    return max((document.tokens for document in documents), default=0)
+
+
 def check_fits(task: Task, documents: Sequence[Document], limit: int | None) -> None:
     """Raises `EvaluationError` where a document is longer than the `limit` of the model."""
-    longest = max((document.tokens for document in documents), default=0)
-    if limit is not None and longest > limit:
+    needed = longest(documents)
+    if limit is not None and needed > limit:
         raise EvaluationError(
-            f"task {task.name!r} needs {longest} tokens but the model's max_position_embeddings is {limit}; lower "
+            f"task {task.name!r} needs {needed} tokens but the model's max_position_embeddings is {limit}; lower "
             "--length or --max-new-tokens, or leave the task out."
         )
 

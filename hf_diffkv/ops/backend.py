@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..extras import install
 from ..native import library
 from ..pages import TierLayout
 
@@ -25,7 +26,7 @@ OLDEST_CAPABILITY = (8, 0)
 AMD_TARGETS = ("gfx942",)
 OLDEST_TRITON = (3, 6)
 # PyTorch's builds for GPUs bring Triton along
-INSTALL = "pip install 'hf-diffkv[gpu]'"
+INSTALL = install("gpu")
 # consumer parts of any generation have the shared memory of sm_86, which what was chosen for sm_80 respects
 OTHER_TARGETS = {(9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}
 # where kernels are interpreted

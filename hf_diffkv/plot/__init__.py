@@ -1,4 +1,4 @@
-"""Pictures in one palette; they need matplotlib (`pip install "hf-diffkv[plot]"`), the text in HTML does not.
+"""Pictures in one palette; they need matplotlib (extra `plot`), the text in HTML does not.
 
 What a function here returns is shown by notebooks, and `save(path)` writes it. Matplotlib is imported by what draws.
 """

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..extras import install
 from .palette import EDGE, GRID, INK, PAPER
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def new_figure(width: float, height: float, **layout: Any) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError('plots need matplotlib: pip install "hf-diffkv[plot]"') from error
+        raise ImportError(f"plots need matplotlib: {install('plot')}") from error
     figure = Figure(figsize=(width, height), facecolor=PAPER, **{"layout": "constrained", **layout})
     FigureCanvasAgg(figure)
     return figure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from invented import GOOD, TASK, Invented, add_invented
 
 from hf_diffkv.cli import INTERRUPTED, USAGE_ERROR, main
 from hf_diffkv.commands.evaluate import _tasks
+from hf_diffkv.evaluation import runner
 from hf_diffkv.evaluation.tasks import suites
 
 
@@ -83,8 +85,26 @@ def test_failures_are_retried_on_demand(tmp_path: Path, capsys: pytest.CaptureFi
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert evaluate(tmp_path) == 0
-    assert 'no plots: plots need matplotlib: pip install "hf-diffkv[plot]"' in capsys.readouterr().out
+    assert "no plots: plots need matplotlib: pip install -e '.[plot]'" in capsys.readouterr().out
     assert (tmp_path / "table.md").exists() and not list(tmp_path.glob("*.png"))
+
+
+def test_defaults_are_what_the_model_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """tiny-lm takes 4,096 tokens; what is asked for by name is refused instead."""
+    taken: list[str] = []
+    monkeypatch.setattr(runner, "run", lambda *args, **kwargs: taken.extend(task.name for task, _ in args[3]))
+    arguments = ["evaluate", "--model", "tiny-lm", "--methods", "dense", "--output", str(tmp_path), "--documents", "1"]
+    assert main(arguments) == 0
+    line = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("left out"))
+    assert "the model takes 4,096 tokens" in line
+    left = re.findall(r"(\S+) \(([\d,]+)\)", line)
+    assert "turns" in dict(left) and all(int(tokens.replace(",", "")) > 4096 for _, tokens in left)
+    assert {*taken, *dict(left)} == {*suites()["offline"]} and "key-value" in taken
+    for tasks in ("offline", "turns"):
+        assert main([*arguments, "--tasks", tasks]) == USAGE_ERROR
+        assert "but the model's max_position_embeddings is 4096" in capsys.readouterr().err
 
 
 BAD = {

@@ -13,8 +13,10 @@ from typing import Any
 
 from transformers.utils.import_utils import is_serve_available
 
+from ...extras import install
+
 if not is_serve_available():
-    raise ImportError("Transformers' server needs packages that are not installed: pip install 'hf-diffkv[serve]'.")
+    raise ImportError(f"Transformers' server needs packages that are not installed: {install('serve')}.")
 
 # refuses releases whose engine is another one
 from ...compat import SERVER
