@@ -14,14 +14,8 @@ from ..backend import device_of
 from ..prompt_tokens import Placement, PromptTokens
 from ..quantize.launch import TRITON_DTYPES, check_dtype, dot_dtype, unit_stride
 from ..rotation_kernel import INNER, NUM_WARPS, block_tokens, root
-from .kernels import (
-    advance_kernel,
-    fix_offsets_kernel,
-    leave_window_kernel,
-    store_new_kernel,
-    sum_keys_kernel,
-    take_pages_kernel,
-)
+from .kernels import advance_kernel, leave_window_kernel, store_new_kernel, take_pages_kernel
+from .offset_kernels import fix_offsets_kernel, sum_keys_kernel
 
 ROWS_CHUNK = 256
 SUM_TOKENS, SUM_STEPS = 32, 16
