@@ -102,13 +102,15 @@ class Forward:
         if valid is not None:
             rank = torch.where(valid, valid.cumsum(-1, dtype=torch.int32) - 1, -1).to(torch.int32)
             count = valid.sum(-1)
-        counts = [store.pool.free_list.state[FREE], store.high_count, store.low_count, store.low_heads]
-        parts = [store.length, store.window_start, store.sink_end]
+        parts = [store.high_count, store.low_count, store.length, store.window_start, store.sink_end]
+        # elsewhere all rows are high, or of both tiers
+        parts += [] if store.layout.selects or store.layout.one_tier else [store.low_heads]
         real = torch.full_like(store.length[0], tokens) if count is None else count
-        free, high, low, low_heads, real, length, start, end = store.look(*counts, real, *parts)
+        free = store.pool.free_list.state[FREE]
+        free, real, high, low, length, start, end, *low_heads = store.look(free, real, *parts)
         after = length + real
         new_start = np.maximum(start, after - store.config.window)
-        lacking = _lacking_pages(store, high, low, low_heads.astype(bool), (new_start - start)[..., None])
+        lacking = _lacking_pages(store, high, low, (new_start - start)[..., None], *low_heads)
         due = (start == end) & (after - start > store.config.window)
         centers = store.config.center & due.any(1)
         longest = (high + low).max(-1)
@@ -182,13 +184,17 @@ class Forward:
 
 
 def _lacking_pages(
-    store: Store, high: np.ndarray, low: np.ndarray, low_heads: np.ndarray, leaving: np.ndarray
+    store: Store, high: np.ndarray, low: np.ndarray, leaving: np.ndarray, low_heads: np.ndarray | None = None
 ) -> np.ndarray:
-    """Pages that each row lacks at most, int64 [layers, batch, heads], as `leaving` tokens leave its window."""
+    """Pages that each row lacks at most, int64 [layers, batch, heads], as `leaving` tokens leave its window.
+
+    Args:
+        low_heads: rows of which all is low, int64 of the same shape; None where there are none.
+    """
     capacity, low_capacity = store.layout.high.capacity, store.layout.low.capacity
     if not store.layout.selects:
-        held, capacities = high + low, np.where(low_heads, low_capacity, capacity)
-        return pages_of(held + leaving, capacities) - pages_of(held, capacities)
+        held, of_row = high + low, capacity if low_heads is None else np.where(low_heads, low_capacity, capacity)
+        return pages_of(held + leaving, of_row) - pages_of(held, of_row)
     # a row gains at most what leaves its window; where the high tier gains nothing, all that is high may sink
     gains = pages_of(leaving, min(capacity, low_capacity)) + (leaving > 0)
     sinks = pages_of(high + low + leaving, low_capacity) - pages_of(low, low_capacity)

@@ -42,7 +42,8 @@ def by_both(
         generator = torch.Generator().manual_seed(0)
         store = new_store(config, 2, 2, 2, dim, dim, dtype, device)
         for layer in range(2):
-            store.set_thresholds(layer, config.alpha_high, config.alpha_low)
+            own = config.of_layer(layer)
+            store.set_thresholds(layer, own.alpha_high, own.alpha_low)
         # so that nobody looks whether it will do
         store.pool.ensure_free(16 * (sum(turns) // 16 + 8))
         outputs = []
@@ -66,7 +67,8 @@ def by_both(
                 outputs.append(output[0])
         with use_backend("reference"):
             check_integrity(store)
-            found.append((store.high_count, store.length, read_tokens(store, 1), store.key_offset, outputs))
+            counts = store.high_count + store.low_count
+            found.append((counts, store.length, read_tokens(store, 1), store.key_offset, outputs))
     return found
 
 
@@ -75,7 +77,12 @@ def assert_tokens_near(got: Tensor, expected: Tensor) -> None:
     assert relative(got, expected) < 1e-2
 
 
-@pytest.mark.parametrize("name", ["quality", "balanced", "small"])
+PER_HEAD = DiffKVConfig.preset("balanced", low="K3V3", alpha_high=((float("inf"), 0.0), (0.0, float("inf"))))
+
+
+@pytest.mark.parametrize(
+    "config", [*map(DiffKVConfig.preset, ("quality", "balanced", "small")), PER_HEAD], ids=lambda c: f"{c.high}-{c.low}"
+)
 @pytest.mark.parametrize(
     "dtype, dim, turns",
     [
@@ -86,8 +93,8 @@ def assert_tokens_near(got: Tensor, expected: Tensor) -> None:
     ],
     ids=str,
 )
-def test_prompts_and_turns(device, name, dtype, dim, turns) -> None:
-    found = by_both(device, DiffKVConfig.preset(name), dtype, dim, turns)
+def test_prompts_and_turns(device, config, dtype, dim, turns) -> None:
+    found = by_both(device, config, dtype, dim, turns)
     (counts, lengths, tokens, offset, outputs), (*same, expected, mean, exact) = found
     assert torch.equal(counts, same[0]) and torch.equal(lengths, same[1]) and counts.min() > 0
     assert_tokens_near(tokens.keys, expected.keys)

@@ -47,8 +47,9 @@ class State:
         sinks: int = 2,
         bits: int = 32,
         rotates: bool = False,
+        scored: bool = True,
     ) -> None:
-        batch, numbers = 2, {"metadata_bits": bits, "position_bytes": bits // 8}
+        batch, numbers = 2, {"metadata_bits": bits, "position_bytes": bits // 8 if scored else 0}
         self.layout = PageLayout.build(high, low, dim, dim, dtype.itemsize, 512 * dim // 16, **numbers)
         pages = torch.full((PAGES, self.layout.page_bytes), 0xFF, dtype=torch.uint8)
         free_list = FreeList(CPU)
