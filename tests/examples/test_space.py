@@ -48,7 +48,7 @@ def address() -> Iterator[str]:
         port = probe.getsockname()[1]
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     server = subprocess.Popen(
-        ["make", "space", "MODEL=tiny-lm", "READY=", f"BIN={Path(sys.executable).parent}"],
+        ["make", "space", "MODEL=tiny-lm", "PAGE_READY=", f"BIN={Path(sys.executable).parent}"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path, "GRADIO_SERVER_PORT": str(port)},
         stdout=subprocess.PIPE,
