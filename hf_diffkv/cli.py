@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command that `arguments` (those of the process without any) ask for, and returns its exit code."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        with log_on_terminal():
+        with log_on_terminal("--quiet" in given):
             code = hf_diffkv.main(given, prog_name=PROGRAM, standalone_mode=False, **_settings())
         sys.stdout.flush()
         return code or 0

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 
 import click
 
+from ..config.found import HINTS
+
 WIDEST = 100
 NARROWEST = 20
 
@@ -39,14 +41,16 @@ class _ToTerminal(logging.Handler):
 
 
 @contextmanager
-def log_on_terminal() -> Iterator[None]:
-    """Within, what the library logs goes to stderr, wrapped to the terminal."""
-    logger, handler = logging.getLogger("hf_diffkv"), _ToTerminal(logging.WARNING)
+def log_on_terminal(quiet: bool) -> Iterator[None]:
+    """Within, what the library logs goes to stderr, wrapped to the terminal; hints do not if `quiet`."""
+    logger, hints, handler = logging.getLogger("hf_diffkv"), logging.getLogger(HINTS), _ToTerminal(logging.WARNING)
     logger.addHandler(handler)
+    hints.disabled = quiet
     try:
         yield
     finally:
         logger.removeHandler(handler)
+        hints.disabled = False
 
 
 def to_terminal() -> bool:

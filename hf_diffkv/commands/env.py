@@ -1,51 +1,70 @@
-"""`hf-diffkv env`: versions of everything that can matter in a bug report."""
+"""`hf-diffkv env`: versions and hardware, all that can matter in a bug report, without loading PyTorch."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
+import os
 import platform
-from typing import Any
+import re
+from pathlib import Path
 
 import click
 
+from .. import __version__
+from ..native.path import instructions_at
 from .help import Command
 from .options import json_option
 
 VERSIONED = ("hf-diffkv", "torch", "transformers", "accelerate", "triton", "safetensors", "numpy")
+REINSTALL = "decoding on CPUs runs in PyTorch; reinstall with a C++ compiler, or from a wheel"
 
 
-@click.command("env", cls=Command, help="Print versions, devices and whether there is native code, for a bug report.")
+@click.command("env", cls=Command, help="Print versions, hardware and whether there is native code, for a bug report.")
 @json_option
 def command(as_json: bool) -> None:
-    import torch
+    # needs a moment, which the help of `generate` does not have
+    from ..evaluation.hardware import cores, gpus, memory, processor
 
-    from ..native.library import instructions
-
-    lines: dict[str, Any] = versions()
-    for index in range(torch.cuda.device_count()):
-        lines[f"cuda:{index}"] = torch.cuda.get_device_name(index)
-    lines["native code"] = instructions() or (
-        "not built: decoding on CPUs runs in PyTorch; reinstall with a C++ compiler, or from a wheel"
-    )
-    lines["threads"] = str(torch.get_num_threads())
+    lines = {**versions(), "cpu": processor(), "cores": cores(), "memory": memory()}
+    if "OMP_NUM_THREADS" in os.environ:
+        lines["OMP_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"]
+    found = gpus()
+    lines |= {f"cuda:{index}": name for index, name in enumerate(found)} or {"gpu": "none that nvidia-smi knows"}
+    lines["native code"] = _native_code()
     click.echo(json.dumps(lines, indent=2) if as_json else "\n".join(f"{name}: {lines[name]}" for name in lines))
 
 
 def versions() -> dict[str, str]:
     """Versions of Python, the platform, and the packages that matter."""
-    import torch
-
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for name in VERSIONED:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = "not installed"
-    # the wheel's metadata may leave out the build, such as +cu130
-    found["torch"] = str(torch.__version__)
+    found["torch"] = _torch_version() or found["torch"]
     if found["hf-diffkv"] == "not installed":
-        from .. import __version__
-
         found["hf-diffkv"] = f"{__version__} (not installed)"
     return found
+
+
+def _torch_version() -> str | None:
+    """With the build, such as +cu130, which the wheel's metadata may leave out."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text()
+    except OSError:
+        return None
+    match = re.search(r"^__version__ = '(.+)'", text, re.MULTILINE)
+    return match[1] if match else None
+
+
+def _native_code() -> str:
+    try:
+        return instructions_at()
+    except OSError as error:
+        return f"{error}: {REINSTALL}"

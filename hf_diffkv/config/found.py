@@ -22,7 +22,10 @@ from .sensitivity import Sensitivity
 FOLDER_VARIABLE = "HF_DIFFKV_CACHE"
 SHIPPED = Path(__file__).parent / "measured"
 
-_logger = logging.getLogger("hf_diffkv")
+# what would be better, as opposed to what is wrong
+HINTS = "hf_diffkv.hints"
+
+_logger = logging.getLogger(HINTS)
 _digests: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
 _told: set[str] = set()
 

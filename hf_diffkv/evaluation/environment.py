@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from .hardware import processor
+
 PACKAGES = ("hf-diffkv", "torch", "transformers", "kvpress", "optimum-quanto", "hqq", "datasets")
 
 
@@ -22,7 +24,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             continue
     found["commit"] = _commit()
-    found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
     found["threads"] = torch.get_num_threads()
     return found
 
@@ -42,13 +44,3 @@ def _commit() -> str | None:
         return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from .. import plot
 from ..cache.diffkv_cache import DiffKVCache
 from ..cache.errors import HandOverError
 from ..config import DiffKVConfig
+from ..config.found import HINTS
 from .peak import PeakMemory
 from .talk import Talk
 
@@ -314,6 +316,7 @@ def _main(job_path: str, run_path: str) -> None:
     job = Job(**json.loads(Path(job_path).read_text()))
     if job.quiet or not sys.stderr.isatty():
         logging.disable_progress_bar()
+    getLogger(HINTS).disabled = job.quiet
     try:
         result = dataclasses.asdict(execute(job))
     except BrokenPipeError:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..pages import TierLayout
 from . import structs
+from .path import PATH
 
-# another build of it may be tried, such as one that checks every access
-PATH = Path(os.environ.get("HF_DIFFKV_NATIVE_LIBRARY") or Path(__file__).with_name("_lib.so"))
 INSTRUCTIONS = ("avx512bf16", "avx512vnni", "avx512", "avx2", "portable")
 MAX_DIM = 512
 _ERRORS = {

@@ -13,8 +13,10 @@ import pytest
 
 from hf_diffkv import DiffKVConfig, __version__
 from hf_diffkv.cli import main
-from hf_diffkv.commands import COMMANDS, load
+from hf_diffkv.commands import COMMANDS, env, load
 from hf_diffkv.evaluation.models import TINY_LM
+from hf_diffkv.native.library import instructions
+from hf_diffkv.native.path import instructions_at
 
 TINY = ["--model", "tiny-lm"]
 ROOT = Path(__file__).parents[2]
@@ -180,7 +182,7 @@ def test_there_are_enough_of_them() -> None:
 def test_help_and_usage_errors_load_no_pytorch() -> None:
     """What takes seconds to import is not imported: this is what makes them quick."""
     cases = [arguments for arguments, _ in QUICK]
-    cases += [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS if name != "lm-eval")]
+    cases += [["--help"], ["--version"], ["env"], *([name, "--help"] for name in COMMANDS if name != "lm-eval")]
     program = (
         "import json, sys; from hf_diffkv.cli import main\n"
         "for case in json.loads(sys.argv[1]):\n"
@@ -235,9 +237,28 @@ def test_env(capsys: pytest.CaptureFixture[str]) -> None:
     lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
     assert lines["torch"] == torch.__version__
     assert lines["hf-diffkv"].startswith(__version__)
-    assert {"python", "platform", "transformers", "triton", "accelerate", "threads"} <= set(lines)
+    assert {"python", "platform", "transformers", "triton", "accelerate"} <= set(lines)
+    assert lines["cpu"] and int(lines["cores"].split()[0]) >= 1 and float(lines["memory"].split(" GB")[0]) > 0
+    assert lines["native code"] == (instructions() or f"not built: {env.REINSTALL}")
     assert main(["env", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == lines
+    again = json.loads(capsys.readouterr().out)
+    assert [*again] == [*lines] and {**again, "memory": ""} == {**lines, "memory": ""}
+
+
+def test_env_names_gpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And why there is no native code."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA A10, 23028 MiB, 550.90'\necho 'NVIDIA L4, 23034 MiB, 550.90'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert main(["env", "--json"]) == 0
+    lines = json.loads(capsys.readouterr().out)
+    assert lines["cuda:0"] == "NVIDIA A10, 23028 MiB, driver 550.90" and lines["cuda:1"].startswith("NVIDIA L4")
+    for content, said in (None, "not built"), ("no library", "lib.so"):
+        if content is not None:
+            (tmp_path / "lib.so").write_text(content)
+        with pytest.raises(OSError, match=said):
+            instructions_at(tmp_path / "lib.so")
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import random
 import re
+import subprocess
+import sys
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -269,3 +272,15 @@ def test_help_says_what_the_cache_takes(capsys: pytest.CaptureFixture[str]) -> N
         main(["lm-eval", "--help"])
     printed = capsys.readouterr().out
     assert "cache=METHOD" in printed and "FIELD=VALUE" in printed and "usage: lm-eval" in printed
+    assert printed.startswith("The model hf-diffkv is the harness's hf with a cache that you choose.")
+
+
+def test_help_loads_no_pytorch() -> None:
+    program = (
+        "import sys; from hf_diffkv.cli import main\n"
+        "try:\n    main(['lm-eval', '--help'])\n"
+        "finally:\n    assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0 and "AssertionError" not in result.stderr, result.stderr[-2000:]
