@@ -216,8 +216,8 @@ def _restore_store(
 ) -> Store:
     """A store on `device` of layers, each with the place that it had in the saved one."""
     layers, slots = [index for index, _, _ in places], [slot for _, slot, _ in places]
-    dims = (described[name] for name in ("num_heads", "key_dim", "value_dim"))
-    heads = KVHeads(*dims, getattr(torch, described["dtype"]), device)
+    dims = {name: described[name] for name in ("num_heads", "key_dim", "value_dim")}
+    heads = KVHeads(**dims, dtype=getattr(torch, described["dtype"]), device=device)
     config = stores.config.of_layer(layers[0])
     if any(not same_pages(stores.config.of_layer(layer), config) for layer in layers):
         raise CacheFileError("the saved cache has layers together that this version keeps apart; save the cache again.")

@@ -121,7 +121,7 @@ def bytes_in(text: str) -> int:
 
 
 def as_ratio(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < value <= 1:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) <= 1:
         raise ValueError(f"{name}={value!r} must be a number above 0 and at most 1, for example 0.3.")
     return float(value)
 
