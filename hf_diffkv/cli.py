@@ -22,6 +22,11 @@ from .evaluation.errors import EvaluationError
 USAGE_ERROR = 2
 INTERRUPTED = 130
 PROGRAM = "hf-diffkv"
+TRY = {
+    "hf-diffkv generate --example": "A long document: answer, memory, time.",
+    "hf-diffkv chat --preset small": "Talk; /memory says what it takes.",
+    "hf-diffkv demo": "Both caches side by side in a browser.",
+}
 
 
 class Commands(click.Group):
@@ -42,6 +47,12 @@ class Commands(click.Group):
             hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(COMMANDS)}."
             context.fail(f"there is no command {name!r}; {hint}")
         return super().resolve_command(context, arguments)
+
+    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        # ahead of the options and the list of commands
+        with formatter.section("Try"):
+            formatter.write_dl(list(TRY.items()))
+        super().format_options(context, formatter)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

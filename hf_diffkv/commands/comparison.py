@@ -20,10 +20,10 @@ def run_summary(run: Run) -> str:
     """What one DiffKV run cost."""
     rows = [
         ("cache, real bytes", megabytes(run.cache_bytes), _share(run.cache_bytes, run.dense_bytes)),
-        ("cache, payload only", megabytes(run.payload_bytes), _share(run.payload_bytes, run.dense_bytes)),
-        ("peak memory", megabytes(run.peak_bytes), ""),
         ("prompt", f"{run.prompt_seconds:.2f} s", ""),
         ("decoding", _rate(run.tokens_per_second), ""),
+        ("cache, payload only", megabytes(run.payload_bytes), _share(run.payload_bytes, run.dense_bytes)),
+        ("peak memory", megabytes(run.peak_bytes), ""),
     ]
     return "\n".join(["", table(("", DIFFKV, "of a dense cache"), rows), "", *_kept(run)])
 
@@ -32,11 +32,11 @@ def comparison(compressed: Run, dense: Run) -> str:
     """What a DiffKV run cost beside a dense one, and how far the texts differ."""
     rows = [
         _row("cache, real bytes", dense.cache_bytes, compressed.cache_bytes, share=True),
+        ("prompt", f"{dense.prompt_seconds:.2f} s", f"{compressed.prompt_seconds:.2f} s", ""),
+        ("decoding", _rate(dense.tokens_per_second), _rate(compressed.tokens_per_second), ""),
         _row("cache, payload only", dense.cache_bytes, compressed.payload_bytes, share=True),
         _row("peak memory", dense.peak_bytes, compressed.peak_bytes),
         _row("  above the model", dense.above_model_bytes, compressed.above_model_bytes),
-        ("prompt", f"{dense.prompt_seconds:.2f} s", f"{compressed.prompt_seconds:.2f} s", ""),
-        ("decoding", _rate(dense.tokens_per_second), _rate(compressed.tokens_per_second), ""),
     ]
     peak = f"Peak memory: {compressed.peak_source}, a process of its own for each cache."
     return "\n".join(

@@ -52,8 +52,11 @@ sampling_options = chain(
     help="Stream what a model writes behind PROMPT with a DiffKV cache, then compare memory, speed and text with "
     "Transformers' DynamicCache. Each cache runs in a process of its own. Where stdout is no terminal it gets the "
     "generated text alone, and the comparison goes to stderr.",
+    epilog="For example: hf-diffkv generate --example; hf-diffkv generate --model smollm2 --preset small --prompt-file "
+    "report.txt. Short prompts save nothing: the window is uncompressed.",
 )
 @prompt_options
+@click.option("--example", is_flag=True, help="A long document with a question, in place of a PROMPT.")
 @model_option(default=SMALLEST_MODEL, show_default=True)
 @click.option("--then", metavar="TEXT", multiple=True, help="A further turn on the same cache; repeatable.")
 @click.option("--chat", is_flag=True, help="PROMPT and each --then are messages, set by the model's chat template.")
@@ -88,8 +91,10 @@ def command(**given: Any) -> None:
 def _job(options: SimpleNamespace) -> Job:
     """The DiffKV run, after all that can be checked without loading the weights."""
     text = read_prompt(options)
+    if options.example:
+        text = _example(options, text)
     if text is None:
-        raise click.UsageError("there is no PROMPT; give one, or - to read it from stdin.")
+        raise click.UsageError("there is no PROMPT; give one, - to read it from stdin, or --example.")
     turns = [text, *options.then]
     if not all(turns):
         raise click.UsageError("the prompt or a --then is empty; there is nothing to continue.")
@@ -127,6 +132,18 @@ def _job(options: SimpleNamespace) -> Job:
         echo=terminal,
         quiet=options.quiet,
     )
+
+
+def _example(options: SimpleNamespace, text: str | None) -> str:
+    """The document for the model; one that has a chat template gets it as a message."""
+    if text is not None:
+        raise click.UsageError("--example is a prompt; leave the other one out.")
+
+    from ..demo.documents import prompt_for
+
+    chats = bool(load_tokenizer(options.model).chat_template)
+    options.chat |= chats
+    return prompt_for(chats)
 
 
 def _run(job: Job, options: SimpleNamespace) -> list[Run]:

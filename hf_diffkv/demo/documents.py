@@ -46,6 +46,11 @@ def free_prompts(chats: bool) -> list[Example]:
     return [Example(f"?{key}=", f"{facts}?{key}=", hint=hint) for key in (asked.removesuffix("="), *KEYS)]
 
 
+def prompt_for(chats: bool) -> str:
+    """A long prompt with a question at its end: of the handbook, or for a model that has learnt nothing else, facts."""
+    return _read("museum.txt" if chats else "recall.txt")
+
+
 def _read(name: str) -> str:
     found = next(folder / name for folder in FOLDERS if (folder / name).is_file())
     return found.read_text(encoding="utf-8").removesuffix("\n")

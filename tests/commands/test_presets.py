@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_diffkv import DiffKVConfig
 from hf_diffkv.cli import main
 from hf_diffkv.config import found
+from hf_diffkv.demo.documents import QUESTIONS, prompt_for
 from hf_diffkv.demo.settings import DEFAULT, setting_of, settings_for
 from hf_diffkv.evaluation.models import TINY_LM
 
@@ -62,6 +63,15 @@ def test_what_does_not_load_them_says_so(model: Any, capsys: pytest.CaptureFixtu
             assert ("is known with the weights only" in " ".join(printed.err.split())) == noted
     assert main(["inspect", "--model", "tiny-lm", "--preset", "small", "--json"]) == 0
     assert config_in(capsys.readouterr().out) == DiffKVConfig.preset("small")
+
+
+def test_the_example_is_one_where_the_cache_wins(capsys: pytest.CaptureFixture[str]) -> None:
+    """The facts for tiny-lm, and the handbook for a model that chats."""
+    assert main(["generate", "--example", "--model", "tiny-lm", "--max-new-tokens", "6", "--no-compare", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    run = found["runs"]["DiffKV"]
+    assert found["text"].startswith("9082") and run["cache_bytes"] < 0.4 * run["dense_bytes"]
+    assert prompt_for(True).endswith(QUESTIONS[0]) and len(prompt_for(True)) > 5000
 
 
 def test_the_demo_begins_with_a_preset(model: Any) -> None:

@@ -26,7 +26,8 @@ QUICK = [
     (["genrate"], "there is no command 'genrate'; did you mean 'generate'?"),
     (["qqq"], "there is no command 'qqq'; choose from generate, chat, plan"),
     (["--verion"], "No such option '--verion'. Did you mean '--version'?"),
-    (["generate"], "there is no PROMPT; give one, or - to read it from stdin."),
+    (["generate"], "there is no PROMPT; give one, - to read it from stdin, or --example."),
+    (["generate", "a", "--example"], "--example is a prompt; leave the other one out."),
     (["generate", "a", "--prompt", "b"], "give one of PROMPT, --prompt and --prompt-file."),
     (["generate", "--prompt", "a", "--prompt-file", "b"], "give one of PROMPT, --prompt and --prompt-file."),
     (["generate", "a", "b"], "Got unexpected extra argument"),
@@ -223,6 +224,11 @@ def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> 
     assert main([]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith("Usage: hf-diffkv") and "generate" in printed.err
+    tried = [line.split("  ")[1] for line in printed.err.splitlines() if line.startswith("  hf-diffkv ")]
+    assert len(tried) == 3 and printed.err.index(tried[-1]) < printed.err.index("Commands:")
+    for command in tried:
+        _, name, *options = command.split()
+        assert load(name).make_context(name, options).params.keys() >= {"model"}
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
