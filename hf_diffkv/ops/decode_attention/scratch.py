@@ -19,7 +19,7 @@ from .splits import backend_of, choose_splits, programs_per_processor
 MOST_REGISTERS = 255
 # per thread of a program of one warp: ten of them run on a multiprocessor
 ONE_WARP_REGISTERS = 200
-# the same where rows are padded and tokens scored, which would spill: nine run
+# the same where rows are padded and there are two tiers, which would spill: nine run
 PADDED_REGISTERS = 224
 
 
@@ -86,8 +86,8 @@ class KernelConfig:
         options = ()
         if uncompressed or crowded or wide > 2:
             options = (("maxnreg", MOST_REGISTERS),)
-        elif warps == 1 and (widest > 64 or not layout.selects or not in_fields):
-            options = (("maxnreg", PADDED_REGISTERS if padded and layout.selects else ONE_WARP_REGISTERS),)
+        elif warps == 1 and (widest > 64 or layout.one_tier or not in_fields):
+            options = (("maxnreg", ONE_WARP_REGISTERS if layout.one_tier or not padded else PADDED_REGISTERS),)
         return cls(heads, block, warps, 1 if crowded else 3, PTX, tl.float16, raw, options)
 
     def programs_per_processor(self, layout: PageLayout, device: torch.device) -> int:
