@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hand_past import attend_prompt, hand_past
@@ -17,7 +19,7 @@ from hf_diffkv.ops.decode_attention import launch
 from hf_diffkv.ops.prefill_attention.launch import prefill_attention
 from hf_diffkv.ops.softmax import Softmax
 
-K5V3 = Precision(5, 3)
+K5V3, K3V3 = Precision(5, 3), Precision(3, 3)
 UNSCORED = {"high": K5V3, "low": K5V3, "metadata_bits": 16, "position_bytes": 0}
 
 
@@ -31,16 +33,23 @@ def test_a_step_leaves_nothing_behind(emulator) -> None:
     assert [name for name, _ in emulator.launched] == ["attend_kernel", "finish_kernel"]
 
 
-def test_candidates_are_added(emulator) -> None:
-    """Also where nothing is significant: nobody looks."""
-    layout = small_layout(key_dim=64, value_dim=64, page_bytes=2048, **UNSCORED)
-    full = layout.high.capacity
-    got = State(layout, [0, 1, full - 1, full, full + 1], [0] * 5, dtype=torch.bfloat16, spare=20)
+@pytest.mark.parametrize("low", [K5V3, K3V3], ids=lambda precision: precision.name)
+def test_candidates_are_added(low: Precision, emulator) -> None:
+    """Also where nothing is significant: nobody looks. With two tiers the third and the fifth row are low."""
+    layout = small_layout(key_dim=64, value_dim=64, page_bytes=2048, **{**UNSCORED, "low": low})
+    at_low = torch.tensor([False, False, True, False, True]) & (low != K5V3)
+    full = torch.where(at_low, layout.low.capacity, layout.high.capacity)
+    held = torch.stack([torch.tensor(0), torch.tensor(1), full[2] - 1, full[3], full[4] + 1])
+    counts = held.masked_fill(at_low, 0).tolist(), held.masked_fill(~at_low, 0).tolist()
+    got = State(layout, *counts, dtype=torch.bfloat16, spare=20)
     expected = got.clone()
     candidates = got.candidates(leaving=[True, False, True, True, True], mean=[0.0] * 5)
-    assert int(run_kernel(got, candidates, (None, None))) == 0
-    run_reference(expected, candidates, (None, None))
-    assert got.high_count.tolist() == [1, 1, full, full + 1, full + 2]
+    thresholds = torch.where(at_low, math.inf, 0.0), None
+    assert int(run_kernel(got, candidates, thresholds)) == 0
+    run_reference(expected, candidates, thresholds)
+    after = held + torch.tensor([1, 0, 1, 1, 1])
+    assert torch.equal(got.high_count, after.masked_fill(at_low, 0).int())
+    assert torch.equal(got.low_count, after.masked_fill(~at_low, 0).int())
     assert_alike(got, expected)
     names = [f"{name}_kernel" for name in ("plan_rows", "assign_pages", "move_tokens")]
     assert [name for name, _ in emulator.launched] == names
