@@ -106,8 +106,7 @@ def set_up(environment: Path, stage: str, torch: str, report: Report) -> None:
 
 
 def pip(python: Path, *requirements: str) -> list[str]:
-    # compiling all of PyTorch takes longer than compiling, when it is imported, what is used
-    options = ["--disable-pip-version-check", "--progress-bar=off", "--no-compile"]
+    options = ["--disable-pip-version-check", "--progress-bar=off"]
     return [str(python), "-m", "pip", "install", *options, *requirements]
 
 
