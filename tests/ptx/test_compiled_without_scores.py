@@ -13,13 +13,14 @@ from test_decode_attention_kernel import TOLERANCE, make_case, relative_error
 from test_decode_attention_kernel import run_reference as attend_by_reference
 from test_prefill_attention_reference import dense, past_options
 from test_prefill_past_kernel import draw
+from test_store_uniform_kernel import K3V3, K5V4, compare_turns, state_of
 
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.decode_attention import launch
 from hf_diffkv.ops.prefill_attention.launch import prefill_attention
 from hf_diffkv.ops.softmax import Softmax
 
-K5V3, K3V3 = Precision(5, 3), Precision(3, 3)
+K5V3 = Precision(5, 3)
 UNSCORED = {"high": K5V3, "low": K5V3, "metadata_bits": 16, "position_bytes": 0}
 
 
@@ -65,3 +66,13 @@ def test_a_prompt_is_not_scored(emulator) -> None:
     assert received is None
     assert relative_error(got, want) < LIMITS[torch.bfloat16][0]
     assert [name for name, _ in emulator.launched] == ["past_forward", "flash_forward"]
+
+
+@pytest.mark.slow
+def test_prompts_of_heads_with_a_precision_each(emulator) -> None:
+    """A padded prompt, and a turn over what it left in the window."""
+    compare_turns(state_of(K5V4, K3V3, torch.bfloat16, dim=64, bits=16), ((40, 7), (60, 3)))
+    first = ["take_pages", "store_new", "advance"]
+    turn = ["take_pages", "leave_window", "store_new", "advance"]
+    assert [name.removesuffix("_kernel") for name, _ in emulator.launched] == first + turn
+    assert not [name for name in turn if emulator.never_run(f"{name}_kernel")]

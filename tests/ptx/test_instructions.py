@@ -117,6 +117,19 @@ def test_wide_products() -> None:
     assert (got[0] + (got[1] << 32)).tolist() == [(int(x) * int(y) + signed(x)) % 2**64 for x, y in zip(a, b)]
 
 
+@pytest.mark.parametrize("type_", ["s64", "u64"])
+def test_high_halves_of_long_products(type_: str) -> None:
+    a, b = integers(0, 2**32 - 1), integers(0, 2**32 - 1)
+    pair = "mov.b64 %rd8, {%r1, %r2};\nmov.b64 %rd9, {%r2, %r1};\n"
+    got = run(f"{pair}mul.hi.{type_} %rd10, %rd8, %rd9;\nmov.b64 {{%r50, %r51}}, %rd10;", [a, b], 2).astype(object)
+
+    def number(low: int, high: int) -> int:
+        return int(low) + ((signed(high) if type_ == "s64" else int(high)) << 32)
+
+    expected = [(number(x, y) * number(y, x) >> 64) % 2**64 for x, y in zip(a, b)]
+    assert (got[0] + (got[1] << 32)).tolist() == expected
+
+
 def test_high_halves_of_short_products() -> None:
     a, b = (RNG.integers(0, 1 << 16, 32).astype(np.uint16) for _ in range(2))
     assert narrow("mul.hi.u16", a, b).tolist() == [int(x) * int(y) >> 16 for x, y in zip(a, b)]

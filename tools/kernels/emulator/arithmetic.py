@@ -102,12 +102,11 @@ def _mul(modifiers: list[str]) -> Operation:
     if modifiers[0] == "hi":
         type_ = modifiers[1]
         bits = 8 * width_of(type_)
-        if bits == 64:
-            raise UnknownInstruction("mul.hi." + type_)
-        wide = TYPES[type_[0] + "64"]
+        # 64 bits take Python's integers
+        wide = TYPES[type_[0] + "64"] if bits < 64 else object
 
         def high(a: Values, b: Values) -> Values:
-            return ((a.astype(wide) * b.astype(wide)) >> wide(bits)).astype(TYPES[type_])
+            return ((a.astype(wide) * b.astype(wide)) >> bits).astype(TYPES[type_])
 
         return Operation(type_, (type_, type_), high)
     type_ = _need(modifiers, "lo", "rn")
