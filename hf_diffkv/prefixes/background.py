@@ -40,7 +40,7 @@ class Background:
         # what is next: names to be brought up, and whether some tier may be too full
         self._wanted: list[str] = []
         self._look = self._busy = False
-        # whether a tier is too full of what requests wait for
+        # whether a tier may be too full of what requests wait for
         self._held_back = False
         self._loading: str | None = None
         # brought up or not, once is enough; and what no lower tier takes
@@ -159,22 +159,28 @@ class Background:
                 return False
             snapshot, used = tier.get(name), tiers.entries[name].used
         lower = next((t for t in tiers.tiers[depth + 1 :] if t.cost(snapshot) <= t.limit), None)
-        moved = False
+        taken = False
         if isinstance(lower, MemoryTier):
             snapshot = lower.moved(snapshot)
             with self._lock:
-                moved = self._is_unused(name, used) and tier.holds(name) and tiers.put_if_free(lower, name, snapshot)
+                if not (self._is_unused(name, used) and tier.holds(name)):
+                    # it may go the next time
+                    return True
+                taken = tiers.put_if_free(lower, name, snapshot)
         elif lower is not None:
             try:
-                moved = self._write(name, snapshot, used)
+                taken = self._write(name, snapshot, used)
             except OSError as error:
                 _logger.warning("a prefix cannot be written: %s", error)
                 return False
         with self._lock:
-            if moved and self._is_unused(name, used) and tier.holds(name):
+            if taken and self._is_unused(name, used) and tier.holds(name):
                 tier.remove([name])
                 self.offloaded += 1
-        if not moved:
+                with self._changed:
+                    # what found no room there may find it now
+                    self._stuck.clear()
+        if not taken:
             with self._changed:
                 self._stuck.add(name)
         return True
@@ -221,5 +227,9 @@ class Background:
             if name in tiers.entries and tier.holds(name) and tiers.put_if_free(first, name, snapshot):
                 if tier is not tiers.folder:
                     tier.remove([name])
+                # it is one too many, maybe, once nobody waits for it
+                with self._changed:
+                    self._look |= tiers.entries[name].score <= 0
+                    self._held_back = True
                 self.loaded_ahead += 1
                 self.bytes_read[tier.name] += snapshot.bytes

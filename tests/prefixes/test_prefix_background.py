@@ -278,6 +278,60 @@ def test_what_is_cleared_does_not_come_back(stage: Stage, monkeypatch: pytest.Mo
     assert not list(stage.folder.glob("*-*-*"))
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_what_was_brought_up_goes_when_nobody_waits_for_it(
+    early: bool, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may fill a tier to the brim; also where the request is taken back while it is read."""
+    store = stage.store(room=3)
+    store.start()
+    stage.insert(store, 0, 1, 2)
+    store.flush()
+    assert tiers(store) == {"device": 2, "disk": 1}
+    gate = Gate(monkeypatch, FolderTier, "get")
+    store.look_ahead([stage.ids(0)])
+    assert gate.reached.wait(PATIENCE)
+    if early:
+        store.look_ahead([])
+    gate.open.set()
+    store.flush()
+    if not early:
+        assert tiers(store) == {"device": 3}
+        store.look_ahead([])
+        store.flush()
+    assert store.stats.loaded_ahead == 1
+    assert tiers(store) == {"device": 2, "disk": 1}
+
+
+def test_what_was_used_while_it_moved_is_tried_again(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = stage.store(room=3, host=2)
+    stage.insert(store, 0, 1, 2)
+    gate = Gate(monkeypatch, MemoryTier, "moved")
+    store.start()
+    assert gate.reached.wait(PATIENCE)
+    # nothing but the first, which is on its way, may go
+    used = [store.lookup(stage.ids(name)) for name in (1, 2)]
+    store.lookup(stage.ids(0))
+    gate.open.set()
+    store.flush()
+    assert tiers(store) == {"device": 2, "host": 1}
+    assert [cache.get_seq_length() for cache in used] == [LENGTH] * 2
+
+
+def test_what_found_no_room_below_is_tried_again(stage: Stage) -> None:
+    """The host is full of what requests wait for, until they do not."""
+    store = stage.store(room=3, host=2)
+    stage.insert(store, *range(5))
+    assert tiers(store) == {"device": 3, "host": 2}
+    store.look_ahead([stage.ids(0), stage.ids(1)], load=False)
+    store.start()
+    store.flush()
+    assert tiers(store) == {"device": 3, "host": 2}
+    store.look_ahead([])
+    store.flush()
+    assert tiers(store) == {"device": 2, "host": 1, "disk": 2}
+
+
 def test_threads_and_the_background(stage: Stage) -> None:
     """Four threads add, announce and read while prefixes move; there is room for five of twelve in memory."""
     store = stage.store(room=3, host=2)
