@@ -35,17 +35,17 @@ def two_stores(devices: bool = False) -> Iterator[None]:
     """New caches get a store per half of the layers; with `devices` each has a device's budget for itself."""
     fits = Stores._fits
 
-    def split(self: Stores, store: Store, shape: tuple) -> bool:
+    def split(self: Stores, store: Store, *wanted: Any) -> bool:
         # layers come in order, so the next one is as many as there are
         half = len(self._places) < self.num_layers // 2
         mine = [index for index, (place, _) in self._places.items() if place is store]
-        return fits(self, store, shape) and all((index < self.num_layers // 2) == half for index in mine)
+        return fits(self, store, *wanted) and all((index < self.num_layers // 2) == half for index in mine)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stores, "_fits", split)
         if devices:
             patch.setattr(Stores, "_on", lambda self, device: [])
-            patch.setattr(Stores, "_layers_to_come", lambda self, device: self.num_layers // 2)
+            patch.setattr(Stores, "_layers_to_come", lambda self, *wanted: self.num_layers // 2)
         yield
 
 
