@@ -75,7 +75,9 @@ def test_models(load, name: str, arguments: tuple) -> None:
 
 @pytest.mark.slow
 def test_prompts(load) -> None:
-    load("test_prompts_on_gpu").test_prompts_and_turns(CPU, "balanced", torch.float32, 32, (15, 30))
+    load("test_prompts_on_gpu").test_prompts_and_turns(
+        CPU, DiffKVConfig.preset("balanced"), torch.float32, 32, (15, 30)
+    )
     load("test_prompts_on_gpu").test_levelled_prompts_and_turns(CPU, DiffKVConfig, torch.float32, 32, (90, 30))
     load("test_prompts_on_gpu").test_rotation(CPU, 80, torch.bfloat16)
 
