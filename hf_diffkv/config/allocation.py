@@ -8,10 +8,11 @@ then one for another while that helps.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import combinations
 from typing import Any
 
@@ -133,9 +134,15 @@ def fields_for(calibration: Mapping[str, Any] | None, target_ratio: float) -> tu
             "this configuration does not have what the heads of a model lose; `hf-diffkv calibrate --ratio` measures "
             "it and writes one that has, for DiffKVConfig.from_pretrained."
         )
-    found = allocate(Sensitivity.from_dict(calibration[SENSITIVITY]), target_ratio)
+    found = _allocated(json.dumps(calibration[SENSITIVITY], sort_keys=True), target_ratio)
     chosen = {TARGET: target_ratio, "ratio": found.ratio, "predicted_kl": found.loss}
     return {"head_precisions": found.precisions}, {**calibration, **chosen}
+
+
+@lru_cache(maxsize=16)
+def _allocated(sensitivity: str, target_ratio: float) -> Allocation:
+    """`allocate` for what heads lose, as JSON: every cache of a model asks for the same."""
+    return allocate(Sensitivity.from_dict(json.loads(sensitivity)), target_ratio)
 
 
 @dataclass(frozen=True)
