@@ -6,15 +6,13 @@ from collections.abc import Collection
 from typing import Any
 
 from . import files, found
-from .allocation import SENSITIVITY, fields_for, ratio_of
+from .allocation import LADDER, SENSITIVITY, fields_for, ratio_of
 from .checks import as_ratio
 from .presets import DEFAULT_PRESET, LEVEL_FIELDS, PRESETS, preset_for, preset_named, preset_within
 from .sensitivity import FIELDS
 
 # bytes of stored tokens over those in the model's dtype, of models whose heads were measured
 RATIOS = {"quality": 0.27, "balanced": 0.235, "small": 0.204}
-# of heads that all have the most bits
-LARGEST = "K6V5"
 
 # fields of a configuration, and its calibration
 Choice = tuple[dict[str, Any], dict[str, Any] | None]
@@ -47,7 +45,8 @@ def choose(
     # published thresholds stand where nothing else is asked for
     published = named is None and target_ratio is None and plain != PRESETS[DEFAULT_PRESET]
     calibration = None if published else _measured(model, saved)
-    if calibration is not None and ratio <= ratio_of(LARGEST, calibration):
+    # beyond what all heads take at the most bits of the ladder, one precision for all has more
+    if calibration is not None and ratio <= ratio_of(LADDER[-1], calibration):
         fields, calibration = fields_for(calibration, ratio)
         return {**FIELDS, **fields}, calibration
     if target_ratio is not None:

@@ -208,11 +208,10 @@ class DiffKVConfig:
     def precisions_of_layer(self, index: int, heads: int) -> tuple[tuple[Precision, ...], ...]:
         """For each of `heads` KV heads of a compressed layer the precisions that its stored tokens may have."""
         layer = self.of_layer(index)
-        if layer.selects or not isinstance(layer.alpha_high, tuple):
-            at_low = not layer.selects and layer.alpha_high == math.inf
-            both = (layer.high, layer.low) if layer.selects else (layer.low if at_low else layer.high,)
-            return (tuple(dict.fromkeys(both)),) * heads
-        return tuple((layer.low if alpha == math.inf else layer.high,) for alpha in layer.alpha_high)
+        if layer.selects:
+            return (tuple(dict.fromkeys((layer.high, layer.low))),) * heads
+        alphas = layer.alpha_high if isinstance(layer.alpha_high, tuple) else (layer.alpha_high,) * heads
+        return tuple((layer.low if alpha == math.inf else layer.high,) for alpha in alphas)
 
     def _pair(self, chosen: tuple[Precision, ...]) -> tuple[Precision, Precision]:
         """Low and high precision of a layer; one whose heads are alike joins the first pair that has theirs."""
