@@ -121,7 +121,8 @@ STUDIES = {
     "heads_alone": Study(
         ("dense", "diffkv", "diffkv:small", f"diffkv:balanced+{ALIKE}", f"diffkv:small+{ALIKE}"), documents=2
     ),
-    # prompts that end in the question, which methods that drop tokens are made for
+    # what methods that drop tokens are made for: prompts that end in the question (answers of one word, of a few, of
+    # forty), and text that goes on
     "asked": Study(
         (
             "dense",
@@ -133,7 +134,7 @@ STUDIES = {
             "kvpress:snapkv+0.71",
             "kvpress:adakv-snapkv+0.71",
         ),
-        tasks="key-value-asked",
+        tasks="city-asked,dictionary-asked,passage-asked,text",
     ),
     # keys need more bits than values (figure 8)
     "precisions": Study(

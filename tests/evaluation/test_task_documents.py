@@ -144,11 +144,13 @@ def test_sent_as_json_it_is_the_same(name: str, tokenizer: Any) -> None:
     assert received == document and received.digest == document.digest
 
 
-def test_a_prompt_that_ends_in_the_question(tokenizer: Any) -> None:
-    found = documents("key-value-asked", tokenizer, 2)
+@pytest.mark.parametrize("name", ["key-value-asked", "city-asked", "dictionary-asked", "passage-asked"])
+def test_a_prompt_that_ends_in_the_question(name: str, tokenizer: Any) -> None:
+    found = documents(name, tokenizer, 2)
     for document in found:
         ((last, answer),) = document.questions
         told, asked = tokenizer.decode(document.context + last).rsplit("\n\n", 1)
+        asked = asked.removeprefix("Once more, word for word. ")
         assert len(last) == 1 and f"{asked}{tokenizer.decode(answer)}" in told
     # it ends in another question, not in the first one of each text
     assert len({document.questions[0][1] for document in found}) == 2

@@ -57,21 +57,6 @@ class KeyValue(FactsTask):
         return [" ".join(parts) for parts in asked], asked
 
 
-@task("key-value-asked")
-class KeyValueAsked(KeyValue):
-    """One of the codes, asked for at the prompt's end: what methods that drop tokens are made for."""
-
-    suites = ()
-    count = 12
-
-    def document(self, source: Source, index: int) -> Document:
-        document = super().document(source, index)
-        question, answer = document.questions[index % PAIRS]
-        # the last token is fed behind the prompt, as its logits predict the answer
-        context, asked = (*document.context, *question[:-1]), (question[-1:], answer)
-        return dataclasses.replace(document, context=context, questions=(asked,))
-
-
 @task("dictionary")
 class Dictionary(FactsTask):
     """What each of several invented words means."""
@@ -106,6 +91,50 @@ class Passage(FactsTask):
         passages = [passage(rng) for _ in range(PASSAGES)]
         asked = [(f"Once more, word for word. {start}", rest) for start, rest in passages]
         return [f"{start} {rest}" for start, rest in passages], asked
+
+
+class AskedAtTheEnd(FactsTask):
+    """One of another task's facts, asked for at the prompt's end: what methods that drop tokens are made for."""
+
+    suites = ()
+    count = 24
+
+    def document(self, source: Source, index: int) -> Document:
+        document = super().document(source, index)
+        question, answer = document.questions[index % len(document.questions)]
+        # the last token is fed behind the prompt, as its logits predict the answer
+        context, asked = (*document.context, *question[:-1]), (question[-1:], answer)
+        return dataclasses.replace(document, context=context, questions=(asked,))
+
+
+@task("key-value-asked")
+class KeyValueAsked(AskedAtTheEnd, KeyValue):
+    """A code."""
+
+    count = 12
+
+
+@task("city-asked")
+class CityAsked(AskedAtTheEnd):
+    """`Maria lives in Oslo.`: an answer of one word."""
+
+    def facts(self, rng: random.Random) -> Asked:
+        asked = [
+            (f"{name} lives in", f"{city}.") for name, city in zip(rng.sample(NAMES, PAIRS), rng.sample(CITIES, PAIRS))
+        ]
+        return [" ".join(parts) for parts in asked], asked
+
+
+@task("dictionary-asked")
+class DictionaryAsked(AskedAtTheEnd, Dictionary):
+    """What an invented word means: an answer of four or five words."""
+
+
+@task("passage-asked")
+class PassageAsked(AskedAtTheEnd, Passage):
+    """A passage, word for word."""
+
+    count = 12
 
 
 @task("updates")
