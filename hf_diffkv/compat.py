@@ -219,7 +219,9 @@ BATCHING = Feature(
             _run_generation_loop="",
             warmup="",
             start="",
+            add_request="input_ids request_id max_new_tokens streaming record_timestamps eos_token_id ...",
         ),
+        *_names(f"{_API}:OutputRouter", deliver="output"),
         *_names(
             f"{_API}:ContinuousBatchProcessor",
             __init__="cache config generation_config continuous_batching_config logit_processor input_queue "
@@ -235,8 +237,10 @@ BATCHING = Feature(
             add_waiting_request="state",
             schedule_batch="token_budget cache_budget",
             finish_request="request_id",
+            clear_cancelled_requests="",
             reset="",
             _get_waiting_candidates="",
+            _infer_request_tokens="state request_ids_to_remove_from_waiting",
         ),
         *_names(
             f"{_ALLOCATORS}:CachePool",
@@ -262,6 +266,8 @@ BATCHING = Feature(
         *_names(
             f"{_CB}.requests:RequestState",
             *("request_id", "initial_tokens", "max_new_tokens", "num_children", "_new_tokens_limit", "_status"),
+            *("generated_tokens", "position_offset", "_eos_token_ids"),
+            to_generation_output="",
         ),
     ),
     since=(5, 23),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from ..compat import BATCHING, Feature, PrivateName, parameters_of
@@ -20,6 +21,7 @@ from .engine_names import (
     Scheduler,
 )
 from .order import LOOK_AHEAD, AdmissionOrder
+from .records import Records
 
 
 def _asked() -> Feature:
@@ -36,12 +38,17 @@ CALLED.require()
 
 
 class _Admission:
-    """Mixed into a scheduler: refuses what can never fit, goes on where nothing is left to wait for, and orders what
-    waits.
+    """Mixed into a scheduler: refuses what can never fit, goes on where nothing is left to wait for, orders what waits,
+    and keeps records.
+
+    Attributes:
+        cancelled: called with each request that was cancelled, when it is gone.
     """
 
     cache: ContinuousCache
     order: AdmissionOrder
+    records: Records
+    cancelled: Callable[[RequestState], None]
 
     def add_waiting_request(self, state: RequestState) -> None:
         """Raises `ValueError` for a request that could not be finished by itself; the engine fails that one.
@@ -50,6 +57,7 @@ class _Admission:
         """
         if state.request_id in self.active_requests or state.request_id in self.waiting_requests:
             raise ValueError(f"request_id={state.request_id!r} belongs to a request that is not done; choose another.")
+        self.records.open(state.request_id, len(state.initial_tokens))
         limit = self.cache.check_request(len(state.initial_tokens), state.max_new_tokens)
         if state.max_new_tokens is None:
             state.max_new_tokens = state._new_tokens_limit = limit
@@ -59,7 +67,22 @@ class _Admission:
         state = self.active_requests.get(request_id)
         if state is not None and state.status == RequestStatus.FINISHED:
             self.cache.keep_prefix(request_id, state.initial_tokens + state.generated_tokens)
+            said = state.generated_tokens[-1:]
+            self.records.close(request_id, "stop" if state._eos_token_ids.intersection(said) else "length")
         super().finish_request(request_id)
+
+    def clear_cancelled_requests(self) -> list[RequestState]:
+        states = super().clear_cancelled_requests()
+        for state in states:
+            self.cancelled(state)
+        return states
+
+    def _infer_request_tokens(self, state: RequestState, request_ids_to_remove_from_waiting: set[str]) -> list[int]:
+        before = state.position_offset
+        tokens = super()._infer_request_tokens(state, request_ids_to_remove_from_waiting)
+        if state.position_offset > before:
+            self.records.note_prefix(state.request_id, state.position_offset)
+        return tokens
 
     def reset(self) -> None:
         super().reset()
@@ -103,6 +126,7 @@ class DiffKVBatchProcessor(ContinuousBatchProcessor):
         names = [f"{state.request_id}__child#{i}" for i in range(state.num_children)]
         state.num_children = 0
         super()._handle_request_error(error, state)
+        self.scheduler.records.close(state.request_id, "error")
         for name in names:
             super()._handle_request_error(error, RequestState(name, state.initial_tokens))
 
@@ -119,7 +143,9 @@ class DiffKVBatchProcessor(ContinuousBatchProcessor):
                 continue
             if state.generated_len() == 0:
                 self.prompt_tokens += future.query_length
-            self.generated_tokens += future.has_new_token
+            if future.has_new_token:
+                self.generated_tokens += 1
+                self.scheduler.records.note_token(state.request_id)
         super().update_batch()
 
 

@@ -33,8 +33,9 @@ class ServingMemory:
     Attributes:
         requests: in flight, prompts under way included. slots: most there may be.
         longest: tokens of the longest request that is admitted.
-        held_bytes: windows, tables, scratch and pages, free ones included, on the device.
-        peak_bytes: the most that was held after any forward. max_bytes: the budget.
+        held_bytes: windows, tables, scratch, and the pages that requests have.
+        peak_bytes: the most that the device held after any forward, free pages included: those that there are stay for
+            later requests. max_bytes: the budget.
         free_share: of the pages that the budget allows, how many nobody has; 0 to 1.
     """
 
@@ -142,7 +143,9 @@ class ContinuousCache:
         """What is held; may be asked by any thread, and changes nothing."""
         slots = self.slots
         free = 1 - int(slots.used_pages.sum()) / max(1, self.num_blocks)
-        sizes = (self.bytes, self.peak_bytes, slots.max_bytes, free)
+        pools = [part.store.pool for part in slots.parts]
+        held = self.bytes - sum(pool.free_list.free * pool.page_bytes for pool in pools)
+        sizes = (held, self.peak_bytes, slots.max_bytes, free)
         return ServingMemory(len(self._slot_of), slots.count, slots.longest, *sizes)
 
     def check_request(self, prompt_tokens: int, max_new_tokens: int | None) -> int:

@@ -19,7 +19,8 @@ from ..compat import attention_of, can_switch
 from ..import_hook import PAGED_NAME
 from .engine import DiffKVBatchProcessor, scheduler_class
 from .engine_cache import ContinuousCache, ServingMemory, ServingStatistics
-from .engine_names import ContinuousBatchingManager, initialization
+from .engine_names import ContinuousBatchingManager, RequestState, RequestStatus, initialization
+from .records import Records, brought
 from .sizes import check_servable, free_bytes, make_slots, sliding_layers, try_attention
 from .sliding import SlidingWindows
 
@@ -70,6 +71,10 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         # the base would switch back while its loop may still be running
         self._attention: str | None = None
         self._stopping = False
+        # of the requests under way
+        self.records = Records()
+        # requests that are to end as if they were done
+        self._ending: set[str] = set()
         self.model = model
         options = _checked_options(continuous_batching_config)
         scheduler_class(options.scheduler_type)
@@ -125,6 +130,51 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         super()._run_generation_loop()
         if self._stopping:
             self._restore_attention()
+
+    def add_request(
+        self,
+        input_ids: list[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        eos_token_id: int | list[int] | None = None,
+        **logit_processor_kwargs: Any,
+    ) -> str | None:
+        """As Transformers'; the record of a request with a name goes to `records.brought` of the context as well."""
+        found = brought.get()
+        if request_id is not None:
+            record = self.records.open(request_id, len(input_ids))
+            if found is not None:
+                found.append(record)
+        options = (request_id, max_new_tokens, streaming, record_timestamps, eos_token_id)
+        added = super().add_request(input_ids, *options, **logit_processor_kwargs)
+        if added is None and request_id is not None:
+            self.records.close(request_id, "error")
+        return added
+
+    def end_request(self, request_id: str, finish_reason: str) -> None:
+        """Ends a request before the next forward and frees what it holds; who waits for it gets what there is of it.
+
+        Unlike after `cancel_request` an output comes: a finished one, with the tokens so far.
+
+        Args:
+            finish_reason: for its record.
+        """
+        record = self.records.get(request_id)
+        if record is not None:
+            record.finish_reason = finish_reason
+            self._ending.add(request_id)
+            self.cancel_request(request_id)
+
+    def _note_cancelled(self, state: RequestState) -> None:
+        """Called by the engine's thread when a request was cancelled and holds nothing any more."""
+        if state.request_id in self._ending:
+            self._ending.discard(state.request_id)
+            state.status = RequestStatus.FINISHED
+            self.records.close(state.request_id, "cancelled")
+            self.output_router.deliver(state.to_generation_output())
+        self.records.close(state.request_id, "cancelled")
 
     def memory(self) -> ServingMemory | None:
         """What is held now; None where nothing runs."""
@@ -213,6 +263,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         scheduler = scheduler_class(options.scheduler_type)(
             cache=cache, safety_margin=options.safety_margin, max_requests_per_batch=options.max_requests_per_batch
         )
+        scheduler.records, scheduler.cancelled = self.records, self._note_cancelled
         return DiffKVBatchProcessor(
             cache=cache,
             config=self.model.config.get_text_config(),

@@ -171,7 +171,7 @@ class Background:
             try:
                 taken = self._write(name, snapshot, used)
             except OSError as error:
-                _logger.warning("a prefix cannot be written: %s", error)
+                self._tiers.note_fault("a prefix cannot be written", error, _logger.warning)
                 return False
         with self._lock:
             if taken and self._is_unused(name, used) and tier.holds(name):
@@ -215,11 +215,12 @@ class Background:
             with self._lock:
                 # another process may have removed it meanwhile
                 if tier.holds(name):
+                    tiers.disk_errors += 1
                     _logger.warning("a stored prefix is damaged and is removed: %s", error)
                 tiers.remove([name], [tier])
             return
         except OSError as error:
-            _logger.warning("a stored prefix cannot be read, its tokens are computed: %s", error)
+            tiers.note_fault("a stored prefix cannot be read, its tokens are computed", error, _logger.warning)
             return
         while self._move_down(0, first.limit - first.cost(snapshot), rank):
             pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Union
 
@@ -35,6 +35,9 @@ class Hierarchy:
         memory: tiers of memory.
         folder: the tier behind them, if any.
         fingerprint: how names in the folder begin that can be used; others only take room there.
+
+    Attributes:
+        disk_errors: files that could not be read, written or removed, or were damaged.
     """
 
     def __init__(self, memory: list[MemoryTier], folder: FolderTier | None, fingerprint: str) -> None:
@@ -42,6 +45,8 @@ class Hierarchy:
         self.memory, self.folder, self.fingerprint = memory, folder, fingerprint
         self.entries: dict[str, Entry] = {}
         self.written = {tier.name: 0 for tier in self.tiers}
+        self.disk_errors = 0
+        self._warned: set[tuple[str, int | None]] = set()
         self._clock = 0
 
     def open_folder(self) -> None:
@@ -62,7 +67,7 @@ class Hierarchy:
                 missing = sum(sizes.values()) - folder.limit
                 folder.remove(choose_victims(ranks, sizes, Rank(1, 0), missing) or ())
         except OSError as error:
-            warn(f"cannot write into {folder.folder}: {error}; prefixes in it can only be read.")
+            self.note_fault("the folder of prefixes cannot be written, they can only be read", error)
 
     def refresh(self) -> None:
         """Learns what other processes have added to the folder and removed from it."""
@@ -146,6 +151,17 @@ class Hierarchy:
         self.written[folder.name] += cost
         return victims
 
+    def note_fault(self, message: str, error: OSError, say: Callable[[str], None] | None = None) -> None:
+        """Counts what went wrong with files, and says each kind once, as a full disk stays one for a while.
+
+        Args:
+            say: how; None warns.
+        """
+        self.disk_errors += 1
+        if (message, error.errno) not in self._warned:
+            self._warned.add((message, error.errno))
+            (say or warn)(f"{message}: {error}")
+
     def drop_lost(self, names: list[str]) -> None:
         """Forgets those of `names` that no tier holds."""
         for name in names:
@@ -160,7 +176,7 @@ class Hierarchy:
                 with tier.exclusive():
                     tier.remove([name for name in names if tier.holds(name)])
             except OSError as error:
-                warn(f"prefixes cannot be removed: {error}")
+                self.note_fault("prefixes cannot be removed", error)
         self.drop_lost(names)
 
     def _place(self, name: str, snapshot: Snapshot, first: int) -> None:
@@ -188,7 +204,7 @@ class Hierarchy:
                 self._demote(depth, victims)
                 tier.put(name, snapshot, self.entries[name].used)
         except OSError as error:
-            warn(f"a prefix cannot be written: {error}")
+            self.note_fault("a prefix cannot be written", error)
             return False
         self.written[tier.name] += cost
         return True

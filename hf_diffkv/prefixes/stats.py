@@ -54,6 +54,7 @@ class PrefixStats:
         bytes_written: what came into each tier.
         loaded_ahead, offloaded: prefixes brought up for requests that waited, and moved down before they had to, by the
             thread of `PrefixStore.start`.
+        disk_errors: files of the folder that could not be read, written or removed, or were damaged.
         lookup_seconds: time spent in `lookup`.
         seconds_per_token: of a prompt, as `PrefixStore.measure` found it; None before.
     """
@@ -66,6 +67,7 @@ class PrefixStats:
     bytes_written: dict[str, int]
     loaded_ahead: int
     offloaded: int
+    disk_errors: int
     lookup_seconds: float
     seconds_per_token: float | None
 

@@ -320,6 +320,7 @@ class PrefixStore:
                 bytes_written=dict(self._tiers.written),
                 loaded_ahead=self._background.loaded_ahead,
                 offloaded=self._background.offloaded,
+                disk_errors=self._tiers.disk_errors,
                 lookup_seconds=self._lookup_seconds,
                 seconds_per_token=self._seconds_per_token,
             )
@@ -394,11 +395,12 @@ class PrefixStore:
             except (CacheFileError, FileNotFoundError) as error:
                 # another process may have removed it meanwhile
                 if tier.holds(name):
+                    self._tiers.disk_errors += 1
                     warn(f"a stored prefix is damaged and is removed: {error}")
                 self._tiers.remove([name], [tier])
                 continue
             except OSError as error:
-                warn(f"a stored prefix cannot be read, its tokens are computed: {error}")
+                self._tiers.note_fault("a stored prefix cannot be read, its tokens are computed", error)
                 continue
             cache.held_tokens.take_up([(0, snapshot.tensors[TOKEN_IDS][None])], cache.get_seq_length())
             return cache, _Hit(name, tier, snapshot)

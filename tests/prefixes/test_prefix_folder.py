@@ -129,6 +129,11 @@ def test_a_full_disk(
         patched.setattr(folder_module, "save_snapshot", fail)
         with pytest.warns(RuntimeWarning, match="cannot be written: .*(No space|code: 28)"):
             assert not store.insert(runs[1].ids, runs[1].cache)
+        with warnings.catch_warnings():
+            # it was said, and is only counted
+            warnings.simplefilter("error")
+            assert not store.insert(runs[1].ids, runs[1].cache)
+        assert store.stats.disk_errors == 2
     assert not list(tmp_path.glob(PARTIAL + "*"))
     assert_finds(store, runs, 30)
     assert store.insert(runs[1].ids, runs[1].cache)

@@ -1,0 +1,82 @@
+"""What becomes of each request in the engine: its tokens, when they came, and why it ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+
+@dataclass
+class RequestRecord:
+    """A request on its way through the engine, which fills this in.
+
+    Attributes:
+        prompt_tokens: of its prompt. cached_tokens: how many of them came from a kept prefix.
+        generated_tokens: of its answer so far.
+        created, first_token, last_token, ended: in seconds of `time.perf_counter`; None for what has not happened.
+        finish_reason: why it ended: "stop" at an end-of-text token, "length" at its limit, "cancelled", "error", or
+            what `DiffKVBatchingManager.end_request` was told; None while it is under way.
+    """
+
+    request_id: str
+    prompt_tokens: int
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    created: float = field(default_factory=time.perf_counter)
+    first_token: float | None = None
+    last_token: float | None = None
+    ended: float | None = None
+    finish_reason: str | None = None
+
+
+# where the records of requests go that are added in this context; nowhere by default
+brought: ContextVar[list[RequestRecord] | None] = ContextVar("brought", default=None)
+
+
+class Records:
+    """Records of the requests under way, by name. What is said of names that are unknown is passed over.
+
+    Attributes:
+        ended: called with each record at its end, on the engine's thread.
+    """
+
+    def __init__(self) -> None:
+        self.ended: Callable[[RequestRecord], None] | None = None
+        self._open: dict[str, RequestRecord] = {}
+
+    def open(self, request_id: str, prompt_tokens: int) -> RequestRecord:
+        """The record of a request that is added; the same one again where it is under way."""
+        record = self._open.get(request_id)
+        if record is None:
+            record = self._open[request_id] = RequestRecord(request_id, prompt_tokens)
+        return record
+
+    def get(self, request_id: str) -> RequestRecord | None:
+        """The record of a request under way."""
+        return self._open.get(request_id)
+
+    def note_prefix(self, request_id: str, tokens: int) -> None:
+        """Tokens that need not be computed. Where a request begins anew, after a preemption, the first time counts."""
+        record = self._open.get(request_id)
+        if record is not None and not record.generated_tokens:
+            record.cached_tokens = tokens
+
+    def note_token(self, request_id: str) -> None:
+        """One more token of an answer."""
+        record = self._open.get(request_id)
+        if record is not None:
+            record.last_token = time.perf_counter()
+            record.first_token = record.first_token or record.last_token
+            record.generated_tokens += 1
+
+    def close(self, request_id: str, finish_reason: str) -> None:
+        """The end of a request; a reason that was given before stays."""
+        record = self._open.pop(request_id, None)
+        if record is None:
+            return
+        record.ended = time.perf_counter()
+        record.finish_reason = record.finish_reason or finish_reason
+        if self.ended is not None:
+            self.ended(record)
