@@ -217,11 +217,13 @@ BATCHING = Feature(
             switch_to_cb_friendly_attn="model auto_switch_to_flash",
             _create_batch_processor="",
             _run_generation_loop="",
+            _handle_critical_error="error batch_processor",
             warmup="",
             start="",
             add_request="input_ids request_id max_new_tokens streaming record_timestamps eos_token_id ...",
         ),
         *_names(f"{_API}:OutputRouter", deliver="output"),
+        *_names(f"{_API}:BackgroundThreadStatus", "fatal_error", record_fatal_error="error"),
         *_names(
             f"{_API}:ContinuousBatchProcessor",
             __init__="cache config generation_config continuous_batching_config logit_processor input_queue "

@@ -125,8 +125,8 @@ class DiffKVBatchProcessor(ContinuousBatchProcessor):
         # forks that are still to come are waited for as well
         names = [f"{state.request_id}__child#{i}" for i in range(state.num_children)]
         state.num_children = 0
-        super()._handle_request_error(error, state)
         self.scheduler.records.close(state.request_id, "error")
+        super()._handle_request_error(error, state)
         for name in names:
             super()._handle_request_error(error, RequestState(name, state.initial_tokens))
 

@@ -176,6 +176,11 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
             self.output_router.deliver(state.to_generation_output())
         self.records.close(state.request_id, "cancelled")
 
+    def _handle_critical_error(self, error: Exception, batch_processor: Any) -> None:
+        # whoever learns that a request failed may ask whether the engine did
+        self.background_thread_status.record_fatal_error(error)
+        super()._handle_critical_error(error, batch_processor)
+
     def memory(self) -> ServingMemory | None:
         """What is held now; None where nothing runs."""
         return None if self._cache is None else self._cache.memory()
@@ -222,6 +227,11 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
             waiting += len(processor.scheduler.waiting_requests)
             tokens = (processor.prompt_tokens, processor.generated_tokens)
         return ServingStatistics(memory, waiting, *tokens)
+
+    @property
+    def held_up(self) -> bool:
+        """Whether requests wait that the engine could not let in. May be asked by any thread."""
+        return self.batch_processor is not None and bool(self.batch_processor.scheduler.waiting_requests)
 
     def check_request(self, prompt_tokens: int, max_new_tokens: int | None) -> int:
         """As `ContinuousCache.check_request`, before anything is added. Raises `ValueError` also where nothing runs."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
 import socket
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from .console import Failure, megabytes, one_line, paragraph, progress
+from .console import Failure, megabytes, one_line, paragraph
 from .help import Command
 from .models import load_tokenizer, position_limit, supported_config, usable_device
 from .options import (
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from ..config import DiffKVConfig
 
 SAMPLING = ("temperature", "top_p", "top_k")
+# may have the API key
+API_KEY = "HF_DIFFKV_API_KEY"
+LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
 server_options = chain(
@@ -40,7 +44,16 @@ server_options = chain(
     click.option("--port", metavar="N", type=click.IntRange(0, 65535), default=8000, help="0: any that is free."),
     click.option("--name", metavar="NAME", help="What clients call the model.  [default: MODEL]"),
     click.option("--cors", is_flag=True, help="Let web pages of any origin in."),
-    click.option("--log-every", metavar="S", type=click.FloatRange(0), default=10, help="Seconds; 0: no such lines."),
+)
+
+operation_options = chain(
+    click.option("--api-key", metavar="KEY", envvar=API_KEY, help=f"Clients must know it.  [default: ${API_KEY}]"),
+    click.option("--open-metrics", is_flag=True, help="/metrics needs no key."),
+    click.option("--max-queue", metavar="N", type=AtLeast(0), help="Requests that wait; others get 429."),
+    click.option("--timeout", metavar="S", type=click.FloatRange(0, min_open=True), help="Seconds of an answer."),
+    click.option("--grace", metavar="S", type=click.FloatRange(0), default=30, help="Seconds to finish when stopped."),
+    click.option("--log-format", type=click.Choice(LOG_FORMATS), default="text", help="JSON has an object a line."),
+    click.option("--log-every", metavar="S", type=click.FloatRange(0), default=10, help="Seconds; 0: no statistics."),
     click.option("--log-level", metavar="L", type=click.Choice(LOG_LEVELS), default="error", help="Of the server."),
 )
 
@@ -80,11 +93,13 @@ choice_options = chain(
     cls=Command,
     help="Serve MODEL (a Hub id, a folder or a short name) with Transformers' own server: /v1/chat/completions, "
     "/v1/completions, /v1/responses, /v1/models, /health. All requests share one compressed cache under a byte budget; "
-    "what has no room waits, and what can never fit is refused. GET /diffkv says what is in flight and held. How "
-    "tokens are chosen is set here for all requests: as the model's generation_config says, unless an option does.",
+    "what has no room waits, and what can never fit is refused. GET /diffkv says what is in flight and held, /metrics "
+    "tells Prometheus. How tokens are chosen is set here for all requests: as the model's generation_config says, "
+    "unless an option does.",
 )
 @click.argument("model", metavar="MODEL", callback=known_model)
 @server_options
+@operation_options
 @memory_options
 @prefix_options
 @choice_options
@@ -94,6 +109,8 @@ choice_options = chain(
 def command(**given: Any) -> None:
     options = SimpleNamespace(**given)
     _check(options)
+    # before there is anything to finish; the first process of a container would pass it over otherwise
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     choice = choice_of(options)
     model_config = supported_config(options.model)
     config_for(choice, model_config)
@@ -108,6 +125,8 @@ def command(**given: Any) -> None:
 
 def _check(options: SimpleNamespace) -> None:
     """What can be told from the options alone. Raises `click.UsageError`."""
+    if options.api_key == "":
+        raise click.UsageError(f"the API key is empty; give --api-key or {API_KEY} one, or leave both out.")
     if options.max_bytes is not None and options.memory_share is not None:
         raise click.UsageError("--max-bytes and --memory-share do not go together; leave one out.")
     if options.prefix_folder_bytes is not None and options.prefix_folder is None:
@@ -144,7 +163,7 @@ def _serve(
     options: SimpleNamespace, choice: Choice, model_config: Any, tokenizer: Any, listener: socket.socket
 ) -> None:
     try:
-        from ..batching.server import parts  # noqa: F401
+        from ..batching.server import metrics, parts  # noqa: F401
     except ImportError as error:
         raise Failure(one_line(error)) from error
     from ..batching.sizes import check_servable_config
@@ -154,10 +173,12 @@ def _serve(
     except ValueError as error:
         raise Failure(f"{one_line(error)} Without a compressed cache, transformers serve serves it.") from error
     from ..batching.server.app import build_app
+    from ..batching.server.logs import ServerLog
     from ..batching.server.run import run
     from ..evaluation.models import load_model
 
-    progress(f"loading {options.model}", options.quiet)
+    log = ServerLog(options.log_format, options.quiet)
+    log.message(f"loading {options.model}")
     model = load_model(options.model, options.dtype, options.device, options.quiet)
     config = config_for(choice, model)
     try:
@@ -169,11 +190,19 @@ def _serve(
     memory = engine.memory()
     address = f"http://{options.host}:{listener.getsockname()[1]}"
     room = f"at most {memory.slots:,} requests at once, of up to {memory.longest:,} tokens"
-    progress(paragraph(f"{name} at {address}/v1; {megabytes(memory.max_bytes)}: {room}."), options.quiet)
+    ready = f"{name} at {address}/v1; {megabytes(memory.max_bytes)}: {room}."
+    log.message(ready, paragraph(ready))
     if tokenizer.chat_template is None:
-        progress("no chat template: /v1/chat/completions needs --chat-template", options.quiet)
+        log.message("no chat template: /v1/chat/completions needs --chat-template")
     app = build_app(name, model, tokenizer, engine, options.cors)
-    run(app, engine, listener, log_level=options.log_level, log_every=0 if options.quiet else options.log_every)
+    run(app, engine, listener, _operation(options), log)
+
+
+def _operation(options: SimpleNamespace) -> Any:
+    """How the server is run."""
+    from ..batching.server.operation import Operation
+
+    return Operation(**{field.name: getattr(options, field.name) for field in fields(Operation)})
 
 
 def _engine(options: SimpleNamespace, model: Any, config: DiffKVConfig) -> Any:

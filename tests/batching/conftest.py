@@ -8,8 +8,11 @@ ENGINE_TESTS = [
     "test_admission_order.py",
     "test_batched_prefixes.py",
     "test_continuous.py",
+    "test_drain.py",
     "test_engine.py",
     "test_many_requests.py",
+    "test_operation.py",
+    "test_records.py",
     "test_serve_command.py",
     "test_sliding.py",
 ]

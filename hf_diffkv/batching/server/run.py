@@ -3,47 +3,49 @@
 from __future__ import annotations
 
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import uvicorn
 from transformers.utils import logging
 
 from ..manager import DiffKVBatchingManager
 from .app import statistics
+from .drain import Server
+from .logs import ServerLog
+from .operation import Operated, Operation
 
-# seconds that answers under way have when the server is stopped
-GRACE = 5
 
-
-def run(app: Any, engine: DiffKVBatchingManager, listener: socket.socket, *, log_level: str, log_every: float) -> None:
+def run(app: Any, engine: DiffKVBatchingManager, listener: socket.socket, operation: Operation, log: ServerLog) -> None:
     """Serves `app` until the process is interrupted; the engine runs meanwhile.
 
     Args:
         listener: a socket with an address.
-        log_level: of the server and of Transformers, as uvicorn names it.
-        log_every: seconds between lines on stderr; 0 is none.
     """
-    import uvicorn
-
-    logging.set_verbosity(logging.log_levels[log_level])
-    config = uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=GRACE)
-    engine.start()
-    try:
-        with _lines(engine, log_every):
-            uvicorn.Server(config).run(sockets=[listener])
-    finally:
-        engine.stop(hard_stop=True)
-        if engine.prefixes is not None and engine.prefixes.has_folder:
-            engine.prefixes.save()
+    logging.set_verbosity(logging.log_levels[operation.log_level])
+    operated = Operated(app, engine, operation, log)
+    # JSON is written by the log's own handlers
+    own = {"log_config": None} if log.json else {}
+    server = Server(uvicorn.Config(operated, log_level=operation.log_level, **own), operated)
+    log.take_over()
+    with server.signals():
+        engine.start()
+        try:
+            with _lines(engine, log, operation.log_every):
+                server.run(sockets=[listener])
+        finally:
+            engine.stop(hard_stop=True)
+            if engine.prefixes is not None and engine.prefixes.has_folder:
+                engine.prefixes.save()
+    log.message("stopped")
 
 
 @contextmanager
-def _lines(engine: DiffKVBatchingManager, every: float) -> Iterator[None]:
-    """Within, a line on stderr every so many seconds in which something was done."""
+def _lines(engine: DiffKVBatchingManager, log: ServerLog, every: float) -> Iterator[None]:
+    """Within, a line every so many seconds in which something was done."""
     over = threading.Event()
 
     def write() -> None:
@@ -52,7 +54,7 @@ def _lines(engine: DiffKVBatchingManager, every: float) -> Iterator[None]:
             found, at = statistics(engine), time.monotonic()
             if found and found != last:
                 rate = (found["generated_tokens"] - last.get("generated_tokens", 0)) / (at - since)
-                print(line(found, rate), file=sys.stderr, flush=True)
+                log.statistics(found, line(found, rate))
             last, since = found, at
 
     if every:

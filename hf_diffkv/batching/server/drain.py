@@ -1,0 +1,72 @@
+"""Stopping: what is under way gets its time, and nobody is cut off without a last word."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+
+from .operation import Operated
+
+# seconds that connections have to close when all answers are complete
+CLOSING = 2
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Server(uvicorn.Server):
+    """Stops at the first signal once the answers under way are complete, and at the second at once.
+
+    Until then it says to whoever comes that it is stopping, so that balancers see it.
+
+    Args:
+        config: of uvicorn, for `operated`.
+    """
+
+    def __init__(self, config: uvicorn.Config, operated: Operated) -> None:
+        config.timeout_graceful_shutdown = CLOSING
+        super().__init__(config)
+        self._operated = operated
+        self._ended = False
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Nothing: `signals` does, beyond the time in which uvicorn runs."""
+        yield
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Within, signals stop the server."""
+        before = {each: signal.signal(each, self.handle_exit) for each in SIGNALS}
+        try:
+            yield
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        health, answers = self._operated.health, self._operated.under_way.answers
+        if health.draining_since is not None:
+            self._operated.log.message("stopped at once")
+            sys.stderr.flush()
+            # threads of the engine would go on to the end of their forward
+            os._exit(128 + sig)
+        health.drain()
+        self._operated.log.message(
+            f"stopping: {len(answers)} answers under way have up to {health.grace:g} s; another signal stops at once"
+        )
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn ten times a second; whether to exit."""
+        health, under_way = self._operated.health, self._operated.under_way
+        if health.draining_since is not None:
+            if health.grace_left <= 0 and not self._ended:
+                self._ended = True
+                under_way.end_all()
+            # none stays longer than its last events do
+            self.should_exit = not under_way.answers
+        return await super().on_tick(counter)

@@ -1,0 +1,79 @@
+"""What clients are told when something is refused or goes wrong, as OpenAI's protocol has it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+# of errors by their status; what is not there is an `invalid_request_error`
+TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+
+
+class RefusedError(Exception):
+    """What a client is told instead of an answer.
+
+    Args:
+        status: of HTTP.
+        param: the field of the request that it is about.
+        code: for programs.
+        headers: further ones of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        reason: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(reason)
+        self.status, self.param, self.code, self.headers = status, param, code, headers
+
+    def content(self) -> dict[str, Any]:
+        """The object that is sent."""
+        kind = TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        # in ASCII: a request may have brought what UTF-8 cannot say
+        headers = dict(self.headers or {})
+        return Response(json.dumps(self.content()), self.status, headers, media_type="application/json")
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Has `app` answer every error in one form."""
+
+    def refused(request: Request, error: Any) -> Response:
+        return error.response()
+
+    def invalid(request: Request, error: Any) -> Response:
+        return from_validation(error).response()
+
+    def elsewhere(request: Request, error: Any) -> Response:
+        return RefusedError(error.status_code, str(error.detail), headers=error.headers).response()
+
+    def failed(request: Request, error: Exception) -> Response:
+        return RefusedError(500, f"the server failed: {type(error).__name__}: {error}").response()
+
+    app.add_exception_handler(RefusedError, refused)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, elsewhere)
+    app.add_exception_handler(Exception, failed)
+
+
+def from_validation(error: RequestValidationError) -> RefusedError:
+    """Names the first field that is wrong."""
+    found = error.errors()[0]
+    # the first part says that it was in the body
+    path = found["loc"][1:]
+    if found["type"] == "json_invalid" or not path:
+        return RefusedError(400, f"the body must be a JSON object, sent as application/json: {found['msg']}.")
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+    reason = "is unknown; leave it out" if found["type"] == "extra_forbidden" else found["msg"]
+    return RefusedError(400, f"{param}: {reason}.", param)

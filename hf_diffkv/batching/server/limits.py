@@ -1,0 +1,82 @@
+"""Who is let in: those with the key, as long as the server takes requests and not too many wait."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Collection
+from typing import Any
+
+from ..manager import DiffKVBatchingManager
+from .errors import RefusedError
+from .health import Health
+from .under_way import Receive, Send, UnderWay, asks
+
+# seconds after which a client may try again where too many wait
+RETRY_AFTER = 1
+
+
+class ApiKey:
+    """ASGI middleware that asks for `Authorization: Bearer KEY`.
+
+    Args:
+        key: what clients must know; None lets all in.
+        free: paths for which no key is needed.
+    """
+
+    def __init__(self, app: Any, key: str | None, free: Collection[str]) -> None:
+        self._app, self._free = app, free
+        self._wanted = None if key is None else f"Bearer {key}".encode()
+
+    async def __call__(self, scope: dict, receive: Receive, send: Send) -> None:
+        # browsers ask with OPTIONS whether they may send the key
+        if scope["type"] != "http" or scope["path"] in self._free or scope["method"] == "OPTIONS" or self._fits(scope):
+            return await self._app(scope, receive, send)
+        reason = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`."
+        refusal = RefusedError(401, reason, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        return await refusal.response()(scope, receive, send)
+
+    def _fits(self, scope: dict) -> bool:
+        if self._wanted is None:
+            return True
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        # in a time that does not tell how much of it was right
+        return hmac.compare_digest(given, self._wanted)
+
+
+class Admission:
+    """ASGI middleware that refuses requests for answers while the server takes none, or too many wait.
+
+    Args:
+        app: knows how many answers are under way.
+        max_queue: requests that may wait; None is any number.
+    """
+
+    def __init__(self, app: UnderWay, engine: DiffKVBatchingManager, health: Health, max_queue: int | None) -> None:
+        self._app, self._engine, self._health, self._max_queue = app, engine, health, max_queue
+
+    async def __call__(self, scope: dict, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        if refusal is None:
+            return await self._app(scope, receive, send)
+        return await refusal.response()(scope, receive, send)
+
+    def _refusal(self, scope: dict) -> RefusedError | None:
+        if scope["path"].startswith("/v1/"):
+            refusal = self._health.refusal()
+            if refusal is not None:
+                return refusal
+        if self._max_queue is not None and asks(scope) and self._is_full(self._max_queue):
+            headers = {"retry-after": str(RETRY_AFTER)}
+            reason = f"{self._max_queue} requests wait already; try again later."
+            return RefusedError(429, reason, code="queue_full", headers=headers)
+        return None
+
+    def _is_full(self, max_queue: int) -> bool:
+        found = self._engine.statistics()
+        if found is None:
+            return False
+        # those whose body is being read will wait, too
+        waiting = found.waiting + sum(not answer.records for answer in self._app.answers)
+        # what has come since the last forward may still find a slot, unless others wait for memory
+        idle = 0 if self._engine.held_up else found.memory.slots - found.memory.requests
+        return waiting >= max_queue + idle
