@@ -81,7 +81,7 @@ class ModelShape:
         text_config = model_config.get_text_config(decoder=True)
         saved = getattr(text_config, "dtype", None) or getattr(model_config, "dtype", None) or torch.float32
         dtype = saved if dtype is None else dtype
-        model = _without_weights(model_config, dtype)
+        model = without_weights(model_config, dtype)
         layers = _shapes_by_running(model, text_config) or _shapes_by_name(text_config)
         # the files are in the dtype they were saved in
         stored = stored_weight_bytes(name) if dtype == saved else None
@@ -126,6 +126,20 @@ def longest(fits: Callable[[int], bool], most: int = MOST_TOKENS) -> int:
     return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))
 
 
+def without_weights(model_config: Any, dtype: torch.dtype | None = None) -> Any:
+    """The model on the device `meta`, which holds no numbers; None where it cannot be made.
+
+    Args:
+        dtype: None takes the one it was saved in.
+    """
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(model_config, dtype=dtype).eval()
+    except Exception:
+        # code from the Hub, or layers that compute while they are made
+        return None
+
+
 def stored_weight_bytes(name: str) -> int | None:
     """Bytes of the safetensors files of a folder, or of a repository of the Hub; None where that cannot be told."""
     folder = Path(name)
@@ -154,16 +168,6 @@ def _head_bytes(
     window = slots * ((layer.key_dim + layer.value_dim) * element_bytes + INT)
     center = INT * layer.key_dim if config.center else 0
     return pages * (layout.page_bytes + INT) + INT * width + window + center + ROW_BYTES
-
-
-def _without_weights(model_config: Any, dtype: torch.dtype) -> Any:
-    """The model on the device `meta`, which holds no numbers; None where it cannot be made."""
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(model_config, dtype=dtype).eval()
-    except Exception:
-        # code from the Hub, or layers that compute while they are made
-        return None
 
 
 @torch.no_grad()

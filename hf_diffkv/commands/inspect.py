@@ -53,10 +53,12 @@ def command(**given: Any) -> None:
     choice = choice_of(options)
     progress(f"reading the configuration of {options.model}", options.quiet)
     model_config = supported_config(options.model)
-    config = config_for(choice, model_config)
-    model = None
+    from ..planning import without_weights
+
+    shape, model = without_weights(model_config), None
+    config = config_for(choice, model_config if shape is None else shape)
     if text is None:
-        note = note_of_heads(choice, model_config)
+        note = note_of_heads(choice, model_config, shape)
         if note:
             progress(paragraph(f"{note} A PROMPT has them read."), options.quiet)
     else:

@@ -12,7 +12,7 @@ import click
 
 from ..config import DiffKVConfig, Precision
 from ..config.checks import bytes_in
-from ..config.found import beside
+from ..config.found import beside, weights_known
 from ..config.presets import preset_named, published
 from ..evaluation.models import resolve_model
 from .console import one_line
@@ -275,15 +275,19 @@ def fields_of(choice: Choice) -> dict[str, Any]:
     return choice.to_dict() if isinstance(choice, DiffKVConfig) else choice
 
 
-def note_of_heads(choice: Choice, model_config: Any) -> str:
-    """What a configuration that was chosen without the weights may lack; empty where it lacks nothing."""
+def note_of_heads(choice: Choice, model_config: Any, model: Any) -> str:
+    """What a configuration that was chosen without the weights may lack; empty where it lacks nothing.
+
+    Args:
+        model: on the meta device; None where it could not be made.
+    """
     if isinstance(choice, DiffKVConfig) or PRESET_FIELDS & set(choice) or beside(model_config) is not None:
         return ""
-    if published(model_config.name_or_path) is not None and "preset" not in choice:
+    if weights_known(model) or (published(model_config.name_or_path) is not None and "preset" not in choice):
         return ""
     return (
         "These are the same bits for all heads: no configuration was found beside the model, and whether its heads "
-        "were measured is known with the weights only."
+        "were measured is known once its weights are on this machine."
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ from .options import (
     model_option,
     note_of_heads,
 )
+from .predicted_loss import draw_loss, loss_text, predicted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,7 +52,8 @@ size_options = chain(
     cls=Command,
     help="Say which context and which batch fit into memory, from the model's configuration alone: no weights are "
     "loaded, nothing runs. DiffKV's bytes count whole pages, windows and tables. How many tokens are at the high level "
-    "depends on model and text: `hf-diffkv inspect` measures it, --high-share sets it.",
+    "depends on model and text: `hf-diffkv inspect` measures it, --high-share sets it. Where the model's heads were "
+    "measured, also say what they are predicted to lose at other bytes.",
 )
 @model_option(required=True)
 @size_options
@@ -62,18 +66,24 @@ size_options = chain(
 )
 @format_options
 @dtype_option
+@click.option(
+    "--plot", type=Path, metavar="FILE", help="Draw the predicted loss over bytes: png, svg or pdf, by the name."
+)
 @json_option
 def command(**given: Any) -> None:
     options = SimpleNamespace(**given)
     choice = choice_of(options)
     progress(f"reading the configuration of {options.model}", options.as_json)
     model_config = supported_config(options.model)
-    config = config_for(choice, model_config)
 
     import torch
 
-    from ..planning import ModelShape
+    from ..planning import ModelShape, without_weights
 
+    # heads that were measured are known by the weights' files
+    model = without_weights(model_config)
+    config = config_for(choice, model_config if model is None else model)
+    losses = predicted(config)
     dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
     shape = ModelShape.of(model_config, resolve_model(options.model), dtype)
     weights = options.weights or shape.weight_bytes
@@ -108,9 +118,13 @@ def command(**given: Any) -> None:
         "layers": len(shape.layers),
         "compressed_layers": shape.num_compressed,
         "caches": rows,
+        "predicted_loss": [asdict(loss) for loss in losses],
     }
-    click.echo(json.dumps(found, indent=2) if options.as_json else _text(found))
-    note = note_of_heads(choice, model_config)
+    text = f"{_text(found)}\n\n{loss_text(config, losses)}" if losses else _text(found)
+    if options.plot is not None:
+        draw_loss(config, losses, options.plot, options.as_json)
+    click.echo(json.dumps(found, indent=2) if options.as_json else text)
+    note = note_of_heads(choice, model_config, model)
     if note:
         progress(paragraph(note), options.as_json)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from . import files
-from .digest import model_digest
+from .digest import files_digest, model_digest
 from .sensitivity import Sensitivity
 
 # a folder for measurements; `$XDG_CACHE_HOME/hf_diffkv` or ~/.cache/hf_diffkv without it
@@ -48,7 +48,11 @@ def keep(measured: Sensitivity) -> Path:
 
 
 def measured_of(model: Any) -> Sensitivity | None:
-    """What the heads of a loaded model lose, by the digest of its weights; None where nobody measured them."""
+    """What the heads of a model lose, by the digest of its weights; None where nobody measured them.
+
+    Args:
+        model: a loaded one; or one without data, on the meta device, whose weights are in a folder of this machine.
+    """
     digest = _digest(model)
     if digest is None:
         return None
@@ -56,6 +60,11 @@ def measured_of(model: Any) -> Sensitivity | None:
     if path.is_file():
         return Sensitivity.load(path)
     return _shipped().get(digest)
+
+
+def weights_known(model: Any) -> bool:
+    """Whether it can be told which weights a model has or will have."""
+    return _digest(model) is not None
 
 
 def beside(model: Any) -> Path | None:
@@ -74,9 +83,9 @@ def beside(model: Any) -> Path | None:
 
 
 def tell_of_calibration(model: Any) -> None:
-    """Says once for each loaded model that came from somewhere that measuring its heads would save memory."""
+    """Says once for each model whose weights are known that measuring its heads would save memory."""
     name = getattr(getattr(model, "config", None), "name_or_path", "")
-    if not name or name in _told:
+    if not name or name in _told or not weights_known(model):
         return
     _told.add(name)
     _logger.warning(
@@ -96,8 +105,30 @@ def _digest(model: Any) -> str | None:
         try:
             _digests[model] = model_digest(model) if whole else None
         except ValueError:
-            _digests[model] = None
+            folder = _folder_of(model)
+            _digests[model] = None if folder is None else files_digest(model, folder)
     return _digests[model]
+
+
+def _folder_of(model: Any) -> Path | None:
+    """Where the files of a model are on this machine: its folder, or what the Hub's cache has of its repository."""
+    name = getattr(getattr(model, "config", None), "name_or_path", "")
+    if not name:
+        return None
+    known = name if Path(name).is_dir() else _known_of_the_hub(name, "config.json")
+    return None if known is None else Path(known) if Path(known).is_dir() else Path(known).parent
+
+
+def _known_of_the_hub(repo: str, file: str) -> str | None:
+    """The path of a file that the Hub's cache has."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        known = try_to_load_from_cache(repo, file)
+    except HFValidationError:
+        return None
+    return known if isinstance(known, str) else None
 
 
 @cache
@@ -109,15 +140,14 @@ def _shipped() -> dict[str, Sensitivity]:
 @cache
 def _on_the_hub(repo: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
 
+    known = _known_of_the_hub(repo, "config.json")
+    if known is None:
+        return None
+    commit = Path(known).parent.name
     try:
-        known = try_to_load_from_cache(repo, "config.json")
-        if not isinstance(known, str):
-            return None
-        commit = Path(known).parent.name
         here = try_to_load_from_cache(repo, files.CONFIG_NAME, revision=commit)
         # a string, a mark that it is not there, or None where nobody has asked
         return Path(here) if isinstance(here, str) else None if here else files.find(repo, revision=commit)
-    except (HFValidationError, OSError):
+    except OSError:
         return None

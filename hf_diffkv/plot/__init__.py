@@ -7,6 +7,7 @@ from .coloured_text import ColouredText, text
 from .figure import Picture
 from .heads import precisions
 from .lines import curves, memory, speed
+from .loss import loss
 from .overview import levels
 from .scatter import Point, by_layer, quality
 
@@ -17,6 +18,7 @@ __all__ = [
     "by_layer",
     "curves",
     "levels",
+    "loss",
     "memory",
     "precisions",
     "quality",

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from measured_heads import measured
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cli import main
+from hf_diffkv.config.allocation import LADDER
+from hf_diffkv.config.found import keep
 from hf_diffkv.evaluation.models import TINY_LM
 from hf_diffkv.planning import ModelShape
 
@@ -55,6 +58,29 @@ def test_plan_marks_what_the_model_cannot_take(
     assert max(map(len, text.splitlines())) <= 40
     assert "DiffKV, K2V1" in text and "DiffKV, 50% K8V4" in text
     assert text.count("longest context: 4,096*") == 5 and "* all that the model takes (4,096)" in text
+
+
+def test_plan_predicts_and_draws_what_heads_lose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_DIFFKV_CACHE", str(tmp_path / "kept"))
+    plan = ["plan", "--model", "tiny-lm", "--memory", "1GB"]
+    assert found_by(capsys, *plan)["predicted_loss"] == []
+    assert main([*plan, "--plot", str(tmp_path / "loss.png")]) == 2
+    assert "those of this model were not measured" in capsys.readouterr().err
+    keep(measured(AutoModelForCausalLM.from_pretrained(TINY_LM)))
+    found = found_by(capsys, *plan, "--preset", "small")
+    assert "by head" in found["caches"][-1]["cache"]
+    ladder = [point for point in found["predicted_loss"] if point["precision"]]
+    assert [point["precision"] for point in ladder] == list(LADDER)
+    # made-up losses: of 6 layers with 2 heads the first loses a hundred times what the other does
+    assert ladder[0]["one_for_all"] == pytest.approx(6 * 2 * (1e-2 + 1e-4), rel=1e-3)
+    assert ladder[1]["each_head"] < 0.6 * ladder[1]["one_for_all"]
+    assert main([*plan, "--plot", str(tmp_path / "loss.png")]) == 0
+    text = capsys.readouterr().out
+    assert f"{ladder[1]['each_head']:.4f}" in text and text.count("%*") == 1
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
+    assert main([*plan, "--plot", str(tmp_path / "loss.odd")]) == 1
 
 
 # chat

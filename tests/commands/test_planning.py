@@ -105,7 +105,7 @@ def test_diffkv_bytes_of_a_precision_for_each_head() -> None:
 def test_shapes_by_name_are_those_by_running() -> None:
     for name in ("llama", "sliding"):
         config = CONFIGS[name]
-        running = planning._shapes_by_running(planning._without_weights(config, torch.float32), config)
+        running = planning._shapes_by_running(planning.without_weights(config, torch.float32), config)
         named = planning._shapes_by_name(config)
         plain = [(s.num_key_value_heads, s.key_dim, s.value_dim, s.window, s.compressed) for s in running]
         assert plain == [(s.num_key_value_heads, s.key_dim, s.value_dim, s.window, s.compressed) for s in named]

@@ -11,6 +11,7 @@ import pytest
 
 from hf_diffkv import Precision
 from hf_diffkv.config.allocation import LADDER, Allocation, allocate
+from hf_diffkv.config.loss_curve import loss_curve
 from hf_diffkv.config.sensitivity import Sensitivity
 from hf_diffkv.pages import PageLayout
 
@@ -152,3 +153,30 @@ def test_figures_must_fit_the_heads() -> None:
         replace(given, key_errors={2: 0.1})
     with pytest.raises(ValueError, match="these are not the losses of a model's heads"):
         Sensitivity.from_dict({"keys": []})
+
+
+def test_losses_at_the_ratios_of_the_ladder_and_at_others() -> None:
+    given = sensitivity(2, 3)
+    points = loss_curve({"sensitivity": given.to_dict()}, [0.21])
+    ratios = {name: token_bytes(name, 64) / 256 for name in LADDER}
+    assert [point.ratio for point in points] == sorted([*ratios.values(), 0.21])
+    assert [point.precision for point in points if point.precision] == list(LADDER)
+    for point in points:
+        assert point.each_head == pytest.approx(allocate(given, point.ratio).loss, rel=1e-3)
+        if point.precision is None:
+            assert (point.ratio, point.one_for_all) == (0.21, None)
+            continue
+        k_bits, v_bits = int(point.precision[1]), int(point.precision[3])
+        keys, values = (sum(map(sum, figures)) for figures in (given.keys, given.values))
+        expected = keys * ERRORS[k_bits] / ERRORS[3] + values * ERRORS[v_bits] / ERRORS[2]
+        assert point.one_for_all == pytest.approx(expected, rel=1e-3)
+        assert point.each_head <= point.one_for_all * (1 + 1e-9)
+
+
+def test_heads_that_were_not_measured_have_no_curve() -> None:
+    assert loss_curve({"ratio": 0.2}) == ()
+
+
+def test_a_ratio_below_the_ladder_is_refused() -> None:
+    with pytest.raises(ValueError, match="target_ratio=0.1 is below what K3V2 takes"):
+        loss_curve({"sensitivity": sensitivity(2).to_dict()}, [0.1])

@@ -10,13 +10,14 @@ import pytest
 import torch
 from measured_heads import measured
 from tiny_models import tiny_model
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.config import found
 from hf_diffkv.config.digest import model_digest
 from hf_diffkv.config.presets import PRESETS
 from hf_diffkv.config.sensitivity import Sensitivity
+from hf_diffkv.planning import without_weights
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +109,21 @@ def test_a_file_beside_the_model_comes_first(tmp_path: Path) -> None:
     (tmp_path / "model" / "diffkv_config.json").write_text("{")
     with pytest.raises(ValueError, match="diffkv_config.json"):
         DiffKVCache(loaded)
+
+
+@pytest.mark.parametrize("shards", ["50GB", "200KB"])
+def test_weights_on_disk_are_known_without_being_loaded(shards: str, tmp_path: Path) -> None:
+    model = big_model()
+    found.keep(measured(model))
+    model.save_pretrained(tmp_path, max_shard_size=shards)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shards == "200KB")
+    assert DiffKVConfig.for_model(without_weights(AutoConfig.from_pretrained(tmp_path))) == DiffKVCache(model).config
+    # a parameter in another shape
+    other = without_weights(AutoConfig.from_pretrained(tmp_path, vocab_size=8))
+    assert not found.weights_known(other) and DiffKVConfig.for_model(other) == balanced()
+    for path in tmp_path.glob("*.safetensors"):
+        path.write_bytes(b"no tensors")
+    assert not found.weights_known(without_weights(AutoConfig.from_pretrained(tmp_path)))
 
 
 def test_a_file_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -14,9 +14,13 @@ import pytest
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.image import imread
 from matplotlib.text import Text
+from measured_heads import measured
+from tiny_models import tiny_model
 
-from hf_diffkv import plot
+from hf_diffkv import DiffKVConfig, plot
 from hf_diffkv.cache.report import LayerReport, MemoryReport
+from hf_diffkv.config.found import keep
+from hf_diffkv.config.loss_curve import loss_curve
 from hf_diffkv.plot import palette
 
 
@@ -194,3 +198,21 @@ def test_names() -> None:
     assert isinstance(
         plot.levels(SimpleNamespace(memory=lambda: report_of([LayerReport(0, (1,), (0,), (0,), (0,))]))), plot.Picture
     )
+
+
+def test_predicted_loss_over_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DIFFKV_CACHE", str(tmp_path))
+    model = tiny_model("llama", head_dim=64)
+    keep(measured(model))
+    config = DiffKVConfig.for_model(model, preset="small")
+    (axis,) = plot.loss(config).figure.axes
+    each, alone, own = axis.lines
+    losses = [loss_curve(config.calibration)[index] for index in range(5)]
+    assert list(alone.get_xdata()) == pytest.approx([100 * loss.ratio for loss in losses])
+    assert list(alone.get_ydata()) == [loss.one_for_all for loss in losses]
+    block = config.calibration
+    assert own.get_xdata()[0] == 100 * block["ratio"] and own.get_ydata()[0] == pytest.approx(block["predicted_kl"])
+    assert all(np.diff(each.get_xdata()) > 0) and all(np.diff(each.get_ydata()) <= 0)
+    assert [text.get_text() for text in axis.texts] == ["K3V2", "K3V3", "K4V3", "K5V4", "K6V5"]
+    with pytest.raises(ValueError, match="hf-diffkv calibrate --ratio"):
+        plot.loss(DiffKVConfig())
