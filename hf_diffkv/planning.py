@@ -6,6 +6,7 @@ cache, activations above all, is not in them.
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -134,7 +135,8 @@ def without_weights(model_config: Any, dtype: torch.dtype | None = None) -> Any:
     """
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(model_config, dtype=dtype).eval()
+            # which notes its dtype in the configuration
+            return AutoModelForCausalLM.from_config(copy.deepcopy(model_config), dtype=dtype).eval()
     except Exception:
         # code from the Hub, or layers that compute while they are made
         return None
