@@ -49,13 +49,14 @@ def loss(config: DiffKVConfig, title: str = "") -> Picture:
         color=each.colour,
         label="a precision for each head",
     )
-    shared = [(100 * point.ratio, point.one_for_all, point.precision) for point in ladder]
+    shared = [(100 * point.ratio, point.one_for_all, str(point.precision)) for point in ladder]
     axis.plot(*zip(*(point[:2] for point in shared)), color=alone.colour, marker=alone.mark, label="one for all heads")
     for x, y, name in shared:
         axis.annotate(name, (x, y), xytext=(6, 4), textcoords="offset points", fontsize=SMALL, color=alone.colour)
-    own_loss = [point.each_head for point in points if point.ratio == own]
-    if own_loss:
-        axis.plot(100 * own, own_loss[0], linestyle="none", color=INK, marker="*", markersize=11, label="this one")
+    for point in points:
+        if point.ratio == own:
+            mark = {"linestyle": "none", "marker": "*", "markersize": 11}
+            axis.plot(100 * point.ratio, point.each_head, color=INK, label="this one", **mark)
     axis.set_yscale("log")
     axis.legend(frameon=False, fontsize=SIZE)
     return Picture(figure)
