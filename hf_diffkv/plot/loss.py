@@ -55,8 +55,8 @@ def loss(config: DiffKVConfig, title: str = "") -> Picture:
         axis.annotate(name, (x, y), xytext=(6, 4), textcoords="offset points", fontsize=SMALL, color=alone.colour)
     for point in points:
         if point.ratio == own:
-            mark = {"linestyle": "none", "marker": "*", "markersize": 11}
-            axis.plot(100 * point.ratio, point.each_head, color=INK, label="this one", **mark)
+            place = (100 * point.ratio, point.each_head)
+            axis.plot(*place, color=INK, linestyle="none", marker="*", markersize=11, label="this one")
     axis.set_yscale("log")
     axis.legend(frameon=False, fontsize=SIZE)
     return Picture(figure)
