@@ -11,13 +11,14 @@ from tables import markdown
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "serving.md"
 BLOCK = re.compile(r"(<!-- serving -->\n).*?(<!-- end -->)", re.DOTALL)
-CASE = ("device", "dtype", "threads", "kind", "model", "engine", "prompt")
+CASE = ("device", "dtype", "threads", "kind", "model", "case", "engine", "prompt")
 
 
 def read(path: Path) -> list[dict]:
     newest: dict[tuple, dict] = {}
     for line in path.read_text().splitlines():
         row = json.loads(line)
+        row.setdefault("case", row["model"])
         newest[tuple(str(row.get(key)) for key in CASE)] = row
     return list(newest.values())
 
@@ -29,7 +30,7 @@ def requests(rows: list[dict]) -> str:
     lines = []
     first: dict[tuple, dict] = {}
     for row in rows:
-        base = first.setdefault((row["device"], row["dtype"], row["threads"], row["model"]), row)
+        base = first.setdefault((row["device"], row["dtype"], row["threads"], row["case"]), row)
         low, median, high = row["prompt_tokens"]
         line = [row["model"], f"{low}-{high}, median {median}", row["max_bytes"] / 1e6, row["engine"]]
         line += [row["most"], row["most"] / base["most"], row["mean"], row["tokens_per_second"]]

@@ -6,7 +6,7 @@ the same bytes: with Transformers those of its pages, with DiffKV those of windo
 turns in one process. The time to the first token of a long prompt is measured with room for it. Before a model is
 timed, a lossless cache must say what `generate()` says.
 
-    python benchmarks/serving.py [--models smollm2 llama-2x128] [--turns 2] [--threads 2]
+    python benchmarks/serving.py [--cases smollm2 llama-2x128] [--turns 2] [--threads 2]
     python benchmarks/serving.py --report [--document]   # the tables of what was measured
 """
 
@@ -36,6 +36,7 @@ class Case:
     room: requests of the median length whose dense bytes are the budget of all.
     """
 
+    model: str
     requests: int
     prompt: tuple[int, int]
     answer: tuple[int, int]
@@ -49,14 +50,16 @@ class Case:
 
 
 CASES = {
-    "tiny-lm": Case(24, (100, 200), (8, 16), 0.02, 4),
-    "smollm2": Case(14, (300, 500), (16, 48), 0.2, 6),
-    RANDOM: Case(40, (2048, 2400), (16, 64), 0.05, 8),
+    "tiny-lm": Case("tiny-lm", 24, (100, 200), (8, 16), 0.02, 4),
+    "tiny-lm, short": Case("tiny-lm", 64, (280, 300), (16, 32), 0.01, 8),
+    "smollm2": Case("smollm2", 14, (300, 500), (16, 48), 0.2, 6),
+    "smollm2, short": Case("smollm2", 24, (280, 300), (16, 48), 0.1, 6),
+    RANDOM: Case(RANDOM, 40, (2048, 2400), (16, 64), 0.05, 8),
 }
 
 
 def model_of(name: str, dtype: torch.dtype) -> PreTrainedModel:
-    """One of `CASES`. Raises `FileNotFoundError` where it has not been fetched."""
+    """That of one of `CASES`. Raises `FileNotFoundError` where it has not been fetched."""
     if name != RANDOM:
         return load_model(name, dtype, 0)
     sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4}
@@ -79,7 +82,8 @@ def serve(model: PreTrainedModel, name: str, args: argparse.Namespace) -> list[d
     lengths = [len(request.ids) for request in requests]
     about = {
         "kind": "serving",
-        "model": name,
+        "model": case.model,
+        "case": name,
         "requests": len(requests),
         "prompt_tokens": [min(lengths), round(statistics.median(lengths)), max(lengths)],
         "new_tokens": sum(request.new_tokens for request in requests),
@@ -110,7 +114,7 @@ def prompts(model: PreTrainedModel, name: str, args: argparse.Namespace) -> list
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=list(CASES), default=["smollm2", RANDOM])
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES)[1:])
     parser.add_argument("--requests", type=int, help="of a trace, in place of the model's own number")
     parser.add_argument("--turns", type=int, default=2, help="of every engine, with the trace")
     parser.add_argument("--first-token", type=int, default=4096, metavar="N", help="tokens of the long prompt; 0: none")
@@ -132,14 +136,15 @@ def main(arguments: list[str] | None = None) -> None:
         about = {**about_machine(), "dtype": args.dtype, "threads": args.threads}
         print(" ".join(f"{key}={value}" for key, value in about.items()), flush=True)
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        for name in args.models:
+        for name in args.cases:
             try:
-                model = model_of(name, getattr(torch, args.dtype))
+                model = model_of(CASES[name].model, getattr(torch, args.dtype))
             except FileNotFoundError as error:
                 print(f"left out: {error}", flush=True)
                 continue
             check_lossless(model)
-            for measure in (serve, prompts) if args.first_token else (serve,):
+            # prompts of any length are timed once for a model
+            for measure in (serve, prompts) if args.first_token and name == CASES[name].model else (serve,):
                 append_rows(args.output, about, measure(model, name, args))
     report_serving.report(args.output)
     if args.report and args.document:

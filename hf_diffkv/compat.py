@@ -247,7 +247,7 @@ BATCHING = Feature(
         *_names(
             f"{_ALLOCATORS}:CachePool",
             __init__="num_sectors num_allocators num_reserved_sectors",
-            allocate_sector="index",
+            free_blocks="index block_ids",
         ),
         *_names(
             _ALLOCATOR,

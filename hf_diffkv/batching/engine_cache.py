@@ -31,12 +31,12 @@ class ServingMemory:
     """What continuous batching holds at this moment.
 
     Attributes:
-        requests: in flight, prompts under way included. slots: most there may be.
+        requests: in flight, prompts under way included. slots: made so far; they become more, and fewer, as is needed.
         longest: tokens of the longest request that is admitted.
         held_bytes: windows, tables, scratch, and the pages that requests have.
         peak_bytes: the most that the device held after any forward, free pages included: those that there are stay for
             later requests. max_bytes: the budget.
-        free_share: of the pages that the budget allows, how many nobody has; 0 to 1.
+        free_share: of the pages that the budget allows beside the slots, how many nobody has; 0 to 1.
     """
 
     requests: int
@@ -142,7 +142,7 @@ class ContinuousCache:
     def memory(self) -> ServingMemory:
         """What is held; may be asked by any thread, and changes nothing."""
         slots = self.slots
-        free = 1 - int(slots.used_pages.sum()) / max(1, self.num_blocks)
+        free = 1 - int(slots.used_pages.sum()) / max(1, int(slots.max_pages.sum()))
         pools = [part.store.pool for part in slots.parts]
         held = self.bytes - sum(pool.free_list.free * pool.page_bytes for pool in pools)
         sizes = (held, self.peak_bytes, slots.max_bytes, free)
@@ -176,16 +176,22 @@ class ContinuousCache:
         return self.slots.need(self._slot_of.get(request_id), tokens)
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
-        slot = self._slot_of.get(state.request_id)
-        if slot is None and not self.slots.idle:
-            return False
-        if not self.slots.fits(slot, request_len):
+        if not self._make_room(self._slot_of.get(state.request_id), request_len):
             return False
         if not dry_run:
+            slot = self._slot_of.get(state.request_id)
             if slot is None:
                 slot = self._slot_of[state.request_id] = self.slots.adopt()
             self.slots.reserve(slot, request_len)
         return True
+
+    def _make_room(self, slot: int | None, tokens: int) -> bool:
+        """As `Slots.make_room`; requests are found in the slots that they have moved to."""
+        made = self.slots.make_room(slot, tokens)
+        for old, new in self.slots.take_moves():
+            name = next(name for name, place in self._slot_of.items() if place == old)
+            self._slot_of[name] = new
+        return made
 
     def count_storable_requests(self, list_blocks_needed: list[dict[str, np.ndarray]]) -> int:
         left = self.slots.unreserved
@@ -225,13 +231,13 @@ class ContinuousCache:
     def expect(self, waiting: dict[str, list[int]], load: bool) -> dict[str, ExpectedPrefix]:
         """Announces requests that wait, by name with their prompts; what each will find of a prefix.
 
-        While no slot is idle none of them can be let in, and the store is asked for new ones only.
+        While there is no place for any of them, the store is asked for new ones only.
 
         Args:
             load: have their prefixes loaded meanwhile.
         """
         known = waiting.keys() == self._expected.keys()
-        if self.prefixes is None or known and not (waiting and self.slots.idle):
+        if self.prefixes is None or known and not (waiting and self.slots.has_place):
             return self._expected
         self._prompts = {name: self._prompts.get(name, torch.tensor(ids)) for name, ids in waiting.items()}
         found = [ExpectedPrefix()] * len(waiting)
@@ -244,7 +250,7 @@ class ContinuousCache:
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         """Gives a request that waits a slot with the longest prefix that is kept; the number of its tokens."""
-        if not self.slots.idle or not self.slots.fits(None, len(prompt_ids)):
+        if not self._make_room(None, len(prompt_ids)):
             return 0
         try:
             cache = self.prefixes.lookup(torch.tensor(prompt_ids))
@@ -282,9 +288,10 @@ class ContinuousCache:
     def prepare_fork_request(self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: dict) -> list[str]:
         """Copies a request for each of `dst_req_ids` that there is room for; returns those."""
         # a request that failed has none, and no children to come
-        source = self._slot_of.get(src_state.request_id)
         for count, request_id in enumerate(dst_req_ids):
-            twin = self.slots.fork(source)
+            made = self._make_room(None, 0)
+            source = self._slot_of.get(src_state.request_id)
+            twin = self.slots.fork(source) if made else None
             if twin is None:
                 return dst_req_ids[:count]
             self._slot_of[request_id] = twin

@@ -247,12 +247,10 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         budget = self._config.max_bytes
         if budget is None:
             budget = int(free_bytes(self._shape.device) * options.max_memory_percent)
-        sizes = (sliding, options.max_requests_per_batch, self._longest, budget)
+        windows = None if sliding is None else SlidingWindows(text_config, sliding, self._shape)
+        sizes = (options.max_requests_per_batch, self._longest, budget, () if windows is None else (windows,))
         with torch.no_grad():
             slots = make_slots(self._config, self._shape, compressed, *sizes)
-        windows = None
-        if sliding is not None:
-            windows = SlidingWindows(text_config, sliding, self._shape, slots.count, slots.longest)
         tokens = MAX_BATCH_TOKENS if options.max_batch_tokens is None else options.max_batch_tokens
         cache = ContinuousCache(slots, layers, tokens, windows)
         cache.prefixes = self.prefixes

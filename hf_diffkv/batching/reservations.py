@@ -50,6 +50,11 @@ class Reservations:
         """Takes back what was promised to `owner`, if anything was."""
         self._promised.pop(owner, None)
 
+    def rename(self, owner: Hashable, to: Hashable) -> None:
+        """Says that what was promised to `owner` is promised to `to`, who has nothing."""
+        if owner in self._promised:
+            self._promised[to] = self._promised.pop(owner)
+
     def clear(self) -> None:
         """Takes back every promise."""
         self._promised.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,11 +18,8 @@ from ..ops.softmax import Softmax
 from ..pages import PageLayout
 from .shapes import AttentionShape, SlidingShape
 from .slot_part import layer_configs
+from .slot_room import PerSlot
 from .slots import Slots
-
-# share of the budget that slots may take beside the pages, and sliding windows
-SLOT_SHARE = 0.25
-SLIDING_SHARE = 0.5
 
 
 class _Trial:
@@ -115,20 +113,17 @@ def make_slots(
     config: DiffKVConfig,
     shape: AttentionShape,
     num_layers: int,
-    sliding: SlidingShape | None,
     requests: int,
     tokens: int | None,
     max_bytes: int,
+    others: Sequence[PerSlot] = (),
 ) -> Slots:
-    """Slots for `requests` requests of `tokens` tokens at most, or as many and as long as fit `max_bytes`.
-
-    What slots take beside their pages is kept to a quarter of the budget, and sliding windows to half of it, but for
-    one slot.
+    """Slots for `requests` requests of `tokens` tokens at most, as many and as long as fit `max_bytes`.
 
     Args:
         num_layers: of full attention.
-        sliding: the other layers, whose memory is left in the budget.
         tokens: None is as long as fits.
+        others: hold something for every slot as well.
 
     Raises:
         ValueError: as `layer_configs`.
@@ -141,19 +136,7 @@ def make_slots(
         token += shape.num_heads * layout.page_bytes / max(layout.high.capacity, layout.low.capacity)
     fitting = int(max_bytes / token) + config.window + config.sinks
     longest = max(1, fitting if tokens is None else min(fitting, tokens))
-
-    def make(slots: int) -> Slots:
-        left = 0 if sliding is None else sliding.bytes(shape, slots, longest)
-        options = {"max_tokens": longest, "max_bytes": max_bytes, "left_bytes": left}
-        return Slots(config, shape, num_layers, slots, **options)
-
-    one = make(1)
-    slots = min(requests, max(1, int(SLOT_SHARE * max_bytes) // one.bytes_beside_pool))
-    if sliding is not None:
-        spare = sliding.bytes(shape, 0, longest)
-        each = sliding.bytes(shape, 1, longest) - spare
-        slots = min(slots, max(1, (int(SLIDING_SHARE * max_bytes) - spare) // each))
-    return one if slots == 1 else make(slots)
+    return Slots(config, shape, num_layers, requests, max_tokens=longest, max_bytes=max_bytes, others=others)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""Sliding-window layers in continuous batching: uncompressed, in the memory of Transformers' own allocator.
+"""Sliding-window layers in continuous batching: uncompressed, in the blocks of Transformers' own allocator.
 
 Every slot has room for one request's windows, so that whoever has a slot never waits for them.
 """
@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from ..cache.dense import dense_attention
 from ..cache.errors import UnsupportedModelError
 from ..ops.softmax import Softmax
+from ..pages.reserve import reserve
 from .engine_names import CachePool, SlidingAttentionCacheAllocator
 from .shapes import SLIDING_PAGE, SPARE_PAGES, AttentionShape, SlidingShape
 
@@ -31,18 +32,14 @@ class SlidingWindows:
         text_config: of the model.
         sliding: its sliding-window layers.
         shape: of their attention.
-        requests: that may be there at once.
-        longest: tokens of the longest request.
 
     Raises:
         UnsupportedModelError: keys or values are not as long as the model's configuration says.
     """
 
-    def __init__(
-        self, text_config: Any, sliding: SlidingShape, shape: AttentionShape, requests: int, longest: int
-    ) -> None:
+    def __init__(self, text_config: Any, sliding: SlidingShape, shape: AttentionShape) -> None:
         self.window, self.layers = sliding.window, frozenset(sliding.layers)
-        self._text_config = text_config
+        self._sliding, self._shape = sliding, shape
         self._allocator = SlidingAttentionCacheAllocator(
             index=0,
             config=text_config,
@@ -57,18 +54,43 @@ class SlidingWindows:
                 f"keys and values of {shape.key_dim} and {shape.value_dim} elements, where the configuration says "
                 f"{self._allocator.head_dim}, are not what Transformers' engine keeps windows of; use generate()."
             )
-        blocks, size = requests * sliding.pages(longest), self._allocator.bytes_per_block
-        self._memory = torch.zeros((blocks + SPARE_PAGES) * size, dtype=torch.uint8, device=shape.device)
-        pool = CachePool(blocks, 1)
-        self._allocator.register_cache_tensor(size, blocks * size, self._memory, pool)
-        for _ in range(blocks):
-            pool.allocate_sector(self._allocator.index)
-        self._forward = _PackedForward([], [], [], self._memory.device)
+        self._memory = reserve(shape.device)
+        self._blocks = 0
+        self._forward = _PackedForward([], [], [], shape.device)
+        self.resize(1, 1)
 
     @property
     def bytes(self) -> int:
         """Bytes on the device, of requests that are there or not."""
-        return self._memory.numel()
+        return self._memory.committed + self._memory.slack
+
+    def bytes_for(self, slots: int, tokens: int) -> int:
+        """As `slot_room.PerSlot`."""
+        held = self._sliding.bytes(self._shape, slots, tokens)
+        copied = 0 if self._memory.grows_in_place else self._memory.committed
+        return held + max(self._memory.granularity, self._memory.slack) + copied
+
+    def resize(self, slots: int, tokens: int) -> None:
+        """As `slot_room.PerSlot`. Blocks that stand behind the last one move to free ones."""
+        size, blocks = self._allocator.bytes_per_block, slots * self._sliding.pages(tokens)
+        tables, end = self._allocator.block_table, SPARE_PAGES + blocks
+        owned = {block for table in tables.values() for block in table}
+        free = [block for block in range(SPARE_PAGES, end) if block not in owned]
+        moved = dict(zip(sorted(block for block in owned if block >= end), free))
+        if moved:
+            at = torch.tensor([list(moved), list(moved.values())], device=self._memory.device)
+            rows = self._memory.tensor[: self._memory.committed].view(-1, size)
+            rows[at[1]] = rows[at[0]]
+            for table in tables.values():
+                table[:] = [moved.get(block, block) for block in table]
+        before = self._memory.committed
+        if end * size < before:
+            self._memory.shrink(end * size)
+        self._memory.commit(end * size)
+        self._memory.tensor[before : end * size] = 0
+        pool = CachePool(blocks, 1)
+        self._allocator.register_cache_tensor(size, blocks * size, self._memory.tensor[: end * size], pool)
+        pool.free_blocks(self._allocator.index, free[len(moved) :])
 
     @property
     def requests(self) -> set[str]:

@@ -12,7 +12,6 @@ from ..config import DiffKVConfig
 from ..pages import NULL_PAGE
 from ..pages.rows import ROW_STATE
 from ..store.copies import copy_pages
-from ..store.decode import prepare_scratch
 from ..store.state import KVHeads, Store
 from ..store.step import begin_forward
 from .reservations import Reservations, ReservedPool
@@ -27,25 +26,16 @@ class SlotPart:
     Args:
         store: empty, with the thresholds of its layers.
         query_heads: of a layer.
-        max_tokens: of the longest request that is allowed.
 
     Attributes:
         exact: tokens that a request has before the first one leaves its window.
         staged: requests with several tokens in the running forward, by slot, as stores of their own.
     """
 
-    def __init__(self, store: SlotStore, query_heads: int, max_tokens: int) -> None:
+    def __init__(self, store: SlotStore, query_heads: int) -> None:
         self.store = store
         self.exact = store.config.sinks + store.config.window
-        # what a slot has without a request, where it is not zero
-        names = ("alpha_high", "alpha_low", "sink_end", "window_start")
-        self._empty = {name: getattr(store, name)[:, 0].clone() for name in names}
-        # what a slot gets one by one are generated tokens
-        store.seen = 1
-        store.room = max_tokens
-        store.ensure_width(max_tokens + store.window_slots)
-        shape = (store.batch_size, query_heads, store.key_dim)
-        prepare_scratch(store, torch.zeros(shape, dtype=store.dtype, device=store.device))
+        store.begin(query_heads)
         self._page_tokens = store.page_tokens()
         self.reservations = Reservations(store.pool)
         self.staged: dict[int, Store] = {}
@@ -61,8 +51,29 @@ class SlotPart:
         return -(-stored // self._page_tokens) + (self.store.layout.selects and stored > 0)
 
     def set_limit(self, pages: int) -> None:
-        """Says how many pages there may be, the null page included."""
-        self.store.pool.max_pages = pages
+        """Says how many pages there may be, the null page included; gives back memory of more, which nobody may need.
+
+        Raises:
+            MemoryError: memory cannot be given back in so small pieces.
+        """
+        pool = self.store.pool
+        pool.max_pages = pages
+        if pages < pool.capacity:
+            pool.truncate(pages, self.store.table.table)
+            self.reservations.look_again()
+            if pool.granularity and pool.slack > pool.granularity:
+                raise MemoryError(f"{pool.slack} bytes behind the pages cannot be given back.")
+
+    def resize(self, slots: int, tokens: int) -> None:
+        """As `SlotStore.resize`."""
+        self.store.resize(slots, tokens)
+        self.look()
+
+    def move(self, slot: int, to: int) -> None:
+        """Moves all of a slot to the empty one `to`, pages, sums and reservations included."""
+        self.store.move(slot, to)
+        self.reservations.rename(slot, to)
+        self.look()
 
     def look(self) -> None:
         """Runs the compaction that is due and reads what every request holds."""
@@ -104,9 +115,7 @@ class SlotPart:
         """Gives back the pages of the request in `slot`, which is then as it was before."""
         store, table = self.store, self.store.table.table[:, slot]
         store.pool.free_list.give(table[table != NULL_PAGE])
-        table.zero_()
-        for name in ROW_STATE:
-            getattr(store, name)[:, slot] = self._empty.get(name, 0)
+        store.empty(slot)
         self._held[:, slot] = 0
 
     def withdraw(self, slot: int) -> None:
@@ -166,10 +175,11 @@ def layer_configs(config: DiffKVConfig, num_layers: int, num_heads: int) -> list
     return [known.of_layer(index, num_heads) for index in range(num_layers)]
 
 
-def make_parts(
-    config: DiffKVConfig, shape: AttentionShape, num_layers: int, slots: int, max_tokens: int
-) -> list[SlotPart]:
-    """Parts of all layers, those of the same pages together; arguments as in `Slots`. Raises as `layer_configs`."""
+def make_parts(config: DiffKVConfig, shape: AttentionShape, num_layers: int) -> list[SlotPart]:
+    """Parts of all layers, those of the same pages together, each with one slot.
+
+    Arguments as in `Slots`. Raises as `layer_configs`.
+    """
     configs = layer_configs(config, num_layers, shape.num_heads)
     groups: list[list[int]] = []
     for index, mine in enumerate(configs):
@@ -182,9 +192,9 @@ def make_parts(
     known = {"total_layers": num_layers, "max_positions": shape.max_positions}
     parts = []
     for group in groups:
-        store = SlotStore(configs[group[0]], len(group), slots, heads, **known)
+        store = SlotStore(configs[group[0]], len(group), 1, heads, **known)
         for layer, index in enumerate(group):
             store.place_layer(layer, index)
             store.set_thresholds(layer, configs[index].alpha_high, configs[index].alpha_low)
-        parts.append(SlotPart(store, shape.query_heads, max_tokens))
+        parts.append(SlotPart(store, shape.query_heads))
     return parts

@@ -3,22 +3,54 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ..ops.backend import REFERENCE
 from ..ops.tiles import TILE_TOKENS
+from ..pages import NULL_PAGE
+from ..pages.rows import ROW_STATE
 from ..store.compaction import settle
+from ..store.decode import planned_scratch, prepare_scratch
+from ..store.padding import Padding
 from ..store.state import Store, read_together
 from ..store.step import bound_rows
+from .growing import GrowingTensor
 
 # a step of one token and the compaction behind it
 LOOKAHEAD = 1
 # row and first page of a tile
 TILE_BYTES = 16
+# what is most of a slot, beside its part of the page table
+GROWING = ("window_key", "window_value", "window_score")
 
 
 class SlotStore(Store):
-    """A store whose pages are reserved by others (slots.py); it takes one for each row that `look` names at most."""
+    """A store whose pages are reserved by others (slots.py); it takes one for each row that `look` names at most.
+
+    It has one slot at first, for a request of one token; `resize` changes both.
+    """
+
+    def begin(self, query_heads: int) -> None:
+        """Once thresholds are set: makes room for a request of one token, and what slots share.
+
+        Args:
+            query_heads: of a layer.
+        """
+        self._query_heads = query_heads
+        # what a slot has without a request, where it is not zero
+        names = ("alpha_high", "alpha_low", "sink_end", "window_start")
+        self._empty = {name: getattr(self, name)[:, 0].clone() for name in names}
+        self._growing = {name: GrowingTensor(getattr(self, name)) for name in GROWING}
+        self._growing["table"] = GrowingTensor(self.table.table)
+        # what a slot gets one by one are generated tokens
+        self.seen = 1
+        self.resize(1, 1)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes the device holds."""
+        return self.pool.bytes + self.bytes_beside_pool() + sum(t.slack for t in self._growing.values())
 
     def look(self) -> tuple[np.ndarray, np.ndarray]:
         """Runs the compaction that is due and reads counts, for the next step.
@@ -50,30 +82,101 @@ class SlotStore(Store):
             return np.full((self.num_layers, self.num_heads), min(high, low))
         return np.where(self.low_heads[:, 0].cpu().numpy(), low, high)
 
-    def bytes_beside_pages(self, max_tokens: int) -> int:
+    def resize(self, slots: int, tokens: int) -> None:
+        """Makes room for `slots` requests of up to `tokens` tokens; what the first slots hold stays.
+
+        Further slots are as empty ones are. Only after `look`, which is due again.
+
+        Raises:
+            MemoryError: the device has no memory.
+        """
+        self.scratch = self.all_bounds = self.native_calls = self._kept = None
+        self.layer_bounds = []
+        kept = min(slots, self.batch_size)
+
+        def place(layer: int, fresh: Tensor, held: Tensor) -> None:
+            fresh[:kept] = held[:kept]
+
+        def place_entries(layer: int, fresh: Tensor, held: Tensor) -> None:
+            high = -(-self.high_count[layer, :kept, :, None] // self.layout.high.capacity)
+            left = torch.arange(held.shape[-1], device=self.device) < high
+            width = min(fresh.shape[-1], held.shape[-1])
+            entries = held[:kept]
+            fresh[:kept, :, :width] = torch.where(left, entries, NULL_PAGE)[..., :width]
+            fresh[:kept, :, -width:] += torch.where(left, NULL_PAGE, entries)[..., -width:]
+
+        table = self._growing["table"]
+        table.resize((self.num_layers, slots, self.num_heads, self.width_for(tokens)), place_entries)
+        self.table.table = table.tensor
+        for name in ROW_STATE:
+            state = getattr(self, name)
+            if name in self._growing:
+                self._growing[name].resize((state.shape[0], slots, *state.shape[2:]), place)
+                setattr(self, name, self._growing[name].tensor)
+            elif slots != self.batch_size:
+                fresh = state.new_zeros(state.shape[0], slots, *state.shape[2:])
+                fresh[:, :kept] = state[:, :kept]
+                if name in self._empty:
+                    fresh[:, kept:] = self._empty[name][:, None]
+                setattr(self, name, fresh)
+        self.batch_size, self.room = slots, tokens
+        self.padding = Padding(slots, self.device)
+        prepare_scratch(self, self._query(slots))
+
+    def empty(self, slot: int) -> None:
+        """Makes a slot, whose pages were given back, as one without a request."""
+        self.table.table[:, slot] = NULL_PAGE
+        for name in ROW_STATE:
+            getattr(self, name)[:, slot] = self._empty.get(name, 0)
+
+    def move(self, slot: int, to: int) -> None:
+        """Moves all of a slot to the empty one `to`, pages included."""
+        self.table.table[:, to] = self.table.table[:, slot]
+        for name in ROW_STATE:
+            state = getattr(self, name)
+            state[:, to] = state[:, slot]
+        self.empty(slot)
+
+    def width_for(self, tokens: int) -> int:
+        """Entries of a row of the table for requests of `tokens` tokens."""
+        return -(-(tokens + self.window_slots) // min(self.layout.high.capacity, self.layout.low.capacity)) + 2
+
+    def bytes_beside_pages(self, slots: int, tokens: int) -> int:
         """The most that is ever held beside pages and their entries in the free list.
 
         Args:
-            max_tokens: of the longest request.
+            slots: how many there are. tokens: of the longest request that there is room for.
         """
-        other = self.bytes_beside_pool() - self._tile_bytes_held() + self._most_tile_bytes(max_tokens)
-        return other + self.pool.granularity + 8 * self.pool.free_list.state.numel()
+        table = 4 * self.num_layers * slots * self.num_heads * self.width_for(tokens)
+        state = sum(t.numel() * t.element_size() for t in (getattr(self, name) for name in ROW_STATE))
+        # more is taken while tensors are copied because they cannot grow where they stand
+        copied = [t.tensor.numel() * t.tensor.element_size() for t in self._growing.values() if not t.grows_in_place]
+        taken = sum(max(t.granularity, t.slack) for t in self._growing.values())
+        slack = self.pool.granularity + taken + max(copied, default=0)
+        other = slots * (state // self.batch_size) + table + planned_scratch(self, self._query(1), slots, tokens)
+        return other + self._most_tile_bytes(slots, tokens) + slack + self._fixed_bytes
 
     @property
     def bytes_per_page(self) -> int:
         """Of a page and its entry in the free list."""
         return self.layout.page_bytes + 4
 
-    def _tile_bytes_held(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.bound_tensors())
+    @property
+    def _fixed_bytes(self) -> int:
+        fixed = [self.layer_index, self.head_index, self.invalid, self.changed_past, self.flag]
+        return sum(t.numel() * t.element_size() for t in [*fixed, self.pool.free_list.state])
 
-    def _most_tile_bytes(self, max_tokens: int) -> int:
+    def _query(self, slots: int) -> Tensor:
+        """Of which the shape counts."""
+        return torch.empty(slots, self._query_heads, self.key_dim, dtype=self.dtype, device=self.device)
+
+    def _most_tile_bytes(self, slots: int, tokens: int) -> int:
         """What the reference's work is cut into takes at most, for all layers together and for each."""
         if self.backend() != REFERENCE:
             return 0
-        rows = 2 * self.num_layers * self.rows_per_layer
+        rows = 2 * self.num_layers * slots * self.num_heads
         sizes = (self.layout.high.capacity, self.layout.low.capacity)
-        tiles = sum(-(-(max_tokens + LOOKAHEAD) // (max(1, TILE_TOKENS // size) * size)) + 1 for size in sizes)
+        tiles = sum(-(-(tokens + LOOKAHEAD) // (max(1, TILE_TOKENS // size) * size)) + 1 for size in sizes)
         return rows * tiles * TILE_BYTES
 
     def spoiled(self, slots: Tensor) -> list[int]:

@@ -1,14 +1,12 @@
 """Requests that come and go: each has a slot, the same in every store, and an idle slot holds no page and does no work.
 
-Tables and scratch are made once, for the longest request that is allowed, so that everything stays where it is. A
-forward may hold any requests in any order, one token of some and many of others; what becomes of each does not depend
-on the others.
+There are as many slots, for as long requests, as are needed (slot_room.py). A forward may hold any requests in any
+order, one token of some and many of others; what becomes of each does not depend on the others.
 """
 
 from __future__ import annotations
 
-import heapq
-from bisect import bisect_right
+import logging
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -17,20 +15,22 @@ from torch import Tensor
 
 from ..config import DiffKVConfig
 from ..ops.softmax import Softmax
-from ..pages.layout import NARROW_POSITIONS
 from ..store.compaction import settle
 from ..store.decode import attend_token
 from ..store.prompt import attend_tokens
 from ..store.state import Store
 from .shapes import AttentionShape
 from .slot_part import make_parts
+from .slot_room import FIRST_TOKENS, PerSlot, SlotRoom
 from .staging import stage
+
+_logger = logging.getLogger("hf_diffkv")
 
 
 class Slots:
     """Slots under a byte budget.
 
-    Every forward goes: `settle`, `reserve` for each request in it, `begin`, `attend` layer by layer.
+    Every forward goes: `settle`, `make_room` and `reserve` for each request in it, `begin`, `attend` layer by layer.
 
     Args:
         config: the user's choices; `max_bytes` is not looked at.
@@ -39,12 +39,12 @@ class Slots:
         count: requests that may be there at once.
         max_tokens: tokens of the longest request that is allowed.
         max_bytes: of everything that is held: windows, tables, scratch, pages.
-        left_bytes: of `max_bytes`, what others hold.
+        others: hold something for every slot as well.
 
     Attributes:
+        room: how many slots there are, for how long requests.
         parts: the layers of each store. Pages of one cannot be had in another: what is said of pages is said for each
             part, as int64 [parts].
-        longest: tokens of the longest request that surely fits while it is alone; at most `max_tokens`.
         failures: what went wrong in the running forward, by slot.
 
     Raises:
@@ -61,44 +61,34 @@ class Slots:
         *,
         max_tokens: int,
         max_bytes: int,
-        left_bytes: int = 0,
+        others: Sequence[PerSlot] = (),
     ) -> None:
         if config.compaction_interval != 1:
             raise ValueError(
                 f"compaction_interval={config.compaction_interval} counts the steps of a whole batch, whose requests "
                 "come and go here; use compaction_interval=1."
             )
-        self.max_bytes, self.count = max_bytes, count
+        self.max_bytes = max_bytes
         self.device, self.dtype = shape.device, shape.dtype
-        self.parts = make_parts(config, shape, num_layers, count, max_tokens)
+        self.parts = make_parts(config, shape, num_layers)
         self._exact = config.sinks + config.window
         self._places = {index: (part, layer) for part in self.parts for layer, index in enumerate(part.store.layers)}
-        self.longest = self._share_out(max_bytes - left_bytes, max_tokens)
+        self.room = SlotRoom(self.parts, others, count, max_tokens, max_bytes)
         if self.longest < min(max_tokens, self._exact):
             raise MemoryError(
-                f"max_bytes={max_bytes} holds no page beside the windows and tables of {count} requests of up to "
-                f"{max_tokens} tokens; raise max_bytes, or allow fewer or shorter requests."
+                f"max_bytes={max_bytes} holds no page beside the window and table of one request of up to "
+                f"{max_tokens} tokens; raise max_bytes, or allow shorter requests."
             )
-        self._idle = list(range(count))
-        self._seen = [0] * count
+        self._taken: set[int] = set()
+        self._seen = [0]
+        # tokens of each request in the forward to come
+        self._reserved: dict[int, int] = {}
+        self._moves: list[tuple[int, int]] = []
         self._forward: list[tuple[int, int, int]] = []
         self.failures: dict[int, Exception] = {}
         for part in self.parts:
             part.look()
-
-    def _share_out(self, max_bytes: int, max_tokens: int) -> int:
-        """Gives each part its pages, in the proportion in which a long request takes them; returns `longest`."""
-        beside = sum(part.store.bytes_beside_pages(max_tokens) for part in self.parts)
-        costs = [part.store.bytes_per_page for part in self.parts]
-        weights = [max(1, part.pages_for(max_tokens)) * cost for part, cost in zip(self.parts, costs)]
-        narrow = any(part.store.layout.high.position_bytes == 2 for part in self.parts)
-        longest = min(max_tokens, NARROW_POSITIONS) if narrow else max_tokens
-        for part, cost, weight in zip(self.parts, costs, weights):
-            pages = (max_bytes - beside) * weight // (sum(weights) * cost)
-            part.set_limit(pages)
-            # all but the null page
-            longest = min(longest, bisect_right(range(max_tokens + 1), pages - 1, key=part.pages_for) - 1)
-        return longest
+        self.room.change(1, min(FIRST_TOKENS, self.longest))
 
     @property
     def bytes(self) -> int:
@@ -106,9 +96,14 @@ class Slots:
         return sum(part.store.bytes for part in self.parts)
 
     @property
-    def bytes_beside_pool(self) -> int:
-        """Of `bytes`, what is not for pages."""
-        return self.bytes - sum(part.store.pool.bytes for part in self.parts)
+    def longest(self) -> int:
+        """Tokens of the longest request that surely fits while it is alone; at most `max_tokens`."""
+        return self.room.longest
+
+    @property
+    def count(self) -> int:
+        """How many slots there are, idle ones included."""
+        return self.room.slots
 
     @property
     def max_pages(self) -> np.ndarray:
@@ -129,17 +124,80 @@ class Slots:
     @property
     def idle(self) -> int:
         """How many slots no request has."""
-        return len(self._idle)
+        return self.count - len(self._taken)
+
+    @property
+    def has_place(self) -> bool:
+        """Whether a request without any tokens could be let in."""
+        return self._size_for(None, 0) is not None
 
     def seen(self, slot: int) -> int:
         """Tokens of the request in `slot` so far."""
         return self._seen[slot]
 
+    def make_room(self, slot: int | None, tokens: int) -> bool:
+        """Has there be a slot, and room in it and in the pool for what `tokens` more tokens take. Only after `settle`.
+
+        Slots become more or fewer, their tables wider or narrower, as pages are left or needed. Requests may get
+        another slot: `take_moves` tells.
+
+        Args:
+            slot: None for a request that has none yet.
+
+        Returns:
+            Whether there is room; else nothing has changed.
+        """
+        size = self._size_for(slot, tokens)
+        if size is None or size == (self.count, self.room.tokens):
+            return size is not None
+        for old in sorted(self._taken - set(range(size[0]))):
+            self._move(old, min(set(range(size[0])) - self._taken))
+        try:
+            self.room.change(*size)
+        except MemoryError as error:
+            _logger.warning("slots cannot become %s for %s tokens: %s", *size, error)
+            return False
+        finally:
+            self._seen = (self._seen + [0] * self.count)[: self.count]
+        return True
+
+    def take_moves(self) -> list[tuple[int, int]]:
+        """Which requests `make_room` has moved, in this order: the slot that each had, and the one it has."""
+        moves, self._moves = self._moves, []
+        return moves
+
+    def _size_for(self, slot: int | None, tokens: int) -> tuple[int, int] | None:
+        """Slots, and tokens in each, with which there is room as in `make_room`; None where there is none."""
+        slots = len(self._taken) + (slot is None)
+        longest = max((self._seen[taken] + self._reserved.get(taken, 0) for taken in self._taken), default=0)
+        longest = max(longest, tokens + (0 if slot is None else self._seen[slot]))
+        if slots > self.room.most or longest > self.longest:
+            return None
+        need, left = self.need(slot, tokens), self.unreserved
+        if slots <= self.count and longest <= self.room.tokens and (need <= left).all():
+            return self.count, self.room.tokens
+        used = self.max_pages + 1 - left
+        for size in self.room.sizes_for(slots, longest):
+            if (self.room.limits(*size) >= used + need).all():
+                return size
+        return None
+
+    def _move(self, slot: int, to: int) -> None:
+        for part in self.parts:
+            part.move(slot, to)
+        self._moves.append((slot, to))
+        self._taken = self._taken - {slot} | {to}
+        self._seen[to], self._seen[slot] = self._seen[slot], 0
+        if slot in self._reserved:
+            self._reserved[to] = self._reserved.pop(slot)
+
     def adopt(self) -> int:
         """Gives an idle slot to a request that has no tokens yet. Raises `MemoryError` where all are taken."""
-        if not self._idle:
+        if not self.idle:
             raise MemoryError(f"all {self.count} slots are taken.")
-        return heapq.heappop(self._idle)
+        slot = min(set(range(self.count)) - self._taken)
+        self._taken.add(slot)
+        return slot
 
     def release(self, slot: int) -> None:
         """Gives back all that the request in `slot` holds, pages and reservations, and the slot itself."""
@@ -148,7 +206,8 @@ class Slots:
                 part.clear(slot)
             part.withdraw(slot)
         self._seen[slot] = 0
-        heapq.heappush(self._idle, slot)
+        self._reserved.pop(slot, None)
+        self._taken.remove(slot)
 
     def load(self, slot: int, sources: Iterable[Store]) -> None:
         """Copies the one request that `sources` hold into `slot`, which is adopted and has no tokens yet.
@@ -175,12 +234,12 @@ class Slots:
         return [stage(part.store, slot, self._seen[slot], part.store.pool) for part in self.parts]
 
     def fork(self, slot: int) -> int | None:
-        """A further slot with a copy of the request in `slot`; None where there is no room. Only after `settle`.
+        """A further slot with a copy of the request in `slot`; None where there is no room. Only after `make_room`.
 
         Raises:
             MemoryError: the device has no memory; nothing has changed then.
         """
-        if not self._idle or any(part.held(slot) > part.reservations.unreserved for part in self.parts):
+        if not self.idle or any(part.held(slot) > part.reservations.unreserved for part in self.parts):
             return None
         for part in self.parts:
             part.provide(part.held(slot))
@@ -193,6 +252,7 @@ class Slots:
     def settle(self) -> None:
         """Ends the last forward: runs the compaction behind it and takes back every reservation."""
         self._forward.clear()
+        self._reserved.clear()
         for part in self.parts:
             part.settle()
 
@@ -205,16 +265,13 @@ class Slots:
         seen = 0 if slot is None else self._seen[slot]
         return np.array([part.need(slot, seen, tokens) for part in self.parts])
 
-    def fits(self, slot: int | None, tokens: int) -> bool:
-        """Whether what `tokens` more tokens need may still be reserved. As `need`."""
-        return bool((self.need(slot, tokens) <= self.unreserved).all())
-
     def reserve(self, slot: int, tokens: int) -> bool:
         """Reserves what `tokens` more tokens need, compaction included; False if there is too little. As `need`."""
         need = self.need(slot, tokens)
         promised = np.array([part.reservations.promised(slot) for part in self.parts])
         if (need - promised > self.unreserved).any():
             return False
+        self._reserved[slot] = tokens
         return all(part.reservations.reserve(slot, int(pages)) for part, pages in zip(self.parts, need))
 
     def begin(self, forward: Sequence[tuple[int, int]]) -> None:

@@ -189,8 +189,8 @@ def _serve(
     name = options.name or options.model
     memory = engine.memory()
     address = f"http://{options.host}:{listener.getsockname()[1]}"
-    room = f"at most {memory.slots:,} requests at once, of up to {memory.longest:,} tokens"
-    ready = f"{name} at {address}/v1; {megabytes(memory.max_bytes)}: {room}."
+    room = f"{megabytes(memory.max_bytes)} for requests of up to {memory.longest:,} tokens"
+    ready = f"{name} at {address}/v1; {room}."
     log.message(ready, paragraph(ready))
     if tokenizer.chat_template is None:
         log.message("no chat template: /v1/chat/completions needs --chat-template")

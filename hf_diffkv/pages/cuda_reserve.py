@@ -126,6 +126,16 @@ class DeviceMemory:
         self.mapped += more
         _count(self.index, more)
 
+    def shrink(self, num_bytes: int) -> None:
+        """Takes away what was mapped wholly behind the first `num_bytes`, once nothing that was launched uses it."""
+        if not self._parts or self._parts[-1][0] < self.address + num_bytes:
+            return
+        torch.cuda.synchronize(self.index)
+        while self._parts and self._parts[-1][0] >= self.address + num_bytes:
+            start, length, handle = self._parts.pop()
+            _unmap_part(self._library, self.index, start, length, handle)
+            self.mapped -= length
+
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._library, name)(*arguments)
         if code != 0:
@@ -161,11 +171,15 @@ def _unmap(library: Any, index: int, address: int, size: int, parts: list[tuple[
     except RuntimeError:
         return False
     for start, length, handle in parts:
-        library.cuMemUnmap(_wide(start), _wide(length))
-        library.cuMemRelease(_wide(handle))
-        _count(index, -length)
+        _unmap_part(library, index, start, length, handle)
     library.cuMemAddressFree(_wide(address), _wide(size))
     return True
+
+
+def _unmap_part(library: Any, index: int, start: int, length: int, handle: int) -> None:
+    library.cuMemUnmap(_wide(start), _wide(length))
+    library.cuMemRelease(_wide(handle))
+    _count(index, -length)
 
 
 def _count(index: int, more: int) -> None:
@@ -217,6 +231,11 @@ class CudaReservation(Reservation):
         if not (ahead and memory.mapped < num_bytes < more and self._takes(more)):
             self._extend(num_bytes)
         self.committed = max(self.committed, num_bytes)
+
+    def shrink(self, num_bytes: int) -> None:
+        # PyTorch asks where the first byte lives
+        self._memory.shrink(max(num_bytes, 1))
+        self.committed = min(self.committed, num_bytes)
 
     def _takes(self, num_bytes: int) -> bool:
         """Maps memory if the device has it to spare."""

@@ -45,6 +45,13 @@ class FreeList:
         index = (start + torch.arange(free, device=self.ring.device)) % max(capacity, 1)
         return self.ring[index]
 
+    def replace(self, ids: Tensor, capacity: int) -> None:
+        """Makes `ids`, int [n], the free pages out of `capacity` in all, fewer than before."""
+        self.capacity = capacity
+        self.ring = torch.empty(capacity, dtype=torch.int32, device=self.ring.device)
+        self.ring[: ids.numel()] = ids
+        self.state[START], self.state[FREE], self.state[CAPACITY] = 0, ids.numel(), capacity
+
     def extend(self, first: int, count: int) -> None:
         """Adds the fresh pages [first, first + count). Reads nothing from the device."""
         before, self.capacity = self.capacity, self.capacity + count

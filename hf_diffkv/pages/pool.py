@@ -9,6 +9,9 @@ from .free_list import FreeList
 from .page_table import NULL_PAGE
 from .reserve import reserve
 
+# pages that are copied together where some have to move
+PAGES_AT_ONCE = 256
+
 
 class PagePool:
     """Unified pages of `page_bytes` each. Page 0 is the null page and is never given out.
@@ -39,6 +42,11 @@ class PagePool:
     def granularity(self) -> int:
         """Memory for pages is taken in multiples of so many bytes; 0 where it does not matter."""
         return self._reservation.granularity
+
+    @property
+    def slack(self) -> int:
+        """Bytes held behind the pages that exist."""
+        return self._reservation.slack
 
     @property
     def pages(self) -> Tensor:
@@ -80,6 +88,32 @@ class PagePool:
                 "smaller batch."
             )
         self._add_pages(missing)
+
+    def truncate(self, capacity: int, table: Tensor) -> None:
+        """Gives back the memory of all but `capacity` pages, the null page included; pages in use move to others.
+
+        Args:
+            table: int32, every page in use, once; those that move are replaced there.
+
+        Raises:
+            ValueError: more are in use, or some are shared.
+        """
+        if capacity >= self.capacity:
+            return
+        above = table >= capacity
+        moved = table[above].long()
+        free = self.free_list.ids().long()
+        free = free[free < capacity]
+        room = free[: moved.numel()]
+        if self.sharers is not None or room.numel() < moved.numel() or capacity < 1:
+            raise ValueError(f"{self.capacity} pages cannot become {capacity}: more are in use, or some are shared.")
+        for first in range(0, moved.numel(), PAGES_AT_ONCE):
+            part = slice(first, first + PAGES_AT_ONCE)
+            self.pages[room[part]] = self.pages[moved[part]]
+        table[above] = room.to(table.dtype)
+        self.free_list.replace(free[moved.numel() :], capacity - (NULL_PAGE + 1))
+        self.capacity = capacity
+        self._reservation.shrink(capacity * self.page_bytes)
 
     def share(self, pages: Tensor) -> None:
         """Adds an owner to each of `pages` (int [n], no two alike)."""

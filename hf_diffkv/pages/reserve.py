@@ -61,6 +61,12 @@ class Reservation:
             self.tensor = grown
         self.committed = max(self.committed, num_bytes)
 
+    def shrink(self, num_bytes: int) -> None:
+        """Gives back what is behind the first `num_bytes`, as far as the device takes it; the rest stays as `slack`."""
+        if num_bytes < self.committed:
+            self.tensor = self.tensor[:num_bytes].clone()
+            self.committed = num_bytes
+
     def __deepcopy__(self, memo: dict) -> Reservation:
         return _restore(self.device, self.tensor[: self.committed])
 
@@ -87,6 +93,12 @@ class MappedReservation(Reservation):
             )
         self._advise(num_bytes)
         self.committed = max(self.committed, num_bytes)
+
+    def shrink(self, num_bytes: int) -> None:
+        first = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if self.committed > first:
+            self._mapping.madvise(mmap.MADV_DONTNEED, first, self.committed - first)
+        self.committed = min(self.committed, num_bytes)
 
     def _advise(self, num_bytes: int) -> None:
         """Asks for large pages where they lie wholly within what is committed anew: reading a long cache misses the

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..ops.append import append_rotated, append_token
 from ..ops.backend import NATIVE
-from ..ops.decode_attention import Held, allocate_scratch, decode_attention
+from ..ops.decode_attention import Held, allocate_scratch, decode_attention, scratch_bytes
 from ..ops.softmax import Softmax
 from . import native
 from .state import Store
@@ -112,6 +112,14 @@ def prepare_scratch(store: Store, query: Tensor, max_tokens: int = 0) -> Scratch
     held = store.scratch
     fits = held is not None and held.max_tokens >= max_tokens and held.output.shape[0] == store.rows_per_layer
     if not fits:
-        room = -(-max(max_tokens, store.room + store.window_slots) // SCRATCH_TOKENS) * SCRATCH_TOKENS
-        store.scratch = allocate_scratch(query, store.rows(0), room)
+        store.scratch = allocate_scratch(query, store.rows(0), _scratch_tokens(store, max_tokens, store.room))
     return store.scratch
+
+
+def planned_scratch(store: Store, query: Tensor, requests: int, room: int) -> int:
+    """Bytes of the buffers of `prepare_scratch` in a store of so many requests and that `room`; changes nothing."""
+    return scratch_bytes(query, store.rows(0), _scratch_tokens(store, 0, room), requests)
+
+
+def _scratch_tokens(store: Store, max_tokens: int, room: int) -> int:
+    return -(-max(max_tokens, room + store.window_slots) // SCRATCH_TOKENS) * SCRATCH_TOKENS

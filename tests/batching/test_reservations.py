@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_slots import LAYERS, LONGEST, PRECISIONS, configuration, make_slots
+from test_slots import LAYERS, LONGEST, PRECISIONS, SLOTS, adopt, configuration, make_slots
 
 from hf_diffkv.batching.reservations import Reservations, ReservedPool
 from hf_diffkv.batching.slots import Slots
@@ -64,7 +64,7 @@ def test_an_owner_takes_its_own_and_no_more(reservations: Reservations) -> None:
 def test_a_prompt_without_a_reservation_fails_alone() -> None:
     """It stores nothing, and the request that has one is not touched."""
     slots = make_slots(configuration(0.0, 0.0))
-    good, bad = slots.adopt(), slots.adopt()
+    good, bad = (adopt(slots) for _ in range(2))
     assert slots.reserve(good, 20)
     slots.begin([(good, 20), (bad, 30)])
     generator = torch.Generator().manual_seed(0)
@@ -80,7 +80,7 @@ def test_a_prompt_without_a_reservation_fails_alone() -> None:
     assert (store.high_count[:, good] == 16).all()
     slots.release(bad)
     slots.settle()
-    assert slots.fits(good, 1)
+    assert slots.make_room(good, 1)
 
 
 def test_a_request_beyond_the_longest_is_stopped_by_its_table() -> None:
@@ -95,8 +95,9 @@ def test_a_request_beyond_the_longest_is_stopped_by_its_table() -> None:
 
 def test_idle_slots_hold_no_pages_and_are_given_again() -> None:
     slots = make_slots(configuration())
-    given = [slots.adopt() for _ in range(slots.count)]
-    assert sorted(given) == list(range(slots.count)) and slots.idle == 0
+    given = [adopt(slots) for _ in range(SLOTS)]
+    assert sorted(given) == list(range(SLOTS)) == list(range(slots.count)) and slots.idle == 0
+    assert not slots.make_room(None, 1) and not slots.has_place
     slots.release(given[2])
     assert slots.adopt() == given[2]
     (part,) = slots.parts
@@ -112,15 +113,17 @@ def test_the_longest_request_surely_fits(max_bytes: int, precisions: tuple | Non
     config = configuration(0.0, 0.0, head_precisions=precisions)
     slots = make_slots(config, max_bytes, max_tokens=1000, slots=2)
     assert slots.longest < 1000
-    fits = [part.pages_for(slots.longest) <= part.store.pool.max_pages - 1 for part in slots.parts]
-    more = [part.pages_for(slots.longest + 20) <= part.store.pool.max_pages - 1 for part in slots.parts]
+    fits, more = (
+        [part.pages_for(n) < limit for part, limit in zip(slots.parts, slots.room.limits(1, n))]
+        for n in (slots.longest, slots.longest + 20)
+    )
     assert all(fits) and not all(more)
     slot, seen = slots.adopt(), 0
     generator = torch.Generator().manual_seed(0)
     while seen < slots.longest:
         tokens = min(slots.longest - seen, 1 if seen % 3 else 25)
         slots.settle()
-        assert slots.reserve(slot, tokens)
+        assert slots.make_room(slot, tokens) and slots.reserve(slot, tokens)
         slots.begin([(slot, tokens)])
         for layer in range(LAYERS):
             query = torch.randn(1, 4, tokens, 8, generator=generator)
@@ -133,8 +136,8 @@ def test_the_longest_request_surely_fits(max_bytes: int, precisions: tuple | Non
 
 
 def test_bad_sizes() -> None:
-    with pytest.raises(MemoryError, match="max_bytes=4000"):
-        make_slots(configuration(), 4000)
+    with pytest.raises(MemoryError, match="max_bytes=1000"):
+        make_slots(configuration(), 1000)
     with pytest.raises(ValueError, match="compaction_interval=2"):
         make_slots(configuration(compaction_interval=2))
     with pytest.raises(ValueError, match="alpha_low has 3 entries"):

@@ -8,7 +8,6 @@ from batching import LOSSLESS, chunks, request_config
 from tiny_models import tiny_model
 from torch import Tensor
 from transformers import CONFIG_MAPPING
-from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from hf_diffkv.batching.shapes import AttentionShape, SlidingShape
 from hf_diffkv.batching.sliding import FEWEST_QUERIES, SlidingWindows
@@ -21,8 +20,9 @@ def make_windows(window: int, longest: int = 1000, requests: int = 3) -> Sliding
     config = CONFIG_MAPPING["gemma3_text"](head_dim=DIM, sliding_window=window)
     shape = AttentionShape(HEADS, QUERY_HEADS, DIM, DIM, torch.float64, torch.device("cpu"))
     sliding = SlidingShape((1, 4), window)
-    windows = SlidingWindows(config, sliding, shape, requests, longest)
-    assert windows.bytes == sliding.bytes(shape, requests, longest)
+    windows = SlidingWindows(config, sliding, shape)
+    windows.resize(requests, longest)
+    assert windows.bytes == windows.bytes_for(requests, longest) == sliding.bytes(shape, requests, longest)
     return windows
 
 
@@ -70,7 +70,10 @@ def test_attention_is_that_of_whole_requests(window: int, softcap: float | None,
             seen[name] += count
 
     forward({"a": 5, "b": total - 30})
+    windows.resize(7, 1000)
     forward({"b": 1, "c": 1, "a": 20})
+    # what they hold moves
+    windows.resize(3, 1000)
     forward({"a": 1, "c": 1, "b": 1})
     forward({"c": window + 3, "a": 0})
     kept = windows.dense_layers("c", seen["c"])
@@ -90,15 +93,18 @@ def test_attention_is_that_of_whole_requests(window: int, softcap: float | None,
     assert not windows.requests
 
 
-def test_windows_take_at_most_half_the_budget() -> None:
-    """And no more than the longest request that is planned for can fill."""
-    model, budget, slots = tiny_model("gemma3_text", sliding_window=512), 2_000_000, []
-    for longest in (40, 600):
-        hints = WorkloadHints(max_prompt_length=longest - 9, max_generated_length=9)
-        manager = model.init_continuous_batching(request_config(LOSSLESS, budget), chunks(), hints)
-        cache, memory = manager._cache, manager.memory()
+def test_windows_are_made_for_the_requests_that_come() -> None:
+    """As long as these are, and within the budget."""
+    model, budget = tiny_model("gemma3_text", sliding_window=512), 2_000_000
+    manager = model.init_continuous_batching(request_config(LOSSLESS, budget), chunks(64))
+    cache, held = manager._cache, []
+    for tokens, count in ((20, 8), (600, 1), (20, 12)):
+        rooms = [cache._make_room(None, tokens) and cache.slots.adopt() for _ in range(count)]
+        assert all(room is not False for room in rooms) and cache.slots.count >= count
+        memory = manager.memory()
         assert memory.held_bytes == cache.slots.bytes + cache.sliding.bytes <= budget
-        assert cache.sliding.bytes <= budget // 2
-        slots.append(memory.slots)
-        manager.stop()
-    assert slots[0] > slots[1] > 1
+        held.append(cache.sliding.bytes / cache.slots.count)
+        for slot in rooms:
+            cache.slots.release(slot)
+    assert held[0] < held[1]
+    manager.stop()

@@ -52,6 +52,12 @@ def make_slots(config: DiffKVConfig, max_bytes: int = BUDGETS["ample"], slots: i
     return Slots(config, shape, LAYERS, slots, **options)
 
 
+def adopt(slots: Slots) -> int:
+    """A slot for a request without tokens, made where none is idle."""
+    assert slots.make_room(None, 0)
+    return slots.adopt()
+
+
 @dataclass
 class Request:
     """A request in a slot, and the same one on stores of its own, one for each layer."""
@@ -144,12 +150,21 @@ class SlotMachine(RuleBasedStateMachine):
         self.requests: list[Request] = []
 
     def arrive(self, seed: int) -> None:
-        if self.slots.idle:
+        self.slots.settle()
+        if self.make_room(None, 0):
             generator = torch.Generator().manual_seed(seed)
             self.requests.append(Request(self.slots.adopt(), generator, alone_stores(self.config)))
-        else:
+        elif not self.slots.idle:
             with pytest.raises(MemoryError, match="slots are taken"):
                 self.slots.adopt()
+
+    def make_room(self, request: Request | None, tokens: int) -> bool:
+        """As `Slots.make_room`; requests know where they are."""
+        made = self.slots.make_room(None if request is None else request.slot, tokens)
+        for old, new in self.slots.take_moves():
+            (moved,) = (one for one in self.requests if one.slot == old)
+            moved.slot = new
+        return made
 
     @rule(arrivals=st.lists(st.integers(0, 1000), max_size=2), data=st.data())
     def forwards(self, arrivals: list[int], data) -> None:
@@ -168,7 +183,8 @@ class SlotMachine(RuleBasedStateMachine):
         self.slots.settle()
         parts = []
         for request, tokens in chosen:
-            if self.slots.reserve(request.slot, tokens):
+            if self.make_room(request, tokens):
+                assert self.slots.reserve(request.slot, tokens)
                 parts.append((request, request.draw(tokens)))
         if not parts:
             return
@@ -203,11 +219,12 @@ class SlotMachine(RuleBasedStateMachine):
             return
         request = data.draw(st.sampled_from(self.requests), label="forked")
         self.slots.settle()
-        idle = self.slots.idle
+        made, idle = self.make_room(None, 0), self.slots.idle
         slot = self.slots.fork(request.slot)
         if slot is None:
             assert self.slots.idle == idle
             return
+        assert made
         twin = copy.deepcopy(request.alone)
         generator = torch.Generator().manual_seed(slot)
         self.requests.append(Request(slot, generator, twin, request.tokens))
@@ -224,7 +241,7 @@ class SlotMachine(RuleBasedStateMachine):
         if not hasattr(self, "slots"):
             return
         assert self.slots.bytes <= self.slots.max_bytes
-        assert self.slots.idle + len(self.requests) == SLOTS
+        assert self.slots.idle + len(self.requests) == self.slots.count <= SLOTS
         for part in self.slots.parts:
             check_integrity(part.store)
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(
     tuple(map(int, importlib.metadata.version("transformers").split(".")[:2])) < (5, 23),
     reason="this release batches otherwise",
 )
-OPTIONS = ["--models", "tiny-lm", "--requests", "4", "--turns", "1", "--first-token", "100", "--prompt-turns", "1"]
+OPTIONS = ["--cases", "tiny-lm", "--requests", "4", "--turns", "1", "--first-token", "100", "--prompt-turns", "1"]
 ENGINES = ["Transformers, paged", "DiffKV, default", "DiffKV, 22 %"]
 # 6 layers of 2 heads of 64 elements, keys and values in bfloat16
 TOKEN = 6 * 2 * 64 * 2 * 2

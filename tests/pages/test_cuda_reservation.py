@@ -191,6 +191,26 @@ def test_everything_is_given_back_once_nobody_holds_it(driver: FakeDriver) -> No
     assert cuda_reserve.peak_mapped_bytes(DEVICE) == 0
 
 
+def test_what_is_mapped_wholly_behind_goes(driver: FakeDriver) -> None:
+    """In the pieces in which it came; the rest is slack, and serves what comes next."""
+    memory = CudaReservation(DEVICE)
+    for size in (1, 4, 6):
+        memory.commit(size * GRANULARITY)
+    memory.tensor[:GRANULARITY] = 7
+    memory.shrink(5 * GRANULARITY)
+    assert (memory.committed, memory.slack) == (5 * GRANULARITY, GRANULARITY)
+    memory.shrink(4 * GRANULARITY)
+    assert (memory.committed, memory.slack) == (4 * GRANULARITY, 0) and driver.calls[-1] == "cuMemRelease"
+    memory.shrink(GRANULARITY + 1)
+    assert memory.slack == 3 * GRANULARITY - 1
+    memory.commit(4 * GRANULARITY)
+    memory.shrink(0)
+    assert sum(driver.handles.values()) == memory.slack == GRANULARITY
+    assert cuda_reserve.mapped_bytes(DEVICE) == GRANULARITY and set(driver.mappings) <= driver.accessible
+    memory.commit(2 * GRANULARITY)
+    assert (memory.tensor[:GRANULARITY] == 7).all()
+
+
 def given_back(driver: FakeDriver) -> bool:
     return not (driver.handles or driver.mappings or driver.reserved)
 

@@ -97,3 +97,31 @@ def test_copies_are_independent(duplicate) -> None:
     other.ensure_free(30)
     assert torch.equal(pool.pages[:5], torch.arange(5, dtype=torch.uint8)[:, None].expand(5, 256))
     assert (pool.capacity, pool.free_list.free) == (5, 3)
+
+
+def test_pages_that_go_leave_what_is_in_use() -> None:
+    """Pages in use move to free ones below, and the table follows."""
+    pool = PagePool(64, CPU)
+    pool.ensure_free(20)
+    _, ids = pool.free_list.take(torch.tensor([20]))
+    pool.pages[ids] = torch.arange(20, dtype=torch.uint8)[:, None].expand(20, 64)
+    kept = [18, 2, 11, 7, 19]
+    table = torch.zeros(2, 4, dtype=torch.int32)
+    table.view(-1)[[0, 1, 4, 5, 7]] = ids[kept].to(torch.int32)
+    gone = [index for index in range(20) if index not in kept]
+    pool.free_list.give(ids[gone])
+    with pytest.raises(ValueError, match="21 pages cannot become 5"):
+        pool.truncate(5, table)
+    pool.truncate(30, table)
+    assert pool.capacity == 21
+    pool.truncate(8, table)
+    assert pool.capacity == 8 and pool.free_list.free == 2
+    used = table[table != NULL_PAGE]
+    assert (used < 8).all() and sorted([*used.tolist(), *pool.free_list.ids().tolist()]) == list(range(1, 8))
+    assert pool.pages[used.long(), 0].tolist() == kept
+    assert pool.bytes == 8 * 64 + 4 * 7 + 8 * 3
+    pool.ensure_free(4)
+    assert pool.capacity == 10 and pool.pages[used.long(), 63].tolist() == kept
+    pool.share(used)
+    with pytest.raises(ValueError, match="shared"):
+        pool.truncate(9, table)

@@ -51,7 +51,36 @@ def test_copies_are_seldom_where_memory_is_taken_ahead() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_never_shrinks(kind: type[Reservation]) -> None:
+def test_memory_is_given_back(kind: type[Reservation]) -> None:
+    memory = kind(CPU)
+    memory.commit(1 << 20)
+    memory.tensor[: 1 << 20] = 7
+    memory.shrink(1 << 21)
+    assert memory.committed == 1 << 20
+    memory.shrink(10_001)
+    assert (memory.committed, memory.slack) == (10_001, 0) and (memory.tensor[:10_001] == 7).all()
+    memory.commit(1 << 20)
+    memory.tensor[10_001 : 1 << 20] = 9
+    assert (memory.tensor[:10_001] == 7).all() and (memory.tensor[10_001 : 1 << 20] == 9).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_system_has_back_what_is_given_back() -> None:
+    memory = MappedReservation(CPU)
+    memory.commit(64 << 20)
+    memory.tensor[: 64 << 20] = 1
+    before = resident()
+    memory.shrink(1 << 20)
+    assert before - resident() > 60 << 20
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_commit_never_shrinks(kind: type[Reservation]) -> None:
     memory = kind(CPU)
     memory.commit(100)
     address = memory.tensor.data_ptr()

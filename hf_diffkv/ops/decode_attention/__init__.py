@@ -16,7 +16,7 @@ from .held import Held
 if TYPE_CHECKING:
     from .scratch import Scratch
 
-__all__ = ["Held", "allocate_scratch", "decode_attention"]
+__all__ = ["Held", "allocate_scratch", "decode_attention", "scratch_bytes"]
 
 
 @without_autocast
@@ -54,3 +54,13 @@ def allocate_scratch(query: Tensor, rows: LayerRows, max_tokens: int) -> Scratch
     from .scratch import Scratch
 
     return Scratch.allocate(query, rows, max_tokens)
+
+
+def scratch_bytes(query: Tensor, rows: LayerRows, max_tokens: int, requests: int) -> int:
+    """What `allocate_scratch` would take for so many requests in place of those of `rows`."""
+    if not use_kernels(query.device, query.dtype):
+        return 0
+    from .scratch import Scratch
+
+    planned = Scratch.allocate(query, rows, max_tokens, planned=requests)
+    return sum(tensor.numel() * tensor.element_size() for tensor in planned.tensors())

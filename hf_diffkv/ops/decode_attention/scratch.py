@@ -131,18 +131,21 @@ class Scratch:
         *,
         splits: int | None = None,
         config: KernelConfig | None = None,
+        planned: int | None = None,
     ) -> Scratch:
         """Buffers for rows of at most `max_tokens` tokens; `splits` and `config` replace the shipped choice.
 
         Args:
             query: [batch, query_heads, key_dim], of which the shape and the dtype count.
+            planned: of so many requests, in place of those of `rows`; the buffers then have shapes and no memory.
         """
         layout, slots, device, group = rows.layout, rows.slots, query.device, query.shape[1] // rows.heads
+        count, place = (rows.count, device) if planned is None else (planned * rows.heads, torch.device("meta"))
         if config is None:
             config = KernelConfig.choose(layout, group, query.dtype, backend_of(device))
         if splits is None:
             programs = device_of(device).processors * config.programs_per_processor(layout, device)
-            splits = choose_splits(rows.count, max_tokens, config.block, programs)
+            splits = choose_splits(count, max_tokens, config.block, programs)
         step = STEP.value
         steps = -(-min(slots, max_tokens) // step)
         # either tier may end in a block that is not full
@@ -150,21 +153,25 @@ class Scratch:
         blocks = max_tokens // config.block + 2 + steps
 
         def buffer(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.empty(*shape, dtype=dtype, device=device)
+            return torch.empty(*shape, dtype=dtype, device=place)
 
         def for_scores(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
             return buffer(*shape, dtype=dtype) if layout.selects else None
 
         return cls(
             config=config,
-            output=buffer(rows.count, splits, group, layout.high.value_dim),
-            peak=buffer(rows.count, splits, group),
-            total=buffer(rows.count, splits, group),
-            logits=for_scores(rows.count, positions, columns(group), dtype=torch.float16),
-            block_peak=for_scores(rows.count, blocks, columns(group)),
+            output=buffer(count, splits, group, layout.high.value_dim),
+            peak=buffer(count, splits, group),
+            total=buffer(count, splits, group),
+            logits=for_scores(count, positions, columns(group), dtype=torch.float16),
+            block_peak=for_scores(count, blocks, columns(group)),
             max_tokens=max_tokens,
             slots=slots,
         )
+
+    def tensors(self) -> list[Tensor]:
+        """All buffers that there are."""
+        return [tensor for tensor in vars(self).values() if isinstance(tensor, Tensor)]
 
     def check(self, rows: LayerRows, group: int, max_tokens: int) -> None:
         """Raises `ValueError` unless a launch for these rows, of `group` query heads each, fits."""
