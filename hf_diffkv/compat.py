@@ -140,6 +140,7 @@ _SLIDING = "transformers.cache_utils:DynamicSlidingWindowLayer"
 _CB = "transformers.generation.continuous_batching"
 _API, _ALLOCATORS = f"{_CB}.continuous_api", f"{_CB}.cache_allocators"
 _ALLOCATOR = f"{_ALLOCATORS}:SlidingAttentionCacheAllocator"
+_PROCESSORS = f"{_CB}.cb_logits_processors"
 _SERVING = "transformers.cli.serving"
 
 GENERATE = Feature(
@@ -232,6 +233,17 @@ BATCHING = Feature(
             update_batch="",
             reset="",
         ),
+        *_names(
+            f"{_PROCESSORS}:ContinuousBatchingLogitsProcessor",
+            fill_defaults="int32_tensor",
+            prepare_tensor_args="requests_with_new_token",
+            __call__="scores tensor_arg",
+        ),
+        *_names(
+            f"{_PROCESSORS}:ContinuousBatchingLogitsProcessorList",
+            *("logits_processor", "tensors_required", "do_processing"),
+        ),
+        *_names(f"{_PROCESSORS}:ContinuousBatchingLogitsProcessorList._retrieve_processors_kwargs", "supported_keys"),
         *_names(f"{_CB}.scheduler", "SCHEDULER_MAPPING"),
         *_names(
             f"{_CB}.scheduler:Scheduler",
@@ -269,6 +281,7 @@ BATCHING = Feature(
             f"{_CB}.requests:RequestState",
             *("request_id", "initial_tokens", "max_new_tokens", "num_children", "_new_tokens_limit", "_status"),
             *("generated_tokens", "position_offset", "_eos_token_ids"),
+            *("logit_processor_kwargs", "logprobs", "_true_initial_tokens"),
             to_generation_output="",
         ),
     ),
@@ -276,39 +289,13 @@ BATCHING = Feature(
 )
 SERVER = Feature(
     "hf-diffkv serve does not work; use generate_batch",
-    (
-        *_names(
-            f"{_SERVING}.utils:CBGenerateManager",
-            "_cb",
-            __init__="cb_config",
-            init_cb="model gen_config",
-            _check_alive="request_id",
-            generate_streaming="model processor inputs gen_config request_id response_parser",
-            generate_non_streaming="model processor inputs gen_config request_id",
-        ),
-        *_names(
-            f"{_SERVING}.utils:GenerationState",
-            use_continuous_batching="model modality",
-            get_manager="model_id use_cb",
-            is_cb_alive="",
-        ),
-        *_names(
-            f"{_SERVING}.model_manager:ModelManager",
-            process_model_name="model_id",
-            load_model_and_processor="model_id_and_revision progress_callback tqdm_class gguf_file",
-            get_gen_models="cache_dir",
-            shutdown="",
-        ),
-        *_names(
-            f"{_SERVING}.utils:BaseHandler",
-            __init__="model_manager generation_state chat_template_kwargs",
-            _build_generation_config="body model_generation_config use_cb",
-        ),
-        *_names(f"{_SERVING}.chat_completion:ChatCompletionHandler", handle_request="body request_id"),
-        *_names(f"{_SERVING}.completion:CompletionHandler", handle_request="body request_id"),
-        *_names(f"{_SERVING}.response:ResponseHandler", handle_request="body request_id"),
-        *_names(f"{_SERVING}.server", "build_server"),
+    _names(
+        f"{_SERVING}.utils",
+        *("ReasoningText", "ToolCall"),
+        build_response_parser="processor model input_ids tools",
+        response_events_to_chunks="events",
     ),
+    since=(5, 23),
 )
 
 

@@ -19,6 +19,7 @@ from .engine_names import (
     RequestState,
     RequestStatus,
     Scheduler,
+    children,
 )
 from .order import LOOK_AHEAD, AdmissionOrder
 from .records import Records
@@ -123,7 +124,7 @@ class DiffKVBatchProcessor(ContinuousBatchProcessor):
 
     def _handle_request_error(self, error: Exception, state: RequestState) -> None:
         # forks that are still to come are waited for as well
-        names = [f"{state.request_id}__child#{i}" for i in range(state.num_children)]
+        names = children(state.request_id, state.num_children)
         state.num_children = 0
         self.scheduler.records.close(state.request_id, "error")
         super()._handle_request_error(error, state)

@@ -7,6 +7,7 @@ streaming. It gets another cache, another attention function, and refuses reques
 from __future__ import annotations
 
 import copy
+import queue
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +20,9 @@ from ..compat import attention_of, can_switch
 from ..import_hook import PAGED_NAME
 from .engine import DiffKVBatchProcessor, scheduler_class
 from .engine_cache import ContinuousCache, ServingMemory, ServingStatistics
-from .engine_names import ContinuousBatchingManager, RequestState, RequestStatus, initialization
-from .records import Records, brought
+from .engine_names import ContinuousBatchingManager, RequestState, RequestStatus, children, initialization
+from .records import RequestRecord, Records, brought
+from .sampling import Sampling, add_sampler
 from .sizes import check_servable, free_bytes, make_slots, sliding_layers, try_attention
 from .sliding import SlidingWindows
 
@@ -80,6 +82,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         scheduler_class(options.scheduler_type)
         try:
             super().__init__(model, generation_config, options, workload_hints)
+            add_sampler(self.logit_processor, generation_config.do_sample)
             self._shape = try_attention(model)
             self._cache = self._make_cache()
         except BaseException:
@@ -152,6 +155,42 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         if added is None and request_id is not None:
             self.records.close(request_id, "error")
         return added
+
+    def submit(
+        self, input_ids: list[int], request_id: str, sampling: Sampling, *, max_new_tokens: int, **options: Any
+    ) -> RequestRecord:
+        """Brings a request that says itself how its tokens are chosen; what it gives is routed as by `add_request`.
+
+        Args:
+            sampling: how its tokens are chosen.
+            max_new_tokens: most that each answer has.
+            **options: other fields of the engine's `RequestState`. `num_children` is how many answers there are beside
+                the first; `engine_names.children` has their names, and the prompt is computed once.
+
+        Returns:
+            The record of the first answer, which has the prompt's tokens.
+
+        Raises:
+            RuntimeError: the engine is stopped or failed.
+            queue.Full: `max_queue_size` requests have not reached the engine yet.
+        """
+        reason = self.background_thread_status.can_accept_new_requests()
+        if reason is not None or self._cache is None:
+            raise RuntimeError(reason or "the manager is stopped; start it before adding requests.")
+        fields = {"max_new_tokens": max_new_tokens, "logit_processor_kwargs": {"sampling": sampling}, **options}
+        state = RequestState(request_id, list(input_ids), **fields)
+        records = [self.records.open(request_id, len(input_ids))]
+        records += [self.records.open(name, 0) for name in children(request_id, state.num_children)]
+        try:
+            self.input_queue.put_nowait(state)
+        except queue.Full:
+            for record in records:
+                self.records.close(record.request_id, "error")
+            raise
+        if (found := brought.get()) is not None:
+            found.extend(records)
+        self._wake_up_loop.set()
+        return records[0]
 
     def end_request(self, request_id: str, finish_reason: str) -> None:
         """Ends a request before the next forward and frees what it holds; who waits for it gets what there is of it.

@@ -1,4 +1,4 @@
-"""`hf-diffkv serve`: Transformers' own server for OpenAI's protocol, many clients on one compressed cache."""
+"""`hf-diffkv serve`: a server for OpenAI's protocol, many clients on one compressed cache."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ choice_options = chain(
     click.option("--temperature", metavar="X", type=click.FloatRange(min=0, min_open=True), help="Draw tokens so."),
     click.option("--top-p", metavar="X", type=click.FloatRange(0, 1, min_open=True), help="Draw tokens so."),
     click.option("--top-k", metavar="N", type=AtLeast(), help="Draw tokens so."),
-    click.option("--seed", metavar="N", type=int, help="Of the tokens that are drawn."),
+    click.option("--seed", metavar="N", type=int, help="Of the draws of requests without a seed."),
     click.option("--chat-template", metavar="FILE", help="In place of the tokenizer's own."),
 )
 
@@ -91,7 +91,7 @@ choice_options = chain(
 @click.command(
     "serve",
     cls=Command,
-    help="Serve MODEL (a Hub id, a folder or a short name) with Transformers' own server: /v1/chat/completions, "
+    help="Serve MODEL (a Hub id, a folder or a short name) to clients of OpenAI's protocol: /v1/chat/completions, "
     "/v1/completions, /v1/responses, /v1/models, /health. All requests share one compressed cache under a byte budget; "
     "what has no room waits, and what can never fit is refused. GET /diffkv says what is in flight and held, /metrics "
     "tells Prometheus. How tokens are chosen is set here for all requests: as the model's generation_config says, "
@@ -182,6 +182,7 @@ def _serve(
     model = load_model(options.model, options.dtype, options.device, options.quiet)
     config = config_for(choice, model)
     try:
+        sampling = _sampling(options, model.generation_config)
         engine = _engine(options, model, config)
         _use_prefixes(options, model, config, engine)
     except (ValueError, MemoryError, RuntimeError, OSError) as error:
@@ -194,7 +195,7 @@ def _serve(
     log.message(ready, paragraph(ready))
     if tokenizer.chat_template is None:
         log.message("no chat template: /v1/chat/completions needs --chat-template")
-    app = build_app(name, model, tokenizer, engine, options.cors)
+    app = build_app(name, model, tokenizer, engine, options.cors, sampling, options.seed)
     run(app, engine, listener, _operation(options), log)
 
 
@@ -205,6 +206,19 @@ def _operation(options: SimpleNamespace) -> Any:
     return Operation(**{field.name: getattr(options, field.name) for field in fields(Operation)})
 
 
+def _sampling(options: SimpleNamespace, generation_config: Any) -> Any:
+    """How tokens are chosen where a request does not say. Raises `ValueError` as `Sampling.of`."""
+    from ..batching.sampling import Sampling
+
+    if options.greedy:
+        return Sampling()
+    chosen = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
+    config = copy.deepcopy(generation_config)
+    if chosen:
+        config.update(do_sample=True, **chosen)
+    return Sampling.of(config)
+
+
 def _engine(options: SimpleNamespace, model: Any, config: DiffKVConfig) -> Any:
     """The engine of all requests, not started."""
     from transformers import ContinuousBatchingConfig
@@ -213,14 +227,12 @@ def _engine(options: SimpleNamespace, model: Any, config: DiffKVConfig) -> Any:
     generation_config = copy.deepcopy(model.generation_config)
     generation_config.cache_implementation = "diffkv"
     generation_config.cache_config = config.to_dict()
-    chosen = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
-    if chosen or options.greedy:
-        generation_config.update(do_sample=not options.greedy, **chosen)
+    # requests say how their tokens are drawn; the engine's own way is for all of them
+    generation_config.do_sample = False
     given = {
         "max_requests_per_batch": options.max_requests,
         "max_batch_tokens": options.max_batch_tokens,
         "max_memory_percent": options.memory_share,
-        "seed": options.seed,
     }
     batching = ContinuousBatchingConfig(**{name: value for name, value in given.items() if value is not None})
     hints = options.max_length and WorkloadHints(max_prompt_length=options.max_length - 1, max_generated_length=1)

@@ -1,30 +1,123 @@
-"""The application: Transformers' routes, one that says what is held, and clients that go away."""
+"""The application: routes of OpenAI's protocol, one that says what is held, and clients that go away."""
 
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any
 
+from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
+
 from ..manager import DiffKVBatchingManager
-from .parts import Generation, ServedModel, server_app, submitted
+from ..sampling import Sampling
+
+# refuses releases whose server is another one
+from . import parts  # noqa: F401, I001
+from .answers import Answer, Served
+from .chat import ChatAnswer, ChatBody
+from .completions import CompletionAnswer, CompletionBody
+from .errors import RefusedError, add_handlers
+from .generation import Generation, submitted
+from .responses import ResponseAnswer, ResponseBody
 
 STATISTICS = "/diffkv"
+REQUEST_ID = "x-request-id"
 
 
-def build_app(name: str, model: Any, tokenizer: Any, engine: DiffKVBatchingManager, cors: bool = False) -> Any:
-    """A FastAPI application that serves `model` through `engine`, which has been started.
+def build_app(
+    name: str,
+    model: Any,
+    tokenizer: Any,
+    engine: DiffKVBatchingManager,
+    cors: bool = False,
+    sampling: Sampling | None = None,
+    seed: int | None = None,
+) -> FastAPI:
+    """An application that serves `model` through `engine`, which has been started.
 
     Args:
         name: what clients call the model.
+        tokenizer: a fast one.
         cors: lets pages of any origin in.
+        sampling: how tokens are chosen where a request does not say; as `model.generation_config` says by default.
+        seed: of the draws of requests that have none; None is another one each time.
     """
-    generation = Generation(engine)
-    app = server_app(ServedModel(name, model, tokenizer), generation, cors)
+    usual = Sampling.of(model.generation_config) if sampling is None else sampling
+    generation = Generation(engine, tokenizer, usual, seed)
+    app = FastAPI(title="hf-diffkv")
+    add_handlers(app)
+    _add_answers(app, Served(name, model, generation))
+    _add_models(app, name)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        generation.check_alive()
+        return {"status": "ok"}
+
     app.add_api_route(STATISTICS, lambda: statistics(engine), methods=["GET"])
+    if cors:
+        app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(Disconnection, gone=generation.forget)
+    app.add_middleware(RequestId)
     return app
+
+
+def _add_answers(app: FastAPI, served: Served) -> None:
+    async def answer(form: type[Answer], body: Any, request: Request) -> Any:
+        return await form(served, body, request.state.request_id).response()
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request, body: ChatBody) -> Any:
+        return await answer(ChatAnswer, body, request)
+
+    @app.post("/v1/completions")
+    async def completion(request: Request, body: CompletionBody) -> Any:
+        return await answer(CompletionAnswer, body, request)
+
+    @app.post("/v1/responses")
+    async def response(request: Request, body: ResponseBody) -> Any:
+        return await answer(ResponseAnswer, body, request)
+
+
+def _add_models(app: FastAPI, name: str) -> None:
+    known = {"id": name, "object": "model", "created": 0, "owned_by": "hf-diffkv"}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [known]}
+
+    # names on the Hub have slashes
+    @app.get("/v1/models/{asked:path}")
+    async def model(asked: str) -> dict[str, Any]:
+        if asked != name:
+            reason = f"the model {asked!r} does not exist; this server has {name!r}."
+            raise RefusedError(404, reason, "model", "model_not_found")
+        return known
+
+
+class RequestId:
+    """ASGI middleware that names each request, as its client does or otherwise anew, and says so in the answer."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: dict, receive: Callable[[], Awaitable[dict]], send: Callable) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        given = dict(scope["headers"]).get(REQUEST_ID.encode())
+        request_id = str(uuid.uuid4()) if not given else given.decode("latin-1")
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def answer(message: dict) -> None:
+            if message["type"] == "http.response.start":
+                header = (REQUEST_ID.encode(), request_id.encode("latin-1"))
+                message = {**message, "headers": [*message.get("headers", []), header]}
+            await send(message)
+
+        return await self._app(scope, receive, answer)
 
 
 def statistics(engine: DiffKVBatchingManager) -> dict[str, Any]:

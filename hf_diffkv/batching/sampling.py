@@ -1,0 +1,193 @@
+"""How the next token of each request is chosen: its own temperature, limits and seed, whatever else is in the batch.
+
+The engine has one way for all requests, and processors of scores. `RequestSampler` is one of those: where a request
+says how its tokens are chosen it chooses one, and leaves the engine no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .engine_names import CHILD, ContinuousBatchingLogitsProcessor, ContinuousBatchingLogitsProcessorList
+
+# below it the likeliest token is taken, as dividing by it would overflow
+GREEDY_BELOW = 1e-5
+# how the names of processors end that prepare draws
+WARPER = "LogitsWarper"
+# other ways to leave tokens out that a `GenerationConfig` has, by the value that does nothing
+OTHERS = {"top_h": None, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens of one request are chosen. Goes to the engine as `add_request(..., sampling=Sampling(...))`.
+
+    Attributes:
+        temperature: divides the scores; 0 takes the likeliest token.
+        top_k: the likeliest that may be drawn, 0 is all. top_p: draw from the fewest likeliest that have this share of
+            the probability together. min_p: and from none below this share of the likeliest one's.
+        seed: of the draws; the same one draws the same from the same scores, for the same position in the answer.
+        top_logprobs: how many alternatives to note with the logprob of each token; None notes nothing. They are of
+            the scores before temperature and limits, and come as `TokenLogprobs` in `GenerationOutput.logprobs`.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    top_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for what has no meaning."""
+        bounds = {"temperature": (0, float("inf")), "top_k": (0, float("inf")), "top_p": (0, 1), "min_p": (0, 1)}
+        for name, (low, high) in bounds.items():
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name}={getattr(self, name)} is not in [{low}, {high}].")
+
+    @classmethod
+    def of(cls, generation_config: Any) -> Sampling:
+        """As a `GenerationConfig` says. Raises `ValueError` where it leaves tokens out in ways that are not here."""
+        if not generation_config.do_sample:
+            return cls()
+        for name, nothing in OTHERS.items():
+            value = getattr(generation_config, name, None)
+            if value is not None and value != nothing:
+                raise ValueError(f"generation_config has {name}={value}, which is not supported; set it to {nothing}.")
+        fields = ("temperature", "top_k", "top_p", "min_p")
+        found = {name: getattr(generation_config, name, None) for name in fields}
+        return cls(**{"temperature": 1.0, **{name: value for name, value in found.items() if value is not None}})
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural logarithms of probabilities at one position.
+
+    Attributes:
+        logprob: of the token that was chosen.
+        top: tokens and logprobs of the likeliest, best first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+def add_sampler(processors: ContinuousBatchingLogitsProcessorList, draws: bool) -> None:
+    """Puts a `RequestSampler` behind the processors that change scores, and before those that leave tokens out."""
+    listed = processors.logits_processor
+    place = next((i for i, each in enumerate(listed) if type(each).__name__.endswith(WARPER)), len(listed))
+    listed.insert(place, RequestSampler(draws))
+    # it is handed a row for its arguments, and has none
+    processors.tensors_required += 1
+    processors.supported_keys.update(RequestSampler.supported_kwargs)
+    processors.do_processing = True
+
+
+class RequestSampler(ContinuousBatchingLogitsProcessor):
+    """Chooses tokens of the requests that have a `Sampling`; those without are left to the engine.
+
+    Args:
+        draws: whether the engine draws tokens, rather than to take the likeliest.
+    """
+
+    supported_kwargs: dict[str, type] = {"sampling": Sampling}
+    ignored_kwargs: tuple[str, ...] = ()
+
+    def __init__(self, draws: bool) -> None:
+        self._draws = draws
+        # of the forward that comes, in the order of the rows of its scores
+        self._states: list[Any] = []
+
+    def fill_defaults(self, int32_tensor: Tensor) -> None:
+        int32_tensor.zero_()
+
+    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> Tensor:
+        self._states = [request.state for request in requests_with_new_token]
+        return torch.empty(0, dtype=torch.int32)
+
+    def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
+        """`scores` [rows, vocabulary], float32, with one token left in each row that this chooses for."""
+        found = [(row, state, state.logit_processor_kwargs.get("sampling")) for row, state in enumerate(self._states)]
+        asked = [each for each in found if each[2] is not None]
+        drawn = [each for each in asked if not each[2].is_greedy]
+        noted = [each for each in asked if each[2].top_logprobs is not None]
+        tokens = scores.argmax(-1)
+        if drawn:
+            rows = [row for row, _, _ in drawn]
+            tokens[rows] = draw(scores[rows], [sampling for *_, sampling in drawn], [_uniform(*e[1:]) for e in drawn])
+        if noted:
+            _note(scores, tokens, noted)
+        if decided := asked if self._draws else drawn:
+            rows = [row for row, _, _ in decided]
+            scores[rows] = torch.full_like(scores[rows], -torch.inf).scatter_(1, tokens[rows, None], 0.0)
+        return scores
+
+
+def draw(scores: Tensor, samplings: Sequence[Sampling], uniform: Sequence[float]) -> Tensor:
+    """A token for each row.
+
+    Args:
+        scores: [rows, vocabulary], float32.
+        samplings: of each row; none is greedy.
+        uniform: a number in [0, 1) for each row, which decides among the tokens that may be drawn.
+
+    Returns:
+        [rows], int64.
+    """
+
+    def column(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=scores.dtype, device=scores.device)[:, None]
+
+    temperature, top_p, min_p = (
+        column([getattr(s, name) for s in samplings]) for name in ("temperature", "top_p", "min_p")
+    )
+    top_k = column([s.top_k or scores.shape[1] for s in samplings])
+    ordered, tokens = scores.sort(dim=-1, descending=True, stable=True)
+    # the difference first: large scores by small temperatures overflow
+    probabilities = ((ordered - ordered[:, :1]) / temperature).softmax(-1)
+    probabilities *= torch.arange(scores.shape[1], device=scores.device) < top_k
+    probabilities /= probabilities.sum(-1, keepdim=True)
+    likelier = probabilities.cumsum(-1) - probabilities
+    allowed = (likelier < top_p) & (probabilities >= min_p * probabilities[:, :1])
+    # the likeliest goes always
+    allowed[:, 0] = True
+    left = probabilities * allowed
+    reached = left.cumsum(-1, dtype=torch.float64)
+    wanted = torch.tensor(uniform, dtype=torch.float64, device=scores.device)[:, None] * reached[:, -1:]
+    place = torch.searchsorted(reached, wanted, right=True)
+    # a product may round up to the whole
+    return tokens.gather(1, place.minimum((left > 0).sum(-1, keepdim=True) - 1)).squeeze(1)
+
+
+def _uniform(state: Any, sampling: Sampling) -> float:
+    """A number in [0, 1) of the seed, the answer and the position of the token in it, and of nothing else."""
+    start = state._true_initial_tokens or len(state.initial_tokens)
+    # a preempted request has what it said in its prompt
+    position = len(state.initial_tokens) - start + len(state.generated_tokens)
+    child = state.request_id.rpartition(CHILD)
+    answer = int(child[2]) + 1 if child[1] and child[2].isdigit() else 0
+    bits = np.random.Philox(key=[sampling.seed % 2**64, answer], counter=position)
+    return float(np.random.Generator(bits).random())
+
+
+def _note(scores: Tensor, tokens: Tensor, noted: list[tuple[int, Any, Sampling]]) -> None:
+    """Adds the logprobs of `tokens` [rows] to the requests that want them."""
+    rows = [row for row, _, _ in noted]
+    most = max(sampling.top_logprobs or 0 for *_, sampling in noted)
+    logprobs = scores[rows].log_softmax(-1)
+    chosen = logprobs.gather(1, tokens[rows, None]).squeeze(1).tolist()
+    values, likeliest = (found.tolist() for found in logprobs.topk(min(most, logprobs.shape[1]), dim=-1))
+    for i, (_, state, sampling) in enumerate(noted):
+        top = tuple(zip(likeliest[i], values[i]))[: sampling.top_logprobs]
+        # the engine keeps them for a request that is preempted, and hands them out with its tokens
+        state.logprobs.append(TokenLogprobs(chosen[i], top))

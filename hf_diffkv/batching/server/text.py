@@ -1,0 +1,118 @@
+"""From tokens to text as they come: characters of several tokens, strings that end an answer, thoughts and tools."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+from .parts import response_events_to_chunks
+
+_logger = logging.getLogger("hf_diffkv")
+
+
+class StopStrings:
+    """Ends a text before the first of some strings that is complete.
+
+    Attributes:
+        found: whether one was; nothing follows then.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = strings
+        self._held = ""
+        self.found = False
+
+    def feed(self, text: str) -> str:
+        """What can be said of the text so far, and was not yet: the rest may begin one of the strings."""
+        self._held += text
+        # where each ends and begins: the one that is complete first counts, of several the longest
+        places = ((self._held.find(string), string) for string in self._strings)
+        ends = [(start + len(string), start) for start, string in places if start >= 0]
+        if ends:
+            self.found = True
+            said, self._held = self._held[: min(ends)[1]], ""
+            return said
+        longest = min(len(self._held), max(map(len, self._strings), default=1) - 1)
+        kept = next((size for size in range(longest, 0, -1) if self._begins(self._held[-size:])), 0)
+        said, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
+        return said
+
+    def flush(self) -> str:
+        """What is left when nothing follows."""
+        said, self._held = self._held, ""
+        return said
+
+    def _begins(self, text: str) -> bool:
+        return any(string.startswith(text) for string in self._strings)
+
+
+class Transcript:
+    """What one answer says, in the pieces in which it becomes known.
+
+    A piece is a `str` of the answer, a `ReasoningText`, or a `ToolCall`.
+
+    Args:
+        tokenizer: a fast one.
+        parser: finds thoughts and calls of tools, which need special tokens in the text; None leaves all as it is.
+        stops: strings that end the answer, and are not in it.
+    """
+
+    def __init__(self, tokenizer: Any, parser: Any = None, stops: Sequence[str] = ()) -> None:
+        self._tokenizer, self._parser, self._plain = tokenizer, parser, parser is None
+        self._stream = DecodeStream([], skip_special_tokens=self._plain)
+        self._ids: list[int] = []
+        # characters that the stream gave
+        self._decoded = 0
+        self._stops = StopStrings(stops)
+
+    def begin(self) -> list[Any]:
+        """What is known before the first token."""
+        return [] if self._plain else response_events_to_chunks(self._parser.initial_events)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found; tokens behind it are not to be added."""
+        return self._stops.found
+
+    @property
+    def decoded(self) -> int:
+        """Characters of all tokens so far, as far as they are complete."""
+        return self._decoded
+
+    def add(self, token: int) -> list[Any]:
+        """The pieces that are known with one more token."""
+        self._ids.append(token)
+        text = self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
+        self._decoded += len(text)
+        return self._pieces(self._stops.feed(text))
+
+    def end(self) -> list[Any]:
+        """The last pieces: nothing follows."""
+        if self.stopped:
+            pieces = []
+        else:
+            # the stream keeps what may be the beginning of a character
+            whole = self._tokenizer.decode(self._ids, skip_special_tokens=self._plain)
+            pieces = self._pieces(self._stops.feed(whole[self._decoded :]))
+            pieces += self._pieces(self._stops.flush())
+        if not self._plain:
+            try:
+                _, events = self._parser.finalize()
+            except (ValueError, RuntimeError) as error:
+                _logger.warning("the answer ends within what its template calls a field: %s", error)
+                events = []
+            pieces += response_events_to_chunks(events)
+        return pieces
+
+    def _pieces(self, text: str) -> list[Any]:
+        if not text:
+            return []
+        return [text] if self._plain else response_events_to_chunks(self._parser.feed(text))
+
+
+def joined(pieces: Iterable[Any], kind: type) -> str:
+    """The text of all pieces of one kind, `str` or `ReasoningText`."""
+    return "".join(piece for piece in pieces if type(piece) is kind)
