@@ -255,6 +255,7 @@ BATCHING = Feature(
             reset="",
             _get_waiting_candidates="",
             _infer_request_tokens="state request_ids_to_remove_from_waiting",
+            _schedule_request="state request_tokens token_budget request_ids_to_remove_from_waiting",
         ),
         *_names(
             f"{_ALLOCATORS}:CachePool",
@@ -283,6 +284,7 @@ BATCHING = Feature(
             *("generated_tokens", "position_offset", "_eos_token_ids"),
             *("logit_processor_kwargs", "logprobs", "_true_initial_tokens"),
             to_generation_output="",
+            create_equivalent_initial_request="",
         ),
     ),
     since=(5, 23),

@@ -64,6 +64,16 @@ class _Admission:
             state.max_new_tokens = state._new_tokens_limit = limit
         super().add_waiting_request(state)
 
+    def _schedule_request(self, state: RequestState, request_tokens: list[int], *others: Any) -> None:
+        # the engine copies a request before the last token of its prompt, and fails where no other is to be computed
+        if state.num_children and len(request_tokens) == 1:
+            names, state.num_children = children(state.request_id, state.num_children), 0
+            for name in names:
+                child = state.create_equivalent_initial_request()
+                child.request_id = name
+                self.add_waiting_request(child)
+        super()._schedule_request(state, request_tokens, *others)
+
     def finish_request(self, request_id: str) -> None:
         state = self.active_requests.get(request_id)
         if state is not None and state.status == RequestStatus.FINISHED:
