@@ -140,6 +140,7 @@ class DiffKVBatchProcessor(ContinuousBatchProcessor):
         super()._handle_request_error(error, state)
         for name in names:
             super()._handle_request_error(error, RequestState(name, state.initial_tokens))
+            self.scheduler.records.close(name, "error")
 
     def update_batch(self) -> None:
         """Hands out the new tokens of the forward that has just run."""

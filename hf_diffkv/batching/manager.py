@@ -21,7 +21,7 @@ from ..import_hook import PAGED_NAME
 from .engine import DiffKVBatchProcessor, scheduler_class
 from .engine_cache import ContinuousCache, ServingMemory, ServingStatistics
 from .engine_names import ContinuousBatchingManager, RequestState, RequestStatus, children, initialization
-from .records import RequestRecord, Records, brought
+from .records import Records, RequestRecord, brought
 from .sampling import Sampling, add_sampler
 from .sizes import check_servable, free_bytes, make_slots, sliding_layers, try_attention
 from .sliding import SlidingWindows
@@ -213,7 +213,8 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
             state.status = RequestStatus.FINISHED
             self.records.close(state.request_id, "cancelled")
             self.output_router.deliver(state.to_generation_output())
-        self.records.close(state.request_id, "cancelled")
+        for name in (state.request_id, *children(state.request_id, state.num_children)):
+            self.records.close(name, "cancelled")
 
     def _handle_critical_error(self, error: Exception, batch_processor: Any) -> None:
         # whoever learns that a request failed may ask whether the engine did

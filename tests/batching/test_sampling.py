@@ -139,7 +139,6 @@ def test_answers_to_one_prompt_differ_and_come_again(model: PreTrainedModel, len
             manager.submit(ids, "a", DRAWN, max_new_tokens=NEW, eos_token_id=-1, num_children=3)
             found = answers(manager, 4)
             assert manager.statistics().prompt_tokens <= length + 4
-            assert manager.done("a") == 0
         return [found[name].generated_tokens for name in names]
 
     first = ask()

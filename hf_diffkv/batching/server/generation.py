@@ -12,6 +12,7 @@ from typing import Any
 
 from ..engine_names import CHILD, children
 from ..manager import DiffKVBatchingManager
+from ..records import RequestRecord
 from ..sampling import Sampling, TokenLogprobs
 from .errors import RefusedError
 from .text import Transcript
@@ -73,6 +74,7 @@ class Run:
         self.prompt_tokens, self.cached_tokens, self.completion_tokens = prompt_tokens, 0, 0
         # tuples of an answer's number and a step, or an error
         self.steps: asyncio.Queue[Any] = asyncio.Queue()
+        # numbers of the answers that are not done
         self.open: set[int] = set()
         self.close: Callable[[], None] = lambda: None
 
@@ -115,6 +117,8 @@ class Generation:
     ) -> None:
         self.engine, self.tokenizer, self.usual = engine, tokenizer, sampling
         self._seeds = random.Random(seed)
+        # requests that a stop string has ended, and the engine not yet
+        self._stopped: set[str] = set()
         config = engine.model.generation_config
         self._usual_length = max(config.max_new_tokens or 0, USUAL_LENGTH)
         ends = engine.generation_config.eos_token_id
@@ -139,32 +143,34 @@ class Generation:
         """
         self.check_alive()
         names = [f"{request_id}-{i}" if i else request_id for i in range(len(asked.prompts))]
+        answers = [[name, *children(name, asked.n - 1)] for name in names]
+        flat = [name for each in answers for name in each]
         handlers = self.engine.output_router.result_handlers
-        if any(name in handlers for name in names) or CHILD in request_id:
+        if any(name in handlers for name in flat) or CHILD in request_id:
             raise RefusedError(409, f"the request id {request_id!r} belongs to a request that is not done.")
         limits = [self._limit(prompt, asked.max_new_tokens) for prompt in asked.prompts]
         run = Run(sum(map(len, asked.prompts)))
-        run.open = set(range(len(names) * asked.n))
-        answers = [[name, *children(name, asked.n - 1)] for name in names]
+        run.open = set(range(len(flat)))
+        records: list[RequestRecord] = []
 
         def close() -> None:
-            for (name, *others), prompt in zip(answers, asked.prompts):
-                # a preempted request may find more than its prompt
-                run.cached_tokens += min(self.engine.done(name), len(prompt))
-                for each in (name, *others):
-                    self.forget(each)
+            run.cached_tokens = sum(record.cached_tokens for record in records)
+            for number in run.open:
+                self.forget(flat[number])
 
         run.close = close
         try:
             for place, (prompt, limit) in enumerate(zip(asked.prompts, limits)):
-                self._submit(run, place * asked.n, answers[place], prompt, limit, asked)
+                records.append(self._submit(run, place * asked.n, answers[place], prompt, limit, asked))
         except (RuntimeError, queue.Full) as error:
             close()
             raise RefusedError(503, f"the server takes no requests now: {error}") from error
         return run
 
     def forget(self, request_id: str) -> None:
-        """Ends a request that nobody waits for; one that is done stays so."""
+        """Ends a request that nobody waits for; one that is done, or about to be, stays so."""
+        if request_id in self._stopped:
+            return
         if self.engine.output_router.result_handlers.pop(request_id, None) is not None:
             self.engine.cancel_request(request_id)
 
@@ -175,26 +181,31 @@ class Generation:
             raise RefusedError(400, str(error), code="context_length_exceeded") from error
         return room if max_new_tokens is not None else min(room, self._usual_length)
 
-    def _submit(self, run: Run, first: int, names: list[str], prompt: list[int], limit: int, asked: Asked) -> None:
+    def _submit(
+        self, run: Run, first: int, names: list[str], prompt: list[int], limit: int, asked: Asked
+    ) -> RequestRecord:
         ends = [NO_END] if asked.ignore_eos else self._ends
         for number, name in enumerate(names, first):
             parser = None if asked.parser is None else asked.parser(prompt)
-            answer = _Answer(run, number, Transcript(self.tokenizer, parser, asked.stop), limit, ends)
+            answer = _Answer(run, number, Transcript(self.tokenizer, parser, asked.stop), ends)
             self.engine.register_result_handler(name, self._handler(answer, name))
             submitted.get([]).append(name)
         options = {"eos_token_id": ends, "num_children": len(names) - 1}
         # a stop string ends an answer as soon as it is there
-        streaming = asked.stream or bool(asked.stop)
-        self.engine.submit(prompt, names[0], asked.sampling, max_new_tokens=limit, streaming=streaming, **options)
+        options |= {"max_new_tokens": limit, "streaming": asked.stream or bool(asked.stop)}
+        return self.engine.submit(prompt, names[0], asked.sampling, **options)
 
     def _handler(self, answer: _Answer, name: str) -> Callable[[Any], None]:
         def handle(output: Any) -> None:
+            if output.is_finished():
+                self._stopped.discard(name)
             try:
                 if output.error is not None:
                     self.check_alive()
                     answer.fail(RefusedError(500, f"the request failed: {output.error}"))
                 elif answer.take(output):
-                    self.forget(name)
+                    self._stopped.add(name)
+                    self.engine.end_request(name, "stop")
             except RefusedError as error:
                 answer.fail(error)
             except Exception as error:
@@ -206,8 +217,8 @@ class Generation:
 class _Answer:
     """One answer, from the outputs of the engine to the steps of its run."""
 
-    def __init__(self, run: Run, number: int, transcript: Transcript, limit: int, ends: list[int]) -> None:
-        self._run, self._number, self._transcript, self._limit, self._ends = run, number, transcript, limit, ends
+    def __init__(self, run: Run, number: int, transcript: Transcript, ends: list[int]) -> None:
+        self._run, self._number, self._transcript, self._ends = run, number, transcript, ends
         self._taken = 0
         self._done = False
 
@@ -234,8 +245,10 @@ class _Answer:
         reason = None
         if self._done:
             pieces += self._transcript.end()
-            at_end = self._transcript.stopped or bool(output.generated_tokens) and token in self._ends
-            reason = "stop" if at_end or self._taken < self._limit else "length"
+            # it may also be ended before its time, as a server is that stops
+            last = output.generated_tokens[-1:]
+            at_end = self._transcript.stopped or any(token in self._ends for token in last)
+            reason = "stop" if at_end else "length"
         if pieces or logprobs or self._done:
             self._run.steps.put_nowait((self._number, Step(pieces, logprobs, reason)))
         return self._done and not output.is_finished()

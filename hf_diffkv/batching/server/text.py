@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -63,14 +63,14 @@ class Transcript:
     def __init__(self, tokenizer: Any, parser: Any = None, stops: Sequence[str] = ()) -> None:
         self._tokenizer, self._parser, self._plain = tokenizer, parser, parser is None
         self._stream = DecodeStream([], skip_special_tokens=self._plain)
-        self._ids: list[int] = []
-        # characters that the stream gave
+        # tokens whose text is not known yet, and characters of those before
+        self._pending: list[int] = []
         self._decoded = 0
         self._stops = StopStrings(stops)
 
     def begin(self) -> list[Any]:
         """What is known before the first token."""
-        return [] if self._plain else response_events_to_chunks(self._parser.initial_events)
+        return [] if self._parser is None else self._parsed(lambda: self._parser.initial_events, "")
 
     @property
     def stopped(self) -> bool:
@@ -84,8 +84,8 @@ class Transcript:
 
     def add(self, token: int) -> list[Any]:
         """The pieces that are known with one more token."""
-        self._ids.append(token)
         text = self._stream.step(self._tokenizer.backend_tokenizer, token) or ""
+        self._pending = [] if text else [*self._pending, token]
         self._decoded += len(text)
         return self._pieces(self._stops.feed(text))
 
@@ -95,22 +95,28 @@ class Transcript:
             pieces = []
         else:
             # the stream keeps what may be the beginning of a character
-            whole = self._tokenizer.decode(self._ids, skip_special_tokens=self._plain)
-            pieces = self._pieces(self._stops.feed(whole[self._decoded :]))
+            rest = self._tokenizer.decode(self._pending, skip_special_tokens=self._plain)
+            pieces = self._pieces(self._stops.feed(rest))
             pieces += self._pieces(self._stops.flush())
-        if not self._plain:
-            try:
-                _, events = self._parser.finalize()
-            except (ValueError, RuntimeError) as error:
-                _logger.warning("the answer ends within what its template calls a field: %s", error)
-                events = []
-            pieces += response_events_to_chunks(events)
+        if self._parser is not None:
+            pieces += self._parsed(lambda: self._parser.finalize()[1], "")
         return pieces
 
     def _pieces(self, text: str) -> list[Any]:
         if not text:
             return []
-        return [text] if self._plain else response_events_to_chunks(self._parser.feed(text))
+        if self._parser is None:
+            return [text]
+        return self._parsed(lambda: self._parser.feed(text), text)
+
+    def _parsed(self, events: Callable[[], list[Any]], text: str) -> list[Any]:
+        """Pieces of the parser's events; a model may write calls that are none, and then its text is said as it is."""
+        try:
+            return response_events_to_chunks(events())
+        except (ValueError, RuntimeError, KeyError, TypeError, AttributeError) as error:
+            _logger.warning("an answer is not as its template says: %s", error)
+            self._parser = None
+            return [text] if text else []
 
 
 def joined(pieces: Iterable[Any], kind: type) -> str:
