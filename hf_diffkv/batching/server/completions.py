@@ -60,10 +60,13 @@ class CompletionAnswer(Answer):
         """Raises `RefusedError` for what has no tokens in this model."""
         if isinstance(prompt, str):
             try:
-                return self.served.tokenizer(prompt).input_ids
+                ids = self.served.tokenizer(prompt).input_ids
             # text that UTF-8 cannot say
             except (TypeError, ValueError) as error:
                 raise RefusedError(400, f"prompt {place} is no text: {error}", "prompt") from error
+            if not ids:
+                raise RefusedError(400, f"prompt {place} has no tokens.", "prompt")
+            return ids
         size = self.served.model.get_input_embeddings().weight.shape[0]
         if max(prompt) >= size:
             raise RefusedError(400, f"prompt {place} has token {max(prompt)}; the model has {size}.", "prompt")

@@ -12,21 +12,22 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig
 
-from hf_diffkv import DiffKVConfig
+from hf_diffkv import DiffKVConfig, PrefixStore
 from hf_diffkv.evaluation.models import TINY_LM
 
 NAME = "org/tiny"
-SLOTS, LONGEST_BYTES = 6, 12_000_000
+SLOTS, BUDGET = 6, 12_000_000
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
     "{% for message in messages %}{% if message.role == 'user' and loop.last %}{{ message.content }}"
     "{% else %}@{{ message.role }}={{ message.content }}"
-    "{% for call in message.tool_calls or [] %}{{ call.function.arguments.tree }}{% endfor %}\n{% endif %}{% endfor %}"
-    "{{ closing or '' }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.arguments.tree }}{% endfor %}{{ '\n' }}{% endif %}"
+    "{% endfor %}{{ closing or '' }}"
 )
 # how calls of tools look, for the tests that have a model say them
 RESPONSE_TEMPLATE = {
     "defaults": {"role": "assistant"},
+    "start_anchor": "@assistant=",
     "fields": {
         "reasoning_content": {"open": "<", "close": ">", "content": "text"},
         "tool_calls": {
@@ -68,14 +69,15 @@ def reference() -> Any:
 
 @contextmanager
 def engine(**options: Any) -> Iterator[Any]:
-    """A lossless one that runs."""
-    fields = {**DiffKVConfig.lossless().to_dict(), "max_bytes": LONGEST_BYTES}
+    """A lossless one that runs, and keeps prefixes."""
+    fields = {**DiffKVConfig.lossless().to_dict(), "max_bytes": BUDGET}
     ends = model().generation_config.eos_token_id
     config = GenerationConfig(
         cache_implementation="diffkv", cache_config=fields, do_sample=False, eos_token_id=ends, pad_token_id=0
     )
     batching = ContinuousBatchingConfig(max_batch_tokens=96, max_requests_per_batch=SLOTS, **options)
     running = model().init_continuous_batching(config, batching)
+    running.use_prefixes(PrefixStore(model(), DiffKVConfig.lossless(), device_bytes=4 << 20))
     running.start()
     try:
         yield running
