@@ -94,8 +94,8 @@ choice_options = chain(
     help="Serve MODEL (a Hub id, a folder or a short name) to clients of OpenAI's protocol: /v1/chat/completions, "
     "/v1/completions, /v1/responses, /v1/models, /health. All requests share one compressed cache under a byte budget; "
     "what has no room waits, and what can never fit is refused. GET /diffkv says what is in flight and held, /metrics "
-    "tells Prometheus. How tokens are chosen is each request's own; for what it leaves out, options say, or the model's "
-    "generation_config.",
+    "tells Prometheus. How tokens are chosen is each request's own; for what it leaves out, options say, or the "
+    "model's generation_config.",
 )
 @click.argument("model", metavar="MODEL", callback=known_model)
 @server_options

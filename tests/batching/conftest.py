@@ -13,6 +13,7 @@ ENGINE_TESTS = [
     "test_many_requests.py",
     "test_operation.py",
     "test_records.py",
+    "test_sampling.py",
     "test_serve_command.py",
     "test_sliding.py",
 ]

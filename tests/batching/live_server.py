@@ -19,7 +19,7 @@ import httpx
 ROOT = Path(__file__).parents[2]
 PATIENCE = 180
 # an answer that goes on for as long as it may
-ENDLESS = json.dumps({"max_new_tokens": 1100, "eos_token_id": -1})
+ENDLESS = {"max_tokens": 1100, "ignore_eos": True}
 
 
 class LiveServer:

@@ -61,8 +61,7 @@ class Streaming(threading.Thread):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_answers_under_way_are_completed(start: Callable, number: int) -> None:
     server = start("--grace=60")
-    config = json.dumps({"max_new_tokens": 150, "eos_token_id": -1})
-    reading = Streaming(server, new=None, generation_config=config)
+    reading = Streaming(server, new=150, ignore_eos=True)
     server.signal(number)
     server.until(lambda: server.client.get("/health").status_code == 503)
     refused = server.complete("a")
@@ -80,9 +79,9 @@ def test_the_grace_is_over(start: Callable, tmp_path: Path) -> None:
     """Who reads gets an end, who waits an error; prefixes are there for the next process."""
     server = start("--grace=0.5", "--prefix-bytes=4MB", f"--prefix-folder={tmp_path / 'prefixes'}")
     assert server.complete("@oak=5305 ?oak=").status_code == 200
-    reading = Streaming(server, new=None, generation_config=ENDLESS)
+    reading = Streaming(server, **ENDLESS)
     answers: list[Any] = []
-    body = {"prompt": "a", "generation_config": ENDLESS}
+    body = {"prompt": "a", **ENDLESS}
     waiting = threading.Thread(target=lambda: answers.append(server.client.post("/v1/completions", json=body)))
     waiting.start()
     server.until(lambda: server.statistics()["requests"] == 2)
@@ -98,7 +97,7 @@ def test_the_grace_is_over(start: Callable, tmp_path: Path) -> None:
 
 def test_a_second_signal_stops_at_once(start: Callable) -> None:
     server = start("--grace=600")
-    reading = Streaming(server, new=None, generation_config=ENDLESS)
+    reading = Streaming(server, **ENDLESS)
     server.signal(signal.SIGINT)
     server.until(lambda: server.client.get("/health").status_code == 503)
     server.signal(signal.SIGINT)

@@ -62,7 +62,7 @@ class Client(httpx.AsyncClient):
 
     def endless(self, **fields: Any) -> asyncio.Task:
         """An answer that takes longer than any test."""
-        return asyncio.ensure_future(self.complete(None, generation_config=ENDLESS, **fields))
+        return asyncio.ensure_future(self.complete(None, **ENDLESS, **fields))
 
     async def metrics(self) -> dict[tuple, float]:
         """Values by name and values of labels."""

@@ -94,6 +94,7 @@ def answers(manager: Any, count: int) -> dict[str, Any]:
     return {output.request_id: output for output in found}
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_sampled_requests_beside_greedy_ones(model: PreTrainedModel, do_sample: bool) -> None:
     """With an engine that takes the likeliest token, and with one that draws otherwise."""
@@ -113,6 +114,7 @@ def test_sampled_requests_beside_greedy_ones(model: PreTrainedModel, do_sample: 
     assert (found["engine's"].generated_tokens == expected(model, ids[3])) is not do_sample
 
 
+@pytest.mark.slow
 def test_a_seed_outlasts_a_preemption(model: PreTrainedModel) -> None:
     ids = prompts((60, 50, 55, 45, 58, 48))
     samplings = [Sampling(1.2, seed=i) for i in range(len(ids))]
@@ -130,7 +132,8 @@ def test_a_seed_outlasts_a_preemption(model: PreTrainedModel) -> None:
         assert output.generated_tokens == ample[name].generated_tokens
 
 
-@pytest.mark.parametrize("length", [1, 40])
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("length", [40, 1])
 def test_answers_to_one_prompt_differ_and_come_again(model: PreTrainedModel, length: int) -> None:
     ids, names = prompts((length,))[0], ["a", *children("a", 3)]
 

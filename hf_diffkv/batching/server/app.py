@@ -51,23 +51,17 @@ def build_app(
     add_handlers(app)
     _add_answers(app, Served(name, model, generation))
     _add_models(app, name)
-
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        generation.check_alive()
-        return {"status": "ok"}
-
     app.add_api_route(STATISTICS, lambda: statistics(engine), methods=["GET"])
     if cors:
         app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(Disconnection, gone=generation.forget)
-    app.add_middleware(RequestId)
     return app
 
 
 def _add_answers(app: FastAPI, served: Served) -> None:
     async def answer(form: type[Answer], body: Any, request: Request) -> Any:
-        return await form(served, body, request.state.request_id).response()
+        request_id = request.headers.get(REQUEST_ID) or str(uuid.uuid4())
+        return await form(served, body, request_id).response()
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, body: ChatBody) -> Any:
@@ -96,28 +90,6 @@ def _add_models(app: FastAPI, name: str) -> None:
             reason = f"the model {asked!r} does not exist; this server has {name!r}."
             raise RefusedError(404, reason, "model", "model_not_found")
         return known
-
-
-class RequestId:
-    """ASGI middleware that names each request, as its client does or otherwise anew, and says so in the answer."""
-
-    def __init__(self, app: Any) -> None:
-        self._app = app
-
-    async def __call__(self, scope: dict, receive: Callable[[], Awaitable[dict]], send: Callable) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        given = dict(scope["headers"]).get(REQUEST_ID.encode())
-        request_id = str(uuid.uuid4()) if not given else given.decode("latin-1")
-        scope.setdefault("state", {})["request_id"] = request_id
-
-        async def answer(message: dict) -> None:
-            if message["type"] == "http.response.start":
-                header = (REQUEST_ID.encode(), request_id.encode("latin-1"))
-                message = {**message, "headers": [*message.get("headers", []), header]}
-            await send(message)
-
-        return await self._app(scope, receive, answer)
 
 
 def statistics(engine: DiffKVBatchingManager) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def text_of(content: Any) -> Any:
             raise refusal(f"part {i} has type {kind!r}; this server takes text alone")
         if not isinstance(part.get("text"), str):
             raise refusal(f"part {i} has no text")
-        if unknown := part.keys() - PART:
+        if unknown := {name for name, value in part.items() if value is not None} - PART:
             raise refusal(f"part {i} has {min(unknown)!r}, which is unknown; leave it out")
         texts.append(part["text"])
     return " ".join(texts)

@@ -56,7 +56,8 @@ def _checked_kind(item: dict[str, Any], place: int) -> str:
     kind = item.get("type", "message" if "role" in item else None)
     if not isinstance(kind, str) or kind not in ITEMS:
         raise refusal(f"item {place} has type {kind!r}; this server takes {', '.join(ITEMS)}")
-    unknown = item.keys() - ITEMS[kind] - MADE
+    # clients hand back the fields that their library knows, empty ones included
+    unknown = {name for name, value in item.items() if value is not None} - ITEMS[kind] - MADE
     if unknown:
         raise refusal(f"item {place} has {min(unknown)!r}, which is unknown; leave it out")
     if kind == "message" and not isinstance(item.get("role"), str):

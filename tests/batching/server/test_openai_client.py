@@ -85,6 +85,7 @@ def test_a_stream_says_the_same(client: Any) -> None:
     assert said == {0: expected(ASKED, NEW)} and all(chunk.usage is None for chunk in chunks)
 
 
+@pytest.mark.slow
 def test_a_seed_says_the_same_in_any_company(client: Any) -> None:
     def ask(i: int) -> str:
         if i % 3 == 0:
@@ -118,6 +119,7 @@ def test_an_answer_ends_before_a_stop_string(client: Any, first: int) -> None:
     assert texts(chat(client, stop="never")) == [whole]
 
 
+@pytest.mark.slow
 def test_an_end_token_stops(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # the first token of the answer ends those that may end
     ids = tokenizer()(expected(ASKED, NEW)).input_ids
