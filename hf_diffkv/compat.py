@@ -223,7 +223,7 @@ BATCHING = Feature(
             start="",
             add_request="input_ids request_id max_new_tokens streaming record_timestamps eos_token_id ...",
         ),
-        *_names(f"{_API}:OutputRouter", deliver="output"),
+        *_names(f"{_API}:OutputRouter", "result_handlers", deliver="output"),
         *_names(f"{_API}:BackgroundThreadStatus", "fatal_error", record_fatal_error="error"),
         *_names(
             f"{_API}:ContinuousBatchProcessor",

@@ -208,12 +208,16 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
 
     def _note_cancelled(self, state: RequestState) -> None:
         """Called by the engine's thread when a request was cancelled and holds nothing any more."""
-        if state.request_id in self._ending:
-            self._ending.discard(state.request_id)
-            state.status = RequestStatus.FINISHED
-            self.records.close(state.request_id, "cancelled")
-            self.output_router.deliver(state.to_generation_output())
         for name in (state.request_id, *children(state.request_id, state.num_children)):
+            if name in self._ending:
+                self._ending.discard(name)
+                ended = state if name == state.request_id else RequestState(name, state.initial_tokens)
+                ended.status = RequestStatus.FINISHED
+                self.records.close(name, "cancelled")
+                self.output_router.deliver(ended.to_generation_output())
+            else:
+                # nothing comes for whoever waits
+                self.output_router.result_handlers.pop(name, None)
             self.records.close(name, "cancelled")
 
     def _handle_critical_error(self, error: Exception, batch_processor: Any) -> None:

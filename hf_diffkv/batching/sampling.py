@@ -121,13 +121,16 @@ class RequestSampler(ContinuousBatchingLogitsProcessor):
         asked = [each for each in found if each[2] is not None]
         drawn = [each for each in asked if not each[2].is_greedy]
         noted = [each for each in asked if each[2].top_logprobs is not None]
+        decided = asked if self._draws else drawn
+        if not decided and not noted:
+            return scores
         tokens = scores.argmax(-1)
         if drawn:
             rows = [row for row, _, _ in drawn]
             tokens[rows] = draw(scores[rows], [sampling for *_, sampling in drawn], [_uniform(*e[1:]) for e in drawn])
         if noted:
             _note(scores, tokens, noted)
-        if decided := asked if self._draws else drawn:
+        if decided:
             rows = [row for row, _, _ in decided]
             scores[rows] = torch.full_like(scores[rows], -torch.inf).scatter_(1, tokens[rows, None], 0.0)
         return scores

@@ -1,1 +1,1 @@
-"""Transformers' own server for OpenAI's protocol, with continuous batching on a compressed cache."""
+"""A server for OpenAI's protocol, with continuous batching on a compressed cache."""

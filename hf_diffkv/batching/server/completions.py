@@ -13,7 +13,7 @@ from .fields import MOST_LOGPROBS, Count, SeveralChoices, only, refusal
 from .generation import Asked, Run, Step
 from .text import joined
 
-# prompts of one request
+# prompts, and answers, of one request
 MOST_PROMPTS = 2048
 
 
@@ -46,6 +46,8 @@ class CompletionAnswer(Answer):
 
     def asked(self) -> Asked:
         body = self.body
+        if len(body.prompt) * (body.n or 1) > MOST_PROMPTS:
+            raise RefusedError(400, f"n: a request may ask for {MOST_PROMPTS} answers, of all prompts together.", "n")
         return Asked(
             prompts=[self._ids(prompt, i) for i, prompt in enumerate(body.prompt)],
             sampling=body.sampling(self.served.generation.sampling, body.logprobs),

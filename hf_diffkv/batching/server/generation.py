@@ -169,9 +169,9 @@ class Generation:
 
     def forget(self, request_id: str) -> None:
         """Ends a request that nobody waits for; one that is done, or about to be, stays so."""
-        if request_id in self._stopped:
-            return
-        if self.engine.output_router.result_handlers.pop(request_id, None) is not None:
+        if request_id not in self._stopped and request_id in self.engine.output_router.result_handlers:
+            # what still comes would otherwise be kept for whoever asks; it goes when the engine has cancelled it
+            self.engine.register_result_handler(request_id, lambda output: None)
             self.engine.cancel_request(request_id)
 
     def _limit(self, prompt: list[int], max_new_tokens: int | None) -> int:

@@ -188,9 +188,28 @@ def test_fields_that_are_missing_are_named(app: Any) -> None:
 
 
 def test_fields_that_do_not_go_together(app: Any) -> None:
-    for further, param in (({"max_completion_tokens": 2}, "max_tokens"), ({"top_logprobs": 2}, "top_logprobs")):
-        (found,) = answers(app, [(CHAT, json.dumps({**GOOD[CHAT], **further}).encode())])
+    for route, further, param in (
+        (CHAT, {"max_completion_tokens": 2}, "max_tokens"),
+        (CHAT, {"top_logprobs": 2}, "top_logprobs"),
+        (COMPLETION, {"prompt": ["a"] * 17, "n": 128}, "n"),
+    ):
+        (found,) = answers(app, [(route, json.dumps({**GOOD[route], **further}).encode())])
         assert reason(found)["param"] == param
+
+
+def test_a_server_that_fails_says_so_in_the_same_form(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask() -> Any:
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.post(CHAT, json=GOOD[CHAT])
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("of our own")
+
+    monkeypatch.setattr("hf_diffkv.batching.server.generation.Generation.start", fail)
+    found = asyncio.run(ask())
+    assert found.status_code == 500
+    assert found.json()["error"]["type"] == "server_error" and "of our own" in found.json()["error"]["message"]
 
 
 def test_values_that_ask_for_nothing_are_taken(app: Any) -> None:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -265,3 +266,41 @@ def test_a_request_that_never_fits(client: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="max_bytes") as caught:
         chat(client, max_tokens=10**9)
     assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.slow
+def test_an_engine_that_fails_ends_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine() as running, served(build_app(NAME, model(), tokenizer(), running)) as address:
+        with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+            step, steps = running._generation_step, []
+
+            def failing() -> None:
+                steps.append(None)
+                if len(steps) > 10:
+                    raise RuntimeError("the device is lost")
+                step()
+
+            monkeypatch.setattr(running, "_generation_step", failing)
+            with pytest.raises(openai.APIError, match="the device is lost"):
+                for _ in chat(client, stream=True, max_tokens=100, extra_body={"ignore_eos": True}):
+                    pass
+            with pytest.raises(openai.InternalServerError, match="the device is lost"):
+                respond(client)
+
+
+@pytest.mark.slow
+def test_a_client_that_goes_away_leaves_nothing() -> None:
+    with engine() as running, served(build_app(NAME, model(), tokenizer(), running)) as address:
+        with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+            for fields in ({"n": 3}, {"n": 3, "stop": "never"}, {"prompt": [ASKED, "b"], "n": 2}):
+                stream = complete(client, stream=True, max_tokens=300, extra_body={"ignore_eos": True}, **fields)
+                next(iter(stream))
+                stream.close()
+            # ends by a stop string, which the engine learns of afterwards
+            complete(client, stop=expected(ASKED, NEW)[:2])
+            deadline = time.monotonic() + 60
+            while running.memory().requests or running.output_router.result_handlers:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            assert running.memory().free_share == 1 and not running.records._open
+            assert running.output_router.output_queue.empty()
