@@ -266,16 +266,22 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         memory, processor = self.memory(), self.batch_processor
         if memory is None:
             return None
-        waiting, tokens = self.input_queue.qsize(), (0, 0)
-        if processor is not None:
-            waiting += len(processor.scheduler.waiting_requests)
-            tokens = (processor.prompt_tokens, processor.generated_tokens)
-        return ServingStatistics(memory, waiting, *tokens)
+        tokens = (0, 0) if processor is None else (processor.prompt_tokens, processor.generated_tokens)
+        return ServingStatistics(memory, self.waiting, *tokens)
 
     @property
-    def held_up(self) -> bool:
-        """Whether requests wait that the engine could not let in. May be asked by any thread."""
-        return self.batch_processor is not None and bool(self.batch_processor.scheduler.waiting_requests)
+    def waiting(self) -> int:
+        """Requests that have no memory yet. May be asked by any thread, as `idle_slots`."""
+        return self.input_queue.qsize() + self._held_up
+
+    @property
+    def idle_slots(self) -> int:
+        """Slots that the next requests may have; none while the engine cannot let in those that wait."""
+        return 0 if self._cache is None or self._held_up else self._cache.slots.idle
+
+    @property
+    def _held_up(self) -> int:
+        return 0 if self.batch_processor is None else len(self.batch_processor.scheduler.waiting_requests)
 
     def check_request(self, prompt_tokens: int, max_new_tokens: int | None) -> int:
         """As `ContinuousCache.check_request`, before anything is added. Raises `ValueError` also where nothing runs."""

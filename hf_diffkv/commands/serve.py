@@ -178,6 +178,7 @@ def _serve(
     from ..evaluation.models import load_model
 
     log = ServerLog(options.log_format, options.quiet)
+    log.take_over()
     log.message(f"loading {options.model}")
     model = load_model(options.model, options.dtype, options.device, options.quiet)
     config = config_for(choice, model)

@@ -72,11 +72,6 @@ class Admission:
         return None
 
     def _is_full(self, max_queue: int) -> bool:
-        found = self._engine.statistics()
-        if found is None:
-            return False
-        # those whose body is being read will wait, too
-        waiting = found.waiting + sum(not answer.records for answer in self._app.answers)
-        # what has come since the last forward may still find a slot, unless others wait for memory
-        idle = 0 if self._engine.held_up else found.memory.slots - found.memory.requests
-        return waiting >= max_queue + idle
+        # those whose body is being read will wait, too; what came since the last forward may still find a slot
+        coming = sum(not answer.records for answer in self._app.answers)
+        return self._engine.waiting + coming >= max_queue + self._engine.idle_slots

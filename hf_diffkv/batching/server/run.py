@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
 import time
@@ -30,7 +31,8 @@ def run(app: Any, engine: DiffKVBatchingManager, listener: socket.socket, operat
     # JSON is written by the log's own handlers
     own = {"log_config": None} if log.json else {}
     server = Server(uvicorn.Config(operated, log_level=operation.log_level, **own), operated)
-    log.take_over()
+    # what is there stays, and collections that would look through it hold up every answer
+    gc.freeze()
     with server.signals():
         engine.start()
         try:

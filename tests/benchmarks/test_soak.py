@@ -1,0 +1,124 @@
+"""The soak on a few requests, with a restart; and that it finds what is lost, different or left over."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    tuple(map(int, importlib.metadata.version("transformers").split(".")[:2])) < (5, 23),
+    reason="this release batches otherwise",
+)
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("prometheus_client")
+OPTIONS = ["--seconds=10", "--requests=60", "--prompts=6", "--longest=200", "--new-tokens=12"]
+
+
+@pytest.mark.slow
+def test_a_short_soak(script, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    output, folder = tmp_path / "soak.jsonl", tmp_path / "files"
+    script("soak").main([*OPTIONS, "--output", str(output), "--folder", str(folder)])
+    row = json.loads(output.read_text())
+    assert row["wrong"] == 0 and row["first_wrong"] == []
+    # those that were told to try again later are sent again
+    later = sum(row["statuses"].get(status, 0) for status in ("429", "503"))
+    assert row["sent"] == 60 + later == sum(row["kinds"].values())
+    assert row["compared"] > 10 and row["generated_tokens"] > 60 and row["prompt_tokens"] > 600
+    assert len(row["memory"]) == 2 and all(each["most"] > 100 for each in row["memory"])
+    assert list((folder / "prefixes").iterdir())
+    document = tmp_path / "serving.md"
+    document.write_text("before\n<!-- soak -->\nold\n<!-- end -->\nafter\n")
+    monkeypatch.setattr(script("report_soak"), "DOCUMENT", document)
+    capsys.readouterr()
+    script("soak").main(["--report", "--document", "--output", str(output)])
+    text = document.read_text()
+    assert text.startswith("before\n") and text.endswith("<!-- end -->\nafter\n") and "old" not in text
+    assert "| lost, different, without an end, or otherwise wrong | 0 |" in text
+    assert capsys.readouterr().out.strip() in text
+
+
+def test_what_is_lost_is_found(script, tmp_path: Path) -> None:
+    module = script("soak")
+    outcomes = [script("soak_clients").Outcome("whole") for _ in range(3)]
+    lines: list[dict[str, Any]] = [{"event": "request", "id": outcome.id, "status": 200} for outcome in outcomes]
+    log = tmp_path / "log.jsonl"
+
+    def faults(*others: dict[str, Any]) -> list[str]:
+        log.write_text("".join(json.dumps(line) + "\n" for line in (*lines, *others)))
+        return module._log_faults(log, outcomes)
+
+    assert faults({"event": "message", "message": "stopped"}, {"event": "log", "level": "warning"}) == []
+    assert len(faults({"event": "log", "level": "error", "message": "Error in generation loop"})) == 1
+    assert len(faults({"event": "request", "id": "another", "status": 500})) == 1
+    assert faults(lines[0]) == ["whole has 2 lines"]
+    lines.pop()
+    assert faults() == ["whole has 0 lines"]
+    log.write_text(log.read_text() + "Traceback (most recent call last):\n")
+    assert len(module._log_faults(log, outcomes)) == 2
+
+
+class Said:
+    """In the place of the reference: what it says of every prompt."""
+
+    def answer(self, prompt: Any, new_tokens: int) -> tuple[str, str]:
+        return "5305", "length"
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "restarting", "wrong", "cut"),
+    [
+        (200, {"choices": [{"text": "5305", "finish_reason": "length"}]}, False, None, False),
+        (200, {"choices": [{"text": "5306", "finish_reason": "length"}]}, False, "and not", False),
+        (200, {"choices": [{"text": "5305", "finish_reason": "stop"}]}, False, "and not", False),
+        (200, {"choices": [{"text": "53", "finish_reason": "length"}]}, False, "and not", False),
+        (200, {"choices": [{"text": "53", "finish_reason": "length"}]}, True, None, True),
+        (200, {"choices": [{"text": "5305", "finish_reason": None}]}, False, "without a reason", False),
+        (200, {"choices": []}, False, "another form", False),
+        (500, {"error": {"message": "it failed"}}, True, "500", False),
+        (503, {"error": {"message": "stopping"}}, True, None, False),
+        (503, {"error": {"message": "stopping"}}, False, "nobody stopped", False),
+        (429, {"detail": "full"}, False, "without a reason", False),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_wrong_is_found(
+    script, status: int, content: Any, restarting: bool, wrong: str | None, cut: bool, stream: bool
+) -> None:
+    clients, prompts = script("soak_clients"), script("soak_prompts")
+
+    def answer(request: Any) -> Any:
+        if status != 200 or not json.loads(request.content)["stream"]:
+            return httpx.Response(status, json=content, headers={"retry-after": "1"})
+        return httpx.Response(200, text=f"data: {json.dumps(content)}\n\ndata: [DONE]\n\n")
+
+    async def send() -> Any:
+        prompt = prompts.Prompt("a", False, 1, (5,))
+        asking = clients.Clients("http://here", [prompt], Said(), 100, 1, seed=0)
+        asking._http = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://here")
+        asking.restarting = restarting
+        return await asking.send("stream" if stream else "whole")
+
+    outcome = asyncio.run(send())
+    if stream and content == {"choices": []}:
+        wrong = "without a reason"
+    assert (outcome.status, outcome.cut) == (status, cut)
+    assert outcome.wrong is None if wrong is None else wrong in outcome.wrong
+
+
+def test_a_stream_without_its_end_is_wrong(script) -> None:
+    clients, prompts = script("soak_clients"), script("soak_prompts")
+    chunk = {"choices": [{"text": "5305", "finish_reason": "length"}]}
+
+    async def send() -> Any:
+        prompt = prompts.Prompt("a", False, 1, (5,))
+        asking = clients.Clients("http://here", [prompt], Said(), 100, 1, seed=0)
+        reply = httpx.MockTransport(lambda request: httpx.Response(200, text=f"data: {json.dumps(chunk)}\n\n"))
+        asking._http = httpx.AsyncClient(transport=reply, base_url="http://here")
+        return await asking.send("stream")
+
+    assert "without its last event" in asyncio.run(send()).wrong
