@@ -139,6 +139,11 @@ class ContinuousCache:
         """Bytes the device holds for all requests."""
         return self.slots.bytes + (0 if self.sliding is None else self.sliding.bytes)
 
+    @property
+    def places(self) -> int:
+        """Requests that there may be beside those that hold something."""
+        return self.slots.room.most - len(self._slot_of)
+
     def memory(self) -> ServingMemory:
         """What is held; may be asked by any thread, and changes nothing."""
         slots = self.slots

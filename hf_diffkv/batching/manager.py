@@ -271,13 +271,13 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
 
     @property
     def waiting(self) -> int:
-        """Requests that have no memory yet. May be asked by any thread, as `idle_slots`."""
+        """Requests that have no memory yet. May be asked by any thread, as `places`."""
         return self.input_queue.qsize() + self._held_up
 
     @property
-    def idle_slots(self) -> int:
-        """Slots that the next requests may have; none while the engine cannot let in those that wait."""
-        return 0 if self._cache is None or self._held_up else self._cache.slots.idle
+    def places(self) -> int:
+        """Requests that may still be let in, if there are pages; none while some wait that could not be."""
+        return 0 if self._cache is None or self._held_up else self._cache.places
 
     @property
     def _held_up(self) -> int:

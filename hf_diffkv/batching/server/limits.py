@@ -72,6 +72,6 @@ class Admission:
         return None
 
     def _is_full(self, max_queue: int) -> bool:
-        # those whose body is being read will wait, too; what came since the last forward may still find a slot
+        # those whose body is being read will wait, too; what came since the last forward may still be let in
         coming = sum(not answer.records for answer in self._app.answers)
-        return self._engine.waiting + coming >= max_queue + self._engine.idle_slots
+        return self._engine.waiting + coming >= max_queue + self._engine.places

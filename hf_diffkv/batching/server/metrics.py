@@ -100,7 +100,7 @@ class _EngineCollector(Collector):
         memory = found.memory
         yield _gauge("requests_waiting", "Requests that have no memory yet.", found.waiting)
         yield _gauge("requests_running", "Requests in flight, prompts under way included.", memory.requests)
-        yield _gauge("slots", "Most requests that may be in flight.", memory.slots)
+        yield _gauge("slots", "Slots for requests that were made so far.", memory.slots)
         yield _counter("prompt_tokens", "Tokens of prompts that were computed.", found.prompt_tokens)
         yield _counter("generated_tokens", "Tokens handed out.", found.generated_tokens)
         yield _gauge("pages_free_ratio", "Share of the budget's pages that nobody has.", memory.free_share)
