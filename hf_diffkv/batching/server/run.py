@@ -39,6 +39,7 @@ def run(app: Any, engine: DiffKVBatchingManager, listener: socket.socket, operat
             with _lines(engine, log, operation.log_every):
                 server.run(sockets=[listener])
         finally:
+            gc.unfreeze()
             engine.stop(hard_stop=True)
             if engine.prefixes is not None and engine.prefixes.has_folder:
                 engine.prefixes.save()
