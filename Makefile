@@ -12,6 +12,7 @@ BIN := $(VENV)/bin
 DEMO_READY := $(VENV)/.demo-ready
 PAGE_READY := $(VENV)/.page-ready
 READY := $(VENV)/.ready
+RAY_READY := $(VENV)/.ray-ready
 
 # What a recipe begins with that says at its end how long set-up and the rest took.
 STARTED := $(shell date +%s)
@@ -28,7 +29,7 @@ RECALL_KEYS := sky tin jar hen red fox oak
 # kvpress pins an older Transformers, so it has an environment of its own
 KVPRESS := build/envs/kvpress
 
-.PHONY: setup native native-sanitize wheel models kvpress evaluate test test-all check format docs demo demo-smollm2 demo-tiny-lm space \
+.PHONY: setup setup-ray native native-sanitize wheel models kvpress evaluate test test-all check format docs demo demo-smollm2 demo-tiny-lm space \
 	compile-kernels bench-cpu test-gpu bench-gpu gpu-first-run train-tiny-lm clean
 
 setup: $(READY)
@@ -43,6 +44,13 @@ $(PAGE_READY): $(DEMO_READY)
 
 $(READY): $(DEMO_READY)
 	@$(PYTHON) tools/set_up.py $(VENV) all
+	@touch $@
+
+# Ray, without which its tests are skipped; too large for everybody's set-up.
+setup-ray: $(RAY_READY)
+
+$(RAY_READY): $(READY)
+	@$(PYTHON) tools/set_up.py $(VENV) ray
 	@touch $@
 
 # For `hf-diffkv evaluate --methods kvpress:...`.

@@ -13,7 +13,7 @@ from .config import DiffKVConfig, Precision
 from .import_hook import register, unregister
 
 if TYPE_CHECKING:
-    from . import plot, training
+    from . import plot, ray, training
     from .cache.diffkv_cache import DiffKVCache
     from .cache.errors import HandOverError, UnsupportedModelError
     from .cache.report import MemoryReport
@@ -39,6 +39,7 @@ __all__ = [
     "measure_heads",
     "plot",
     "probe_keys",
+    "ray",
     "register",
     "training",
     "unregister",
@@ -62,7 +63,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("plot", "training"):
+    if name in ("plot", "ray", "training"):
         return importlib.import_module(f".{name}", __name__)
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

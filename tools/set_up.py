@@ -25,6 +25,7 @@ STAGES = {
     "demo": (("hf-diffkv[plot]", "gguf"), "what the library and the demo need"),
     "page": (("hf-diffkv[demo]",), "what the page in the browser needs"),
     "all": (("hf-diffkv[dev]",), "what tests, checks and documents need"),
+    "ray": (("hf-diffkv[ray]",), "what the tests on many machines need"),
 }
 # seconds without a word after which a step says that it goes on
 SILENCE = 10

@@ -212,10 +212,10 @@ class _SegmentSizes:
     ) -> _SegmentSizes:
         return cls(
             (
-                _row_bytes(precision.k_bits, key_dim, element_bytes),
-                _metadata_bytes(precision.k_bits, number_bytes) * precision.k_groups,
-                _row_bytes(precision.v_bits, value_dim, element_bytes),
-                _metadata_bytes(precision.v_bits, number_bytes) * precision.v_groups,
+                row_bytes(precision.k_bits, key_dim, element_bytes),
+                metadata_bytes(precision.k_bits, number_bytes) * precision.k_groups,
+                row_bytes(precision.v_bits, value_dim, element_bytes),
+                metadata_bytes(precision.v_bits, number_bytes) * precision.v_groups,
                 number_bytes if position_bytes else 0,
                 position_bytes,
             )
@@ -247,11 +247,12 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _row_bytes(bits: int, dim: int, element_bytes: int) -> int:
+def row_bytes(bits: int, dim: int, element_bytes: int) -> int:
+    """Of one token's codes."""
     return dim * element_bytes if bits == 16 else dim * bits // 8
 
 
-def _metadata_bytes(bits: int, number_bytes: int) -> int:
+def metadata_bytes(bits: int, number_bytes: int) -> int:
     """Of one group, where narrow pages have `number_bytes` of 2."""
     if bits == 16:
         return 0

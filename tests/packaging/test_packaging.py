@@ -17,7 +17,8 @@ from hf_diffkv import import_hook
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "hf_diffkv"
 # what `make` installs into environments of their own
-ELSEWHERE = {"kvpress"}
+ELSEWHERE = {"kvpress", "lmcache"}
+PARTS = {"ops": {"triton"}, "ray": {"fastapi", "pyarrow", "ray"}}
 OPTIONAL = ("matplotlib", "datasets", "evaluate", "gradio", "optimum", "playwright")
 
 
@@ -71,8 +72,8 @@ def test_everything_imported_is_declared(project: dict) -> None:
                 continue
             third_party = {module.split(".")[0] for module in modules} - set(sys.stdlib_module_names) - {"hf_diffkv"}
             allowed = required if node in tree.body else required | optional | ELSEWHERE
-            if path.relative_to(PACKAGE).parts[0] == "ops":  # modules that are imported where kernels run
-                allowed = allowed | {"triton"}
+            # modules that are imported where kernels run, or where Ray is
+            allowed = allowed | PARTS.get(path.relative_to(PACKAGE).parts[0], set())
             assert third_party <= allowed, f"{path.relative_to(ROOT)} imports {third_party - allowed}"
 
 
@@ -94,7 +95,7 @@ def test_every_module_is_reached_from_the_api_or_the_command_line() -> None:
         "hf_diffkv.evaluation.tasks.",
     )
     reached: set[str] = set()
-    waiting = ["hf_diffkv", "hf_diffkv.__main__", "hf_diffkv.training", "hf_diffkv.evaluation.lm_eval"]
+    waiting = ["hf_diffkv", "hf_diffkv.__main__", "hf_diffkv.training", "hf_diffkv.lmcache", "hf_diffkv.evaluation.lm_eval"]
     waiting += [f"hf_diffkv.{place}" for place in hf_diffkv._LAZY.values()]
     waiting += [name for name in modules if name.startswith(by_name)]
     while waiting:

@@ -100,7 +100,13 @@ def test_sizes_of_wheels(tool: ModuleType, tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 @pytest.mark.parametrize(
     "target, stages",
-    [("demo", ["demo"]), ("models", ["demo"]), ("space", ["demo", "page"]), ("test", ["demo", "all"])],
+    [
+        ("demo", ["demo"]),
+        ("models", ["demo"]),
+        ("space", ["demo", "page"]),
+        ("test", ["demo", "all"]),
+        ("setup-ray", ["demo", "all", "ray"]),
+    ],
 )
 def test_what_a_target_sets_up(target: str, stages: list[str], tmp_path: Path) -> None:
     command = ["make", "--dry-run", target, f"VENV={tmp_path}"]

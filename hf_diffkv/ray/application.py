@@ -1,0 +1,65 @@
+"""`app`: an endpoint of replicas for Ray Serve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray import serve
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+
+from .engine import EngineOptions
+from .ingress import Ingress
+from .replica import Replica
+from .routing import BeginningRouter
+
+# requests that a replica is given at once; what its engine has no room for waits within it
+ONGOING = 64
+
+
+def app(
+    model: str,
+    *,
+    replicas: int | tuple[int, int] = 1,
+    num_gpus: float = 0,
+    ingresses: int = 1,
+    server: dict[str, Any] | None = None,
+    deployment: dict[str, Any] | None = None,
+    **options: Any,
+) -> serve.Application:
+    """An application for `serve.run`: replicas of a model with the routes of `hf-diffkv serve`.
+
+    A request goes to a replica that got one with the same beginning before, unless that one's queue is too long. If a
+    replica dies before it has sent the first bytes of an answer, another one is asked and the client notices nothing.
+    A stream that has begun ends with an event that holds an error. A replica whose engine has ended is replaced.
+
+    Args:
+        model: as of `EngineOptions`.
+        replicas: how many, or the fewest and the most, of which Ray Serve starts as many as their queues ask for.
+        num_gpus: of a replica.
+        ingresses: processes that read requests and choose replicas.
+        server: further arguments of `build_app`, and "name", what clients call the model.
+        deployment: further options of the replicas' deployment, such as `max_ongoing_requests` (64),
+            `max_queued_requests` (no limit; beyond it clients get 429) and `health_check_period_s`.
+        **options: of `EngineOptions`; with `prefixes`, replicas keep what requests leave.
+
+    Raises:
+        ValueError: fewer than one replica, or not as many as a range says.
+    """
+    fewest, most = (replicas, replicas) if isinstance(replicas, int) else replicas
+    if not 1 <= fewest <= most:
+        raise ValueError(f"replicas={replicas!r} must be 1 or more, or the fewest and the most.")
+    chosen = {"max_ongoing_requests": ONGOING, "ray_actor_options": {"num_gpus": num_gpus}, **(deployment or {})}
+    if fewest == most:
+        chosen.setdefault("num_replicas", most)
+    else:
+        ongoing = chosen["max_ongoing_requests"]
+        chosen.setdefault(
+            "autoscaling_config",
+            AutoscalingConfig(min_replicas=fewest, max_replicas=most, target_ongoing_requests=max(1, ongoing // 2)),
+        )
+    router = RequestRouterConfig(request_router_class=BeginningRouter)
+    asked = dict(server or {})
+    name = asked.pop("name", model)
+    held = serve.deployment(Replica, request_router_config=router, **chosen)
+    bound = held.bind(name, EngineOptions(model, **options), asked)
+    return serve.deployment(Ingress, num_replicas=ingresses, max_ongoing_requests=10_000).bind(bound)

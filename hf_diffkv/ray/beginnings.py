@@ -1,0 +1,107 @@
+"""How a request begins, and which replica holds that. Nothing here is of Ray, and routers need not talk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+# characters of a piece, some 128 tokens of English
+PIECE = 512
+# pieces of a request that are looked at, some 32,000 tokens
+MOST_PIECES = 256
+KEY_BYTES = 8
+
+
+def beginnings(body: Any) -> tuple[int, ...]:
+    """Keys of the ever longer beginnings of a request, the shortest first; none for a body without a prompt.
+
+    A beginning ends where a message does, and every 512 characters. The keys of two requests agree as far as these do.
+
+    Args:
+        body: of `/v1/chat/completions`, `/v1/completions` or `/v1/responses`, as parsed from JSON.
+    """
+    if not isinstance(body, Mapping):
+        return ()
+    parts = [body[name] for name in ("tools", "instructions") if body.get(name)]
+    for name in ("messages", "prompt", "input"):
+        value = body.get(name)
+        if value:
+            # a list of token ids is one prompt
+            several = isinstance(value, list) and not isinstance(value[0], int)
+            parts += value if several else [value]
+    keys: list[int] = []
+    digest = hashlib.blake2b(digest_size=KEY_BYTES)
+    for part in parts:
+        text = part if isinstance(part, str) else json.dumps(part, sort_keys=True, ensure_ascii=False)
+        for start in range(0, max(len(text), 1), PIECE):
+            digest.update(text[start : start + PIECE].encode("utf-8", "surrogatepass"))
+            keys.append(int.from_bytes(digest.digest(), "big"))
+            if len(keys) == MOST_PIECES:
+                return tuple(keys)
+        digest.update(b"\0")
+    return tuple(keys)
+
+
+class Places:
+    """Which replicas have got which beginnings, and which ones a request should go to.
+
+    A beginning that nobody has seen goes to one of two replicas that its first key alone decides, so that routers that
+    know nothing of each other agree. A replica whose queue is longer than the shortest by more than `slack` is left
+    alone; what goes elsewhere for that reason makes another replica a holder.
+
+    Args:
+        slack: requests.
+        capacity: keys that are remembered, those used last.
+        holders: most replicas that are remembered for a key.
+    """
+
+    def __init__(self, slack: int = 4, capacity: int = 200_000, holders: int = 8) -> None:
+        self._slack, self._capacity, self._most = slack, capacity, holders
+        self._holders: OrderedDict[int, tuple[Hashable, ...]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def note(self, keys: Sequence[int], replica: Hashable) -> None:
+        """Says that a request with these beginnings went to `replica`."""
+        for key in keys:
+            others = tuple(other for other in self._holders.pop(key, ()) if other != replica)
+            self._holders[key] = (replica, *others)[: self._most]
+        while len(self._holders) > self._capacity:
+            self._holders.popitem(last=False)
+
+    def rank(self, keys: Sequence[int], queues: Mapping[Any, int]) -> list[list[Any]]:
+        """Groups of replicas in the order in which they should be asked; in a group the shortest queue counts.
+
+        Args:
+            keys: as of `beginnings`.
+            queues: every replica there is, and how many requests it has.
+        """
+        if not queues:
+            return []
+        groups = [self._holding(keys, queues)]
+        if keys:
+            groups.append(_two_for(keys[0], queues))
+        limit = min(queues.values()) + self._slack
+        groups = [found for group in groups if (found := [one for one in group if queues[one] <= limit])]
+        return [*groups, random.sample(list(queues), min(2, len(queues)))]
+
+    def _holding(self, keys: Sequence[int], queues: Mapping[Any, int]) -> list[Any]:
+        """The replicas that have the longest of the beginnings."""
+        for key in reversed(keys):
+            if found := [replica for replica in self._holders.get(key, ()) if replica in queues]:
+                return found
+        return []
+
+
+def _two_for(key: int, replicas: Iterable[Any]) -> list[Any]:
+    """Two replicas by rendezvous hashing: one that comes takes few keys of each, one that goes leaves its own alone."""
+
+    def weight(replica: Any) -> bytes:
+        return hashlib.blake2b(f"{key} {replica}".encode(), digest_size=KEY_BYTES).digest()
+
+    return sorted(replicas, key=weight, reverse=True)[:2]

@@ -1,0 +1,193 @@
+"""`Generate`: an actor of Ray Data that answers prompts with one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, fields
+from typing import Any
+
+from .engine import EngineOptions, load_engine
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The columns that a row gets.
+
+    Attributes:
+        answer: the text; None where there is none.
+        answer_ids: its tokens, among them the one that ended it.
+        prompt_tokens, answer_tokens: how many there were.
+        error: why there is no answer; None where there is one.
+    """
+
+    answer: str | None
+    answer_ids: list[int]
+    prompt_tokens: int
+    answer_tokens: int
+    error: str | None
+
+
+COLUMNS = tuple(column.name for column in fields(Answer))
+
+
+class _EngineFailedError(Exception):
+    """The engine ended with all requests that it had."""
+
+
+class Generate:
+    """Answers a column of prompts, for `Dataset.map_batches`; each actor has a model and an engine of its own.
+
+        dataset.map_batches(
+            hf_diffkv.ray.Generate,
+            fn_constructor_kwargs={"model": "smollm2", "config": {"max_bytes": 8 << 30}, "max_new_tokens": 64},
+            compute=ray.data.ActorPoolStrategy(size=4),
+            num_gpus=1,
+        )
+
+    A prompt is a text, a list of messages (for the chat template) or a list of token ids. Rows keep their columns and
+    get those of `Answer`. A row that cannot be answered says why in "error", and the others go on: a prompt for which
+    there is no room, one of another kind, or one with which the engine failed when it ran it by itself.
+
+    Batches may be `pyarrow.Table`s, `pandas.DataFrame`s or dicts of NumPy arrays, and come back as they came. Several
+    may be under way at once: the engine takes the rows of all.
+
+    Args:
+        model: as of `EngineOptions`, likewise `**options`.
+        prompts: the column of prompts.
+        max_new_tokens: most tokens of an answer; None is what the model's generation configuration says, else as many
+            as there is room for.
+
+    Raises:
+        EvaluationError, ValueError, MemoryError: as of `load_engine`.
+    """
+
+    def __init__(
+        self, model: str, *, prompts: str = "prompt", max_new_tokens: int | None = None, **options: Any
+    ) -> None:
+        self._column, self._max_new_tokens = prompts, max_new_tokens
+        loaded = load_engine(EngineOptions(model, **options))
+        self._tokenizer, self._manager = loaded.tokenizer, loaded.manager
+        loaded.start()
+        self._under_way: set[asyncio.Future] = set()
+        self._alone: asyncio.Lock = asyncio.Lock()
+
+    async def __call__(self, batch: Any) -> Any:
+        """The batch with the columns of `Answer`.
+
+        Raises:
+            ValueError: it has no column of prompts.
+        """
+        answers = await self.answers(_column(batch, self._column))
+        return _with_columns(batch, dict(zip(COLUMNS, map(list, zip(*map(astuple, answers))))))
+
+    async def answers(self, prompts: list[Any]) -> list[Answer]:
+        """One for each prompt."""
+        while self._alone.locked():
+            async with self._alone:
+                pass
+        tried = await asyncio.gather(*map(self._answer, prompts), return_exceptions=True)
+        for i, prompt in enumerate(prompts):
+            if isinstance(tried[i], _EngineFailedError):
+                tried[i] = await self._answer_alone(prompt)
+            elif isinstance(tried[i], BaseException):
+                raise tried[i]
+        return tried
+
+    def close(self) -> None:
+        """Ends the engine, and all that it has under way."""
+        self._manager.stop(hard_stop=True)
+
+    async def _answer(self, prompt: Any) -> Answer:
+        """Raises `_EngineFailedError` if the engine ends with it."""
+        try:
+            ids = self._tokens(prompt)
+            self._manager.check_request(len(ids), self._max_new_tokens)
+        except (ValueError, TypeError) as error:
+            return Answer(None, [], 0, 0, " ".join(str(error).split()))
+        name, ended = uuid.uuid4().hex, asyncio.get_running_loop().create_future()
+        self._manager.register_result_handler(name, lambda output: ended.done() or ended.set_result(output))
+        self._under_way.add(ended)
+        try:
+            if self._manager.add_request(ids, request_id=name, max_new_tokens=self._max_new_tokens) is None:
+                self._manager.output_router.result_handlers.pop(name, None)
+                raise _EngineFailedError("it has ended")
+            output = await ended
+        finally:
+            self._under_way.discard(ended)
+        if output.error is None:
+            new = output.generated_tokens
+            text = self._tokenizer.decode(new, skip_special_tokens=True)
+            return Answer(text, new, len(ids), len(new), None)
+        if not self._runs():
+            raise _EngineFailedError(output.error)
+        return Answer(None, [], len(ids), 0, output.error)
+
+    async def _answer_alone(self, prompt: Any) -> Answer:
+        """As `_answer`, by itself on an engine that was started anew if need be."""
+        async with self._alone:
+            while self._under_way:
+                await asyncio.wait(set(self._under_way))
+            self._start_anew()
+            try:
+                return await self._answer(prompt)
+            except _EngineFailedError as error:
+                self._start_anew()
+                return Answer(None, [], 0, 0, f"the engine failed with this prompt alone: {error}")
+
+    def _runs(self) -> bool:
+        # an engine that failed refuses requests before it hands out the failures
+        return self._manager.is_running() and self._manager.background_thread_status.can_accept_new_requests() is None
+
+    def _start_anew(self) -> None:
+        if not self._runs():
+            self._manager.stop()
+            self._manager.start()
+
+    def _tokens(self, prompt: Any) -> list[int]:
+        """Raises `ValueError` for what is no prompt."""
+        items = [] if isinstance(prompt, str) or not hasattr(prompt, "__iter__") else list(prompt)
+        ids: list[int] = []
+        if isinstance(prompt, str):
+            ids = self._tokenizer(prompt).input_ids
+        elif all(isinstance(item, Mapping) for item in items):
+            # a table has every field in every message
+            messages = [{name: value for name, value in item.items() if value is not None} for item in items]
+            ids = messages and self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False
+            )
+        elif all(hasattr(item, "__index__") for item in items):
+            ids = [int(item) for item in items]
+        if not ids:
+            raise ValueError(
+                f"{prompt!r:.80} in the column {self._column!r} is no text, list of messages or of token ids."
+            )
+        return ids
+
+
+def _column(batch: Any, name: str) -> list[Any]:
+    """Raises `ValueError` where there is no such column."""
+    names = list(getattr(batch, "column_names", batch))
+    if name not in names:
+        raise ValueError(f"there is no column {name!r} among {names}; say by prompts= which one has the prompts.")
+    column = batch[name]
+    return column.to_pylist() if hasattr(column, "to_pylist") else list(column)
+
+
+def _with_columns(batch: Any, columns: dict[str, list[Any]]) -> Any:
+    if isinstance(batch, Mapping):
+        return {**batch, **columns}
+    if hasattr(batch, "append_column"):
+        for name, values in columns.items():
+            batch = batch.append_column(name, _arrow(name, values))
+        return batch
+    return batch.assign(**columns)
+
+
+def _arrow(name: str, values: list[Any]) -> Any:
+    """An Arrow array, of the right type also where all values are None or empty."""
+    import pyarrow
+
+    types = {"answer_ids": pyarrow.list_(pyarrow.int64()), "answer": pyarrow.string(), "error": pyarrow.string()}
+    return pyarrow.array(values, types.get(name, pyarrow.int64()))

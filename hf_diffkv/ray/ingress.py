@@ -1,0 +1,128 @@
+"""What clients talk to: has a replica answer a request, and asks another one if that dies before it has begun."""
+
+# annotations are no texts here: workers that get the routes would not know what they name
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import BackPressureError
+
+from .beginnings import beginnings
+from .routing import Wanted
+
+# replicas that may die with a request before its client is told
+ATTEMPTS = 4
+# of a scope, what is plain
+PLAIN = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers")
+METHODS = ["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD"]
+STREAM = b"text/event-stream"
+
+routes = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+
+@serve.ingress(routes)
+class Ingress:
+    """Passes HTTP on to replicas.
+
+    Args:
+        replicas: the handle of their deployment.
+    """
+
+    def __init__(self, replicas: Any) -> None:
+        self._replicas = replicas.options(stream=True).answer
+
+    @routes.api_route("/{path:path}", methods=METHODS)
+    async def forward(self, request: Request) -> Response:
+        """The answer of a replica; 503 where one after another dies, 429 where too many wait."""
+        body = await request.body()
+        scope = {name: request.scope[name] for name in PLAIN if name in request.scope}
+        wanted = Wanted(beginnings(_parsed(body)), request.query_params.get("replica"))
+        for _ in range(ATTEMPTS):
+            answer = Answer(self._replicas.remote(wanted, scope, body))
+            try:
+                await answer.begin()
+            except RayActorError:
+                continue
+            except BackPressureError as error:
+                return _refusal(429, "rate_limit_error", str(error), {"retry-after": "1"})
+            return answer.response()
+        return _refusal(503, "server_error", f"{ATTEMPTS} replicas ended one after another with this request.")
+
+
+class Answer:
+    """What comes from a replica, up to its first bytes and then the rest.
+
+    Args:
+        messages: a stream of lists of ASGI messages.
+    """
+
+    def __init__(self, messages: Any) -> None:
+        self._messages = messages
+        self._start: dict[str, Any] = {}
+        self._begun = b""
+        self._more = True
+
+    async def begin(self) -> None:
+        """Waits for the first bytes. Raises `RayActorError` if the replica dies before: nothing is lost then."""
+        while self._more and not self._begun:
+            self._begun = self._take(await anext(self._messages))
+
+    def response(self) -> Response:
+        """For the client, after `begin`."""
+        if self._more:
+            response: Response = StreamingResponse(self._rest(), self._start["status"])
+        else:
+            response = Response(self._begun, self._start["status"])
+        headers = [(name, value) for name, value in self._start["headers"] if name != b"content-length"]
+        own = [(name, value) for name, value in response.raw_headers if name == b"content-length"]
+        response.raw_headers = [*headers, *own]
+        return response
+
+    async def _rest(self) -> AsyncIterator[bytes]:
+        yield self._begun
+        try:
+            while self._more:
+                if found := self._take(await anext(self._messages)):
+                    yield found
+        except RayActorError:
+            headers = dict(self._start["headers"])
+            if STREAM not in headers.get(b"content-type", b""):
+                raise
+            yield _event("the replica that answered has ended; ask again.")
+        finally:
+            self._messages.cancel()
+
+    def _take(self, messages: list[dict[str, Any]]) -> bytes:
+        """Notes the beginning of an answer, and returns the bytes that follow."""
+        found = []
+        for message in messages:
+            if message["type"] == "http.response.start":
+                self._start = message
+            else:
+                found.append(message.get("body", b""))
+                self._more = message.get("more_body", False)
+        return b"".join(found)
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except ValueError:
+        return None
+
+
+def _error(kind: str, reason: str) -> dict[str, Any]:
+    return {"error": {"message": reason, "type": kind, "param": None, "code": None}}
+
+
+def _event(reason: str) -> bytes:
+    """An event of a stream that clients of OpenAI's protocol raise."""
+    return f"event: error\ndata: {json.dumps(_error('server_error', reason))}\n\n".encode()
+
+
+def _refusal(status: int, kind: str, reason: str, headers: dict[str, str] | None = None) -> Response:
+    return JSONResponse(_error(kind, reason), status, headers)

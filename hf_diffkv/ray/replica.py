@@ -1,0 +1,82 @@
+"""One replica: a model, its engine, and the application of `hf-diffkv serve`, which it runs request by request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from ray import serve
+
+from ..batching.server.app import build_app
+from .engine import EngineOptions, load_engine
+from .routing import Wanted
+
+# says which replica answered
+REPLICA_HEADER = b"x-replica"
+
+
+class Replica:
+    """Serves one model; Ray Serve makes as many of it as are wanted.
+
+    Args:
+        name: what clients call the model.
+        options: of its engine.
+        server: further arguments of `build_app`.
+
+    Raises:
+        EvaluationError, ValueError, MemoryError: as of `load_engine`; Ray Serve tries again, then says so.
+    """
+
+    def __init__(self, name: str, options: EngineOptions, server: dict[str, Any]) -> None:
+        loaded = load_engine(options)
+        self._engine = loaded.manager
+        loaded.start()
+        self._app = build_app(name, loaded.model, loaded.tokenizer, self._engine, **server)
+        self._name = serve.get_replica_context().replica_id.unique_id
+        self._ending: set[asyncio.Task] = set()
+
+    def check_health(self) -> None:
+        """Raises `RuntimeError` where the engine has ended: Ray Serve then starts another replica in place of this."""
+        if not self._engine.is_running():
+            raise RuntimeError(f"the engine has ended: {self._engine.background_thread_status.fatal_error}")
+
+    async def answer(self, wanted: Wanted, scope: dict[str, Any], body: bytes) -> AsyncIterator[list[dict[str, Any]]]:
+        """The messages of ASGI that answer a request, those that have come since the last ones together.
+
+        A caller that stops reading ends the request.
+
+        Args:
+            wanted: for the router.
+            scope, body: the request.
+        """
+        sent: asyncio.Queue[dict | None] = asyncio.Queue()
+        asked, gone = [{"type": "http.request", "body": body, "more_body": False}], asyncio.Event()
+
+        async def receive() -> dict:
+            if asked:
+                return asked.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], (REPLICA_HEADER, self._name.encode())]}
+            sent.put_nowait(message)
+
+        running = asyncio.ensure_future(self._app(scope, receive, send))
+        self._ending.add(running)
+        running.add_done_callback(self._ending.discard)
+        running.add_done_callback(lambda _: sent.put_nowait(None))
+        try:
+            ended = False
+            while not ended:
+                messages = [await sent.get()]
+                while not sent.empty():
+                    messages.append(sent.get_nowait())
+                ended = messages[-1] is None
+                if found := [message for message in messages if message is not None]:
+                    yield found
+            running.result()
+        finally:
+            gone.set()

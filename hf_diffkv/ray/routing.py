@@ -1,0 +1,52 @@
+"""The request router of the replicas: Ray Serve asks it where a request goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from .beginnings import Places
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a request says about the replica that it should go to.
+
+    Attributes:
+        keys: of its beginnings.
+        replica: one replica and no other, by the name that it gives itself; None is any.
+    """
+
+    keys: tuple[int, ...] = ()
+    replica: str | None = None
+
+
+class BeginningRouter(RequestRouter):
+    """Sends a request whose first argument is a `Wanted` to a replica that holds its beginning and has room."""
+
+    def initialize_state(self, **options: Any) -> None:
+        """Takes the arguments of `Places`."""
+        self._places = Places(**options)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Groups of replicas to ask, one after another."""
+        replicas = {replica.replica_id: replica for replica in candidate_replicas}
+        wanted = _wanted(pending_request)
+        if wanted.replica is not None:
+            return [[replica for name, replica in replicas.items() if name.unique_id == wanted.replica]]
+        # a replica that was not asked lately counts as idle, and is asked before it gets anything
+        queues = {name: self.replica_queue_len_cache.get(name) or 0 for name in replicas}
+        return [[replicas[name] for name in group] for group in self._places.rank(wanted.keys, queues)]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """Remembers where the request went."""
+        self._places.note(_wanted(pending_request).keys, replica_id)
+
+
+def _wanted(request: PendingRequest | None) -> Wanted:
+    found = request.args[0] if request is not None and request.args else None
+    return found if isinstance(found, Wanted) else Wanted()

@@ -1,0 +1,24 @@
+"""A Ray of this machine, whose workers run this checkout."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Any]:
+    ray = pytest.importorskip("ray")
+    if not hasattr(ray, "init"):
+        pytest.skip("Ray is not installed: pip install -e '.[ray]'")
+    # workers inherit it
+    os.environ.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", RAY_ENABLE_UV_RUN_RUNTIME_ENV="0")
+    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100_000_000, logging_level="warning")
+    yield ray
+    ray.shutdown()

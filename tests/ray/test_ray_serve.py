@@ -1,0 +1,152 @@
+"""Ray Serve: the routes on replicas, where requests go, and what a client sees when its replica dies."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_diffkv.evaluation.models import TINY_LM
+
+pytest.importorskip("ray.serve", reason="Ray is not installed: pip install -e '.[ray]'", exc_type=ImportError)
+httpx = pytest.importorskip("httpx")
+openai = pytest.importorskip("openai")
+
+from hf_diffkv.ray import app  # noqa: E402
+
+NEW = 6
+LOSSLESS = {"high": "K16V16", "low": "K16V16", "alpha_low": 0.0, "max_bytes": 12 << 20}
+LONG = json.dumps({"max_new_tokens": 1500, "eos_token_id": -1})
+PATIENCE = 60
+pytestmark = pytest.mark.slow
+
+
+@functools.cache
+def model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(TINY_LM, dtype=torch.float32)
+
+
+@functools.cache
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(TINY_LM)
+
+
+def expected(text: str) -> str:
+    """What `generate()` says with Transformers' own cache."""
+    ids = tokenizer()(text).input_ids
+    output = model().generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)
+    return tokenizer().decode(output[0, len(ids) :], skip_special_tokens=True)
+
+
+def until(found: Callable[[], Any]) -> Any:
+    for _ in range(PATIENCE * 10):
+        if result := found():
+            return result
+        time.sleep(0.1)
+    raise AssertionError("nothing came")
+
+
+@pytest.fixture(scope="module")
+def client(cluster: Any) -> Iterator[httpx.Client]:
+    from ray import serve
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    endpoint = app(
+        "tiny-lm",
+        replicas=2,
+        dtype="float32",
+        device="cpu",
+        config=LOSSLESS,
+        generation={"do_sample": False},
+        max_length=1700,
+        prefixes={"device_bytes": 8 << 20},
+        deployment={"health_check_period_s": 1, "ray_actor_options": {"num_cpus": 1}},
+    )
+    serve.run(endpoint)
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as client:
+        yield client
+    serve.shutdown()
+
+
+def complete(client: httpx.Client, prompt: str, **fields: Any) -> httpx.Response:
+    return client.post("/v1/completions", json={"prompt": prompt, "max_tokens": NEW, **fields})
+
+
+def kill(cluster: Any, replica: str) -> None:
+    """The process that the header `x-replica` names."""
+    name = f"SERVE_REPLICA::default#Replica#{replica}"
+    cluster.kill(cluster.get_actor(name, namespace="serve"))
+
+
+def replicas(client: httpx.Client) -> set[str]:
+    """Those that answer."""
+    return {complete(client, os.urandom(8).hex(), max_tokens=1).headers["x-replica"] for _ in range(8)}
+
+
+def test_replicas_answer_as_generate_does_and_keep_their_talks(client: httpx.Client) -> None:
+    texts = [f"@oak={5000 + 7 * i} ?oak=" for i in range(24)]
+    with ThreadPoolExecutor(8) as pool:
+        first = list(pool.map(lambda text: complete(client, text), texts))
+    answers = [response.json()["choices"][0]["text"] for response in first]
+    assert answers == [expected(text) for text in texts]
+    assert len({response.headers["x-replica"] for response in first}) == 2
+    longer = [text + "@elm=1177 " * 60 for text in texts[:6]]
+    places = [complete(client, text).headers["x-replica"] for text in longer]
+    for text, place in zip(longer, places):
+        further = complete(client, text + "?elm=")
+        assert further.headers["x-replica"] == place
+    state = client.get("/diffkv", params={"replica": places[0]}).json()
+    assert state["prefixes"]["tokens_reused"] > 0
+    assert client.get("/v1/models").json()["data"][0]["id"] == "tiny-lm"
+    assert client.post("/v1/completions", json={"prompt": "a" * 2000}).status_code == 400
+    assert client.get("/nothing").status_code == 404
+
+
+def test_a_stream_whose_replica_dies_ends_with_an_error(cluster: Any, client: httpx.Client) -> None:
+    endpoint = openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0)
+    body = {"prompt": "a", "model": "tiny-lm", "stream": True, "extra_body": {"generation_config": LONG}}
+    with endpoint.completions.with_streaming_response.create(**body) as raw:
+        replica = raw.headers["x-replica"]
+        lines = raw.iter_lines()
+        assert "choices" in next(lines)
+        kill(cluster, replica)
+        last = [line for line in lines if line.startswith("data:")][-1]
+    error = json.loads(last.removeprefix("data:"))["error"]
+    assert error["message"] == "the replica that answered has ended; ask again." and error["type"] == "server_error"
+    # the library that clients use raises it
+    stream = endpoint.completions.create(**body)
+    next(stream)
+    until(lambda: replica not in (found := replicas(client)) and found)
+    with pytest.raises(openai.APIError, match="has ended; ask again"):
+        for living in replicas(client):
+            kill(cluster, living)
+        list(stream)
+    until(lambda: len(replicas(client)) == 2)
+
+
+def test_an_answer_that_has_not_begun_is_given_by_another_replica(cluster: Any, client: httpx.Client) -> None:
+    prompt = "@oak=5305 ?oak="
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(complete, client, prompt, max_tokens=800, generation_config=LONG)
+        busy = until(lambda: next((name for name in replicas(client) if requests_of(client, name)), None))
+        kill(cluster, busy)
+        response = answer.result()
+    assert response.status_code == 200 and response.headers["x-replica"] != busy
+    assert response.json()["choices"][0]["text"].startswith(expected(prompt))
+    until(lambda: len(replicas(client)) == 2)
+
+
+def requests_of(client: httpx.Client, replica: str) -> int:
+    return client.get("/diffkv", params={"replica": replica}).json().get("requests", 0)
