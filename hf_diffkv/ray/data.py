@@ -142,7 +142,8 @@ class Generate:
 
     def _start_anew(self) -> None:
         if not self._runs():
-            self._manager.stop()
+            # not `stop`, which would give the cache back
+            self._manager.join(stop_trigger_time=0.0)
             self._manager.start()
 
     def _tokens(self, prompt: Any) -> list[int]:

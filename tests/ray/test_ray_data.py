@@ -150,4 +150,4 @@ def test_a_data_set_is_answered_once_though_a_worker_is_killed(cluster: Any, tmp
     assert found["id"].tolist() == [row["id"] for row in rows]
     for index, row in enumerate(found.itertuples()):
         assert list(row.answer_ids) == (expected(ids_of(index)) if index % 8 else [])
-        assert (row.error is None) == (index % 8 > 0)
+        assert pandas.isna(row.error) == (index % 8 > 0)
