@@ -1,19 +1,39 @@
 """`app`: an endpoint of replicas for Ray Serve."""
 
-from __future__ import annotations
-
+# Annotations are no texts here: Ray copies the routes, and what a text names would not be known where they are copied
+# to. So all that they do stands in forwarding.py.
 from typing import Any
 
+from fastapi import FastAPI, Request, Response
 from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from .engine import EngineOptions
-from .ingress import Ingress
+from .forwarding import Forwarding
 from .replica import Replica
 from .routing import BeginningRouter
 
 # requests that a replica is given at once; what its engine has no room for waits within it
 ONGOING = 64
+METHODS = ["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD"]
+
+routes = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+
+@serve.ingress(routes)
+class Ingress:
+    """What clients talk to.
+
+    Args:
+        replicas: the handle of their deployment.
+    """
+
+    def __init__(self, replicas: Any) -> None:
+        self._forwarding = Forwarding(replicas)
+
+    @routes.api_route("/{path:path}", methods=METHODS)
+    async def forward(self, request: Request) -> Response:
+        return await self._forwarding(request)
 
 
 def app(

@@ -59,7 +59,7 @@ class Places:
         holders: most replicas that are remembered for a key.
     """
 
-    def __init__(self, slack: int = 4, capacity: int = 200_000, holders: int = 8) -> None:
+    def __init__(self, slack: int = 8, capacity: int = 200_000, holders: int = 8) -> None:
         self._slack, self._capacity, self._most = slack, capacity, holders
         self._holders: OrderedDict[int, tuple[Hashable, ...]] = OrderedDict()
 
@@ -83,12 +83,11 @@ class Places:
         """
         if not queues:
             return []
-        groups = [self._holding(keys, queues)]
-        if keys:
-            groups.append(_two_for(keys[0], queues))
         limit = min(queues.values()) + self._slack
-        groups = [found for group in groups if (found := [one for one in group if queues[one] <= limit])]
-        return [*groups, random.sample(list(queues), min(2, len(queues)))]
+        found = [replica for replica in self._holding(keys, queues) if queues[replica] <= limit]
+        if not found and keys:
+            found = [replica for replica in _two_for(keys[0], queues) if queues[replica] <= limit]
+        return [*([found] if found else []), random.sample(list(queues), min(2, len(queues)))]
 
     def _holding(self, keys: Sequence[int], queues: Mapping[Any, int]) -> list[Any]:
         """The replicas that have the longest of the beginnings."""

@@ -1,13 +1,13 @@
 """What clients talk to: has a replica answer a request, and asks another one if that dies before it has begun."""
 
-# annotations are no texts here: workers that get the routes would not know what they name
+from __future__ import annotations
+
 import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError
 
@@ -18,14 +18,10 @@ from .routing import Wanted
 ATTEMPTS = 4
 # of a scope, what is plain
 PLAIN = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers")
-METHODS = ["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD"]
 STREAM = b"text/event-stream"
 
-routes = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
-
-@serve.ingress(routes)
-class Ingress:
+class Forwarding:
     """Passes HTTP on to replicas.
 
     Args:
@@ -35,8 +31,7 @@ class Ingress:
     def __init__(self, replicas: Any) -> None:
         self._replicas = replicas.options(stream=True).answer
 
-    @routes.api_route("/{path:path}", methods=METHODS)
-    async def forward(self, request: Request) -> Response:
+    async def __call__(self, request: Request) -> Response:
         """The answer of a replica; 503 where one after another dies, 429 where too many wait."""
         body = await request.body()
         scope = {name: request.scope[name] for name in PLAIN if name in request.scope}
