@@ -44,6 +44,7 @@ server_options = chain(
     click.option("--port", metavar="N", type=click.IntRange(0, 65535), default=8000, help="0: any that is free."),
     click.option("--name", metavar="NAME", help="What clients call the model.  [default: MODEL]"),
     click.option("--cors", is_flag=True, help="Let web pages of any origin in."),
+    click.option("--replicas", metavar="N", type=AtLeast(), help="So many, by Ray, on the machines of its cluster."),
 )
 
 operation_options = chain(
@@ -118,6 +119,10 @@ def command(**given: Any) -> None:
     tokenizer = load_tokenizer(options.model)
     if options.chat_template is not None:
         tokenizer.chat_template = read_file(options.chat_template)
+    if options.replicas is not None:
+        from .replicas import serve_replicas
+
+        return serve_replicas(options, choice, _generation(options), _batching(options))
     options.device = usable_device(options.device)
     with _listen(options) as listener:
         _serve(options, choice, model_config, tokenizer, listener)
@@ -132,6 +137,8 @@ def _check(options: SimpleNamespace) -> None:
     if options.prefix_folder_bytes is not None and options.prefix_folder is None:
         raise click.UsageError("--prefix-folder-bytes is of no effect without --prefix-folder.")
     drawn = [name for name in SAMPLING if getattr(options, name) is not None]
+    if options.replicas is not None and options.port == 0:
+        raise click.UsageError("--replicas needs a --port that is the same on all machines, not 0.")
     if options.greedy and drawn:
         raise click.UsageError(f"--greedy and --{drawn[0].replace('_', '-')} do not go together; leave one out.")
 
@@ -211,13 +218,17 @@ def _sampling(options: SimpleNamespace, generation_config: Any) -> Any:
     """How tokens are chosen where a request does not say. Raises `ValueError` as `Sampling.of`."""
     from ..batching.sampling import Sampling
 
-    if options.greedy:
-        return Sampling()
-    chosen = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
     config = copy.deepcopy(generation_config)
-    if chosen:
-        config.update(do_sample=True, **chosen)
+    config.update(**_generation(options))
     return Sampling.of(config)
+
+
+def _generation(options: SimpleNamespace) -> dict[str, Any]:
+    """Fields of `GenerationConfig`."""
+    if options.greedy:
+        return {"do_sample": False}
+    chosen = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
+    return {"do_sample": True, **chosen} if chosen else {}
 
 
 def _engine(options: SimpleNamespace, model: Any, config: DiffKVConfig) -> Any:
@@ -230,14 +241,19 @@ def _engine(options: SimpleNamespace, model: Any, config: DiffKVConfig) -> Any:
     generation_config.cache_config = config.to_dict()
     # requests say how their tokens are drawn; the engine's own way is for all of them
     generation_config.do_sample = False
+    batching = ContinuousBatchingConfig(**_batching(options))
+    hints = options.max_length and WorkloadHints(max_prompt_length=options.max_length - 1, max_generated_length=1)
+    return model.init_continuous_batching(generation_config, batching, hints or None)
+
+
+def _batching(options: SimpleNamespace) -> dict[str, Any]:
+    """Fields of `ContinuousBatchingConfig`."""
     given = {
         "max_requests_per_batch": options.max_requests,
         "max_batch_tokens": options.max_batch_tokens,
         "max_memory_percent": options.memory_share,
     }
-    batching = ContinuousBatchingConfig(**{name: value for name, value in given.items() if value is not None})
-    hints = options.max_length and WorkloadHints(max_prompt_length=options.max_length - 1, max_generated_length=1)
-    return model.init_continuous_batching(generation_config, batching, hints or None)
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _use_prefixes(options: SimpleNamespace, model: Any, config: DiffKVConfig, engine: Any) -> None:

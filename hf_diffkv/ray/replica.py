@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 from ray import serve
 
 from ..batching.server.app import build_app
+from ..batching.server.logs import LogFormat, ServerLog
+from ..batching.server.operation import Operated, Operation
 from .engine import EngineOptions, load_engine
 from .routing import Wanted
 
@@ -16,23 +19,45 @@ from .routing import Wanted
 REPLICA_HEADER = b"x-replica"
 
 
+@dataclass(frozen=True)
+class Served:
+    """How replicas serve their model.
+
+    Attributes:
+        name: what clients call it; None is the model's own.
+        cors: lets pages of any origin in.
+        chat_template: in place of the tokenizer's.
+        operation: key, limits and times, of each replica.
+        log_format: of lines in the replicas' logs, "text" or "json".
+    """
+
+    name: str | None = None
+    cors: bool = False
+    chat_template: str | None = None
+    operation: Operation = Operation()
+    log_format: LogFormat = "text"
+
+
 class Replica:
     """Serves one model; Ray Serve makes as many of it as are wanted.
 
     Args:
-        name: what clients call the model.
         options: of its engine.
-        server: further arguments of `build_app`.
+        served: how it is served.
 
     Raises:
         EvaluationError, ValueError, MemoryError: as of `load_engine`; Ray Serve tries again, then says so.
     """
 
-    def __init__(self, name: str, options: EngineOptions, server: dict[str, Any]) -> None:
+    def __init__(self, options: EngineOptions, served: Served) -> None:
         loaded = load_engine(options)
         self._engine = loaded.manager
         loaded.start()
-        self._app = build_app(name, loaded.model, loaded.tokenizer, self._engine, **server)
+        if served.chat_template is not None:
+            loaded.tokenizer.chat_template = served.chat_template
+        name = served.name or options.model
+        app = build_app(name, loaded.model, loaded.tokenizer, self._engine, served.cors)
+        self._app = Operated(app, self._engine, served.operation, ServerLog(served.log_format))
         self._name = serve.get_replica_context().replica_id.unique_id
         self._ending: set[asyncio.Task] = set()
 

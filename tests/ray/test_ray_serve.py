@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +22,11 @@ pytest.importorskip("ray.serve", reason="Ray is not installed: pip install -e '.
 httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
 
-from hf_diffkv.ray import app  # noqa: E402
+from hf_diffkv.commands import load  # noqa: E402
+from hf_diffkv.commands.options import choice_of  # noqa: E402
+from hf_diffkv.commands.replicas import endpoint  # noqa: E402
 
 NEW = 6
-LOSSLESS = {"high": "K16V16", "low": "K16V16", "alpha_low": 0.0, "max_bytes": 12 << 20}
 LONG = json.dumps({"max_new_tokens": 1500, "eos_token_id": -1})
 PATIENCE = 60
 pytestmark = pytest.mark.slow
@@ -63,18 +65,12 @@ def client(cluster: Any) -> Iterator[httpx.Client]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    endpoint = app(
-        "tiny-lm",
-        replicas=2,
-        dtype="float32",
-        device="cpu",
-        config=LOSSLESS,
-        generation={"do_sample": False},
-        max_length=1700,
-        prefixes={"device_bytes": 8 << 20},
-        deployment={"health_check_period_s": 1, "ray_actor_options": {"num_cpus": 1}},
-    )
-    serve.run(endpoint)
+    # as the command would
+    given = "--lossless --greedy --replicas=2 --dtype=float32 --device=cpu --max-bytes=12MB --prefix-bytes=8MB"
+    parsed = load("serve").make_context("serve", ["tiny-lm", *given.split(), "--max-length=1700", "--grace=1"])
+    options = SimpleNamespace(**parsed.params)
+    endpoint_of_command = endpoint(options, choice_of(options), {"do_sample": False}, {})
+    serve.run(endpoint_of_command)
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as client:
         yield client
     serve.shutdown()
@@ -115,9 +111,9 @@ def test_replicas_answer_as_generate_does_and_keep_their_talks(client: httpx.Cli
 
 
 def test_a_stream_whose_replica_dies_ends_with_an_error(cluster: Any, client: httpx.Client) -> None:
-    endpoint = openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0)
+    service = openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0)
     body = {"prompt": "a", "model": "tiny-lm", "stream": True, "extra_body": {"generation_config": LONG}}
-    with endpoint.completions.with_streaming_response.create(**body) as raw:
+    with service.completions.with_streaming_response.create(**body) as raw:
         replica = raw.headers["x-replica"]
         lines = raw.iter_lines()
         assert "choices" in next(lines)
@@ -126,7 +122,7 @@ def test_a_stream_whose_replica_dies_ends_with_an_error(cluster: Any, client: ht
     error = json.loads(last.removeprefix("data:"))["error"]
     assert error["message"] == "the replica that answered has ended; ask again." and error["type"] == "server_error"
     # the library that clients use raises it
-    stream = endpoint.completions.create(**body)
+    stream = service.completions.create(**body)
     next(stream)
     until(lambda: replica not in (found := replicas(client)) and found)
     with pytest.raises(openai.APIError, match="has ended; ask again"):
