@@ -28,8 +28,9 @@ RECALL_KEYS := sky tin jar hen red fox oak
 
 # kvpress pins an older Transformers, so it has an environment of its own
 KVPRESS := build/envs/kvpress
+LMCACHE := build/envs/lmcache
 
-.PHONY: setup setup-ray native native-sanitize wheel models kvpress evaluate test test-all check format docs demo demo-smollm2 demo-tiny-lm space \
+.PHONY: setup setup-ray native native-sanitize wheel models kvpress lmcache evaluate test test-all check format docs demo demo-smollm2 demo-tiny-lm space \
 	compile-kernels bench-cpu test-gpu bench-gpu gpu-first-run train-tiny-lm clean
 
 setup: $(READY)
@@ -60,6 +61,20 @@ $(KVPRESS)/.ready: Makefile
 	test -x $(KVPRESS)/bin/python || $(PYTHON) -m venv $(KVPRESS)
 	$(KVPRESS)/bin/python -m pip install --quiet "$(TORCH)"
 	$(KVPRESS)/bin/python -m pip install --quiet kvpress==0.5.5
+	touch $@
+
+# For `benchmarks/lmcache_serde.py` and tests/engines. LMCache asks for GPUs' libraries and older packages, so it has an
+# environment of its own, with what it imports on a CPU, on top of the other one.
+lmcache: $(LMCACHE)/.ready
+
+$(LMCACHE)/.ready: Makefile $(READY)
+	test -x $(LMCACHE)/bin/python || $(BIN)/python -m venv $(LMCACHE)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+		> $$($(LMCACHE)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/shared.pth
+	$(LMCACHE)/bin/python -m pip install --quiet --no-deps lmcache==0.5.6 blake3 cachetools cffi cryptography \
+		importlib_metadata==8.7.1 llvmlite msgspec numba nvtx opentelemetry-api==1.40.0 \
+		opentelemetry-exporter-prometheus==0.61b0 opentelemetry-sdk==1.40.0 opentelemetry-semantic-conventions==0.61b0 \
+		prometheus_client==0.24.1 py-cpuinfo pycparser zipp
 	touch $@
 
 # Methods against tasks (docs/evaluation.md); METHODS and TASKS are lists with commas.
