@@ -1,9 +1,10 @@
 """Memory and time of GRPO's rollouts in TRL, on Transformers' pages and on a compressed cache.
 
-    python benchmarks/grpo.py --model smollm2 --steps 3
+    python benchmarks/grpo.py [--model smollm2] [--steps 2]
 
 All rollouts of a step run at once on both. Transformers' pool of pages has just the room for that; what the compressed
-cache takes for them is counted, windows, tables and scratch included.
+cache takes for them is counted, windows, tables and scratch included. Without --model it is the random Llama of
+`serving.py`, whose rewards say nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import tempfile
 import time
 from typing import Any
 
+import torch
 from datasets import Dataset
+from serving import RANDOM, model_of
 from serving_engines import PAGE_TOKENS, dense_bytes, held_bytes
 from transformers import AutoTokenizer
 from transformers.generation.continuous_batching import ContinuousBatchingManager
@@ -31,10 +34,10 @@ NAMES = ("Transformers, paged", "DiffKV, balanced", "DiffKV, small")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--model", help="Hub id, folder or short name")
+    parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--rollouts", type=int, default=8)
-    parser.add_argument("--filler", type=int, default=60, help="sentences of ten tokens")
+    parser.add_argument("--filler", type=int, default=60, help="sentences of the prompt")
     parser.add_argument("--new", type=int, default=64, help="tokens of a rollout")
     options = parser.parse_args()
     print("| rollouts on | at once | MB of cache | of Transformers' | seconds a rollout phase | mean reward |")
@@ -53,8 +56,9 @@ def main() -> None:
 
 def train(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Some steps; the most rollouts at once, most bytes, mean seconds of generating, and mean reward."""
-    model = load_model(options.model, "bfloat16", "cpu", quiet=True)
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model(options.model))
+    model = model_of(RANDOM, torch.bfloat16) if options.model is None else load_model(options.model, "bfloat16", "cpu")
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(options.model or "tiny-lm"))
+    tokenizer.pad_token = tokenizer.eos_token = tokenizer.eos_token or tokenizer.decode(0)
     fact, filler, question = FACTS
     prompts = [fact.format(5000 + 7 * i) + filler * options.filler + question for i in range(options.steps)]
     longest = max(len(tokenizer(prompt).input_ids) for prompt in prompts) + options.new

@@ -26,6 +26,8 @@ from lmcache.v1.distributed.serde.turboquant import (
     TurboQuantDeserializer,
     TurboQuantSerdeConfig,
     TurboQuantSerializer,
+    decode_kernel,
+    store_kernel,
     turboquant,
 )
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
@@ -39,7 +41,8 @@ from hf_diffkv.lmcache import ChunkFormat, chunk_format
 
 CHUNK = 256
 KEY = ObjectKey(b"chunk", "model", 0)
-TURBO = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
+# keys of turboquant_k8v4 are fp8 as above, which the interpreter rounds otherwise than GPUs do
+TURBO = ("turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
 OURS = ("K8V8", "K8V4", "K6V4", "K4V4", "K4V2")
 RATIOS = (0.35, 0.25)
 
@@ -114,12 +117,13 @@ def methods(model: Any, head_dim: int) -> Iterator[tuple[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--chunks", type=int, default=4)
+    parser.add_argument("--chunks", type=int, default=2)
     parser.add_argument("--further", type=int, default=128, help="tokens that are read on what came back")
     parser.add_argument("--text", type=Path, help="in place of a text of the standard library")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         turboquant._select_cuda_device = lambda *_: torch.device("cpu")
+        store_kernel._use_fp8_e4b15 = decode_kernel._use_fp8_e4b15 = lambda *_: 0
     model = load_model(options.model, "bfloat16", None, quiet=True)
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(options.model))
     text = options.text.read_text() if options.text else "\n\n".join(texts())

@@ -2,7 +2,7 @@
 
     python -m hf_diffkv.lmcache server --l2-adapter ADAPTER
 
-with, for example, {"type": "fs_native", "base_path": "/cache", "serde": {"type": "diffkv", "head_dim": 128}} as ADAPTER is
+with '{"type": "fs_native", "base_path": "/cache", "serde": {"type": "diffkv", "head_dim": 128}}' for an ADAPTER is
 LMCache's own command, which knows the serialiser then. LMCache hands over chunks of one model, [2, layers, tokens,
 KV heads * head_dim], keys first. Each key and value is rotated by a Hadamard matrix, keys less the mean of their chunk
 and head, and quantised by itself as in `ops/quantize`.

@@ -16,7 +16,7 @@ class Wanted:
 
     Attributes:
         keys: of its beginnings.
-        replica: one replica and no other, by the name that it gives itself; None is any.
+        replica: the name of the one that is asked if it is there; None is any.
     """
 
     keys: tuple[int, ...] = ()
@@ -36,8 +36,8 @@ class BeginningRouter(RequestRouter):
         """Groups of replicas to ask, one after another."""
         replicas = {replica.replica_id: replica for replica in candidate_replicas}
         wanted = _wanted(pending_request)
-        if wanted.replica is not None:
-            return [[replica for name, replica in replicas.items() if name.unique_id == wanted.replica]]
+        if named := [replica for name, replica in replicas.items() if name.unique_id == wanted.replica]:
+            return [named]
         # a replica that was not asked lately counts as idle, and is asked before it gets anything
         queues = {name: self.replica_queue_len_cache.get(name) or 0 for name in replicas}
         return [[replicas[name] for name in group] for group in self._places.rank(wanted.keys, queues)]

@@ -18,7 +18,7 @@ def cluster() -> Iterator[Any]:
     if not hasattr(ray, "init"):
         pytest.skip("Ray is not installed: pip install -e '.[ray]'")
     # workers inherit it
-    os.environ.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", RAY_ENABLE_UV_RUN_RUNTIME_ENV="0")
+    os.environ.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", RAY_raylet_start_wait_time_s="180")
     ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100_000_000, logging_level="warning")
     yield ray
     ray.shutdown()
