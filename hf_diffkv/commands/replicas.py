@@ -65,6 +65,7 @@ def endpoint(options: SimpleNamespace, choice: Choice, generation: dict, batchin
         name=options.name or options.model,
         cors=options.cors,
         chat_template=None if options.chat_template is None else read_file(options.chat_template),
+        seed=options.seed,
         operation=_operation(options),
         log_format=options.log_format,
     )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ray import serve
 
+from ..batching.sampling import Sampling
 from ..batching.server.app import build_app
 from ..batching.server.logs import LogFormat, ServerLog
 from ..batching.server.operation import Operated, Operation
@@ -27,6 +29,7 @@ class Served:
         name: what clients call it; None is the model's own.
         cors: lets pages of any origin in.
         chat_template: in place of the tokenizer's.
+        seed: of the draws of requests that have none; None is another one each time.
         operation: key, limits and times, of each replica.
         log_format: of lines in the replicas' logs, "text" or "json".
     """
@@ -34,6 +37,7 @@ class Served:
     name: str | None = None
     cors: bool = False
     chat_template: str | None = None
+    seed: int | None = None
     operation: Operation = Operation()
     log_format: LogFormat = "text"
 
@@ -42,7 +46,7 @@ class Replica:
     """Serves one model; Ray Serve makes as many of it as are wanted.
 
     Args:
-        options: of its engine.
+        options: of its engine; `generation` is for requests that do not say how their tokens are chosen.
         served: how it is served.
 
     Raises:
@@ -50,13 +54,16 @@ class Replica:
     """
 
     def __init__(self, options: EngineOptions, served: Served) -> None:
-        loaded = load_engine(options)
+        # requests say how their tokens are drawn; the engine's own way is for all of them
+        loaded = load_engine(replace(options, generation={"do_sample": False}))
         self._engine = loaded.manager
         loaded.start()
         if served.chat_template is not None:
             loaded.tokenizer.chat_template = served.chat_template
-        name = served.name or options.model
-        app = build_app(name, loaded.model, loaded.tokenizer, self._engine, served.cors)
+        usual = copy.deepcopy(loaded.model.generation_config)
+        usual.update(**options.generation)
+        name, sampling = served.name or options.model, Sampling.of(usual)
+        app = build_app(name, loaded.model, loaded.tokenizer, self._engine, served.cors, sampling, served.seed)
         self._app = Operated(app, self._engine, served.operation, ServerLog(served.log_format))
         self._name = serve.get_replica_context().replica_id.unique_id
         self._ending: set[asyncio.Task] = set()
