@@ -87,13 +87,14 @@ class Generate:
         while self._alone.locked():
             async with self._alone:
                 pass
-        tried = await asyncio.gather(*map(self._answer, prompts), return_exceptions=True)
-        for i, prompt in enumerate(prompts):
-            if isinstance(tried[i], _EngineFailedError):
-                tried[i] = await self._answer_alone(prompt)
-            elif isinstance(tried[i], BaseException):
-                raise tried[i]
-        return tried
+        found = []
+        for prompt, tried in zip(prompts, await asyncio.gather(*map(self._answer, prompts), return_exceptions=True)):
+            if isinstance(tried, _EngineFailedError):
+                tried = await self._answer_alone(prompt)
+            if isinstance(tried, BaseException):
+                raise tried
+            found.append(tried)
+        return found
 
     def close(self) -> None:
         """Ends the engine, and all that it has under way."""
@@ -107,7 +108,12 @@ class Generate:
         except (ValueError, TypeError) as error:
             return Answer(None, [], 0, 0, " ".join(str(error).split()))
         name, ended = uuid.uuid4().hex, asyncio.get_running_loop().create_future()
-        self._manager.register_result_handler(name, lambda output: ended.done() or ended.set_result(output))
+
+        def take(output: Any) -> None:
+            if not ended.done():
+                ended.set_result(output)
+
+        self._manager.register_result_handler(name, take)
         self._under_way.add(ended)
         try:
             if self._manager.add_request(ids, request_id=name, max_new_tokens=self._max_new_tokens) is None:
@@ -155,9 +161,8 @@ class Generate:
         elif all(isinstance(item, Mapping) for item in items):
             # a table has every field in every message
             messages = [{name: value for name, value in item.items() if value is not None} for item in items]
-            ids = messages and self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=False
-            )
+            if messages:
+                ids = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         elif all(hasattr(item, "__index__") for item in items):
             ids = [int(item) for item in items]
         if not ids:

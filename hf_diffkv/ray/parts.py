@@ -42,7 +42,10 @@ class Parts:
     """
 
     def __init__(self, path: str) -> None:
-        self._files, self._folder = fs.FileSystem.from_uri(path) if "://" in path else (fs.LocalFileSystem(), path)
+        self._files: Any = fs.LocalFileSystem()
+        self._folder = path
+        if "://" in path:
+            self._files, self._folder = fs.FileSystem.from_uri(path)
 
     def make(self) -> None:
         """Makes the folder, and removes what ended workers left half written."""
