@@ -18,6 +18,9 @@ from .engine_names import CHILD, ContinuousBatchingLogitsProcessor, ContinuousBa
 
 # below it the likeliest token is taken, as dividing by it would overflow
 GREEDY_BELOW = 1e-5
+LIMITS = ("top_k", "top_p", "min_p")
+# likeliest tokens that are looked at first
+SORTED = 1024
 # how the names of processors end that prepare draws
 WARPER = "LogitsWarper"
 # other ways to leave tokens out that a `GenerationConfig` has, by the value that does nothing
@@ -147,29 +150,53 @@ def draw(scores: Tensor, samplings: Sequence[Sampling], uniform: Sequence[float]
     Returns:
         [rows], int64.
     """
+    size = scores.shape[1]
+    probabilities = (scores / _column([s.temperature for s in samplings], scores)).softmax(-1)
+    # sorting whole vocabularies takes longer than the forwards of small models, and a limit is seldom further down
+    ordered, tokens = probabilities.topk(min(SORTED, size))
+    allowed = _allowed(ordered, samplings)
+    drawn = tokens.gather(1, _place(ordered * allowed, uniform)).squeeze(1)
+    if ordered.shape[1] == size:
+        return drawn
+    further = [row for row, last in enumerate(allowed[:, -1].tolist()) if last or samplings[row].top_k > SORTED]
+    for row in further:
+        one, number = probabilities[row : row + 1], uniform[row : row + 1]
+        if samplings[row].top_k or samplings[row].top_p < 1:
+            ordered, tokens = one.sort(descending=True)
+            place = _place(ordered * _allowed(ordered, samplings[row : row + 1]), number)
+            drawn[row] = tokens[0, place[0, 0]]
+        else:
+            drawn[row] = _place(one * (one >= samplings[row].min_p * one.max()), number)[0, 0]
+    return drawn
 
-    def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=scores.dtype, device=scores.device)[:, None]
 
-    temperature, top_p, min_p = (
-        column([getattr(s, name) for s in samplings]) for name in ("temperature", "top_p", "min_p")
-    )
-    top_k = column([s.top_k or scores.shape[1] for s in samplings])
-    ordered, tokens = scores.sort(dim=-1, descending=True, stable=True)
-    # the difference first: large scores by small temperatures overflow
-    probabilities = ((ordered - ordered[:, :1]) / temperature).softmax(-1)
-    probabilities *= torch.arange(scores.shape[1], device=scores.device) < top_k
-    probabilities /= probabilities.sum(-1, keepdim=True)
-    likelier = probabilities.cumsum(-1) - probabilities
-    allowed = (likelier < top_p) & (probabilities >= min_p * probabilities[:, :1])
+def _allowed(ordered: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """Which of the likeliest tokens may be drawn, [rows, tokens]; `ordered` are their probabilities."""
+    size = ordered.shape[1]
+    top_k, top_p, min_p = (_column([getattr(s, name) for s in samplings], ordered) for name in LIMITS)
+    of_top_k = torch.arange(size, device=ordered.device) < top_k.where(top_k > 0, size)
+    # the share is one of the tokens that `top_k` leaves
+    whole = torch.where(top_k > 0, (ordered * of_top_k).sum(-1, keepdim=True), 1.0)
+    likelier = ordered.cumsum(-1) - ordered
+    allowed = of_top_k & ((likelier < top_p * whole) | (top_p == 1)) & (ordered >= min_p * ordered[:, :1])
     # the likeliest goes always
     allowed[:, 0] = True
-    left = probabilities * allowed
-    reached = left.cumsum(-1, dtype=torch.float64)
-    wanted = torch.tensor(uniform, dtype=torch.float64, device=scores.device)[:, None] * reached[:, -1:]
-    place = torch.searchsorted(reached, wanted, right=True)
+    return allowed
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=like.device)[:, None]
+
+
+def _place(weights: Tensor, uniform: Sequence[float]) -> Tensor:
+    """Which of `weights` [rows, tokens] a number of each row in [0, 1) hits; [rows, 1]."""
+    reached = weights.cumsum(-1, dtype=torch.float64)
+    whole = reached[:, -1:]
+    wanted = torch.tensor(uniform, dtype=torch.float64, device=weights.device)[:, None] * whole
     # a product may round up to the whole
-    return tokens.gather(1, place.minimum((left > 0).sum(-1, keepdim=True) - 1)).squeeze(1)
+    place = torch.searchsorted(reached, wanted.minimum(whole.nextafter(torch.zeros_like(whole))), right=True)
+    # nothing is reached where scores are no numbers, whose request fails
+    return place.clamp_(max=weights.shape[1] - 1)
 
 
 def _uniform(state: Any, sampling: Sampling) -> float:

@@ -23,7 +23,7 @@ from transformers import (
 from hf_diffkv.batching.engine_names import children
 from hf_diffkv.batching.sampling import Sampling, TokenLogprobs, draw
 
-POINTS = 20_000
+POINTS = 2_000
 DRAWN = Sampling(temperature=1.5, top_k=40, top_p=0.95, seed=7)
 
 
@@ -32,6 +32,12 @@ def model() -> PreTrainedModel:
     return tiny_model("llama")
 
 
+# more tokens than are looked at first
+VOCABULARY = 3000
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("size", [50, VOCABULARY])
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -43,13 +49,16 @@ def model() -> PreTrainedModel:
         Sampling(3.0, top_k=30, top_p=0.8, min_p=0.05),
         Sampling(1.0, top_p=0.0),
         Sampling(1e-4),
+        Sampling(9.0, top_p=0.9),
+        Sampling(9.0, top_k=1500, top_p=0.99),
+        Sampling(9.0, min_p=0.5),
     ],
     ids=str,
 )
-def test_tokens_are_drawn_as_often_as_transformers_says(sampling: Sampling) -> None:
-    scores = torch.randn(1, 50, generator=torch.Generator().manual_seed(0)) * 3
+def test_tokens_are_drawn_as_often_as_transformers_says(sampling: Sampling, size: int) -> None:
+    scores = torch.randn(1, size, generator=torch.Generator().manual_seed(0)) * 3
     wanted = TemperatureLogitsWarper(sampling.temperature)(None, scores)
-    if sampling.top_k:
+    if 0 < sampling.top_k < size:
         wanted = TopKLogitsWarper(sampling.top_k)(None, wanted)
     if sampling.top_p < 1:
         wanted = TopPLogitsWarper(sampling.top_p)(None, wanted)
@@ -57,8 +66,8 @@ def test_tokens_are_drawn_as_often_as_transformers_says(sampling: Sampling) -> N
         wanted = MinPLogitsWarper(sampling.min_p)(None, wanted)
     # numbers in [0, 1) at equal distances hit each token as often as it is likely, to within one
     uniform = ((torch.arange(POINTS) + 0.5) / POINTS).tolist()
-    tokens = draw(scores.expand(POINTS, -1), [sampling] * POINTS, uniform)
-    hits = torch.bincount(tokens, minlength=50)
+    rows = [draw(scores.expand(500, -1), [sampling] * 500, uniform[i : i + 500]) for i in range(0, POINTS, 500)]
+    hits = torch.bincount(torch.cat(rows), minlength=size)
     assert (hits - wanted.softmax(-1)[0] * POINTS).abs().max() <= 1.1
     assert not hits[wanted[0] == -math.inf].any()
 
@@ -76,6 +85,12 @@ def test_rows_of_a_draw_are_on_their_own() -> None:
 def test_a_number_just_below_one_draws_what_may_be_drawn() -> None:
     scores = torch.tensor([[3.0, -torch.inf, 2.0, -torch.inf]])
     assert draw(scores, [Sampling(1.0)], [math.nextafter(1.0, 0.0)]).item() == 2
+
+
+def test_scores_that_are_no_numbers_do_no_harm() -> None:
+    scores = torch.stack([torch.full((VOCABULARY,), torch.nan), torch.arange(VOCABULARY) * 1.0])
+    for sampling in (Sampling(0.01), Sampling(0.01, top_p=0.5), Sampling(0.01, top_k=5)):
+        assert draw(scores, [sampling] * 2, [0.5, 0.5])[1] == VOCABULARY - 1
 
 
 @contextmanager

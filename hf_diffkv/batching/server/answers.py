@@ -16,6 +16,8 @@ from ..sampling import TokenLogprobs
 from .errors import RefusedError
 from .generation import Asked, Generation, Run, Step
 
+# what OpenAI's protocol has for the logarithm of 0
+NEVER = -9999.0
 # what decoders put where bytes are no character
 NO_CHARACTER = "\ufffd"
 
@@ -91,7 +93,7 @@ class Answer(ABC):
         """Of one token. Its bytes are null where it is a part of a character."""
         text = self.served.tokenizer.decode([token])
         raw = None if NO_CHARACTER in text else list(text.encode())
-        return {"token": text, "logprob": logprob, "bytes": raw}
+        return {"token": text, "logprob": max(logprob, NEVER), "bytes": raw}
 
     def with_top(self, token: int, found: TokenLogprobs) -> dict[str, Any]:
         """As `logprobs`, with the likeliest tokens at this place."""

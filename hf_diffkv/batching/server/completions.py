@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from .answers import Answer, event, usage_of
+from .answers import NEVER, Answer, event, usage_of
 from .errors import RefusedError
 from .fields import MOST_LOGPROBS, Count, SeveralChoices, only, refusal
 from .generation import Asked, Run, Step
@@ -87,7 +87,7 @@ class CompletionAnswer(Answer):
             return None
         text = self.served.tokenizer.decode
         tops = [
-            {text([each]): logprob for each, logprob in (*found.top, (token, found.logprob))}
+            {text([each]): max(logprob, NEVER) for each, logprob in (*found.top, (token, found.logprob))}
             for token, _, found in step.logprobs
         ]
         return {
