@@ -75,8 +75,6 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         self._stopping = False
         # of the requests under way
         self.records = Records()
-        # requests that are to end as if they were done
-        self._ending: set[str] = set()
         self.model = model
         options = _checked_options(continuous_batching_config)
         scheduler_class(options.scheduler_type)
@@ -202,15 +200,14 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         """
         record = self.records.get(request_id)
         if record is not None:
-            record.finish_reason = finish_reason
-            self._ending.add(request_id)
+            record.finish_reason, record.ending = finish_reason, True
             self.cancel_request(request_id)
 
     def _note_cancelled(self, state: RequestState) -> None:
         """Called by the engine's thread when a request was cancelled and holds nothing any more."""
         for name in (state.request_id, *children(state.request_id, state.num_children)):
-            if name in self._ending:
-                self._ending.discard(name)
+            record = self.records.get(name)
+            if record is not None and record.ending:
                 ended = state if name == state.request_id else RequestState(name, state.initial_tokens)
                 ended.status = RequestStatus.FINISHED
                 self.records.close(name, "cancelled")

@@ -18,6 +18,7 @@ class RequestRecord:
         created, first_token, last_token, ended: in seconds of `time.perf_counter`; None for what has not happened.
         finish_reason: why it ended: "stop" at an end-of-text token, "length" at its limit, "cancelled", "error", or
             what `DiffKVBatchingManager.end_request` was told; None while it is under way.
+        ending: whether that was asked to end it.
     """
 
     request_id: str
@@ -29,6 +30,7 @@ class RequestRecord:
     last_token: float | None = None
     ended: float | None = None
     finish_reason: str | None = None
+    ending: bool = False
 
 
 # where the records of requests go that are added in this context; nowhere by default

@@ -203,7 +203,7 @@ def _serve(
     log.message(ready, paragraph(ready))
     if tokenizer.chat_template is None:
         log.message("no chat template: /v1/chat/completions needs --chat-template")
-    app = build_app(name, model, tokenizer, engine, options.cors, sampling, options.seed)
+    app = build_app(name, model, tokenizer, engine, sampling, options.seed)
     run(app, engine, listener, _operation(options), log)
 
 

@@ -208,6 +208,22 @@ def test_the_key(served: Callable) -> None:
     served(use, api_key="secret")
 
 
+def test_pages_of_any_origin(served: Callable) -> None:
+    """They learn why they are refused, and may ask whether they may send the key."""
+
+    async def use(client: Client) -> None:
+        origin = {"origin": "http://there"}
+        refused = await client.complete(headers=origin)
+        assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == "*"
+        wanted = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        asked = await client.options("/v1/completions", headers={**origin, **wanted})
+        assert asked.status_code == 200 and asked.headers["access-control-allow-origin"] == "*"
+        answer = await client.complete(headers={**origin, "authorization": "Bearer secret"})
+        assert answer.status_code == 200 and answer.headers.get_list("access-control-allow-origin") == ["*"]
+
+    served(use, cors=True, api_key="secret")
+
+
 @pytest.mark.slow
 def test_metrics_without_a_key(served: Callable) -> None:
     async def use(client: Client) -> None:
@@ -254,6 +270,7 @@ def test_time_is_up(served: Callable) -> None:
         whole, stream, waits = client.endless(), client.endless(stream=True), client.endless()
         answer = await whole
         assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
+        assert answer.json()["error"]["type"] == "server_error"
         assert (await waits).status_code == 504
         answer = await stream
         assert answer.status_code == 200

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.middleware.cors import CORSMiddleware
 
 from ..manager import DiffKVBatchingManager
 from ..sampling import Sampling
@@ -32,7 +31,6 @@ def build_app(
     model: Any,
     tokenizer: Any,
     engine: DiffKVBatchingManager,
-    cors: bool = False,
     sampling: Sampling | None = None,
     seed: int | None = None,
 ) -> FastAPI:
@@ -41,7 +39,6 @@ def build_app(
     Args:
         name: what clients call the model.
         tokenizer: a fast one.
-        cors: lets pages of any origin in.
         sampling: how tokens are chosen where a request does not say; as `model.generation_config` says by default.
         seed: of the draws of requests that have none; None is another one each time.
     """
@@ -52,8 +49,6 @@ def build_app(
     _add_answers(app, Served(name, model, generation))
     _add_models(app, name)
     app.add_api_route(STATISTICS, lambda: statistics(engine), methods=["GET"])
-    if cors:
-        app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(Disconnection, gone=generation.forget)
     return app
 

@@ -10,8 +10,8 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-# of errors by their status; what is not there is an `invalid_request_error`
-TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+# of errors of clients by their status; what is not there is an `invalid_request_error`
+TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class RefusedError(Exception):
@@ -37,7 +37,7 @@ class RefusedError(Exception):
 
     def content(self) -> dict[str, Any]:
         """The object that is sent."""
-        kind = TYPES.get(self.status, "invalid_request_error")
+        kind = "server_error" if self.status >= 500 else TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:

@@ -9,6 +9,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from ..manager import DiffKVBatchingManager
@@ -30,6 +31,7 @@ class Operation:
     """How a server is run.
 
     Attributes:
+        cors: lets pages of any origin in.
         api_key: that clients must know; None lets all in. open_metrics: `/metrics` needs no key.
         max_queue: requests that may wait; None is any number.
         timeout: seconds that an answer may take; None is any.
@@ -37,6 +39,7 @@ class Operation:
         log_level: of uvicorn and Transformers. log_every: seconds between lines of statistics, 0 is none.
     """
 
+    cors: bool = False
     api_key: str | None = field(default=None, repr=False)
     open_metrics: bool = False
     max_queue: int | None = None
@@ -60,7 +63,10 @@ class Operated:
         self.under_way = UnderWay(app, engine, operation.timeout)
         admission = Admission(self.under_way, engine, self.health, operation.max_queue)
         free = (HEALTH, METRICS) if operation.open_metrics else (HEALTH,)
-        self._app = ApiKey(_Pages(admission, self.health, self.metrics), operation.api_key, free)
+        self._app: Any = ApiKey(_Pages(admission, self.health, self.metrics), operation.api_key, free)
+        if operation.cors:
+            # around refusals as well: a page is not told of those otherwise
+            self._app = CORSMiddleware(self._app, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
 
     async def __call__(self, scope: dict, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
