@@ -63,7 +63,6 @@ def endpoint(options: SimpleNamespace, choice: Choice, generation: dict, batchin
         prefixes["folder_bytes"] = options.prefix_folder_bytes
     served = Served(
         name=options.name or options.model,
-        cors=options.cors,
         chat_template=None if options.chat_template is None else read_file(options.chat_template),
         seed=options.seed,
         operation=_operation(options),

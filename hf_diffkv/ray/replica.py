@@ -27,7 +27,6 @@ class Served:
 
     Attributes:
         name: what clients call it; None is the model's own.
-        cors: lets pages of any origin in.
         chat_template: in place of the tokenizer's.
         seed: of the draws of requests that have none; None is another one each time.
         operation: key, limits and times, of each replica.
@@ -35,7 +34,6 @@ class Served:
     """
 
     name: str | None = None
-    cors: bool = False
     chat_template: str | None = None
     seed: int | None = None
     operation: Operation = Operation()
@@ -63,7 +61,7 @@ class Replica:
         usual = copy.deepcopy(loaded.model.generation_config)
         usual.update(**options.generation)
         name, sampling = served.name or options.model, Sampling.of(usual)
-        app = build_app(name, loaded.model, loaded.tokenizer, self._engine, served.cors, sampling, served.seed)
+        app = build_app(name, loaded.model, loaded.tokenizer, self._engine, sampling, served.seed)
         self._app = Operated(app, self._engine, served.operation, ServerLog(served.log_format))
         self._name = serve.get_replica_context().replica_id.unique_id
         self._ending: set[asyncio.Task] = set()
