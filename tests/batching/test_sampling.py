@@ -36,8 +36,7 @@ def model() -> PreTrainedModel:
 VOCABULARY = 3000
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("size", [50, VOCABULARY])
+@pytest.mark.parametrize("size", [50, pytest.param(VOCABULARY, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "sampling",
     [
