@@ -117,12 +117,15 @@ class LayerSimulation:
         rule: Rule | None = None,
         metadata_bits: int = 32,
         adaptive_rounding: bool = False,
+        model_moment: Tensor | None = None,
     ) -> None:
         if window < 1 or compaction_interval < 1 or (observation_window is not None and observation_window < 1):
             raise ValueError("window, compaction_interval and observation_window start at 1")
         self.high, self.low = high, low
         self.narrow = metadata_bits == 16
         self._adapts = adaptive_rounding
+        # [H, D, D] of R q, which generated tokens are rounded for as it is; None rounds them to the nearest code
+        self._model_moment = model_moment
         # called with the sums where those of stored tokens are rounded at random; returns them so
         self.round_sums: Callable[[Tensor], Tensor] = lambda sums: sums
         self.rule = rule or Rule()
@@ -435,9 +438,12 @@ class LayerSimulation:
                 # no further rounding to the model's dtype: it is in that, or was dequantised
                 kept = kept[0] @ self._rotations[0].T - offset, kept[1] @ self._rotations[1].T
                 kept = tuple(x.to(torch.promote_types(self.dtype, torch.float32)) for x in kept)
-            moment = self._moment[row, head]
-            if self._adapts and self._is_prompt and precision.k_bits <= 6 and moment.any():
-                kept_keys = adapted_round_trip(kept[0], moment, precision.k_bits, precision.k_groups, self.narrow)
+            moment, damping = self._moment[row, head], 0.1
+            if not self._is_prompt:
+                moment, damping = None if self._model_moment is None else self._model_moment[head], 0.0
+            if self._adapts and precision.k_bits <= 6 and moment is not None and moment.any():
+                stored = (precision.k_bits, precision.k_groups, self.narrow, damping)
+                kept_keys = adapted_round_trip(kept[0], moment, *stored)
             else:
                 kept_keys = round_trip(kept[0], precision.k_bits, precision.k_groups, self.dtype, self.narrow)
             kept_values = round_trip(kept[1], precision.v_bits, precision.v_groups, self.dtype, self.narrow)

@@ -69,8 +69,13 @@ def round_trip(x: Tensor, bits: int, groups: int, dtype: torch.dtype, narrow: bo
     return decode(*(quantise_narrow if narrow and bits <= 6 else quantise)(x, bits, groups)).to(x.dtype)
 
 
-def adapted_round_trip(x: Tensor, moment: Tensor, bits: int, groups: int, narrow: bool = False) -> Tensor:
+def adapted_round_trip(
+    x: Tensor, moment: Tensor, bits: int, groups: int, narrow: bool = False, damping: float = 0.1
+) -> Tensor:
     """What remains of keys x [n, d] where they are rounded for queries with the sum of q q^T `moment` [d, d].
+
+    Args:
+        damping: of the moment's mean diagonal, added to it.
 
     From the last channel to the first, each takes the code nearest to where the mean of (q . e)^2 would be least if the
     channels before it need not be rounded. A group's least and largest element keep the codes they have by themselves.
@@ -86,7 +91,7 @@ def adapted_round_trip(x: Tensor, moment: Tensor, bits: int, groups: int, narrow
     scale, zero = (part.double().expand_as(parts).flatten(-2) for part in (scale, zero))
     step = torch.where(scale == 0, 1.0, scale)
     given, is_low, is_high = parts.flatten(-2).double(), is_low.flatten(-2), is_high.flatten(-2)
-    square = moment.double() + 0.1 * moment.diagonal().double().mean() * torch.eye(x.shape[1], dtype=torch.float64)
+    square = moment.double() + damping * moment.diagonal().double().mean() * torch.eye(x.shape[1], dtype=torch.float64)
     kept, error = torch.zeros_like(given), torch.zeros_like(given)
     for channel in range(x.shape[1] - 1, -1, -1):
         free, fixed = slice(0, channel + 1), slice(channel + 1, None)

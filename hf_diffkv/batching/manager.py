@@ -299,6 +299,9 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         with torch.no_grad():
             slots = make_slots(self._config, self._shape, compressed, *sizes)
         tokens = MAX_BATCH_TOKENS if options.max_batch_tokens is None else options.max_batch_tokens
+        path = queries_of(self.model) if self._config.adaptive_rounding else None
+        if path is not None:
+            slots.use_moments(QueryMoments.load(path))
         cache = ContinuousCache(slots, layers, tokens, windows)
         cache.prefixes = self.prefixes
         return cache

@@ -14,7 +14,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..config.diffkv_config import DiffKVConfig, configuration_of
+from ..config.found import queries_of
 from ..store import Store, check_integrity, commit, fork_store, levels, move_rows, prepare_rows, read_tokens, settle
+from ..store.query_moments import QueryMoments
 from .devices import TensorParallel, are_apart, layer_devices
 from .errors import HandOverError, stopped_halfway
 from .held_tokens import HeldTokens
@@ -74,6 +76,18 @@ class DiffKVCache(Cache):
         for index, layer_idx in enumerate(compressed):
             layers[layer_idx] = DiffKVLayer(self.stores, index, len(self._readers.get(layer_idx, ())))
         super().__init__(layers=layers)
+        self._find_moments(model)
+
+    def _find_moments(self, model: Any) -> None:
+        """Looks for the moments of the model's queries, unless nothing is rounded by them or they are there.
+
+        Raises:
+            ValueError: a file that is no such file, or of another model.
+        """
+        if self.config.adaptive_rounding and self.stores.num_layers and self.stores.moments is None:
+            path = queries_of(model)
+            if path is not None:
+                self.stores.use_moments(QueryMoments.load(path))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -135,7 +149,8 @@ class DiffKVCache(Cache):
         layers that share keys and values: the layer that the others read is then not compressed.
 
         Raises:
-            ValueError: the model has other layers than the one this cache was made for.
+            ValueError: the model has other layers than the one this cache was made for, or the moments that are kept of
+                its queries have.
         """
         self.check_layers(model)
         for layer_idx, readers in self._readers.items():
@@ -144,6 +159,7 @@ class DiffKVCache(Cache):
                 self.stores.kept_dense.add(layer.index)
                 self.layers[layer_idx] = DynamicLayer()
         self.stores.attach(model, self.compressed_layers())
+        self._find_moments(model)
 
     def compressed_layers(self) -> list[int]:
         """Indices of the layers this cache compresses."""

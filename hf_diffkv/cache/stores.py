@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..config import DiffKVConfig
 from ..store import KVHeads, Store, begin_forward, drop_unused_layers, withdraw
+from ..store.query_moments import QueryMoments
 from ..store.state import LayerThreshold
 from .devices import TensorParallel, absent_layers, layer_devices
 from .errors import HandOverError, stopped_halfway
@@ -39,6 +40,8 @@ class Stores:
         self.max_positions = max_positions
         config.check_layers(num_layers)
         self.all: list[Store] = []
+        # of the model's queries, where they are known; stores read them
+        self.moments: QueryMoments | None = None
         # logical tokens each layer has seen; the layers refer to this object, which must not refer back to them, or
         # a cache that is dropped would keep its memory until Python's garbage collector comes by
         self.seen = [0] * num_layers
@@ -73,6 +76,22 @@ class Stores:
         self.absent = {index for index, layer_idx in enumerate(compressed_layers) if layer_idx in absent}
         self.absent |= self.kept_dense
 
+    def use_moments(self, moments: QueryMoments) -> None:
+        """Has generated keys rounded by moments of the model's queries from now on.
+
+        Raises:
+            ValueError: they are of another model.
+        """
+        moments.check_layers(self.num_layers)
+        for index, (store, _) in self._places.items():
+            self._check_moments(moments, index, store)
+        self.moments = moments
+        for store in self.all:
+            store.moments = moments
+
+    def _check_moments(self, moments: QueryMoments, index: int, store: Store) -> None:
+        moments.check_layer(index, store.num_heads * self.tensor_parallel.size, store.key_dim)
+
     def place(self, index: int, key: Tensor, value: Tensor) -> tuple[Store, int]:
         """The store for a layer's keys and values, and the layer's index in it.
 
@@ -105,7 +124,9 @@ class Stores:
         """A store for `layers` layers of this model, of which `config` is what one has; arguments as in `Store`."""
         first_head = self.tensor_parallel.rank * heads.num_heads
         sizes = {"total_layers": self.num_layers, "first_head": first_head, "max_positions": self.max_positions}
-        return Store(config, layers, batch_size, heads, **sizes)
+        store = Store(config, layers, batch_size, heads, **sizes)
+        store.moments = self.moments
+        return store
 
     def _make_room_beside(self, store: Store) -> None:
         self.share_budget(store)
@@ -223,7 +244,13 @@ class Stores:
         return empty
 
     def assign(self, index: int, store: Store, slot: int) -> None:
-        """Says where a layer stands, in a store of this cache or one that is new."""
+        """Says where a layer stands, in a store of this cache or one that is new.
+
+        Raises:
+            ValueError: the moments of the model's queries are of other heads.
+        """
+        if self.moments is not None:
+            self._check_moments(self.moments, index, store)
         if not any(store is other for other in self.all):
             self.all.append(store)
         self._places[index] = (store, slot)

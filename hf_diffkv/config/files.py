@@ -10,6 +10,8 @@ from typing import Any
 from .presets import close_preset
 
 CONFIG_NAME = "diffkv_config.json"
+# beside it: moments of the model's queries (store/query_moments.py)
+QUERIES_NAME = "diffkv_queries.safetensors"
 # key of what a configuration was chosen by
 CALIBRATION = "calibration"
 # what `to_dict` of every release wrote, all of it

@@ -1,7 +1,8 @@
-"""What is known of a model without being told: a configuration beside its files, and what its heads lose.
+"""What is known of a model without being told: a configuration beside its files, what its heads lose, its queries.
 
 Looked for in this order: `diffkv_config.json` in the folder or the repository of the Hub that the model came from;
-then, by a digest of the weights, what `hf-diffkv calibrate` left in the user's cache folder; then what ships.
+then, by a digest of the weights, what `hf-diffkv calibrate` left in the user's cache folder; then what ships. The
+moments of queries are a file beside each of these.
 """
 
 from __future__ import annotations
@@ -72,14 +73,34 @@ def beside(model: Any) -> Path | None:
 
     A repository of the Hub is asked once, for the commit that is in the Hub's cache; no answer counts as none.
     """
-    model_config = getattr(model, "config", model)
-    name = model if isinstance(model, (str, os.PathLike)) else getattr(model_config, "name_or_path", "")
+    name = _name_of(model)
     if not name:
         return None
     local = Path(name) / files.CONFIG_NAME
     if local.is_file():
         return local
     return None if Path(name).is_dir() else _on_the_hub(os.fspath(name))
+
+
+def queries_of(model: Any) -> Path | None:
+    """The file with the moments of a model's queries (store/query_moments.py), of a loaded model or a configuration.
+
+    That beside the model's configuration comes first, whatever its weights; the others are of these very weights.
+    """
+    path = beside(model)
+    near = None if path is None else _beside_config(model, path)
+    if near is not None:
+        return near
+    digest = _digest(model)
+    if digest is None:
+        return None
+    kept = queries_path(digest)
+    return kept if kept.is_file() else _shipped_queries().get(digest)
+
+
+def queries_path(digest: str) -> Path:
+    """Where the moments of the queries of a model with these weights are kept for the user."""
+    return user_folder() / f"{digest}.safetensors"
 
 
 def tell_of_calibration(model: Any) -> None:
@@ -135,6 +156,38 @@ def _known_of_the_hub(repo: str, file: str) -> str | None:
 def _shipped() -> dict[str, Sensitivity]:
     found = (Sensitivity.from_dict(json.loads(path.read_text())) for path in sorted(SHIPPED.glob("*.json")))
     return {measured.model_digest: measured for measured in found}
+
+
+@cache
+def _shipped_queries() -> dict[str, Path]:
+    paths = {path: path.with_suffix(".safetensors") for path in SHIPPED.glob("*.json")}
+    return {json.loads(path.read_text())["model_digest"]: file for path, file in paths.items() if file.is_file()}
+
+
+def _beside_config(model: Any, path: Path) -> Path | None:
+    """The file of moments beside a model's configuration at `path`."""
+    near = path.with_name(files.QUERIES_NAME)
+    if near.is_file():
+        return near
+    name = os.fspath(_name_of(model))
+    return None if Path(name).is_dir() else _queries_on_the_hub(name, path.parent.name)
+
+
+def _name_of(model: Any) -> str | os.PathLike:
+    """What a loaded model or its configuration came from; a name or folder as it is."""
+    if isinstance(model, (str, os.PathLike)):
+        return model
+    return getattr(getattr(model, "config", model), "name_or_path", "")
+
+
+@cache
+def _queries_on_the_hub(repo: str, commit: str) -> Path | None:
+    from huggingface_hub import errors, hf_hub_download
+
+    try:
+        return Path(hf_hub_download(repo, files.QUERIES_NAME, revision=commit))
+    except (errors.EntryNotFoundError, errors.HfHubHTTPError, OSError):
+        return None
 
 
 @cache

@@ -4,7 +4,7 @@
 
 namespace diffkv {
 
-constexpr int64_t ABI_VERSION = 5;
+constexpr int64_t ABI_VERSION = 6;
 constexpr int MAX_TIERS = 4;
 constexpr int MAX_DIM = 512;
 
@@ -78,7 +78,11 @@ struct Compaction {
   int64_t* state;    // free list: start, free, capacity
   int32_t* flag;
   int64_t* advance;  // counted up where a candidate left, or null
-  int64_t threads;
+  // bfloat16 [model layers, model_heads, key dim, key dim] that keys are rounded by, or null; row r has that of layer
+  // layer[r / layer_rows] and head[r % heads]
+  const void* feedback;
+  const int64_t *layer, *head;
+  int64_t layer_rows, model_heads, threads;
 };
 
 // Tokens of one tier (the format's first) by page and slot, int64 [count] each.

@@ -1,7 +1,7 @@
 // One round of Algorithm 1 (DiffKV, section 4.3) for all rows: what becomes of each is planned, then pages are given out
 // in the order of rows, then tokens move. Decisions are those of ops/compact/reference.py.
 #pragma once
-#include "quantize.h"
+#include "rounding.h"
 
 namespace diffkv {
 namespace {
@@ -120,6 +120,14 @@ inline uint8_t* place(const Compaction& round, int64_t row, int tier, int64_t in
   return page_at(round.format, round.rows, row, tier, index / capacity);
 }
 
+// What keys of a row are rounded by.
+inline Feedback feedback_of(const Compaction& round, int64_t row) {
+  if (!round.feedback) return {nullptr, BFLOAT16, 0};
+  const int64_t dim = round.format.tier[HIGH].key.dim;
+  const int64_t head = round.layer[row / round.layer_rows] * round.model_heads + round.head[row % round.heads];
+  return {round.feedback, BFLOAT16, head * dim * dim};
+}
+
 inline void move_row(const Compaction& round, const Plan& plan, int64_t row) {
   if (!plan.to_high && !plan.to_low) return;
   const Tier &high = round.format.tier[HIGH], &low = round.format.tier[LOW];
@@ -128,11 +136,13 @@ inline void move_row(const Compaction& round, const Plan& plan, int64_t row) {
   const int64_t at = row * round.slots + ring_slot(position, round.slots, round.sink_slots);
   float key[MAX_DIM], value[MAX_DIM];
   int64_t slot;
+  const Feedback feedback = feedback_of(round, row);
   if (plan.demotes) {
     int64_t from;
     const uint8_t* page = place(round, row, HIGH, plan.victim, from);
     decode_row(page, high.key, dtype, from, key);
     decode_row(page, high.value, dtype, from, value);
+    round_key(low.key, feedback, key);
     uint8_t* to = place(round, row, LOW, round.rows.count[LOW][row]++, slot);
     store_token(to, low, dtype, slot, key, value, read_score(page, high, from), read_position(page, high, from));
   }
@@ -141,6 +151,7 @@ inline void move_row(const Compaction& round, const Plan& plan, int64_t row) {
   const int tier = plan.to_high ? HIGH : LOW;
   const int64_t index = plan.displaces ? plan.victim : round.rows.count[tier][row]++;
   uint8_t* to = place(round, row, tier, index, slot);
+  round_key(round.format.tier[tier].key, feedback, key);
   store_token(to, round.format.tier[tier], dtype, slot, key, value, round.score[at], int32_t(position));
 }
 

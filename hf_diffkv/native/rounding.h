@@ -6,6 +6,9 @@
 namespace diffkv {
 namespace {
 
+// LARGEST_BITS of ops/rounding/reference.py
+constexpr int ROUNDED_BITS = 6;
+
 // Keys of one row, and their groups' numbers, by element and group, a key in each lane.
 struct KeyBlock {
   alignas(64) float x[MAX_DIM][WIDTH], error[MAX_DIM][WIDTH];
@@ -50,6 +53,21 @@ inline Floats added(const KeyBlock& keys, const float* feedback, int channel, in
   return (part[0] + part[1]) + (part[2] + part[3]);
 }
 
+// M^T of one row, [dim, dim] of a dtype from an offset in elements on, of which what is right of the diagonal is read.
+struct Feedback {
+  const void* from;
+  int32_t dtype;
+  int64_t offset;
+
+  // Weights of what is behind a channel, in the place of their channels; `buffer` may hold them.
+  const float* behind(int channel, int dim, float* buffer) const {
+    const int64_t at = offset + int64_t(channel) * dim;
+    if (dtype == FLOAT32) return static_cast<const float*>(from) + at;
+    read_row(from, dtype, at + channel + 1, dim - channel - 1, buffer + channel + 1);
+    return buffer;
+  }
+};
+
 // Rounds one channel; the element becomes what is to be quantised.
 inline void round_channel(KeyBlock& keys, int channel, Floats behind) {
   const Floats x = load(keys.x[channel]), step = load(keys.step), zero = load(keys.zero);
@@ -63,20 +81,35 @@ inline void round_channel(KeyBlock& keys, int channel, Floats behind) {
   store(keys.x[channel], x == low ? x : x == high ? x : inside);
 }
 
+// Rounds the keys in all lanes.
+inline void round_lanes(const Side& side, const Feedback& feedback, KeyBlock& block) {
+  const int dim = side.dim, size = dim / side.groups;
+  float buffer[MAX_DIM];
+  for (int group = side.groups - 1; group >= 0; group--) {
+    weigh_group(block, side, group * size, size);
+    for (int d = (group + 1) * size - 1; d >= group * size; d--)
+      round_channel(block, d, added(block, feedback.behind(d, dim, buffer), d, dim));
+  }
+}
+
+// Rounds one key, unless there is no feedback or a code has more bits than that is worth.
+inline void round_key(const Side& side, const Feedback& feedback, float* key) {
+  if (!feedback.from || side.bits > ROUNDED_BITS) return;
+  KeyBlock block;
+  for (int d = 0; d < side.dim; d++) store(block.x[d], splat(key[d]));
+  round_lanes(side, feedback, block);
+  for (int d = 0; d < side.dim; d++) key[d] = block.x[d][0];
+}
+
 inline void round_block(const Rounding& keys, int64_t first, int count, KeyBlock& block) {
-  const int dim = keys.side.dim, size = dim / keys.side.groups;
+  const int dim = keys.side.dim;
   float row[MAX_DIM];
   for (int lane = 0; lane < WIDTH; lane++) {
     // lanes without a key repeat the last one
     read_row(keys.key, keys.source, (first + smaller(lane, count - 1)) * keys.key_stride, dim, row);
     for (int d = 0; d < dim; d++) block.x[d][lane] = row[d];
   }
-  const float* feedback = keys.feedback + keys.row[first] * int64_t(dim) * dim;
-  for (int group = keys.side.groups - 1; group >= 0; group--) {
-    weigh_group(block, keys.side, group * size, size);
-    for (int d = (group + 1) * size - 1; d >= group * size; d--)
-      round_channel(block, d, added(block, feedback + int64_t(d) * dim, d, dim));
-  }
+  round_lanes(keys.side, {keys.feedback, FLOAT32, keys.row[first] * int64_t(dim) * dim}, block);
   for (int lane = 0; lane < count; lane++)
     for (int d = 0; d < dim; d++) keys.rounded[(first + lane) * dim + d] = block.x[d][lane];
 }

@@ -10,7 +10,7 @@ import torch
 from ..pages import PageLayout, TierLayout
 
 MAX_TIERS = 4
-ABI_VERSION = 5
+ABI_VERSION = 6
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
@@ -81,7 +81,8 @@ class Compaction(ctypes.Structure):
         *_fields(
             long="row_count heads slots sink_slots window",
             pointer="key value score position length leaving high_threshold low_threshold ring state flag advance",
-            long2="threads",
+            pointer2="feedback layer head",
+            long2="layer_rows model_heads threads",
         ),
     ]
 

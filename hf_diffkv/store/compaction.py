@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..ops.backend import NATIVE
 from ..ops.compact import compact_step, least_mean
+from ..ops.rounding import ModelFeedback
 from ..pages import HIGH
 from ..policy import StepRows, relative_thresholds
 from . import native
@@ -45,14 +46,14 @@ def compact(store: Store) -> None:
 
 def compact_round(store: Store) -> None:
     """Sends the oldest token of every window that holds too many through Algorithm 1."""
-    in_native_code = store.backend() == NATIVE
+    in_native_code, feedback = store.backend() == NATIVE, store.model_feedback
     if not store.layout.selects:
         rows = store.all_rows()
         if in_native_code:
-            native.compact(store, rows.alpha_high, None)
+            native.compact(store, rows.alpha_high, None, feedback)
         else:
             leaving = store.length - store.window_start > store.config.window
-            compact_step(rows, leaving.view(-1), rows.alpha_high, None, bounds=store.all_bounds, flag=store.flag)
+            _compact(store, leaving, rows.alpha_high, None, feedback)
         return
     leaving = None
     if store.policy.adapts or not in_native_code:
@@ -61,11 +62,16 @@ def compact_round(store: Store) -> None:
     state = _step_rows(store)
     high, low = _thresholds(store, state)
     if in_native_code:
-        native.compact(store, high, low)
+        native.compact(store, high, low, feedback)
     else:
-        compact_step(store.all_rows(), leaving.view(-1), high, low, bounds=store.all_bounds, flag=store.flag)
+        _compact(store, leaving, high, low, feedback)
     if store.policy.adapts:
         _adapt(store, state, leaving)
+
+
+def _compact(store: Store, leaving: Tensor, high: Tensor, low: Tensor | None, feedback: ModelFeedback | None) -> None:
+    options = {"bounds": store.all_bounds, "flag": store.flag, "feedback": feedback}
+    compact_step(store.all_rows(), leaving.view(-1), high, low, **options)
 
 
 def _step_rows(store: Store) -> StepRows:

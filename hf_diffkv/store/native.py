@@ -12,8 +12,9 @@ from torch import Tensor
 from ..native.library import address
 from ..native.structs import Compaction, Step
 from ..ops.append.native import set_token
-from ..ops.compact.native import round_block, run
+from ..ops.compact.native import round_block, run, set_feedback
 from ..ops.decode_attention.native import attend
+from ..ops.rounding import ModelFeedback
 from ..ops.softmax import Softmax
 from ..ops.step import step_block
 from ..pages import KeptRows
@@ -69,6 +70,8 @@ def append_and_attend(
     return output
 
 
-def compact(store: Store, high_threshold: Tensor, low_threshold: Tensor | None) -> None:
-    """One round of compaction; thresholds as in `ops.compact.compact_step`, one for each row."""
-    run(calls(store).round(store), high_threshold, low_threshold)
+def compact(store: Store, high_threshold: Tensor, low_threshold: Tensor | None, feedback: ModelFeedback | None) -> None:
+    """One round of compaction; thresholds, one for each row, and feedback as in `ops.compact.compact_step`."""
+    block = calls(store).round(store)
+    set_feedback(block, feedback)
+    run(block, high_threshold, low_threshold)

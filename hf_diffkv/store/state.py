@@ -14,6 +14,7 @@ from ..config import DiffKVConfig
 from ..ops.backend import KERNELS, choose
 from ..ops.quantize import compute_dtype
 from ..ops.rotation import Rotation, rotation_matrix
+from ..ops.rounding import LARGEST_BITS, ModelFeedback
 from ..ops.tiles import Bounds
 from ..pages import NULL_PAGE, KeptRows, LayerRows, PageLayout, PagePool, PageTable
 from ..pages.layout import NARROW_POSITIONS
@@ -21,6 +22,7 @@ from ..pages.rows import ROW_STATE
 from ..policy import Policy, make_policy
 from ..policy.diffkv import DiffKV
 from .padding import Padding
+from .query_moments import QueryMoments
 from .recorded import Recorded
 
 if TYPE_CHECKING:
@@ -112,6 +114,8 @@ class Store:
         # what the keys of a row are held less by, rotated
         centered = self.key_dim if config.center else 0
         self.key_offset = torch.zeros(*shape, centered, dtype=compute_dtype(dtype), device=device)
+        # by which tokens that leave the windows while generating are rounded; None rounds to the nearest code
+        self.moments: QueryMoments | None = None
         # layers that are not centred, as their attention does not depend on differences of logits alone
         self.uncentered: set[int] = set()
         # whether the first tokens of some row may leave the window before the next refresh
@@ -197,6 +201,20 @@ class Store:
     def _rotation(self, dim: int) -> Tensor | None:
         return rotation_matrix(dim, self.key_offset.dtype, self.device) if self.config.rotate else None
 
+    @property
+    def rounds_for_queries(self) -> bool:
+        """Whether some keys are rounded for the queries that read them."""
+        return self.config.adaptive_rounding and min(self.layout.high.k_bits, self.layout.low.k_bits) <= LARGEST_BITS
+
+    @property
+    def model_feedback(self) -> ModelFeedback | None:
+        """What generated keys are rounded by; None rounds each element to the nearest code."""
+        if self.moments is None or not self.rounds_for_queries:
+            return None
+        heads = self.moments.shapes[self.layers[0]][0]
+        matrix = self.moments.feedback(heads, self.key_dim, self.config.rotate, self.device)
+        return ModelFeedback(matrix, self.layer_index, self.head_index)
+
     def owned_pages(self) -> Tensor:
         """int32 [n], the pages in the table."""
         table = self.table.table
@@ -243,6 +261,8 @@ class Store:
         held += [getattr(self, name) for name in ROW_STATE]
         held += [self.flag, self.invalid]
         held += [] if self.scratch is None else [t for t in vars(self.scratch).values() if isinstance(t, Tensor)]
+        feedback = self.model_feedback
+        held += [] if feedback is None else [feedback.matrix, feedback.layer, feedback.head]
         return (self.pool.address, *((tensor.data_ptr(), tensor.shape) for tensor in held))
 
     @property

@@ -13,7 +13,8 @@ Afterwards it stays, also where the mean of later keys is another. A row of whic
 
 How keys are rounded when they are stored is up to the queries of the forward that brings them (ops/rounding). What
 these say is taken from the prompt, the turn or the chunk itself and then forgotten: it takes no memory between
-forwards. Tokens that leave the window while generating are rounded each for itself.
+forwards. Tokens that leave the window while generating are rounded by what is known of the model's queries
+(query_moments.py), or each element for itself.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import Tensor
 from ..ops.prefill_attention import EarlierTokens
 from ..ops.quantize import compute_dtype
 from ..ops.rotation import rotate, tokens_at_once
-from ..ops.rounding import LARGEST_BITS, feedback_of, second_moment
+from ..ops.rounding import feedback_of, second_moment
 from ..ops.softmax import Softmax
 from .exact_tokens import held_tokens, is_whole
 from .state import Store
@@ -97,8 +98,7 @@ def query_moment(store: Store, query: Tensor, valid: Tensor | None) -> Tensor | 
     Args:
         valid: bool [batch, Q] of the Q >= n new tokens, of which these are the newest; None where all are real.
     """
-    bits = min(store.layout.high.k_bits, store.layout.low.k_bits)
-    if not store.config.adaptive_rounding or bits > LARGEST_BITS:
+    if not store.rounds_for_queries:
         return None
     valid = None if valid is None else valid[:, valid.shape[1] - query.shape[2] :]
     return second_moment(query, store.num_heads, valid)

@@ -18,6 +18,7 @@ from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages import HIGH, LOW
 from hf_diffkv.pages.segments import segments
 from hf_diffkv.store import attend_token, attend_tokens, begin_forward, check_integrity, read_tokens
+from hf_diffkv.store.query_moments import QueryMoments
 from hf_diffkv.store.read import LayerTokens
 
 LENGTHS = (1, 2, 63, 64, 65, 128, 192, 300)
@@ -43,6 +44,7 @@ class Pair:
         dtype=torch.float64,
         place: tuple[int, int] = (0, 1),
         rule: Rule | None = None,
+        moments: QueryMoments | None = None,
     ) -> None:
         self.batch, self.heads, self.group, self.dim, self.dtype = batch, heads, group, dim, dtype
         # the layer's index in the model, and the model's layers
@@ -51,6 +53,7 @@ class Pair:
             config, 1, batch, heads, dim, dim, dtype, torch.device("cpu"), total_layers=layers, max_positions=4096
         )
         self.store.place_layer(0, index)
+        self.store.moments = moments
         alpha_high = config.alpha_high[0] if isinstance(config.alpha_high, tuple) else config.alpha_high
         alpha_low = config.alpha_low[0] if isinstance(config.alpha_low, tuple) else config.alpha_low
         self.store.set_thresholds(0, alpha_high, alpha_low)
@@ -75,10 +78,16 @@ class Pair:
             rule=rule,
             metadata_bits=config.metadata_bits,
             adaptive_rounding=config.adaptive_rounding,
+            model_moment=None if moments is None else self.model_moment(index),
         )
         if config.metadata_bits == 16 and config.selects:
             self.simulation.round_sums = self.rounded_sums
         self.generator = torch.Generator().manual_seed(0)
+
+    def model_moment(self, index: int) -> torch.Tensor:
+        """A moment of R q whose factor is what the store rounds by."""
+        factor = self.store.model_feedback.matrix[index].double().mT
+        return factor @ factor.mT
 
     def draw(self, heads: int, tokens: int) -> torch.Tensor:
         shape = (self.batch, heads, tokens, self.dim)

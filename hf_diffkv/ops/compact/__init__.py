@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ...pages import LayerRows
 from ..backend import KERNELS, NATIVE, choose, without_autocast
+from ..rounding import ModelFeedback
 from ..tiles import Bounds
 from . import native, reference
 from .reference import least_mean
@@ -31,6 +32,7 @@ def compact_step(
     *,
     bounds: Bounds,
     flag: Tensor,
+    feedback: ModelFeedback | None = None,
 ) -> None:
     """Arguments as in `reference.compact_step`, except for:
 
@@ -38,7 +40,7 @@ def compact_step(
         bounds: what the host knows of the rows' lengths.
         flag: int32 [1] on the device; becomes non-zero if the round had to be called off.
     """
-    _compact_step(leaving, rows, high_threshold, low_threshold, bounds, flag)
+    _compact_step(leaving, rows, high_threshold, low_threshold, bounds, flag, feedback)
 
 
 @without_autocast
@@ -49,14 +51,15 @@ def _compact_step(
     low_threshold: Tensor | None,
     bounds: Bounds,
     flag: Tensor,
+    feedback: ModelFeedback | None,
 ) -> None:
     backend = choose(rows.device, rows.dtype, *rows.tiers)
     given = (rows, leaving, high_threshold, low_threshold)
     if backend == NATIVE:
-        native.compact_step(*given, flag=flag)
+        native.compact_step(*given, flag=flag, feedback=feedback)
     elif backend == KERNELS:
         from . import launch
 
-        launch.compact_step(*given, max_tokens=bounds.max_tokens, flag=flag)
+        launch.compact_step(*given, max_tokens=bounds.max_tokens, flag=flag, feedback=feedback)
     else:
-        reference.compact_step(*given, tiles=bounds.tiles)
+        reference.compact_step(*given, tiles=bounds.tiles, feedback=feedback)

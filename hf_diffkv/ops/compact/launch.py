@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...pages import LayerRows, PageLayout
 from ..quantize.launch import TRITON_DTYPES, check_dtype
+from ..rounding import ModelFeedback
 from .candidates import Candidates, candidates
 from .kernels import assign_pages_kernel, find_victims_kernel, plan_rows_kernel, tile_pages
 from .move_kernel import move_tokens_kernel
@@ -29,6 +30,7 @@ def compact_step(
     *,
     max_tokens: int,
     flag: Tensor,
+    feedback: ModelFeedback | None = None,
 ) -> None:
     """One round of Algorithm 1 for all rows; arguments are those of the reference, except for:
 
@@ -40,7 +42,7 @@ def compact_step(
     """
     check_dtype(rows.dtype)
     if rows.count:
-        _move(rows, candidates(rows, leaving), (high_threshold, low_threshold), max_tokens, flag)
+        _move(rows, candidates(rows, leaving), (high_threshold, low_threshold), max_tokens, flag, feedback)
     rows.window_start.add_(leaving)
 
 
@@ -50,11 +52,13 @@ def _move(
     given: tuple[Tensor | None, Tensor | None],
     max_tokens: int,
     flag: Tensor,
+    feedback: ModelFeedback | None,
 ) -> None:
     key, value, score, position, leaving, length = candidate
     leaving = leaving.view(torch.uint8)
     pages, layout, free_list, device = rows.pages, rows.layout, rows.free_list, rows.device
     thresholds = [None if each is None else each.reshape(-1).contiguous() for each in given]
+    given_feedback = _given(feedback, rows)
     page_table, (high_count, low_count), width, rows = rows.page_table, rows.counts, rows.width, rows.count
 
     splits, split_pages = _splits(layout, rows, max_tokens) if layout.selects else (0, 0)
@@ -131,6 +135,7 @@ def _move(
             width,
             key.stride(0),
             value.stride(0),
+            **given_feedback,
             HIGH=layout.high,
             LOW=layout.low,
             DTYPE=TRITON_DTYPES[key.dtype],
@@ -138,6 +143,16 @@ def _move(
             ONE_TIER=layout.one_tier,
             num_warps=1,
         )
+
+
+def _given(feedback: ModelFeedback | None, rows: LayerRows) -> dict[str, object]:
+    """Feedback as the kernel takes it."""
+    if feedback is None:
+        nothing = {"feedback": None, "layer": None, "head": None}
+        return {**nothing, "layer_rows": 1, "heads": 1, "model_heads": 1}
+    sizes = {"layer_rows": rows.count // feedback.layer.numel(), "heads": rows.heads}
+    tensors = {"feedback": feedback.matrix, "layer": feedback.layer, "head": feedback.head}
+    return {**tensors, **sizes, "model_heads": feedback.matrix.shape[1]}
 
 
 def _splits(layout: PageLayout, rows: int, max_tokens: int) -> tuple[int, int]:

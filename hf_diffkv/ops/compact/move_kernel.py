@@ -7,6 +7,7 @@ import triton.language as tl
 
 from ..narrow_kernel import load_positions, load_scores
 from ..quantize.kernels import read_input, read_tile, rows_at, tier_dims, write_scalars, write_tile
+from ..rounding.kernels import MOST_BITS, round_tile
 from .kernels import column
 
 
@@ -20,34 +21,63 @@ def token_place(pages, table, row, index, width, TIER: tl.constexpr, IS_LOW: tl.
 
 
 @triton.jit
+def matrices_of(feedback, layer, head, row, rows, layer_rows, heads, model_heads, DIM: tl.constexpr):
+    """Where the matrix of each row's head starts, [row]; None without feedback."""
+    if feedback is None:
+        matrix = None
+    else:
+        inside = row < rows
+        place = tl.load(layer + row // layer_rows, mask=inside, other=0) * model_heads
+        place += tl.load(head + row % heads, mask=inside, other=0)
+        matrix = feedback + place * (DIM * DIM)
+    return matrix
+
+
+@triton.jit
+def rounded_keys(x, matrix, active, TIER: tl.constexpr):
+    """A tile of keys as active rows are to quantise them, rounded by the matrix of each."""
+    if matrix is not None and TIER.k_bits <= MOST_BITS:
+        if tl.max(active.to(tl.int32), 0) > 0:
+            dim, exists = tier_dims(TIER, True)
+            weights = matrix[:, None, None] + dim
+            x = round_tile(x, dim, exists, weights, TIER.key_dim, TIER.k_bits, TIER.k_groups, TIER.key_metadata)
+    return x
+
+
+@triton.jit
 def downgrade(
-    rows, row, stride, high_codes, high_metadata, low_base, low_slot, active, demoted,
+    rows, row, stride, high_codes, high_metadata, low_base, low_slot, active, demoted, matrix,
     HIGH: tl.constexpr, LOW: tl.constexpr, IS_KEY: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Writes a key or value to the low tier: read from its high slot where `demoted`, from the window elsewhere."""
     dim, exists = tier_dims(LOW, IS_KEY)
     stored = read_tile(high_codes, high_metadata, demoted, dim, exists, HIGH, IS_KEY, DTYPE)
     fresh = read_input(rows, row, active & (demoted == 0), dim, exists, stride)
+    x = tl.where(demoted[:, None, None], stored, fresh)
+    if IS_KEY:
+        x = rounded_keys(x, matrix, active, LOW)
     codes, metadata = rows_at(low_base, low_slot, LOW, IS_KEY)
-    write_tile(tl.where(demoted[:, None, None], stored, fresh), codes, metadata, active, LOW, IS_KEY, DTYPE)
+    write_tile(x, codes, metadata, active, LOW, IS_KEY, DTYPE)
 
 
 @triton.jit
 def write_candidate(
-    key, value, row, key_stride, value_stride, base, slot, active, TIER: tl.constexpr, DTYPE: tl.constexpr
+    key, value, row, key_stride, value_stride, base, slot, active, matrix, TIER: tl.constexpr, DTYPE: tl.constexpr
 ):
     """Quantises each active row's key and value of the window into its slot of the page at `base`."""
     dim, exists = tier_dims(TIER, True)
     codes, metadata = rows_at(base, slot, TIER, True)
-    write_tile(read_input(key, row, active, dim, exists, key_stride), codes, metadata, active, TIER, True, DTYPE)
+    x = rounded_keys(read_input(key, row, active, dim, exists, key_stride), matrix, active, TIER)
+    write_tile(x, codes, metadata, active, TIER, True, DTYPE)
     dim, exists = tier_dims(TIER, False)
     codes, metadata = rows_at(base, slot, TIER, False)
     write_tile(read_input(value, row, active, dim, exists, value_stride), codes, metadata, active, TIER, False, DTYPE)
 
 
-@triton.jit(do_not_specialize=["rows", "width"])
+@triton.jit(do_not_specialize=["rows", "width", "layer_rows", "heads", "model_heads"])
 def move_tokens_kernel(
     pages, state, table, key, value, score, position, plan, taken, rows, width, key_stride, value_stride,
+    feedback, layer, head, layer_rows, heads, model_heads,
     HIGH: tl.constexpr, LOW: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, ONE_TIER: tl.constexpr,
 ):  # fmt: skip
     """Moves the tokens of BLOCK rows: one into each tier at most, both when a victim is demoted. With ONE_TIER none
@@ -55,6 +85,10 @@ def move_tokens_kernel(
 
     The first program also advances the free list past the `taken` pages, which nobody reads any more by now.
     Grid: (cdiv(rows, BLOCK),).
+
+    Args:
+        feedback: bfloat16 [model layers, model_heads, key_dim, key_dim] that keys are rounded by, or None.
+        layer, head: as in `ModelFeedback`; each layer has `layer_rows` rows of `heads` heads.
     """
     block = tl.program_id(0)
     if block == 0:
@@ -68,6 +102,7 @@ def move_tokens_kernel(
         to_high = high_index >= 0
         to_low = low_index >= 0
         demoted = to_high & to_low
+        matrix = matrices_of(feedback, layer, head, row, rows, layer_rows, heads, model_heads, HIGH.key_dim)
         high_base, high_slot = token_place(pages, table, row, high_index, width, HIGH, False)
         if not ONE_TIER:
             low_base, low_slot = token_place(pages, table, row, low_index, width, LOW, True)
@@ -76,11 +111,11 @@ def move_tokens_kernel(
             high_value, high_value_metadata = rows_at(high_base, high_slot, HIGH, False)
             downgrade(
                 key, row, key_stride, high_key, high_key_metadata, low_base, low_slot, to_low, demoted,
-                HIGH, LOW, True, DTYPE,
+                matrix, HIGH, LOW, True, DTYPE,
             )  # fmt: skip
             downgrade(
                 value, row, value_stride, high_value, high_value_metadata, low_base, low_slot, to_low, demoted,
-                HIGH, LOW, False, DTYPE,
+                None, HIGH, LOW, False, DTYPE,
             )  # fmt: skip
             own_score = tl.load(score + row, mask=to_high | to_low, other=0.0)
             own_position = tl.load(position + row, mask=to_high | to_low, other=0).to(tl.int32)
@@ -97,8 +132,8 @@ def move_tokens_kernel(
             # the victim has been read by all threads before any overwrites its slot
             tl.debug_barrier()
         elif not ONE_TIER:
-            write_candidate(key, value, row, key_stride, value_stride, low_base, low_slot, to_low, LOW, DTYPE)
+            write_candidate(key, value, row, key_stride, value_stride, low_base, low_slot, to_low, matrix, LOW, DTYPE)
 
-        write_candidate(key, value, row, key_stride, value_stride, high_base, high_slot, to_high, HIGH, DTYPE)
+        write_candidate(key, value, row, key_stride, value_stride, high_base, high_slot, to_high, matrix, HIGH, DTYPE)
         if HIGH.score_bytes > 0:
             write_scalars(high_base, high_slot, own_score, own_position, to_high, HIGH)

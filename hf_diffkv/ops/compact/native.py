@@ -8,10 +8,17 @@ from torch import Tensor
 from ...native.library import address, call
 from ...native.structs import Compaction, format_of
 from ...pages import LayerRows
+from ..rounding import ModelFeedback
 
 
 def compact_step(
-    rows: LayerRows, leaving: Tensor, high_threshold: Tensor, low_threshold: Tensor | None, *, flag: Tensor
+    rows: LayerRows,
+    leaving: Tensor,
+    high_threshold: Tensor,
+    low_threshold: Tensor | None,
+    *,
+    flag: Tensor,
+    feedback: ModelFeedback | None = None,
 ) -> None:
     """Arguments as in the reference, except for:
 
@@ -25,6 +32,7 @@ def compact_step(
     """
     block, leaving = round_block(rows, flag), leaving.contiguous()
     block.leaving = address(leaving)
+    set_feedback(block, feedback)
     run(block, high_threshold, low_threshold)
 
 
@@ -44,6 +52,15 @@ def round_block(rows: LayerRows, flag: Tensor) -> Compaction:
     block.rows.pages, block.rows.page_count = address(pages), pages.shape[0]
     block.ring, block.state, block.flag = address(free_list.ring), address(free_list.state), address(flag)
     return block
+
+
+def set_feedback(block: Compaction, feedback: ModelFeedback | None) -> None:
+    """Says what keys are rounded by in the rounds of `block`; it has to be kept meanwhile."""
+    if feedback is None:
+        block.feedback = None
+        return
+    block.feedback, block.layer, block.head = map(address, (feedback.matrix, feedback.layer, feedback.head))
+    block.layer_rows, block.model_heads = block.row_count // feedback.layer.numel(), feedback.matrix.shape[1]
 
 
 def run(block: Compaction, high_threshold: Tensor, low_threshold: Tensor | None) -> None:

@@ -11,6 +11,8 @@ from torch import Tensor
 from ...pages import HIGH, LOW, NULL_PAGE, FreeList, LayerRows, PageLayout, TierLayout, column
 from ...pages.segments import as_positions, as_scores, segments
 from ..quantize import Contents, load_tokens, store_tokens
+from ..rounding import LARGEST_BITS, ModelFeedback
+from ..rounding.reference import round_keys
 from ..tiles import Tiles
 from .candidates import Candidates, candidates
 
@@ -22,6 +24,7 @@ def compact_step(
     low_threshold: Tensor | None,
     *,
     tiles: tuple[Tiles, Tiles],
+    feedback: ModelFeedback | None = None,
 ) -> None:
     """Moves the oldest token of windows to a tier, with at most one victim there, or prunes it; windows start later.
 
@@ -31,8 +34,9 @@ def compact_step(
         high_threshold, low_threshold: float32 [batch, heads] on mean significance. Where pages have no scores, `rows`'s
             `alpha_high` and None: candidates are added to the high tier where it is 0, elsewhere to the low one.
         tiles: pieces that cover all high and all low pages.
+        feedback: what keys of `LARGEST_BITS` or less are rounded by, those of victims too; None rounds to the nearest.
     """
-    _move(rows, candidates(rows, leaving), high_threshold, low_threshold, tiles)
+    _move(rows, candidates(rows, leaving), high_threshold, low_threshold, tiles, feedback)
     rows.window_start.add_(leaving)
 
 
@@ -42,6 +46,7 @@ def _move(
     high_threshold: Tensor,
     low_threshold: Tensor | None,
     tiles: tuple[Tiles, Tiles],
+    feedback: ModelFeedback | None,
 ) -> None:
     key, value, score, position, leaving, length = candidate
     pages, layout, free_list = rows.pages, rows.layout, rows.free_list
@@ -53,7 +58,8 @@ def _move(
         _add_pages(free_list, layout, page_table, appends, counts)
         for tier, tier_layout in enumerate(rows.tiers):
             page, slot = _locate(page_table, tier, tier_layout, counts[tier].long(), appends[tier])
-            store_tokens(pages, tier_layout, page, slot, Contents(key, value, score, position), key.dtype)
+            contents = Contents(_rounded(key, feedback, tier_layout), value, score, position)
+            store_tokens(pages, tier_layout, page, slot, contents, key.dtype)
             counts[tier].add_(appends[tier])
         return
     low_threshold = low_threshold.reshape(-1)
@@ -78,13 +84,14 @@ def _move(
 
     slot = torch.where(displaced_high, victim, high_count.long())
     page, slot = _locate(page_table, HIGH, layout.high, slot, to_high)
-    store_tokens(pages, layout.high, page, slot, Contents(key, value, score, position), key.dtype)
+    contents = Contents(_rounded(key, feedback, layout.high), value, score, position)
+    store_tokens(pages, layout.high, page, slot, contents, key.dtype)
 
     slot = torch.where(displaced_low, low_victim, low_count.long())
     page, slot = _locate(page_table, LOW, layout.low, slot, demoted | to_low)
     pick = demoted[:, None]
     contents = Contents(
-        torch.where(pick, moved_key, key.to(moved_key.dtype)),
+        _rounded(torch.where(pick, moved_key, key.to(moved_key.dtype)), feedback, layout.low),
         torch.where(pick, moved_value, value.to(moved_value.dtype)),
         torch.where(demoted, moved_score, score),
         torch.where(demoted, moved_position.long(), position),
@@ -92,6 +99,13 @@ def _move(
     store_tokens(pages, layout.low, page, slot, contents, key.dtype)
     high_count += append_high
     low_count += append_low
+
+
+def _rounded(key: Tensor, feedback: ModelFeedback | None, tier: TierLayout) -> Tensor:
+    """Keys of all rows as they are to be quantised."""
+    if feedback is None or tier.k_bits > LARGEST_BITS:
+        return key
+    return round_keys(key, feedback.of_rows(key.shape[0]), feedback.matrices, tier)
 
 
 def least_mean(rows: LayerRows, tier: int) -> Tensor:

@@ -10,9 +10,10 @@ from torch import Tensor
 from ...pages import TierLayout
 from ..backend import KERNELS, NATIVE, choose, use_kernels, without_autocast
 from . import native, reference
+from .model_feedback import ModelFeedback
 from .reference import LARGEST_BITS
 
-__all__ = ["LARGEST_BITS", "feedback_of", "round_keys", "second_moment"]
+__all__ = ["LARGEST_BITS", "ModelFeedback", "feedback_of", "round_keys", "second_moment"]
 
 
 @without_autocast

@@ -7,6 +7,9 @@ import triton.language as tl
 
 from ..narrow_kernel import narrow_metadata, scale_and_zero
 from ..quantize.kernels import round_even
+from .reference import LARGEST_BITS
+
+MOST_BITS = tl.constexpr(LARGEST_BITS)
 
 
 @triton.jit
@@ -78,7 +81,7 @@ def round_tile(x, dim, exists, matrix, DIM: tl.constexpr, BITS: tl.constexpr, GR
 
     Args:
         x: float32 [tokens, a, b]. dim: [1, a, b], the channel of each element; exists: whether there is one.
-        matrix: float32 pointers [tokens or 1, a, b] to the first row of the feedback of each key's row.
+        matrix: pointers [tokens or 1, a, b] to the first row of the feedback of each key's row.
     """
     LEVELS: tl.constexpr = 2**BITS - 1
     low, high, step, zero = tl.zeros_like(x), tl.zeros_like(x), tl.zeros_like(x), tl.zeros_like(x)
@@ -99,7 +102,7 @@ def round_tile(x, dim, exists, matrix, DIM: tl.constexpr, BITS: tl.constexpr, GR
     error, result = tl.zeros_like(x), x
     for index in range(DIM):
         channel = DIM - 1 - index
-        weight = tl.load(matrix + channel * DIM, mask=exists & (dim > channel), other=0.0)
+        weight = tl.load(matrix + channel * DIM, mask=exists & (dim > channel), other=0.0).to(tl.float32)
         behind = tl.sum(tl.sum(error * weight, 2), 1)[:, None, None]
         code = round_even(tl.div_rn(x - behind - zero, step))
         code = tl.minimum(tl.maximum(code, least_code), most_code)

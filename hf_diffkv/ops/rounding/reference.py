@@ -73,7 +73,7 @@ def round_keys(key: Tensor, row: Tensor, feedback: Tensor, tier: TierLayout) -> 
     Args:
         key: [n, dim] as the store holds them.
         row: int64 [n], of the request and head that each belongs to.
-        feedback: [rows, dim, dim] from `feedback_of`.
+        feedback: [rows, dim, dim] from `feedback_of`, or `ModelFeedback.matrices`.
         tier: the format they are to be stored in, of at most `LARGEST_BITS`.
 
     Returns:
@@ -90,17 +90,16 @@ def round_keys(key: Tensor, row: Tensor, feedback: Tensor, tier: TierLayout) -> 
     step = torch.where(step == 0, 1.0, step)
     exact = key.float().to(dtype)
     least, most = (((end - zero) / step).round().clamp(min=0).minimum(top) for end in (low, high))
-    # `error` is of what the codes decode to
-    error, rounded = torch.zeros_like(exact), torch.empty_like(exact)
+    # the ends of the range have one code
+    is_low, is_high = exact == low, exact == high
+    most, least = torch.where(is_low, least, most), torch.where(is_high & ~is_low, most, least)
+    # of what the codes decode to
+    error, decoded = torch.zeros_like(exact), torch.empty_like(exact)
     for channel in reversed(range(exact.shape[1])):
         x, behind = exact[:, channel], slice(channel + 1, None)
         target = x - (error[:, behind] * feedback[row, channel, behind]).sum(1)
         code = ((target - zero[:, channel]) / step[:, channel]).round()
-        code = torch.minimum(torch.maximum(code, least[:, channel]), most[:, channel])
-        is_low, is_high = x == low[:, channel], x == high[:, channel]
-        code = torch.where(is_low, least[:, channel], torch.where(is_high, most[:, channel], code))
-        decoded = zero[:, channel] + code * step[:, channel]
-        error[:, channel] = decoded - x
-        kept = torch.minimum(torch.maximum(decoded, low[:, channel]), high[:, channel])
-        rounded[:, channel] = torch.where(is_low | is_high, x, kept)
-    return rounded
+        code = torch.clamp(code, least[:, channel], most[:, channel])
+        decoded[:, channel] = zero[:, channel] + code * step[:, channel]
+        error[:, channel] = decoded[:, channel] - x
+    return torch.where(is_low | is_high, exact, torch.clamp(decoded, low, high))

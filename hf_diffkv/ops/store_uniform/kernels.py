@@ -22,14 +22,12 @@ import triton.language as tl
 from ..compact.kernels import column
 from ..quantize.kernels import padded_width, rows_at, stored_bits, tier_dims, write_tile
 from ..rotation_kernel import rotated_tile, rounded
-from ..rounding import reference
-from ..rounding.kernels import round_tile
+from ..rounding.kernels import MOST_BITS, round_tile
 
 # what is of one layer, and so stands at any address
 LENGTHS = ("length", "window_start", "sink_end")
 COUNTS = ("alpha_high", "high_count", "low_count")
 START, FREE, CAPACITY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-MOST_BITS = tl.constexpr(reference.LARGEST_BITS)
 
 
 @triton.jit

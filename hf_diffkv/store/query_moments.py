@@ -1,0 +1,166 @@
+"""Second moments of the queries of a model's heads: by them keys are rounded that no queries of their own came with.
+
+They are nearly a constant of a model, so that one measurement serves all requests. A store reads them and does not own
+them: they are no part of a cache's bytes, and nothing of them is saved, forked or moved with rows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..ops.rotation import rotation_matrix
+from ..ops.rounding import reference
+
+FORMAT = "query moments 1"
+# of the mean diagonal, added where queries do not span all directions
+LEAST = 1e-6
+
+
+@dataclass(frozen=True, eq=False)
+class QueryMoments:
+    """The mean of q q^T for each KV head, over the queries of all that read it.
+
+    Attributes:
+        model_type: of the model's text configuration.
+        model_digest: of its weights, as `hf_diffkv.config.digest.model_digest` gives it.
+        triangles: for each compressed layer bfloat16 [heads, key_dim * (key_dim + 1) / 2], the rows of the lower
+            triangle L of L L^T, the moment, one after another. A product is positive whatever rounding did to L.
+
+    Raises:
+        ValueError: tensors of another form.
+    """
+
+    model_type: str
+    model_digest: str
+    triangles: tuple[Tensor, ...]
+    _feedback: dict[tuple, Tensor] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        for layer, triangle in enumerate(self.triangles):
+            fits = triangle.ndim == 2 and triangle.dtype == torch.bfloat16
+            if not fits or _triangle_size(_dim_of(triangle)) != triangle.shape[1] or not triangle.isfinite().all():
+                raise ValueError(
+                    f"layer {layer} must be finite bfloat16 [heads, key_dim * (key_dim + 1) / 2], not "
+                    f"{triangle.dtype} {list(triangle.shape)}."
+                )
+        if not self.triangles:
+            raise ValueError("there are no layers.")
+
+    @classmethod
+    def of(cls, model_type: str, model_digest: str, moments: Sequence[Tensor]) -> QueryMoments:
+        """Of moments [heads, key_dim, key_dim] of each compressed layer."""
+        return cls(model_type, model_digest, tuple(map(_triangle_of, moments)))
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """KV heads and key_dim of each compressed layer."""
+        return tuple((triangle.shape[0], _dim_of(triangle)) for triangle in self.triangles)
+
+    def check_layers(self, count: int) -> None:
+        """Raises `ValueError` for a model with another number of compressed layers."""
+        if count != len(self.triangles):
+            raise _misfit(f"{len(self.triangles)} layers", f"{count} layers of this model are compressed")
+
+    def check_layer(self, index: int, heads: int, key_dim: int) -> None:
+        """Raises `ValueError` unless a compressed layer of the model has so many heads of so many channels."""
+        if (heads, key_dim) != self.shapes[index]:
+            found, dim = self.shapes[index]
+            raise _misfit(f"{found} KV heads of {dim} in layer {index}", f"that layer has {heads} of {key_dim}")
+
+    def feedback(self, heads: int, key_dim: int, rotate: bool, device: torch.device) -> Tensor:
+        """What rows of layers with these heads are rounded by, as `ModelFeedback.matrix`; made once for each device.
+
+        Args:
+            rotate: whether keys are held rotated.
+        """
+        key = heads, key_dim, rotate, device
+        if key not in self._feedback:
+            matrix = rotation_matrix(key_dim, torch.float64, torch.device("cpu")) if rotate else None
+            found = [
+                reference.feedback_of(moment_of(triangle), matrix)
+                if shape == (heads, key_dim)
+                else torch.eye(key_dim, dtype=torch.float64).expand(heads, -1, -1)
+                for triangle, shape in zip(self.triangles, self.shapes)
+            ]
+            self._feedback[key] = torch.stack(found).to(torch.bfloat16).to(device)
+        return self._feedback[key]
+
+    def __deepcopy__(self, memo: dict) -> QueryMoments:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_feedback": {}}
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes a safetensors file."""
+        metadata = {"format": FORMAT, "model_type": self.model_type, "model_digest": self.model_digest}
+        tensors = {str(layer): triangle.contiguous() for layer, triangle in enumerate(self.triangles)}
+        save_file(tensors, os.fspath(path), metadata=metadata)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> QueryMoments:
+        """Reads what `save` wrote; the same object for a file that has not changed.
+
+        Raises:
+            ValueError: another file. OSError: it cannot be read.
+        """
+        path = Path(path).resolve()
+        state = path.stat()
+        return _load(path, state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=16)
+def _load(path: Path, changed: int, size: int) -> QueryMoments:
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise ValueError(f"its format is {metadata.get('format')!r}, not {FORMAT!r}")
+            # copied, as the file may be replaced
+            triangles = tuple(file.get_tensor(str(layer)).clone() for layer in range(len(file.keys())))
+        return QueryMoments(metadata["model_type"], metadata["model_digest"], triangles)
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} does not hold the moments of a model's queries: {error}") from error
+
+
+def moment_of(triangle: Tensor) -> Tensor:
+    """L L^T, float64 [heads, dim, dim]."""
+    dim = _dim_of(triangle)
+    lower = torch.zeros(triangle.shape[0], dim, dim, dtype=torch.float64)
+    row, column = torch.tril_indices(dim, dim)
+    lower[:, row, column] = triangle.double().cpu()
+    return lower @ lower.mT
+
+
+def _triangle_of(moment: Tensor) -> Tensor:
+    moment = moment.double().cpu()
+    dim = moment.shape[1]
+    mean = moment.diagonal(dim1=1, dim2=2).mean(1).clamp(min=torch.finfo(torch.float32).tiny)
+    some = (LEAST * mean)[:, None, None] * torch.eye(dim, dtype=torch.float64)
+    row, column = torch.tril_indices(dim, dim)
+    return torch.linalg.cholesky(moment + some)[:, row, column].to(torch.bfloat16)
+
+
+def _triangle_size(dim: int) -> int:
+    return dim * (dim + 1) // 2
+
+
+def _dim_of(triangle: Tensor) -> int:
+    return int(((8 * triangle.shape[-1] + 1) ** 0.5 - 1) / 2 + 0.5)
+
+
+def _misfit(measured: str, found: str) -> ValueError:
+    return ValueError(
+        f"the query moments that were found are of {measured}, but {found}; measure them anew with `hf-diffkv "
+        "calibrate --ratio`, or remove the file."
+    )
