@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .cache.usage import CacheInUseError
     from .calibration.heads import measure_heads
     from .calibration.probe import probe_keys, without_fragile_level
+    from .calibration.queries import keep_queries, measure_queries
     from .prefixes import PrefixStore
     from .store.read import IntegrityError
 
@@ -36,7 +37,9 @@ __all__ = [
     "Precision",
     "PrefixStore",
     "UnsupportedModelError",
+    "keep_queries",
     "measure_heads",
+    "measure_queries",
     "plot",
     "probe_keys",
     "ray",
@@ -56,7 +59,9 @@ _LAZY = {
     "MemoryReport": "cache.report",
     "PrefixStore": "prefixes",
     "UnsupportedModelError": "cache.errors",
+    "keep_queries": "calibration.queries",
     "measure_heads": "calibration.heads",
+    "measure_queries": "calibration.queries",
     "probe_keys": "calibration.probe",
     "without_fragile_level": "calibration.probe",
 }

@@ -15,6 +15,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from ..cache.diffkv_cache import resolve_config
+from ..cache.known_queries import moments_for
 from ..cache.registration import cache_fields, set_attention
 from ..compat import attention_of, can_switch
 from ..import_hook import PAGED_NAME
@@ -299,9 +300,9 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         with torch.no_grad():
             slots = make_slots(self._config, self._shape, compressed, *sizes)
         tokens = MAX_BATCH_TOKENS if options.max_batch_tokens is None else options.max_batch_tokens
-        path = queries_of(self.model) if self._config.adaptive_rounding else None
-        if path is not None:
-            slots.use_moments(QueryMoments.load(path))
+        moments = moments_for(self.model, self._config)
+        if moments is not None:
+            slots.use_moments(moments)
         cache = ContinuousCache(slots, layers, tokens, windows)
         cache.prefixes = self.prefixes
         return cache

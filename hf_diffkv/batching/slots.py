@@ -18,6 +18,7 @@ from ..ops.softmax import Softmax
 from ..store.compaction import settle
 from ..store.decode import attend_token
 from ..store.prompt import attend_tokens
+from ..store.query_moments import QueryMoments
 from ..store.state import Store
 from .shapes import AttentionShape
 from .slot_part import make_parts
@@ -89,6 +90,18 @@ class Slots:
         for part in self.parts:
             part.look()
         self.room.change(1, min(FIRST_TOKENS, self.longest))
+
+    def use_moments(self, moments: QueryMoments) -> None:
+        """Has generated keys rounded by moments of the model's queries.
+
+        Raises:
+            ValueError: they are of another model.
+        """
+        moments.check_layers(len(self._places))
+        for part, layer in self._places.values():
+            moments.check_layer(part.store.layers[layer], part.store.num_heads, part.store.key_dim)
+        for part in self.parts:
+            part.store.moments = moments
 
     @property
     def bytes(self) -> int:

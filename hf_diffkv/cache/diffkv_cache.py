@@ -14,13 +14,12 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..config.diffkv_config import DiffKVConfig, configuration_of
-from ..config.found import queries_of
 from ..store import Store, check_integrity, commit, fork_store, levels, move_rows, prepare_rows, read_tokens, settle
-from ..store.query_moments import QueryMoments
 from .devices import TensorParallel, are_apart, layer_devices
 from .errors import HandOverError, stopped_halfway
 from .held_tokens import HeldTokens
 from .io import load_cache, save_cache
+from .known_queries import moments_for
 from .layer import DiffKVLayer
 from .report import MemoryReport, in_short, memory_report
 from .snapshot import model_fingerprint
@@ -84,10 +83,10 @@ class DiffKVCache(Cache):
         Raises:
             ValueError: a file that is no such file, or of another model.
         """
-        if self.config.adaptive_rounding and self.stores.num_layers and self.stores.moments is None:
-            path = queries_of(model)
-            if path is not None:
-                self.stores.use_moments(QueryMoments.load(path))
+        if self.stores.moments is None and self.stores.num_layers:
+            moments = moments_for(model, self.config)
+            if moments is not None:
+                self.stores.use_moments(moments)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -14,7 +14,7 @@ from click.core import ParameterSource
 from ..calibration.candidates import Candidate, Thresholds, cheapest, closest, table
 from ..calibration.sweep import ALPHA_HIGH, ALPHA_LOW, Grid, sweep
 from ..config.diffkv_config import with_calibration
-from ..config.files import CONFIG_NAME
+from ..config.files import CONFIG_NAME, QUERIES_NAME
 from ..evaluation.errors import EvaluationError
 from .console import Failure
 from .help import Command
@@ -85,7 +85,9 @@ def calibrate_heads(options: SimpleNamespace) -> None:
         EvaluationError: something the user can put right; what was measured is kept.
     """
     from ..calibration.documents import LENGTH as PROMPT
+    from ..calibration.documents import documents_for
     from ..calibration.heads import config_for, measure_heads
+    from ..calibration.queries import keep_queries, moments_in
     from ..calibration.texts import read_pieces
     from ..config.allocation import check_ratio
     from ..config.found import keep
@@ -107,11 +109,13 @@ def calibrate_heads(options: SimpleNamespace) -> None:
     source |= {"text": options.text} if options.text else {}
     config = config_for(measured, options.ratio, **source, versions=describe_environment(model.device))
     config.save_pretrained(options.output)
+    pieces = None if options.text is None else read_pieces(options.text)
+    keep_queries(moments_in(options.output / QUERIES_NAME, model, documents_for(tokenizer, pieces, length)))
     kept, block = keep(measured), config.calibration
     print(
         f"Wrote {options.output / CONFIG_NAME}: stored tokens take {block['ratio']:.1%} of their bytes in the model's "
-        f"dtype, predicted KL {block['predicted_kl']:.4f}. What was measured is kept in {kept} for "
-        "DiffKVConfig.for_model(model)."
+        f"dtype, predicted KL {block['predicted_kl']:.4f}. Beside it {QUERIES_NAME} has the moments of its queries. "
+        f"What was measured is kept in {kept} for DiffKVCache(model)."
     )
 
 

@@ -168,7 +168,7 @@ def _run(options: SimpleNamespace, model: Any, config: Any, ids: list[int]) -> D
     from ..cache.diffkv_cache import DiffKVCache
 
     model.set_attn_implementation("diffkv")
-    cache = DiffKVCache(model.config, config)
+    cache = DiffKVCache(model, config)
     progress(f"reading {len(ids):,} tokens", options.quiet)
     with torch.no_grad():
         model(

@@ -22,6 +22,8 @@ from ..ops.rotation import rotation_matrix
 from ..ops.rounding import reference
 
 FORMAT = "query moments 1"
+# what a file says of them
+ORIGIN = ("model_type", "model_digest", "documents_digest")
 # of the mean diagonal, added where queries do not span all directions
 LEAST = 1e-6
 
@@ -33,6 +35,7 @@ class QueryMoments:
     Attributes:
         model_type: of the model's text configuration.
         model_digest: of its weights, as `hf_diffkv.config.digest.model_digest` gives it.
+        documents_digest: of the tokens that the queries are of.
         triangles: for each compressed layer bfloat16 [heads, key_dim * (key_dim + 1) / 2], the rows of the lower
             triangle L of L L^T, the moment, one after another. A product is positive whatever rounding did to L.
 
@@ -42,6 +45,7 @@ class QueryMoments:
 
     model_type: str
     model_digest: str
+    documents_digest: str
     triangles: tuple[Tensor, ...]
     _feedback: dict[tuple, Tensor] = field(default_factory=dict, repr=False)
 
@@ -57,9 +61,9 @@ class QueryMoments:
             raise ValueError("there are no layers.")
 
     @classmethod
-    def of(cls, model_type: str, model_digest: str, moments: Sequence[Tensor]) -> QueryMoments:
+    def of(cls, model_type: str, model_digest: str, documents_digest: str, moments: Sequence[Tensor]) -> QueryMoments:
         """Of moments [heads, key_dim, key_dim] of each compressed layer."""
-        return cls(model_type, model_digest, tuple(map(_triangle_of, moments)))
+        return cls(model_type, model_digest, documents_digest, tuple(map(_triangle_of, moments)))
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
@@ -103,7 +107,7 @@ class QueryMoments:
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes a safetensors file."""
-        metadata = {"format": FORMAT, "model_type": self.model_type, "model_digest": self.model_digest}
+        metadata = {"format": FORMAT, **{name: getattr(self, name) for name in ORIGIN}}
         tensors = {str(layer): triangle.contiguous() for layer, triangle in enumerate(self.triangles)}
         save_file(tensors, os.fspath(path), metadata=metadata)
 
@@ -128,7 +132,7 @@ def _load(path: Path, changed: int, size: int) -> QueryMoments:
                 raise ValueError(f"its format is {metadata.get('format')!r}, not {FORMAT!r}")
             # copied, as the file may be replaced
             triangles = tuple(file.get_tensor(str(layer)).clone() for layer in range(len(file.keys())))
-        return QueryMoments(metadata["model_type"], metadata["model_digest"], triangles)
+        return QueryMoments(*(metadata[name] for name in ORIGIN), triangles)
     except (SafetensorError, KeyError, ValueError) as error:
         raise ValueError(f"{path} does not hold the moments of a model's queries: {error}") from error
 

@@ -37,7 +37,7 @@ def moments_of(layers: int, heads: int, dim: int, seed: int = 0) -> list[Tensor]
 
 
 def query_moments(layers: int, heads: int, dim: int) -> QueryMoments:
-    return QueryMoments.of("llama", "0" * 16, moments_of(layers, heads, dim))
+    return QueryMoments.of("llama", "0" * 16, "1" * 16, moments_of(layers, heads, dim))
 
 
 def backend(name: str) -> AbstractContextManager:
@@ -108,7 +108,7 @@ STORES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("case", STORES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_every_backend_rounds_each_head_by_its_own_factor(case: str, name: str, dtype: torch.dtype) -> None:
     fields, precisions = STORES[case]
     moments = query_moments(3, 2, 16)
@@ -135,6 +135,7 @@ def test_every_backend_rounds_each_head_by_its_own_factor(case: str, name: str, 
 
 
 @pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.sampled(3)
 def test_victims_are_rounded_again_when_they_fall(name: str) -> None:
     """Two levels in float32; the store is compared with the simulation in all but what is next to a tie."""
     fields = {"window": 6, "sinks": 0, "adaptive_rounding": True, "alpha_high": 1.0, "alpha_low": 0.3}
@@ -155,6 +156,7 @@ def test_victims_are_rounded_again_when_they_fall(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.sampled(3)
 def test_nothing_changes_without_moments_or_without_the_option(name: str) -> None:
     fields = STORES["two tiers"][0]
 
@@ -210,11 +212,12 @@ def test_the_file_gives_the_moments_back(tmp_path: Path) -> None:
     exact = moments_of(2, 3, 16)
     # one direction that nearly all queries have
     exact[0][0] += 500 * torch.ones(16, 16)
-    moments = QueryMoments.of("llama", "00ff", exact)
+    moments = QueryMoments.of("llama", "00ff", "11", exact)
     moments.save(tmp_path / "moments.safetensors")
     loaded = QueryMoments.load(tmp_path / "moments.safetensors")
     assert loaded is QueryMoments.load(tmp_path / "moments.safetensors")
-    assert (loaded.model_type, loaded.model_digest, loaded.shapes) == ("llama", "00ff", ((3, 16), (3, 16)))
+    assert (loaded.model_type, loaded.model_digest, loaded.documents_digest) == ("llama", "00ff", "11")
+    assert loaded.shapes == ((3, 16), (3, 16))
     assert (tmp_path / "moments.safetensors").stat().st_size < 2 * 3 * 136 * 2 + 500
     for triangle, moment in zip(loaded.triangles, exact):
         scale = moment.diagonal(dim1=1, dim2=2).sqrt()
@@ -225,7 +228,7 @@ def test_the_file_gives_the_moments_back(tmp_path: Path) -> None:
 def test_the_factor_is_that_of_the_damped_moment() -> None:
     """Channel by channel, what those behind it add, solved anew."""
     (moment,) = moments_of(1, 1, 12)
-    found = QueryMoments.of("llama", "00ff", [moment]).feedback(1, 12, False, torch.device("cpu"))[0, 0].double()
+    found = QueryMoments.of("llama", "00ff", "11", [moment]).feedback(1, 12, False, torch.device("cpu"))[0, 0].double()
     damped = moment[0] + 0.1 * moment[0].diagonal().mean() * torch.eye(12, dtype=torch.float64)
     for channel in range(12):
         free = slice(0, channel + 1)
@@ -235,12 +238,12 @@ def test_the_factor_is_that_of_the_damped_moment() -> None:
 
 
 def test_heads_without_queries_are_rounded_to_the_nearest() -> None:
-    moments = QueryMoments.of("llama", "00ff", [torch.zeros(2, 8, 8)])
+    moments = QueryMoments.of("llama", "00ff", "11", [torch.zeros(2, 8, 8)])
     assert torch.equal(moments.feedback(2, 8, False, torch.device("cpu")).float(), torch.eye(8).expand(1, 2, 8, 8))
 
 
 def test_layers_of_several_shapes() -> None:
-    moments = QueryMoments.of("gemma4_text", "00ff", [moments_of(1, 2, 8)[0], moments_of(1, 1, 16)[0]])
+    moments = QueryMoments.of("gemma4_text", "00ff", "11", [moments_of(1, 2, 8)[0], moments_of(1, 1, 16)[0]])
     wide = moments.feedback(1, 16, False, torch.device("cpu"))
     assert wide.shape == (2, 1, 16, 16) and torch.equal(wide[0, 0].float(), torch.eye(16))
     assert not torch.equal(wide[1, 0].float(), torch.eye(16))
@@ -256,7 +259,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         ModelFeedback(torch.zeros(1, 2, 8, 8), torch.zeros(1), torch.zeros(2))
     for triangles in ((), (torch.zeros(2, 7).bfloat16(),), (torch.full((2, 6), math.nan).bfloat16(),)):
         with pytest.raises(ValueError, match="there are no layers|must be finite bfloat16"):
-            QueryMoments("llama", "00ff", triangles)
+            QueryMoments("llama", "00ff", "11", triangles)
     path = tmp_path / "moments.safetensors"
     path.write_text("{}")
     with pytest.raises(ValueError, match="moments.safetensors does not hold the moments of a model's queries"):

@@ -56,7 +56,7 @@ class DiffKVMethod(Method):
     def new_cache(self, model: Any) -> Any:
         from ...cache.diffkv_cache import DiffKVCache
 
-        return DiffKVCache(model.config, self.config_for(model))
+        return DiffKVCache(model, self.config_for(model))
 
     def branch(self, cache: Any) -> Any:
         return cache.fork(1)[0]

@@ -1,0 +1,31 @@
+"""The moments of a model's queries, for caches of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..config import DiffKVConfig
+from ..config.found import queries_of
+from ..ops.rounding import LARGEST_BITS
+from ..store.query_moments import QueryMoments
+
+
+def moments_for(model: Any, config: DiffKVConfig) -> QueryMoments | None:
+    """What generated keys are rounded by; None where nobody measured it, or where `config` rounds none.
+
+    Args:
+        model: a loaded model, or its configuration, for which only a file beside it is found.
+
+    Raises:
+        ValueError: a file that does not hold moments.
+    """
+    if not config.adaptive_rounding or not _has_few_bits(config):
+        return None
+    path = queries_of(model)
+    return None if path is None else QueryMoments.load(path)
+
+
+def _has_few_bits(config: DiffKVConfig) -> bool:
+    layers = config.head_precisions or (None,)
+    bits = [precision.k_bits for layer in layers for precision in layer or (config.high, config.low)]
+    return min(bits) <= LARGEST_BITS

@@ -1,0 +1,81 @@
+"""Second moments of a model's queries, by which generated keys are rounded (docs/store.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+from ..cache.diffkv_cache import DiffKVCache, config_of
+from ..cache.supported_models import cache_layers
+from ..config.digest import model_digest
+from ..config.found import queries_path
+from ..evaluation.tasks import Document
+from ..ops.rounding import second_moment
+from ..store.query_moments import QueryMoments
+from .documents import LENGTH, digest_of, documents_for
+from .replay import WatchedLayer, in_float32, watching
+
+
+def measure_queries(
+    model: Any, tokenizer: Any, text: Iterable[str] | str | None = None, *, length: int = LENGTH
+) -> QueryMoments:
+    """Runs the model once on each of the prompts of `measure_heads`.
+
+    Arguments and errors are those of `measure_heads`; `keep_queries` has caches of the model find the result.
+    """
+    config_of(model)
+    # says so of a model that has no use for them
+    DiffKVCache(model)
+    return moments_on(model, documents_for(tokenizer, [text] if isinstance(text, str) else text, length))
+
+
+def keep_queries(moments: QueryMoments) -> Path:
+    """Writes them to the user's folder, where caches of the model find them. Raises `OSError`."""
+    path = queries_path(moments.model_digest)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    moments.save(path)
+    return path
+
+
+@torch.no_grad()
+def moments_on(model: Any, documents: Sequence[Document]) -> QueryMoments:
+    """Of the queries of all documents' prompts."""
+    digest = model_digest(model)
+    with in_float32(model), watching(model):
+        found = [_moments(model, document.context) for document in documents]
+    means = [sum(layers) / len(found) for layers in zip(*found)]
+    text_config = model.config.get_text_config(decoder=True)
+    return QueryMoments.of(text_config.model_type, digest, digest_of(documents), means)
+
+
+def moments_in(path: Path, model: Any, documents: Sequence[Document]) -> QueryMoments:
+    """Those in a file, if they are of this model and these documents; else they are measured and written there."""
+    if path.is_file():
+        kept = QueryMoments.load(path)
+        if (kept.model_digest, kept.documents_digest) == (model_digest(model), digest_of(documents)):
+            return kept
+    moments = moments_on(model, documents)
+    moments.save(path)
+    return moments
+
+
+def _moments(model: Any, prompt: Sequence[int]) -> list[Tensor]:
+    """The mean of q q^T over the queries of each compressed layer's KV heads, float64 [heads, key_dim, key_dim]."""
+    ids = torch.tensor([list(prompt)], device=model.device)
+    kinds = cache_layers(model.config.get_text_config(decoder=True))
+    layers = [WatchedLayer() if type(layer) is DynamicLayer else layer for layer in kinds]
+    positions = torch.arange(len(prompt), device=model.device)[None]
+    model(input_ids=ids, position_ids=positions, past_key_values=Cache(layers=layers), use_cache=True, logits_to_keep=1)
+    watched = [layer for layer in layers if isinstance(layer, WatchedLayer)]
+    return [_mean(layer) for layer in watched]
+
+
+def _mean(layer: WatchedLayer) -> Tensor:
+    heads = layer.keys.shape[1]
+    total = sum(second_moment(query, heads).double().cpu() for query in layer.queries)
+    return total / sum(query.shape[1] // heads * query.shape[2] for query in layer.queries)
