@@ -64,8 +64,9 @@ class DiffKVConfig:
             large magnitude over all: fewer bits do. Costs no memory, and two small products per layer and step.
         center: keys are held less the mean key of their request and KV head. Layers with attention sinks or a
             softcap are not centred.
-        adaptive_rounding: keys of up to 6 bits that a forward of several tokens stores are rounded so that its queries'
-            logits change least, instead of each element to the nearest (`ops/rounding`). Costs no memory.
+        adaptive_rounding: keys of up to 6 bits are rounded so that logits change least, instead of each element to the
+            nearest (`ops/rounding`): those that a forward of several tokens stores for its queries, generated ones for
+            the model's where these were measured. Costs no memory.
         metadata_bits: bits of the scale and zero point of a quantisation group, of the significance and of the position
             of a stored token: 32 each, or 16, with scales of 5 bits of mantissa and sums that are rounded at random.
             Tokens have neither significance nor position where none is chosen by it (`selects`).

@@ -6,6 +6,7 @@ import torch
 
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.compact.launch import compact_step
+from hf_diffkv.ops.rounding import LARGEST_BITS, ModelFeedback
 from hf_diffkv.pages import PageLayout
 from tools.kernels.record import record
 from tools.kernels.rows import given_rows
@@ -34,14 +35,21 @@ def variants() -> list[KernelVariant]:
         suffix = f"{name}-d{layout.high.key_dim}"
         shipped = ("move_tokens", *PLANNED.get(suffix, ()))
         found += [each.named(f"{each.name}-{suffix}") for each in record(_step, layout) if each.name in shipped]
+        if layout.low.k_bits <= LARGEST_BITS:
+            rounds = record(_step, layout, True)
+            found += [each.named(f"{each.name}-{suffix}-rounds") for each in rounds if each.name == "move_tokens"]
     return found
 
 
-def _step(layout: PageLayout) -> None:
+def _step(layout: PageLayout, rounds: bool = False) -> None:
     high, rows = layout.high, (ROWS, 1)
     window = [torch.empty(*rows, SLOTS, dim, dtype=torch.bfloat16) for dim in (high.key_dim, high.value_dim)]
     held = given_rows(layout, *window, page_table=torch.empty(*rows, WIDTH, dtype=torch.int32))
     threshold, flag = torch.empty(rows), torch.empty(1, dtype=torch.int32)
     low_threshold = threshold if layout.selects else None
     leaving = torch.empty(ROWS, dtype=torch.bool)
-    compact_step(held, leaving, threshold, low_threshold, max_tokens=high.capacity, flag=flag)
+    feedback = None
+    if rounds:
+        matrix = torch.empty(1, 1, high.key_dim, high.key_dim, dtype=torch.bfloat16)
+        feedback = ModelFeedback(matrix, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    compact_step(held, leaving, threshold, low_threshold, max_tokens=high.capacity, flag=flag, feedback=feedback)
