@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..config import DiffKVConfig
-from ..config.found import queries_of
+from ..config.found import queries_of, tell_of_queries
 from ..ops.rounding import LARGEST_BITS
 from ..store.query_moments import QueryMoments
 
@@ -22,7 +22,11 @@ def moments_for(model: Any, config: DiffKVConfig) -> QueryMoments | None:
     if not config.adaptive_rounding or not _has_few_bits(config):
         return None
     path = queries_of(model)
-    return None if path is None else QueryMoments.load(path)
+    if path is None:
+        if config.head_precisions is not None:
+            tell_of_queries(model)
+        return None
+    return QueryMoments.load(path)
 
 
 def _has_few_bits(config: DiffKVConfig) -> bool:

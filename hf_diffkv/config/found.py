@@ -28,7 +28,7 @@ HINTS = "hf_diffkv.hints"
 
 _logger = logging.getLogger(HINTS)
 _digests: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
-_told: set[str] = set()
+_told: set[Any] = set()
 
 
 def user_folder() -> Path:
@@ -112,6 +112,20 @@ def tell_of_calibration(model: Any) -> None:
     _logger.warning(
         "the heads of %s have not been measured, so all of them get the same bits: `hf-diffkv calibrate --model %s "
         "--ratio 0.23` measures them once and saves about a fifth of the cache at no more loss (docs/calibration.md).",
+        name,
+        name,
+    )
+
+
+def tell_of_queries(model: Any) -> None:
+    """Says once for each loaded model with measured heads that measuring its queries would lose less."""
+    name = getattr(getattr(model, "config", None), "name_or_path", "")
+    if not name or (name, "queries") in _told:
+        return
+    _told.add((name, "queries"))
+    _logger.warning(
+        "the queries of %s have not been measured, so generated keys are rounded to the nearest code: run `hf-diffkv "
+        "calibrate --model %s --ratio 0.23` again, which measures them as well (docs/calibration.md).",
         name,
         name,
     )

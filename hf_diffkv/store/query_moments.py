@@ -81,6 +81,7 @@ class QueryMoments:
             found, dim = self.shapes[index]
             raise _misfit(f"{found} KV heads of {dim} in layer {index}", f"that layer has {heads} of {key_dim}")
 
+    @torch.inference_mode(False)
     def feedback(self, heads: int, key_dim: int, rotate: bool, device: torch.device) -> Tensor:
         """What rows of layers with these heads are rounded by, as `ModelFeedback.matrix`; made once for each device.
 
@@ -166,5 +167,5 @@ def _dim_of(triangle: Tensor) -> int:
 def _misfit(measured: str, found: str) -> ValueError:
     return ValueError(
         f"the query moments that were found are of {measured}, but {found}; measure them anew with `hf-diffkv "
-        "calibrate --ratio`, or remove the file."
+        "calibrate --ratio`, or remove the file; under tensor parallelism call cache.attach(model) first."
     )

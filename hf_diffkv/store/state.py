@@ -211,7 +211,7 @@ class Store:
         """What generated keys are rounded by; None rounds each element to the nearest code."""
         if self.moments is None or not self.rounds_for_queries:
             return None
-        heads = self.moments.shapes[self.layers[0]][0]
+        heads = self.moments.triangles[self.layers[0]].shape[0]
         matrix = self.moments.feedback(heads, self.key_dim, self.config.rotate, self.device)
         return ModelFeedback(matrix, self.layer_index, self.head_index)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 from pathlib import Path
 
@@ -140,6 +141,17 @@ def test_a_file_beside_the_model_comes_first(tmp_path: Path) -> None:
     assert DiffKVCache(model, CONFIG).stores.moments is None
     CONFIG.save_pretrained(tmp_path)
     assert DiffKVCache(model).stores.moments is DiffKVCache(model.config).stores.moments is not None
+
+
+def test_it_is_said_once_that_measured_heads_lack_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    heads = DiffKVConfig(head_precisions=[["K4V3", "K5V4"]] * 2, adaptive_rounding=True)
+    with caplog.at_level(logging.WARNING, "hf_diffkv"):
+        for config in (CONFIG, heads, heads):
+            DiffKVCache(model, config)
+    (record,) = caplog.records
+    assert f"calibrate --model {tmp_path} --ratio" in record.getMessage() and "queries" in record.getMessage()
 
 
 def test_moments_of_another_model_are_refused(tmp_path: Path) -> None:
