@@ -48,9 +48,9 @@ def moments_on(model: Any, documents: Sequence[Document]) -> QueryMoments:
     digest = model_digest(model)
     with in_float32(model), watching(model):
         found = [_moments(model, document.context) for document in documents]
-    means = [sum(layers) / len(found) for layers in zip(*found)]
+    together = [sum(layers) for layers in zip(*found)]
     text_config = model.config.get_text_config(decoder=True)
-    return QueryMoments.of(text_config.model_type, digest, digest_of(documents), means)
+    return QueryMoments.of(text_config.model_type, digest, digest_of(documents), together)
 
 
 def moments_in(path: Path, model: Any, documents: Sequence[Document]) -> QueryMoments:

@@ -30,7 +30,7 @@ LEAST = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class QueryMoments:
-    """The mean of q q^T for each KV head, over the queries of all that read it.
+    """The mean of q q^T for each KV head, over the queries of all that read it, times a number, which does not count.
 
     Attributes:
         model_type: of the model's text configuration.
