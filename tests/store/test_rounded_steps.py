@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,7 @@ from hf_diffkv.store.query_moments import QueryMoments, moment_of
 from hf_diffkv.store.state import Store
 
 # the best instruction set that is here and the portable form
-BACKENDS = ["reference", "kernels", *SETS[:1], *SETS[1:][-1:]]
+BACKENDS = ["reference", pytest.param("kernels", marks=pytest.mark.slow), *SETS[:1], *SETS[1:][-1:]]
 
 
 def moments_of(layers: int, heads: int, dim: int, seed: int = 0) -> list[Tensor]:
@@ -41,9 +41,17 @@ def query_moments(layers: int, heads: int, dim: int) -> QueryMoments:
 
 
 def backend(name: str) -> AbstractContextManager:
+    """Under which steps run; where kernels are to compact, which take long in the interpreter, the rest of a step is
+    the reference's."""
+    return use_backend("reference") if name in ("reference", "kernels") else use_instructions(name)
+
+
+def compact_by(name: str, store: Store) -> None:
+    """Runs the compaction that is due; under `backend`."""
     if name == "kernels":
         pytest.importorskip("triton")
-    return use_backend(name) if name in ("reference", "kernels") else use_instructions(name)
+    with use_backend("kernels") if name == "kernels" else nullcontext():
+        settle(store)
 
 
 @pytest.mark.parametrize("interval", [1, 3])
@@ -76,7 +84,7 @@ class Steps:
         shape = (self.batch, heads, 1, self.dim)
         return torch.randn(shape, generator=self.generator).to(self.dtype)
 
-    def feed(self, tokens: int) -> None:
+    def feed(self, tokens: int, name: str = "reference") -> None:
         for _ in range(tokens):
             first = self.store.seen == 0
             begin_forward(self.store, 1)
@@ -86,7 +94,7 @@ class Steps:
                 self.keys[layer].append(key)
                 attend = attend_tokens if first else attend_token
                 attend(self.store, layer, query, key, value, Softmax(1.0))
-        settle(self.store)
+            compact_by(name, self.store)
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys [batch, heads, tokens, dim] as they came and as they are held, of tokens that left the window."""
@@ -108,14 +116,13 @@ STORES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("case", STORES)
-@pytest.mark.sampled(8)
 def test_every_backend_rounds_each_head_by_its_own_factor(case: str, name: str, dtype: torch.dtype) -> None:
     fields, precisions = STORES[case]
     moments = query_moments(3, 2, 16)
     feedback = moments.feedback(2, 16, False, torch.device("cpu")).double()
     steps = Steps(DiffKVConfig(**PLAIN, **fields), moments, dtype)
     with backend(name):
-        steps.feed(12)
+        steps.feed(12, name)
     narrow = fields.get("metadata_bits") == 16
     for layer, index in enumerate((2, 0)):
         given, held = steps.stored(layer)
@@ -135,7 +142,6 @@ def test_every_backend_rounds_each_head_by_its_own_factor(case: str, name: str, 
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.sampled(3)
 def test_victims_are_rounded_again_when_they_fall(name: str) -> None:
     """Two levels in float32; the store is compared with the simulation in all but what is next to a tie."""
     fields = {"window": 6, "sinks": 0, "adaptive_rounding": True, "alpha_high": 1.0, "alpha_low": 0.3}
@@ -147,7 +153,7 @@ def test_victims_are_rounded_again_when_they_fall(name: str) -> None:
     with backend(name):
         for _ in range(12):
             pair.forward(1)
-        settle(pair.store)
+            compact_by(name, pair.store)
     pair.compare_levels()
     held = read_tokens(pair.store, 0).keys
     same = torch.isclose(held, pair.simulation.stored()[0].float(), rtol=1e-4, atol=1e-4).all(-1)
@@ -156,14 +162,13 @@ def test_victims_are_rounded_again_when_they_fall(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.sampled(3)
 def test_nothing_changes_without_moments_or_without_the_option(name: str) -> None:
     fields = STORES["two tiers"][0]
 
     def keys(moments: QueryMoments | None, **more: bool) -> list[Tensor]:
         steps = Steps(DiffKVConfig(**{**PLAIN, **fields, **more}), moments)
         with backend(name):
-            steps.feed(8)
+            steps.feed(8, name)
         return [steps.stored(layer)[1] for layer in range(2)]
 
     moments = query_moments(3, 2, 16)
