@@ -21,10 +21,11 @@ from cpu_caches import about_machine
 from hf_diffkv.config.presets import PRESETS, UNIFORM_NUMBERS
 from hf_diffkv.native import library
 from hf_diffkv.ops.decode_attention import native, reference
-from hf_diffkv.ops.quantize import Contents, store_tokens
+from hf_diffkv.ops.quantize import store_tokens
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.ops.tiles import build_tiles
 from hf_diffkv.pages import LayerRows, PageLayout, PagePool
+from hf_diffkv.pages.segments import Contents
 from hf_diffkv.precision import Precision
 
 HEADS, QUERY_HEADS, DIM, WINDOW = 8, 32, 128, 64

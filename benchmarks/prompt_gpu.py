@@ -20,9 +20,10 @@ from measure import Session, free_memory, parser, relative_error
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-from hf_diffkv.ops.prefill_attention import EarlierTokens, prefill_attention
+from hf_diffkv.ops.prefill_attention import prefill_attention
 from hf_diffkv.ops.prefill_attention.reference import prefill_attention as reference
 from hf_diffkv.ops.softmax import Softmax
+from hf_diffkv.pages import EarlierTokens
 
 CONTEXTS = (2048, 8192, 16384, 32768, 65536)
 # of a past

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.decode_attention import decode_attention
-from hf_diffkv.ops.quantize import Contents, load_tokens, store_tokens
+from hf_diffkv.ops.quantize import load_tokens, store_tokens
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.ops.tiles import Bounds, build_tiles
 from hf_diffkv.pages import HIGH, LOW, FreeList, LayerRows, PageLayout, TierLayout, column
+from hf_diffkv.pages.segments import Contents
 
 CHUNK_TOKENS = 1 << 18
 

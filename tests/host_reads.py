@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_diffkv.cache.compiled import attend_at, layer_of
+from hf_diffkv.cache.attention import attend_at
+from hf_diffkv.cache.handles import layer_of
 from hf_diffkv.ops.softmax import Softmax
 
 READS = {

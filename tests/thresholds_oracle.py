@@ -7,7 +7,6 @@ from torch import Tensor
 from uniform_oracle import Exact, exact_tokens, keep_exact
 
 from hf_diffkv.ops.prompt_tokens import Placement, PromptTokens
-from hf_diffkv.ops.quantize import Contents
 from hf_diffkv.ops.quantize.reference import load_tokens, move_tokens, store_tokens
 from hf_diffkv.ops.rounding.reference import LARGEST_BITS, round_keys
 from hf_diffkv.pages import (
@@ -22,9 +21,8 @@ from hf_diffkv.pages import (
     TierLayout,
     column,
 )
-from hf_diffkv.pages.narrow import score_noise
-from hf_diffkv.pages.segments import segments
-from hf_diffkv.pages.window import held_tokens
+from hf_diffkv.pages.rows import held_tokens
+from hf_diffkv.pages.segments import Contents, score_noise, segments
 
 
 def store_by_thresholds(

@@ -7,13 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_diffkv.ops.backend import compute_dtype
 from hf_diffkv.ops.prompt_tokens import Placement, PromptTokens
-from hf_diffkv.ops.quantize import Contents
-from hf_diffkv.ops.quantize.reference import compute_dtype, store_tokens
+from hf_diffkv.ops.quantize.reference import store_tokens
 from hf_diffkv.ops.rotation import rotate
 from hf_diffkv.ops.rounding.reference import LARGEST_BITS, round_keys
 from hf_diffkv.pages import HIGH, LOW, LayerRows, column
-from hf_diffkv.pages.window import held_tokens, slots_of
+from hf_diffkv.pages.rows import held_tokens, slots_of
+from hf_diffkv.pages.segments import Contents
 
 
 def store_uniform(rows: LayerRows, new: PromptTokens, placement: Placement, holds: bool) -> None:

@@ -2,11 +2,17 @@
 
 Keys and values that carry a `DiffKVLayer` go to it; all others (training, other caches, sliding-window layers) take
 ordinary dense attention, so a model may stay on `"diffkv"`.
+
+In a compiled forward the whole of a layer's attention is one opaque operator, `attend`, so that the forward compiles
+into one graph. A layer is named by a number there. It comes as a tensor, so that a graph serves every cache whose
+layers have the same shapes. The operator declares that it mutates a tensor all layers share, which keeps it from being
+reordered or dropped; the compiler may pass copies of both tensors.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,13 +20,15 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
 from ..ops.softmax import Softmax
-from .compiled import attend
 from .dense import dense_attention
 from .errors import HandOverError
-from .handles import awaiting_layers
-from .layer import DEFERRED, TAG
-from .masks import PADDING, split_mask
+from .handles import awaiting_layers, layer_of
+from .layer import DEFERRED, TAG, DiffKVLayer
 
+# attribute of a mask that is causal with padding: the padding, [batch, keys]
+PADDING = "_diffkv_padding"
+# what the operator does on the host must not be lost in a graph that the compiler captures (older releases: no tag)
+_TAGS = [tag for tag in [getattr(torch.Tag, "cudagraph_unsafe", None)] if tag is not None]
 # arguments models pass along that do not change attention
 HARMLESS = {
     "cache",
@@ -176,3 +184,113 @@ def _no_padding(padding: Tensor | None, queries: int) -> bool:
         return True
     # a look at the device, worth it only where it saves a mask of queries x keys
     return queries > 1 and not torch.compiler.is_compiling() and bool(padding.all())
+
+
+def split_mask(
+    mask: Tensor | None, layer: DiffKVLayer, tokens: int
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """What a mask says, each part None where it says nothing.
+
+    Returns:
+        Visibility of the tokens seen before, bool [batch, past]; of the new ones, bool [batch, tokens]; and the mask
+        among the new ones where it is not plainly causal, bool [batch, 1, tokens, tokens].
+    """
+    if mask is None:
+        return None, None, None
+    if mask.shape[-1] != layer.seen:
+        raise HandOverError(
+            f"the attention mask covers {mask.shape[-1]} keys but the cache has seen {layer.seen}; pass a mask for "
+            "all tokens, past ones included."
+        )
+    past = layer.seen - tokens
+    padding = getattr(mask, PADDING, None)
+    if padding is None and mask.ndim == 2:
+        padding = mask.bool()
+    if padding is not None:
+        return padding[:, :past], padding[:, past:], None
+    mask = _as_bool(mask)
+    if mask.shape[1] != 1:
+        raise HandOverError("'diffkv' attention cannot use a mask that differs between heads.")
+    mask = mask.expand(layer.store.batch_size, -1, -1, -1)
+    last = mask[:, 0, -1]
+    if tokens > 1 and not bool((mask[..., :past] == last[:, None, None, :past]).all()):
+        raise HandOverError(
+            "this attention mask hides some past tokens from some of the new ones only; once compressed, a past token "
+            "can only be attended by all that follow or, from some forward on, by none."
+        )
+    valid, new = last[:, past:], mask[..., past:]
+    if tokens > 1 and bool((new & valid[:, None, :, None] & ~valid[:, None, None]).any()):
+        raise HandOverError(
+            "this attention mask hides new tokens from the last of them, which makes them padding, but shows them to "
+            "others; let the last new token see all that are not padding."
+        )
+    return last[:, :past], valid, new
+
+
+def _as_bool(mask: Tensor) -> Tensor:
+    if mask.dtype == torch.bool:
+        return mask
+    lowest = torch.finfo(mask.dtype).min / 2
+    if not bool(((mask == 0) | (mask < lowest)).all()):
+        raise HandOverError("'diffkv' attention cannot add a bias to the logits; the mask may only allow or forbid.")
+    return mask == 0
+
+
+@torch.library.custom_op("hf_diffkv::attend", mutates_args=("order",), tags=_TAGS)
+def attend(
+    states: Sequence[Tensor],
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    order: Tensor,
+    handle: Tensor,
+    reads: bool,
+    scaling: float,
+    softcap: float | None,
+) -> Tensor:
+    """`DiffKVLayer.update` and `attend` in one, or `read`; within a captured step `attend_captured`. Shapes as there.
+
+    Args:
+        states: query, key and value.
+        mask: as the attention function gets it.
+        order: shared by the layers of a cache, never read.
+        handle: from `handles.new_handle`.
+        reads: the keys and values are those of an earlier layer of the model, whose mask holds for this one too.
+    """
+    return attend_at(layer_of(handle), *states, mask, Softmax(scaling, softcap, sinks), reads)
+
+
+def attend_at(
+    layer: DiffKVLayer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    softmax: Softmax,
+    reads: bool,
+) -> Tensor:
+    """What the operator does, arguments as there."""
+    if layer.stores.capturing:
+        return layer.attend_captured(query, key, value, mask, softmax).contiguous()
+    if reads:
+        return layer.read(query, key, mask, softmax).contiguous()
+    if layer.pending is None:  # else it was announced outside of the graph
+        layer.update(key, value)
+    shown, valid, among = split_mask(mask, layer, key.shape[2])
+    output = layer.attend(query, softmax, valid, among, shown).contiguous()
+    layer.expect(mask)
+    return output
+
+
+@attend.register_fake
+def _(
+    states: Sequence[Tensor],
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    order: Tensor,
+    handle: Tensor,
+    reads: bool,
+    scaling: float,
+    softcap: float | None,
+) -> Tensor:
+    query, _, value = states
+    return query.new_empty(*query.shape[:3], value.shape[3])

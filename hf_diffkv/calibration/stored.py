@@ -7,12 +7,12 @@ from torch import Tensor
 
 from ..config import DiffKVConfig, Precision
 from ..config.sensitivity import FIELDS
-from ..ops.quantize import compute_dtype
+from ..ops.backend import compute_dtype
 from ..ops.rounding import second_moment
 from ..ops.softmax import Softmax
 from ..store import KVHeads, Store, begin_forward, read_tokens
-from ..store.compress import Past, compress
-from ..store.transform import Entering, note_logits, query_moment
+from ..store.forms import Entering, note_logits, query_moment
+from ..store.prompt import Past, compress
 from .replay import WatchedLayer
 
 

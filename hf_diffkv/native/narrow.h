@@ -1,4 +1,4 @@
-// The numbers of narrow pages, bit for bit as in pages/narrow.py: metadata and scores of 16 bits.
+// The numbers of narrow pages, bit for bit as in pages/segments.py: metadata and scores of 16 bits.
 #pragma once
 #include "precision.h"
 #include "simd.h"

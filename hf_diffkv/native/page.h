@@ -7,7 +7,7 @@
 namespace diffkv {
 namespace {
 
-// Slot of a window's token that is no sink (pages/window.py).
+// Slot of a window's token that is no sink (pages/rows.py).
 inline int64_t ring_slot(int64_t position, int64_t slots, int64_t sink_slots) {
   return sink_slots + position % (slots - sink_slots);
 }

@@ -96,6 +96,11 @@ def is_forced(name: str) -> bool:
     return _forced == name
 
 
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype arithmetic runs in for a model of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def device_of(device: torch.device) -> Device:
     """What kernels are launched on for tensors on `device`."""
     return _real_device(device) if _assumed is None else _assumed

@@ -1,4 +1,4 @@
-"""The numbers of narrow pages, bit for bit as in `narrow.py`, and reading and writing those of any page (Triton).
+"""The numbers of narrow pages, bit for bit as in `segments.py`, and reading and writing those of any page (Triton).
 
 BYTES is what a score or position, or the metadata of a group, takes: 2 in narrow pages, 4 in wide ones.
 """
@@ -8,25 +8,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..pages import narrow
+from ..pages import segments
 
-SCORE_SHIFT = tl.constexpr(narrow.SCORE_SHIFT)
-NOISE_SHIFT = tl.constexpr(32 - narrow.SCORE_SHIFT)
-BELOW_HALF = tl.constexpr((1 << narrow.SCORE_SHIFT - 1) - 1)
-SCORE_BASE = tl.constexpr(narrow.SCORE_BASE)
-LARGEST_SCORE = tl.constexpr(narrow.LARGEST_SCORE)
-LARGEST_SCALE = tl.constexpr(narrow.LARGEST_SCALE)
-ZERO_LEVELS = tl.constexpr(narrow.ZERO_LEVELS)
-HALF_LEVELS = tl.constexpr(narrow.ZERO_LEVELS / 2)
-INDEX_FACTOR = tl.constexpr(narrow.INDEX_FACTOR)
-LENGTH_FACTOR = tl.constexpr(narrow.LENGTH_FACTOR)
-MIX_FACTOR = tl.constexpr(narrow.MIX_FACTOR)
+SCORE_SHIFT = tl.constexpr(segments.SCORE_SHIFT)
+NOISE_SHIFT = tl.constexpr(32 - segments.SCORE_SHIFT)
+BELOW_HALF = tl.constexpr((1 << segments.SCORE_SHIFT - 1) - 1)
+SCORE_BASE = tl.constexpr(segments.SCORE_BASE)
+LARGEST_SCORE = tl.constexpr(segments.LARGEST_SCORE)
+LARGEST_SCALE = tl.constexpr(segments.LARGEST_SCALE)
+ZERO_LEVELS = tl.constexpr(segments.ZERO_LEVELS)
+HALF_LEVELS = tl.constexpr(segments.ZERO_LEVELS / 2)
+INDEX_FACTOR = tl.constexpr(segments.INDEX_FACTOR)
+LENGTH_FACTOR = tl.constexpr(segments.LENGTH_FACTOR)
+MIX_FACTOR = tl.constexpr(segments.MIX_FACTOR)
 
 
 @triton.constexpr_function
 def zero_factor(bits):
     """What a zero point's 6 bits are multiplied with, beside the scale; all three products are exact."""
-    return -narrow.ZERO_STEP * (2**bits - 1)
+    return -segments.ZERO_STEP * (2**bits - 1)
 
 
 @triton.jit

@@ -33,7 +33,7 @@ class Placement:
         window: tokens that a window holds beside sinks.
         limit: magnitude up to which elements, as they are held, can be stored; rotated tokens by their norms.
         rotation: of keys and values on their way; None leaves channels as they are.
-        centers: whether offsets are fixed where a row's first token leaves its window (store/transform.py).
+        centers: whether offsets are fixed where a row's first token leaves its window (store/forms.py).
         feedback: [batch * heads, key_dim, key_dim] that quantised keys are rounded with (ops/rounding); None rounds
             each element for itself.
     """

@@ -9,8 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .backend import use_kernels, without_autocast
-from .quantize import compute_dtype
+from .backend import compute_dtype, use_kernels, without_autocast
 
 # elements at a time of what is computed in float32
 FLOAT_ELEMENTS = 1 << 21

@@ -1,22 +1,22 @@
 """Page format, pool, free list and page table. Knows nothing of attention, policy or Transformers."""
 
 from .cuda_reserve import CudaReservation
-from .free_list import FreeList
 from .layout import PageLayout, TierLayout, fields
-from .page_table import (
+from .pool import NULL_PAGE, FreeList, PagePool
+from .rows import (
     HIGH,
     HIGH_LEVEL,
     LOW,
     LOW_LEVEL,
-    NULL_PAGE,
     PADDING_LEVEL,
     PRUNED_LEVEL,
     WINDOW_LEVEL,
+    EarlierTokens,
+    KeptRows,
+    LayerRows,
     PageTable,
     column,
 )
-from .pool import PagePool
-from .rows import KeptRows, LayerRows
 
 __all__ = [
     "HIGH",
@@ -28,6 +28,7 @@ __all__ = [
     "PRUNED_LEVEL",
     "WINDOW_LEVEL",
     "CudaReservation",
+    "EarlierTokens",
     "FreeList",
     "KeptRows",
     "LayerRows",

@@ -21,13 +21,13 @@ uint16 metadata of b-bit codes is 64 * s + z. The scale is the fp16 number whose
 exponent, 5 of mantissa. The zero point is -z * scale * (2^b - 1) * 65 / 4096, which float32 holds exactly: about z / 63
 of the range that the codes cover, which always has 0 in it. A uint16 score s is the float32 number whose bits are
 s * 2^13 + 81 * 2^23, and 0 where s is 0: 6 bits of exponent, 10 of mantissa, up to 2^18. How all of it is rounded is
-said in `pages/narrow.py`.
+said in `pages/segments.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Protocol
 
 from ..precision import SUPPORTED_BITS, Precision
@@ -113,7 +113,7 @@ class PageLayout:
     low: TierLayout
     page_bytes: int
 
-    @property
+    @cached_property
     def selects(self) -> bool:
         """Whether pages hold what tokens are chosen by, scores and positions."""
         return self.high.score_bytes > 0

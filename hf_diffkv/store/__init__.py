@@ -3,14 +3,15 @@
 from .compaction import settle
 from .copies import drop_unused_layers, fork_store, move_rows, prepare_rows, select_rows
 from .decode import SharedStep, attend_token
-from .hide import check_shown, hide_tokens
-from .prompt import SharedTokens, attend_tokens
+from .forms import check_finite
+from .hide import hide_tokens
+from .prompt import attend_tokens
 from .read import Payload, check_integrity, levels, payload, read_tokens
+from .readers import SharedTokens
 from .recorded import Recorded
 from .rollback import SharedRecording, attend_recorded, commit
 from .state import KVHeads, Store
 from .step import begin_forward, withdraw
-from .transform import check_finite
 
 __all__ = [
     "KVHeads",
@@ -26,7 +27,6 @@ __all__ = [
     "begin_forward",
     "check_finite",
     "check_integrity",
-    "check_shown",
     "commit",
     "drop_unused_layers",
     "fork_store",

@@ -14,7 +14,7 @@ from ..ops.rounding import ModelFeedback
 from ..pages import HIGH
 from ..policy import StepRows, relative_thresholds
 from . import native
-from .exact_tokens import center_rows, is_pinned, pin_candidates
+from .forms import center_rows, is_pinned, pin_candidates
 from .state import Store
 
 

@@ -11,8 +11,8 @@ from ..ops.backend import NATIVE
 from ..ops.decode_attention import Held, allocate_scratch, decode_attention, scratch_bytes
 from ..ops.softmax import Softmax
 from . import native
+from .forms import model_form, note_logits, query_form, stored_form
 from .state import Store
-from .transform import model_form, note_logits, query_form, stored_form
 
 if TYPE_CHECKING:
     from ..ops.decode_attention.scratch import Scratch
@@ -89,7 +89,7 @@ def attend_newest(
 
 
 class SharedStep:
-    """One generated token per request, attended by several layers (prompt.py). Arguments as in `attend_token`."""
+    """One generated token per request, attended by several layers (readers.py). Arguments as in `attend_token`."""
 
     def __init__(self, store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
         self._store, self._layer, self._valid = store, layer, valid

@@ -16,45 +16,8 @@ from ..pages import HIGH
 from ..pages.segments import segments
 from .budget import no_tokens
 from .copies import make_private
-from .exact_tokens import held_tokens, slots_of
+from .forms import held_tokens, slots_of
 from .state import Store
-
-
-def check_shown(store: Store, shown: Tensor | None, tokens: int) -> Tensor | None:
-    """Compares a mask with what is stored, before a forward of `tokens` new tokens.
-
-    A step of one token is compared without waiting for the device, except on a CPU: `Store.check_values` then raises
-    within a few steps.
-
-    Args:
-        shown: bool [batch, past], the tokens the mask shows; None where it shows all.
-
-    Returns:
-        `shown` if `hide_tokens` is to be called, None if nothing changes.
-
-    Raises:
-        ValueError: it shows a token that was padding or hidden before.
-    """
-    same = store.padding.equals(shown)
-    if same is None:
-        return None
-    if tokens == 1 and not store.recording and not reads_are_free(store.device):
-        store.changed_past |= ~same
-        return None
-    if bool(same):
-        return None
-    real = store.padding.mask()
-    if shown is None or bool((shown & ~real).any()):
-        raise ValueError(
-            "the attention mask shows tokens that were padding or hidden before, whose keys and values this cache does "
-            "not hold; pass an attention_mask with 0 wherever earlier ones had it, or use a new cache."
-        )
-    return shown
-
-
-def reads_are_free(device: torch.device) -> bool:
-    """Whether the host may look at `device` at every step."""
-    return device.type == "cpu"
 
 
 def hide_tokens(store: Store, shown: Tensor) -> None:

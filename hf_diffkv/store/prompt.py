@@ -1,25 +1,45 @@
-"""Several new tokens at once: a prompt, a further turn, a chunk. Attention is exact on them, then all is levelled.
-
-Where later layers of the model read a layer's keys and values as well, their queries count as further heads of the
-layer's groups: a token's sum gains the maximum over all of them. So the tokens of a forward are compressed, and those
-of a step get their sums, when the last of these layers has attended. A reader may come with the queries of the newest
-tokens only, as models drop what no logits are wanted of. What keys received from them is scaled up to all later
-queries, as with `observation_window`.
-"""
+"""Several new tokens at once: a prompt, a further turn, a chunk. Attention is exact on them, then all is levelled."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..ops.prefill_attention import EarlierTokens, prefill_attention
+from ..ops.compact import Given, NewTokens, StoredTokens, rewrite_rows, stored_tokens
+from ..ops.prefill_attention import prefill_attention
+from ..ops.quantize import load_tokens
 from ..ops.softmax import Softmax
-from .compress import Past, compress
+from ..pages import HIGH, LOW, EarlierTokens
+from ..pages.segments import score_noise, segments
+from ..policy import (
+    HIGH_LEVEL,
+    LOW_LEVEL,
+    PRUNED_LEVEL,
+    WINDOW_LEVEL,
+    ForwardRows,
+    Tokens,
+    mean_significance,
+)
+from .budget import Weighed, fit_layer
+from .forms import (
+    Entering,
+    PromptSource,
+    check_finite,
+    feedback,
+    held_count,
+    is_pinned,
+    model_form,
+    note_logits,
+    pinned_sums,
+    query_form,
+    query_moment,
+    slots_of,
+)
+from .prompt_kernels import Forward, store_by_kernels
 from .state import Store
-from .transform import Entering, model_form, note_logits, query_form, query_moment
 
 
 def attend_tokens(
@@ -83,82 +103,268 @@ def attend_beside(
     return output if past.rows is None else model_form(store, output), received
 
 
-class SharedTokens:
-    """Several new tokens, attended by several layers. Arguments and errors as in `attend_tokens`."""
+class Past:
+    """What a layer holds before a forward, and where each token of it ranks within its row."""
 
-    def __init__(
-        self, store: Store, layer: int, key: Tensor, value: Tensor, valid: Tensor | None, mask: Tensor | None
-    ) -> None:
-        self._store, self._layer = store, layer
-        self._new, self._mask = Entering.checked(store, layer, key, value, valid), mask
-        self._received: Tensor | None = None
-        self._moment: Tensor | None = None
+    def __init__(self) -> None:
+        self.tokens: tuple[StoredTokens, StoredTokens]
+        self.earlier = EarlierTokens()
+        self.ranks: list[Tensor] = []
 
-    def attend(self, query: Tensor, last: bool, softmax: Softmax) -> Tensor:
-        """One layer's attention, from the newest tokens or all; the last one stores and compresses them."""
-        store, layer = self._store, self._layer
-        past = Past.read(store, layer, self._new)
-        output, received = attend_from_newest(store, layer, past, query, self._new, self._mask, softmax)
-        if received is not None:
-            self._received = received if self._received is None else torch.maximum(self._received, received)
-        moment = query_moment(store, query, self._new.valid)
-        self._moment = moment if self._moment is None else self._moment + moment
-        if last:
-            compress(store, layer, past, self._new, self._received, self._moment)
-        return output
+    @classmethod
+    def read(cls, store: Store, layer: int, new: Entering) -> Past:
+        """Before `new` enters."""
+        past = cls()
+        if store.enters_at_once:
+            longest = Forward.of(store, layer, new).longest[layer]
+        else:
+            longest = past.find_tokens(store, layer)
+        if longest > 0:
+            past.earlier = EarlierTokens(store.rows(layer), longest)
+        return past
+
+    def find_tokens(self, store: Store, layer: int) -> int:
+        """Lists every token, and returns how many the longest row has."""
+        rows = store.batch_size * store.num_heads
+        counts = [store.high_count[layer].view(rows), store.low_count[layer].view(rows)]
+        self.tokens = tuple(stored_tokens(store.rows(layer), tier) for tier in (HIGH, LOW))
+        self.window_row, self.window_token, window_rank = _window_tokens(store, layer)
+        window_count = torch.bincount(self.window_row, minlength=rows)
+        longest = int((counts[HIGH] + counts[LOW] + window_count).max())
+        if longest > 0:
+            first = self.tokens[HIGH].index
+            second = self.tokens[LOW].index + counts[HIGH].long()[self.tokens[LOW].row]
+            third = window_rank + (counts[HIGH] + counts[LOW]).long()[self.window_row]
+            self.ranks = [first, second, third]
+        return longest
+
+    def rows(self) -> list[Tensor]:
+        return [self.tokens[HIGH].row, self.tokens[LOW].row, self.window_row]
+
+    def window(self, store: Store, layer: int) -> tuple[Tensor, Tensor]:
+        slot = window_slot(store, layer, self.window_row, self.window_token)
+        key = store.window_key[layer].flatten(0, 1)[self.window_row, slot]
+        return key, store.window_value[layer].flatten(0, 1)[self.window_row, slot]
+
+    def gather(self, received: Tensor, part: int) -> Tensor:
+        """This forward's contribution to the tokens of one part (high, low, window); received: [rows, P + Q]."""
+        if not self.ranks:
+            return received.new_zeros(0)
+        return received[self.rows()[part], self.ranks[part]]
 
 
-def attend_from_newest(
-    store: Store, layer: int, past: Past, query: Tensor, new: Entering, mask: Tensor | None, softmax: Softmax
-) -> tuple[Tensor, Tensor | None]:
-    """Attends from the newest n of the Q new tokens over a layer's past and all new ones; changes nothing.
+def _window_tokens(store: Store, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Row, token index and rank of everything in a layer's window, in row order, then by index."""
+    start, end = store.window_start[layer], store.sink_end[layer]
+    count = held_count(store, layer).repeat_interleave(store.num_heads)
+    row = torch.repeat_interleave(torch.arange(count.numel(), device=store.device), count)
+    rank = torch.arange(row.numel(), device=store.device) - (count.cumsum(0) - count)[row]
+    request = row // store.num_heads
+    return row, torch.where(rank < end[request], rank, rank + (start - end)[request]), rank
+
+
+def window_slot(store: Store, layer: int, row: Tensor, position: Tensor) -> Tensor:
+    """Slots of exact tokens, given their rows of the layer."""
+    return slots_of(store, position, store.sink_end[layer][row // store.num_heads])
+
+
+def compress(
+    store: Store, layer: int, past: Past, new: Entering, received: Tensor | None, moment: Tensor | None
+) -> None:
+    """Adds what was received, as of `prompt.attend_beside`, levels the new tokens and levels the past anew.
 
     Args:
-        query: [batch, query_heads, n, key_dim]; with n < Q, all n must see the same of the tokens before them.
-        mask: bool [batch, 1, Q, Q] or None.
+        moment: of the queries that keys are rounded for, as of `query_moment`.
 
-    Returns:
-        [batch, query_heads, n, value_dim], and what each key received, as `attend_beside` returns it.
+    Raises:
+        MemoryError: they do not fit; the layer is as it was.
     """
-    (key, value), valid = new.beside(past.earlier), new.valid
-    earlier = key.shape[2] - query.shape[2]
-    if earlier == 0:
-        options = {"valid": valid, "mask": mask, "observed": store.observation_window}
-        return attend_beside(store, layer, past.earlier, query, key, value, softmax, **options)
-    shown = torch.ones(key.shape[0], earlier, dtype=torch.bool, device=key.device)
-    shown = shown if valid is None else shown & valid[:, :earlier]
-    shown = shown if mask is None else shown & mask[:, 0, -1, :earlier]
-    exact = {"key": key[:, :, :earlier], "value": value[:, :, :earlier]}
-    before = replace(past.earlier, **exact, valid=shown[:, None].expand(-1, key.shape[1], -1))
-    output, received = attend_beside(
-        store,
-        layer,
-        before,
-        query,
-        key[:, :, earlier:],
-        value[:, :, earlier:],
-        softmax,
-        valid=None if valid is None else valid[:, earlier:],
-        mask=None if mask is None else mask[..., earlier:, earlier:],
-        observed=store.observation_window,
-    )
+    if store.enters_at_once:
+        if store_by_kernels(store, layer, new, received, feedback(store, moment)):
+            return
+        check_finite(store, new.key, new.value, new.valid)
+        past.find_tokens(store, layer)
+    heads = store.num_heads
+    valid, new_count = new.valid, new.key.shape[2]
+    source, offset = new.stored()
+    received = None if received is None else received.flatten(0, 1)
+    old_length = store.length[layer].clone()
+    longest = int((store.high_count[layer] + store.low_count[layer]).max()) + new_count + store.window_slots
+    store.ensure_width(longest)
+    store.update_limit()
+    old_alphas = store.alpha_high[layer].clone(), store.alpha_low[layer].clone()
+    store.length[layer] += new_count if valid is None else valid.sum(-1)
+    length = store.length[layer].repeat_interleave(heads)
+    pages = store.pool.pages
+
+    previous, scores = [], []
     if received is not None:
-        received = received * _later_share(valid, key, earlier, received.shape[-1])[:, None]
-    return output, received
+        for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
+            tokens = past.tokens[tier]
+            previous.append(segments(pages, layout).scores(tokens.page, tokens.slot))
+            scores.append(previous[tier] + past.gather(received, tier))
+    candidates = _candidates(store, layer, past, source, valid, offset, old_length, received)
+    start = torch.maximum(store.window_start[layer], store.length[layer] - store.config.window)
+    request = candidates.row // heads
+    in_window = (candidates.position < store.sink_end[layer][request]) | (candidates.position >= start[request])
+    leaving, window = candidates.select(~in_window), candidates.select(in_window)
+    levels = decide_levels(store, layer, past.tokens, leaving, scores, length)
+    keep = (levels[HIGH] == HIGH_LEVEL, levels[LOW] != PRUNED_LEVEL)
+    arriving = (leaving.select(levels[2] == HIGH_LEVEL), leaving.select(levels[2] == LOW_LEVEL))
+
+    try:
+        _write_scores(store, past, scores, length)
+        demoted = levels[HIGH] == LOW_LEVEL
+        rewrite_rows(store.rows(layer), past.tokens, keep, demoted, arriving, feedback(store, moment))
+    except MemoryError:
+        _write_scores(store, past, previous)
+        store.length[layer] = old_length
+        store.alpha_high[layer], store.alpha_low[layer] = old_alphas
+        raise
+    if offset is not None:
+        store.key_offset[layer] = offset
+    _fill_window(store, layer, window)
+    store.window_start[layer] = start
+    store.forget_bounds()
+    store.steps_since_compaction = 0
 
 
-def _later_share(valid: Tensor | None, key: Tensor, earlier: int, columns: int) -> Tensor:
-    """How many times more queries follow each of the P + Q keys than those after the first `earlier` new tokens.
+def _write_scores(store: Store, past: Past, scores: list[Tensor], length: Tensor | None = None) -> None:
+    """Stores sums that have grown, `length` int64 [rows] being the rows' new one; None where they are as stored."""
+    for tier, score in enumerate(scores):
+        layout, tokens = (store.layout.high, store.layout.low)[tier], past.tokens[tier]
+        noise = None if length is None else score_noise(tokens.index, length[tokens.row], tier)
+        segments(store.pool.pages, layout).write_scores(tokens.page, tokens.slot, score, noise)
+
+
+def _candidates(
+    store: Store,
+    layer: int,
+    past: Past,
+    source: PromptSource,
+    valid: Tensor | None,
+    offset: Tensor | None,
+    old_length: Tensor,
+    received: Tensor | None,
+) -> NewTokens:
+    """Every token that is exact now: what was in the window, and the new ones; sorted by row, then position.
+
+    Args:
+        source: the new ones.
+        offset: of all rows' keys, as `Entering.stored` returns it.
+        received: [rows, P + Q]; None where nothing adds to sums.
+    """
+    heads, new_count = store.num_heads, source.key.shape[2]
+    slot = window_slot(store, layer, past.window_row, past.window_token)
+    score = store.window_score[layer].flatten(0, 1)[past.window_row, slot]
+    if received is not None:
+        score = score + past.gather(received, 2)
+    held_key, held_value = past.window(store, layer)
+    if offset is not None:
+        shift = (offset - store.key_offset[layer]).flatten(0, 1)[past.window_row]
+        held_key = (held_key - shift).to(held_key.dtype)
+    score = pinned_sums(store, score, past.window_token)
+    window = NewTokens.of(past.window_row, Given(held_key, held_value), score, past.window_token)
+    if valid is None:
+        valid = torch.ones(store.batch_size, new_count, dtype=torch.bool, device=store.device)
+    position = old_length[:, None] + valid.cumsum(-1) - 1
+    row, column = valid.repeat_interleave(heads, dim=0).nonzero(as_tuple=True)
+    if received is None:
+        new_score = torch.zeros(row.shape, device=store.device)
+    else:
+        new_score = received[row, received.shape[1] - new_count + column]
+    new_position = position[row // heads, column]
+    new = NewTokens(
+        row,
+        pinned_sums(store, new_score, new_position),
+        new_position,
+        (source,),
+        row * new_count + column,
+    )
+    return window.merge(new)
+
+
+def _fill_window(store: Store, layer: int, tokens: NewTokens) -> None:
+    slot = window_slot(store, layer, tokens.row, tokens.position)
+    key, value = tokens.read(slice(None))
+    store.window_key[layer].flatten(0, 1)[tokens.row, slot] = key.to(store.dtype)
+    store.window_value[layer].flatten(0, 1)[tokens.row, slot] = value.to(store.dtype)
+    store.window_score[layer].flatten(0, 1)[tokens.row, slot] = tokens.score
+
+
+def decide_levels(
+    store: Store,
+    layer: int,
+    stored: tuple[StoredTokens, StoredTokens],
+    leaving: NewTokens,
+    scores: Sequence[Tensor],
+    length: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Levels of a layer's stored high, stored low and leaving tokens; sets the rows' relative thresholds.
+
+    Args:
+        stored: what each tier holds (high, low). leaving: tokens that leave the window.
+        scores: float32 sums of both tiers, void where the store selects nothing: all of a head have one level then.
+        length: int64 [rows], real tokens seen.
 
     Returns:
-        float32 [batch, P + Q].
+        int8 [n] of each of the three; no stored token rises.
     """
-    if valid is None:
-        valid = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool, device=key.device)
-    later = valid.flip(-1).cumsum(-1).flip(-1) - valid.long()
-    there = valid[:, earlier:].sum(-1, keepdim=True)
-    follow = torch.cat([valid.sum(-1, keepdim=True).expand(-1, columns - key.shape[2]), later], dim=-1)
-    share = follow.float() / there.clamp(min=1).float()
-    # the queries after these keys were all there
-    share[:, columns - key.shape[2] + earlier :] = 1.0
-    return share
+    if not store.layout.selects:
+        of_row = torch.where(store.low_heads[layer], LOW_LEVEL, HIGH_LEVEL).to(torch.int8).view(-1)
+        return tuple(of_row[row] for row in (stored[HIGH].row, stored[LOW].row, leaving.row))
+    tokens = _tokens(store, stored, leaving, scores, length)
+    shape = store.alpha_high[layer].shape
+    alphas = (store.alpha_high[layer], store.alpha_low[layer])
+    start = torch.maximum(store.window_start[layer], store.length[layer] - store.config.window)
+    outside = start - store.sink_end[layer]
+    rows = ForwardRows(
+        store.layers[layer],
+        store.total_layers,
+        store.head_index.repeat(store.batch_size),
+        length,
+        outside.repeat_interleave(store.num_heads),
+        *(alpha.reshape(-1) for alpha in alphas),
+    )
+    pinned = is_pinned(store, tokens.position)
+    seen = tokens if pinned is None else tokens.select(~pinned)
+    decided = store.policy_of(layer).levels(seen, rows)
+    for alpha, changed in zip(alphas, (decided.alpha_high, decided.alpha_low)):
+        if changed is not None:
+            alpha.copy_(changed.view(shape))
+    earned = decided.level
+    if pinned is not None:
+        earned = torch.full_like(tokens.level, HIGH_LEVEL).masked_scatter(~pinned, earned)
+    level = torch.minimum(earned, tokens.level)
+    if store.config.max_bytes is not None:
+        level = fit_layer(store, layer, Weighed(tokens.row, tokens.mean * length[tokens.row], level))
+    return level.split([part.row.numel() for part in (*stored, leaving)])
+
+
+def _tokens(
+    store: Store,
+    stored: tuple[StoredTokens, StoredTokens],
+    leaving: NewTokens,
+    scores: Sequence[Tensor],
+    length: Tensor,
+) -> Tokens:
+    rows, positions, norms = [], [], []
+    for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
+        page, slot = stored[tier].page, stored[tier].slot
+        rows.append(stored[tier].row)
+        positions.append(segments(store.pool.pages, layout).positions(page, slot).long())
+        if store.policy.needs_value_norm:
+            _, value = load_tokens(store.pool.pages, layout, page, slot, store.dtype)
+            norms.append(value.float().norm(dim=-1))
+    if store.policy.needs_value_norm:
+        norms.append(leaving.value_norm())
+    rows.append(leaving.row)
+    levels = [torch.full_like(row, n, dtype=torch.int8) for row, n in zip(rows, (HIGH_LEVEL, LOW_LEVEL, WINDOW_LEVEL))]
+    row, position = torch.cat(rows), torch.cat([*positions, leaving.position])
+    return Tokens(
+        row,
+        mean_significance(torch.cat([*scores, leaving.score]), position, length[row]),
+        position,
+        torch.cat(levels),
+        torch.cat(norms) if store.policy.needs_value_norm else None,
+    )

@@ -14,14 +14,13 @@ from torch import Tensor
 from ..ops.prompt_tokens import Placement, PromptTokens
 from ..ops.store_by_thresholds import store_by_thresholds
 from ..ops.store_uniform import store_uniform
-from ..pages.free_list import FREE
-from .exact_tokens import PINNED_SUM
+from ..pages.pool import FREE
+from .forms import PINNED_SUM, Entering
 from .state import Store
-from .transform import Entering
 
 
 def store_by_kernels(store: Store, layer: int, new: Entering, received: Tensor | None, feedback: Tensor | None) -> bool:
-    """Stores a layer's new tokens, keys rounded by `feedback` (transform.py); levels its past where tokens are chosen.
+    """Stores a layer's new tokens, keys rounded by `feedback` (forms.py); levels its past where tokens are chosen.
 
     Args:
         received: float32 [batch, heads, P + Q], added to sums first; None where no token is chosen.

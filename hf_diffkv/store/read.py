@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..ops.backend import compute_dtype
 from ..ops.compact import stored_tokens, token_positions
-from ..ops.quantize import compute_dtype, load_tokens
+from ..ops.quantize import load_tokens
 from ..pages import HIGH, LOW, NULL_PAGE, column
 from ..pages.segments import segments
 from ..policy import HIGH_LEVEL, LOW_LEVEL, PADDING_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL
 from .compaction import settle
-from .exact_tokens import exact_tokens, held_count
+from .forms import exact_tokens, held_count, model_form, model_keys
 from .state import Store
-from .transform import model_form, model_keys
 
 
 class IntegrityError(RuntimeError):

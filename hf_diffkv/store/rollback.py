@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from ..ops.softmax import Softmax
-from .compress import Past
 from .copies import make_private
 from .decode import SharedStep
-from .prompt import SharedTokens, attend_beside, attend_from_newest
+from .forms import Entering, check_finite
+from .prompt import Past, attend_beside
+from .readers import SharedTokens, attend_from_newest
 from .recorded import Read, Recorded
 from .state import Store
 from .step import prepare_step
-from .transform import Entering, check_finite
 
 # Tokens that can be taken back; what a longer forward holds before them is stored at once.
 ROLLBACK_TOKENS = 256

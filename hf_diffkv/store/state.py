@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ..config import DiffKVConfig
-from ..ops.backend import KERNELS, choose
-from ..ops.quantize import compute_dtype
+from ..ops.backend import KERNELS, choose, compute_dtype
 from ..ops.rotation import Rotation, rotation_matrix
 from ..ops.rounding import LARGEST_BITS, ModelFeedback
 from ..ops.tiles import Bounds
@@ -44,6 +43,11 @@ def read_together(*tensors: Tensor) -> list[np.ndarray]:
     return [piece.reshape(tensor.shape) for piece, tensor in zip(pieces, tensors)]
 
 
+def reads_are_free(device: torch.device) -> bool:
+    """Whether the host may look at `device` at every step."""
+    return device.type == "cpu"
+
+
 @dataclass(frozen=True)
 class KVHeads:
     """KV heads of a layer on one device: elements of a key and of a value, and the model's dtype."""
@@ -59,7 +63,7 @@ class Store:
     """Pages and windows of `num_layers` layers on one device; step.py brings it from one forward to the next.
 
     A token of a request has an index among the request's real tokens (padding never counts). The exact ones are the
-    sinks, below `sink_end`, and those from `window_start` on; pages/window.py. Rows are (layer, request, head).
+    sinks, below `sink_end`, and those from `window_start` on; pages/rows.py. Rows are (layer, request, head).
 
     Args:
         config: the user's choices.
@@ -409,6 +413,36 @@ class Store:
                 f"{self.seen + tokens} tokens are beyond the model's max_position_embeddings and have positions that "
                 "16 bits cannot hold; use DiffKVConfig(metadata_bits=32)."
             )
+
+    def check_shown(self, shown: Tensor | None, tokens: int) -> Tensor | None:
+        """Compares a mask with what is stored, before a forward of `tokens` new tokens.
+
+        A step of one token is compared without waiting for the device, except on a CPU: `check_values` then raises
+        within a few steps.
+
+        Args:
+            shown: bool [batch, past], the tokens the mask shows; None where it shows all.
+
+        Returns:
+            `shown` if `hide_tokens` is to be called, None if nothing changes.
+
+        Raises:
+            ValueError: it shows a token that was padding or hidden before.
+        """
+        same = self.padding.equals(shown)
+        if same is None:
+            return None
+        if tokens == 1 and not self.recording and not reads_are_free(self.device):
+            self.changed_past |= ~same
+            return None
+        if bool(same):
+            return None
+        if shown is None or bool((shown & ~self.padding.mask()).any()):
+            raise ValueError(
+                "the attention mask shows tokens that were padding or hidden before, whose keys and values this cache "
+                "does not hold; pass an attention_mask with 0 wherever earlier ones had it, or use a new cache."
+            )
+        return shown
 
     def check_values(self) -> None:
         """Reads the device.

@@ -9,11 +9,11 @@ import numpy as np
 
 from ..ops.backend import REFERENCE
 from ..ops.tiles import Bounds, build_tiles
-from ..pages.free_list import FREE
+from ..pages.pool import FREE
 from .budget import make_room
 from .compaction import compacts_after_step, settle
 from .copies import make_private
-from .exact_tokens import is_whole
+from .forms import is_whole
 from .prompt_kernels import pages_of
 from .state import Store
 

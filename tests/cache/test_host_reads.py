@@ -13,7 +13,7 @@ from host_reads import HostReads
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cache import graphs
-from hf_diffkv.store import Store, hide
+from hf_diffkv.store import Store, state
 
 LOOK = ["cpu in read_together", "numpy in read_together"]
 
@@ -39,7 +39,7 @@ def ignore_the_interpreter(monkeypatch: pytest.MonkeyPatch, reads: HostReads) ->
 @pytest.mark.parametrize("batch, padding", [(1, False), (3, True)])
 @pytest.mark.slow
 def test_no_reads_between_two_refreshes(monkeypatch: pytest.MonkeyPatch, way: str, batch: int, padding: bool) -> None:
-    monkeypatch.setattr(hide, "reads_are_free", lambda device: False)
+    monkeypatch.setattr(state, "reads_are_free", lambda device: False)
     torch._dynamo.reset()
     model = build(1)
     model.set_attn_implementation("diffkv")

@@ -12,11 +12,11 @@ from rows import RandomRows, random_rows
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.compact import compact_step
-from hf_diffkv.ops.prefill_attention import EarlierTokens, prefill_attention
-from hf_diffkv.ops.quantize import Contents, load_tokens, move_tokens, store_tokens
+from hf_diffkv.ops.prefill_attention import prefill_attention
+from hf_diffkv.ops.quantize import load_tokens, move_tokens, store_tokens
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.pages import HIGH, LOW, PageLayout, column
-from hf_diffkv.pages.segments import segments
+from hf_diffkv.pages import HIGH, LOW, EarlierTokens, PageLayout, column
+from hf_diffkv.pages.segments import Contents, segments
 
 K8V4, K4V2, K8V8, FULL = Precision(8, 4), Precision(4, 2), Precision(8, 8), Precision(16, 16)
 GROUPED = Precision(4, 2, 2, 4)

@@ -24,12 +24,11 @@ from hf_diffkv.ops.append import reference as append_reference
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.compact import native as compact_native
 from hf_diffkv.ops.decode_attention import native as attention_native
-from hf_diffkv.ops.quantize import Contents
 from hf_diffkv.ops.quantize import native as quantize_native
 from hf_diffkv.ops.quantize import reference as quantize_reference
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages import HIGH, LayerRows, PageLayout, TierLayout
-from hf_diffkv.pages.segments import segments
+from hf_diffkv.pages.segments import Contents, segments
 from hf_diffkv.precision import SUPPORTED_BITS, Precision
 from tools.kernels.rows import given_rows
 

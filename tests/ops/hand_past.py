@@ -13,9 +13,8 @@ from hand_pages import HandStore
 from torch import Tensor
 
 from hf_diffkv.config import Precision
-from hf_diffkv.ops.prefill_attention import EarlierTokens
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.pages import HIGH, LOW, PageLayout
+from hf_diffkv.pages import HIGH, LOW, EarlierTokens, PageLayout
 
 K8V4, K4V2 = Precision(8, 4), Precision(4, 2)
 

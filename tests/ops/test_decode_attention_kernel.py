@@ -11,12 +11,11 @@ from hand_decode import stored_by_hand
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.decode_attention import launch, reference
 from hf_diffkv.ops.decode_attention.scratch import KernelConfig, Scratch
-from hf_diffkv.ops.quantize import Contents
 from hf_diffkv.ops.quantize import reference as quantize
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.ops.tiles import build_tiles
 from hf_diffkv.pages import HIGH, LOW, LayerRows, PageLayout
-from hf_diffkv.pages.segments import as_scores, segments
+from hf_diffkv.pages.segments import Contents, as_scores, segments
 from hf_diffkv.precision import SUPPORTED_BITS
 from tools.kernels.rows import given_rows
 

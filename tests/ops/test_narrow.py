@@ -11,7 +11,7 @@ from hand_pages import narrow_score, noise_of, pack_row, quantise_row, scale_and
 from test_quantize_reference import draw
 
 from hf_diffkv.ops.quantize.reference import dequantize, quantize
-from hf_diffkv.pages import narrow
+from hf_diffkv.pages import segments
 from hf_diffkv.pages.layout import MOST_NARROW_BITS
 from hf_diffkv.precision import CODE_BITS
 
@@ -35,7 +35,7 @@ def test_codes_and_metadata(bits: int, groups: int) -> None:
 def test_every_scale_and_zero_point(bits: int) -> None:
     """Zero points too are exact in float32."""
     words = torch.arange(992 * 64).to(torch.int16)
-    scale, zero = narrow.scale_and_zero(words, bits)
+    scale, zero = segments.scale_and_zero(words, bits)
     exact = [scale_and_zero(word, bits) for word in range(0, 992 * 64, 31)]
     assert torch.stack([scale, zero], dim=1)[::31].double().tolist() == [list(pair) for pair in exact]
 
@@ -64,25 +64,25 @@ def test_scores_round_to_the_nearest() -> None:
             torch.rand(500, generator=torch.Generator().manual_seed(0)).double().mul(50).sub(30).exp2().float(),
         ]
     )
-    stored = narrow.stored_score(scores)
+    stored = segments.stored_score(scores)
     assert [code & 0xFFFF for code in stored.tolist()] == [narrow_score(score) for score in scores.tolist()]
-    assert narrow.score_of(stored).tolist() == [score_of(code & 0xFFFF) for code in stored.tolist()]
+    assert segments.score_of(stored).tolist() == [score_of(code & 0xFFFF) for code in stored.tolist()]
 
 
 def test_all_scores_stay_as_they_are_without_growth() -> None:
     stored = torch.arange(1 << 16).to(torch.int16)
-    scores = narrow.score_of(stored)
-    assert torch.equal(narrow.stored_score(scores), stored)
+    scores = segments.score_of(stored)
+    assert torch.equal(segments.stored_score(scores), stored)
     for noise in (0, 8191):
-        assert torch.equal(narrow.stored_score(scores, torch.tensor(noise, dtype=torch.int32)), stored)
+        assert torch.equal(segments.stored_score(scores, torch.tensor(noise, dtype=torch.int32)), stored)
 
 
 def test_the_hash() -> None:
     index, length = torch.arange(300), torch.tensor([[1], [77], [65536], [2**31 + 5]])
     for tier in (0, 1):
-        noise = narrow.score_noise(index, length, tier)
+        noise = segments.score_noise(index, length, tier)
         assert noise.tolist() == [[noise_of(i, n, tier) for i in range(300)] for n in length[:, 0].tolist()]
-    assert narrow.score_noise(torch.tensor([0, 5, 4095]), torch.tensor([1, 300, 65536]), 1).tolist() == KNOWN
+    assert segments.score_noise(torch.tensor([0, 5, 4095]), torch.tensor([1, 300, 65536]), 1).tolist() == KNOWN
 
 
 # the numbers saved caches and other backends go by
@@ -94,30 +94,30 @@ KNOWN = [216, 2254, 508]
 def test_sums_of_many_small_gains_are_right_on_average(gain: float) -> None:
     """Of 4,096 tokens over 2,000 steps; rounding to the nearest would lose all of the smaller gains."""
     tokens, steps = torch.arange(4096), 2000
-    stored = narrow.stored_score(1 + torch.rand(4096, generator=torch.Generator().manual_seed(0)))
-    start = narrow.score_of(stored).double()
+    stored = segments.stored_score(1 + torch.rand(4096, generator=torch.Generator().manual_seed(0)))
+    start = segments.score_of(stored).double()
     nearest = stored
     for step in range(steps):
-        noise = narrow.score_noise(tokens, torch.tensor(500 + step), tier=0)
-        stored = narrow.stored_score(narrow.score_of(stored) + gain, noise)
-        nearest = narrow.stored_score(narrow.score_of(nearest) + gain)
-    error = narrow.score_of(stored).double() - start - steps * gain
+        noise = segments.score_noise(tokens, torch.tensor(500 + step), tier=0)
+        stored = segments.stored_score(segments.score_of(stored) + gain, noise)
+        nearest = segments.stored_score(segments.score_of(nearest) + gain)
+    error = segments.score_of(stored).double() - start - steps * gain
     # additions in float32 have a bias of their own, of half their last place at most, mostly far less
     own = steps * 2.0**-24 * np.mean((start + steps * gain).tolist()) / 10
     assert abs(float(error.mean())) < 4 * float(error.std()) / math.sqrt(4096) + own
     # each step's variance is at most gain * the last place
     assert float(error.std()) < math.sqrt(steps * gain * float((start + steps * gain).max()) * 2**-10)
     if gain <= 1e-4:
-        assert torch.equal(narrow.score_of(nearest).double(), start)
+        assert torch.equal(segments.score_of(nearest).double(), start)
 
 
 def test_the_same_steps_give_the_same_sums() -> None:
     gains = torch.rand(50, 64, generator=torch.Generator().manual_seed(0)) * 1e-3
     runs = []
     for _ in range(2):
-        stored = narrow.stored_score(torch.ones(64))
+        stored = segments.stored_score(torch.ones(64))
         for step, gain in enumerate(gains):
-            noise = narrow.score_noise(torch.arange(64), torch.tensor(step), 1)
-            stored = narrow.stored_score(narrow.score_of(stored) + gain, noise)
+            noise = segments.score_noise(torch.arange(64), torch.tensor(step), 1)
+            stored = segments.stored_score(segments.score_of(stored) + gain, noise)
         runs.append(stored)
     assert torch.equal(*runs)

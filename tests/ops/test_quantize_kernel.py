@@ -3,9 +3,9 @@ import pytest
 import torch
 
 from hf_diffkv.config import Precision
-from hf_diffkv.ops.quantize import Contents, launch, reference
+from hf_diffkv.ops.quantize import launch, reference
 from hf_diffkv.pages import PageLayout
-from hf_diffkv.pages.segments import segments
+from hf_diffkv.pages.segments import Contents, segments
 from hf_diffkv.precision import CODE_BITS, SUPPORTED_BITS
 
 PAGES = 7

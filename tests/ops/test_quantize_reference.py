@@ -8,9 +8,9 @@ import torch
 from hand_pages import decode_row, pack_row, quantise_row, read_token, unpack_row, write_token
 
 from hf_diffkv.config import Precision
-from hf_diffkv.ops.quantize import Contents
 from hf_diffkv.ops.quantize.reference import dequantize, load_tokens, move_tokens, quantize, store_tokens
 from hf_diffkv.pages import PageLayout
+from hf_diffkv.pages.segments import Contents
 from hf_diffkv.precision import CODE_BITS
 
 

@@ -21,10 +21,10 @@ from hf_diffkv.store import (
     attend_tokens,
     begin_forward,
     check_integrity,
-    hide,
     payload,
     read_tokens,
     select_rows,
+    state,
 )
 
 CPU = torch.device("cpu")
@@ -264,7 +264,7 @@ def test_fault_9_no_host_reads_between_two_refreshes(
     monkeypatch: pytest.MonkeyPatch, interval: int, batch: int, padding: bool
 ) -> None:
     """Whatever the number of layers, the host looks at the device once in `refresh_steps` generated tokens."""
-    monkeypatch.setattr(hide, "reads_are_free", lambda device: False)
+    monkeypatch.setattr(state, "reads_are_free", lambda device: False)
     model = tiny_model("llama", "diffkv", num_hidden_layers=3)
     cache = DiffKVCache(model.config, alpha_high=1.0, alpha_low=0.5, window=4, compaction_interval=interval)
     mask = torch.ones(batch, 40, dtype=torch.long)

@@ -21,7 +21,7 @@ from hf_diffkv import DiffKVCache, DiffKVConfig, IntegrityError, Precision
 from hf_diffkv.cache.io import JSON_NAME, TENSORS_NAME, _checksum
 from hf_diffkv.native.library import library
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.pages.window import held_count, held_tokens, slots_of
+from hf_diffkv.pages.rows import held_count, held_tokens, slots_of
 from hf_diffkv.store import (
     attend_token,
     attend_tokens,

@@ -20,7 +20,7 @@ from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages import FreeList
-from hf_diffkv.store import Store, attend_tokens, begin_forward, check_integrity, compress, prompt
+from hf_diffkv.store import Store, attend_tokens, begin_forward, check_integrity, prompt
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
@@ -38,13 +38,13 @@ def relevel_at_once(monkeypatch: pytest.MonkeyPatch, how: str) -> list[int]:
     monkeypatch.setattr(Store, "enters_at_once", property(lambda store: store.policy.by_thresholds))
     if how == "reference":
         monkeypatch.setattr("hf_diffkv.store.prompt_kernels.store_by_thresholds", thresholds_oracle.store_by_thresholds)
-    others, decide = [], compress.decide_levels
+    others, decide = [], prompt.decide_levels
 
     def noted(store: Store, layer: int, *arguments: object) -> object:
         others.append(layer)
         return decide(store, layer, *arguments)
 
-    monkeypatch.setattr(compress, "decide_levels", noted)
+    monkeypatch.setattr(prompt, "decide_levels", noted)
     return others
 
 

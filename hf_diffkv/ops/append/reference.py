@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...pages import LayerRows
-from ...pages.window import slots_of
+from ...pages.rows import slots_of
 
 
 def append_token(rows: LayerRows, key: Tensor, value: Tensor, *, limit: float, valid: Tensor | None = None) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...pages import LayerRows
-from ...pages.window import slots_of
+from ...pages.rows import slots_of
 
 
 class Candidates(NamedTuple):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...pages import HIGH, LOW, NULL_PAGE, FreeList, LayerRows, PageLayout, TierLayout, column
-from ...pages.segments import as_positions, as_scores, segments
-from ..quantize import Contents, load_tokens, store_tokens
+from ...pages.segments import Contents, as_positions, as_scores, segments
+from ..quantize import load_tokens, store_tokens
 from ..rounding import LARGEST_BITS, ModelFeedback
 from ..rounding.reference import round_keys
 from ..tiles import Tiles

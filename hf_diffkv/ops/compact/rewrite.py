@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ...pages import HIGH, LOW, NULL_PAGE, LayerRows, TierLayout, column
-from ...pages.segments import segments
-from ..quantize import Contents, load_tokens, move_tokens, store_tokens
+from ...pages.segments import Contents, segments
+from ..quantize import load_tokens, move_tokens, store_tokens
 from ..quantize.reference import move_tokens as move_through_copy
 from ..rounding import round_keys
 

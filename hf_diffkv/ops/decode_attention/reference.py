@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ...pages import HIGH, LOW, LayerRows
-from ...pages.window import held_tokens
-from ..quantize import compute_dtype
+from ...pages.rows import held_tokens
+from ..backend import compute_dtype
 from ..softmax import Softmax
 from ..tiles import Tiles
 from .held import Held

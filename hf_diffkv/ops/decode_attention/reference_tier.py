@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ...pages import NULL_PAGE, LayerRows, column, fields
-from ...pages.narrow import scale_and_zero, score_noise, score_of, stored_score
-from ...pages.segments import score_segment, segment
+from ...pages.segments import scale_and_zero, score_noise, score_of, score_segment, segment, stored_score
 from ..tiles import Tiles
 
 CHUNK_ELEMENTS = 1 << 18

@@ -5,14 +5,16 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ...pages import EarlierTokens
+from ...pages.rows import NO_PAST
 from ..backend import NATIVE, choose, is_forced, use_kernels, without_autocast
 from ..softmax import Softmax
 from . import flash, native, reference
-from .past import NOTHING, EarlierTokens
 
-__all__ = ["EarlierTokens", "prefill_attention"]
+__all__ = ["prefill_attention"]
 
 # the kernels' tiles of wider heads would not fit a GPU's registers
 KERNEL_HEAD_DIM = 512
@@ -20,7 +22,7 @@ KERNEL_HEAD_DIM = 512
 
 @without_autocast
 def prefill_attention(
-    query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, *, past: EarlierTokens = NOTHING, **options: Any
+    query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, *, past: EarlierTokens = NO_PAST, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Arguments and results as in `reference.prefill_attention`."""
     widest = max(key.shape[-1], value.shape[-1])
@@ -37,9 +39,16 @@ def prefill_attention(
 def _on_cpu(
     query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, past: EarlierTokens, mask: Tensor | None
 ) -> ModuleType:
-    by_flash = flash.can_attend(query, key, value, mask, softmax.softcap)
     tiers = () if past.rows is None else (past.rows.layout.high, past.rows.layout.low)
     by_native = choose(query.device, query.dtype, *tiers) == NATIVE and native.can_attend(query, value)
-    if by_native and not (by_flash and flash.is_fast(query.dtype) and not is_forced(NATIVE)):
+    if by_native and (is_forced(NATIVE) or not _multiplies_in_tiles(query.dtype)):
         return native
-    return flash if by_flash else reference
+    if flash.can_attend(query, key, value, mask, softmax.softcap):
+        return flash
+    return native if by_native else reference
+
+
+def _multiplies_in_tiles(dtype: torch.dtype) -> bool:
+    """Whether PyTorch has AMX tiles for `dtype` here: two passes of its attention take less than one in native code."""
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return dtype == torch.bfloat16 and has_amx is not None and has_amx()

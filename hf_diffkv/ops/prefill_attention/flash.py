@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...pages import EarlierTokens
+from ...pages.rows import NO_PAST
 from ..softmax import Softmax
-from .past import NOTHING, EarlierTokens
-from .reference import observation, past_weight
+from .reference import dense_tokens, observation, past_weight
 
 # finite, so that a row with nothing to attend has a logsumexp: one that vanishes beside any other
 HIDDEN = -1e30
@@ -26,19 +27,13 @@ def can_attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, s
     return plain and known and query.device.type == "cpu" and query.dtype in FLASH_DTYPES
 
 
-def is_fast(dtype: torch.dtype) -> bool:
-    """Whether two passes here take less time than one in native code: where PyTorch multiplies in AMX tiles."""
-    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return dtype == torch.bfloat16 and has_amx is not None and has_amx()
-
-
 def prefill_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     softmax: Softmax,
     *,
-    past: EarlierTokens = NOTHING,
+    past: EarlierTokens = NO_PAST,
     valid: Tensor | None = None,
     mask: None = None,
     observed: int | None = None,
@@ -46,7 +41,7 @@ def prefill_attention(
     """As `reference.prefill_attention`; stored tokens are rounded to the query's dtype."""
     batch, query_heads, length, _ = query.shape
     kv_heads = key.shape[1]
-    stored, tokens = past.dense(), past.tokens
+    stored, tokens = dense_tokens(past), past.tokens
     if stored is not None:
         past_key, past_value, there = stored
         absent = ~there[..., None]

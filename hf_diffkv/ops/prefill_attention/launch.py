@@ -9,12 +9,13 @@ import torch
 import triton
 from torch import Tensor
 
+from ...pages import EarlierTokens
+from ...pages.rows import NO_PAST
 from ..backend import device_of
 from ..quantize.launch import TRITON_DTYPES, dot_dtype
 from ..softmax import Softmax
 from .columns import column_scores
 from .kernels import flash_forward, row_extents
-from .past import NOTHING, EarlierTokens
 from .past_launch import check_past, heads_per_program, past_state, score_past
 from .tiles import column_tile, extent_block, forward_tile, padded, strides
 
@@ -28,7 +29,7 @@ def prefill_attention(
     value: Tensor,
     softmax: Softmax,
     *,
-    past: EarlierTokens = NOTHING,
+    past: EarlierTokens = NO_PAST,
     valid: Tensor | None = None,
     mask: Tensor | None = None,
     observed: int | None = None,

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ...native.library import MAX_DIM, address, call, library
 from ...native.structs import DTYPES, Prompt, Strided
-from ...pages import LayerRows
+from ...pages import EarlierTokens, LayerRows
+from ...pages.rows import NO_PAST
 from ..softmax import Softmax
 from ..step import step_block
-from .past import NOTHING, EarlierTokens
 from .reference import observation, past_weight
 
 
@@ -28,7 +28,7 @@ def prefill_attention(
     value: Tensor,
     softmax: Softmax,
     *,
-    past: EarlierTokens = NOTHING,
+    past: EarlierTokens = NO_PAST,
     valid: Tensor | None = None,
     mask: Tensor | None = None,
     observed: int | None = None,

@@ -11,9 +11,12 @@ import itertools
 import torch
 from torch import Tensor
 
-from ..quantize import compute_dtype
+from ...pages import HIGH, LOW, EarlierTokens, LayerRows
+from ...pages.rows import NO_PAST, held_tokens
+from ..backend import compute_dtype
+from ..compact import stored_tokens
+from ..quantize import load_tokens
 from ..softmax import Softmax
-from .past import NOTHING, EarlierTokens
 
 BLOCK_ELEMENTS = 1 << 21
 MAX_QUERIES = 256
@@ -27,7 +30,7 @@ def prefill_attention(
     value: Tensor,
     softmax: Softmax,
     *,
-    past: EarlierTokens = NOTHING,
+    past: EarlierTokens = NO_PAST,
     valid: Tensor | None = None,
     mask: Tensor | None = None,
     observed: int | None = None,
@@ -58,7 +61,7 @@ def prefill_attention(
     if valid is not None:
         # padding may hold anything, and zero times infinity is not zero
         values = values.masked_fill(~valid[:, None, :, None], 0.0)
-    before, past_valid, stored = past.dense(), None, past.tokens
+    before, past_valid, stored = dense_tokens(past), None, past.tokens
     if before is not None:
         past_key, past_value, past_valid = before
         keys = torch.cat([past_key.to(dtype), keys], dim=2)
@@ -184,3 +187,45 @@ def past_weight(valid: Tensor | None, batch: int, length: int, window: int, devi
     else:
         real = valid.sum(-1)
     return (real.double() / real.clamp(min=1, max=window))[:, None, None]
+
+
+def dense_tokens(past: EarlierTokens) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Tokens before the new ones: keys, values [batch, kv_heads, tokens, dim], and which there are, bool [batch,
+    kv_heads, tokens]; None without any. Stored ones come by rank, in float32 (float64 models: float64), zeros behind a
+    row's last."""
+    parts = [_decoded(past.rows, past.stored)] if past.stored else []
+    if past.exact:
+        parts.append((past.key, past.value, past.valid))
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    dtype = torch.promote_types(parts[0][0].dtype, past.key.dtype)
+    key, value = (torch.cat([part[i].to(dtype) for part in parts], dim=2) for i in (0, 1))
+    return key, value, torch.cat([part[2] for part in parts], dim=2)
+
+
+def _decoded(rows: LayerRows, longest: int) -> tuple[Tensor, Tensor, Tensor]:
+    batch, kv_heads = rows.batch, rows.heads
+    device, dtype = rows.device, rows.dtype
+    tiers = rows.tiers
+    shape = (rows.count, longest)
+    key = torch.zeros(*shape, tiers[HIGH].key_dim, dtype=compute_dtype(dtype), device=device)
+    value = torch.zeros(*shape, tiers[HIGH].value_dim, dtype=compute_dtype(dtype), device=device)
+    before = torch.zeros(rows.count, dtype=torch.int64, device=device)
+    for tier in (HIGH, LOW):
+        count = rows.counts[tier].view(-1).long()
+        tokens = stored_tokens(rows, tier)
+        rank = before[tokens.row] + tokens.index
+        parts = load_tokens(rows.pages, tiers[tier], tokens.page, tokens.slot, dtype)
+        key[tokens.row, rank], value[tokens.row, rank] = (part.to(key.dtype) for part in parts)
+        before = before + count
+    place = held_tokens(rows.window_start, rows.length, rows.sink_end, rows.sink_slots, rows.slots)
+    held = (place >= 0).sum(1).repeat_interleave(kv_heads)
+    # places of the tokens in their order, the empty ones last
+    order = torch.where(place < 0, torch.iinfo(place.dtype).max, place).argsort(1)
+    order = order.repeat_interleave(kv_heads, dim=0)
+    row, index = (torch.arange(rows.slots, device=device) < held[:, None]).nonzero(as_tuple=True)
+    slot, rank = order[row, index], before[row] + index
+    key[row, rank] = rows.window_key.flatten(0, 1)[row, slot].to(key.dtype)
+    value[row, rank] = rows.window_value.flatten(0, 1)[row, slot].to(value.dtype)
+    valid = torch.arange(longest, device=device) < (before + held)[:, None]
+    return tuple(part.unflatten(0, (batch, kv_heads)) for part in (key, value, valid))

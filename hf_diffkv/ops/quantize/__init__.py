@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from ...pages import TierLayout
+from ...pages.segments import Contents
 from ..backend import KERNELS, NATIVE, choose, without_autocast
 from . import native, reference
-from .reference import Contents, compute_dtype, dequantize, quantize
+from .reference import dequantize, quantize
 
-__all__ = ["Contents", "compute_dtype", "dequantize", "load_tokens", "move_tokens", "quantize", "store_tokens"]
+__all__ = ["dequantize", "load_tokens", "move_tokens", "quantize", "store_tokens"]
 
 
 @without_autocast

@@ -93,7 +93,7 @@ def write_rows(
     """Quantises `x` (float32 [tokens, planes, WIDTH]) to the rows at `codes` and `metadata` (pointers [tokens]).
 
     scale = (max - min) / (2^bits - 1) and zero = min are rounded to fp16, or where the METADATA of a group has 2 bytes
-    as `narrow.py` says, and codes are computed with the rounded pair.
+    as `pages/segments.py` says, and codes are computed with the rounded pair.
     """
     LEVELS: tl.constexpr = 2**BITS - 1
     GROUP_DIM: tl.constexpr = DIM // GROUPS

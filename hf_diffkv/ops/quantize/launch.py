@@ -10,10 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...pages import TierLayout
+from ...pages.segments import Contents, check_pages
 from ..backend import INTERPRETER
 from .copy_kernel import copy_tokens_kernel
 from .kernels import load_tokens_kernel, store_tokens_kernel
-from .reference import Contents, check_pages
 
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 TILE_ELEMENTS = 2048

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...native.library import address, call
 from ...native.structs import DTYPES, Transfer, format_of_tier
 from ...pages import TierLayout
-from .reference import Contents, check_pages
+from ...pages.segments import Contents, check_pages
 
 
 def store_tokens(

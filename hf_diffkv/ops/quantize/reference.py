@@ -1,49 +1,18 @@
 """Asymmetric quantisation per token and group, in plain PyTorch (DiffKV, section 4).
 
-zero = min, scale = (max - min) / (2^bits - 1), both rounded to fp16, or as `pages/narrow.py` has it; codes are computed
-with the rounded pair, so that decoding what was stored is consistent. A scale of 0 decodes to the zero point exactly.
+zero = min, scale = (max - min) / (2^bits - 1), both rounded to fp16, or as `pages/segments.py` has it; codes are
+computed with the rounded pair, so that decoding what was stored is consistent. A scale of 0 decodes to the zero point
+exactly.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...pages import TierLayout, fields
-from ...pages.narrow import group_metadata, scale_and_zero
-from ...pages.segments import segments
-
-
-class Contents(NamedTuple):
-    """What pages hold of n tokens.
-
-    Attributes:
-        key, value: [n, key_dim], [n, value_dim].
-        score: float32 [n] significance sums. position: int [n].
-    """
-
-    key: Tensor
-    value: Tensor
-    score: Tensor
-    position: Tensor
-
-    def check(self, tier: TierLayout, count: int) -> None:
-        """Raises `ValueError` unless keys and values are those of `count` tokens."""
-        if self.key.shape != (count, tier.key_dim) or self.value.shape != (count, tier.value_dim):
-            raise ValueError(
-                f"key {tuple(self.key.shape)} and value {tuple(self.value.shape)} must be [{count}, {tier.key_dim}] "
-                f"and [{count}, {tier.value_dim}]."
-            )
-
-
-def check_pages(pages: Tensor, tier: TierLayout) -> None:
-    """Raises `ValueError` unless `pages` is uint8 [pages, page_bytes] with contiguous rows."""
-    if pages.dtype != torch.uint8 or pages.ndim != 2 or pages.shape[1] != tier.page_bytes or not pages.is_contiguous():
-        raise ValueError(
-            f"pages must be contiguous uint8 [pages, {tier.page_bytes}], not {pages.dtype} {tuple(pages.shape)}."
-        )
+from ...pages.segments import Contents, group_metadata, scale_and_zero, segments
+from ..backend import compute_dtype
 
 
 def quantize(
@@ -108,11 +77,6 @@ def _scale_and_zero(metadata: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     if metadata.dtype == torch.int16:
         return scale_and_zero(metadata[..., None], bits)
     return metadata.float().split(1, dim=-1)
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype arithmetic runs in for a model of `dtype`."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ...pages import TierLayout
-from ..quantize.reference import compute_dtype, scale_and_zero_of
+from ..backend import compute_dtype
+from ..quantize.reference import scale_and_zero_of
 from ..rotation import tokens_at_once
 
 # H gets this share of its mean diagonal, so that directions no query has yet pointed to count as well

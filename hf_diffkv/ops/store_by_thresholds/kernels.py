@@ -18,7 +18,7 @@ the tier's new count. The slots below it that are free, in order, go first to th
 of their columns, then to those that are kept behind the new end, the last first. So a slot that is written is never
 one that is still to be read but by a launch before.
 
-    level    int8 [rows, columns], as in pages/page_table.py
+    level    int8 [rows, columns], as in pages/rows.py
     before   int32 [rows, blocks, 4], first the counts of a block, then of all blocks before it: tokens kept in the high
              and the low tier, tokens added to the high and the low tier
     plan     int32 [6, rows]: these four of the whole row, pages that it lacks, pages that it gives back

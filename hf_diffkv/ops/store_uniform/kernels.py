@@ -379,7 +379,7 @@ def leave_window_kernel(
 
 @triton.jit
 def token_in_slot(slot, start, length, sink_end, sink_slots, slots):
-    """The token in each slot of a window, int64, and whether there is one; see `pages/window.py`."""
+    """The token in each slot of a window, int64, and whether there is one; see `pages/rows.py`."""
     ring = slots - sink_slots
     back = (length - 1 - (slot - sink_slots)) % ring
     back = tl.where(back < 0, back + ring, back)

@@ -8,9 +8,8 @@ import torch
 
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.prefill_attention.launch import prefill_attention, row_extents_of
-from hf_diffkv.ops.prefill_attention.past import EarlierTokens
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.pages import PageLayout
+from hf_diffkv.pages import EarlierTokens, PageLayout
 from tools.kernels.record import record
 from tools.kernels.rows import given_rows
 from tools.kernels.variant import TARGETS, KernelVariant

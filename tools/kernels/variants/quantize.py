@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from hf_diffkv.config import Precision
-from hf_diffkv.ops.quantize import Contents
 from hf_diffkv.ops.quantize.launch import load_tokens, move_tokens, store_tokens
 from hf_diffkv.pages import PageLayout, TierLayout
+from hf_diffkv.pages.segments import Contents
 from tools.kernels.record import record
 from tools.kernels.variant import KernelVariant, uniform_layouts
 
