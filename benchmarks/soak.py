@@ -48,6 +48,8 @@ EVERY = 5
 # share of the memory that a process has after a third of its time, by which it may grow afterwards
 GROWTH = 0.1
 PATIENCE = 300
+# seconds between looks whether there is room for a client, or all are done
+LOOK = 0.02
 
 
 class Process:
@@ -144,6 +146,9 @@ class Soak:
         for number in range(self._args.requests):
             due = began + number * self._args.seconds / self._args.requests
             await asyncio.sleep(max(0, due - time.perf_counter()))
+            while room.locked():
+                await asyncio.sleep(LOOK)
+                _check(restart)
             await room.acquire()
             passed = (time.perf_counter() - began) / self._args.limit
             if passed > 1:
@@ -152,6 +157,9 @@ class Soak:
             tasks.append(asyncio.ensure_future(self._one(room)))
             if restart is None and (passed > 0.5 or 2 * number >= self._args.requests):
                 restart = asyncio.ensure_future(self._restart(watching))
+        while any(not task.done() for task in tasks):
+            await asyncio.sleep(LOOK)
+            _check(restart)
         await asyncio.gather(*tasks)
         if restart is not None:
             await restart
@@ -248,6 +256,12 @@ class Soak:
             "wrong": len(wrong),
             "first_wrong": wrong[:20],
         }
+
+
+def _check(restart: asyncio.Task | None) -> None:
+    """Raises what went wrong with a restart: clients would wait for a server for ever."""
+    if restart is not None and restart.done():
+        restart.result()
 
 
 def _log_faults(log: Path, outcomes: Sequence[Outcome]) -> list[str]:

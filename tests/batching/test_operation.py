@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import re
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ httpx = pytest.importorskip("httpx")
 pytest.importorskip("hf_diffkv.batching.server.parts", exc_type=ImportError)
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
 
+from hf_diffkv.batching.server import under_way  # noqa: E402
 from hf_diffkv.batching.server.app import build_app  # noqa: E402
 from hf_diffkv.batching.server.logs import ServerLog  # noqa: E402
 from hf_diffkv.batching.server.operation import Operated, Operation  # noqa: E402
@@ -286,6 +288,30 @@ def test_time_is_up(served: Callable) -> None:
         assert (await client.complete()).status_code == 200
 
     served(use, requests=2, timeout=1.5)
+
+
+@pytest.mark.slow
+def test_a_stream_gets_its_end_behind_a_slow_forward(served: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(under_way, "LAST_EVENTS", 0.2)
+
+    async def use(client: Client) -> None:
+        step, go_on = client.engine._generation_step, threading.Event()
+
+        def slow() -> None:
+            step()
+            if client.engine.statistics().generated_tokens > 9:
+                go_on.wait(PATIENCE)
+
+        monkeypatch.setattr(client.engine, "_generation_step", slow)
+        stream = client.endless(stream=True)
+        await client.until(lambda: client.engine.statistics().generated_tokens > 9)
+        client.served.under_way.end_all()
+        await asyncio.sleep(1)
+        assert not stream.done()
+        go_on.set()
+        assert events((await stream).text.splitlines())[-1] == "[DONE]"
+
+    served(use)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ Receive = Callable[[], Awaitable[dict]]
 Send = Callable[[dict], Awaitable[None]]
 # seconds for the last events of a stream that is ended; a client that reads nothing gets none
 LAST_EVENTS = 5.0
+# seconds that the engine may take for the forward before it ends a request, and between looks whether it has
+SLOWEST_FORWARD, LOOK = 60.0, 0.1
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,16 @@ class UnderWayAnswer:
             return
         for record in self.records:
             self._engine.end_request(record.request_id, ending.finish_reason)
-        asyncio.get_running_loop().call_later(LAST_EVENTS, self._leave)
+        self._leave_later(time.monotonic() + SLOWEST_FORWARD)
+
+    def _leave_later(self, latest: float) -> None:
+        """Leaves when the engine has ended all requests and their last events had time to be read."""
+        waits = any(record.ended is None for record in self.records) and time.monotonic() < latest
+        loop = asyncio.get_running_loop()
+        if waits:
+            loop.call_later(LOOK, self._leave_later, latest)
+        else:
+            loop.call_later(LAST_EVENTS, self._leave)
 
     def _leave(self) -> None:
         """As if the client had gone away."""
