@@ -150,6 +150,11 @@ def memory_report(cache: CacheContents) -> MemoryReport:
     )
 
 
+def held_bytes(cache: CacheContents) -> int:
+    """What the whole cache holds, in bytes, from what the host knows: also while a forward is under way."""
+    return sum(store.bytes for store in cache.stores.all) + _stock_bytes(cache)
+
+
 def in_short(cache: CacheContents) -> str:
     """Requests, tokens and bytes in a line, from what the host knows: no device is read, and nothing changes.
 
@@ -160,10 +165,10 @@ def in_short(cache: CacheContents) -> str:
     tokens, stores = cache.get_seq_length(), cache.stores.all
     if not stores:
         return f"empty, {layers}"
-    batch, other = stores[0].batch_size, _stock_bytes(cache)
+    batch, held, other = stores[0].batch_size, held_bytes(cache), _stock_bytes(cache)
     filled = (cache.layers[index].store for index in compressed)
     token = sum(store.num_heads * _dense_token_bytes(store) for store in filled if store is not None)
-    held, dense = sum(store.bytes for store in stores) + other, batch * tokens * token + other
+    dense = batch * tokens * token + other
     requests = "1 request" if batch == 1 else f"{batch} requests"
     each = "" if batch == 1 else " each"
     return f"{requests}, {tokens:,} tokens{each}, {held / 1e6:,.2f} MB of {dense / 1e6:,.2f} MB, {layers}"

@@ -16,8 +16,8 @@ from .options import AtLeast, model_option, preset_option
 @click.command(
     "demo",
     cls=Command,
-    help="Serve a page on this machine that generates with a dense cache and with DiffKV side by side, and colours the "
-    "text by what each head keeps of it. Needs gradio (extra `demo`). Ctrl-C ends it.",
+    help="Serve a page on this machine that generates with a dense cache and with DiffKV side by side, draws what both "
+    "hold while they do, and what the setting keeps in every head. Needs gradio (extra `demo`). Ctrl-C ends it.",
 )
 @model_option(default=None, show_default="smollm2, or tiny-lm where it cannot be had")
 @click.option("--port", metavar="N", type=AtLeast(), help="Where to listen.  [default: 7860 or the next free one]")
@@ -32,13 +32,12 @@ def command(model: str | None, port: int | None, preset: str | None) -> None:
         supported_config(model)
     from ..demo.generation import InputError, load
     from ..demo.page import serve
-    from ..demo.settings import setting_of
 
     try:
         generator, note = load(model)
         if note:
             progress(note)
-        serve(generator, note, port, setting_of(preset, generator.settings))
+        serve(generator, note, port, preset)
     except InputError as error:
         raise Failure(one_line(error)) from error
     except OSError as error:

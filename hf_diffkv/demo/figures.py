@@ -6,53 +6,39 @@ import re
 from difflib import SequenceMatcher
 from html import escape
 
-from ..plot.palette import EDGE, style_of
 from .generation import CacheRun, Result
 
-BLUE = style_of("DiffKV").colour
 
-
-def message(text: str, error: bool = False) -> str:
-    """A line about how it goes; readers for the blind say it at once."""
-    return f'<div class="message" role="{"alert" if error else "status"}">{escape(text)}</div>'
+def message(text: str, error: bool = False, done: float | None = None) -> str:
+    """A line about how it goes, with a bar where a part of it is `done`; readers for the blind say it at once."""
+    bar = "" if done is None else f'<div class="bar" aria-hidden="true"><i style="width:{done:.1%}"></i></div>'
+    return f'<div class="message" role="{"alert" if error else "status"}">{escape(text)}{bar}</div>'
 
 
 def figures(result: Result, setting: str) -> str:
-    """The share of the memory in one number, then bytes as bars on one scale, then speed and agreement."""
+    """The share of the memory in one number, then bytes, speed and agreement."""
     dense, compressed, memory = result.dense, result.compressed, result.memory
-    share = compressed.cache_bytes / max(1, dense.cache_bytes)
-    big = f'<p class="big"><b>{share:.0%}</b> of the memory</p>'
+    most = max(1, dense.cache_bytes)
+    big = f'<p class="big"><b>{compressed.cache_bytes / most:.0%}</b> of the memory</p>'
     notes = [f"setting {setting}", f"{len(result.pieces):,} tokens in the cache"]
     if len(memory.layers) < memory.num_layers:
         notes.append(f"{len(memory.layers)} of {memory.num_layers} layers compressed")
     if memory.hint:
         notes.append(memory.hint)
-    bars = _bars(
-        {
-            "DynamicCache": (dense.cache_bytes, EDGE),
-            "DiffKV": (compressed.cache_bytes, BLUE),
-            "DiffKV, payload only": (memory.payload_bytes, BLUE),
-        }
-    )
     rows = [
+        ("holds", _bytes(dense.cache_bytes), f"{_bytes(compressed.cache_bytes)} ({compressed.cache_bytes / most:.1%})"),
+        ("its payload", "", f"{_bytes(memory.payload_bytes)} ({memory.payload_bytes / most:.1%})"),
         ("prompt", f"{dense.prompt_seconds:.2f} s", f"{compressed.prompt_seconds:.2f} s"),
         ("decoding", _rate(dense), _rate(compressed)),
     ]
     body = "".join(f"<tr><th>{name}</th><td>{a}</td><td>{b}</td></tr>" for name, a, b in rows)
     head = "<tr><th></th><th>DynamicCache</th><th>DiffKV</th></tr>"
     table = f'<table class="figures">{head}{body}</table>'
-    return f'{big}<p class="note">{escape("; ".join(notes))}</p>{bars}{table}<p class="note">{_agreement(result)}</p>'
+    return f'{big}<p class="note">{escape("; ".join(notes))}</p>{table}<p class="note">{_agreement(result)}</p>'
 
 
-def _bars(counts: dict[str, tuple[int, str]]) -> str:
-    """Bytes and colour by name; the longest bar is the most bytes, and shares are of the first."""
-    most, first = max(count for count, _ in counts.values()), max(1, next(iter(counts.values()))[0])
-    rows = [
-        f'<span>{name}</span><span><i class="bar" style="width:{count / max(1, most):.2%};background:{colour}"></i>'
-        f"</span><span>{count / 1e6:,.2f} MB ({count / first:.1%})</span>"
-        for name, (count, colour) in counts.items()
-    ]
-    return f'<div class="bars">{"".join(rows)}</div>'
+def _bytes(count: int) -> str:
+    return f"{count / 1e6:,.2f} MB"
 
 
 def _rate(side: CacheRun) -> str:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import collections.abc
-import queue
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Union
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, StoppingCriteria
-from transformers.generation.streamers import BaseStreamer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from ..cache.diffkv_cache import DiffKVCache
-from ..cache.report import MemoryReport
+from ..cache.report import MemoryReport, held_bytes
 from ..compat import attention_of
 from ..config import DiffKVConfig
 from ..evaluation.comparison import Agreement
@@ -25,11 +23,10 @@ from ..evaluation.side_by_side import EXPECTED, bytes_of_layers
 from ..evaluation.talk import chat_turns
 from ..plot.pieces import pieces_of_ids, pieces_of_text
 from .settings import settings_for
+from .streaming import Step, layers_of, stream_steps
 
 DEFAULT_MODEL, BUNDLED_MODEL = "smollm2", "tiny-lm"
 REFRESH_SECONDS = 0.1
-# how long a caller waits for a token before it can look at what else there is
-PATIENCE_SECONDS = 0.2
 
 
 class InputError(Exception):
@@ -43,12 +40,16 @@ class CacheRun:
     Attributes:
         text: generated text; tokens: its ids.
         arrivals: when generation started, then when each token came.
+        layers: how many of the model's have read the prompt.
+        held: tokens of a layer, the mean over all layers, and bytes that the cache held with them; from nothing on.
         cache_bytes: what the cache holds at the end.
     """
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     arrivals: list[float] = field(default_factory=list)
+    layers: int = 0
+    held: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])
     cache_bytes: int = 0
 
     @property
@@ -68,7 +69,9 @@ class Result:
 
     Attributes:
         pieces: text of each token that the cache has seen; the first `prompt_tokens` are the prompt.
-        levels: by layer index int8 [kv_heads, seen], coded as by `DiffKVCache.levels`.
+        selects: whether tokens have levels; else those of a head are all alike.
+        levels: by layer index int8 [kv_heads, seen], coded as by `DiffKVCache.levels`; empty where none are chosen.
+        element_bits: of an element of an uncompressed key or value.
     """
 
     dense: CacheRun
@@ -77,7 +80,9 @@ class Result:
     memory: MemoryReport
     pieces: list[str]
     prompt_tokens: int
+    selects: bool
     levels: dict[int, Tensor]
+    element_bits: int
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,11 @@ class Request:
     pieces: list[str]
     max_new_tokens: int
     config: DiffKVConfig
+
+    @property
+    def tokens(self) -> int:
+        """Of the prompt."""
+        return self.ids.shape[1]
 
 
 # both sides, and at the end what came of them; to be closed where it is left before
@@ -122,6 +132,7 @@ class Generator:
         title: what to call the model.
         chats: whether it has a chat template.
         settings: what visitors choose from.
+        num_layers: that tell when they have read the prompt.
 
     Raises:
         InputError: the model cannot be loaded, or does not work with DiffKV.
@@ -141,6 +152,7 @@ class Generator:
             missing = "layer of plain full attention" if not self.layers else "fast tokenizer"
             raise InputError(f"cannot use the model {name}: it has no {missing}.")
         self.settings = settings_for(self.model)
+        self.num_layers = len(layers_of(self.model))
         config = self.model.config.get_text_config(decoder=True)
         self.heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.chats = bool(self.tokenizer.chat_template)
@@ -187,104 +199,58 @@ class Generator:
             if self.attention is not None:
                 self.model.set_attn_implementation(self.attention)
             cache: Any = DynamicCache(config=self.model.config)
-            for _ in self._follow(dense, task, cache):
+            for _ in self._follow(dense, task, cache, bytes_of_layers):
                 yield dense, compressed, None
             dense.cache_bytes = bytes_of_layers(cache)
             cache = DiffKVCache(self.model.config, task.config)
-            for _ in self._follow(compressed, task, cache):
+            for _ in self._follow(compressed, task, cache, held_bytes):
                 yield dense, compressed, None
         except EXPECTED as error:
             raise InputError(" ".join(str(error).split()) or type(error).__name__) from error
         memory = cache.memory()
         compressed.cache_bytes = memory.bytes
         pieces = task.pieces + pieces_of_ids(self.tokenizer, compressed.tokens[:-1], skip_special_tokens=True)
-        levels = {layer_idx: cache.levels(layer_idx)[0].cpu() for layer_idx in cache.compressed_layers()}
+        selects = task.config.selects
+        chosen = cache.compressed_layers() if selects else []
+        levels = {layer_idx: cache.levels(layer_idx)[0].cpu() for layer_idx in chosen}
         agreement = Agreement.of([compressed.tokens], [dense.tokens])
-        yield dense, compressed, Result(dense, compressed, agreement, memory, pieces, len(task.pieces), levels)
+        bits = 8 * self.model.dtype.itemsize
+        result = Result(
+            dense, compressed, agreement, memory, pieces, len(task.pieces), selects, levels, element_bits=bits
+        )
+        yield dense, compressed, result
 
-    def _follow(self, side: CacheRun, task: Request, cache: Any) -> Iterator[None]:
+    def _follow(self, side: CacheRun, task: Request, cache: Any, held: Callable[[Any], int]) -> Iterator[None]:
         """Fills `side` while the model generates; yields whenever there is something new to show, or has not been."""
         side.arrivals.append(time.perf_counter())
+        yield
         shown = 0.0
-        for came in stream_tokens(self.model, task, cache):
-            if came is None:
-                yield
-                continue
-            token, arrived = came
-            side.tokens.append(token)
-            side.arrivals.append(arrived)
-            if arrived - shown > REFRESH_SECONDS:
-                shown, side.text = arrived, self._decode(side.tokens)
+        steps = stream_steps(self.model, task.ids, cache, task.max_new_tokens, lambda: held(cache))
+        with closing(steps):
+            for step in steps:
+                if step is not None:
+                    self._note(side, step, task.tokens)
+                    if step.seconds - shown <= REFRESH_SECONDS:
+                        continue
+                    shown = step.seconds
+                side.text = self._decode(side.tokens)
                 yield
         side.text = self._decode(side.tokens)
         yield
 
+    def _note(self, side: CacheRun, step: Step, prompt_tokens: int) -> None:
+        side.layers = step.layers
+        if step.token is None:
+            read = prompt_tokens * step.layers / self.num_layers
+        else:
+            # what has come is in the cache with the next one
+            read = prompt_tokens + len(side.tokens)
+            side.tokens.append(step.token)
+            side.arrivals.append(step.seconds)
+        side.held.append((read, step.bytes))
+
     def _decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
-
-
-END = object()
-
-
-class _Stream(BaseStreamer, StoppingCriteria):
-    """Hands tokens from the generating thread to another one, which may stop it."""
-
-    def __init__(self) -> None:
-        self.items: queue.SimpleQueue = queue.SimpleQueue()
-        self.stopped = threading.Event()
-        self.prompt_came = False
-
-    def put(self, value: Tensor) -> None:
-        if self.prompt_came:
-            self.items.put((int(value), time.perf_counter()))
-        self.prompt_came = True
-
-    def end(self) -> None:
-        pass
-
-    def next(self) -> Any:
-        """What comes next; None where nothing does for `PATIENCE_SECONDS`."""
-        try:
-            return self.items.get(timeout=PATIENCE_SECONDS)
-        except queue.Empty:
-            return None
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return torch.full((input_ids.shape[0],), self.stopped.is_set(), device=input_ids.device)
-
-
-def stream_tokens(model: Any, task: Request, cache: Any) -> Iterator[tuple[int, float] | None]:
-    """Greedy tokens as they come, each with its time; None whenever none has come for a while.
-
-    Closing the iterator stops the model; its errors are raised.
-    """
-    stream = _Stream()
-
-    def work() -> None:
-        try:
-            model.generate(
-                task.ids,
-                attention_mask=torch.ones_like(task.ids),
-                past_key_values=cache,
-                max_new_tokens=task.max_new_tokens,
-                do_sample=False,
-                streamer=stream,
-                stopping_criteria=[stream],
-            )
-            stream.items.put(END)
-        except BaseException as error:
-            stream.items.put(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        while (item := stream.next()) is not END:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-    finally:
-        stream.stopped.set()
-        thread.join()
 
 
 def load(name: str | None) -> tuple[Generator, str]:

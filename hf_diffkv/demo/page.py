@@ -12,15 +12,16 @@ from .figures import message
 from .generation import Entered, Generator, InputError
 from .heads import NOTHING, ON_LOAD, Place
 from .runs import Runs, Update, look
-from .settings import DEFAULT, OWN, OWN_EXPLANATION, Setting
+from .settings import OWN, OWN_EXPLANATION, Setting, setting_of
 from .style import CSS, FONTS
 
 CHAT, FREE_PROMPT = "chat", "free prompt"
 PRECISIONS = {p.name: p for p in (Precision(k, v) for k in (16, 8, 4, 2) for v in (16, 8, 4, 2) if v <= k)}
 INTRODUCTION = """# DiffKV
 A KV cache that stores keys and values in few bits, as many as each attention head needs, beside an uncompressed one.
-[The paper](https://arxiv.org/abs/2412.03131); in the project: `docs/how-it-works.md`, `docs/choosing.md`,
-`docs/quality.md`."""
+`docs/how-it-works.md` explains it."""
+FOLDED, COLOURED = "Document and system prompt", "The text in the colours of its levels"
+WRITTEN: dict[str, Any] = {"lines": 2, "max_lines": 6, "buttons": ["copy"], "elem_classes": "plain", "min_width": 220}
 # of visitors who wait or generate at once; each takes one of Gradio's forty threads
 MOST_VISITORS = 30
 
@@ -49,26 +50,27 @@ def entered(
     return Entered("\n\n".join(filter(str.strip, (document, question))), new_tokens, config, chosen, True, system)
 
 
-def build(generator: Generator, note: str = "", chosen: str = DEFAULT) -> Any:
+def build(generator: Generator, note: str = "", preset: str | None = None) -> Any:
     """The page, a `gradio.Blocks`.
 
     Args:
         note: what to say of the model.
-        chosen: the setting to begin with.
+        preset: the setting to begin with; None begins with what `DiffKVCache(model)` takes.
 
     Raises:
         ImportError: gradio is not installed.
     """
     import gradio as gr
 
+    chosen = setting_of(preset, generator.settings)
     runs = Runs(generator)
     prompts, talks = free_prompts(generator.chats), chats()
     said = f"Model: **{generator.title}**, {len(generator.layers)} layers with {generator.heads} KV heads each"
     with gr.Blocks(title="DiffKV", analytics_enabled=False) as page:
-        gr.Markdown(INTRODUCTION)
+        gr.Markdown(INTRODUCTION, elem_id="introduction")
         gr.Markdown(f"{said}. {note}".rstrip(), elem_id="model")
         with gr.Row():
-            with gr.Column(scale=2):
+            with gr.Column(scale=2, min_width=320):
                 mode = gr.Radio(
                     [CHAT, FREE_PROMPT],
                     value=CHAT if generator.chats else FREE_PROMPT,
@@ -77,37 +79,43 @@ def build(generator: Generator, note: str = "", chosen: str = DEFAULT) -> Any:
                     elem_id="mode",
                 )
                 with gr.Column(visible=generator.chats) as chat_fields:
-                    system = gr.Textbox(label="System prompt", placeholder="that of the template", elem_id="system")
-                    document = _text_field(talks[0].document, "Document", "document", 11)
+                    with gr.Accordion(FOLDED, open=False, elem_id="folded"):
+                        # with a value, as one that is not shown yet has none of its own
+                        hint = "that of the template"
+                        system = gr.Textbox("", label="System prompt", placeholder=hint, elem_id="system")
+                        document = _text_field(talks[0].document, "Document", "document", 11)
                     question = gr.Textbox(talks[0].question, label="Question", elem_id="question")
                     _offer(talks, document, question)
                 with gr.Column(visible=not generator.chats) as free_fields:
-                    prompt = _text_field(prompts[0].document, "Prompt", "prompt", 15, prompts[0].hint)
+                    prompt = _text_field(prompts[0].document, "Prompt", "prompt", 6, prompts[0].hint)
                     _offer(prompts, prompt)
-            with gr.Column(scale=1, min_width=320):
                 setting = gr.Radio([*generator.settings, OWN], value=chosen, label="setting", elem_id="setting")
                 explanation = gr.Markdown(generator.settings[chosen].explanation, elem_id="explanation")
                 with gr.Column(visible=False) as own:
                     values = _sliders()
-                new_tokens = gr.Slider(1, 256, 32, step=1, label="tokens")
+                new_tokens = gr.Slider(1, 256, 32, step=1, label="tokens to generate")
                 with gr.Row():
-                    start = gr.Button("Generate", variant="primary")
-                    stop = gr.Button("Stop")
-        written = {"lines": 4, "max_lines": 10, "buttons": ["copy"], "elem_classes": "plain", "min_width": 260}
-        shown: dict[str, Any] = {"status": gr.HTML(message("Ready."), elem_id="status")}
-        with gr.Row():
-            shown["dense"] = gr.Textbox(label="DynamicCache wrote", elem_id="dense", **written)
-            shown["diffkv"] = gr.Textbox(label="DiffKV wrote", elem_id="diffkv", **written)
-        shown["figures"] = gr.HTML(elem_id="figures")
-        shown["difference"] = gr.HTML(elem_id="difference")
-        gr.Markdown("## What every head keeps")
-        shown["overview"] = gr.HTML(NOTHING, js_on_load=ON_LOAD, elem_id="overview")
-        shown["text"] = gr.HTML(elem_id="picture")
+                    start = gr.Button("Generate", variant="primary", min_width=120)
+                    stop = gr.Button("Stop", min_width=120)
+            with gr.Column(scale=3, min_width=320):
+                shown: dict[str, Any] = {"status": gr.HTML(message("Ready."), padding=False, elem_id="status")}
+                shown["memory"] = gr.HTML(padding=False, elem_id="memory")
+                with gr.Row():
+                    shown["dense"] = gr.Textbox(label="DynamicCache wrote", elem_id="dense", **WRITTEN)
+                    shown["diffkv"] = gr.Textbox(label="DiffKV wrote", elem_id="diffkv", **WRITTEN)
+                shown["difference"] = gr.HTML(padding=False, elem_id="difference")
+                shown["figures"] = gr.HTML(padding=False, elem_id="figures")
+                shown["overview"] = gr.HTML(NOTHING, js_on_load=ON_LOAD, padding=False, elem_id="overview")
+                with gr.Accordion(COLOURED, open=False, visible=False, elem_id="coloured") as shown["fold"]:
+                    shown["text"] = gr.HTML(padding=False, elem_id="picture")
         result = shown["result"] = gr.State(None)
         place = shown["place"] = gr.State((generator.layers[0], 0))
 
         def on_page(update: Update) -> dict[Any, Any]:
-            return {shown[name]: value for name, value in update.items()}
+            # the fold is there where it has a text
+            return {
+                shown[name]: gr.update(visible=value) if name == "fold" else value for name, value in update.items()
+            }
 
         def generate(request: gr.Request, place: Place, *fields: Any) -> Iterator[dict[Any, Any]]:
             for update in runs.run(request.session_hash or "", lambda: entered(generator.settings, *fields), place):
@@ -136,7 +144,8 @@ def build(generator: Generator, note: str = "", chosen: str = DEFAULT) -> Any:
         )
         stop.click(end, None, None, queue=False)
         page.unload(end)
-        shown["overview"].click(choose_head, result, [place, shown["overview"], shown["text"]], **quiet)
+        chosen_head = [place, shown["overview"], shown["text"], shown["fold"]]
+        shown["overview"].click(choose_head, result, chosen_head, **quiet)
     return page
 
 
@@ -188,9 +197,9 @@ def launched(page: Any, port: int | None = None) -> str:
     return page.launch(theme=theme, css=CSS, **options)[1]
 
 
-def serve(generator: Generator, note: str = "", port: int | None = None, chosen: str = DEFAULT) -> None:
+def serve(generator: Generator, note: str = "", port: int | None = None, preset: str | None = None) -> None:
     """Serves the page until the process is interrupted. Raises as `build` and `launched`."""
-    page = build(generator, note, chosen)
+    page = build(generator, note, preset)
     print(f"Open {launched(page, port)} in a browser; Ctrl-C ends it.", flush=True)
     try:
         threading.Event().wait()

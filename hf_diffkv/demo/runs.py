@@ -8,8 +8,9 @@ from threading import Condition, Event
 from typing import Any
 
 from .figures import difference, figures, message
-from .generation import Entered, Generator, InputError, Result
+from .generation import CacheRun, Entered, Generator, InputError, Request, Result
 from .heads import NOTHING, Place, coloured_text, overview, place_in
+from .memory_line import memory_line
 
 # what a page shows, by name
 Update = dict[str, Any]
@@ -18,11 +19,13 @@ EMPTY: Update = {
     "status": message("Looking at what was entered ..."),
     "dense": "",
     "diffkv": "",
+    "memory": "",
     "figures": "",
     "difference": "",
     "result": None,
     "overview": NOTHING,
     "text": "",
+    "fold": False,
 }
 # a browser that has gone is noticed when it is to be told something
 REPEAT_SECONDS = 1.0
@@ -93,22 +96,17 @@ class Runs:
             while (before := self._line.before(ticket)) and not ticket.is_set():
                 yield _status(f"Waiting for the model: {before} before you.")
                 self._line.wait(ticket, before, REPEAT_SECONDS)
-            tokens = f"{task.ids.shape[1]:,} tokens"
-            if not ticket.is_set():
-                yield _status(f"Reading the prompt of {tokens} ...")
             found: Result | None = None
             with closing(self.generator.run(task)) as steps:
                 while found is None and not ticket.is_set():
                     dense, compressed, found = next(steps)
-                    texts = {"dense": dense.text, "diffkv": compressed.text}
-                    running = "DiffKV" if compressed.arrivals else "DynamicCache"
-                    yield {**texts, **_status(f"{running} is generating ...")} if dense.tokens else texts
+                    yield self._progress(task, dense, compressed)
                 if found is None:
                     yield _status("Stopping ...")
             if found is None:
                 yield _status("Stopped.")
                 return
-            yield self._done(found, tokens, asked.setting, place)
+            yield self._done(found, asked.setting, place)
         except InputError as error:
             yield {"status": message(str(error), error=True)}
         finally:
@@ -122,10 +120,26 @@ class Runs:
         for ticket in self._tickets.get(visitor, []):
             self._line.stop(ticket)
 
-    def _done(self, found: Result, tokens: str, setting: str, place: Place) -> Update:
-        place = place_in(found, place)
+    def _progress(self, task: Request, dense: CacheRun, compressed: CacheRun) -> Update:
+        """What both have written, what they hold, and how far the one at work has come."""
+        name, side = ("DiffKV", compressed) if compressed.arrivals else ("DynamicCache", dense)
+        layers, tokens = self.generator.num_layers, task.max_new_tokens
+        if side.tokens:
+            said, part = f"{name} is generating: {len(side.tokens)} of {tokens} tokens.", len(side.tokens) / tokens
+        else:
+            said = f"{name} reads the prompt of {task.tokens:,} tokens: {side.layers} of {layers} layers done."
+            part = side.layers / max(1, layers)
         return {
-            **_status(f"Done: a prompt of {tokens}, {len(found.compressed.tokens)} generated."),
+            "dense": dense.text,
+            "diffkv": compressed.text,
+            "memory": memory_line(dense, compressed, task.tokens + tokens),
+            "status": message(said, done=min(1.0, part)),
+        }
+
+    def _done(self, found: Result, setting: str, place: Place) -> Update:
+        place, generated = place_in(found, place), len(found.compressed.tokens)
+        return {
+            **_status(f"Done: a prompt of {found.prompt_tokens:,} tokens, {generated} generated."),
             "figures": figures(found, setting),
             "difference": difference(found),
             "result": found,
@@ -135,10 +149,11 @@ class Runs:
 
 
 def look(result: Result | None, place: Place) -> Update:
-    """The overview with the head `place` chosen, and the text as it keeps it."""
+    """The picture of a setting, with the head `place` chosen, and where tokens are chosen the text as it keeps it."""
     if result is None:
-        return {"overview": NOTHING, "text": ""}
-    return {"overview": overview(result, place), "text": coloured_text(result, place)}
+        return {"overview": NOTHING, "text": "", "fold": False}
+    text = coloured_text(result, place)
+    return {"overview": overview(result, place), "text": text, "fold": bool(text)}
 
 
 def _status(text: str) -> Update:

@@ -7,9 +7,11 @@ from typing import Any
 
 from hf_diffkv import DiffKVConfig
 
+from ..config.presets import DEFAULT_PRESET, PRESETS
+
+# of a model for which thresholds were published; else the default is a preset
 DEFAULT, OWN = "default", "your own"
-# what presets are called on the page, where they are not the default
-NAMES = {"quality": "gentle", "balanced": "balanced", "small": "small"}
+EXPECTED = {"quality": "Loses least.", "balanced": "Take it when in doubt.", "small": "Look for small slips."}
 
 
 @dataclass(frozen=True)
@@ -22,22 +24,18 @@ class Setting:
 
 def settings_for(model: Any) -> dict[str, Setting]:
     """The settings by name, for a loaded model or its configuration."""
-    quality, balanced, small = (DiffKVConfig.for_model(model, preset=name) for name in NAMES)
     default = DiffKVConfig.for_model(model)
-    further = {"balanced": Setting(balanced, f"`preset='balanced'`: every token is kept, {_bits(balanced)}.")}
+    presets = {name: DiffKVConfig.for_model(model, preset=name) for name in PRESETS}
+    further = {DEFAULT: Setting(default, f"What `DiffKVCache(model)` takes: {_kept(default)}, {_bits(default)}.")}
     return {
-        "gentle": Setting(
-            quality, f"`preset='quality'`: every token is kept, {_bits(quality)}. Take it when in doubt."
-        ),
-        DEFAULT: Setting(default, f"What `DiffKVCache(model)` takes: {_kept(default)}, {_bits(default)}."),
-        **(further if balanced != default else {}),
-        "small": Setting(small, f"`preset='small'`: every token is kept, {_bits(small)}. Look for small slips."),
+        **(further if default != presets[DEFAULT_PRESET] else {}),
+        **{name: Setting(config, _of_preset(name, config)) for name, config in presets.items()},
         "paper": Setting(
             DiffKVConfig.paper(),
             "DiffKV as published, without pruning: tokens that get at least the mean attention have keys in 8 bits and "
             "values in 4, the others 4 and 2.",
         ),
-        "brutal": Setting(
+        "pruning": Setting(
             DiffKVConfig.paper(alpha_high=8.0, alpha_low=1.0, window=16),
             "Tokens that get less than the mean attention are pruned, before anybody asks for them. See what breaks: "
             "facts of the prompt can be gone where the text still reads well.",
@@ -46,8 +44,12 @@ def settings_for(model: Any) -> dict[str, Setting]:
 
 
 def setting_of(preset: str | None, settings: dict[str, Setting]) -> str:
-    """The setting that a preset is; the default without one."""
-    return NAMES[preset] if preset and NAMES[preset] in settings else DEFAULT
+    """The setting that a preset is; what `DiffKVCache(model)` takes without one."""
+    return preset or (DEFAULT if DEFAULT in settings else DEFAULT_PRESET)
+
+
+def _of_preset(name: str, config: DiffKVConfig) -> str:
+    return f"`DiffKVCache(model, {name!r})`: {_kept(config)}, {_bits(config)}. {EXPECTED[name]}"
 
 
 def _kept(config: DiffKVConfig) -> str:
@@ -63,4 +65,4 @@ def _bits(config: DiffKVConfig) -> str:
     return f"keys in {config.high.k_bits} bits and values in {config.high.v_bits}"
 
 
-OWN_EXPLANATION = "Two levels and pruning by thresholds of your own; see the README for what each field means."
+OWN_EXPLANATION = "Two levels and pruning by thresholds of your own; docs/configuration.md says what each field means."

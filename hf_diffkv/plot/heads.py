@@ -29,8 +29,7 @@ def precisions(cache: DiffKVCache | MemoryReport, title: str | None = None) -> P
     """
     report = report_of(cache)
     rows, columns = max(len(layer.precisions) for layer in report.layers), len(report.layers)
-    names = sorted({name for layer in report.layers for name in layer.precisions}, key=_bits)
-    colours = dict(zip(names, shades(len(names))))
+    colours = precision_colours(report)
     figure = new_figure(WIDTH, min(ROWS, rows * ROW_HEIGHT) + 1.5)
     axis = figure.add_subplot()
     _draw(axis, [(column, layer.precisions) for column, layer in enumerate(report.layers)], colours)
@@ -44,8 +43,14 @@ def precisions(cache: DiffKVCache | MemoryReport, title: str | None = None) -> P
     from matplotlib.patches import Patch
 
     handles = [Patch(facecolor=colour, edgecolor=EDGE, linewidth=0.5, label=name) for name, colour in colours.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncol=min(6, len(names)), frameon=False, fontsize=SIZE)
+    figure.legend(handles=handles, loc="outside lower center", ncol=min(6, len(colours)), frameon=False, fontsize=SIZE)
     return Picture(figure)
+
+
+def precision_colours(report: MemoryReport) -> dict[str, str]:
+    """Colours of the precisions that heads have, the darker the more bits; those of few bits come first."""
+    names = sorted({name for layer in report.layers for name in layer.precisions}, key=_bits)
+    return dict(zip(names, shades(len(names))))
 
 
 def _bits(name: str) -> tuple[int, str]:

@@ -7,21 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from demo_page import CHROMIUM, PROMPT, WAIT_MS, both_runs
+from browser import launched
+from demo_page import PROMPT, both_runs
 
 from hf_diffkv import DiffKVConfig
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    from playwright.sync_api import expect, sync_playwright
-
-    expect.set_options(timeout=WAIT_MS)
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with launched() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

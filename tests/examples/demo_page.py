@@ -4,36 +4,79 @@ from __future__ import annotations
 
 import functools
 import re
-import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
+from browser import WAIT_MS
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.demo.generation import Generator
 from hf_diffkv.demo.settings import settings_for
 
 ROOT = Path(__file__).parents[2]
 TINY_LM = ROOT / "examples" / "models" / "tiny-lm"
 PROMPT = (ROOT / "examples" / "prompts" / "recall.txt").read_text().removesuffix("\n")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 NEW_TOKENS = 32
 SETTINGS = settings_for(AutoConfig.from_pretrained(TINY_LM))
-WAIT_MS = 300_000
+# of a phone's screen, in pixels
+PHONE, HEIGHT = 390, 844
+TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}]\n{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]\n{% endif %}"
+)
 NAMES = {0: "pruned", 1: "low", 2: "high", 3: "window"}
 
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (apt-get install chromium)")
+
+class Gate:
+    """Lets the forwards of a model pass one by one, or all.
+
+    Attributes:
+        passed: how many have passed.
+        thread: that of the newest.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.passed, self.thread = 0, threading.current_thread()
+        self._permits = threading.Semaphore(0)
+        self._is_open = threading.Event()
+        model.register_forward_pre_hook(self._wait)
+
+    def _wait(self, *args: Any) -> None:
+        self.thread = threading.current_thread()
+        if not self._is_open.is_set():
+            self._permits.acquire()
+        self.passed += 1
+
+    def let_pass(self, count: int) -> None:
+        self._permits.release(count)
+
+    def open(self) -> None:
+        self._is_open.set()
+        self._permits.release(10_000)
+
+
+@contextmanager
+def served(generator: Generator) -> Iterator[str]:
+    """The address of a demo in this process."""
+    from hf_diffkv.demo.page import build, launched
+
+    page = build(generator)
+    try:
+        yield launched(page)
+    finally:
+        page.close()
 
 
 @contextmanager
 def opened(browser: Any, address: str, width: int = 1280, scheme: str = "light") -> Iterator[Any]:
     """The demo's page as a visitor of its own sees it; whatever the console complains of fails the test."""
-    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    context = browser.new_context(viewport={"width": width, "height": HEIGHT}, color_scheme=scheme)
     page = context.new_page()
     page.set_default_timeout(WAIT_MS)
     complaints: list[str] = []
@@ -90,8 +133,13 @@ def written(page: Any) -> dict[str, str]:
     return {name: page.locator(f"#{name} textarea").input_value() for name in ("dense", "diffkv")}
 
 
+def unfold(page: Any) -> None:
+    """Opens the coloured text, which begins folded."""
+    page.get_by_role("button", name="The text in the colours of its levels").click()
+
+
 def coloured(page: Any, layer: int, head: int) -> list[tuple[str, str]]:
-    """What the page says of each coloured part, and its text, once it shows that head's."""
+    """What the unfolded page says of each coloured part, and its text, once it shows that head's."""
     shown = page.locator(f'#picture pre[aria-label="layer {layer}, KV head {head}"]')
     shown.wait_for()
     parts = shown.locator(".level").evaluate_all("all => all.map(e => [e.title.split(';')[0], e.textContent])")
@@ -157,8 +205,16 @@ def contrast(colour: str, behind: list[str], opacity: float) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
+def assert_fits(page: Any, width: int) -> None:
+    """Nothing stands beyond the side, and on a phone all of it takes three screens at most."""
+    size = page.evaluate("[document.documentElement.scrollWidth, document.documentElement.scrollHeight]")
+    assert size[0] <= width and (width > PHONE or size[1] <= 3 * HEIGHT)
+
+
 def assert_readable(page: Any) -> None:
     """All that the page says has the contrast that WCAG 2.1 asks of texts (AA)."""
-    parts = ("model", "explanation", "status", "figures", "difference", "overview", "picture")
-    texts = [text for name in parts for text in page.locator(f"#{name}").evaluate(COLOURS)]
+    parts = ("model", "explanation", "status", "memory", "figures", "difference", "overview", "picture")
+    # what is folded is not there
+    shown = [part for part in (page.locator(f"#{name}") for name in parts) if part.count()]
+    texts = [text for part in shown for text in part.evaluate(COLOURS)]
     assert texts and not [text for text in texts if contrast(*text[1:]) < 4.5]

@@ -19,20 +19,23 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
+from browser import needs_browser
 from demo_page import (
     NAMES,
+    PHONE,
     PROMPT,
     ROOT,
     SETTINGS,
+    assert_fits,
     assert_levels,
     assert_readable,
     assert_written,
     both_runs,
     coloured,
     generate,
-    needs_browser,
     opened,
     prune,
+    unfold,
 )
 
 FOLDER = ROOT / "examples" / "space"
@@ -94,14 +97,16 @@ def test_page_shows_both_runs_and_every_head(page: Any, runs: SimpleNamespace) -
     assert_written(page, {"dense": runs.dense, "diffkv": runs.diffkv})
     page.locator("#figures .big").wait_for()
     memory = runs.cache.memory()
-    held = [runs.dense_bytes, memory.bytes, memory.payload_bytes]
     shown = page.locator("#figures").inner_text()
-    assert all(f"{count / 1e6:,.2f} MB ({count / runs.dense_bytes:.1%})" in shown for count in held)
+    held = [f"{count / 1e6:,.2f} MB ({count / runs.dense_bytes:.1%})" for count in (memory.bytes, memory.payload_bytes)]
+    assert all(part in shown for part in (f"{runs.dense_bytes / 1e6:,.2f} MB", *held))
     assert len(re.findall(r"\d+\.\d tokens/s", shown)) == 2
     assert "tokens are equal" in shown
-    bars = [bar["width"] for bar in map(lambda bar: bar.bounding_box(), page.locator("#figures .bar").all())]
-    # pixels of one scale
-    assert bars == pytest.approx([bars[0] * count / held[0] for count in held], abs=1)
+    # the line ends with what both hold
+    for name, count in (("DynamicCache", runs.dense_bytes), ("DiffKV", memory.bytes)):
+        assert f"{name} {count / 1e6:,.2f} MB" in page.locator("#memory .legend").inner_text()
+    assert not page.locator("#picture pre").is_visible()
+    unfold(page)
     text = PROMPT + runs.diffkv[:-1]
     first = coloured(page, 0, 0)
     assert_levels(first, text, runs.cache.levels(0)[0, 0])
@@ -120,14 +125,14 @@ def test_page_shows_both_runs_and_every_head(page: Any, runs: SimpleNamespace) -
 
 
 @needs_browser
-@pytest.mark.parametrize("width, scheme", [(390, "dark"), (1280, "light")])
+@pytest.mark.parametrize("width, scheme", [(PHONE, "dark"), (1280, "light")])
 @pytest.mark.sampled(100)
 def test_settings_and_what_they_cost(browser: Any, address: str, width: int, scheme: str) -> None:
     """One that breaks the text, then one that does not, on a phone and on a screen; nothing of the first stays."""
     from playwright.sync_api import expect
 
     with opened(browser, address, width, scheme) as page:
-        for name in ("brutal", "default"):
+        for name in ("pruning", "balanced"):
             page.get_by_label(name, exact=True).check()
             said = SETTINGS[name].explanation.replace("`", "")
             page.locator("#explanation").get_by_text(said).wait_for()
@@ -139,18 +144,18 @@ def test_settings_and_what_they_cost(browser: Any, address: str, width: int, sch
             expect(big).to_have_text(f"{expected.cache.memory().bytes / expected.dense_bytes:.0%} of the memory")
             assert f"setting {name};" in page.locator("#figures").inner_text()
             marked = page.locator("#difference del, #difference ins").all_inner_texts()
-            assert bool(marked) == (expected.dense != expected.diffkv) == (name == "brutal")
-            page.locator("#picture pre").wait_for()
-            assert page.evaluate("document.documentElement.scrollWidth") <= width
-            table, bars = (page.locator(f"#figures {part}").bounding_box() for part in ("table", ".bars"))
-            assert table["x"] + table["width"] <= bars["x"] + bars["width"] + 1
+            assert bool(marked) == (expected.dense != expected.diffkv) == (name == "pruning")
+            expect(page.locator("#overview button")).to_have_count(12 if name == "pruning" else 0)
+            expect(page.locator("#overview .bits i.kept")).to_have_count(0 if name == "pruning" else 5 + 4)
+            expect(page.locator("#coloured")).to_be_visible(visible=name == "pruning")
+            assert_fits(page, width)
             if folder := os.environ.get("DEMO_SCREENSHOTS"):
                 page.screenshot(path=Path(folder) / f"{name}-{scheme}-{width}.png", full_page=True)
             assert_readable(page)
         page.locator("#prompt textarea").fill("")
         generate(page, "The prompt is empty")
         assert_written(page, {"dense": "", "diffkv": ""})
-        assert not page.locator("#figures .big, #picture pre, #overview button").count()
+        assert not page.locator("#figures .big, #picture pre, #overview button, #overview .bits").count()
         assert_readable(page)
 
 

@@ -3,74 +3,39 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from browser import needs_browser
 from demo_page import (
     NEW_TOKENS,
+    PHONE,
     PROMPT,
     SETTINGS,
+    TEMPLATE,
+    Gate,
+    assert_fits,
     assert_levels,
     assert_written,
     await_status,
     both_runs,
     coloured,
     generate,
-    needs_browser,
     opened,
     prune,
+    served,
     start,
+    unfold,
     written,
 )
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
-from hf_diffkv.demo import generation
+from hf_diffkv.demo import generation, streaming
 from hf_diffkv.demo.generation import Entered, Generator, InputError
-
-
-class Gate:
-    """Lets the forwards of a model pass one by one, or all.
-
-    Attributes:
-        passed: how many have passed.
-        thread: that of the newest.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self.passed, self.thread = 0, threading.current_thread()
-        self._permits = threading.Semaphore(0)
-        self._is_open = threading.Event()
-        model.register_forward_pre_hook(self._wait)
-
-    def _wait(self, *args: Any) -> None:
-        self.thread = threading.current_thread()
-        if not self._is_open.is_set():
-            self._permits.acquire()
-        self.passed += 1
-
-    def let_pass(self, count: int) -> None:
-        self._permits.release(count)
-
-    def open(self) -> None:
-        self._is_open.set()
-        self._permits.release(10_000)
-
-
-@contextmanager
-def served(generator: Generator) -> Iterator[str]:
-    """The address of a demo in this process."""
-    from hf_diffkv.demo.page import build, launched
-
-    page = build(generator)
-    try:
-        yield launched(page)
-    finally:
-        page.close()
 
 
 @pytest.fixture
@@ -124,16 +89,16 @@ def test_visitors_wait_for_each_other_and_get_their_own(browser: Any, gated: tup
     """Two are served, a third has had enough while it waits."""
     address, gate = gated
     prompts = [f"{PROMPT[:400]}\n?{key}=" for key in ("red", "oak")]
-    expected = [both_runs(prompt, SETTINGS["brutal"].config) for prompt in prompts]
+    expected = [both_runs(prompt, SETTINGS["pruning"].config) for prompt in prompts]
     assert expected[0].diffkv != expected[1].diffkv
     with ExitStack() as stack:
         pages = [stack.enter_context(opened(browser, address)) for _ in range(3)]
         for waiting, page in enumerate(pages):
             page.locator("#prompt textarea").fill(prompts[waiting % 2])
-            page.get_by_label("brutal", exact=True).check()
+            page.get_by_label("pruning", exact=True).check()
             page.locator("#explanation").get_by_text("Tokens that get less").wait_for()
             start(page)
-            await_status(page, f"Waiting for the model: {waiting} before you." if waiting else "Reading the prompt")
+            await_status(page, f"Waiting for the model: {waiting} before you." if waiting else "reads the prompt")
         pages[2].get_by_role("button", name="Stop").click()
         await_status(pages[2], "Stopped.")
         assert not gate.passed
@@ -144,15 +109,10 @@ def test_visitors_wait_for_each_other_and_get_their_own(browser: Any, gated: tup
         for page, prompt, own in zip(pages, prompts, expected):
             await_status(page, "Done:")
             assert_written(page, {"dense": own.dense, "diffkv": own.diffkv})
+            unfold(page)
             assert_levels(coloured(page, 0, 0), prompt + own.diffkv[:-1], own.cache.levels(0)[0, 0])
         assert written(pages[2]) == {"dense": "", "diffkv": ""}
         assert gate.passed == 2 * 2 * NEW_TOKENS
-
-
-TEMPLATE = (
-    "{% for message in messages %}[{{ message.role }}]\n{{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]\n{% endif %}"
-)
 
 
 @needs_browser
@@ -164,20 +124,21 @@ def test_chat_puts_the_fields_into_the_template(browser: Any) -> None:
 
         page.get_by_role("button", name="Who was the last keeper?").click()
         expect(page.locator("#question textarea")).to_have_value("Who was the last keeper?")
+        assert not page.locator("#document textarea").is_visible()
+        page.get_by_role("button", name="Document and system prompt").click()
         assert "Agnes Morrow" in page.locator("#document textarea").input_value()
         page.locator("#document textarea").fill("@red=3160")
         page.locator("#system textarea").fill("Be brief.")
         generate(page, "Done:")
         text = "[system]\nBe brief.\n[user]\n@red=3160\n\nWho was the last keeper?\n[assistant]\n"
-        expected = both_runs(text, SETTINGS["default"].config)
+        expected = both_runs(text, SETTINGS["balanced"].config)
         assert_written(page, {"dense": expected.dense, "diffkv": expected.diffkv})
-        assert "".join(part for _, part in coloured(page, 0, 0)) == text + expected.diffkv[:-1]
         page.get_by_label("free prompt").check()
         page.get_by_role("button", name="Once upon a time").click()
         expect(page.locator("#prompt textarea")).to_have_value("Once upon a time")
         assert not page.locator("#document textarea").is_visible()
         generate(page, "Done: a prompt of 16 tokens")
-        expected = both_runs("Once upon a time", SETTINGS["default"].config)
+        expected = both_runs("Once upon a time", SETTINGS["balanced"].config)
         assert_written(page, {"dense": expected.dense, "diffkv": expected.diffkv})
 
 
@@ -185,7 +146,7 @@ def test_closing_a_run_stops_the_model() -> None:
     generator = Generator("tiny-lm")
     task = generator.prepare(Entered("x" * 200, 3000, DiffKVConfig(), "own"))
     cache = DiffKVCache(generator.model.config, DiffKVConfig())
-    stream = generation.stream_tokens(generator.model, task, cache)
+    stream = streaming.stream_steps(generator.model, task.ids, cache, task.max_new_tokens, lambda: 0)
     next(stream)
     stream.close()
     assert cache.get_seq_length() < 3000
@@ -228,10 +189,18 @@ def test_a_real_model_is_the_default_and_chats(browser: Any, smollm2: Path) -> N
     inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
     ids = generator.model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
     answer = tokenizer.decode(ids[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
-    with served(generator) as address, opened(browser, address) as page:
+    with served(generator) as address, opened(browser, address, PHONE) as page:
+        page.get_by_role("button", name="Document and system prompt").click()
         page.locator("#document textarea").fill(document)
         page.locator("#question textarea").fill(question)
         generate(page, "Done:")
         assert_written(page, {"dense": answer})
+        assert page.locator("#overview .heads i").count() == 30 * 3
+        page.get_by_role("button", name="Document and system prompt").click()
+        page.locator("#document textarea").wait_for(state="hidden")
+        assert_fits(page, PHONE)
+        page.get_by_label("paper", exact=True).check()
+        generate(page, "Done:")
+        unfold(page)
         page.get_by_role("button", name="layer 29, KV head 2:").click()
         assert "".join(part for _, part in coloured(page, 29, 2)).startswith(text)
