@@ -1,4 +1,4 @@
-"""Writes the tables of docs/quality.md and README.md from the committed results, and copies plots beside the former.
+"""Writes the tables of docs/quality.md and README.md and the gallery from the committed results, and copies plots.
 
     python benchmarks/quality/document.py
 
@@ -13,6 +13,8 @@ import re
 import shutil
 from collections import Counter
 from pathlib import Path
+
+import gallery
 
 from hf_diffkv.evaluation.records import ENVIRONMENTS_NAME, RECORDS_NAME, Record, read_records
 from hf_diffkv.evaluation.report import ResultRow, best_first, format_estimate, rows_of
@@ -38,6 +40,7 @@ def main() -> None:
         study, _, picture = name.partition("-")
         found = next(path for path in RESULTS.glob(f"**/{study}/{picture}"))
         shutil.copyfile(found, PICTURES / name)
+    gallery.main()
 
 
 def filled(text: str) -> str:

@@ -61,6 +61,12 @@ def _list(context: click.Context, param: click.Parameter, value: bool) -> None:
 )
 @running_options
 @click.option("--retry", is_flag=True, help="Run again what failed before.")
+@click.option(
+    "--submit",
+    type=Path,
+    metavar="FILE",
+    help="Write what was measured into one file, for the gallery of methods (docs/evaluation.md).",
+)
 @quiet_option
 @click.option(
     "--list", is_flag=True, is_eager=True, expose_value=False, callback=_list, help="Print methods and tasks."
@@ -126,6 +132,11 @@ def evaluate(options: SimpleNamespace) -> None:
         records = [*folder.all_records(), *failed]
         if records:
             _write_report(folder.folder, records, options.quiet)
+    if options.submit is not None:
+        from ..evaluation.submission import submission_of, write_submission
+
+        write_submission(submission_of(records, settings), options.submit)
+        print(f"Wrote {options.submit}.")
 
 
 def _names(option: str, text: str) -> list[str]:
