@@ -25,7 +25,7 @@ from .ops.quantize import dequantize, quantize
 from .ops.rotation import rotation_matrix
 from .pages.layout import metadata_bytes, row_bytes
 
-NAME = "diffkv"
+SERDE_NAME = "diffkv"
 # says by what settings a chunk was made
 HEADER_BYTES = 16
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -261,8 +261,8 @@ def register() -> None:
         workers = int(options.get("max_workers", 1))
         return AsyncSerdeProcessor(DiffKVSerializer(made), DiffKVDeserializer(made), max_workers=workers)
 
-    if NAME not in get_registered_serde_types():
-        register_serde_factory(NAME, make)
+    if SERDE_NAME not in get_registered_serde_types():
+        register_serde_factory(SERDE_NAME, make)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 SUPPORTED_BITS = (1, 2, 3, 4, 5, 6, 8, 16)
 CODE_BITS = tuple(bits for bits in SUPPORTED_BITS if bits < 16)
 # bits of keys and values, then groups of both
-NAME = re.compile(r"K(\d+)V(\d+)(?:g(\d+)/(\d+))?")
+PRECISION_NAME = re.compile(r"K(\d+)V(\d+)(?:g(\d+)/(\d+))?")
 
 
 def is_integer(value: Any) -> bool:
@@ -59,7 +59,7 @@ class Precision:
         Raises:
             ValueError: not such a name, or bits that are not supported.
         """
-        match = NAME.fullmatch(text)
+        match = PRECISION_NAME.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is not the name of a precision; write it as 'K8V4', or 'K4V2g2/4' with groups.")
         return cls(*(int(part) for part in match.groups() if part is not None))

@@ -23,7 +23,7 @@ from ..ops.softmax import Softmax
 from .dense import dense_attention
 from .errors import HandOverError
 from .handles import awaiting_layers, layer_of
-from .layer import DEFERRED, TAG, DiffKVLayer
+from .layer import DEFERRED, LAYER_TAG, DiffKVLayer
 
 # attribute of a mask that is causal with padding: the padding, [batch, keys]
 PADDING = "_diffkv_padding"
@@ -101,7 +101,7 @@ def diffkv_attention(
             f"{type(module).__name__} passes {unknown} to its attention function, which 'diffkv' cannot honour; use "
             'another cache with attn_implementation="eager" or "sdpa".'
         )
-    layer, value_layer = getattr(key, TAG, None), getattr(value, TAG, None)
+    layer, value_layer = getattr(key, LAYER_TAG, None), getattr(value, LAYER_TAG, None)
     if layer is not value_layer:
         raise HandOverError(
             f"{type(module).__name__} changed keys or values after caching them; it cannot use DiffKVCache."

@@ -27,7 +27,7 @@ from .errors import HandOverError, NotCapturableError
 from .handles import new_handle
 from .stores import Stores
 
-TAG = "_diffkv_layer"
+LAYER_TAG = "_diffkv_layer"
 # marks keys whose layer has not been told of them yet
 DEFERRED = "_diffkv_deferred"
 
@@ -35,8 +35,8 @@ DEFERRED = "_diffkv_deferred"
 def _tagged(key: Tensor, value: Tensor, layer: DiffKVLayer) -> tuple[Tensor, Tensor]:
     """Fresh aliases, so that the caller's own tensors stay unmarked."""
     key, value = key.view_as(key), value.view_as(value)
-    setattr(key, TAG, layer)
-    setattr(value, TAG, layer)
+    setattr(key, LAYER_TAG, layer)
+    setattr(value, LAYER_TAG, layer)
     return key, value
 
 

@@ -20,7 +20,7 @@ from ..evaluation.tasks.text import stretches, texts
 
 SEED = 20260
 # tokens of a prompt, and those behind it whose prediction counts
-LENGTH, FOLLOWING = 1200, 64
+DOCUMENT_LENGTH, FOLLOWING = 1200, 64
 TEXTS, COPIES = 3, 1
 RECALL = (("dictionary", 2), ("key-value", 1), ("passage", 1))
 # characters of a paragraph that stands in no other topic by chance
@@ -32,7 +32,7 @@ POSITIONS = "positions"
 
 
 def documents_for(
-    tokenizer: Any, pieces: Iterable[str] | None = None, length: int = LENGTH, seed: int = SEED
+    tokenizer: Any, pieces: Iterable[str] | None = None, length: int = DOCUMENT_LENGTH, seed: int = SEED
 ) -> list[Document]:
     """Eight documents whose `continuation` is run behind the prompt, logits counting at `extra["positions"]`.
 

@@ -18,17 +18,17 @@ from ..config.allocation import SENSITIVITY, fields_for
 from ..config.diffkv_config import configuration_of, with_calibration
 from ..config.digest import model_digest
 from ..config.presets import head_size
-from ..config.sensitivity import FIELDS, KEY_BITS, VALUE_BITS, Sensitivity, mean_of
+from ..config.sensitivity import KEY_BITS, MEASURED_FIELDS, VALUE_BITS, Sensitivity, mean_of
 from ..evaluation.environment import describe_environment
 from ..evaluation.errors import EvaluationError
 from ..evaluation.records import Record, RunFolder
 from ..evaluation.tasks import Document
-from .documents import LENGTH, POSITIONS, digest_of, documents_for
+from .documents import DOCUMENT_LENGTH, POSITIONS, digest_of, documents_for
 from .replay import Replay, in_float32, watching
 from .stored import errors, geometric_mean, stored
 
 # of both keys and values, for which errors are measured
-BITS = (2, 3, 4, 5, 6, 8)
+MEASURED_BITS = (2, 3, 4, 5, 6, 8)
 # of records of a run
 METHOD = "heads"
 # rows of a batch, and bytes of its logits, at most
@@ -40,7 +40,7 @@ def measure_heads(
     tokenizer: Any,
     text: Iterable[str] | str | None = None,
     *,
-    length: int = LENGTH,
+    length: int = DOCUMENT_LENGTH,
     output: Path | str | None = None,
     quiet: bool = False,
 ) -> Sensitivity:
@@ -105,7 +105,7 @@ def config_for(sensitivity: Sensitivity, target_ratio: float, **source: Any) -> 
         ValueError: a ratio that cannot be met.
     """
     fields, block = fields_for({**source, SENSITIVITY: sensitivity.to_dict()}, target_ratio)
-    return with_calibration(DiffKVConfig(**FIELDS, **fields), block)
+    return with_calibration(DiffKVConfig(**MEASURED_FIELDS, **fields), block)
 
 
 def _check_fit(model: Any, documents: Sequence[Document]) -> None:
@@ -152,9 +152,11 @@ def _measured(model: Any, document: Document, bar: tqdm) -> dict[str, Any]:
         rows = _rows(text_config, len(positions))
         replay = Replay(model, document.context, document.continuation, positions, rows)
         found: dict[str, Any] = {"keys": [], "values": [], "shapes": []}
-        off: dict[str, dict[int, list[Tensor]]] = {name: {bits: [] for bits in BITS} for name in ("keys", "values")}
+        off: dict[str, dict[int, list[Tensor]]] = {
+            name: {bits: [] for bits in MEASURED_BITS} for name in ("keys", "values")
+        }
         for index, layer in enumerate(replay.layers):
-            damaged = {bits: stored(layer, Precision(bits, bits)) for bits in BITS}
+            damaged = {bits: stored(layer, Precision(bits, bits)) for bits in MEASURED_BITS}
             for bits, tensors in damaged.items():
                 for name, figures in zip(("keys", "values"), errors(layer, *tensors)):
                     off[name][bits].append(figures)
@@ -205,7 +207,7 @@ def mean_kl(exact: Tensor, probabilities: Tensor, logits: Tensor) -> float:
 
 def _summary(model: Any, documents: Sequence[Document], measured: Sequence[dict[str, Any]]) -> Sensitivity:
     def curve(name: str) -> dict[int, float]:
-        logs = {bits: [math.log(each[f"{name}_errors"][str(bits)]) for each in measured] for bits in BITS}
+        logs = {bits: [math.log(each[f"{name}_errors"][str(bits)]) for each in measured] for bits in MEASURED_BITS}
         return {bits: math.exp(sum(figures) / len(figures)) for bits, figures in logs.items()}
 
     return Sensitivity(

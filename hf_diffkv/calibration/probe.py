@@ -20,7 +20,7 @@ from ..evaluation.methods.diffkv import DiffKVMethod
 from ..evaluation.session import Session
 from ..evaluation.tasks.text import texts
 
-BITS = (8, 6, 4, 2)
+PROBED_BITS = (8, 6, 4, 2)
 # of the tokens, how many are stored before the others are read against them
 STORED = 0.75
 MIN_TOKENS = 16
@@ -63,7 +63,7 @@ def probe_keys(
     text: str | None = None,
     tokens: int = 200,
     *,
-    bits: tuple[int, ...] = BITS,
+    bits: tuple[int, ...] = PROBED_BITS,
     config: DiffKVConfig | None = None,
 ) -> KeyProbe:
     """Measures what each number of key bits costs.

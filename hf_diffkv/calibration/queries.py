@@ -17,12 +17,12 @@ from ..config.found import queries_path
 from ..evaluation.tasks import Document
 from ..ops.rounding import second_moment
 from ..store.query_moments import QueryMoments
-from .documents import LENGTH, digest_of, documents_for
+from .documents import DOCUMENT_LENGTH, digest_of, documents_for
 from .replay import WatchedLayer, in_float32, watching
 
 
 def measure_queries(
-    model: Any, tokenizer: Any, text: Iterable[str] | str | None = None, *, length: int = LENGTH
+    model: Any, tokenizer: Any, text: Iterable[str] | str | None = None, *, length: int = DOCUMENT_LENGTH
 ) -> QueryMoments:
     """Runs the model once on each of the prompts of `measure_heads`.
 

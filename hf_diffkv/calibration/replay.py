@@ -17,8 +17,8 @@ from ..cache.registration import set_attention
 from ..cache.supported_models import cache_layers, shared_layers
 from ..compat import attention_of, forget_attention
 
-NAME = "diffkv-watched"
-TAG = "_diffkv_watched"
+WATCHED_NAME = "diffkv-watched"
+WATCHED_TAG = "_diffkv_watched"
 
 
 class WatchedLayer(DynamicLayer):
@@ -42,7 +42,7 @@ class WatchedLayer(DynamicLayer):
         if self.shown is None:
             key, value = super().update(key_states, value_states)
             key, value = key.view_as(key), value.view_as(value)
-            setattr(key, TAG, self)
+            setattr(key, WATCHED_TAG, self)
             return key, value
         rows = key_states.shape[0]
         both = zip(self.shown, (key_states, value_states))
@@ -57,7 +57,7 @@ class WatchedLayer(DynamicLayer):
 
 def watched_attention(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Ordinary attention; layers that watch get the queries."""
-    layer = getattr(key, TAG, None)
+    layer = getattr(key, WATCHED_TAG, None)
     if layer is not None:
         layer.note(module, query, kwargs | (kwargs.get("kwargs") or {}))
     return diffkv_attention(module, query, key, *args, **kwargs)
@@ -67,14 +67,14 @@ def watched_attention(module: nn.Module, query: Tensor, key: Tensor, *args: Any,
 def watching(model: Any) -> Iterator[None]:
     """The model attends by `watched_attention` within the block."""
     before = attention_of(model.config.get_text_config(decoder=True))
-    AttentionInterface.register(NAME, watched_attention)
-    AttentionMaskInterface.register(NAME, diffkv_mask)
+    AttentionInterface.register(WATCHED_NAME, watched_attention)
+    AttentionMaskInterface.register(WATCHED_NAME, diffkv_mask)
     try:
-        set_attention(model, NAME)
+        set_attention(model, WATCHED_NAME)
         yield
     finally:
         set_attention(model, before or "sdpa")
-        forget_attention(NAME)
+        forget_attention(WATCHED_NAME)
 
 
 @contextmanager

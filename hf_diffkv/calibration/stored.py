@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..config import DiffKVConfig, Precision
-from ..config.sensitivity import FIELDS
+from ..config.sensitivity import MEASURED_FIELDS
 from ..ops.backend import compute_dtype
 from ..ops.rounding import second_moment
 from ..ops.softmax import Softmax
@@ -23,7 +23,7 @@ def stored(layer: WatchedLayer, precision: Precision) -> tuple[Tensor, Tensor]:
         ValueError: a precision that does not fit the heads.
     """
     key, value = layer.keys, layer.values
-    store = _store(layer, DiffKVConfig(high=precision, low=precision, alpha_high=0.0, **FIELDS))
+    store = _store(layer, DiffKVConfig(high=precision, low=precision, alpha_high=0.0, **MEASURED_FIELDS))
     begin_forward(store, key.shape[2])
     note_logits(store, 0, Softmax(1.0, layer.options["softcap"], layer.options["s_aux"]))
     new = Entering.checked(store, 0, key, value, None)
@@ -48,7 +48,7 @@ def errors(layer: WatchedLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, T
     the mean square over that of values.
     """
     dtype = compute_dtype(keys.dtype)
-    config = DiffKVConfig(**FIELDS)
+    config = DiffKVConfig(**MEASURED_FIELDS)
     inner = slice(config.sinks, keys.shape[1] - config.window)
     moment = sum(second_moment(query, keys.shape[0]) for query in layer.queries)
     exact, exact_values = layer.keys[0].to(dtype), layer.values[0].to(dtype)

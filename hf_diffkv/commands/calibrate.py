@@ -21,7 +21,7 @@ from .help import Command
 from .options import AtLeast, Numbers, model_option, quiet_option, running_options
 
 MAX_KL = 0.01
-DOCUMENTS, LENGTH, CONTINUED = 4, 1024, 256
+DOCUMENTS, TEXT_LENGTH, TEXT_CONTINUED = 4, 1024, 256
 TABLE_NAME = "table.md"
 # options that --ratio has no use for
 OF_THRESHOLDS = (
@@ -60,7 +60,9 @@ def _listed(values: tuple[float, ...]) -> str:
 @click.option("--alpha-low", type=Numbers(), default=_listed(ALPHA_LOW), metavar="A,B", help="Values to try.")
 @click.option("--per-layer", is_flag=True, help="Then go cheaper in single layers; takes twice as many runs as layers.")
 @click.option("--documents", type=AtLeast(), metavar="N", help=f"[default: {DOCUMENTS}, or the task's own]")
-@click.option("--length", type=AtLeast(), metavar="N", help=f"Of a prompt.  [default: {LENGTH}, or the task's own]")
+@click.option(
+    "--length", type=AtLeast(), metavar="N", help=f"Of a prompt.  [default: {TEXT_LENGTH}, or the task's own]"
+)
 @click.option("--seed", type=int, default=0, metavar="N", help="Of the task's documents.")
 @running_options
 @click.option("--retry", is_flag=True, help="Run again what failed before.")
@@ -84,8 +86,7 @@ def calibrate_heads(options: SimpleNamespace) -> None:
     Raises:
         EvaluationError: something the user can put right; what was measured is kept.
     """
-    from ..calibration.documents import LENGTH as PROMPT
-    from ..calibration.documents import documents_for
+    from ..calibration.documents import DOCUMENT_LENGTH, documents_for
     from ..calibration.heads import config_for, measure_heads
     from ..calibration.queries import keep_queries, moments_in
     from ..calibration.texts import read_pieces
@@ -103,7 +104,7 @@ def calibrate_heads(options: SimpleNamespace) -> None:
         raise EvaluationError(str(error)) from error
     pieces = None if options.text is None else read_pieces(options.text)
     model = load_model(options.model, options.dtype, options.device, options.quiet)
-    length = options.length or PROMPT
+    length = options.length or DOCUMENT_LENGTH
     measured = measure_heads(model, tokenizer, pieces, length=length, output=options.output, quiet=options.quiet)
     source = {"model": options.model, "dtype": str(model.dtype).removeprefix("torch."), "length": length}
     source |= {"text": options.text} if options.text else {}
@@ -207,9 +208,9 @@ def _documents(options: SimpleNamespace, tokenizer: Any, model_config: Any) -> t
         source = {"task": options.task, "seed": options.seed}
     else:
         task, name = get_task("text"), options.text or MATH
-        count, length = options.documents or DOCUMENTS, options.length or LENGTH
-        source = {"text": name, "length": length, "continued": CONTINUED}
-        found = stretches(read_pieces(name), tokenizer, count, length, CONTINUED)
+        count, length = options.documents or DOCUMENTS, options.length or TEXT_LENGTH
+        source = {"text": name, "length": length, "continued": TEXT_CONTINUED}
+        found = stretches(read_pieces(name), tokenizer, count, length, TEXT_CONTINUED)
     check_fits(task, found, most)
     return task, found, {**source, "documents": len(found)}
 

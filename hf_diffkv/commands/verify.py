@@ -25,7 +25,7 @@ from .options import (
 )
 
 MAX_KL = 0.01
-LENGTH, CONTINUED = 1024, 128
+VERIFIED_LENGTH, VERIFIED_CONTINUED = 1024, 128
 # from the cheapest to the most careful, tried where the configuration loses too much
 GENTLER = {"K8V4": {"high": (8, 4)}, "K8V8": {"high": (8, 8)}}
 
@@ -40,8 +40,10 @@ GENTLER = {"K8V4": {"high": (8, 4)}, "K8V8": {"high": (8, 8)}}
 @model_option(required=True)
 @click.option("--text", metavar="T", default="offline", help="UTF-8 file, data set of the Hub, or offline.")
 @click.option("--documents", metavar="N", type=AtLeast(), default=1, help="Stretches of the text.")
-@click.option("--length", metavar="N", type=AtLeast(), default=LENGTH, help="Tokens of a prompt.")
-@click.option("--continued", metavar="N", type=AtLeast(2), default=CONTINUED, help="Tokens behind it that are judged.")
+@click.option("--length", metavar="N", type=AtLeast(), default=VERIFIED_LENGTH, help="Tokens of a prompt.")
+@click.option(
+    "--continued", metavar="N", type=AtLeast(2), default=VERIFIED_CONTINUED, help="Tokens behind it that are judged."
+)
 @click.option(
     "--max-kl", metavar="X", type=click.FloatRange(min=0), default=MAX_KL, help="Mean KL to the dense cache, nats."
 )

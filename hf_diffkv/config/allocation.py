@@ -21,10 +21,10 @@ import numpy as np
 from ..pages.layout import PageLayout
 from ..precision import Precision, as_precision
 from .checks import as_ratio
-from .sensitivity import FIELDS, Sensitivity
+from .sensitivity import MEASURED_FIELDS, Sensitivity
 
 # docs/calibration.md has what others give
-LADDER = ("K3V2", "K3V3", "K4V3", "K5V4", "K6V5")
+HEAD_LADDER = ("K3V2", "K3V3", "K4V3", "K5V4", "K6V5")
 # each pair is a store of its own
 MOST_PAIRS = 6
 # keys of a configuration's calibration
@@ -60,7 +60,7 @@ class Allocation:
 def allocate(
     sensitivity: Sensitivity,
     target_ratio: float,
-    ladder: Sequence[Precision | str] = LADDER,
+    ladder: Sequence[Precision | str] = HEAD_LADDER,
     most_pairs: int | None = MOST_PAIRS,
 ) -> Allocation:
     """The precisions of least predicted loss.
@@ -90,7 +90,7 @@ def check_ratio(
     target_ratio: Any,
     shapes: Sequence[tuple[int, int, int]],
     element_bytes: int,
-    ladder: Sequence[Precision | str] = LADDER,
+    ladder: Sequence[Precision | str] = HEAD_LADDER,
 ) -> None:
     """Raises `ValueError` for what is no ratio, or one that the smallest precision of `ladder` does not reach.
 
@@ -308,5 +308,7 @@ def _knapsack(options: list[dict[int, Choice]], least: list[int], unit: int, roo
 
 def _token_bytes(precision: Precision, key_dim: int, value_dim: int, element_bytes: int) -> int:
     sizes = (key_dim, value_dim, element_bytes)
-    pages = PageLayout.build(precision, precision, *sizes, metadata_bits=FIELDS["metadata_bits"], position_bytes=0)
+    pages = PageLayout.build(
+        precision, precision, *sizes, metadata_bits=MEASURED_FIELDS["metadata_bits"], position_bytes=0
+    )
     return pages.high.token_bytes

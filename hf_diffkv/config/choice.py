@@ -6,10 +6,10 @@ from collections.abc import Collection
 from typing import Any
 
 from . import files, found
-from .allocation import LADDER, SENSITIVITY, fields_for, ratio_of
+from .allocation import HEAD_LADDER, SENSITIVITY, fields_for, ratio_of
 from .checks import as_ratio
 from .presets import DEFAULT_PRESET, LEVEL_FIELDS, PRESETS, preset_for, preset_named, preset_within
-from .sensitivity import FIELDS
+from .sensitivity import MEASURED_FIELDS
 
 # bytes of stored tokens over those in the model's dtype, of models whose heads were measured
 RATIOS = {"quality": 0.27, "balanced": 0.235, "small": 0.204}
@@ -46,9 +46,9 @@ def choose(
     published = named is None and target_ratio is None and plain != PRESETS[DEFAULT_PRESET]
     calibration = None if published else _measured(model, saved)
     # beyond what all heads take at the most bits of the ladder, one precision for all has more
-    if calibration is not None and ratio <= ratio_of(LADDER[-1], calibration):
+    if calibration is not None and ratio <= ratio_of(HEAD_LADDER[-1], calibration):
         fields, calibration = fields_for(calibration, ratio)
-        return {**FIELDS, **fields}, calibration
+        return {**MEASURED_FIELDS, **fields}, calibration
     if target_ratio is not None:
         return preset_within(target_ratio, model_config), None
     if calibration is None and not published:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..precision import as_precision
-from .allocation import LADDER, SENSITIVITY, allocate, ratio_of
+from .allocation import HEAD_LADDER, SENSITIVITY, allocate, ratio_of
 from .sensitivity import Sensitivity
 
 
@@ -40,7 +40,7 @@ def loss_curve(calibration: Mapping[str, Any], ratios: Iterable[float] = ()) -> 
     if SENSITIVITY not in calibration:
         return ()
     sensitivity = Sensitivity.from_dict(calibration[SENSITIVITY])
-    uniform = {ratio_of(name, calibration): name for name in LADDER}
+    uniform = {ratio_of(name, calibration): name for name in HEAD_LADDER}
     points = []
     for ratio in sorted({*uniform, *ratios}):
         name, loss = uniform.get(ratio), allocate(sensitivity, ratio).loss

@@ -15,7 +15,7 @@ from ..precision import Precision
 # bits that heads are measured at, one at a time
 KEY_BITS, VALUE_BITS = 3, 2
 # fields of the configurations that heads are measured with, and that their precisions are for
-FIELDS = {"adaptive_rounding": True, "metadata_bits": 16, "window": 32}
+MEASURED_FIELDS = {"adaptive_rounding": True, "metadata_bits": 16, "window": 32}
 DIGITS = 4
 
 

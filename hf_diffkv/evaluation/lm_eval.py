@@ -6,7 +6,6 @@ one and hands over to the harness's command line. In Python: `lm_eval.simple_eva
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 from typing import Any
@@ -16,12 +15,12 @@ from torch import Tensor
 
 from ..cache.diffkv_cache import DiffKVCache
 from ..cache.errors import UnsupportedModelError
-from ..config import DiffKVConfig
 from ..extras import install
 from .errors import EvaluationError
 from .methods import get_method
 from .methods.dense import DENSE
 from .methods.diffkv import DiffKVMethod
+from .methods.policies import CONFIG_FIELDS
 from .models import resolve_model
 from .session import Session
 
@@ -33,7 +32,6 @@ except ImportError as error:
     raise EvaluationError(f"lm-evaluation-harness is needed: {install('eval')} ({error}).") from error
 
 MODEL_NAME = "hf-diffkv"
-FIELDS = tuple(field.name for field in dataclasses.fields(DiffKVConfig))
 
 # shown as the harness shows its own
 _logger = logging.getLogger("lm_eval.models.hf_diffkv")
@@ -54,7 +52,7 @@ class DiffKVLM(HFLM):
     """
 
     def __init__(self, pretrained: Any, cache: str = "diffkv", batch_size: int | str = 1, **kwargs: Any) -> None:
-        fields = {name: kwargs.pop(name) for name in list(kwargs) if name in FIELDS}
+        fields = {name: kwargs.pop(name) for name in list(kwargs) if name in CONFIG_FIELDS}
         self.method = get_method(method_name(cache, fields))
         if self.method.environment is not None:
             raise EvaluationError(

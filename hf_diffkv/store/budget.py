@@ -23,7 +23,7 @@ LOW_SHARE = 0.1
 SEARCH_STEPS = 24
 STRONGEST = 1e6
 # after tightening this share of the pages is in use, so that it is needed seldom
-TARGET = 0.9
+FILLED_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def fit_layer(store: Store, layer: int, tokens: Weighed) -> Tensor:
     capacities = (store.layout.high.capacity, store.layout.low.capacity)
     counts = (store.high_count[layer], store.low_count[layer])
     held = sum(int(((count + size - 1) // size).sum()) for count, size in zip(counts, capacities))
-    allowed = held + max(0, int(TARGET * free)) // (store.num_layers - layer + store.layers_later)
+    allowed = held + max(0, int(FILLED_SHARE * free)) // (store.num_layers - layer + store.layers_later)
     alphas = [alpha[layer].reshape(-1) for alpha in (store.alpha_high, store.alpha_low)]
     strength = fit(store, *alphas, tokens, allowed)
     if strength == 0:
@@ -129,7 +129,7 @@ def make_room(store: Store, pages: int) -> None:
     alphas = (rows.alpha_high.view(-1), rows.alpha_low.view(-1))
     levels = [torch.full_like(part, level, dtype=torch.int8) for part, level in zip(relative, (HIGH_LEVEL, LOW_LEVEL))]
     held = Weighed(torch.cat([part.row for part in stored]), torch.cat(relative), torch.cat(levels)).below(*alphas)
-    strength = fit(store, *alphas, held, int(TARGET * (limit - pages)))
+    strength = fit(store, *alphas, held, int(FILLED_SHARE * (limit - pages)))
     _note(store, strength)
     new_alphas = tightened(*alphas, strength)
     high, low = held.below(*new_alphas).level.split([part.numel() for part in relative])

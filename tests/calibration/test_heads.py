@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
 from hf_diffkv.calibration import heads as heads_module
-from hf_diffkv.calibration.documents import FOLLOWING, LENGTH, POSITIONS, documents_for
+from hf_diffkv.calibration.documents import DOCUMENT_LENGTH, FOLLOWING, POSITIONS, documents_for
 from hf_diffkv.calibration.heads import mean_kl, measure_heads, shapes_of
 from hf_diffkv.calibration.replay import in_float32
 from hf_diffkv.config.digest import model_digest
@@ -154,7 +154,9 @@ def test_documents_are_not_those_of_the_evaluation() -> None:
     assert len({found.digest for found in documents}) == 8
     assert [found.digest for found in documents_for(tokenizer)] == [found.digest for found in documents]
     for found in documents:
-        assert 0.9 * LENGTH <= len(found.context) <= LENGTH + 2 and len(found.continuation) == FOLLOWING
+        assert (
+            0.9 * DOCUMENT_LENGTH <= len(found.context) <= DOCUMENT_LENGTH + 2 and len(found.continuation) == FOLLOWING
+        )
         assert found.extra[POSITIONS] and max(found.extra[POSITIONS]) < FOLLOWING
     texts = [tokenizer.decode(found.context) for found in documents]
     for name in ("text", "dictionary", "key-value", "passage"):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cli import main
-from hf_diffkv.config.allocation import LADDER
+from hf_diffkv.config.allocation import HEAD_LADDER
 from hf_diffkv.config.found import keep
 from hf_diffkv.evaluation.models import TINY_LM
 from hf_diffkv.planning import ModelShape
@@ -72,7 +72,7 @@ def test_plan_predicts_and_draws_what_heads_lose(
     found = found_by(capsys, *plan, "--preset", "small")
     assert "by head" in found["caches"][-1]["cache"]
     ladder = [point for point in found["predicted_loss"] if point["precision"]]
-    assert [point["precision"] for point in ladder] == list(LADDER)
+    assert [point["precision"] for point in ladder] == list(HEAD_LADDER)
     # made-up losses: of 6 layers with 2 heads the first loses a hundred times what the other does
     assert ladder[0]["one_for_all"] == pytest.approx(6 * 2 * (1e-2 + 1e-4), rel=1e-3)
     assert ladder[1]["each_head"] < 0.6 * ladder[1]["one_for_all"]

@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 
 from hf_diffkv import Precision
-from hf_diffkv.config.allocation import LADDER, Allocation, allocate
+from hf_diffkv.config.allocation import HEAD_LADDER, Allocation, allocate
 from hf_diffkv.config.loss_curve import loss_curve
 from hf_diffkv.config.sensitivity import Sensitivity
 from hf_diffkv.pages import PageLayout
@@ -60,7 +60,7 @@ def pairs_of(choice: tuple) -> int:
 
 
 @pytest.mark.parametrize("heads", [(3, 3), (4,), (2, 2, 2), (1, 1, 1, 1), (1, 3)])
-@pytest.mark.parametrize("ladder", [LADDER, ("K2V2", "K4V3", "K3V4")])
+@pytest.mark.parametrize("ladder", [HEAD_LADDER, ("K2V2", "K4V3", "K3V4")])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_nothing_better_exists(heads: tuple[int, ...], ladder: tuple[str, ...], seed: int) -> None:
     given = sensitivity(*heads, seed=seed)
@@ -111,7 +111,7 @@ def test_models_of_many_heads(heads: int) -> None:
 
 def test_one_precision_for_all_is_no_better() -> None:
     given = sensitivity(*[3] * 10)
-    for name in LADDER:
+    for name in HEAD_LADDER:
         ratio = token_bytes(name, 64) / 256
         uniform = sum(given.loss(layer, head, Precision.parse(name)) for layer in range(10) for head in range(3))
         assert allocate(given, ratio).loss <= uniform
@@ -158,9 +158,9 @@ def test_figures_must_fit_the_heads() -> None:
 def test_losses_at_the_ratios_of_the_ladder_and_at_others() -> None:
     given = sensitivity(2, 3)
     points = loss_curve({"sensitivity": given.to_dict()}, [0.21])
-    ratios = {name: token_bytes(name, 64) / 256 for name in LADDER}
+    ratios = {name: token_bytes(name, 64) / 256 for name in HEAD_LADDER}
     assert [point.ratio for point in points] == sorted([*ratios.values(), 0.21])
-    assert [point.precision for point in points if point.precision] == list(LADDER)
+    assert [point.precision for point in points if point.precision] == list(HEAD_LADDER)
     for point in points:
         assert point.each_head == pytest.approx(allocate(given, point.ratio).loss, rel=1e-3)
         if point.precision is None:

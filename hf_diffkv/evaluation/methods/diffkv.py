@@ -18,7 +18,7 @@ from typing import Any
 from ...compat import attention_of
 from ...config import DiffKVConfig
 from ...config.presets import PRESETS
-from ...precision import NAME, Precision
+from ...precision import PRECISION_NAME, Precision
 from ..errors import EvaluationError
 from . import method
 from .base import HeldBytes, Method
@@ -81,13 +81,13 @@ def parse_options(options: list[str]) -> tuple[dict[str, Any], str | None]:
     fields: dict[str, Any] = {}
     base = None
     for option in options:
-        levels = re.fullmatch(rf"({NAME.pattern})/({NAME.pattern})", option)
+        levels = re.fullmatch(rf"({PRECISION_NAME.pattern})/({PRECISION_NAME.pattern})", option)
         alphas = re.fullmatch(rf"({NUMBER})/({NUMBER})", option)
         if option in ("lossless", "paper") and hasattr(DiffKVConfig, option):
             base = option
         elif option in PRESETS:
             fields[PRESET] = option
-        elif NAME.fullmatch(option):
+        elif PRECISION_NAME.fullmatch(option):
             precision = Precision.parse(option)
             fields |= {"high": precision, "low": precision, "alpha_high": 0.0, "alpha_low": 0.0}
         elif levels:
@@ -116,7 +116,7 @@ def _saved(name: str) -> dict[str, Any]:
 
 def parse_value(text: str) -> Any:
     """A value of an option: a precision, JSON, or the text as it is."""
-    if NAME.fullmatch(text):
+    if PRECISION_NAME.fullmatch(text):
         return Precision.parse(text)
     try:
         return json.loads(text)
