@@ -254,6 +254,7 @@ BATCHING = Feature(
             clear_cancelled_requests="",
             reset="",
             _get_waiting_candidates="",
+            _schedule_request="state request_tokens token_budget request_ids_to_remove_from_waiting",
             _infer_request_tokens="state request_ids_to_remove_from_waiting",
             _schedule_request="state request_tokens token_budget request_ids_to_remove_from_waiting",
         ),
@@ -281,6 +282,7 @@ BATCHING = Feature(
         *_names(
             f"{_CB}.requests:RequestState",
             *("request_id", "initial_tokens", "max_new_tokens", "num_children", "_new_tokens_limit", "_status"),
+            "_true_initial_tokens",
             *("generated_tokens", "position_offset", "_eos_token_ids"),
             *("logit_processor_kwargs", "logprobs", "_true_initial_tokens"),
             to_generation_output="",

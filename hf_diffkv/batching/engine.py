@@ -58,10 +58,13 @@ class _Admission:
         """
         if state.request_id in self.active_requests or state.request_id in self.waiting_requests:
             raise ValueError(f"request_id={state.request_id!r} belongs to a request that is not done; choose another.")
-        self.records.open(state.request_id, len(state.initial_tokens))
+        record = self.records.open(state.request_id, len(state.initial_tokens))
         limit = self.cache.check_request(len(state.initial_tokens), state.max_new_tokens)
         if state.max_new_tokens is None:
             state.max_new_tokens = state._new_tokens_limit = limit
+        # what was preempted is cut where it was
+        if not state._true_initial_tokens:
+            self.cache.beginnings.add(state.request_id, state.initial_tokens, record.boundaries)
         super().add_waiting_request(state)
 
     def _schedule_request(self, state: RequestState, request_tokens: list[int], *others: Any) -> None:
@@ -76,8 +79,10 @@ class _Admission:
 
     def finish_request(self, request_id: str) -> None:
         state = self.active_requests.get(request_id)
-        if state is not None and state.status == RequestStatus.FINISHED:
+        # a request that is preempted holds nothing any more
+        if state is not None and state.status == RequestStatus.FINISHED and self.cache.holds(request_id):
             self.cache.keep_prefix(request_id, state.initial_tokens + state.generated_tokens)
+            self.cache.beginnings.remove(request_id)
             said = state.generated_tokens[-1:]
             self.records.close(request_id, "stop" if state._eos_token_ids.intersection(said) else "length")
         super().finish_request(request_id)
@@ -85,6 +90,7 @@ class _Admission:
     def clear_cancelled_requests(self) -> list[RequestState]:
         states = super().clear_cancelled_requests()
         for state in states:
+            self.cache.beginnings.remove(state.request_id)
             self.cancelled(state)
         return states
 
@@ -93,7 +99,20 @@ class _Admission:
         tokens = super()._infer_request_tokens(state, request_ids_to_remove_from_waiting)
         if state.position_offset > before:
             self.records.note_prefix(state.request_id, state.position_offset)
+            self.cache.beginnings.resume(state.request_id, state.position_offset)
         return tokens
+
+    def _schedule_request(
+        self,
+        state: RequestState,
+        request_tokens: list[int],
+        token_budget: int,
+        request_ids_to_remove_from_waiting: set[str],
+    ) -> None:
+        if self.cache.prefixes is not None and state.status != RequestStatus.DECODING:
+            cut = self.cache.beginnings.next_cut(state.request_id, state.position_offset)
+            token_budget = token_budget if cut is None else min(token_budget, cut - state.position_offset)
+        super()._schedule_request(state, request_tokens, token_budget, request_ids_to_remove_from_waiting)
 
     def reset(self) -> None:
         super().reset()
@@ -113,7 +132,13 @@ class _Admission:
         first = {name: self.waiting_requests[name].remaining_prefill_tokens for name in names[:LOOK_AHEAD]}
         # where nothing else is to be computed, a prefix is read at once
         busy = bool(self.active_requests)
-        order = self.order.sort(names, self.cache.expect(first, busy), busy)
+        expected = self.cache.expect(first, busy)
+        order = self.order.sort(names, expected, busy)
+        if self.cache.prefixes is not None:
+            kept = {name: found.tokens for name, found in expected.items()}
+            under_way = [state for state in self.active_requests.values() if state.status == RequestStatus.PREFILLING]
+            positions = {state.request_id: state.position_offset for state in under_way}
+            order = self.cache.beginnings.without_twins(order[:LOOK_AHEAD], kept, positions) + order[LOOK_AHEAD:]
         return [self.waiting_requests[name] for name in order]
 
 
@@ -137,6 +162,7 @@ class DiffKVBatchProcessor(ContinuousBatchProcessor):
         names = children(state.request_id, state.num_children)
         state.num_children = 0
         self.scheduler.records.close(state.request_id, "error")
+        self.cache.beginnings.remove(state.request_id)
         super()._handle_request_error(error, state)
         for name in names:
             super()._handle_request_error(error, RequestState(name, state.initial_tokens))

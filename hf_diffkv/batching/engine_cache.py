@@ -17,6 +17,7 @@ from torch import Tensor
 from ..cache.errors import HandOverError
 from ..ops.softmax import Softmax
 from ..prefixes.stats import ExpectedPrefix
+from .beginnings import Beginnings
 from .slots import Slots
 
 if TYPE_CHECKING:
@@ -127,12 +128,15 @@ class ContinuousCache:
         self.peak_bytes = self.bytes
         # a `PrefixStore`, where prefixes are kept
         self.prefixes: Any = None
+        self.beginnings = Beginnings()
         self._last_layer = num_layers - 1
         self._slot_of: dict[str, int] = {}
         self._coming: list[tuple[str, int]] = []
         # prompts of requests that wait, and what they will find
         self._prompts: dict[str, Tensor] = {}
         self._expected: dict[str, ExpectedPrefix] = {}
+        # whether the request that was looked up last has a prefix, and no room for its prompt
+        self._no_room = False
 
     @property
     def bytes(self) -> int:
@@ -181,7 +185,11 @@ class ContinuousCache:
         return self.slots.need(self._slot_of.get(request_id), tokens)
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
-        if not self._make_room(self._slot_of.get(state.request_id), request_len):
+        slot = self._slot_of.get(state.request_id)
+        # a part of it could be computed, but what is kept of it is worth waiting for
+        waits = slot is None and self._no_room
+        self._no_room = False
+        if waits or not self._make_room(slot, request_len):
             return False
         if not dry_run:
             slot = self._slot_of.get(state.request_id)
@@ -212,6 +220,10 @@ class ContinuousCache:
             return float((free / np.maximum(1, self.slots.max_pages)).min())
         return sum(int(pages) * part.store.layout.page_bytes for pages, part in zip(free, self.slots.parts))
 
+    def holds(self, request_id: str) -> bool:
+        """Whether a request has a slot."""
+        return request_id in self._slot_of
+
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         slot = self._slot_of.pop(request_id, None)
         if slot is not None:
@@ -224,6 +236,7 @@ class ContinuousCache:
             self.free_blocks(request_id)
         self._coming.clear()
         self._prompts, self._expected = {}, {}
+        self.beginnings.clear()
         self.slots.settle()
 
     def reset(self) -> None:
@@ -256,6 +269,7 @@ class ContinuousCache:
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         """Gives a request that waits a slot with the longest prefix that is kept; the number of its tokens."""
         if not self._make_room(None, len(prompt_ids)):
+            self._no_room = request_id in self._expected and self._expected[request_id].tokens > 0
             return 0
         try:
             cache = self.prefixes.lookup(torch.tensor(prompt_ids))
@@ -271,7 +285,7 @@ class ContinuousCache:
         return length
 
     def keep_prefix(self, request_id: str, input_ids: list[int]) -> None:
-        """Keeps what a request that is done holds, where prefixes are kept."""
+        """Keeps what a request holds, where prefixes are kept."""
         slot = self._slot_of.get(request_id)
         if self.prefixes is not None and slot is not None:
             held = self.slots.held(slot)
@@ -285,7 +299,12 @@ class ContinuousCache:
         return {}
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
-        return None
+        """Called for each request when a forward has run."""
+        slot = self._slot_of.get(state.request_id)
+        if self.prefixes is not None and slot is not None and not state.generated_tokens:
+            seen = self.slots.seen(slot)
+            if self.beginnings.is_cut(state.request_id, seen):
+                self.keep_prefix(state.request_id, state.initial_tokens[:seen])
 
     def evict_cached_blocks(self) -> bool:
         return False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import queue
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..cache.known_queries import moments_for
 from ..cache.registration import cache_fields, set_attention
 from ..compat import attention_of, can_switch
 from ..import_hook import PAGED_NAME
+from .beginnings import check_marks, marked
 from .engine import DiffKVBatchProcessor, scheduler_class
 from .engine_cache import ContinuousCache, ServingMemory, ServingStatistics
 from .engine_names import ContinuousBatchingManager, RequestState, RequestStatus, children, initialization
@@ -141,12 +143,27 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         streaming: bool = False,
         record_timestamps: bool = False,
         eos_token_id: int | list[int] | None = None,
+        boundaries: Iterable[int] | None = None,
         **logit_processor_kwargs: Any,
     ) -> str | None:
-        """As Transformers'; the record of a request with a name goes to `records.brought` of the context as well."""
+        """As Transformers'; the record of a request with a name goes to `records.brought` of the context as well.
+
+        Args:
+            boundaries: where prefixes are kept, numbers of tokens that others may begin with: the prompt is computed in
+                parts that end there. None takes `beginnings.marked` of the context.
+
+        Raises:
+            ValueError: a boundary that is not within the prompt.
+        """
+        marks = check_marks(marked.get() if boundaries is None else boundaries, len(input_ids))
         found = brought.get()
+        if request_id is None and marks:
+            with self._request_lock:
+                request_id = f"req_{self._request_counter}"
+                self._request_counter += 1
         if request_id is not None:
             record = self.records.open(request_id, len(input_ids))
+            record.boundaries = marks
             if found is not None:
                 found.append(record)
         options = (request_id, max_new_tokens, streaming, record_timestamps, eos_token_id)

@@ -13,6 +13,7 @@ class RequestRecord:
     """A request on its way through the engine, which fills this in.
 
     Attributes:
+        boundaries: numbers of prompt tokens after which whoever brought it would have a part end.
         prompt_tokens: of its prompt. cached_tokens: how many of them came from a kept prefix.
         generated_tokens: of its answer so far.
         created, first_token, last_token, ended: in seconds of `time.perf_counter`; None for what has not happened.
@@ -23,6 +24,7 @@ class RequestRecord:
 
     request_id: str
     prompt_tokens: int
+    boundaries: tuple[int, ...] = ()
     cached_tokens: int = 0
     generated_tokens: int = 0
     created: float = field(default_factory=time.perf_counter)

@@ -33,6 +33,8 @@ from .options import (
 if TYPE_CHECKING:
     from ..config import DiffKVConfig
 
+# of the budget, what prefixes get beside it where nothing is said
+PREFIX_SHARE = 8
 SAMPLING = ("temperature", "top_p", "top_k")
 # may have the API key
 API_KEY = "HF_DIFFKV_API_KEY"
@@ -73,7 +75,7 @@ memory_options = chain(
 
 prefix_options = chain(
     click.option(
-        "--prefix-bytes", type=Bytes(), help="Memory to keep prefixes in, beside the budget.  [default: none]"
+        "--prefix-bytes", type=Bytes(), help="To keep prefixes in, beside the budget; 0: none.  [default: 1/8 of it]"
     ),
     click.option("--prefix-folder", metavar="FOLDER", type=Path, help="Keep what memory has no room for there."),
     click.option("--prefix-folder-bytes", type=Bytes(), help="Most that its files take.  [default: no limit]"),
@@ -257,11 +259,21 @@ def _batching(options: SimpleNamespace) -> dict[str, Any]:
 
 
 def _use_prefixes(options: SimpleNamespace, model: Any, config: DiffKVConfig, engine: Any) -> None:
-    """Has `engine` keep prefixes where the options ask for it."""
-    if options.prefix_bytes is None and options.prefix_folder is None:
+    """Has `engine` keep prefixes, unless the options say none, or say nothing and the model does not allow it."""
+    if options.prefix_bytes == 0 and options.prefix_folder is None:
         return
     from ..prefixes import PrefixStore
 
-    memory = options.prefix_bytes or 0
+    limits = {"device_bytes": options.prefix_bytes, "host_bytes": 0}
+    if options.prefix_bytes is None:
+        share = engine.memory().max_bytes // PREFIX_SHARE
+        # a GPU's memory is the budget's
+        limits = {"device_bytes": 0, "host_bytes": share}
     folder = {"folder": options.prefix_folder, "folder_bytes": options.prefix_folder_bytes}
-    engine.use_prefixes(PrefixStore(model, replace(config, max_bytes=None), device_bytes=memory, **folder))
+    try:
+        store = PrefixStore(model, replace(config, max_bytes=None), **limits, **folder)
+    except ValueError:
+        if options.prefix_bytes is None and options.prefix_folder is None:
+            return
+        raise
+    engine.use_prefixes(store)

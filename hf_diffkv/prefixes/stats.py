@@ -10,7 +10,7 @@ class ExpectedPrefix:
     """What of a prefix a request that waits will find.
 
     Attributes:
-        tier: the fastest one that holds its longest prefix; None where none is stored.
+        tier: the fastest one that holds its longest prefix; None where none is stored. tokens: of that prefix.
         resident: whether that is the first tier, from which it comes at once.
         loading: whether it is being brought there.
     """
@@ -18,6 +18,7 @@ class ExpectedPrefix:
     tier: str | None = None
     resident: bool = False
     loading: bool = False
+    tokens: int = 0
 
 
 @dataclass(frozen=True)

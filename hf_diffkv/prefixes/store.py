@@ -267,8 +267,12 @@ class PrefixStore:
             slow = [name for name, tier in zip(names, tiers) if name is not None and tier not in (None, fast)]
             self._background.want(slow if load else [])
             loading = [name is not None and self._background.is_loading(name) for name in names]
-        found = zip(tiers, loading)
-        return [ExpectedPrefix(None if tier is None else tier.name, tier is fast, coming) for tier, coming in found]
+        lengths = [0 if entry is None else entry.length for entry in entries]
+        found = zip(tiers, loading, lengths)
+        return [
+            ExpectedPrefix(None if tier is None else tier.name, tier is fast, coming, length)
+            for tier, coming, length in found
+        ]
 
     @property
     def has_folder(self) -> bool:

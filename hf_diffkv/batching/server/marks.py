@@ -1,0 +1,33 @@
+"""Where the messages of a chat end in its tokens, for requests that begin alike (beginnings.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+# neither begins as the other does, so one of them differs from what stands in its place
+OTHERS = ("0", "A")
+
+
+def chat_marks(
+    render: Callable[[list[dict[str, Any]]], list[int]], messages: Sequence[dict[str, Any]], ids: list[int]
+) -> tuple[int, ...]:
+    """Numbers of tokens before what the user says first, behind the system message, and before what he says last.
+
+    Args:
+        render: token ids of messages, as the chat template has them.
+        messages: of the chat; `ids` are their tokens.
+    """
+    users = [index for index, message in enumerate(messages) if message.get("role") == "user"]
+    found = set()
+    for index in {*users[:1], *users[-1:]}:
+        # templates may refuse a beginning by itself, so all is there but what the user says
+        rendered = [render([*messages[:index], {**messages[index], "content": other}]) for other in OTHERS]
+        found.add(min(_common(ids, other) for other in rendered))
+    return tuple(sorted(mark for mark in found if 0 < mark < len(ids)))
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = zip(one, other)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
