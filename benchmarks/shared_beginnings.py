@@ -75,11 +75,10 @@ def serve(model: PreTrainedModel, requests: list[Request], marked: bool, store: 
     """
     config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, cache_implementation="diffkv")
     longest = max(len(request.ids) for request in requests) + ANSWER
-    config.cache_config = {
-        **DiffKVConfig.for_model(model.config).to_dict(),
-        "max_bytes": 8 * longest * dense_bytes(model),
-    }
-    manager = model.init_continuous_batching(config, ContinuousBatchingConfig(max_batch_tokens=2 * longest))
+    # a prompt that does not fit beside others of a forward would be cut there as well
+    tokens = len(requests) * longest
+    config.cache_config = {**DiffKVConfig.for_model(model.config).to_dict(), "max_bytes": tokens * dense_bytes(model)}
+    manager = model.init_continuous_batching(config, ContinuousBatchingConfig(max_batch_tokens=tokens))
     if store is not None:
         manager.use_prefixes(store)
     records: dict = {}
