@@ -256,7 +256,6 @@ BATCHING = Feature(
             _get_waiting_candidates="",
             _schedule_request="state request_tokens token_budget request_ids_to_remove_from_waiting",
             _infer_request_tokens="state request_ids_to_remove_from_waiting",
-            _schedule_request="state request_tokens token_budget request_ids_to_remove_from_waiting",
         ),
         *_names(
             f"{_ALLOCATORS}:CachePool",

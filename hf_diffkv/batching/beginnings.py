@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -23,9 +22,6 @@ FEWEST_TOKENS = 64
 STEP = 16
 # of prompts that are remembered, all together
 MOST_TOKENS = 1 << 20
-
-# where the prompts of requests are cut that are added in this context
-marked: ContextVar[tuple[int, ...]] = ContextVar("marked", default=())
 
 
 class Beginnings:

@@ -67,7 +67,13 @@ class _Admission:
             self.cache.beginnings.add(state.request_id, state.initial_tokens, record.boundaries)
         super().add_waiting_request(state)
 
-    def _schedule_request(self, state: RequestState, request_tokens: list[int], *others: Any) -> None:
+    def _schedule_request(
+        self,
+        state: RequestState,
+        request_tokens: list[int],
+        token_budget: int,
+        request_ids_to_remove_from_waiting: set[str],
+    ) -> None:
         # the engine copies a request before the last token of its prompt, and fails where no other is to be computed
         if state.num_children and len(request_tokens) == 1:
             names, state.num_children = children(state.request_id, state.num_children), 0
@@ -75,7 +81,10 @@ class _Admission:
                 child = state.create_equivalent_initial_request()
                 child.request_id = name
                 self.add_waiting_request(child)
-        super()._schedule_request(state, request_tokens, *others)
+        if self.cache.prefixes is not None and state.status != RequestStatus.DECODING:
+            cut = self.cache.beginnings.next_cut(state.request_id, state.position_offset)
+            token_budget = token_budget if cut is None else min(token_budget, cut - state.position_offset)
+        super()._schedule_request(state, request_tokens, token_budget, request_ids_to_remove_from_waiting)
 
     def finish_request(self, request_id: str) -> None:
         state = self.active_requests.get(request_id)
@@ -101,18 +110,6 @@ class _Admission:
             self.records.note_prefix(state.request_id, state.position_offset)
             self.cache.beginnings.resume(state.request_id, state.position_offset)
         return tokens
-
-    def _schedule_request(
-        self,
-        state: RequestState,
-        request_tokens: list[int],
-        token_budget: int,
-        request_ids_to_remove_from_waiting: set[str],
-    ) -> None:
-        if self.cache.prefixes is not None and state.status != RequestStatus.DECODING:
-            cut = self.cache.beginnings.next_cut(state.request_id, state.position_offset)
-            token_budget = token_budget if cut is None else min(token_budget, cut - state.position_offset)
-        super()._schedule_request(state, request_tokens, token_budget, request_ids_to_remove_from_waiting)
 
     def reset(self) -> None:
         super().reset()

@@ -20,7 +20,7 @@ from ..cache.known_queries import moments_for
 from ..cache.registration import cache_fields, set_attention
 from ..compat import attention_of, can_switch
 from ..import_hook import PAGED_NAME
-from .beginnings import check_marks, marked
+from .beginnings import check_marks
 from .engine import DiffKVBatchProcessor, scheduler_class
 from .engine_cache import ContinuousCache, ServingMemory, ServingStatistics
 from .engine_names import ContinuousBatchingManager, RequestState, RequestStatus, children, initialization
@@ -143,19 +143,19 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         streaming: bool = False,
         record_timestamps: bool = False,
         eos_token_id: int | list[int] | None = None,
-        boundaries: Iterable[int] | None = None,
+        boundaries: Iterable[int] = (),
         **logit_processor_kwargs: Any,
     ) -> str | None:
         """As Transformers'; the record of a request with a name goes to `records.brought` of the context as well.
 
         Args:
             boundaries: where prefixes are kept, numbers of tokens that others may begin with: the prompt is computed in
-                parts that end there. None takes `beginnings.marked` of the context.
+                parts that end there.
 
         Raises:
             ValueError: a boundary that is not within the prompt.
         """
-        marks = check_marks(marked.get() if boundaries is None else boundaries, len(input_ids))
+        marks = check_marks(boundaries, len(input_ids))
         found = brought.get()
         if request_id is None and marks:
             with self._request_lock:
@@ -173,13 +173,21 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         return added
 
     def submit(
-        self, input_ids: list[int], request_id: str, sampling: Sampling, *, max_new_tokens: int, **options: Any
+        self,
+        input_ids: list[int],
+        request_id: str,
+        sampling: Sampling,
+        *,
+        max_new_tokens: int,
+        boundaries: Iterable[int] = (),
+        **options: Any,
     ) -> RequestRecord:
         """Brings a request that says itself how its tokens are chosen; what it gives is routed as by `add_request`.
 
         Args:
             sampling: how its tokens are chosen.
             max_new_tokens: most that each answer has.
+            boundaries: as in `add_request`.
             **options: other fields of the engine's `RequestState`. `num_children` is how many answers there are beside
                 the first; `engine_names.children` has their names, and the prompt is computed once.
 
@@ -189,13 +197,16 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         Raises:
             RuntimeError: the engine is stopped or failed.
             queue.Full: `max_queue_size` requests have not reached the engine yet.
+            ValueError: as `add_request`.
         """
+        marks = check_marks(boundaries, len(input_ids))
         reason = self.background_thread_status.can_accept_new_requests()
         if reason is not None or self._cache is None:
             raise RuntimeError(reason or "the manager is stopped; start it before adding requests.")
         fields = {"max_new_tokens": max_new_tokens, "logit_processor_kwargs": {"sampling": sampling}, **options}
         state = RequestState(request_id, list(input_ids), **fields)
         records = [self.records.open(request_id, len(input_ids))]
+        records[0].boundaries = marks
         records += [self.records.open(name, 0) for name in children(request_id, state.num_children)]
         try:
             self.input_queue.put_nowait(state)

@@ -198,6 +198,19 @@ def test_a_further_turn_computes_new_tokens_alone(server: Server) -> None:
     assert found["tokens_reused"] == held and found["hits"]["device"] == 1 and found["kept"] > 2
 
 
+def test_chats_with_one_system_message_share_it(server: Server) -> None:
+    """Though all questions differ, and nobody asked it alone."""
+    system = {"role": "system", "content": "Recall what you are told. " * 12}
+    held = len(tokenizer()(f"@system={system['content']}\n@user=").input_ids)
+    reused = []
+    for question in ("What is oak?", "Say elm.", "A yew?"):
+        messages = [system, {"role": "user", "content": question}]
+        body = {"messages": messages, "max_tokens": NEW}
+        usage = server.client.post("/v1/chat/completions", json=body).json()["usage"]
+        reused.append(usage["prompt_tokens_details"]["cached_tokens"])
+    assert reused[0] == 0 and held - 3 <= reused[1] == reused[2] <= held
+
+
 def test_clients_that_go_away_free_their_pages(server: Server) -> None:
     """While they read, while they wait for a whole answer, and while they wait for room."""
     before = server.idle()

@@ -12,7 +12,7 @@ from .answers import Answer, event, usage_of
 from .errors import RefusedError
 from .fields import MOST_LOGPROBS, Count, SeveralChoices, one_of, only
 from .generation import Asked, Run, Step
-from .messages import Messages, Tool, prompt_of
+from .messages import Messages, Tool, boundaries_of, prompt_of
 from .parts import ReasoningText, ToolCall, build_response_parser
 from .text import joined
 
@@ -55,8 +55,11 @@ class ChatAnswer(Answer):
         tools = None if body.tool_choice == "none" else [tool.function for tool in body.tools or []]
         tokenizer = self.served.tokenizer
         described = [tool.for_template() for tool in tools] if tools else None
+        chat = (tokenizer, body.messages, described, body.chat_template_kwargs)
+        prompt = prompt_of(*chat)
         return Asked(
-            prompts=[prompt_of(tokenizer, body.messages, described, body.chat_template_kwargs)],
+            prompts=[prompt],
+            boundaries=boundaries_of(*chat, prompt) if self.served.generation.keeps_prefixes else (),
             sampling=body.sampling(self.served.generation.sampling, body.top_logprobs or 0 if body.logprobs else None),
             max_new_tokens=one_of(body, "max_completion_tokens", "max_tokens"),
             n=body.n or 1,

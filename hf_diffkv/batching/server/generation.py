@@ -31,6 +31,7 @@ class Asked:
 
     Attributes:
         prompts: token ids of each. n: answers to each.
+        boundaries: of the first prompt, as in `DiffKVBatchingManager.add_request`.
         max_new_tokens: None is as many as usual, or as there is room for.
         stop: strings that end an answer. ignore_eos: tokens of the model do not.
         stream: whether tokens are wanted as they come.
@@ -45,6 +46,7 @@ class Asked:
     ignore_eos: bool = False
     stream: bool = False
     parser: Callable[[list[int]], Any] | None = None
+    boundaries: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,11 @@ class Generation:
         """What the next request has where it does not say otherwise."""
         return replace(self.usual, seed=self._seeds.getrandbits(63))
 
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Whether later requests may begin with what earlier ones left."""
+        return self.engine.prefixes is not None
+
     def check_alive(self) -> None:
         """Raises `RefusedError` where the engine failed."""
         error = self.engine.background_thread_status.fatal_error
@@ -193,6 +200,7 @@ class Generation:
         options = {"eos_token_id": ends, "num_children": len(names) - 1}
         # a stop string ends an answer as soon as it is there
         options |= {"max_new_tokens": limit, "streaming": asked.stream or bool(asked.stop)}
+        options["boundaries"] = () if first else asked.boundaries
         return self.engine.submit(prompt, names[0], asked.sampling, **options)
 
     def _handler(self, answer: _Answer, name: str) -> Callable[[Any], None]:

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from .errors import RefusedError
 from .fields import Strict, only, refusal
+from .marks import chat_marks
 
 TEXTS = ("text", "input_text", "output_text")
 # the last two come with outputs of earlier responses
@@ -145,9 +146,31 @@ def prompt_of(
         name = f"chat_template_kwargs.{min(taken)}"
         raise RefusedError(400, f"{name} is not a name of the chat template; leave it out.", name)
     given = [message.for_template() for message in messages]
-    fixed = {"tools": tools, "add_generation_prompt": True, "return_dict": False}
     try:
-        return list(tokenizer.apply_chat_template(given, **fixed, **options))
+        return _rendered(tokenizer, given, tools, options)
     # templates are programs, with errors of their own
     except Exception as error:
         raise RefusedError(400, f"the chat template does not take these messages: {error}", "messages") from error
+
+
+def boundaries_of(
+    tokenizer: Any,
+    messages: list[Message],
+    tools: list[dict[str, Any]] | None,
+    template_options: dict[str, Any] | None,
+    prompt: list[int],
+) -> tuple[int, ...]:
+    """Where other chats may part from this one (marks.py); the prompt and other arguments as in `prompt_of`."""
+    given = [message.for_template() for message in messages]
+    try:
+        return chat_marks(lambda said: _rendered(tokenizer, said, tools, template_options or {}), given, prompt)
+    # a template may want what was said
+    except Exception:
+        return ()
+
+
+def _rendered(
+    tokenizer: Any, given: list[dict[str, Any]], tools: list[dict[str, Any]] | None, options: dict[str, Any]
+) -> list[int]:
+    fixed = {"tools": tools, "add_generation_prompt": True, "return_dict": False}
+    return list(tokenizer.apply_chat_template(given, **fixed, **options))

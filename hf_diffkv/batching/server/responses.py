@@ -12,7 +12,7 @@ from .answers import Answer, event
 from .errors import RefusedError
 from .fields import MOST_LOGPROBS, Body, Count, Strict, only
 from .generation import Asked, Run, Step
-from .messages import Function, Message, Messages, prompt_of
+from .messages import Function, Message, Messages, boundaries_of, prompt_of
 from .parts import build_response_parser
 from .response_input import messages_of
 from .response_output import ResponseOutput
@@ -85,8 +85,11 @@ class ResponseAnswer(Answer):
             tools = [tool.for_template() for tool in body.tools]
         tokenizer = self.served.tokenizer
         top_logprobs = body.top_logprobs or 0 if self._with_logprobs else None
+        chat = (tokenizer, instructions + body.input, tools, body.chat_template_kwargs)
+        prompt = prompt_of(*chat)
         return Asked(
-            prompts=[prompt_of(tokenizer, instructions + body.input, tools, body.chat_template_kwargs)],
+            prompts=[prompt],
+            boundaries=boundaries_of(*chat, prompt) if self.served.generation.keeps_prefixes else (),
             sampling=body.sampling(self.served.generation.sampling, top_logprobs),
             max_new_tokens=body.max_output_tokens,
             ignore_eos=bool(body.ignore_eos),
