@@ -26,7 +26,13 @@ def read(path: Path) -> list[dict]:
 def requests(rows: list[dict]) -> str:
     """A line for each engine, beside the first engine of the same model."""
     header = ("model", "prompts, tokens", "budget MB", "engine", "in flight, most", "of Transformers'", "mean")
-    header += ("tokens per second", "of Transformers'", "MB held at most")
+    header += (
+        "tokens per second",
+        "of Transformers'",
+        "per second of the processor",
+        "of Transformers'",
+        "MB held at most",
+    )
     lines = []
     first: dict[tuple, dict] = {}
     for row in rows:
@@ -34,8 +40,17 @@ def requests(rows: list[dict]) -> str:
         low, median, high = row["prompt_tokens"]
         line = [row["model"], f"{low}-{high}, median {median}", row["max_bytes"] / 1e6, row["engine"]]
         line += [row["most"], row["most"] / base["most"], row["mean"], row["tokens_per_second"]]
-        lines.append([*line, row["tokens_per_second"] / base["tokens_per_second"], row["bytes"] / 1e6])
+        line += [row["tokens_per_second"] / base["tokens_per_second"], *_worked(row, base), row["bytes"] / 1e6]
+        lines.append(line)
     return markdown(header, lines)
+
+
+def _worked(row: dict, base: dict) -> list:
+    """Tokens per second of the processor, which other work changes less, and beside those of `base`."""
+    if "processor_seconds" not in row or "processor_seconds" not in base:
+        return ["", ""]
+    rate, other = (one["new_tokens"] / one["processor_seconds"] for one in (row, base))
+    return [rate, rate / other]
 
 
 def first_tokens(rows: list[dict]) -> str:

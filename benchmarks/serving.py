@@ -93,7 +93,7 @@ def serve(model: PreTrainedModel, name: str, args: argparse.Namespace) -> list[d
     rows = []
     for engine, turns in found.items():
         rates = sorted(turn["tokens_per_second"] for turn in turns)
-        middle = min(turns, key=lambda turn: abs(turn["tokens_per_second"] - statistics.median(rates)))
+        middle = next(turn for turn in turns if turn["tokens_per_second"] == statistics.median_low(rates))
         rows.append({**about, "engine": engine, **middle, "rates": rates})
     return rows
 

@@ -101,7 +101,7 @@ def run(running: Any, requests: list[Request]) -> dict[str, Any]:
 
     Returns:
         The most and the mean number of requests that held memory during a forward, tokens generated per second from the
-        first arrival to the last answer, these seconds, and bytes.
+        first arrival to the last answer, these seconds, those of the processor, and bytes.
 
     Raises:
         RuntimeError: a request failed, or did not come to its end.
@@ -118,6 +118,7 @@ def run(running: Any, requests: list[Request]) -> dict[str, Any]:
     running.start()
     try:
         started, left, answers = time.perf_counter(), list(requests), []
+        worked = time.process_time()
         while len(answers) < len(requests):
             passed = time.perf_counter() - started
             while left and left[0].at <= passed:
@@ -131,6 +132,7 @@ def run(running: Any, requests: list[Request]) -> dict[str, Any]:
             if passed > PATIENCE or not running.is_running():
                 raise RuntimeError(f"{len(requests) - len(answers)} requests did not come to their end.")
         seconds = max(answer.lifespan[1] for answer in answers) - started
+        worked = time.process_time() - worked
         size = held_bytes(running)
     finally:
         running.stop()
@@ -140,6 +142,7 @@ def run(running: Any, requests: list[Request]) -> dict[str, Any]:
         "mean": sum(taken * count for taken, count in in_flight) / wall,
         "tokens_per_second": sum(len(answer.generated_tokens) for answer in answers) / seconds,
         "seconds": seconds,
+        "processor_seconds": worked,
         "bytes": size,
     }
 
