@@ -89,7 +89,7 @@ def serve(model: PreTrainedModel, requests: list[Request], marked: bool, store: 
         while len(answers) < len(requests):
             while left and left[0][1].at <= time.perf_counter() - started:
                 number, request = left.pop(0)
-                marks = [request.shared] if marked and request.shared else None
+                marks = [request.shared] if marked and request.shared else []
                 manager.add_request(request.ids, str(number), max_new_tokens=ANSWER, boundaries=marks)
             answer = manager.get_result(timeout=0.02)
             if answer is not None:

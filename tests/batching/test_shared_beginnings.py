@@ -116,7 +116,7 @@ def test_texts_are_those_of_the_same_parts_without_reuse(
     served.manager.start()
     said = {}
     for i, question in enumerate(questions):
-        marks = [150] if marked else None
+        marks = [150] if marked else []
         served.manager.add_request(beginning + question, str(i), max_new_tokens=NEW, boundaries=marks)
         said |= served.answers(1)
     served.stop()
