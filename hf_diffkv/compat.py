@@ -281,7 +281,6 @@ BATCHING = Feature(
         *_names(
             f"{_CB}.requests:RequestState",
             *("request_id", "initial_tokens", "max_new_tokens", "num_children", "_new_tokens_limit", "_status"),
-            "_true_initial_tokens",
             *("generated_tokens", "position_offset", "_eos_token_ids"),
             *("logit_processor_kwargs", "logprobs", "_true_initial_tokens"),
             to_generation_output="",
