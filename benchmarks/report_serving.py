@@ -76,11 +76,12 @@ def tables(rows: list[dict]) -> str:
 
 
 def machine(rows: list[dict]) -> str:
-    """What the newest rows were measured with, in a sentence."""
+    """What rows were measured with, in a sentence."""
     row = rows[-1]
+    runs = dict.fromkeys(f"{one['commit']} ({one['threads']} thread{'s' * (one['threads'] > 1)})" for one in rows)
     return (
-        f"Measured on {row['device']}, {row['threads']} threads, {row['dtype']}, torch {row['torch']}, transformers "
-        f"{row['transformers']}, commit {row['commit']}."
+        f"Measured on {row['device']}, {row['dtype']}, torch {row['torch']}, transformers {row['transformers']}, "
+        f"commits {', '.join(runs)}."
     )
 
 
