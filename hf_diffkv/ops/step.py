@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ..native.library import address
-from ..native.structs import Step, format_of
+from ..native.library import Step, address, format_of
 from ..pages import LayerRows
 
 

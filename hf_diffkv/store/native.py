@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..native.library import address
-from ..native.structs import Compaction, Step
+from ..native.library import Compaction, Step, address
 from ..ops.append.native import set_token
 from ..ops.compact.native import round_block, run, set_feedback
 from ..ops.decode_attention.native import attend

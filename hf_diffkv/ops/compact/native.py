@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...native.library import address, call
-from ...native.structs import Compaction, format_of
+from ...native.library import Compaction, address, call, format_of
 from ...pages import LayerRows
 from ..rounding import ModelFeedback
 

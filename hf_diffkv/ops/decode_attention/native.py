@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...native.library import address, call, with_rows
-from ...native.structs import Step
+from ...native.library import Step, address, call, with_rows
 from ...pages import LayerRows
 from ..softmax import Softmax
 from ..step import step_block

@@ -7,8 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ...native.library import MAX_DIM, address, call, library
-from ...native.structs import DTYPES, Prompt, Strided
+from ...native.library import DTYPES, MAX_DIM, Prompt, Strided, address, call, library
 from ...pages import EarlierTokens, LayerRows
 from ...pages.rows import NO_PAST
 from ..softmax import Softmax

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...native.library import address, call
-from ...native.structs import DTYPES, Transfer, format_of_tier
+from ...native.library import DTYPES, Transfer, address, call, format_of_tier
 from ...pages import TierLayout
 from ...pages.segments import Contents, check_pages
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...native.library import address, call
-from ...native.structs import DTYPES, Rounding, side_of_keys
+from ...native.library import DTYPES, Rounding, address, call, side_of_keys
 from ...pages import TierLayout
 
 
