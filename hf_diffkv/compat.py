@@ -230,6 +230,7 @@ BATCHING = Feature(
             __init__="cache config generation_config continuous_batching_config logit_processor input_queue "
             "cancel_queue output_router background_thread_status model_device model_dtype scheduler distributed_helper",
             _handle_request_error="error state",
+            _generation_step="model",
             update_batch="",
             reset="",
         ),
@@ -276,7 +277,9 @@ BATCHING = Feature(
             update="key_states value_states layer_idx read_index write_index",
         ),
         *_names(f"{_CB}.initialization", update_cb_config_after_cache_creation="cb_config num_blocks max_batch_tokens"),
+        *_names(f"{_CB}.initialization", "ATTN_TYPE_TO_ALLOCATOR", group_layers_by_attn_type="config"),
         *_names(f"{_CB}.cache", "PagedAttentionCache"),
+        *_names(f"{_CB}.distributed:DistributedHelper", "tp_size", "cpu_comm_group"),
         *_names(f"{_CB}.requests", "RequestStatus"),
         *_names(
             f"{_CB}.requests:RequestState",

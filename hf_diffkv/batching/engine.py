@@ -10,7 +10,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ..compat import BATCHING, Feature, PrivateName, parameters_of
+from .captured_steps import CapturedSteps
 from .engine_cache import ContinuousCache
 from .engine_names import (
     SCHEDULER_MAPPING,
@@ -153,6 +156,15 @@ class DiffKVBatchProcessor(ContinuousBatchProcessor):
 
     cache: ContinuousCache
     prompt_tokens = generated_tokens = 0
+    # stands in for the model, where steps are captured
+    captured: CapturedSteps | None = None
+
+    def _generation_step(self, model: Any) -> None:
+        stream = self.inputs_and_outputs.compute_stream
+        if stream is not None:
+            # compaction, copies of prefixes and forks run on the current stream, the forward on one of its own
+            stream.wait_stream(torch.cuda.current_stream(self.model_device))
+        super()._generation_step(model if self.captured is None else self.captured)
 
     def _handle_request_error(self, error: Exception, state: RequestState) -> None:
         # forks that are still to come are waited for as well

@@ -7,6 +7,7 @@ of which the rest is given back after each forward. Names and arguments are thos
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ from .beginnings import Beginnings
 from .slots import Slots
 
 if TYPE_CHECKING:
+    from .linear_layers import LinearModule
+    from .linear_states import LinearStates
     from .sliding import SlidingWindows
 
 NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
@@ -101,9 +104,10 @@ class ContinuousCache:
 
     Args:
         slots: hold the requests, in layers of full attention.
-        num_layers: of the model.
+        full_layers: indices of these layers in the model.
         max_batch_tokens: tokens of a forward, all requests together.
-        sliding: hold them in all other layers, where there are any.
+        sliding: holds them in layers with sliding windows, where there are any.
+        linear: holds their states of linear attention, where there are any.
     """
 
     # nothing is shared between requests, read by index, or read by a kernel of the engine
@@ -112,15 +116,19 @@ class ContinuousCache:
     max_tokens_read = 1
 
     def __init__(
-        self, slots: Slots, num_layers: int, max_batch_tokens: int, sliding: SlidingWindows | None = None
+        self,
+        slots: Slots,
+        full_layers: Sequence[int],
+        max_batch_tokens: int,
+        sliding: SlidingWindows | None = None,
+        linear: LinearStates | None = None,
     ) -> None:
-        self.slots, self.sliding = slots, sliding
+        self.slots, self.sliding, self.linear = slots, sliding, linear
         # index in the slots of each layer of full attention
-        full = [layer for layer in range(num_layers) if sliding is None or layer not in sliding.layers]
-        self._place_of = {layer: place for place, layer in enumerate(full)}
+        self._place_of = {layer: place for place, layer in enumerate(full_layers)}
         self.max_batch_tokens = max_batch_tokens
         self.device, self.dtype = slots.device, slots.dtype
-        self.num_blocks = int(slots.max_pages.sum())
+        self.num_blocks = sum(part.max_pages for part in slots.parts)
         # the engine asks for it to swap blocks out, which is not done here
         self.bytes_per_sector = max(part.store.layout.page_bytes for part in slots.parts)
         self.pool = _Pool(slots)
@@ -129,7 +137,7 @@ class ContinuousCache:
         # a `PrefixStore`, where prefixes are kept
         self.prefixes: Any = None
         self.beginnings = Beginnings()
-        self._last_layer = num_layers - 1
+        self._last_layer = max((*full_layers, *(() if sliding is None else sliding.layers)))
         self._slot_of: dict[str, int] = {}
         self._coming: list[tuple[str, int]] = []
         # prompts of requests that wait, and what they will find
@@ -141,7 +149,7 @@ class ContinuousCache:
     @property
     def bytes(self) -> int:
         """Bytes the device holds for all requests."""
-        return self.slots.bytes + (0 if self.sliding is None else self.sliding.bytes)
+        return self.slots.bytes + sum(other.bytes for other in (self.sliding, self.linear) if other is not None)
 
     @property
     def places(self) -> int:
@@ -321,6 +329,8 @@ class ContinuousCache:
             self._slot_of[request_id] = twin
             if self.sliding is not None:
                 self.sliding.fork(src_state.request_id, request_id, self.slots.seen(source))
+            if self.linear is not None:
+                self.linear.fork(source, twin)
         return dst_req_ids
 
     def perform_cache_copy(self, copy_src_and_dst: dict) -> None:
@@ -356,8 +366,7 @@ class ContinuousCache:
 
         Other arguments and result as in `Slots.attend`.
         """
-        if layer == 0:
-            self._begin()
+        self._begin()
         place = self._place_of.get(layer)
         if place is None:
             output = self.sliding.attend(layer, query, key, value, softmax)
@@ -367,11 +376,35 @@ class ContinuousCache:
             self.peak_bytes = max(self.peak_bytes, self.bytes)
         return output
 
+    def begin_steps(self) -> list[int]:
+        """Starts the forward; the slots of its tokens where every request has one, and nothing is done for the first
+        time for any.
+        """
+        self._begin()
+        return self.slots.only_steps()
+
+    def attend_steps(self, layer: int, rows: Sequence[Tensor], softmax: Softmax, stepping: Tensor) -> Tensor:
+        """Attention of a layer of full attention, as `Slots.attend_steps`."""
+        return self.slots.attend_steps(self._place_of[layer], rows, softmax, stepping)
+
+    def run_linear(self, module: LinearModule, hidden_states: Tensor) -> Tensor:
+        """A module that keeps states, for the packed tokens; as `LinearStates.run`."""
+        if self.linear is None:
+            raise RuntimeError(f"{type(module.module).__name__} keeps states that nobody holds; please report it.")
+        self._begin()
+        return self.linear.run(module, hidden_states)
+
     def _begin(self) -> None:
+        """Starts the forward with its first layer."""
+        if not self._coming:
+            return
         coming, self._coming = self._coming, []
         if self.sliding is not None:
             self.sliding.begin([(name, self.slots.seen(self._slot_of[name]), tokens) for name, tokens in coming])
-        self.slots.begin([(self._slot_of[name], tokens) for name, tokens in coming])
+        forward = [(self._slot_of[name], tokens) for name, tokens in coming]
+        if self.linear is not None:
+            self.linear.begin([(slot, self.slots.seen(slot), tokens) for slot, tokens in forward])
+        self.slots.begin(forward)
 
     def take_failures(self) -> dict[str, Exception]:
         """What went wrong in the forward that has just run, by request.

@@ -5,6 +5,11 @@ Importing this module raises `ImportError` where a release has another engine (`
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 # ruff: noqa: E402
 from ..compat import BATCHING
 
@@ -24,6 +29,33 @@ from transformers.generation.continuous_batching.continuous_api import (
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, Scheduler
 
+_resolving = threading.Lock()
+
+
+@contextmanager
+def knowing_layers() -> Iterator[None]:
+    """Has the engine pass over layers that are neither full nor sliding attention while it resolves its options.
+
+    It looks for layers that its own kernels cannot read, refuses those of other kinds, and does not ask its cache.
+    """
+
+    def known(config: Any) -> dict[str, list[int]]:
+        kinds = enumerate(getattr(config, "layer_types", None) or ())
+        found: dict[str, list[int]] = {}
+        for index, kind in kinds:
+            if kind in initialization.ATTN_TYPE_TO_ALLOCATOR:
+                found.setdefault(kind, []).append(index)
+        return found or original(config)
+
+    with _resolving:
+        original = initialization.group_layers_by_attn_type
+        initialization.group_layers_by_attn_type = known
+        try:
+            yield
+        finally:
+            initialization.group_layers_by_attn_type = original
+
+
 __all__ = [
     "CHILD",
     "SCHEDULER_MAPPING",
@@ -39,6 +71,7 @@ __all__ = [
     "SlidingAttentionCacheAllocator",
     "children",
     "initialization",
+    "knowing_layers",
 ]
 
 # between the name of a request and the number of a further answer to its prompt

@@ -13,27 +13,41 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
+from ..cache.devices import TensorParallel
 from ..cache.diffkv_cache import resolve_config
+from ..cache.errors import HandOverError, UnsupportedModelError
 from ..cache.known_queries import moments_for
 from ..cache.registration import cache_fields, set_attention
 from ..compat import attention_of, can_switch
 from ..import_hook import PAGED_NAME
 from .beginnings import check_marks
+from .captured_steps import CapturedSteps, captures_steps
 from .engine import DiffKVBatchProcessor, scheduler_class
 from .engine_cache import ContinuousCache, ServingMemory, ServingStatistics
-from .engine_names import ContinuousBatchingManager, RequestState, RequestStatus, children, initialization
+from .engine_names import (
+    ContinuousBatchingManager,
+    RequestState,
+    RequestStatus,
+    children,
+    initialization,
+    knowing_layers,
+)
+from .linear_layers import LinearModule
+from .linear_states import LinearStates
+from .ranks import Ranks
 from .records import Records, RequestRecord, brought
 from .sampling import Sampling, add_sampler
-from .sizes import check_servable, free_bytes, make_slots, sliding_layers, try_attention
+from .servable import check_servable, model_layers
+from .sizes import free_bytes, make_slots, try_attention
 from .sliding import SlidingWindows
 
 # tokens of a forward where the user says nothing, as in Transformers
 MAX_BATCH_TOKENS = 8192
 NOT_THERE = {
-    "use_cuda_graph": "steps of changing batches are not captured",
-    "use_async_batching": "memory is counted between one batch and the next",
+    "use_async_batching": "memory is counted between one batch and the next (docs/serving.md)",
     "varlen_compile_config": "the forward is not compiled",
     "decode_compile_config": "the forward is not compiled",
     "default_compile_level": "the forward is not compiled",
@@ -65,7 +79,8 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         continuous_batching_config: ContinuousBatchingConfig,
         workload_hints: Any = None,
     ) -> None:
-        check_servable(model)
+        self._modules = check_servable(model)
+        self._layers = model_layers(model.config)
         self._config = resolve_config(model, fields.pop("config", None), fields)
         self._longest = _longest(model, workload_hints)
         self._cache: ContinuousCache | None = None
@@ -80,11 +95,15 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         self.records = Records()
         self.model = model
         options = _checked_options(continuous_batching_config)
+        self._may_capture = continuous_batching_config.use_cuda_graph is not False
         scheduler_class(options.scheduler_type)
         try:
-            super().__init__(model, generation_config, options, workload_hints)
+            with knowing_layers():
+                super().__init__(model, generation_config, options, workload_hints)
             add_sampler(self.logit_processor, generation_config.do_sample)
-            self._shape = try_attention(model)
+            shape, self._states = try_attention(model, self._layers, self._modules)
+            self._shape = replace(shape, ranks=self._ranks())
+            self._take_over()
             self._cache = self._make_cache()
         except BaseException:
             self._restore_attention()
@@ -98,7 +117,17 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
                 raise ValueError(f"the attention of {type(model).__name__} cannot be switched to {PAGED_NAME!r}.")
             set_attention(model, PAGED_NAME)
             self._attention = current
+        self._take_over()
         self._stopping = False
+
+    def _take_over(self) -> None:
+        for module in self._modules:
+            module.take_over(self._run_linear)
+
+    def _run_linear(self, module: LinearModule, hidden_states: Tensor) -> Tensor:
+        if self._cache is None:
+            raise HandOverError("the model ran while its manager held no requests; stop the manager before using it.")
+        return self._cache.run_linear(module, hidden_states)
 
     def start(self) -> None:
         """As Transformers'; also after a `stop`."""
@@ -108,6 +137,8 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         super().start()
 
     def _restore_attention(self) -> None:
+        for module in self._modules:
+            module.give_back()
         name, self._attention = self._attention, None
         if name is not None:
             set_attention(self.model, name)
@@ -262,8 +293,13 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
             prefixes: a `PrefixStore` of this model and configuration.
 
         Raises:
-            ValueError: it is of another model or configuration.
+            ValueError: it is of another model or configuration, or the model keeps states.
         """
+        if self._modules:
+            raise ValueError(
+                f"{type(self.model).__name__} has linear attention, whose states no request can begin with here; leave "
+                "prefixes out."
+            )
         config = replace(self._config, max_bytes=None)
         if prefixes.model is not self.model or prefixes.config != config:
             raise ValueError(
@@ -315,23 +351,39 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
             raise ValueError("the manager is stopped; start it before adding requests.")
         return self._cache.check_request(prompt_tokens, max_new_tokens)
 
+    def _ranks(self) -> Ranks:
+        """Those that share the model's heads with this process, with the engine's group for what they tell each other.
+
+        Raises:
+            UnsupportedModelError: the engine knows of other ranks than the model's weights do.
+        """
+        helper, parallel = self.distributed_helper, TensorParallel.of(self.model)
+        if helper.tp_size != parallel.size:
+            raise UnsupportedModelError(
+                f"the weights of {type(self.model).__name__} are spread over {parallel.size} ranks but the engine "
+                f"knows of {helper.tp_size}; load it with distributed_config=DistributedConfig(tp_size=...)."
+            )
+        return Ranks(replace(parallel, group=helper.cpu_comm_group))
+
     def _make_cache(self) -> ContinuousCache:
         options = self.continuous_batching_config
         text_config = self.model.config.get_text_config(decoder=True)
-        sliding, layers = sliding_layers(self.model.config), text_config.num_hidden_layers
-        compressed = layers if sliding is None else layers - len(sliding.layers)
+        full, sliding = self._layers.full, self._layers.sliding
         budget = self._config.max_bytes
         if budget is None:
             budget = int(free_bytes(self._shape.device) * options.max_memory_percent)
+            budget = self._shape.ranks.least(budget)
         windows = None if sliding is None else SlidingWindows(text_config, sliding, self._shape)
-        sizes = (options.max_requests_per_batch, self._longest, budget, () if windows is None else (windows,))
+        states = LinearStates(self._states) if self._states else None
+        others = [other for other in (windows, states) if other is not None]
+        sizes = (options.max_requests_per_batch, self._longest, budget, others)
         with torch.no_grad():
-            slots = make_slots(self._config, self._shape, compressed, *sizes)
+            slots = make_slots(self._config, self._shape, len(full), *sizes)
         tokens = MAX_BATCH_TOKENS if options.max_batch_tokens is None else options.max_batch_tokens
         moments = moments_for(self.model, self._config)
         if moments is not None:
             slots.use_moments(moments)
-        cache = ContinuousCache(slots, layers, tokens, windows)
+        cache = ContinuousCache(slots, full, tokens, windows, states)
         cache.prefixes = self.prefixes
         return cache
 
@@ -351,7 +403,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
             cache=cache, safety_margin=options.safety_margin, max_requests_per_batch=options.max_requests_per_batch
         )
         scheduler.records, scheduler.cancelled = self.records, self._note_cancelled
-        return DiffKVBatchProcessor(
+        processor = DiffKVBatchProcessor(
             cache=cache,
             config=self.model.config.get_text_config(),
             generation_config=self.generation_config,
@@ -366,6 +418,9 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
             scheduler=scheduler,
             distributed_helper=self.distributed_helper,
         )
+        if captures_steps(self.model, cache, self._config.cuda_graphs and self._may_capture):
+            processor.captured = CapturedSteps(self.model, cache)
+        return processor
 
 
 def make_manager(

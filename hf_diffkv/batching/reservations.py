@@ -29,7 +29,12 @@ class Reservations:
         """Pages that may still be promised."""
         if self._free is None:
             self._free = self.pool.free_list.free
-        return self._free + self.pool.max_pages - self.pool.capacity - sum(self._promised.values())
+        return self._free + self.pool.max_pages - self.pool.capacity - self.all_promised
+
+    @property
+    def all_promised(self) -> int:
+        """What all owners may still take."""
+        return sum(self._promised.values())
 
     def look_again(self) -> None:
         """Says that pages were taken or given back."""

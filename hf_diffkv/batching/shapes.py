@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .ranks import Ranks
+
 # tokens of a page of sliding-window layers, and how many such pages the engine's allocator keeps to itself
 SLIDING_PAGE = 16
 SPARE_PAGES = 2
@@ -17,6 +19,7 @@ class AttentionShape:
 
     Attributes:
         max_positions: tokens that a request of the model may have; None where that is not known.
+        ranks: that have the other heads of the layer.
     """
 
     num_heads: int
@@ -26,6 +29,7 @@ class AttentionShape:
     dtype: torch.dtype
     device: torch.device
     max_positions: int | None = None
+    ranks: Ranks = Ranks()
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,9 @@ class SlidingWindows:
         self._allocator.register_cache_tensor(size, blocks * size, self._memory.tensor[: end * size], pool)
         pool.free_blocks(self._allocator.index, free[len(moved) :])
 
+    def move(self, slot: int, to: int) -> None:
+        """As `slot_room.PerSlot`. Windows are found by the names of requests."""
+
     @property
     def requests(self) -> set[str]:
         """Names of those that hold something."""

@@ -14,6 +14,7 @@ from ..pages.rows import ROW_STATE
 from ..store.copies import copy_pages
 from ..store.state import KVHeads, Store
 from ..store.step import begin_forward
+from .page_bounds import PageBounds
 from .reservations import Reservations, ReservedPool
 from .shapes import AttentionShape
 from .slot_store import SlotStore
@@ -28,27 +29,17 @@ class SlotPart:
         query_heads: of a layer.
 
     Attributes:
-        exact: tokens that a request has before the first one leaves its window.
+        bounds: pages of a request by its length.
         staged: requests with several tokens in the running forward, by slot, as stores of their own.
     """
 
     def __init__(self, store: SlotStore, query_heads: int) -> None:
         self.store = store
-        self.exact = store.config.sinks + store.config.window
         store.begin(query_heads)
-        self._page_tokens = store.page_tokens()
+        exact = store.config.sinks + store.config.window
+        self.bounds = PageBounds(exact, store.page_tokens(), store.layout.selects)
         self.reservations = Reservations(store.pool)
         self.staged: dict[int, Store] = {}
-
-    def pages_for(self, tokens: int) -> int:
-        """Pages that a request of `tokens` tokens takes at most."""
-        return int(self._row_pages(tokens).sum())
-
-    def _row_pages(self, tokens: int) -> np.ndarray:
-        """Int64 [layers, heads]."""
-        stored = max(0, tokens - self.exact)
-        # where tokens are chosen, both tiers may end in a page that is not full
-        return -(-stored // self._page_tokens) + (self.store.layout.selects and stored > 0)
 
     def set_limit(self, pages: int) -> None:
         """Says how many pages there may be, the null page included; gives back memory of more, which nobody may need.
@@ -75,10 +66,20 @@ class SlotPart:
         self.reservations.rename(slot, to)
         self.look()
 
+    @property
+    def max_pages(self) -> int:
+        """Pages that requests may hold: all but the null page."""
+        return int(self.store.pool.max_pages) - 1
+
     def look(self) -> None:
-        """Runs the compaction that is due and reads what every request holds."""
-        self._full, self._held = self.store.look()
+        """Runs the compaction that is due and reads what every request holds, and what its next token may need."""
+        self._step, self._held = (rows.sum((0, 2), dtype=np.int64) for rows in self.store.look())
         self.reservations.look_again()
+
+    def numbers(self) -> np.ndarray:
+        """What other ranks need to count as is counted here: int64 [2 + 2 * slots]. After `look`."""
+        free = self.unreserved + self.reservations.all_promised
+        return np.concatenate([[self.max_pages, free], self._held, self._step])
 
     def settle(self) -> None:
         """Ends the last forward: takes back every reservation, and `look`."""
@@ -89,13 +90,25 @@ class SlotPart:
     def need(self, slot: int | None, seen: int, tokens: int) -> int:
         """Pages that `tokens` more tokens take at most, of a request that has seen `seen`; arguments as in `Slots`."""
         if seen and tokens == 1:
-            return int(self._full[:, slot].sum()) if seen >= self.exact else 0
-        held = 0 if slot is None else self._held[:, slot]
-        return int(np.maximum(0, self._row_pages(seen + tokens) - held).sum())
+            return int(self._step[slot]) if seen >= self.bounds.exact else 0
+        return self.bounds.pages(seen + tokens) - (0 if slot is None else self.held(slot))
 
     def held(self, slot: int) -> int:
         """Pages of the request in `slot`."""
-        return int(self._held[:, slot].sum())
+        return int(self._held[slot])
+
+    @property
+    def unreserved(self) -> int:
+        """Pages that may still be reserved."""
+        return self.reservations.unreserved
+
+    def promised(self, slot: int) -> int:
+        """What is reserved for `slot`."""
+        return self.reservations.promised(slot)
+
+    def reserve(self, slot: int, pages: int) -> None:
+        """Reserves `pages` pages, of which there are so many."""
+        self.reservations.reserve(slot, pages)
 
     def begin(self, prompts: list[tuple[int, int, int]], steps: bool, leaves: bool) -> None:
         """Starts a forward.
@@ -116,7 +129,7 @@ class SlotPart:
         store, table = self.store, self.store.table.table[:, slot]
         store.pool.free_list.give(table[table != NULL_PAGE])
         store.empty(slot)
-        self._held[:, slot] = 0
+        self._held[slot] = 0
 
     def withdraw(self, slot: int) -> None:
         """Takes back what is reserved for `slot`."""
@@ -165,14 +178,20 @@ class SlotPart:
         return self.store.pool.free_list.take(torch.tensor([pages], device=self.store.device))[1]
 
 
-def layer_configs(config: DiffKVConfig, num_layers: int, num_heads: int) -> list[DiffKVConfig]:
-    """What holds for each layer, without a budget.
+def layer_configs(config: DiffKVConfig, num_layers: int, shape: AttentionShape) -> list[DiffKVConfig]:
+    """What holds for each layer, without a budget, with thresholds for the heads that are here.
 
     Raises:
         ValueError: precisions or thresholds for another number of layers or heads.
     """
-    known = Stores(replace(config, max_bytes=None), num_layers)
-    return [known.of_layer(index, num_heads) for index in range(num_layers)]
+    known, parallel = Stores(replace(config, max_bytes=None), num_layers), shape.ranks.parallel
+    known.tensor_parallel = parallel
+    found = [known.of_layer(index, shape.num_heads) for index in range(num_layers)]
+    for index, each in enumerate(found):
+        of_heads = {name: getattr(each, name) for name in ("alpha_high", "alpha_low")}
+        mine = {name: parallel.share(a, shape.num_heads) for name, a in of_heads.items() if isinstance(a, tuple)}
+        found[index] = replace(each, **mine)
+    return found
 
 
 def make_parts(config: DiffKVConfig, shape: AttentionShape, num_layers: int) -> list[SlotPart]:
@@ -180,7 +199,7 @@ def make_parts(config: DiffKVConfig, shape: AttentionShape, num_layers: int) -> 
 
     Arguments as in `Slots`. Raises as `layer_configs`.
     """
-    configs = layer_configs(config, num_layers, shape.num_heads)
+    configs = layer_configs(config, num_layers, shape)
     groups: list[list[int]] = []
     for index, mine in enumerate(configs):
         group = next((group for group in groups if same_pages(configs[group[0]], mine)), None)
@@ -189,7 +208,8 @@ def make_parts(config: DiffKVConfig, shape: AttentionShape, num_layers: int) -> 
         else:
             group.append(index)
     heads = KVHeads(shape.num_heads, shape.key_dim, shape.value_dim, shape.dtype, shape.device)
-    known = {"total_layers": num_layers, "max_positions": shape.max_positions}
+    first_head = shape.ranks.parallel.rank * shape.num_heads
+    known = {"total_layers": num_layers, "first_head": first_head, "max_positions": shape.max_positions}
     parts = []
     for group in groups:
         store = SlotStore(configs[group[0]], len(group), 1, heads, **known)

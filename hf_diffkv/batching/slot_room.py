@@ -28,6 +28,9 @@ class PerSlot(Protocol):
     def resize(self, slots: int, tokens: int) -> None:
         """Makes it so, where requests there are have room; what they hold stays."""
 
+    def move(self, slot: int, to: int) -> None:
+        """The request in `slot` has the empty slot `to` from now on."""
+
 
 class SlotRoom:
     """The sizes of all that slots consist of.
@@ -53,7 +56,7 @@ class SlotRoom:
         self.slots, self.tokens = 1, parts[0].store.room
         # pages are shared out in the proportion in which a long request takes them
         self._costs = np.array([part.store.bytes_per_page for part in parts])
-        weights = np.array([max(1, part.pages_for(max_tokens)) for part in parts]) * self._costs
+        weights = np.array([max(1, part.bounds.pages(max_tokens)) for part in parts]) * self._costs
         self._shares = weights / weights.sum()
         narrow = any(part.store.layout.high.position_bytes == 2 for part in parts)
         allowed = min(max_tokens, NARROW_POSITIONS) if narrow else max_tokens
@@ -62,7 +65,7 @@ class SlotRoom:
     def _fits_alone(self, tokens: int) -> bool:
         limits = self.limits(1, tokens)
         # all but the null page
-        return all(part.pages_for(tokens) <= limit - 1 for part, limit in zip(self._parts, limits))
+        return all(part.bounds.pages(tokens) <= limit - 1 for part, limit in zip(self._parts, limits))
 
     def limits(self, slots: int, tokens: int) -> np.ndarray:
         """Pages, null pages included, that there may be of each part beside so many slots, int64 [parts]."""

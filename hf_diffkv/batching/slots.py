@@ -20,8 +20,9 @@ from ..store.decode import attend_token
 from ..store.prompt import attend_tokens
 from ..store.query_moments import QueryMoments
 from ..store.state import Store
+from .ranks import OtherPart, other_parts
 from .shapes import AttentionShape
-from .slot_part import make_parts
+from .slot_part import SlotPart, make_parts
 from .slot_room import FIRST_TOKENS, PerSlot, SlotRoom
 from .staging import stage
 
@@ -45,7 +46,7 @@ class Slots:
     Attributes:
         room: how many slots there are, for how long requests.
         parts: the layers of each store. Pages of one cannot be had in another: what is said of pages is said for each
-            part, as int64 [parts].
+            part, as int64 [parts], those of other ranks included.
         failures: what went wrong in the running forward, by slot.
 
     Raises:
@@ -71,10 +72,13 @@ class Slots:
             )
         self.max_bytes = max_bytes
         self.device, self.dtype = shape.device, shape.dtype
-        self.parts = make_parts(config, shape, num_layers)
+        self.ranks = shape.ranks
+        with self.ranks.in_step():
+            self.parts = make_parts(config, shape, num_layers)
         self._exact = config.sinks + config.window
         self._places = {index: (part, layer) for part in self.parts for layer, index in enumerate(part.store.layers)}
         self.room = SlotRoom(self.parts, others, count, max_tokens, max_bytes)
+        self.room.longest = self.ranks.least(self.room.longest)
         if self.longest < min(max_tokens, self._exact):
             raise MemoryError(
                 f"max_bytes={max_bytes} holds no page beside the window and table of one request of up to "
@@ -84,12 +88,20 @@ class Slots:
         self._seen = [0]
         # tokens of each request in the forward to come
         self._reserved: dict[int, int] = {}
+        # slots, tokens and pages that there was no room for since the last forward
+        self._denied: list[np.ndarray] = []
         self._moves: list[tuple[int, int]] = []
         self._forward: list[tuple[int, int, int]] = []
         self.failures: dict[int, Exception] = {}
-        for part in self.parts:
-            part.look()
-        self.room.change(1, min(FIRST_TOKENS, self.longest))
+        self._others = others
+        self._elsewhere = other_parts(self.ranks, [part.bounds for part in self.parts])
+        # where a request must find room: the parts here, and those of other ranks
+        self.all_parts: list[SlotPart | OtherPart] = [*self.parts, *(part for each in self._elsewhere for part in each)]
+        with self.ranks.in_step():
+            for part in self.parts:
+                part.look()
+            self.room.change(1, min(FIRST_TOKENS, self.longest))
+        self._tell()
 
     def use_moments(self, moments: QueryMoments) -> None:
         """Has generated keys rounded by moments of the model's queries.
@@ -99,7 +111,8 @@ class Slots:
         """
         moments.check_layers(len(self._places))
         for part, layer in self._places.values():
-            moments.check_layer(part.store.layers[layer], part.store.num_heads, part.store.key_dim)
+            heads = part.store.num_heads * self.ranks.parallel.size
+            moments.check_layer(part.store.layers[layer], heads, part.store.key_dim)
         for part in self.parts:
             part.store.moments = moments
 
@@ -121,18 +134,18 @@ class Slots:
     @property
     def max_pages(self) -> np.ndarray:
         """Pages that requests may hold, by part."""
-        return np.array([part.store.pool.max_pages - 1 for part in self.parts])
+        return np.array([part.max_pages for part in self.all_parts])
 
     @property
     def used_pages(self) -> np.ndarray:
-        """Pages that requests hold, by part."""
+        """Pages that requests hold, by part here."""
         pools = [part.store.pool for part in self.parts]
         return np.array([pool.capacity - 1 - pool.free_list.free for pool in pools])
 
     @property
     def unreserved(self) -> np.ndarray:
         """Pages that may still be reserved, by part."""
-        return np.array([part.reservations.unreserved for part in self.parts])
+        return np.array([part.unreserved for part in self.all_parts])
 
     @property
     def idle(self) -> int:
@@ -159,6 +172,9 @@ class Slots:
 
         Returns:
             Whether there is room; else nothing has changed.
+
+        Raises:
+            MemoryError: the device of one of several ranks has no memory.
         """
         size = self._size_for(slot, tokens)
         if size is None or size == (self.count, self.room.tokens):
@@ -166,13 +182,25 @@ class Slots:
         for old in sorted(self._taken - set(range(size[0]))):
             self._move(old, min(set(range(size[0])) - self._taken))
         try:
-            self.room.change(*size)
+            with self.ranks.in_step():
+                self.room.change(*size)
         except MemoryError as error:
+            if not self.ranks.alone:
+                raise
             _logger.warning("slots cannot become %s for %s tokens: %s", *size, error)
             return False
         finally:
             self._seen = (self._seen + [0] * self.count)[: self.count]
+        self._tell()
         return True
+
+    def _tell(self) -> None:
+        """Tells other ranks what is held here, and hears of them."""
+        self._denied.clear()
+        theirs = self.ranks.other_numbers(np.stack([part.numbers() for part in self.parts]))
+        for parts, numbers in zip(self._elsewhere, theirs):
+            for part, of_part in zip(parts, numbers):
+                part.note(of_part)
 
     def take_moves(self) -> list[tuple[int, int]]:
         """Which requests `make_room` has moved, in this order: the slot that each had, and the one it has."""
@@ -189,15 +217,19 @@ class Slots:
         need, left = self.need(slot, tokens), self.unreserved
         if slots <= self.count and longest <= self.room.tokens and (need <= left).all():
             return self.count, self.room.tokens
-        used = self.max_pages + 1 - left
-        for size in self.room.sizes_for(slots, longest):
-            if (self.room.limits(*size) >= used + need).all():
-                return size
-        return None
+        wanted = np.array([slots, longest, *(self.max_pages + 1 - left + need)])
+        # ranks need not ask each other for what they said no to
+        if any((wanted >= denied).all() for denied in self._denied):
+            return None
+        sizes, here = self.room.sizes_for(slots, longest), wanted[2 : 2 + len(self.parts)]
+        fit = self.ranks.all_of([bool((self.room.limits(*size) >= here).all()) for size in sizes])
+        if not any(fit):
+            self._denied.append(wanted)
+        return next((size for size, fits in zip(sizes, fit) if fits), None)
 
     def _move(self, slot: int, to: int) -> None:
-        for part in self.parts:
-            part.move(slot, to)
+        for holder in (*self.all_parts, *self._others):
+            holder.move(slot, to)
         self._moves.append((slot, to))
         self._taken = self._taken - {slot} | {to}
         self._seen[to], self._seen[slot] = self._seen[slot], 0
@@ -218,7 +250,10 @@ class Slots:
             if self._seen[slot]:
                 part.clear(slot)
             part.withdraw(slot)
+        for other in self.all_parts[len(self.parts) :]:
+            other.release(slot)
         self._seen[slot] = 0
+        self._denied.clear()
         self._reserved.pop(slot, None)
         self._taken.remove(slot)
 
@@ -252,12 +287,13 @@ class Slots:
         Raises:
             MemoryError: the device has no memory; nothing has changed then.
         """
-        if not self.idle or any(part.held(slot) > part.reservations.unreserved for part in self.parts):
+        if not self.idle or any(part.held(slot) > part.unreserved for part in self.all_parts):
             return None
-        for part in self.parts:
-            part.provide(part.held(slot))
+        with self.ranks.in_step():
+            for part in self.parts:
+                part.provide(part.held(slot))
         twin = self.adopt()
-        for part in self.parts:
+        for part in self.all_parts:
             part.copy(slot, twin)
         self._seen[twin] = self._seen[slot]
         return twin
@@ -266,8 +302,12 @@ class Slots:
         """Ends the last forward: runs the compaction behind it and takes back every reservation."""
         self._forward.clear()
         self._reserved.clear()
-        for part in self.parts:
-            part.settle()
+        with self.ranks.in_step():
+            for part in self.parts:
+                part.settle()
+        for other in self.all_parts[len(self.parts) :]:
+            other.settle()
+        self._tell()
 
     def need(self, slot: int | None, tokens: int) -> np.ndarray:
         """Pages that `tokens` more tokens take at most, by part. Only after `settle`.
@@ -276,16 +316,18 @@ class Slots:
             slot: None for a request that has none yet.
         """
         seen = 0 if slot is None else self._seen[slot]
-        return np.array([part.need(slot, seen, tokens) for part in self.parts])
+        return np.array([part.need(slot, seen, tokens) for part in self.all_parts])
 
     def reserve(self, slot: int, tokens: int) -> bool:
         """Reserves what `tokens` more tokens need, compaction included; False if there is too little. As `need`."""
         need = self.need(slot, tokens)
-        promised = np.array([part.reservations.promised(slot) for part in self.parts])
+        promised = np.array([part.promised(slot) for part in self.all_parts])
         if (need - promised > self.unreserved).any():
             return False
         self._reserved[slot] = tokens
-        return all(part.reservations.reserve(slot, int(pages)) for part, pages in zip(self.parts, need))
+        for part, pages in zip(self.all_parts, need):
+            part.reserve(slot, int(pages))
+        return True
 
     def begin(self, forward: Sequence[tuple[int, int]]) -> None:
         """Starts a forward for which everything is reserved.
@@ -296,8 +338,9 @@ class Slots:
         Raises:
             MemoryError: the device has no memory for what was reserved.
         """
-        for part in self.parts:
-            part.reservations.provide()
+        with self.ranks.in_step():
+            for part in self.parts:
+                part.reservations.provide()
         self.failures = {}
         steps, prompts, at = [], [], 0
         for slot, tokens in forward:
@@ -309,6 +352,7 @@ class Slots:
                 prompts.append((slot, seen, tokens))
             self._seen[slot] += tokens
             at += tokens
+        self._steps = [slot for slot, _ in steps]
         pairs = torch.tensor(steps, dtype=torch.int64, device=self.device).view(-1, 2)
         self._step_slots, self._step_at = pairs.unbind(1)
         self._stepping = torch.zeros(self.count, dtype=torch.bool, device=self.device)
@@ -329,7 +373,6 @@ class Slots:
         Returns:
             [1, query_heads, tokens, value_dim] in the query's dtype.
         """
-        part, place = self._places[layer]
         output = query.new_zeros(*query.shape[:3], value.shape[3])
         if self._step_slots.numel():
             given = []
@@ -337,8 +380,9 @@ class Slots:
                 rows = tensor.new_zeros(self.count, tensor.shape[1], 1, tensor.shape[3])
                 rows[self._step_slots, :, 0] = tensor[0, :, self._step_at].transpose(0, 1)
                 given.append(rows)
-            stepped = attend_token(part.store, place, *given, softmax, self._stepping)
+            stepped = self.attend_steps(layer, given, softmax, self._stepping)
             output[0, :, self._step_at] = stepped[self._step_slots, :, 0].transpose(0, 1)
+        part, place = self._places[layer]
         for slot, at, tokens in self._forward:
             if slot in self.failures:
                 continue
@@ -350,10 +394,32 @@ class Slots:
                 self.failures[slot] = error
         return output
 
+    def attend_steps(self, layer: int, rows: Sequence[Tensor], softmax: Softmax, stepping: Tensor) -> Tensor:
+        """Attends from one token of each slot that has one, and stores it.
+
+        Args:
+            rows: query [slots, query_heads, 1, key_dim], key and value [slots, heads, 1, dim].
+            stepping: bool [slots], which have one.
+
+        Returns:
+            [slots, query_heads, 1, value_dim] in the query's dtype.
+        """
+        part, place = self._places[layer]
+        query, key, value = rows
+        return attend_token(part.store, place, query, key, value, softmax, stepping)
+
+    def only_steps(self) -> list[int]:
+        """Slots of the running forward, where each has one token after others and no key is centred."""
+        centers = any(part.store.centers_soon for part in self.parts)
+        return [] if self._forward or centers else self._steps
+
     def take_failures(self) -> dict[int, Exception]:
-        """What went wrong in the forward that has just run, by slot; those requests can only be released."""
+        """What went wrong in the forward that has just run, here or on another rank, by slot.
+
+        Those requests can only be released.
+        """
         for store in [part.store for part in self.parts if self._step_slots.numel()]:
             spoiled = store.spoiled(self._step_slots)
             self.failures.update({slot: ValueError(store.value_message()) for slot in spoiled})
         failures, self.failures = self.failures, {}
-        return failures
+        return self.ranks.all_failures(failures)

@@ -72,7 +72,7 @@ class TensorParallel:
         if not int(failed):
             return
         reports: list[Any] = [None] * self.size
-        dist.all_gather_object(reports, None if error is None else (_kind(error), str(error)), group=self.group)
+        dist.all_gather_object(reports, None if error is None else (error_kind(error), str(error)), group=self.group)
         if error is not None:
             raise error
         rank, (kind, message) = next((i, report) for i, report in enumerate(reports) if report is not None)
@@ -86,7 +86,8 @@ class TensorParallel:
         return TensorParallel, (self.rank, self.size)
 
 
-def _kind(error: Exception) -> str:
+def error_kind(error: Exception) -> str:
+    """Which of `ERROR_KINDS` other ranks raise for `error`."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return "MemoryError"
     return "ValueError" if isinstance(error, ValueError) else "RuntimeError"

@@ -71,11 +71,11 @@ def wants_graphs(model: Any, cache: DiffKVCache) -> bool:
         and all(isinstance(layer, DiffKVLayer) or is_sliding(layer) for layer in cache.layers)
         and (not any(map(is_sliding, cache.layers)) or SLIDING_GRAPHS.available())
         and not any(getattr(layer, "readers", 0) for layer in cache.layers)
-        and not _rotates_by_length(model)
+        and not rotates_by_length(model)
     )
 
 
-def _rotates_by_length(model: Any) -> bool:
+def rotates_by_length(model: Any) -> bool:
     """Whether rotary frequencies change with the length, which such a model reads off the device at every step."""
     types = [getattr(module, "rope_type", None) for module in model.modules()]
     types += [kind for found in types if isinstance(found, dict) for kind in found.values()]

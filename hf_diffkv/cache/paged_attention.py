@@ -28,8 +28,8 @@ def paged_attention(
 
     Args:
         query: [1, query_heads, tokens, head_dim]; key and value likewise with KV heads.
-        cache: what the engine passes to the model: has `attend` (`continuous_cache.py`), and knows the layers that
-            have a sliding window.
+        cache: what the engine passes to the model: has `attend` (`batching/engine_cache.py`), and knows the layers that
+            have a sliding window; perhaps `mask`, the one mask that says nothing new.
         kwargs: `softcap` and `s_aux` (logits of attention sinks); `dropout`, `is_causal` and `sliding_window` say
             nothing new here.
 
@@ -47,6 +47,8 @@ def paged_attention(
             "batched continuously."
         )
     softcap, sinks, sliding_window = (kwargs.pop(name, None) for name in ("softcap", "s_aux", "sliding_window"))
+    if attention_mask is not None and attention_mask is getattr(cache, "mask", None):
+        attention_mask = None
     given = {**kwargs, "attention_mask": attention_mask, "dropout": None, "is_causal": None}
     unknown = sorted(k for k, v in given.items() if v is not None and k not in HARMLESS | OF_THE_ENGINE)
     if unknown:

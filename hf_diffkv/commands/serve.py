@@ -175,7 +175,7 @@ def _serve(
         from ..batching.server import metrics, parts  # noqa: F401
     except ImportError as error:
         raise Failure(one_line(error)) from error
-    from ..batching.sizes import check_servable_config
+    from ..batching.servable import check_servable_config
 
     try:
         check_servable_config(model_config, options.model)

@@ -51,6 +51,7 @@ def check_slots(slots: Slots) -> None:
     for part in slots.parts:
         check_integrity(part.store)
         owned = part.store.owned_pages().numel()
+        assert sum(part.held(slot) for slot in range(slots.count)) == owned
         assert part.reservations.unreserved == part.store.pool.max_pages - 1 - owned
 
 

@@ -396,7 +396,6 @@ def test_a_share_of_free_memory_is_the_budget(model: PreTrainedModel, monkeypatc
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"use_cuda_graph": True}, "use_cuda_graph=True"),
         ({"use_async_batching": True}, "use_async_batching=True"),
         ({"cpu_offload_space": 1.0}, "cpu_offload_space=1.0"),
         ({"default_compile_level": 1}, "default_compile_level=1"),
@@ -413,7 +412,12 @@ def test_options_of_the_engine_that_do_not_go(model: PreTrainedModel, options: d
     ("make", "config", "error", "message"),
     [
         (lambda: tiny_model("mistral", sliding_window=24), LOSSY, ValueError, "sliding-window layers only"),
-        (lambda: tiny_model("llama4_text"), LOSSY, ValueError, "beside full and sliding attention .chunked_attention"),
+        (
+            lambda: tiny_model("llama4_text"),
+            LOSSY,
+            ValueError,
+            "beside full, sliding and linear attention .chunked_attention",
+        ),
         (lambda: tiny_model("deepseek_v3"), LOSSY, ValueError, "latents"),
         (lambda: tiny_model("llama"), DiffKVConfig(compaction_interval=4), ValueError, "compaction_interval=4"),
         (lambda: tiny_model("llama"), DiffKVConfig(alpha_high=(1.0,) * 3), ValueError, "alpha_high has 3 entries"),

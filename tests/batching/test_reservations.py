@@ -114,7 +114,7 @@ def test_the_longest_request_surely_fits(max_bytes: int, precisions: tuple | Non
     slots = make_slots(config, max_bytes, max_tokens=1000, slots=2)
     assert slots.longest < 1000
     fits, more = (
-        [part.pages_for(n) < limit for part, limit in zip(slots.parts, slots.room.limits(1, n))]
+        [part.bounds.pages(n) < limit for part, limit in zip(slots.parts, slots.room.limits(1, n))]
         for n in (slots.longest, slots.longest + 20)
     )
     assert all(fits) and not all(more)

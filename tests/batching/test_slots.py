@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from torch import Tensor
 
+from hf_diffkv.batching.ranks import Ranks
 from hf_diffkv.batching.shapes import AttentionShape
 from hf_diffkv.batching.slots import Slots
 from hf_diffkv.config import DiffKVConfig, Precision
@@ -48,7 +49,8 @@ def configuration(alpha_high: float = 1.0, alpha_low: float = 0.5, window: int =
 
 def make_slots(config: DiffKVConfig, max_bytes: int = BUDGETS["ample"], slots: int = SLOTS, **sizes) -> Slots:
     options = {"max_tokens": LONGEST, "max_bytes": max_bytes, **sizes}
-    shape = AttentionShape(HEADS, HEADS * GROUP, DIM, DIM, torch.float32, CPU)
+    ranks = options.pop("ranks", Ranks())
+    shape = AttentionShape(HEADS, HEADS * GROUP, DIM, DIM, torch.float32, CPU, ranks=ranks)
     return Slots(config, shape, LAYERS, slots, **options)
 
 
@@ -146,8 +148,11 @@ class SlotMachine(RuleBasedStateMachine):
         self.config = configuration(*thresholds, **fields)
         # the budgets are of what is beside sinks: keys, values and a sum of each
         exact = sinks * LAYERS * SLOTS * HEADS * (2 * DIM + 1) * 4
-        self.slots = make_slots(self.config, BUDGETS[budget] + exact)
+        self.slots = self.make(BUDGETS[budget] + exact)
         self.requests: list[Request] = []
+
+    def make(self, max_bytes: int) -> Slots:
+        return make_slots(self.config, max_bytes)
 
     def arrive(self, seed: int) -> None:
         self.slots.settle()

@@ -1,0 +1,31 @@
+"""How many pages the tokens of a request take at most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class PageBounds:
+    """Of one store.
+
+    Attributes:
+        exact: tokens that a request has before the first one leaves its window.
+        page_tokens: int64 [layers, heads], tokens that every page of a row but its last ones holds at least.
+        selects: tokens of a row are chosen for one of two tiers, both of which may end in a page that is not full.
+    """
+
+    exact: int
+    page_tokens: np.ndarray
+    selects: bool
+
+    def rows(self, tokens: int) -> np.ndarray:
+        """Int64 [layers, heads], pages of each row of a request of `tokens` tokens."""
+        stored = max(0, tokens - self.exact)
+        return -(-stored // self.page_tokens) + (self.selects and stored > 0)
+
+    def pages(self, tokens: int) -> int:
+        """Pages of a request of `tokens` tokens."""
+        return int(self.rows(tokens).sum())
