@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import os
+import runpy
 import signal
 import threading
 import time
@@ -27,6 +29,7 @@ pandas = pytest.importorskip("pandas")
 from hf_diffkv.ray import Generate, Summary, generate  # noqa: E402
 
 NEW = 6
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_answers.py"
 LOSSLESS = {"high": "K16V16", "low": "K16V16", "alpha_low": 0.0, "max_bytes": 8 << 20}
 OPTIONS: dict[str, Any] = {
     "model": "tiny-lm",
@@ -144,10 +147,17 @@ def test_a_data_set_is_answered_once_though_a_worker_is_killed(cluster: Any, tmp
 
     # what a killed process leaves half written
     (tmp_path / "writing-0.parquet").write_bytes(b"PAR1")
-    again = generate(cluster.data.from_items(rows), str(tmp_path), concurrency=1, **options)
+    # the example goes on with it, and with two rows more
+    prompts = tmp_path.parent / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = f"--model {TINY_LM} --prompts {prompts} --output {tmp_path} --max-new-tokens {NEW} --max-length 120 --quiet"
+    again = runpy.run_path(str(EXAMPLE))["main"](given.split())
     assert (again.answered, again.failed, again.skipped) == (1, 1, count)
     found = pandas.concat([pandas.read_parquet(path) for path in tmp_path.iterdir()]).sort_values("index")
     assert found["id"].tolist() == [row["id"] for row in rows]
     for index, row in enumerate(found.itertuples()):
-        assert list(row.answer_ids) == (expected(ids_of(index)) if index % 8 else [])
         assert pandas.isna(row.error) == (index % 8 > 0)
+        if index < count:
+            assert list(row.answer_ids) == (expected(ids_of(index)) if index % 8 else [])
+        else:
+            assert len(row.answer_ids) == NEW * (index % 8 > 0)
