@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -42,6 +43,10 @@ class Forwarding:
                 await answer.begin()
             except RayActorError:
                 continue
+            except asyncio.CancelledError:
+                # the client has gone
+                answer.cancel()
+                raise
             except BackPressureError as error:
                 return _refusal(429, "rate_limit_error", str(error), {"retry-after": "1"})
             return answer.response()
@@ -77,6 +82,10 @@ class Answer:
         response.raw_headers = [*headers, *own]
         return response
 
+    def cancel(self) -> None:
+        """Has the replica end the request."""
+        self._messages.cancel()
+
     async def _rest(self) -> AsyncIterator[bytes]:
         yield self._begun
         try:
@@ -89,7 +98,7 @@ class Answer:
                 raise
             yield _event("the replica that answered has ended; ask again.")
         finally:
-            self._messages.cancel()
+            self.cancel()
 
     def _take(self, messages: list[dict[str, Any]]) -> bytes:
         """Notes the beginning of an answer, and returns the bytes that follow."""

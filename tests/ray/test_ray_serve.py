@@ -104,11 +104,20 @@ def test_replicas_answer_as_generate_does_and_keep_their_talks(client: httpx.Cli
     for text, place in zip(longer, places):
         further = complete(client, text + "?elm=")
         assert further.headers["x-replica"] == place
-    state = client.get("/diffkv", params={"replica": places[0]}).json()
-    assert state["prefixes"]["tokens_reused"] > 0
+    assert state(client, places[0])["prefixes"]["tokens_reused"] > 0
     assert client.get("/v1/models").json()["data"][0]["id"] == "tiny-lm"
     assert client.post("/v1/completions", json={"prompt": "a" * 2000}).status_code == 400
     assert client.get("/nothing").status_code == 404
+
+
+def test_a_client_that_goes_away_frees_its_replica(client: httpx.Client) -> None:
+    body = {"prompt": "a", "stream": True, "max_tokens": LONG}
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        replica = response.headers["x-replica"]
+        before = state(client, replica)["generated_tokens"]
+        assert next(response.iter_lines())
+    after = until(lambda: (found := state(client, replica))["requests"] == 0 and found)
+    assert after["generated_tokens"] - before < LONG // 2
 
 
 def test_a_stream_whose_replica_dies_ends_with_an_error(cluster: Any, client: httpx.Client) -> None:
@@ -137,12 +146,12 @@ def test_an_answer_that_has_not_begun_is_given_by_another_replica(cluster: Any, 
     prompt = "@oak=5305 ?oak="
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(complete, client, prompt, max_tokens=LONG // 2)
-        busy = until(lambda: next((name for name in replicas(client) if requests_of(client, name)), None))
+        busy = until(lambda: next((name for name in replicas(client) if state(client, name).get("requests")), None))
         kill(cluster, busy)
         response = answer.result()
     assert response.status_code == 200 and response.headers["x-replica"] != busy
     assert response.json()["choices"][0]["text"].startswith(expected(prompt))
 
 
-def requests_of(client: httpx.Client, replica: str) -> int:
-    return client.get("/diffkv", params={"replica": replica}).json().get("requests", 0)
+def state(client: httpx.Client, replica: str) -> dict[str, Any]:
+    return client.get("/diffkv", params={"replica": replica}).json()
