@@ -100,11 +100,14 @@ def test_replicas_answer_as_generate_does_and_keep_their_talks(client: httpx.Cli
     assert answers == [expected(text) for text in texts]
     assert len({response.headers["x-replica"] for response in first}) == 2
     longer = [text + "@elm=1177 " * 60 for text in texts[:6]]
-    places = [complete(client, text).headers["x-replica"] for text in longer]
-    for text, place in zip(longer, places):
-        further = complete(client, text + "?elm=")
+    for text in longer:
+        turn = complete(client, text)
+        place = turn.headers["x-replica"]
+        reused = state(client, place)["prefixes"]["tokens_reused"]
+        further = complete(client, text + turn.json()["choices"][0]["text"] + "?elm=")
         assert further.headers["x-replica"] == place
-    assert state(client, places[0])["prefixes"]["tokens_reused"] > 0
+        held = len(tokenizer()(text).input_ids) + NEW - 1
+        assert state(client, place)["prefixes"]["tokens_reused"] - reused == held
     assert client.get("/v1/models").json()["data"][0]["id"] == "tiny-lm"
     assert client.post("/v1/completions", json={"prompt": "a" * 2000}).status_code == 400
     assert client.get("/nothing").status_code == 404
