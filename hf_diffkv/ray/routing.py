@@ -36,6 +36,9 @@ class BeginningRouter(RequestRouter):
         """Groups of replicas to ask, one after another."""
         replicas = {replica.replica_id: replica for replica in candidate_replicas}
         wanted = _wanted(pending_request)
+        if pending_request is not None:
+            # where all of them are full, wait before asking again
+            pending_request.routing_context.should_backoff = True
         if named := [replica for name, replica in replicas.items() if name.unique_id == wanted.replica]:
             return [named]
         # a replica that was not asked lately counts as idle, and is asked before it gets anything
