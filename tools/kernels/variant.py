@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 from hf_diffkv.config import Precision
+from hf_diffkv.config.allocation import LADDER
 from hf_diffkv.config.presets import PRESETS, UNIFORM_NUMBERS
 from hf_diffkv.pages import PageLayout
 
 UNIFORM_DIMS = (64, 128)
 # of heads with a precision each; the first pair is compiled in all its forms, the others where they are modelled
-PAIRS = (("K5V4", "K3V3"), ("K4V3", "K3V2"), ("K6V5", "K4V3"))
+PAIRS = tuple(sorted(combinations(reversed(LADDER), 2), key=lambda pair: pair != ("K5V4", "K3V3")))
 TARGETS = ("sm_80", "sm_90", "gfx942")
 
 
