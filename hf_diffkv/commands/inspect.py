@@ -55,7 +55,8 @@ def command(**given: Any) -> None:
     model_config = supported_config(options.model)
     from ..planning import without_weights
 
-    shape, model = without_weights(model_config), None
+    # with a prompt, the weights themselves tell
+    shape, model = without_weights(model_config) if text is None else None, None
     config = config_for(choice, model_config if shape is None else shape)
     if text is None:
         note = note_of_heads(choice, model_config, shape)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..config.allocation import SENSITIVITY
 from .console import Failure, one_line, paragraph, progress, table
 
 if TYPE_CHECKING:
@@ -25,6 +24,8 @@ def predicted(config: DiffKVConfig) -> tuple[Loss, ...]:
 
 def loss_text(config: DiffKVConfig, points: tuple[Loss, ...]) -> str:
     """A table, where the configuration's own line is marked."""
+    from ..config.allocation import SENSITIVITY
+
     own = _own(config)
     rows = [
         (

@@ -12,7 +12,7 @@ ENGINE_TESTS = [
     "test_engine.py",
     "test_many_requests.py",
     "test_operation.py",
-    "test_records.py",
+    "test_request_records.py",
     "test_sampling.py",
     "test_serve_command.py",
     "test_sliding.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,7 @@ def test_the_tier_is_known_without_loading(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("hf_diffkv.prefixes.folder.load_snapshot", lambda *args: pytest.fail("it was read"))
     more, before = torch.tensor([5, 6]), store.stats
     found = store.look_ahead([torch.cat([ids, more]) for ids in (first, second, third)] + [second])
-    assert found == [SLOW, RESIDENT, NONE, NONE]
+    assert found == [replace(SLOW, tokens=40), replace(RESIDENT, tokens=50), NONE, NONE]
     assert store.stats == before
 
 

@@ -52,17 +52,24 @@ def test_what_loads_the_weights_finds_what_its_heads_lose(model: Any, capsys: py
             assert chosen == DiffKVConfig.for_model(model, **fields) and chosen.head_precisions is not None
 
 
-def test_what_does_not_load_them_says_so(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = ["plan", "--model", "tiny-lm", "--memory", "1GB"]
-    for arguments in (["inspect", "--model", "tiny-lm"], plan):
-        for options, noted in ((["--preset", "small"], True), ([], True), (["--lossless"], False)):
+@pytest.mark.parametrize("here", [True, False], ids=["weights on this machine", "no weights"])
+def test_what_loads_no_weights_knows_them_by_their_files(
+    here: bool, model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "tiny-lm" if here else str(tmp_path / "model")
+    if not here:
+        model.config.save_pretrained(name)
+    plan = ["plan", "--model", name, "--memory", "1GB", "--weights", "1MB"]
+    for arguments in (["inspect", "--model", name], plan):
+        for options, open_to_heads in ((["--preset", "small"], True), ([], True), (["--lossless"], False)):
             if arguments is plan and options == ["--lossless"]:
                 options = ["--high", "K8V4"]
             assert main([*arguments, *options]) == 0
-            printed = capsys.readouterr()
-            assert ("is known with the weights only" in " ".join(printed.err.split())) == noted
-    assert main(["inspect", "--model", "tiny-lm", "--preset", "small", "--json"]) == 0
-    assert config_in(capsys.readouterr().out) == DiffKVConfig.preset("small")
+            said = " ".join(capsys.readouterr().err.split())
+            assert ("is known once its weights are on this machine" in said) == (open_to_heads and not here)
+    assert main(["inspect", "--model", name, "--preset", "small", "--json"]) == 0
+    expected = DiffKVConfig.for_model(model, preset="small") if here else DiffKVConfig.preset("small")
+    assert config_in(capsys.readouterr().out) == expected
 
 
 def test_the_example_is_one_where_the_cache_wins(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,11 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "hf_diffkv"
 # what `make` installs into environments of their own
 ELSEWHERE = {"kvpress", "lmcache"}
-PARTS = {"ops": {"triton"}, "ray": {"fastapi", "pyarrow", "ray"}}
+PARTS = {
+    "ops": {"triton"},
+    "ray": {"fastapi", "pyarrow", "ray"},
+    "batching/server": {"fastapi", "pydantic", "pydantic_core", "starlette", "tokenizers", "uvicorn"},
+}
 OPTIONAL = ("matplotlib", "datasets", "evaluate", "gradio", "optimum", "playwright")
 
 
@@ -72,8 +76,9 @@ def test_everything_imported_is_declared(project: dict) -> None:
                 continue
             third_party = {module.split(".")[0] for module in modules} - set(sys.stdlib_module_names) - {"hf_diffkv"}
             allowed = required if node in tree.body else required | optional | ELSEWHERE
-            # modules that are imported where kernels run, or where Ray is
-            allowed = allowed | PARTS.get(path.relative_to(PACKAGE).parts[0], set())
+            # modules that are imported where kernels run, where Ray is, or by the server
+            parts = [names for part, names in PARTS.items() if path.is_relative_to(PACKAGE / part)]
+            allowed = allowed.union(*parts)
             assert third_party <= allowed, f"{path.relative_to(ROOT)} imports {third_party - allowed}"
 
 
