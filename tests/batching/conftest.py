@@ -7,6 +7,7 @@ import transformers
 ENGINE_TESTS = [
     "test_admission_order.py",
     "test_batched_prefixes.py",
+    "test_captured_batches.py",
     "test_continuous.py",
     "test_drain.py",
     "test_engine.py",
@@ -15,6 +16,7 @@ ENGINE_TESTS = [
     "test_request_records.py",
     "test_sampling.py",
     "test_serve_command.py",
+    "test_shared_beginnings.py",
     "test_sliding.py",
 ]
 collect_ignore = ENGINE_TESTS if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23) else []

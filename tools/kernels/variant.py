@@ -8,13 +8,13 @@ from itertools import combinations, product
 from typing import Any
 
 from hf_diffkv.config import Precision
-from hf_diffkv.config.allocation import LADDER
+from hf_diffkv.config.allocation import HEAD_LADDER
 from hf_diffkv.config.presets import PRESETS, UNIFORM_NUMBERS
 from hf_diffkv.pages import PageLayout
 
 UNIFORM_DIMS = (64, 128)
 # of heads with a precision each; the first pair is compiled in all its forms, the others where they are modelled
-PAIRS = tuple(sorted(combinations(reversed(LADDER), 2), key=lambda pair: pair != ("K5V4", "K3V3")))
+PAIRS = tuple(sorted(combinations(reversed(HEAD_LADDER), 2), key=lambda pair: pair != ("K5V4", "K3V3")))
 TARGETS = ("sm_80", "sm_90", "gfx942")
 
 
