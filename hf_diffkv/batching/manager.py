@@ -47,7 +47,7 @@ from .sliding import SlidingWindows
 # tokens of a forward where the user says nothing, as in Transformers
 MAX_BATCH_TOKENS = 8192
 NOT_THERE = {
-    "use_async_batching": "memory is counted between one batch and the next (docs/serving.md)",
+    "use_async_batching": "batches overlap, and memory is counted between them (docs/serving.md)",
     "varlen_compile_config": "the forward is not compiled",
     "decode_compile_config": "the forward is not compiled",
     "default_compile_level": "the forward is not compiled",

@@ -15,6 +15,7 @@ from .linear_layers import LinearModule, find_modules
 from .shapes import SlidingShape
 
 # layers of a cache by what they keep: full attention, sliding windows, states, nothing
+BOTH = "LinearAttentionAndFullAttentionLayer"
 KNOWN = {DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, DummyLayer}
 
 
@@ -56,6 +57,9 @@ def check_servable_config(config: Any, name: str) -> None:
     # chunks of attention are kept in the same kind of layer
     if getattr(text_config, "attention_chunk_size", None) is not None:
         kinds |= {"chunked_attention"} & set(getattr(text_config, "layer_types", None) or ("chunked_attention",))
+    if BOTH in kinds:
+        why = f"Transformers' cache keeps both in one object ({BOTH}), which is not taken apart here"
+        raise unservable(name, "has linear and full attention in one layer", why)
     if kinds:
         reason = f"has layers beside full, sliding and linear attention ({', '.join(sorted(kinds))})"
         raise unservable(name, reason)
@@ -82,7 +86,8 @@ def check_servable(model: Any) -> list[LinearModule]:
     if not linear:
         return []
     if TensorParallel.of(model).size > 1:
-        raise unservable(name, "has linear attention and is spread by tensor parallelism")
+        why = "ranks tell each other of their pages, and not of states"
+        raise unservable(name, "has linear attention and is spread by tensor parallelism", why)
     try:
         modules = find_modules(model.get_decoder())
     except ValueError as error:
@@ -92,9 +97,10 @@ def check_servable(model: Any) -> list[LinearModule]:
     return modules
 
 
-def unservable(name: str, reason: str) -> UnsupportedModelError:
-    """The error for a model called `name`, which `reason` says more of."""
+def unservable(name: str, reason: str, why: str | None = None) -> UnsupportedModelError:
+    """The error for a model called `name`, which `reason` says more of; `why` is what stands in the way."""
+    stands = "" if why is None else f": {why}"
     return UnsupportedModelError(
-        f"{name} {reason}, which continuous batching with the compressed cache does not do; leave "
+        f"{name} {reason}, which continuous batching with the compressed cache does not do{stands}; leave "
         'cache_implementation="diffkv" out of it, or use generate().'
     )

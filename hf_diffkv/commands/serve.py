@@ -38,6 +38,8 @@ PREFIX_SHARE = 8
 SAMPLING = ("temperature", "top_p", "top_k")
 # may have the API key
 API_KEY = "HF_DIFFKV_API_KEY"
+# set by whatever starts the ranks of a model, such as torchrun
+RANKS = "WORLD_SIZE"
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
@@ -53,6 +55,7 @@ operation_options = chain(
     click.option("--api-key", metavar="KEY", envvar=API_KEY, help=f"Clients must know it.  [default: ${API_KEY}]"),
     click.option("--open-metrics", is_flag=True, help="/metrics needs no key."),
     click.option("--max-queue", metavar="N", type=AtLeast(0), help="Requests that wait; others get 429."),
+    click.option("--max-body", type=Bytes(), default="16MB", show_default=True, help="Of a request; more gets 413."),
     click.option("--timeout", metavar="S", type=click.FloatRange(0, min_open=True), help="Seconds of an answer."),
     click.option("--grace", metavar="S", type=click.FloatRange(0), default=30, help="Seconds to finish when stopped."),
     click.option("--log-format", type=click.Choice(LOG_FORMATS), default="text", help="JSON has an object a line."),
@@ -136,6 +139,13 @@ def _check(options: SimpleNamespace) -> None:
         raise click.UsageError(f"the API key is empty; give --api-key or {API_KEY} one, or leave both out.")
     if options.max_bytes is not None and options.memory_share is not None:
         raise click.UsageError("--max-bytes and --memory-share do not go together; leave one out.")
+    ranks = os.environ.get(RANKS, "1")
+    if ranks not in ("", "1"):
+        raise click.UsageError(
+            f"{RANKS}={ranks} says that this is one of several processes of one model. serve has a model in one "
+            "process: it does not keep the others going, and they would not know its prefixes. Start a server for each "
+            "GPU without torchrun, use --replicas, or have all ranks call generate_batch (docs/distributed.md)."
+        )
     if options.prefix_folder_bytes is not None and options.prefix_folder is None:
         raise click.UsageError("--prefix-folder-bytes is of no effect without --prefix-folder.")
     drawn = [name for name in SAMPLING if getattr(options, name) is not None]

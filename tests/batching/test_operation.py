@@ -8,7 +8,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -252,6 +252,31 @@ def test_a_full_queue(served: Callable) -> None:
         assert (await client.metrics())["hf_diffkv_http_requests_total", "/v1/completions", "429"] == 1
 
     served(use, requests=1, max_queue=2)
+
+
+def test_a_body_that_is_too_large(served: Callable) -> None:
+    """By the length that is told, and by what comes where none is."""
+    most = 200
+    body = json.dumps({"prompt": PROMPT, "max_tokens": NEW}).encode().ljust(most)
+
+    async def pieces(content: bytes) -> AsyncIterator[bytes]:
+        for start in range(0, len(content), 64):
+            yield content[start : start + 64]
+
+    async def use(client: Client) -> None:
+        headers = {"content-type": "application/json"}
+        for sent in (lambda content: content, pieces):
+            for content, status in ((body, 200), (body + b" ", 413), (body * 100, 413), (body, 200)):
+                answer = await client.post("/v1/completions", content=sent(content), headers=headers)
+                assert answer.status_code == status
+                if status == 413:
+                    error = answer.json()["error"]
+                    assert (error["type"], error["code"]) == ("invalid_request_error", "body_too_large")
+                    assert "200 bytes" in error["message"]
+        assert not client.served.under_way.answers
+        assert [line["status"] for line in client.lines()] == [200, 413, 413, 200] * 2
+
+    served(use, max_body=most)
 
 
 @pytest.mark.slow

@@ -174,6 +174,12 @@ def test_a_wrong_use_gets_one_line(
     assert not list(tmp_path.iterdir())
 
 
+def test_serve_is_no_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["serve", "tiny-lm"]) == 2
+    assert "WORLD_SIZE=2" in capsys.readouterr().err
+
+
 def test_there_are_enough_of_them() -> None:
     assert len(QUICK) + len(SLOW) >= 60
     used = {arguments[0] for arguments, *_ in QUICK + SLOW}

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.cache.devices import TensorParallel
 from hf_diffkv.cache.errors import HandOverError, UnsupportedModelError
 from hf_diffkv.compat import BATCHING
 
@@ -136,4 +137,20 @@ def test_modules_that_do_more_are_refused(model: PreTrainedModel, monkeypatch: p
 
     monkeypatch.setattr(kind, "forward", more)
     with pytest.raises(UnsupportedModelError, match="returns more than hidden states"):
+        batched(model, LOSSLESS, 64)
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "zamba", "zamba2", "zaya"])
+def test_two_kinds_in_one_layer_are_refused(name: str) -> None:
+    """With what stands in the way, and before anything is changed."""
+    refused = build(name)
+    attention = refused.config._attn_implementation
+    with pytest.raises(UnsupportedModelError, match="one layer.*LinearAttentionAndFullAttentionLayer"):
+        batched(refused, LOSSLESS, 64)
+    assert refused.config._attn_implementation == attention
+
+
+def test_states_over_ranks_are_refused(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TensorParallel, "of", lambda model: TensorParallel(0, 2))
+    with pytest.raises(UnsupportedModelError, match="tensor parallelism.*not of states"):
         batched(model, LOSSLESS, 64)

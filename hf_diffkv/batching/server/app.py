@@ -18,7 +18,7 @@ from . import parts  # noqa: F401, I001
 from .answers import Answer, Served
 from .chat import ChatAnswer, ChatBody
 from .completions import CompletionAnswer, CompletionBody
-from .errors import RefusedError, add_handlers
+from .errors import RESPONSES, RefusedError, add_handlers
 from .generation import Generation, submitted
 from .responses import ResponseAnswer, ResponseBody
 
@@ -44,7 +44,7 @@ def build_app(
     """
     usual = Sampling.of(model.generation_config) if sampling is None else sampling
     generation = Generation(engine, tokenizer, usual, seed)
-    app = FastAPI(title="hf-diffkv")
+    app = FastAPI(title="hf-diffkv", responses=RESPONSES)
     add_handlers(app)
     _add_answers(app, Served(name, model, generation))
     _add_models(app, name)

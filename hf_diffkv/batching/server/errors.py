@@ -8,10 +8,33 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 # of errors of clients by their status; what is not there is an `invalid_request_error`
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+class ErrorFields(BaseModel):
+    """What `RefusedError` says."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorContent(BaseModel):
+    """The object of every error that is sent."""
+
+    error: ErrorFields
+
+
+# of every route, for its description: FastAPI lists 422 otherwise, which is never sent
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorContent, "description": "Refused, with the reason; 400 names the field that is wrong."},
+    "5XX": {"model": ErrorContent, "description": "Not answered: the server is stopping, was too slow, or failed."},
+}
 
 
 class RefusedError(Exception):

@@ -1,4 +1,5 @@
-"""Who is let in: those with the key, as long as the server takes requests and not too many wait."""
+"""Who is let in: those with the key and a body of moderate size, as long as the server takes requests and not too many
+wait."""
 
 from __future__ import annotations
 
@@ -41,6 +42,47 @@ class ApiKey:
         given = dict(scope["headers"]).get(b"authorization", b"")
         # in a time that does not tell how much of it was right
         return hmac.compare_digest(given, self._wanted)
+
+
+class BodyLimit:
+    """ASGI middleware that refuses requests whose body is too large: by the length that they tell, or else once more
+    has come than is allowed. What is beyond is never held.
+
+    Args:
+        most: bytes.
+    """
+
+    def __init__(self, app: Any, most: int) -> None:
+        self._app, self._most = app, most
+
+    async def __call__(self, scope: dict, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        told = dict(scope["headers"]).get(b"content-length", b"")
+        if told.isdigit() and int(told) > self._most:
+            return await self._refusal().response()(scope, receive, send)
+        came, started = 0, False
+
+        async def limited() -> dict:
+            nonlocal came
+            message = await receive()
+            came += len(message.get("body", b""))
+            # the application ends as it does when a client goes away
+            return {"type": "http.disconnect"} if came > self._most else message
+
+        async def reply(message: dict) -> None:
+            nonlocal started
+            if started or came <= self._most:
+                started = True
+                await send(message)
+
+        await self._app(scope, limited, reply)
+        if came > self._most and not started:
+            await self._refusal().response()(scope, receive, send)
+
+    def _refusal(self) -> RefusedError:
+        reason = f"the body has more than the {self._most:,} bytes that this server takes; send less at once."
+        return RefusedError(413, reason, code="body_too_large")
 
 
 class Admission:

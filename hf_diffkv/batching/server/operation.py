@@ -15,13 +15,15 @@ from starlette.responses import Response
 from ..manager import DiffKVBatchingManager
 from ..records import RequestRecord, brought
 from .health import Health
-from .limits import Admission, ApiKey
+from .limits import Admission, ApiKey, BodyLimit
 from .logs import RequestLine, ServerLog
 from .metrics import Metrics
 from .under_way import Receive, Send, UnderWay
 
 REQUEST_ID = b"x-request-id"
 HEALTH, METRICS = "/health", "/metrics"
+# a prompt of a million tokens, as their ids
+MAX_BODY = 16_000_000
 # of an answer whose client went away before it began
 CLIENT_GONE = 499
 
@@ -34,6 +36,7 @@ class Operation:
         cors: lets pages of any origin in.
         api_key: that clients must know; None lets all in. open_metrics: `/metrics` needs no key.
         max_queue: requests that may wait; None is any number.
+        max_body: bytes that the body of a request may have.
         timeout: seconds that an answer may take; None is any.
         grace: seconds that answers under way have when the server is stopped.
         log_level: of uvicorn and Transformers. log_every: seconds between lines of statistics, 0 is none.
@@ -43,6 +46,7 @@ class Operation:
     api_key: str | None = field(default=None, repr=False)
     open_metrics: bool = False
     max_queue: int | None = None
+    max_body: int = MAX_BODY
     timeout: float | None = None
     grace: float = 30.0
     log_level: str = "error"
@@ -63,7 +67,8 @@ class Operated:
         self.under_way = UnderWay(app, engine, operation.timeout)
         admission = Admission(self.under_way, engine, self.health, operation.max_queue)
         free = (HEALTH, METRICS) if operation.open_metrics else (HEALTH,)
-        self._app: Any = ApiKey(_Pages(admission, self.health, self.metrics), operation.api_key, free)
+        pages = _Pages(admission, self.health, self.metrics)
+        self._app: Any = ApiKey(BodyLimit(pages, operation.max_body), operation.api_key, free)
         if operation.cors:
             # around refusals as well: a page is not told of those otherwise
             self._app = CORSMiddleware(self._app, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])

@@ -18,6 +18,7 @@ pytest.importorskip("hf_diffkv.batching.server.parts", exc_type=ImportError)
 from serving_app import NAME, engine, model, served, tokenizer
 
 from hf_diffkv.batching.server.app import build_app
+from hf_diffkv.batching.server.limits import BodyLimit
 
 CHAT, COMPLETION, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 GOOD: dict[str, dict[str, Any]] = {
@@ -306,6 +307,50 @@ def test_malformed_bodies(app: Any, count: int) -> None:
     for found in answers(app, [malformed(dice) for _ in range(count)]):
         reason(found)
     check_goes_on(app)
+
+
+def test_errors_are_described(app: Any) -> None:
+    """Under the statuses that are sent, in the form that is sent."""
+    described = app.openapi()
+    (found,) = answers(app, [(COMPLETION, b"{}")])
+    for path, operations in described["paths"].items():
+        for operation in operations.values():
+            assert operation["responses"].keys() == {"200", "4XX", "5XX"}, path
+            for status in ("4XX", "5XX"):
+                name = operation["responses"][status]["content"]["application/json"]["schema"]["$ref"].split("/")[-1]
+                whole = described["components"]["schemas"][name]
+                fields = described["components"]["schemas"][whole["properties"]["error"]["$ref"].split("/")[-1]]
+                assert set(whole["required"]) == found.json().keys()
+                assert set(fields["required"]) == found.json()["error"].keys()
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["length", "chunks"])
+def test_a_connection_is_used_again_after_a_body_that_is_too_large(app: Any, told: bool) -> None:
+    piece, count = b" " * (1 << 16), 200
+    content = piece * count if told else (piece for _ in range(count))
+    with served(BodyLimit(app, 100_000)) as address, httpx.Client(base_url=address, timeout=60) as client:
+        answer = client.post(CHAT, content=content, headers={"content-type": "application/json"})
+        assert answer.status_code == 413 and answer.json()["error"]["code"] == "body_too_large"
+        assert client.post(CHAT, json=GOOD[CHAT]).status_code == 200
+
+
+def test_what_is_beyond_the_limit_is_not_read() -> None:
+    """The application gets no byte of it, and nothing more is asked for."""
+    asked, got, sent = [], [], []
+
+    async def application(scope: dict, receive: Any, send: Any) -> None:
+        while (message := await receive())["type"] == "http.request":
+            got.append(len(message["body"]))
+
+    async def receive() -> dict:
+        asked.append(None)
+        return {"type": "http.request", "body": b"a" * 40, "more_body": True}
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    asyncio.run(BodyLimit(application, 100)({"type": "http", "headers": []}, receive, send))
+    assert got == [40, 40] and len(asked) == 3 and sent[0]["status"] == 413
 
 
 def test_a_connection_is_used_again_after_a_refusal(app: Any) -> None:
