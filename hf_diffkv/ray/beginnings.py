@@ -9,6 +9,7 @@ import json
 import random
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 # characters of a piece, some 128 tokens of English
@@ -19,6 +20,19 @@ KEY_BYTES = 8
 WORD = (1 << 8 * KEY_BYTES) - 1
 # 2^64 by the golden ratio, odd: Knuth's multiplicative hashing
 MIX_FACTOR = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a request says about the replica that it should go to.
+
+    Attributes:
+        keys: of its beginnings.
+        replica: the name of the one that is asked if it is there; None is any.
+    """
+
+    keys: tuple[int, ...] = ()
+    replica: str | None = None
 
 
 def beginnings(body: Any) -> tuple[int, ...]:
@@ -56,7 +70,7 @@ class Places:
 
     A beginning that nobody has seen goes to one of two replicas that its first key alone decides, so that routers that
     know nothing of each other agree. A replica whose queue is longer than the shortest by more than `slack` is left
-    alone; what goes elsewhere for that reason makes another replica a holder.
+    alone; what goes elsewhere for that reason, to the idlest one, makes that a holder too.
 
     Args:
         slack: requests.
@@ -88,11 +102,16 @@ class Places:
         """
         if not queues:
             return []
-        limit = min(queues.values()) + self._slack
+        least = min(queues.values())
+        limit = least + self._slack
         found = [replica for replica in self._holding(keys, queues) if queues[replica] <= limit]
         if not found and keys:
             found = [replica for replica in _two_for(keys[0], queues) if queues[replica] <= limit]
-        return [*([found] if found else []), random.sample(list(queues), min(2, len(queues)))]
+        if not found:
+            # not any two: when an idle one comes, the beginnings of all others would change places
+            idlest = [replica for replica in queues if queues[replica] == least]
+            found = random.sample(idlest, min(2, len(idlest)))
+        return [found, random.sample(list(queues), min(2, len(queues)))]
 
     def _holding(self, keys: Sequence[int], queues: Mapping[Any, int]) -> list[Any]:
         """The replicas that have the longest of the beginnings."""

@@ -12,8 +12,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError
 
-from .beginnings import beginnings
-from .routing import Wanted
+from .beginnings import Wanted, beginnings
 
 # replicas that may die with a request before its client is told
 ATTEMPTS = 4

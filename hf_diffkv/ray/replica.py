@@ -14,8 +14,8 @@ from ..batching.sampling import Sampling
 from ..batching.server.app import build_app
 from ..batching.server.logs import LogFormat, ServerLog
 from ..batching.server.operation import Operated, Operation
+from .beginnings import Wanted
 from .engine import EngineOptions, load_engine
-from .routing import Wanted
 
 # says which replica answered
 REPLICA_HEADER = b"x-replica"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
+
+import pytest
 
 from hf_diffkv.ray.beginnings import MOST_PIECES, PIECE, Places, beginnings
 
@@ -57,6 +59,26 @@ def test_routers_agree_on_what_nobody_has_seen() -> None:
     more = {key: Places().rank((key,), {**replicas, 20: 0})[0][0] for key in keys}
     moved = [key for key in keys if more[key] != chosen[key][0]]
     assert all(more[key] == 20 for key in moved) and 120 < len(moved) < 270
+
+
+@pytest.mark.parametrize("come", [1, 4])
+def test_busy_replicas_give_those_that_come_no_more_than_their_share(come: int) -> None:
+    stay, under_way_each, talks = 8, 30, 2000
+    places = Places()
+    for talk in range(talks):
+        places.note((talk,), talk % stay)
+    # the oldest request ends whenever another one comes
+    under_way = deque(list(range(stay)) * under_way_each)
+    queues = {replica: under_way.count(replica) for replica in range(stay + come)}
+    moved = 0
+    for talk in range(talks):
+        replica = min(places.rank((talk,), queues)[0], key=queues.__getitem__)
+        moved += replica != talk % stay
+        under_way.append(replica)
+        queues[replica] += 1
+        queues[under_way.popleft()] -= 1
+    assert 0 < moved / talks < come / (stay + come)
+    assert max(queues.values()) - min(queues.values()) < under_way_each / 2
 
 
 def test_keys_used_last_are_remembered() -> None:
