@@ -64,8 +64,8 @@ class Commands(click.Group):
     name=PROGRAM,
     help="A KV cache for Transformers models that stores keys and values in few bits, as many as each attention head "
     "needs; it can also choose tokens and prune, as DiffKV does.",
-    epilog="Each command has a --help of its own. Exit codes: 0 done, 1 it could not be done or came out badly, 2 "
-    "wrong usage, 130 interrupted.",
+    epilog="Each command has a --help of its own. Exit codes: 0 done, 1 failed or with a bad result, 2 wrong "
+    "usage, 130 interrupted.",
 )
 @click.version_option(__version__, prog_name=PROGRAM, message="%(prog)s %(version)s")
 def hf_diffkv() -> None:

@@ -37,33 +37,33 @@ def _listed(values: tuple[float, ...]) -> str:
     "calibrate",
     cls=Command,
     help=f"Measure thresholds on real caches and write the cheapest ones within the limit to OUTPUT/{CONFIG_NAME}, for "
-    "DiffKVConfig.from_pretrained. With --ratio measure instead what each head loses at few bits, and write a "
-    "precision for each that lose least together. What was measured is kept; run it again to go on, or for another "
-    "limit or ratio. Ends with exit code 1 where nothing is good enough.",
+    "DiffKVConfig.from_pretrained. With --ratio, measure instead what each head loses at few bits, and write the "
+    "precisions of heads that lose least together. Measurements are kept: run the command again to continue, or for "
+    "another limit or ratio. If nothing is good enough, the exit code is 1.",
 )
 @model_option(required=True)
-@click.option("--output", type=Path, required=True, metavar="FOLDER", help="One that holds a run goes on with it.")
+@click.option("--output", type=Path, required=True, metavar="FOLDER", help="If it holds a run, that is continued.")
 @click.option(
     "--text",
     metavar="T",
-    help="UTF-8 file, data set of the Hub, or offline.  [default: EleutherAI/hendrycks_math; with --ratio text, facts "
-    "and copies made on the spot]",
+    help="UTF-8 file, data set of the Hub, or offline.  [default: EleutherAI/hendrycks_math; with --ratio generated "
+    "text, facts and copies]",
 )
 @click.option(
     "--ratio", type=float, metavar="R", help="Bytes of a stored token over those in the model's dtype, such as 0.2."
 )
 @click.option("--max-kl", type=float, metavar="X", help=f"Mean KL to the dense cache, nats.  [default: {MAX_KL}]")
-@click.option("--max-loss", type=float, metavar="Y", help="In the first figure of --task, below the dense cache's.")
-@click.option("--task", metavar="T", help="Of `hf-diffkv evaluate`, instead of a text.")
-@click.option("--method", default="diffkv", metavar="M", help="Other options of the cache, e.g. diffkv:K6V4/K4V2.")
+@click.option("--max-loss", type=float, metavar="Y", help="Most that the first figure of --task may fall.")
+@click.option("--task", metavar="T", help="A task of `hf-diffkv evaluate`, instead of a text.")
+@click.option("--method", default="diffkv", metavar="M", help="The cache whose thresholds vary, e.g. diffkv:K6V4/K4V2.")
 @click.option("--alpha-high", type=Numbers(), default=_listed(ALPHA_HIGH), metavar="A,B", help="Values to try.")
 @click.option("--alpha-low", type=Numbers(), default=_listed(ALPHA_LOW), metavar="A,B", help="Values to try.")
-@click.option("--per-layer", is_flag=True, help="Then go cheaper in single layers; takes twice as many runs as layers.")
-@click.option("--documents", type=AtLeast(), metavar="N", help=f"[default: {DOCUMENTS}, or the task's own]")
+@click.option("--per-layer", is_flag=True, help="Then try higher thresholds layer by layer: two runs a layer.")
+@click.option("--documents", type=AtLeast(), metavar="N", help=f"How many.  [default: {DOCUMENTS}, or the task's own]")
 @click.option(
-    "--length", type=AtLeast(), metavar="N", help=f"Of a prompt.  [default: {TEXT_LENGTH}, or the task's own]"
+    "--length", type=AtLeast(), metavar="N", help=f"Tokens of a prompt.  [default: {TEXT_LENGTH}, or the task's own]"
 )
-@click.option("--seed", type=int, default=0, metavar="N", help="Of the task's documents.")
+@click.option("--seed", type=int, default=0, metavar="N", help="For the task's documents.")
 @running_options
 @click.option("--retry", is_flag=True, help="Run again what failed before.")
 @quiet_option

@@ -28,7 +28,7 @@ HELP = {
     "/memory": "what the cache takes",
     "/levels": "what each layer keeps",
     "/reset": "forget everything",
-    "/save FOLDER": "keep the talk; --load goes on with it",
+    "/save FOLDER": "save the conversation; --load continues it",
     "/help": "this list",
     "/quit": "leave, as Ctrl-D does",
 }
@@ -38,13 +38,13 @@ HELP = {
     "chat",
     cls=Command,
     help="Talk with a model, many turns on one cache. A line is a message; /memory, /levels, /reset, /save FOLDER, "
-    "/help and /quit are commands. Ctrl-C stops an answer; what was said stays. Where stdin is no terminal its lines "
-    "are the messages and the answers go to stdout.",
+    "/help and /quit are commands. Ctrl-C stops an answer, and what was said stays. If stdin is not a terminal, its "
+    "lines are the messages, and the answers go to stdout.",
 )
 @model_option(default="smollm2", show_default=True)
 @click.option("--system", metavar="TEXT", help="System message.")
 @click.option("--plain", is_flag=True, help="Continue each line as it is, without a chat template.")
-@click.option("--load", metavar="FOLDER", type=Path, help="Go on with a talk that /save kept.")
+@click.option("--load", metavar="FOLDER", type=Path, help="Continue a conversation that /save kept.")
 @click.option("--max-new-tokens", metavar="N", type=AtLeast(), default=512, help="Per answer.")
 @sampling_options
 @config_options

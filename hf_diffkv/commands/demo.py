@@ -16,10 +16,10 @@ from .options import AtLeast, model_option, preset_option
 @click.command(
     "demo",
     cls=Command,
-    help="Serve a page on this machine that generates with a dense cache and with DiffKV side by side, draws what both "
-    "hold while they do, and what the setting keeps in every head. Needs gradio (extra `demo`). Ctrl-C ends it.",
+    help="Serve a page on this machine that generates with a dense cache and with DiffKV side by side, draws how "
+    "much memory both hold, and what the setting keeps in every head. Needs gradio (extra `demo`). Ctrl-C ends it.",
 )
-@model_option(default=None, show_default="smollm2, or tiny-lm where it cannot be had")
+@model_option(default=None, show_default="smollm2, or tiny-lm if that is not available")
 @click.option("--port", metavar="N", type=AtLeast(), help="Where to listen.  [default: 7860 or the next free one]")
 @preset_option
 def command(model: str | None, port: int | None, preset: str | None) -> None:

@@ -35,7 +35,7 @@ def _list(context: click.Context, param: click.Parameter, value: bool) -> None:
     "evaluate",
     cls=Command,
     help="Run every method on every task with one model and write a line per method, task and document to "
-    "OUTPUT/records.jsonl, a table to OUTPUT/table.md and plots beside them. Run it again to go on.",
+    "OUTPUT/records.jsonl, a table to OUTPUT/table.md and plots beside them. Run it again to continue.",
 )
 @model_option(required=True)
 @click.option("--methods", default=DEFAULT_METHODS, metavar="A,B", help="family:option+option, see --list.")
@@ -44,12 +44,12 @@ def _list(context: click.Context, param: click.Parameter, value: bool) -> None:
     metavar="X,Y",
     help=f"Tasks or suites of them, see --list.  [default: those of {OFFLINE} that the model's context holds]",
 )
-@click.option("--output", type=Path, required=True, metavar="FOLDER", help="One that holds a run goes on with it.")
+@click.option("--output", type=Path, required=True, metavar="FOLDER", help="If it holds a run, that is continued.")
 @click.option("--documents", type=AtLeast(), metavar="N", help="Per task.  [default: the task's own]")
 @click.option("--length", type=AtLeast(), metavar="N", help="Tokens of a prompt.  [default: the task's own]")
-@click.option("--seed", type=int, default=0, metavar="N", help="Of the documents.")
+@click.option("--seed", type=int, default=0, metavar="N", help="For the documents.")
 @click.option(
-    "--max-new-tokens", type=AtLeast(), metavar="N", help="Of tasks that generate.  [default: the task's own]"
+    "--max-new-tokens", type=AtLeast(), metavar="N", help="In tasks that generate.  [default: the task's own]"
 )
 @click.option("--sample", is_flag=True, help="Draw tokens as the model's generation config says, not greedily.")
 @click.option(
@@ -57,7 +57,7 @@ def _list(context: click.Context, param: click.Parameter, value: bool) -> None:
     type=AtLeast(),
     default=1,
     metavar="N",
-    help="Documents per cache, where tasks and methods allow it.",
+    help="Documents per cache, if task and method allow it.",
 )
 @running_options
 @click.option("--retry", is_flag=True, help="Run again what failed before.")

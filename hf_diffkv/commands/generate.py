@@ -39,18 +39,18 @@ SAMPLING = ("temperature", "top_p", "top_k")
 
 sampling_options = chain(
     click.option("--sample", is_flag=True, help="Draw tokens at random instead of taking the likeliest."),
-    click.option("--seed", metavar="N", type=int, default=0, help="Of --sample."),
-    click.option("--temperature", metavar="X", type=click.FloatRange(min=0, min_open=True), help="Of --sample."),
-    click.option("--top-p", metavar="X", type=click.FloatRange(0, 1, min_open=True), help="Of --sample."),
-    click.option("--top-k", metavar="N", type=AtLeast(), help="Of --sample."),
+    click.option("--seed", metavar="N", type=int, default=0, help="For --sample."),
+    click.option("--temperature", metavar="X", type=click.FloatRange(min=0, min_open=True), help="For --sample."),
+    click.option("--top-p", metavar="X", type=click.FloatRange(0, 1, min_open=True), help="For --sample."),
+    click.option("--top-k", metavar="N", type=AtLeast(), help="For --sample."),
 )
 
 
 @click.command(
     "generate",
     cls=Command,
-    help="Stream what a model writes behind PROMPT with a DiffKV cache, then compare memory, speed and text with "
-    "Transformers' DynamicCache. Each cache runs in a process of its own. Where stdout is no terminal it gets the "
+    help="Stream what a model writes after PROMPT with a DiffKV cache, then compare memory, speed and text with "
+    "Transformers' DynamicCache. Each cache runs in a process of its own. If stdout is not a terminal, it gets the "
     "generated text alone, and the comparison goes to stderr.",
     epilog="For example: hf-diffkv generate --example; hf-diffkv generate --model smollm2 --preset small --prompt-file "
     "report.txt. Short prompts save nothing: the window is uncompressed.",
@@ -60,7 +60,7 @@ sampling_options = chain(
 @model_option(default=SMALLEST_MODEL, show_default=True)
 @click.option("--then", metavar="TEXT", multiple=True, help="A further turn on the same cache; repeatable.")
 @click.option("--chat", is_flag=True, help="PROMPT and each --then are messages, set by the model's chat template.")
-@click.option("--system", metavar="TEXT", help="System message of --chat.")
+@click.option("--system", metavar="TEXT", help="System message for --chat.")
 @click.option("--max-new-tokens", metavar="N", type=AtLeast(), default=64, help="Per turn.")
 @sampling_options
 @click.option("--no-compare", is_flag=True, help="Leave the dense cache out.")

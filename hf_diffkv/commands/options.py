@@ -141,7 +141,7 @@ dtype_option = click.option(
     type=click.Choice(DTYPE_NAMES),
     metavar="T",
     default="auto",
-    help="Of the model: float32, bfloat16, float16, or auto, as it was saved.",
+    help="Of the model: float32, bfloat16, float16, or auto, which is as saved.",
 )
 running_options = chain(
     dtype_option,
@@ -157,25 +157,32 @@ preset_option = click.option(
     "--preset",
     type=Preset(),
     metavar="P",
-    help="quality, balanced or small, from the most memory to the least; for each head, where heads were measured.",
+    help="quality, balanced or small, from most memory to least. Measured models get a precision for each head.",
 )
 
 # what a token takes
 format_options = chain(
     preset_option,
     click.option("--high", metavar="KxVy", type=PrecisionType(), help="Bits of keys and values of important tokens."),
-    click.option("--low", metavar="KxVy", type=PrecisionType(), help="Bits of keys and values of the others: K4V2."),
+    click.option("--low", metavar="KxVy", type=PrecisionType(), help="Bits of keys and values of other tokens."),
     click.option("--window", metavar="N", type=AtLeast(), help="Newest tokens kept uncompressed."),
     click.option("--sinks", metavar="N", type=AtLeast(0), help="First tokens kept uncompressed."),
-    click.option("--rotate/--no-rotate", default=None, help="Hold keys and values rotated: fewer bits do."),
-    click.option("--center/--no-center", default=None, help="Hold keys less their mean."),
+    click.option("--rotate/--no-rotate", default=None, help="Store keys and values rotated: fewer bits suffice."),
+    click.option("--center/--no-center", default=None, help="Subtract the mean key before keys are stored."),
     click.option("--config", metavar="NAME", help="A saved configuration: a folder, or a repository of the Hub."),
 )
 
 # what is kept of which token
 level_options = chain(
-    click.option("--alpha-high", metavar="X", type=float, help="Tokens of X times the average significance stay high."),
-    click.option("--alpha-low", metavar="X", type=float, help="Tokens below X times the average are pruned; 0: none."),
+    click.option(
+        "--alpha-high", metavar="X", type=float, help="Tokens of at least X times the average significance are high."
+    ),
+    click.option(
+        "--alpha-low",
+        metavar="X",
+        type=float,
+        help="Tokens below X times the average significance are pruned; 0: none.",
+    ),
     format_options,
     click.option("--lossless", is_flag=True, help="Store everything as it is; to check an installation."),
 )

@@ -37,9 +37,9 @@ DEFAULT_CONTEXT = 8192
 SHARES = (0.0, 0.5, 1.0)
 
 size_options = chain(
-    click.option("--memory", type=Bytes(), required=True, help="Of the device, for example 24GB."),
+    click.option("--memory", type=Bytes(), required=True, help="Memory of the device, for example 24GB."),
     click.option("--reserve", type=Bytes(), help="Kept free for activations.  [default: a tenth of --memory]"),
-    click.option("--weights", type=Bytes(), help="Of the model.  [default: of its files, or counted]"),
+    click.option("--weights", type=Bytes(), help="Size of the weights.  [default: of their files, or computed]"),
     click.option("--batch", metavar="N", type=AtLeast(), default=1, help="Requests of the longest context."),
     click.option(
         "--context", metavar="N", type=AtLeast(), help="Tokens of the largest batch.  [default: 8192 or the model's]"
@@ -52,8 +52,8 @@ size_options = chain(
     cls=Command,
     help="Say which context and which batch fit into memory, from the model's configuration alone: no weights are "
     "loaded, nothing runs. DiffKV's bytes count whole pages, windows and tables. How many tokens are at the high level "
-    "depends on model and text: `hf-diffkv inspect` measures it, --high-share sets it. Where the model's heads were "
-    "measured, also say what they are predicted to lose at other bytes.",
+    "depends on model and text: `hf-diffkv inspect` measures it, --high-share sets it. If the model's heads were "
+    "measured, also print the predicted loss at other sizes.",
 )
 @model_option(required=True)
 @size_options

@@ -47,19 +47,25 @@ server_options = chain(
     click.option("--host", metavar="NAME", default="localhost", help="Address to listen at."),
     click.option("--port", metavar="N", type=click.IntRange(0, 65535), default=8000, help="0: any that is free."),
     click.option("--name", metavar="NAME", help="What clients call the model.  [default: MODEL]"),
-    click.option("--cors", is_flag=True, help="Let web pages of any origin in."),
-    click.option("--replicas", metavar="N", type=AtLeast(), help="So many, by Ray, on the machines of its cluster."),
+    click.option("--cors", is_flag=True, help="Accept requests from web pages of any origin."),
+    click.option(
+        "--replicas", metavar="N", type=AtLeast(), help="Servers that Ray starts on its cluster, instead of one here."
+    ),
 )
 
 operation_options = chain(
-    click.option("--api-key", metavar="KEY", envvar=API_KEY, help=f"Clients must know it.  [default: ${API_KEY}]"),
+    click.option(
+        "--api-key", metavar="KEY", envvar=API_KEY, help=f"Key that clients must send.  [default: ${API_KEY}]"
+    ),
     click.option("--open-metrics", is_flag=True, help="/metrics needs no key."),
-    click.option("--max-queue", metavar="N", type=AtLeast(0), help="Requests that wait; others get 429."),
+    click.option("--max-queue", metavar="N", type=AtLeast(0), help="Most requests that wait; others get 429."),
     click.option("--max-body", type=Bytes(), default="16MB", show_default=True, help="Of a request; more gets 413."),
-    click.option("--timeout", metavar="S", type=click.FloatRange(0, min_open=True), help="Seconds of an answer."),
+    click.option("--timeout", metavar="S", type=click.FloatRange(0, min_open=True), help="Most seconds of an answer."),
     click.option("--grace", metavar="S", type=click.FloatRange(0), default=30, help="Seconds to finish when stopped."),
-    click.option("--log-format", type=click.Choice(LOG_FORMATS), default="text", help="JSON has an object a line."),
-    click.option("--log-every", metavar="S", type=click.FloatRange(0), default=10, help="Seconds; 0: no statistics."),
+    click.option("--log-format", type=click.Choice(LOG_FORMATS), default="text", help="json: one object per line."),
+    click.option(
+        "--log-every", metavar="S", type=click.FloatRange(0), default=10, help="Seconds between statistics; 0: none."
+    ),
     click.option("--log-level", metavar="L", type=click.Choice(LOG_LEVELS), default="error", help="Of the server."),
 )
 
@@ -69,27 +75,31 @@ memory_options = chain(
         "--memory-share",
         metavar="X",
         type=click.FloatRange(0, 1, min_open=True),
-        help="Budget as a share of the memory that is free behind the model.  [default: 0.9; 0.6 on a CPU]",
+        help="Budget as a share of the memory that is free once the model is loaded.  [default: 0.9; 0.6 on a CPU]",
     ),
-    click.option("--max-requests", metavar="N", type=AtLeast(), help="In flight.  [default: as the budget allows]"),
-    click.option("--max-length", metavar="N", type=AtLeast(2), help="Tokens of a request.  [default: the model's]"),
-    click.option("--max-batch-tokens", metavar="N", type=AtLeast(), help="Tokens of a forward.  [default: 8192]"),
+    click.option(
+        "--max-requests", metavar="N", type=AtLeast(), help="Most in flight.  [default: as the budget allows]"
+    ),
+    click.option(
+        "--max-length", metavar="N", type=AtLeast(2), help="Most tokens of a request.  [default: the model's]"
+    ),
+    click.option("--max-batch-tokens", metavar="N", type=AtLeast(), help="Most tokens of a forward.  [default: 8192]"),
 )
 
 prefix_options = chain(
     click.option(
-        "--prefix-bytes", type=Bytes(), help="To keep prefixes in, beside the budget; 0: none.  [default: 1/8 of it]"
+        "--prefix-bytes", type=Bytes(), help="Memory for prefixes, beside the budget; 0: none.  [default: 1/8 of it]"
     ),
-    click.option("--prefix-folder", metavar="FOLDER", type=Path, help="Keep what memory has no room for there."),
-    click.option("--prefix-folder-bytes", type=Bytes(), help="Most that its files take.  [default: no limit]"),
+    click.option("--prefix-folder", metavar="FOLDER", type=Path, help="For prefixes that memory has no room for."),
+    click.option("--prefix-folder-bytes", type=Bytes(), help="Most bytes of its files.  [default: no limit]"),
 )
 
 choice_options = chain(
     click.option("--greedy", is_flag=True, help="Always take the likeliest token."),
-    click.option("--temperature", metavar="X", type=click.FloatRange(min=0, min_open=True), help="Draw tokens so."),
-    click.option("--top-p", metavar="X", type=click.FloatRange(0, 1, min_open=True), help="Draw tokens so."),
-    click.option("--top-k", metavar="N", type=AtLeast(), help="Draw tokens so."),
-    click.option("--seed", metavar="N", type=int, help="Of the draws of requests without a seed."),
+    click.option("--temperature", metavar="X", type=click.FloatRange(min=0, min_open=True), help="Of drawn tokens."),
+    click.option("--top-p", metavar="X", type=click.FloatRange(0, 1, min_open=True), help="Draw from this share."),
+    click.option("--top-k", metavar="N", type=AtLeast(), help="Draw from the N likeliest tokens."),
+    click.option("--seed", metavar="N", type=int, help="For requests without a seed of their own."),
     click.option("--chat-template", metavar="FILE", help="In place of the tokenizer's own."),
 )
 
@@ -99,9 +109,9 @@ choice_options = chain(
     cls=Command,
     help="Serve MODEL (a Hub id, a folder or a short name) to clients of OpenAI's protocol: /v1/chat/completions, "
     "/v1/completions, /v1/responses, /v1/models, /health. All requests share one compressed cache under a byte budget; "
-    "what has no room waits, and what can never fit is refused. GET /diffkv says what is in flight and held, /metrics "
-    "tells Prometheus. How tokens are chosen is each request's own; for what it leaves out, options say, or the "
-    "model's generation_config.",
+    "a request without room waits, and one that can never fit is refused. GET /diffkv reports requests and memory, "
+    "/metrics is for Prometheus. Each request has its own sampling; for fields that it leaves out, the options below "
+    "or the model's generation_config hold.",
 )
 @click.argument("model", metavar="MODEL", callback=known_model)
 @server_options

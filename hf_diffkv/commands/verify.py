@@ -33,16 +33,16 @@ GENTLER = {"K8V4": {"high": (8, 4)}, "K8V8": {"high": (8, 8)}}
 @click.command(
     "verify",
     cls=Command,
-    help="Check DiffKV with a model: that a lossless cache gives the dense cache's predictions, how far those of the "
-    "default configuration (or the one given) are from them, teacher-forced on a text, and what it saves. Ends with "
-    "exit code 1 where something is wrong or the loss is above --max-kl, and then names a setting that does.",
+    help="Check DiffKV with a model, teacher-forced on a text: whether a lossless cache gives the dense cache's "
+    "predictions, how far those of the default configuration (or the one given) are from them, and what it saves. If "
+    "something is wrong or the loss is above --max-kl, the exit code is 1, and a setting that loses less is named.",
 )
 @model_option(required=True)
 @click.option("--text", metavar="T", default="offline", help="UTF-8 file, data set of the Hub, or offline.")
-@click.option("--documents", metavar="N", type=AtLeast(), default=1, help="Stretches of the text.")
+@click.option("--documents", metavar="N", type=AtLeast(), default=1, help="Parts of the text.")
 @click.option("--length", metavar="N", type=AtLeast(), default=VERIFIED_LENGTH, help="Tokens of a prompt.")
 @click.option(
-    "--continued", metavar="N", type=AtLeast(2), default=VERIFIED_CONTINUED, help="Tokens behind it that are judged."
+    "--continued", metavar="N", type=AtLeast(2), default=VERIFIED_CONTINUED, help="Tokens after it that are compared."
 )
 @click.option(
     "--max-kl", metavar="X", type=click.FloatRange(min=0), default=MAX_KL, help="Mean KL to the dense cache, nats."

@@ -14,8 +14,8 @@ from vision_families import VISION_FAMILIES  # noqa: E402
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 HEAD = """# Models
 
-This page says what `DiffKVCache` does with each text family of Transformers: first the models most people ask for, then
-every family by its `model_type`, which stands in a model's `config.json`.
+This page says what `DiffKVCache` does with each text family of Transformers. Well-known models come first; every family
+follows by its `model_type`, which is in a model's `config.json`.
 """
 # what models are called, and their families
 FAMOUS = {
@@ -56,7 +56,7 @@ checks every row, on the oldest and the newest Transformers that is supported:
 - Refused families raise an `UnsupportedModelError` before the model runs.
 
 These tests prove correctness, not quality. `hf-diffkv verify --model MODEL` says how much compression a trained model
-bears.
+tolerates.
 
 `python tests/families/report.py` writes this file.
 """
@@ -85,18 +85,18 @@ def document() -> str:
         f"{len(full)} families are compressed in all layers, {len(partly)} in their full-attention layers, "
         f"{len(nothing)} run but have no layer to compress, {len(refused)} are refused.\n",
         _famous(),
-        "DeepSeek's distilled models are Llama and Qwen2 models, and work as these do.\n",
+        "DeepSeek's distilled models are Llama and Qwen2 models and work like these.\n",
         "## All layers compressed\n\n" + ", ".join(f"`{name}`" for name in full) + ".\n",
         "If the configuration of a Mistral or Phi-3 checkpoint sets `sliding_window`, all of its layers have sliding "
-        "windows: it runs uncompressed, with a warning.\n",
+        "windows. Such a model runs uncompressed, with a warning.\n",
         "## Full-attention layers compressed\n\nThe other layers keep Transformers' own cache.\n\n"
         + _table("kept as they are", partly, _kept),
         "In Gemma 3n and Gemma 4 later layers read the keys and values of an earlier one. That layer is compressed for "
         "all of them: their queries count as further heads of its KV heads when significance is decided "
         "([store.md](store.md#how-later-layers-read-an-earlier-ones-keys-and-values); checked in "
         "`tests/store/test_shared.py` and `tests/cache/test_shared_layers.py`). Steps of these models are "
-        "not captured as CUDA graphs. If a `device_map` or pipeline parallelism parts such "
-        "layers, `generate()` leaves the layer they read uncompressed.\n",
+        "not captured as CUDA graphs. If a `device_map` or pipeline parallelism puts such "
+        "layers on different devices, `generate()` leaves the layer that they read uncompressed.\n",
         "## Vision-language models\n\nTheir text side is compressed, except for the layers in this table; the vision "
         "side keeps its own attention. `tests/families/test_vision.py` checks them with an image in every prompt.\n\n"
         + _vision_table(),
