@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -50,18 +50,15 @@ class TensorParallel:
             return heads[self.rank * count : (self.rank + 1) * count]
         return heads
 
-    def in_step(self, device: torch.device, wanted: bool = True) -> AbstractContextManager[None]:
+    @contextmanager
+    def in_step(self, device: torch.device) -> Iterator[None]:
         """Work that may fail on one rank alone: then it fails on all of them, as no rank may go on without the others.
 
-        Every rank must come here with the same `wanted`. Reads the device.
+        Every rank of the `group` must come here. Reads the device.
 
         Raises:
             What the block raised; on the other ranks an error of its kind that names the rank.
         """
-        return nullcontext() if self.group is None or not wanted else self._together(device)
-
-    @contextmanager
-    def _together(self, device: torch.device) -> Iterator[None]:
         error = None
         try:
             yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -143,13 +144,12 @@ class DiffKVLayer(CacheLayerMixin):
         self.stores.check_usable()
         key, value = _as_attended(key_states, value_states)
         tokens = key_states.shape[2]
-        parallel = self.stores.tensor_parallel
         try:
-            with parallel.in_step(key_states.device, self._may_fail_alone(tokens)):
+            with self._in_step(key_states.device, self._may_fail_alone(tokens)):
                 self._begin(key, value)
         except MemoryError:
             # what other layers or ranks have done for this forward cannot be undone from here
-            self.stores.broken |= parallel.size > 1 or not self.stores.starts_forward(self.index)
+            self.stores.broken |= self.stores.tensor_parallel.size > 1 or not self.stores.starts_forward(self.index)
             raise
         self.seen += tokens
         self.pending = (key, value)
@@ -162,6 +162,11 @@ class DiffKVLayer(CacheLayerMixin):
             return True
         begins = self.store.seen == self.seen and self.stores.starts_forward(self.index)
         return begins and (tokens > 1 or any(store.look_due for store in self.stores.all))
+
+    def _in_step(self, device: torch.device, alone: bool) -> AbstractContextManager[None]:
+        """`TensorParallel.in_step` for work that may fail on one rank `alone`, which is the same on every rank."""
+        parallel = self.stores.tensor_parallel
+        return parallel.in_step(device) if alone and parallel.group is not None else nullcontext()
 
     def _begin(self, key: Tensor, value: Tensor) -> None:
         tokens = key.shape[2]
@@ -218,8 +223,7 @@ class DiffKVLayer(CacheLayerMixin):
         key, value = self.pending
         self.pending = self.stores.pending = None
         try:
-            alone = self.stores.recording or key.shape[2] > 1
-            with self.stores.tensor_parallel.in_step(key.device, alone):
+            with self._in_step(key.device, self.stores.recording or key.shape[2] > 1):
                 if self.store.padding.length < self.seen:
                     self._hide(key, value, valid, shown)
                 return self._attend(query, key, value, valid, mask, softmax)
@@ -324,7 +328,7 @@ class DiffKVLayer(CacheLayerMixin):
             awaited.left -= 1
             if awaited.left == 0:
                 self.awaited = self.stores.awaited = None
-            with self.stores.tensor_parallel.in_step(self.store.device, alone), torch.no_grad():
+            with self._in_step(self.store.device, alone), torch.no_grad():
                 return awaited.shared.attend(query.to(self.store.dtype), awaited.left == 0, softmax).to(query.dtype)
         except BaseException:
             self.give_up()

@@ -194,7 +194,7 @@ class Stores:
 
     def in_step(self) -> AbstractContextManager:
         """`TensorParallel.in_step` for work on all stores."""
-        if not self.all:
+        if not self.all or self.tensor_parallel.group is None:
             return nullcontext()
         return self.tensor_parallel.in_step(self.all[0].device)
 

@@ -30,7 +30,8 @@ HALVES = 0x00010001
 # tiles that quarters of a row are unpacked from, by the bits of a field: halves of a plane, a plane, two planes
 FIELD_WORDS = {4: 2, 2: 1, 1: 2}
 
-fields = triton.constexpr_function(layout.fields)
+# of the function that is cached, as Triton reads its code
+fields = triton.constexpr_function(layout.fields.__wrapped__)
 
 
 @triton.constexpr_function

@@ -44,6 +44,7 @@ MOST_NARROW_BITS = 6
 NARROW_POSITIONS = 1 << 16
 
 
+@cache
 def fields(bits: int) -> tuple[int, ...]:
     """Bits of each field that codes of `bits` bits are stored in, from the lowest bits up; 16 is one."""
     return tuple(field for field in (16, 8, 4, 2, 1) if bits & field)

@@ -86,22 +86,6 @@ class Contents(NamedTuple):
     score: Tensor
     position: Tensor
 
-    def check(self, tier: TierLayout, count: int) -> None:
-        """Raises `ValueError` unless keys and values are those of `count` tokens."""
-        if self.key.shape != (count, tier.key_dim) or self.value.shape != (count, tier.value_dim):
-            raise ValueError(
-                f"key {tuple(self.key.shape)} and value {tuple(self.value.shape)} must be [{count}, {tier.key_dim}] "
-                f"and [{count}, {tier.value_dim}]."
-            )
-
-
-def check_pages(pages: Tensor, tier: TierLayout) -> None:
-    """Raises `ValueError` unless `pages` is uint8 [pages, page_bytes] with contiguous rows."""
-    if pages.dtype != torch.uint8 or pages.ndim != 2 or pages.shape[1] != tier.page_bytes or not pages.is_contiguous():
-        raise ValueError(
-            f"pages must be contiguous uint8 [pages, {tier.page_bytes}], not {pages.dtype} {tuple(pages.shape)}."
-        )
-
 
 def as_scores(stored: Tensor) -> Tensor:
     """Elements of `Segments.score` as float32."""

@@ -114,7 +114,7 @@ def option(default: Any, *, least: float | None = None, most: float | None = Non
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Base of all policies. Everything has a default but `levels`.
+    """Base of all policies. Everything has a default: of a policy that says nothing else, relative thresholds decide.
 
     Raises:
         ValueError: an option outside its range; the message names it.
@@ -159,8 +159,9 @@ class Policy:
         return alpha_low < alpha_high
 
     def levels(self, tokens: Tokens, rows: ForwardRows) -> Levels:
-        """Levels after a forward of several tokens, in one layer."""
-        raise NotImplementedError
+        """Levels after a forward of several tokens, in one layer: by default those of the relative thresholds."""
+        high, low = relative_thresholds(rows)
+        return Levels(levels_between(tokens.mean, high[tokens.row], low[tokens.row]))
 
     def thresholds(self, rows: StepRows) -> tuple[Tensor, Tensor]:
         """Thresholds of Algorithm 1 on mean significance, float32 that broadcasts to [layers, batch, heads]: high, low.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .base import ForwardRows, Levels, Policy, Tokens, levels_between, relative_thresholds
+from .base import Policy
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,3 @@ class DiffKV(Policy):
 
     def first_alphas(self, alpha_high: Any, alpha_low: Any) -> tuple[Any, Any]:
         return alpha_high, alpha_low
-
-    def levels(self, tokens: Tokens, rows: ForwardRows) -> Levels:
-        high, low = relative_thresholds(rows)
-        return Levels(levels_between(tokens.mean, high[tokens.row], low[tokens.row]))

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..ops.rotation import rotation_matrix
-from ..ops.rounding import reference
+from ..ops.rounding import feedback_of
 
 FORMAT = "query moments 1"
 # what a file says of them
@@ -92,7 +92,7 @@ class QueryMoments:
         if key not in self._feedback:
             matrix = rotation_matrix(key_dim, torch.float64, torch.device("cpu")) if rotate else None
             found = [
-                reference.feedback_of(moment_of(triangle), matrix)
+                feedback_of(moment_of(triangle), matrix)
                 if shape == (heads, key_dim)
                 else torch.eye(key_dim, dtype=torch.float64).expand(heads, -1, -1)
                 for triangle, shape in zip(self.triangles, self.shapes)

@@ -3,7 +3,8 @@ import pytest
 import torch
 
 from hf_diffkv.config import Precision
-from hf_diffkv.ops.quantize import launch, reference
+from hf_diffkv.ops.backend import BACKENDS, use_backend
+from hf_diffkv.ops.quantize import launch, reference, store_tokens
 from hf_diffkv.pages import PageLayout
 from hf_diffkv.pages.segments import Contents, segments
 from hf_diffkv.precision import CODE_BITS, SUPPORTED_BITS
@@ -181,12 +182,15 @@ def test_no_tokens_and_strided_inputs():
 def test_bad_inputs_are_named():
     tier = tier_of(Precision(8, 4), 32, 32)
     page, slot, contents = make_tokens(tier, 2, torch.float16)
-    with pytest.raises(ValueError, match="pages must be"):
-        launch.store_tokens(poisoned(tier)[:, 1:], tier, page, slot, contents, torch.float16)
+    for backend in BACKENDS:
+        with use_backend(backend):
+            with pytest.raises(ValueError, match="pages must be"):
+                store_tokens(poisoned(tier)[:, 1:], tier, page, slot, contents, torch.float16)
+            with pytest.raises(ValueError, match="key"):
+                short = contents._replace(key=contents.key[:1])
+                store_tokens(poisoned(tier), tier, page, slot, short, torch.float16)
     with pytest.raises(ValueError, match="float64"):
         launch.store_tokens(poisoned(tier), tier, page, slot, contents, torch.float64)
-    with pytest.raises(ValueError, match="key"):
-        launch.store_tokens(poisoned(tier), tier, page, slot, contents._replace(key=contents.key[:1]), torch.float16)
 
 
 @pytest.mark.parametrize("element_bytes", [2, 4])

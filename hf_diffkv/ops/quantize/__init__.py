@@ -20,18 +20,26 @@ __all__ = ["dequantize", "load_tokens", "move_tokens", "quantize", "store_tokens
 def store_tokens(
     pages: Tensor, tier: TierLayout, page: Tensor, slot: Tensor, contents: Contents, dtype: torch.dtype
 ) -> None:
-    """Arguments as in `reference.store_tokens`."""
-    implementation = _implementation(pages.device, dtype, tier)
-    implementation.store_tokens(pages, tier, page, slot, contents, dtype)
+    """Arguments as in `reference.store_tokens`.
+
+    Raises:
+        ValueError: pages of another form, or keys or values that are not those of n tokens.
+    """
+    count, key, value = page.numel(), contents.key, contents.value
+    if key.shape != (count, tier.key_dim) or value.shape != (count, tier.value_dim):
+        raise ValueError(
+            f"key {tuple(key.shape)} and value {tuple(value.shape)} must be [{count}, {tier.key_dim}] and "
+            f"[{count}, {tier.value_dim}]."
+        )
+    _form(pages, tier, dtype).store_tokens(pages, tier, page, slot, contents, dtype)
 
 
 @without_autocast
 def load_tokens(
     pages: Tensor, tier: TierLayout, page: Tensor, slot: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Arguments and results as in `reference.load_tokens`."""
-    implementation = _implementation(pages.device, dtype, tier)
-    return implementation.load_tokens(pages, tier, page, slot, dtype)
+    """Arguments and results as in `reference.load_tokens`; raises `ValueError` for pages of another form."""
+    return _form(pages, tier, dtype).load_tokens(pages, tier, page, slot, dtype)
 
 
 def move_tokens(
@@ -49,13 +57,20 @@ def move_tokens(
         pages: uint8 [pages, page_bytes], written in place.
         from_page, from_slot, to_page, to_slot: int64 [n]; no two targets are alike, and none is a source.
         dtype: the model's dtype.
+
+    Raises:
+        ValueError: pages of another form.
     """
-    implementation = _implementation(pages.device, dtype, tier)
-    implementation.move_tokens(pages, tier, from_page, from_slot, to_page, to_slot)
+    _form(pages, tier, dtype).move_tokens(pages, tier, from_page, from_slot, to_page, to_slot)
 
 
-def _implementation(device: torch.device, dtype: torch.dtype, tier: TierLayout) -> ModuleType:
-    backend = choose(device, dtype, tier)
+def _form(pages: Tensor, tier: TierLayout, dtype: torch.dtype) -> ModuleType:
+    """What runs on `pages`, which must be uint8 [pages, page_bytes] with contiguous rows."""
+    if pages.dtype != torch.uint8 or pages.ndim != 2 or pages.shape[1] != tier.page_bytes or not pages.is_contiguous():
+        raise ValueError(
+            f"pages must be contiguous uint8 [pages, {tier.page_bytes}], not {pages.dtype} {tuple(pages.shape)}."
+        )
+    backend = choose(pages.device, dtype, tier)
     if backend == KERNELS:
         from . import launch
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...pages import TierLayout
-from ...pages.segments import Contents, check_pages
+from ...pages.segments import Contents
 from ..backend import INTERPRETER
 from .copy_kernel import copy_tokens_kernel
 from .kernels import load_tokens_kernel, store_tokens_kernel
@@ -28,10 +28,8 @@ def store_tokens(
 
     Tokens sent to the null page are not written at all.
     """
-    check_pages(pages, tier)
     check_dtype(dtype)
     count = page.numel()
-    contents.check(tier, count)
     key, value, score, position = contents
     if score.dtype != torch.float32:
         raise ValueError(f"score must be float32, not {score.dtype}.")
@@ -62,7 +60,6 @@ def load_tokens(
     pages: Tensor, tier: TierLayout, page: Tensor, slot: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Reads tokens back: key [n, key_dim], value [n, value_dim] in float32; zeros for the null page."""
-    check_pages(pages, tier)
     check_dtype(dtype)
     count = page.numel()
     key = torch.empty(count, tier.key_dim, dtype=torch.float32, device=pages.device)
@@ -90,7 +87,6 @@ def move_tokens(
     pages: Tensor, tier: TierLayout, from_page: Tensor, from_slot: Tensor, to_page: Tensor, to_slot: Tensor
 ) -> None:
     """Copies tokens as they are stored, one launch for all rows; see the reference for the arguments."""
-    check_pages(pages, tier)
     count = from_page.numel()
     if count == 0:
         return

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...native.library import DTYPES, Transfer, address, call, format_of_tier
 from ...pages import TierLayout
-from ...pages.segments import Contents, check_pages
+from ...pages.segments import Contents
 
 
 def store_tokens(
@@ -18,8 +18,6 @@ def store_tokens(
     Raises:
         CorruptMemoryError: a page or slot that is not there; nothing has changed.
     """
-    count = page.numel()
-    contents.check(tier, count)
     key, value, score, position = contents
     if key.dtype != value.dtype or key.dtype not in DTYPES:
         key, value = key.float(), value.float()
@@ -60,7 +58,6 @@ def _block(
     pages: Tensor, tier: TierLayout, dtype: torch.dtype, page: Tensor, slot: Tensor
 ) -> tuple[Transfer, tuple[Tensor, Tensor]]:
     """The block of tokens at (page, slot), and what must live until it has run."""
-    check_pages(pages, tier)
     page, slot = page.contiguous(), slot.contiguous()
     block = Transfer(format=format_of_tier(tier, dtype), page_count=pages.shape[0], count=page.numel())
     block.pages, block.page, block.slot = address(pages), address(page), address(slot)

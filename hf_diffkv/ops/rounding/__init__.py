@@ -1,4 +1,7 @@
-"""Rounds keys for the queries that will read them, before they are quantised into pages."""
+"""Rounds keys for the queries that will read them, before they are quantised into pages.
+
+What queries say (`second_moment`, `feedback_of`) is plain PyTorch here, and kernels where they run.
+"""
 
 from __future__ import annotations
 
@@ -8,33 +11,72 @@ import torch
 from torch import Tensor
 
 from ...pages import TierLayout
-from ..backend import KERNELS, NATIVE, choose, use_kernels, without_autocast
+from ..backend import KERNELS, NATIVE, choose, compute_dtype, use_kernels, without_autocast
+from ..rotation import tokens_at_once
 from . import native, reference
 from .model_feedback import ModelFeedback
-from .reference import LARGEST_BITS
+from .reference import DAMPING, LARGEST_BITS
 
 __all__ = ["LARGEST_BITS", "ModelFeedback", "feedback_of", "round_keys", "second_moment"]
 
 
 @without_autocast
 def second_moment(query: Tensor, heads: int, valid: Tensor | None = None) -> Tensor:
-    """Arguments and result as in `reference.second_moment`."""
-    return _matrices(query).second_moment(query, heads, valid)
+    """The sum of q q^T over the queries of a forward.
+
+    Args:
+        query: [batch, query_heads, tokens, dim] of the model.
+        heads: KV heads, each of which consecutive query heads share.
+        valid: bool [batch, tokens], queries that count; None where all do.
+
+    Returns:
+        [batch * heads, dim, dim] in the dtype of the computation.
+    """
+    launch = _launch(query)
+    if launch is not None:
+        return launch.second_moment(query, heads, valid)
+    dtype = compute_dtype(query.dtype)
+    batch, _, tokens, dim = query.shape
+    moment = query.new_zeros(batch * heads, dim, dim, dtype=dtype)
+    step = tokens_at_once(query)
+    for start in range(0, tokens, step):
+        part = query[:, :, start : start + step].to(dtype)
+        if valid is not None:
+            part = part.masked_fill(~valid[:, None, start : start + step, None], 0.0)
+        part = part.reshape(batch * heads, -1, dim)
+        moment.baddbmm_(part.mT, part)
+    return moment
 
 
 @without_autocast
 def feedback_of(moment: Tensor, matrix: Tensor | None = None) -> Tensor:
-    """Arguments and result as in `reference.feedback_of`."""
-    return _matrices(moment).feedback_of(moment, matrix)
+    """M^T of every row, ones on the diagonal.
+
+    Args:
+        moment: [rows, dim, dim] from `second_moment`.
+        matrix: [dim, dim] of the same dtype that rotates keys and queries (`rotate`); None does not.
+    """
+    launch = _launch(moment)
+    if launch is not None:
+        return launch.feedback_of(moment, matrix)
+    if matrix is not None:
+        moment = matrix.mT @ moment @ matrix
+    mean = moment.diagonal(dim1=1, dim2=2).mean(1)
+    identity = torch.eye(moment.shape[1], dtype=moment.dtype, device=moment.device)
+    # without queries nothing is fed back
+    damped = moment + torch.where(mean > 0, DAMPING * mean, 1.0)[:, None, None] * identity
+    factor, failed = torch.linalg.cholesky_ex(damped)
+    factor = (factor / factor.diagonal(dim1=1, dim2=2)[:, None]).mT
+    return torch.where((failed == 0)[:, None, None], factor, identity).contiguous()
 
 
-def _matrices(tensor: Tensor) -> ModuleType:
-    if use_kernels(tensor.device, tensor.dtype) and tensor.dtype != torch.float64:
-        from . import launch
+def _launch(tensor: Tensor) -> ModuleType | None:
+    """The kernels, where they take queries or moments like these."""
+    if tensor.dtype == torch.float64 or not use_kernels(tensor.device, tensor.dtype):
+        return None
+    from . import launch
 
-        if tensor.shape[-1] <= launch.LARGEST_DIM:
-            return launch
-    return reference
+    return launch if tensor.shape[-1] <= launch.LARGEST_DIM else None
 
 
 @without_autocast

@@ -21,7 +21,7 @@ MOMENT_TOKENS, MOMENT_STEPS = 64, 32
 
 
 def second_moment(query: Tensor, heads: int, valid: Tensor | None = None) -> Tensor:
-    """As `reference.second_moment`, in float32 and dims up to `LARGEST_DIM`; two launches."""
+    """As `rounding.second_moment`, in float32 and dims up to `LARGEST_DIM`; two launches."""
     batch, query_heads, tokens, dim = query.shape
     if query.dtype not in TRITON_DTYPES or dim > LARGEST_DIM:
         raise ValueError(f"query {query.dtype} {tuple(query.shape)} must be half or float32 of dims to {LARGEST_DIM}.")
@@ -47,7 +47,7 @@ def second_moment(query: Tensor, heads: int, valid: Tensor | None = None) -> Ten
 
 
 def feedback_of(moment: Tensor, matrix: Tensor | None = None) -> Tensor:
-    """As `reference.feedback_of` of float32 and dims up to `LARGEST_DIM`; one launch behind the rotation."""
+    """As `rounding.feedback_of`, of float32 and dims up to `LARGEST_DIM`; one launch behind the rotation."""
     if moment.dtype != torch.float32 or moment.shape[1] > LARGEST_DIM:
         raise ValueError(f"moment {moment.dtype} {tuple(moment.shape)} must be float32 of dims up to {LARGEST_DIM}.")
     if matrix is not None:

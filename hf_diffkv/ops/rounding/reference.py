@@ -18,54 +18,11 @@ from torch import Tensor
 from ...pages import TierLayout
 from ..backend import compute_dtype
 from ..quantize.reference import scale_and_zero_of
-from ..rotation import tokens_at_once
 
 # H gets this share of its mean diagonal, so that directions no query has yet pointed to count as well
 DAMPING = 0.1
 # with more a key is near enough
 LARGEST_BITS = 6
-
-
-def second_moment(query: Tensor, heads: int, valid: Tensor | None = None) -> Tensor:
-    """The sum of q q^T over the queries of a forward.
-
-    Args:
-        query: [batch, query_heads, tokens, dim] of the model.
-        heads: KV heads, each of which consecutive query heads share.
-        valid: bool [batch, tokens], queries that count; None where all do.
-
-    Returns:
-        [batch * heads, dim, dim] in the dtype of the computation.
-    """
-    dtype = compute_dtype(query.dtype)
-    batch, _, tokens, dim = query.shape
-    moment = query.new_zeros(batch * heads, dim, dim, dtype=dtype)
-    step = tokens_at_once(query)
-    for start in range(0, tokens, step):
-        part = query[:, :, start : start + step].to(dtype)
-        if valid is not None:
-            part = part.masked_fill(~valid[:, None, start : start + step, None], 0.0)
-        part = part.reshape(batch * heads, -1, dim)
-        moment.baddbmm_(part.mT, part)
-    return moment
-
-
-def feedback_of(moment: Tensor, matrix: Tensor | None = None) -> Tensor:
-    """M^T of every row, ones on the diagonal.
-
-    Args:
-        moment: [rows, dim, dim] from `second_moment`.
-        matrix: [dim, dim] of the same dtype that rotates keys and queries (`rotate`); None does not.
-    """
-    if matrix is not None:
-        moment = matrix.mT @ moment @ matrix
-    mean = moment.diagonal(dim1=1, dim2=2).mean(1)
-    identity = torch.eye(moment.shape[1], dtype=moment.dtype, device=moment.device)
-    # without queries nothing is fed back
-    damped = moment + torch.where(mean > 0, DAMPING * mean, 1.0)[:, None, None] * identity
-    factor, failed = torch.linalg.cholesky_ex(damped)
-    factor = (factor / factor.diagonal(dim1=1, dim2=2)[:, None]).mT
-    return torch.where((failed == 0)[:, None, None], factor, identity).contiguous()
 
 
 def round_keys(key: Tensor, row: Tensor, feedback: Tensor, tier: TierLayout) -> Tensor:
