@@ -28,7 +28,7 @@ from .pages.layout import metadata_bytes, row_bytes
 SERDE_NAME = "diffkv"
 # says by what settings a chunk was made
 HEADER_BYTES = 16
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CHUNK_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class ChunkFormat:
                 f"a chunk of shape {tuple(shape)} is not [2, layers, tokens, KV heads * {self.head_dim}]; give the "
                 "model's head_dim. Latent attention and other layouts have no serialiser here."
             )
-        if dtype not in DTYPES:
-            raise ValueError(f"a chunk of {dtype} is not one of {DTYPES}; set vLLM's kv_cache_dtype to auto.")
+        if dtype not in CHUNK_DTYPES:
+            raise ValueError(f"a chunk of {dtype} is not one of {CHUNK_DTYPES}; set vLLM's kv_cache_dtype to auto.")
         return int(shape[1]), int(shape[2]), int(shape[3]) // self.head_dim
 
     def size(self, shape: torch.Size, dtype: torch.dtype) -> int:

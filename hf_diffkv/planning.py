@@ -25,7 +25,7 @@ INT = 4
 # float32 thresholds and int32 counts of two levels, per layer, request and head
 ROW_BYTES = 4 * INT
 FP8_BYTES = 1
-MOST_TOKENS = 1 << 30
+MOST_PLANNED = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class ModelShape:
         return total
 
 
-def longest(fits: Callable[[int], bool], most: int = MOST_TOKENS) -> int:
+def longest(fits: Callable[[int], bool], most: int = MOST_PLANNED) -> int:
     """The largest number up to `most` for which `fits` holds, 0 where it never does. It must hold for all below."""
     return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))
 

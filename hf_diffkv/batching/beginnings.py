@@ -19,9 +19,9 @@ from ..prefixes.tokens import digests
 # tokens that a part has at least
 FEWEST_TOKENS = 64
 # cuts that nobody marked are at multiples: words that further requests have in common by chance change nothing
-STEP = 16
+CUT_STEP = 16
 # of prompts that are remembered, all together
-MOST_TOKENS = 1 << 20
+MOST_REMEMBERED = 1 << 20
 
 
 class Beginnings:
@@ -31,7 +31,7 @@ class Beginnings:
         most_tokens: of prompts that are remembered.
     """
 
-    def __init__(self, most_tokens: int = MOST_TOKENS) -> None:
+    def __init__(self, most_tokens: int = MOST_REMEMBERED) -> None:
         self._most_tokens, self._tokens = most_tokens, 0
         # by their first tokens, hashed at every multiple of `FEWEST_TOKENS`, the prompt that came last
         self._last: dict[str, Tensor] = {}
@@ -111,7 +111,7 @@ class Beginnings:
         return any(_alike(prompt, ids, cut) for cut in cuts)
 
     def _shared(self, ids: Tensor) -> int:
-        """Tokens, a multiple of `STEP`, that `ids` and the prompt most like it begin with; 0 if they are few."""
+        """Tokens, a multiple of `CUT_STEP`, that `ids` and the prompt most like it begin with; 0 if they are few."""
         hashes = digests(ids, range(FEWEST_TOKENS, ids.numel() + 1, FEWEST_TOKENS))
         for length, found in sorted(hashes.items(), reverse=True):
             other = self._last.get(found)
@@ -119,7 +119,7 @@ class Beginnings:
                 common = min(other.numel(), ids.numel())
                 differs = (other[:common] != ids[:common]).nonzero()
                 shared = min(int(differs[0]) if differs.numel() else common, ids.numel() - 1)
-                return shared // STEP * STEP
+                return shared // CUT_STEP * CUT_STEP
         return 0
 
     def _remember(self, ids: Tensor) -> None:

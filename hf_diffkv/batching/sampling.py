@@ -24,7 +24,7 @@ SORTED = 1024
 # how the names of processors end that prepare draws
 WARPER = "LogitsWarper"
 # other ways to leave tokens out that a `GenerationConfig` has, by the value that does nothing
-OTHERS = {"top_h": None, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
+OTHER_LIMITS = {"top_h": None, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Sampling:
         """As a `GenerationConfig` says. Raises `ValueError` where it leaves tokens out in ways that are not here."""
         if not generation_config.do_sample:
             return cls()
-        for name, nothing in OTHERS.items():
+        for name, nothing in OTHER_LIMITS.items():
             value = getattr(generation_config, name, None)
             if value is not None and value != nothing:
                 raise ValueError(f"generation_config has {name}={value}, which is not supported; set it to {nothing}.")

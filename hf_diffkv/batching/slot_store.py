@@ -22,7 +22,7 @@ LOOKAHEAD = 1
 # row and first page of a tile
 TILE_BYTES = 16
 # what is most of a slot, beside its part of the page table
-GROWING = ("window_key", "window_value", "window_score")
+GROWING_TENSORS = ("window_key", "window_value", "window_score")
 
 
 class SlotStore(Store):
@@ -41,7 +41,7 @@ class SlotStore(Store):
         # what a slot has without a request, where it is not zero
         names = ("alpha_high", "alpha_low", "sink_end", "window_start")
         self._empty = {name: getattr(self, name)[:, 0].clone() for name in names}
-        self._growing = {name: GrowingTensor(getattr(self, name)) for name in GROWING}
+        self._growing = {name: GrowingTensor(getattr(self, name)) for name in GROWING_TENSORS}
         self._growing["table"] = GrowingTensor(self.table.table)
         # what a slot gets one by one are generated tokens
         self.seen = 1

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-T = TypeVar("T")
+ValueT = TypeVar("ValueT")
 # what a rank that did well raises for another one's error
 ERROR_KINDS = {"MemoryError": MemoryError, "ValueError": ValueError, "RuntimeError": RuntimeError}
 
@@ -44,7 +44,7 @@ class TensorParallel:
                 return cls(mesh["tp"].get_local_rank(), mesh["tp"].size(), mesh["tp"].get_group())
         return cls()
 
-    def share(self, heads: tuple[T, ...], count: int) -> tuple[T, ...]:
+    def share(self, heads: tuple[ValueT, ...], count: int) -> tuple[ValueT, ...]:
         """This rank's `count` values of one per head of the model; unchanged where it is given `count` already."""
         if self.size > 1 and len(heads) == self.size * count:
             return heads[self.rank * count : (self.rank + 1) * count]

@@ -21,7 +21,7 @@ from ..evaluation.tasks.text import stretches, texts
 SEED = 20260
 # tokens of a prompt, and those behind it whose prediction counts
 DOCUMENT_LENGTH, FOLLOWING = 1200, 64
-TEXTS, COPIES = 3, 1
+TEXT_COUNT, COPY_COUNT = 3, 1
 RECALL = (("dictionary", 2), ("key-value", 1), ("passage", 1))
 # characters of a paragraph that stands in no other topic by chance
 LONG_PARAGRAPH = 80
@@ -43,9 +43,10 @@ def documents_for(
     Raises:
         EvaluationError: a text that is too short, or a length that is too small for the facts.
     """
-    found = stretches(short_topics(seed) if pieces is None else pieces, tokenizer, TEXTS + COPIES, length, FOLLOWING)
-    texts = [_counting_at(document, range(FOLLOWING)) for document in found[:TEXTS]]
-    copies = [copying(document, tokenizer, index, seed) for index, document in enumerate(found[TEXTS:])]
+    pieces = short_topics(seed) if pieces is None else pieces
+    found = stretches(pieces, tokenizer, TEXT_COUNT + COPY_COUNT, length, FOLLOWING)
+    texts = [_counting_at(document, range(FOLLOWING)) for document in found[:TEXT_COUNT]]
+    copies = [copying(document, tokenizer, index, seed) for index, document in enumerate(found[TEXT_COUNT:])]
     source = Source(tokenizer, 1, length, seed)
     recall = [recalling(get_task(name).document(source, index)) for name, count in RECALL for index in range(count)]
     return [*texts, *recall, *copies]

@@ -23,7 +23,7 @@ from ..evaluation.tasks.text import texts
 PROBED_BITS = (8, 6, 4, 2)
 # of the tokens, how many are stored before the others are read against them
 STORED = 0.75
-MIN_TOKENS = 16
+MIN_PROBED = 16
 # docs/calibration.md has what it was chosen by
 FRAGILE_KL = 0.1
 
@@ -87,8 +87,8 @@ def probe_keys(
     """
     if text is not None and tokenizer is None:
         raise ValueError("text needs a tokenizer.")
-    if tokens < MIN_TOKENS:
-        raise ValueError(f"tokens={tokens} must be at least {MIN_TOKENS}.")
+    if tokens < MIN_PROBED:
+        raise ValueError(f"tokens={tokens} must be at least {MIN_PROBED}.")
     config_of(model)
     started = time.perf_counter()
     ids = _ids(model, tokenizer, text, tokens)

@@ -23,7 +23,7 @@ MATH_SUBJECTS = (
     "precalculus",
 )
 # chapters of Python's language reference, which need no Hub
-OFFLINE = "offline"
+OFFLINE_TEXT = "offline"
 # columns of a data set that hold text, the first of these groups that is there
 TEXT_COLUMNS = (("text",), ("problem", "solution"), ("question", "answer"), ("prompt", "completion"), ("content",))
 LABELS = {"problem": "Problem:\n", "solution": "Solution:\n"}
@@ -37,7 +37,7 @@ def read_pieces(name: str) -> Iterator[str]:
     Raises:
         EvaluationError: it cannot be read; some of that only when the pieces are.
     """
-    if name == OFFLINE:
+    if name == OFFLINE_TEXT:
         return iter(texts())
     path = Path(name)
     if path.is_file():
@@ -76,7 +76,7 @@ def _data_set(name: str) -> Iterator[str]:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise EvaluationError(
             f"cannot read the data set {name} ({reason}); {REMEDY}, or take Python's language reference: "
-            f"--text {OFFLINE}."
+            f"--text {OFFLINE_TEXT}."
         ) from error
 
 

@@ -15,7 +15,6 @@ from .help import Command
 from .models import load_tokenizer, position_limit, supported_config, usable_device
 from .options import AtLeast, json_option, model_option, quiet_option, running_options
 
-DENSE = "dense"
 DEFAULT_CACHES = "dense,static,quanto:4,diffkv,diffkv:K8V4"
 CONTEXT = 2048
 
@@ -38,7 +37,7 @@ CONTEXT = 2048
 @quiet_option
 def command(**given: Any) -> None:
     options = SimpleNamespace(**given)
-    names = list(dict.fromkeys([DENSE, *(name.strip() for name in options.caches.split(",") if name.strip())]))
+    names = list(dict.fromkeys(["dense", *(name.strip() for name in options.caches.split(",") if name.strip())]))
     progress(f"loading {options.model}", options.quiet)
     limit = position_limit(supported_config(options.model))
 

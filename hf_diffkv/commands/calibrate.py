@@ -18,9 +18,8 @@ from ..config.files import CONFIG_NAME, QUERIES_NAME
 from ..evaluation.errors import EvaluationError
 from .console import Failure
 from .help import Command
-from .options import AtLeast, Numbers, model_option, quiet_option, running_options
+from .options import MAX_KL, AtLeast, Numbers, model_option, quiet_option, running_options
 
-MAX_KL = 0.01
 DOCUMENTS, TEXT_LENGTH, TEXT_CONTINUED = 4, 1024, 256
 TABLE_NAME = "table.md"
 # options that --ratio has no use for

@@ -169,7 +169,7 @@ class _ChatSession:
     def answer(self, message: str) -> None:
         from transformers import StoppingCriteriaList, TextStreamer
 
-        from ..evaluation.side_by_side import EXPECTED
+        from ..evaluation.side_by_side import EXPECTED_ERRORS
 
         try:
             held, new = self.talk.ids.shape[1] + len(self.talk.encode(message)), self.options.max_new_tokens
@@ -187,7 +187,7 @@ class _ChatSession:
                 progress("(stopped)", self.options.quiet)
         except BrokenPipeError:
             raise
-        except EXPECTED as error:
+        except EXPECTED_ERRORS as error:
             self.complain(one_line(error))
 
     def memory(self) -> None:

@@ -11,12 +11,10 @@ import click
 from .console import colours, megabytes, paragraph, table
 
 if TYPE_CHECKING:
-    from ..evaluation.side_by_side import Run
-
-STOCK, DIFFKV = "DynamicCache", "DiffKV"
+    from ..evaluation.side_by_side import FinishedRun
 
 
-def run_summary(run: Run) -> str:
+def run_summary(run: FinishedRun) -> str:
     """What one DiffKV run cost."""
     rows = [
         ("cache, real bytes", megabytes(run.cache_bytes), _share(run.cache_bytes, run.dense_bytes)),
@@ -25,10 +23,10 @@ def run_summary(run: Run) -> str:
         ("cache, payload only", megabytes(run.payload_bytes), _share(run.payload_bytes, run.dense_bytes)),
         ("peak memory", megabytes(run.peak_bytes), ""),
     ]
-    return "\n".join(["", table(("", DIFFKV, "of a dense cache"), rows), "", *_kept(run)])
+    return "\n".join(["", table(("", run.cache, "of a dense cache"), rows), "", *_kept(run)])
 
 
-def comparison(compressed: Run, dense: Run) -> str:
+def comparison(compressed: FinishedRun, dense: FinishedRun) -> str:
     """What a DiffKV run cost beside a dense one, and how far the texts differ."""
     rows = [
         _row("cache, real bytes", dense.cache_bytes, compressed.cache_bytes, share=True),
@@ -42,7 +40,7 @@ def comparison(compressed: Run, dense: Run) -> str:
     return "\n".join(
         [
             "",
-            table(("", STOCK, DIFFKV, f"{DIFFKV} / dense"), rows),
+            table(("", dense.cache, compressed.cache, f"{compressed.cache} / dense"), rows),
             "",
             *_kept(compressed),
             _difference(compressed, dense),
@@ -51,7 +49,7 @@ def comparison(compressed: Run, dense: Run) -> str:
     )
 
 
-def same_tokens(compressed: Run, dense: Run) -> int | None:
+def same_tokens(compressed: FinishedRun, dense: FinishedRun) -> int | None:
     """How many tokens both wrote before they differ; None where they never do."""
     from ..evaluation.comparison import Agreement
 
@@ -75,7 +73,7 @@ def word_difference(old: str, new: str) -> tuple[float, str]:
     return matcher.ratio(), "".join(parts)
 
 
-def figures(job: Any, runs: list[Run], versions: dict[str, str]) -> dict[str, Any]:
+def figures(job: Any, runs: list[FinishedRun], versions: dict[str, str]) -> dict[str, Any]:
     """Everything about a comparison, ready for JSON."""
     import dataclasses
 
@@ -100,7 +98,7 @@ def figures(job: Any, runs: list[Run], versions: dict[str, str]) -> dict[str, An
     return found
 
 
-def _kept(run: Run) -> list[str]:
+def _kept(run: FinishedRun) -> list[str]:
     total = max(1, sum(run.levels.values()))
     levels = ", ".join(f"{name} {count:,} ({count / total:.0%})" for name, count in run.levels.items())
     lines = [paragraph(f"Tokens per level, over all layers and KV heads: {levels}.")]
@@ -121,14 +119,14 @@ def _kept(run: Run) -> list[str]:
     return lines
 
 
-def _difference(compressed: Run, dense: Run) -> str:
+def _difference(compressed: FinishedRun, dense: FinishedRun) -> str:
     same = same_tokens(compressed, dense)
     if same is None:
         return paragraph(f"Both caches wrote the same {sum(map(len, dense.generated))} tokens.")
     words, marked = word_difference(dense.text, compressed.text)
     head = paragraph(
-        f"The texts differ from token {same + 1} on and share {words:.0%} of their words. What differs, [-{STOCK}-] "
-        f"and {{+{DIFFKV}+}}:"
+        f"The texts differ from token {same + 1} on and share {words:.0%} of their words. What differs, "
+        f"[-{dense.cache}-] and {{+{compressed.cache}+}}:"
     )
     return f"{head}\n{marked}"
 

@@ -14,7 +14,7 @@ from .help import Command
 from .options import AtLeast, model_option, quiet_option, running_options
 
 # the suite of small tasks
-OFFLINE = "offline"
+OFFLINE_SUITE = "offline"
 DEFAULT_METHODS = "dense,diffkv,diffkv:K8V4,diffkv:K4V2,quanto:4"
 
 
@@ -42,7 +42,7 @@ def _list(context: click.Context, param: click.Parameter, value: bool) -> None:
 @click.option(
     "--tasks",
     metavar="X,Y",
-    help=f"Tasks or suites of them, see --list.  [default: those of {OFFLINE} that the model's context holds]",
+    help=f"Tasks or suites of them, see --list.  [default: those of {OFFLINE_SUITE} that the model's context holds]",
 )
 @click.option("--output", type=Path, required=True, metavar="FOLDER", help="If it holds a run, that is continued.")
 @click.option("--documents", type=AtLeast(), metavar="N", help="Per task.  [default: the task's own]")
@@ -89,7 +89,7 @@ def evaluate(options: SimpleNamespace) -> None:
     from ..evaluation.tasks.base import Source
 
     methods = [get_method(name) for name in _names("--methods", options.methods)]
-    tasks = _tasks(OFFLINE if options.tasks is None else options.tasks)
+    tasks = _tasks(OFFLINE_SUITE if options.tasks is None else options.tasks)
     config, tokenizer = load_config(options.model)
     limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     source = Source(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..evaluation.models import SMALLEST_MODEL, hide_progress_bars, resolve_model
-from .comparison import DIFFKV, STOCK, comparison, figures, run_summary
+from .comparison import comparison, figures, run_summary
 from .console import Failure, progress, to_terminal
 from .env import versions
 from .help import Command
@@ -33,7 +33,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..evaluation.side_by_side import Job, Run
+    from ..evaluation.side_by_side import FinishedRun, Job
 
 SAMPLING = ("temperature", "top_p", "top_k")
 
@@ -112,7 +112,7 @@ def _job(options: SimpleNamespace) -> Job:
     _check_length(options, turns, position_limit(model_config))
     device = usable_device(options.device)
 
-    from ..evaluation.side_by_side import Job
+    from ..evaluation.side_by_side import DIFFKV, Job
 
     terminal = to_terminal() and not options.quiet
     return Job(
@@ -146,22 +146,22 @@ def _example(options: SimpleNamespace, text: str | None) -> str:
     return prompt_for(chats)
 
 
-def _run(job: Job, options: SimpleNamespace) -> list[Run]:
+def _run(job: Job, options: SimpleNamespace) -> list[FinishedRun]:
     """The DiffKV run, and the dense one if it is wanted."""
     from ..evaluation import side_by_side as compare
 
     try:
-        progress(f"{'' if options.no_compare else '[1/2] '}{DIFFKV}: loading {options.model}", options.quiet)
+        progress(f"{'' if options.no_compare else '[1/2] '}{job.cache}: loading {options.model}", options.quiet)
         if job.echo and job.stream:
             print(f"... {job.turns[0][-60:]}", end="\n" if job.chat else "", flush=True)
         if options.no_compare:
             hide_progress_bars(options.quiet)
             return [compare.execute_here(job)]
         runs = [compare.run_in_fresh_process(job)]
-        progress(f"[2/2] {STOCK}, for comparison", options.quiet)
+        progress(f"[2/2] {compare.DYNAMIC}, for comparison", options.quiet)
         return [
             *runs,
-            compare.run_in_fresh_process(dataclasses.replace(job, cache=STOCK, picture=None, stream=False)),
+            compare.run_in_fresh_process(dataclasses.replace(job, cache=compare.DYNAMIC, picture=None, stream=False)),
         ]
     except compare.RunError as error:
         raise Failure(str(error)) from error

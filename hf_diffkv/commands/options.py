@@ -19,6 +19,8 @@ from .console import one_line
 
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 STDIN = "-"
+# nats to the dense cache that a configuration may lose, where nothing is said
+MAX_KL = 0.01
 OPTION_FIELDS = ("alpha_high", "alpha_low", "window", "sinks", "high", "low", "rotate", "center", "max_bytes")
 # what a lossless configuration leaves open
 LOSSLESS_FIELDS = {"window", "sinks", "max_bytes"}
@@ -233,10 +235,10 @@ def read_file(name: str) -> str:
 
 
 # a configuration, or fields, of which one may be a preset's name, on top of what suits a model
-Choice = Union[DiffKVConfig, dict[str, Any]]
+ConfigChoice = Union[DiffKVConfig, dict[str, Any]]
 
 
-def choice_of(options: SimpleNamespace) -> Choice:
+def choice_of(options: SimpleNamespace) -> ConfigChoice:
     """What `config_options` ask for, before anything of `options.model` is read.
 
     Raises:
@@ -265,7 +267,7 @@ def choice_of(options: SimpleNamespace) -> Choice:
     return {"preset": options.preset, **fields} if options.preset else fields
 
 
-def config_for(choice: Choice, model: Any) -> DiffKVConfig:
+def config_for(choice: ConfigChoice, model: Any) -> DiffKVConfig:
     """The configuration for a loaded model, or for a model's configuration, which does not tell measured heads.
 
     Raises:
@@ -277,12 +279,12 @@ def config_for(choice: Choice, model: Any) -> DiffKVConfig:
         raise click.UsageError(one_line(error)) from error
 
 
-def fields_of(choice: Choice) -> dict[str, Any]:
+def fields_of(choice: ConfigChoice) -> dict[str, Any]:
     """The same as plain values, for `DiffKVCache` in another process."""
     return choice.to_dict() if isinstance(choice, DiffKVConfig) else choice
 
 
-def note_of_heads(choice: Choice, model_config: Any, model: Any) -> str:
+def note_of_heads(choice: ConfigChoice, model_config: Any, model: Any) -> str:
     """What a configuration that was chosen without the weights may lack; empty where it lacks nothing.
 
     Args:

@@ -150,9 +150,9 @@ def _caches(shape: ModelShape, config: Any, shares: tuple[float, ...]) -> dict[s
 def _fit(
     bytes_of: Callable[[int], int], shape: ModelShape, free: int, context: int, batch: int
 ) -> dict[str, int | float]:
-    from ..planning import MOST_TOKENS, longest
+    from ..planning import MOST_PLANNED, longest
 
-    most = shape.limit or MOST_TOKENS
+    most = shape.limit or MOST_PLANNED
     return {
         "bytes_per_token": bytes_of(context) / context,
         "longest_context": longest(lambda tokens: batch * bytes_of(tokens) <= free, most),

@@ -9,10 +9,10 @@ from typing import Any
 
 from ..extras import install
 from .console import Failure, one_line, progress
-from .options import Choice, fields_of, read_file
+from .options import ConfigChoice, fields_of, read_file
 
 
-def serve_replicas(options: SimpleNamespace, choice: Choice, generation: dict, batching: dict) -> None:
+def serve_replicas(options: SimpleNamespace, choice: ConfigChoice, generation: dict, batching: dict) -> None:
     """Serves until the process is interrupted.
 
     Args:
@@ -46,7 +46,7 @@ def serve_replicas(options: SimpleNamespace, choice: Choice, generation: dict, b
         ray.shutdown()
 
 
-def endpoint(options: SimpleNamespace, choice: Choice, generation: dict, batching: dict) -> Any:
+def endpoint(options: SimpleNamespace, choice: ConfigChoice, generation: dict, batching: dict) -> Any:
     """The application that the command's options ask for. Raises `ImportError` where Ray is missing."""
     import ray
 

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .console import Failure, megabytes, one_line, paragraph
+from .generate import SAMPLING
 from .help import Command
 from .models import load_tokenizer, position_limit, supported_config, usable_device
 from .options import (
     AtLeast,
     Bytes,
-    Choice,
+    ConfigChoice,
     chain,
     choice_of,
     config_for,
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 # of the budget, what prefixes get beside it where nothing is said
 PREFIX_SHARE = 8
-SAMPLING = ("temperature", "top_p", "top_k")
 # may have the API key
 API_KEY = "HF_DIFFKV_API_KEY"
 # set by whatever starts the ranks of a model, such as torchrun
@@ -189,7 +189,7 @@ def _listen(options: SimpleNamespace) -> socket.socket:
 
 
 def _serve(
-    options: SimpleNamespace, choice: Choice, model_config: Any, tokenizer: Any, listener: socket.socket
+    options: SimpleNamespace, choice: ConfigChoice, model_config: Any, tokenizer: Any, listener: socket.socket
 ) -> None:
     try:
         from ..batching.server import metrics, parts  # noqa: F401

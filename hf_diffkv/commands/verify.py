@@ -13,8 +13,9 @@ from .console import Failure, paragraph, progress, table
 from .help import Command
 from .models import load_tokenizer, position_limit, supported_config, usable_device
 from .options import (
+    MAX_KL,
     AtLeast,
-    Choice,
+    ConfigChoice,
     choice_of,
     config_for,
     config_options,
@@ -24,7 +25,6 @@ from .options import (
     running_options,
 )
 
-MAX_KL = 0.01
 VERIFIED_LENGTH, VERIFIED_CONTINUED = 1024, 128
 # from the cheapest to the most careful, tried where the configuration loses too much
 GENTLER = {"K8V4": {"high": (8, 4)}, "K8V8": {"high": (8, 8)}}
@@ -72,7 +72,7 @@ def command(**given: Any) -> None:
         click.echo(paragraph(verdict))
 
 
-def _verify(options: SimpleNamespace, choice: Choice) -> tuple[list[Any], str, bool]:
+def _verify(options: SimpleNamespace, choice: ConfigChoice) -> tuple[list[Any], str, bool]:
     """What was measured, the verdict, and whether all is well."""
     progress(f"loading {options.model}", options.quiet)
     model_config = supported_config(options.model)

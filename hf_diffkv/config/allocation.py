@@ -28,13 +28,13 @@ HEAD_LADDER = ("K3V2", "K3V3", "K4V3", "K5V4", "K6V5")
 # each pair is a store of its own
 MOST_PAIRS = 6
 # keys of a configuration's calibration
-SENSITIVITY, TARGET = "sensitivity", "target_ratio"
+SENSITIVITY, TARGET_RATIO = "sensitivity", "target_ratio"
 # choices of pairs that are tried in turn, of all that differ by one
 TRIALS = 10
 # precisions of a layer, as their places in the ladder: two, or one
 Kind = frozenset[int]
 # what a layer loses, and the places of its heads
-Choice = tuple[float, tuple[int, ...]]
+LayerChoice = tuple[float, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def fields_for(calibration: Mapping[str, Any] | None, target_ratio: float) -> tu
             "it and writes one that has, for DiffKVConfig.from_pretrained."
         )
     found = _allocated(json.dumps(calibration[SENSITIVITY], sort_keys=True), target_ratio)
-    chosen = {TARGET: target_ratio, "ratio": found.ratio, "predicted_kl": found.loss}
+    chosen = {TARGET_RATIO: target_ratio, "ratio": found.ratio, "predicted_kl": found.loss}
     return {"head_precisions": found.precisions}, {**calibration, **chosen}
 
 
@@ -219,7 +219,7 @@ class _Problem:
 
     def solve(self, budget: int, kinds: set[Kind]) -> _Solution:
         """The least loss within `budget` bytes of a token, where layers may have the precisions of `kinds`."""
-        options: list[dict[int, Choice]] = [{} for _ in self.heads]
+        options: list[dict[int, LayerChoice]] = [{} for _ in self.heads]
         for best, choices in zip(options, self._options):
             for kind in kinds:
                 for taken, choice in choices[kind].items():
@@ -243,11 +243,11 @@ class _Problem:
         return ordered[:TRIALS]
 
     @cached_property
-    def _options(self) -> list[dict[Kind, dict[int, Choice]]]:
+    def _options(self) -> list[dict[Kind, dict[int, LayerChoice]]]:
         """For each layer and kind the best places of its heads by bytes, with their loss."""
         return [{kind: self._best(layer, kind) for kind in self.kinds()} for layer in range(len(self.heads))]
 
-    def _best(self, layer: int, kind: Kind) -> dict[int, Choice]:
+    def _best(self, layer: int, kind: Kind) -> dict[int, LayerChoice]:
         heads, losses, sizes = self.heads[layer], self.losses[layer], self.bytes[layer]
         if len(kind) == 1:
             (place,) = kind
@@ -255,7 +255,7 @@ class _Problem:
         low, high = sorted(kind, key=lambda place: sizes[place])
         # heads that gain most come first
         order = np.argsort(losses[:, high] - losses[:, low], kind="stable")
-        found: dict[int, Choice] = {}
+        found: dict[int, LayerChoice] = {}
         for count in range(1, heads):
             places = np.full(heads, low)
             places[order[:count]] = high
@@ -266,7 +266,7 @@ class _Problem:
         return found
 
 
-def _cheapest(options: dict[int, Choice], price: float) -> float:
+def _cheapest(options: dict[int, LayerChoice], price: float) -> float:
     return min((loss + price * taken for taken, (loss, _) in options.items()), default=math.inf)
 
 
@@ -275,7 +275,7 @@ def _named(kinds: set[Kind]) -> list[list[int]]:
     return sorted(sorted(kind) for kind in kinds)
 
 
-def _knapsack(options: list[dict[int, Choice]], least: list[int], unit: int, room: int) -> _Solution:
+def _knapsack(options: list[dict[int, LayerChoice]], least: list[int], unit: int, room: int) -> _Solution:
     """One option of each layer, of least loss.
 
     Args:

@@ -19,11 +19,11 @@ from ..compat import attention_of
 from ..config import DiffKVConfig
 from ..evaluation.comparison import Agreement
 from ..evaluation.models import HUB_IDS, resolve_model
-from ..evaluation.side_by_side import EXPECTED, bytes_of_layers
+from ..evaluation.side_by_side import EXPECTED_ERRORS, bytes_of_layers
 from ..evaluation.talk import chat_turns
 from ..plot.pieces import pieces_of_ids, pieces_of_text
 from .settings import settings_for
-from .streaming import Step, layers_of, stream_steps
+from .streaming import StreamedStep, layers_of, stream_steps
 
 DEFAULT_MODEL, BUNDLED_MODEL = "smollm2", "tiny-lm"
 REFRESH_SECONDS = 0.1
@@ -146,7 +146,7 @@ class Generator:
             self.layers = DiffKVCache(AutoConfig.from_pretrained(source)).compressed_layers()
             self.tokenizer = AutoTokenizer.from_pretrained(source)
             self.model = AutoModelForCausalLM.from_pretrained(source, dtype="auto").to(device).eval()
-        except EXPECTED as error:
+        except EXPECTED_ERRORS as error:
             raise InputError(f"cannot use the model {name}: {' '.join(str(error).split())}") from error
         if not self.layers or not self.tokenizer.is_fast:
             missing = "layer of plain full attention" if not self.layers else "fast tokenizer"
@@ -205,7 +205,7 @@ class Generator:
             cache = DiffKVCache(self.model.config, task.config)
             for _ in self._follow(compressed, task, cache, held_bytes):
                 yield dense, compressed, None
-        except EXPECTED as error:
+        except EXPECTED_ERRORS as error:
             raise InputError(" ".join(str(error).split()) or type(error).__name__) from error
         memory = cache.memory()
         compressed.cache_bytes = memory.bytes
@@ -238,7 +238,7 @@ class Generator:
         side.text = self._decode(side.tokens)
         yield
 
-    def _note(self, side: CacheRun, step: Step, prompt_tokens: int) -> None:
+    def _note(self, side: CacheRun, step: StreamedStep, prompt_tokens: int) -> None:
         side.layers = step.layers
         if step.token is None:
             read = prompt_tokens * step.layers / self.num_layers

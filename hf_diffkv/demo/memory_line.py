@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from html import escape
 
+from ..evaluation.side_by_side import DIFFKV, DYNAMIC
 from ..plot.palette import style_of
 from .generation import CacheRun
 
-# a name, the run, and its colour: the dense one has that of the text, on light and dark pages
-DENSE, COMPRESSED = "DynamicCache", "DiffKV"
-COLOURS = {DENSE: "currentColor", COMPRESSED: style_of(COMPRESSED).colour}
+# the dense one has that of the text, on light and dark pages
+COLOURS = {DYNAMIC: "currentColor", DIFFKV: style_of(DIFFKV).colour}
 # of a line, which has no more than a screen has columns
 MOST_POINTS = 200
 # units of the drawing, which is stretched to its place
@@ -23,7 +23,7 @@ def memory_line(dense: CacheRun, compressed: CacheRun, last_token: int) -> str:
     Args:
         last_token: where the axis of tokens ends.
     """
-    runs = {DENSE: dense, COMPRESSED: compressed}
+    runs = {DYNAMIC: dense, DIFFKV: compressed}
     top = _top(max(_at_the_end(run, last_token) for run in runs.values()))
     lines = "".join(
         f'<polyline data-cache="{name}" points="{_points(run, last_token, top)}" stroke="{COLOURS[name]}"/>'

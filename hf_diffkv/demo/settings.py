@@ -11,7 +11,7 @@ from ..config.presets import DEFAULT_PRESET, PRESETS
 
 # of a model for which thresholds were published; else the default is a preset
 DEFAULT, OWN = "default", "your own"
-EXPECTED = {"quality": "Loses least.", "balanced": "Take it when in doubt.", "small": "Look for small slips."}
+ADVICE = {"quality": "Loses least.", "balanced": "Take it when in doubt.", "small": "Look for small slips."}
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def setting_of(preset: str | None, settings: dict[str, Setting]) -> str:
 
 
 def _of_preset(name: str, config: DiffKVConfig) -> str:
-    return f"`DiffKVCache(model, {name!r})`: {_kept(config)}, {_bits(config)}. {EXPECTED[name]}"
+    return f"`DiffKVCache(model, {name!r})`: {_kept(config)}, {_bits(config)}. {ADVICE[name]}"
 
 
 def _kept(config: DiffKVConfig) -> str:

@@ -20,7 +20,7 @@ PATIENCE_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
-class Step:
+class StreamedStep:
     """A layer of the prompt's forward is done, or a token has come.
 
     Attributes:
@@ -48,7 +48,7 @@ class _Stream(BaseStreamer, StoppingCriteria):
     def put(self, value: Tensor) -> None:
         if self.prompt_came:
             self.prompt_read = True
-            self.items.put(Step(self.layers, int(value), time.perf_counter(), self.held()))
+            self.items.put(StreamedStep(self.layers, int(value), time.perf_counter(), self.held()))
         self.prompt_came = True
 
     def end(self) -> None:
@@ -58,7 +58,7 @@ class _Stream(BaseStreamer, StoppingCriteria):
         """A hook behind each layer's attention, by which the cache holds that layer."""
         if not self.prompt_read:
             self.layers += 1
-            self.items.put(Step(self.layers, None, time.perf_counter(), self.held()))
+            self.items.put(StreamedStep(self.layers, None, time.perf_counter(), self.held()))
 
     def next(self) -> Any:
         """What comes next; None where nothing does for `PATIENCE_SECONDS`."""
@@ -83,7 +83,7 @@ def layers_of(model: Any) -> list[Any]:
 
 def stream_steps(
     model: Any, ids: Tensor, cache: Any, max_new_tokens: int, held: Callable[[], int]
-) -> Generator[Step | None, None, None]:
+) -> Generator[StreamedStep | None, None, None]:
     """Greedy tokens, and before the first of them the layers, as they come; None whenever none has come for a while.
 
     Closing the iterator stops the model; its errors are raised.

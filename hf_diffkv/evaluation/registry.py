@@ -9,10 +9,10 @@ from typing import Generic, TypeVar
 
 from .errors import unknown
 
-T = TypeVar("T")
+EntryT = TypeVar("EntryT")
 
 
-class Registry(Generic[T]):
+class Registry(Generic[EntryT]):
     """What the modules of `package` register under a name, loaded on first use.
 
     Args:
@@ -22,13 +22,13 @@ class Registry(Generic[T]):
 
     def __init__(self, kind: str, package: str) -> None:
         self.kind, self.package = kind, package
-        self._entries: dict[str, T] = {}
+        self._entries: dict[str, EntryT] = {}
         self._loaded = False
 
-    def add(self, name: str) -> Callable[[T], T]:
+    def add(self, name: str) -> Callable[[EntryT], EntryT]:
         """Decorator: registers what it decorates as `name`."""
 
-        def register(entry: T) -> T:
+        def register(entry: EntryT) -> EntryT:
             if name in self._entries:
                 raise ValueError(f"{self.kind} {name!r} is registered twice.")
             self._entries[name] = entry
@@ -40,7 +40,7 @@ class Registry(Generic[T]):
         self._load()
         return sorted(self._entries)
 
-    def find(self, name: str) -> T:
+    def find(self, name: str) -> EntryT:
         """The entry called `name`; `EvaluationError` with suggestions where there is none."""
         self._load()
         if name not in self._entries:

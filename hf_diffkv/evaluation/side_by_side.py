@@ -32,7 +32,7 @@ from .talk import Talk
 
 DYNAMIC, DIFFKV = "DynamicCache", "DiffKV"
 # What a user can cause; anything else is a defect and keeps its traceback.
-EXPECTED = (ValueError, OSError, MemoryError, NotImplementedError, HandOverError, torch.OutOfMemoryError)
+EXPECTED_ERRORS = (ValueError, OSError, MemoryError, NotImplementedError, HandOverError, torch.OutOfMemoryError)
 WARM_UP_TOKENS = 3
 # as a shell says that a process was ended by SIGPIPE
 BROKEN_PIPE = 141
@@ -83,7 +83,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Run:
+class FinishedRun:
     """What one run did.
 
     Attributes:
@@ -120,7 +120,7 @@ class Run:
     answers: list[str] = dataclasses.field(default_factory=list)
 
 
-def run_in_fresh_process(job: Job) -> Run:
+def run_in_fresh_process(job: Job) -> FinishedRun:
     """Runs `job` in a new Python process, which writes to this one's stdout and stderr.
 
     Raises:
@@ -145,10 +145,10 @@ def run_in_fresh_process(job: Job) -> Run:
         result = json.loads(run_path.read_text())
     if "error" in result:
         raise RunError(f"{job.cache}: {result['error']}")
-    return Run(**result)
+    return FinishedRun(**result)
 
 
-def execute_here(job: Job) -> Run:
+def execute_here(job: Job) -> FinishedRun:
     """Runs `job` in this process.
 
     Raises:
@@ -159,11 +159,11 @@ def execute_here(job: Job) -> Run:
         return execute(job)
     except BrokenPipeError:
         raise
-    except EXPECTED as error:
+    except EXPECTED_ERRORS as error:
         raise RunError(f"{job.cache}: {_reason(error)}") from error
 
 
-def execute(job: Job) -> Run:
+def execute(job: Job) -> FinishedRun:
     """Runs `job` in this process; what goes wrong is raised as it is."""
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     dtype = job.dtype if job.dtype == "auto" else getattr(torch, job.dtype)
@@ -184,7 +184,7 @@ def execute(job: Job) -> Run:
     peak_bytes, above = peak.read()
     streamer.close()
     held, note = _held(cache, job)
-    return Run(
+    return FinishedRun(
         cache=job.cache,
         text=tokenizer.decode(talk.ids[0, prompt.shape[1] :], skip_special_tokens=True),
         answers=[tokenizer.decode(ids, skip_special_tokens=True) for ids in generated],
@@ -219,7 +219,7 @@ def _warm_up(model: Any, prompt: torch.Tensor, job: Job) -> None:
 
 
 def _held(cache: Any, job: Job) -> tuple[dict[str, Any], str | None]:
-    """The part of a `Run` that describes what the cache holds, and a note where the picture is missing."""
+    """The part of a `FinishedRun` that describes what the cache holds, and a note where the picture is missing."""
     if job.cache == DYNAMIC:
         return {"cache_bytes": bytes_of_layers(cache), "payload_bytes": None}, None
     report = cache.memory()
@@ -322,7 +322,7 @@ def _main(job_path: str, run_path: str) -> None:
     except BrokenPipeError:
         # whoever read the text has had enough
         os._exit(BROKEN_PIPE)
-    except EXPECTED as error:
+    except EXPECTED_ERRORS as error:
         result = {"error": _reason(error)}
     Path(run_path).write_text(json.dumps(result))
 

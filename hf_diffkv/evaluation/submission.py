@@ -15,7 +15,7 @@ from .records import Record
 from .statistics import estimate
 from .tasks import get_task
 
-FORMAT = 1
+SUBMISSION_FORMAT = 1
 # of an environment; versions of other packages may stand beside them
 NEEDED = ("python", "torch", "transformers", "device", "commit")
 
@@ -35,7 +35,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Entry:
+class SubmissionEntry:
     """One method on one task.
 
     Attributes:
@@ -71,7 +71,7 @@ class Submission:
     seed: int
     sample: bool = False
     max_new_tokens: int | None = None
-    entries: tuple[Entry, ...] = field(default_factory=tuple)
+    entries: tuple[SubmissionEntry, ...] = field(default_factory=tuple)
 
 
 def submission_of(records: Iterable[Record], settings: dict[str, Any]) -> Submission:
@@ -87,7 +87,7 @@ def submission_of(records: Iterable[Record], settings: dict[str, Any]) -> Submis
     return Submission(**settings, entries=tuple(map(_entry, good)))
 
 
-def _entry(records: list[Record]) -> Entry:
+def _entry(records: list[Record]) -> SubmissionEntry:
     first = records[0]
     metrics = {}
     for metric in get_task(first.task).metrics:
@@ -97,7 +97,7 @@ def _entry(records: list[Record]) -> Entry:
             metrics[metric.name] = Figure(found.total, found.weight, found.low, found.high)
     payloads = [record.payload_bytes for record in records]
     digest = hashlib.sha256("".join(sorted(record.digest for record in records)).encode()).hexdigest()[:16]
-    return Entry(
+    return SubmissionEntry(
         method=first.method,
         task=first.task,
         documents=len(records),
@@ -116,7 +116,8 @@ def write_submission(submission: Submission, path: Path) -> None:
     if not submission.entries:
         raise EvaluationError("there is nothing to submit: no method ran without an error on all documents of a task.")
     try:
-        path.write_text(json.dumps({"format": FORMAT, **asdict(submission)}, indent=1) + "\n", encoding="utf-8")
+        content = {"format": SUBMISSION_FORMAT, **asdict(submission)}
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise EvaluationError(f"cannot write {path}: {error.strerror}.") from error
 
@@ -159,7 +160,7 @@ NUMBER: tuple[Check, str] = (_is_number, "a number")
 COUNT_OR_NULL: tuple[Check, str] = (lambda value: value is None or _is_count(value), "null or an integer of at least 1")
 OBJECT: tuple[Check, str] = (lambda value: isinstance(value, dict), "an object")
 RUN = {
-    "format": (lambda value: value == FORMAT, f"{FORMAT}, the format that this version reads"),
+    "format": (lambda value: value == SUBMISSION_FORMAT, f"{SUBMISSION_FORMAT}, the format that this version reads"),
     "model": TEXT,
     "dtype": TEXT,
     "seed": (lambda value: _is_count(value) or value == 0, "an integer of at least 0"),
@@ -200,7 +201,7 @@ def _submission(content: Any) -> Submission:
     return Submission(**run, entries=entries)
 
 
-def _read_entry(value: Any, place: str) -> Entry:
+def _read_entry(value: Any, place: str) -> SubmissionEntry:
     entry = dict(_checked(value, ENTRY, place))
     try:
         known = {metric.name for metric in get_task(entry["task"]).metrics}
@@ -219,4 +220,4 @@ def _read_entry(value: Any, place: str) -> Entry:
     for name in NEEDED:
         if name not in entry["environment"]:
             raise ValueError(f"{place}environment.{name} is missing")
-    return Entry(**{**entry, "metrics": metrics})
+    return SubmissionEntry(**{**entry, "metrics": metrics})

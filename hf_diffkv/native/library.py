@@ -63,8 +63,8 @@ class Rows(ctypes.Structure):
     ]
 
 
-class Step(ctypes.Structure):
-    """One new token per request."""
+class StepBlock(ctypes.Structure):
+    """One new token per request: `Step` in abi.h."""
 
     _fields_ = [
         ("format", Format),
@@ -150,7 +150,7 @@ class Prompt(ctypes.Structure):
 def abi() -> int:
     """What `diffkv_abi` returns of a library built from these structs."""
     number = ABI_VERSION
-    for struct in (Step, Compaction, Transfer, Prompt, Rounding):
+    for struct in (StepBlock, Compaction, Transfer, Prompt, Rounding):
         number = number * 31 + ctypes.sizeof(struct)
     return number
 

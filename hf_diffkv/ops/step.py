@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ..native.library import Step, address, format_of
+from ..native.library import StepBlock, address, format_of
 from ..pages import LayerRows
 
 
-def step_block(rows: LayerRows) -> Step:
+def step_block(rows: LayerRows) -> StepBlock:
     """Holds while the tensors stay where they are, but for the pages, which move when their pool grows."""
-    block = Step(format=format_of(rows.layout, rows.dtype), batch=rows.batch, heads=rows.heads, slots=rows.slots)
+    block = StepBlock(format=format_of(rows.layout, rows.dtype), batch=rows.batch, heads=rows.heads, slots=rows.slots)
     pages = rows.pages
     block.rows.pages, block.rows.page_count = address(pages), pages.shape[0]
     block.rows.table, block.rows.width = address(rows.page_table), rows.width

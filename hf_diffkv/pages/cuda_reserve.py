@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .reserve import GROWING, GROWTH, Reservation
+from .reserve import GROWTH, RESERVATIONS, Reservation
 
 _OUT_OF_MEMORY = 2
 _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
@@ -283,4 +283,4 @@ def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-GROWING["cuda"] = CudaReservation
+RESERVATIONS["cuda"] = CudaReservation

@@ -23,7 +23,7 @@ _LARGE_PAGE = 1 << 21
 GROWTH = 16
 
 # by type of device, other reservations that grow in place; `cuda_reserve.py` adds its own
-GROWING: dict[str, Callable[[torch.device], Reservation]] = {}
+RESERVATIONS: dict[str, Callable[[torch.device], Reservation]] = {}
 
 
 class Reservation:
@@ -122,9 +122,9 @@ def reserve(device: torch.device) -> Reservation:
             return MappedReservation(device)
         except (OSError, ValueError):
             pass  # a limit on address space: grow by copying instead
-    if device.type in GROWING and torch.version.hip is None:
+    if device.type in RESERVATIONS and torch.version.hip is None:
         try:
-            return GROWING[device.type](device)
+            return RESERVATIONS[device.type](device)
         except (OSError, AttributeError, RuntimeError) as error:
             _logger.warning("the cache on %s grows by copying, and decode steps are not captured: %s", device, error)
     return Reservation(device)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ..cache.report import MemoryReport
 
 # inches: of the picture's width, of a head's row at most, and of all rows where they are many
-WIDTH, ROW_HEIGHT, ROWS = 8.0, 0.35, 4.0
+PRECISIONS_WIDTH, HEAD_HEIGHT, HEADS_HEIGHT = 8.0, 0.35, 4.0
 
 
 def precisions(cache: DiffKVCache | MemoryReport, title: str | None = None) -> Picture:
@@ -30,7 +30,7 @@ def precisions(cache: DiffKVCache | MemoryReport, title: str | None = None) -> P
     report = report_of(cache)
     rows, columns = max(len(layer.precisions) for layer in report.layers), len(report.layers)
     colours = precision_colours(report)
-    figure = new_figure(WIDTH, min(ROWS, rows * ROW_HEIGHT) + 1.5)
+    figure = new_figure(PRECISIONS_WIDTH, min(HEADS_HEIGHT, rows * HEAD_HEIGHT) + 1.5)
     axis = figure.add_subplot()
     _draw(axis, [(column, layer.precisions) for column, layer in enumerate(report.layers)], colours)
     axis.set(xlim=(0, columns), ylim=(rows, 0))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..cache.report import LayerReport, MemoryReport
 
 # inches: of a row of heads at least and at most, of all rows where they are many, and of the picture's width
-ROW_HEIGHTS, ROWS = (0.05, 0.3), 8.0
+ROW_HEIGHTS, ROWS_HEIGHT = (0.05, 0.3), 8.0
 OVERVIEW_WIDTH = 8.0
 # part of its cell that a head's bar takes
 FILLED = (0.94, 0.8)
@@ -34,7 +34,7 @@ def levels(cache: DiffKVCache | MemoryReport, title: str | None = None) -> Pictu
     """
     report = report_of(cache)
     rows, columns = len(report.layers), max(len(layer.high) for layer in report.layers)
-    height = rows * min(max(ROWS / rows, ROW_HEIGHTS[0]), ROW_HEIGHTS[1])
+    height = rows * min(max(ROWS_HEIGHT / rows, ROW_HEIGHTS[0]), ROW_HEIGHTS[1])
     figure = new_figure(OVERVIEW_WIDTH, height + 1.5)
     axis = figure.add_subplot()
     bars = [bar for row, layer in enumerate(report.layers) for bar in _bars(row, layer)]

@@ -12,7 +12,7 @@ from ..cache.snapshot import Snapshot
 from .folder import FolderTier
 from .tiers import MemoryTier, Rank, choose_victims
 
-Tier = Union[MemoryTier, FolderTier]
+PrefixTier = Union[MemoryTier, FolderTier]
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Hierarchy:
     """
 
     def __init__(self, memory: list[MemoryTier], folder: FolderTier | None, fingerprint: str) -> None:
-        self.tiers: list[Tier] = [*memory, *([] if folder is None else [folder])]
+        self.tiers: list[PrefixTier] = [*memory, *([] if folder is None else [folder])]
         self.memory, self.folder, self.fingerprint = memory, folder, fingerprint
         self.entries: dict[str, Entry] = {}
         self.written = {tier.name: 0 for tier in self.tiers}
@@ -78,7 +78,7 @@ class Hierarchy:
             self.entries[name] = Entry(int(name.split("-")[1]), self.folder.used(name))
         self.drop_lost([name for name in self.entries if name not in names])
 
-    def tier_of(self, name: str) -> Tier | None:
+    def tier_of(self, name: str) -> PrefixTier | None:
         """The fastest tier that holds a prefix."""
         return next((tier for tier in self.tiers if tier.holds(name)), None)
 
@@ -105,7 +105,7 @@ class Hierarchy:
         self._place(name, snapshot, 0)
         self.drop_lost([name])
 
-    def promote(self, name: str, tier: Tier, snapshot: Snapshot) -> None:
+    def promote(self, name: str, tier: PrefixTier, snapshot: Snapshot) -> None:
         """Brings what was read from `tier`, which is not the first one, into the first that takes it."""
         if tier is not self.folder:
             # its room is there again if it cannot rise
@@ -168,7 +168,7 @@ class Hierarchy:
             if self.tier_of(name) is None:
                 self.entries.pop(name, None)
 
-    def remove(self, names: Iterable[str], tiers: list[Tier] | None = None) -> None:
+    def remove(self, names: Iterable[str], tiers: list[PrefixTier] | None = None) -> None:
         """Drops prefixes from `tiers`, or from all of them."""
         names = list(names)
         for tier in self.tiers if tiers is None else tiers:
@@ -209,7 +209,7 @@ class Hierarchy:
         self.written[tier.name] += cost
         return True
 
-    def _victims(self, tier: Tier, name: str, cost: int) -> list[str] | None:
+    def _victims(self, tier: PrefixTier, name: str, cost: int) -> list[str] | None:
         """Who has to go from a tier for `cost` bytes of a prefix; None where it has to stay out."""
         sizes = tier.sizes()
         ranks = {held: self.rank(held) for held in sizes}

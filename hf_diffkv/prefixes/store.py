@@ -34,7 +34,7 @@ from ..config import DiffKVConfig
 from ..store import Store
 from .background import Background
 from .folder import FolderTier
-from .hierarchy import Hierarchy, Tier, warn
+from .hierarchy import Hierarchy, PrefixTier, warn
 from .requests import Requests
 from .stats import ExpectedPrefix, PrefixEntry, PrefixStats
 from .tiers import MemoryTier
@@ -45,7 +45,7 @@ TOKEN_IDS = "input_ids"
 
 class _Hit(NamedTuple):
     name: str
-    tier: Tier
+    tier: PrefixTier
     snapshot: Snapshot
 
 

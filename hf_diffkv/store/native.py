@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..native.library import Compaction, Step, address
+from ..native.library import Compaction, StepBlock, address
 from ..ops.append.native import set_token
 from ..ops.compact.native import round_block, run, set_feedback
 from ..ops.decode_attention.native import attend
@@ -25,10 +25,10 @@ class NativeCalls:
 
     def __init__(self, store: Store, kept: KeptRows) -> None:
         self.kept = kept
-        self._steps: list[Step | None] = [None] * store.num_layers
+        self._steps: list[StepBlock | None] = [None] * store.num_layers
         self._round: Compaction | None = None
 
-    def step(self, store: Store, layer: int) -> Step:
+    def step(self, store: Store, layer: int) -> StepBlock:
         """The block of one layer's step, with nothing to append."""
         block = self._steps[layer]
         if block is None:

@@ -21,11 +21,11 @@ from torch import Tensor
 from ..ops.rotation import rotation_matrix
 from ..ops.rounding import feedback_of
 
-FORMAT = "query moments 1"
+MOMENTS_FORMAT = "query moments 1"
 # what a file says of them
 ORIGIN = ("model_type", "model_digest", "documents_digest")
 # of the mean diagonal, added where queries do not span all directions
-LEAST = 1e-6
+ADDED_SHARE = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +108,7 @@ class QueryMoments:
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes a safetensors file."""
-        metadata = {"format": FORMAT, **{name: getattr(self, name) for name in ORIGIN}}
+        metadata = {"format": MOMENTS_FORMAT, **{name: getattr(self, name) for name in ORIGIN}}
         tensors = {str(layer): triangle.contiguous() for layer, triangle in enumerate(self.triangles)}
         save_file(tensors, os.fspath(path), metadata=metadata)
 
@@ -129,8 +129,8 @@ def _load(path: Path, changed: int, size: int) -> QueryMoments:
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise ValueError(f"its format is {metadata.get('format')!r}, not {FORMAT!r}")
+            if metadata.get("format") != MOMENTS_FORMAT:
+                raise ValueError(f"its format is {metadata.get('format')!r}, not {MOMENTS_FORMAT!r}")
             # copied, as the file may be replaced
             triangles = tuple(file.get_tensor(str(layer)).clone() for layer in range(len(file.keys())))
         return QueryMoments(*(metadata[name] for name in ORIGIN), triangles)
@@ -151,7 +151,7 @@ def _triangle_of(moment: Tensor) -> Tensor:
     moment = moment.double().cpu()
     dim = moment.shape[1]
     mean = moment.diagonal(dim1=1, dim2=2).mean(1).clamp(min=torch.finfo(torch.float32).tiny)
-    some = (LEAST * mean)[:, None, None] * torch.eye(dim, dtype=torch.float64)
+    some = (ADDED_SHARE * mean)[:, None, None] * torch.eye(dim, dtype=torch.float64)
     row, column = torch.tril_indices(dim, dim)
     return torch.linalg.cholesky(moment + some)[:, row, column].to(torch.bfloat16)
 

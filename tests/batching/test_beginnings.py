@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_diffkv.batching.beginnings import FEWEST_TOKENS, STEP, Beginnings, check_marks
+from hf_diffkv.batching.beginnings import CUT_STEP, FEWEST_TOKENS, Beginnings, check_marks
 
 N = FEWEST_TOKENS
 
@@ -35,12 +35,12 @@ def test_marks_are_cuts_where_parts_are_long_enough() -> None:
 
 def test_what_requests_have_in_common_is_a_part() -> None:
     """At a multiple, whatever words follow by chance; of those that are not done, all are cut there."""
-    known, shared = Beginnings(), text(0, 3 * N + 2 * STEP + 3)
+    known, shared = Beginnings(), text(0, 3 * N + 2 * CUT_STEP + 3)
     known.add("a", shared + text(1000, 40))
     known.add("short", shared[: N - 1] + text(2000, 200))
     assert not cuts(known, "a") and not cuts(known, "short")
     known.add("b", shared + text(3000, 50))
-    cut = 3 * N + 2 * STEP
+    cut = 3 * N + 2 * CUT_STEP
     assert cuts(known, "a") == cuts(known, "b") == [cut]
     known.remove("a")
     # a little more in common than with the others
@@ -48,9 +48,9 @@ def test_what_requests_have_in_common_is_a_part() -> None:
     assert cuts(known, "c") == [cut]
     # the same one again leaves something to compute
     known.add("d", shared[: 2 * N])
-    assert cuts(known, "d") == [2 * N - STEP]
+    assert cuts(known, "d") == [2 * N - CUT_STEP]
     known.add("e", text(0, N) + text(5000, 9))
-    assert cuts(known, "e") == [N] and cuts(known, "b") == [2 * N - STEP, cut]
+    assert cuts(known, "e") == [N] and cuts(known, "b") == [2 * N - CUT_STEP, cut]
 
 
 def test_marks_come_before_what_is_found() -> None:
@@ -80,12 +80,12 @@ def test_prompts_are_forgotten_in_the_order_in_which_they_came() -> None:
     known.add("short", text(40_000, N - 1))
     # moves to the end, and pushes none out
     known.add("again", text(0, 2 * N))
-    assert cuts(known, "again") == [2 * N - STEP]
+    assert cuts(known, "again") == [2 * N - CUT_STEP]
     known.add("more", text(30_000, 2 * N))
     known.add("gone", text(10_000, 2 * N))
     assert cuts(known, "gone") == []
     known.add("there", text(0, 2 * N))
-    assert cuts(known, "there") == [2 * N - STEP]
+    assert cuts(known, "there") == [2 * N - CUT_STEP]
     assert known._tokens <= 6 * N and len(known._remembered) == 3
 
 

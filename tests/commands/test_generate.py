@@ -20,7 +20,7 @@ from hf_diffkv.evaluation import side_by_side as compare
 from hf_diffkv.evaluation.comparison import Agreement
 from hf_diffkv.evaluation.models import TINY_LM
 from hf_diffkv.evaluation.peak import PeakMemory
-from hf_diffkv.evaluation.side_by_side import DIFFKV, DYNAMIC, Job, Run
+from hf_diffkv.evaluation.side_by_side import DIFFKV, DYNAMIC, FinishedRun, Job
 from hf_diffkv.plot.palette import LEVELS
 
 PROMPT_FILE = TINY_LM.parents[1] / "prompts" / "recall.txt"
@@ -134,8 +134,8 @@ def check_bar_picture(path: Path, levels: dict[str, int]) -> None:
         assert area[name] / sum(area.values()) == pytest.approx(count / sum(levels.values()), abs=0.02)
 
 
-def run_of(generated: list[list[int]], **changes) -> Run:
-    base = Run(
+def run_of(generated: list[list[int]], **changes) -> FinishedRun:
+    base = FinishedRun(
         cache=DIFFKV,
         text="text",
         generated=generated,

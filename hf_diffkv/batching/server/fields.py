@@ -16,7 +16,7 @@ from ..sampling import Sampling
 from .errors import RefusedError
 
 # an integer of 64 bits
-LOW, HIGH = -(2**63), 2**63 - 1
+LEAST_INTEGER, GREATEST_INTEGER = -(2**63), 2**63 - 1
 # alternatives and choices that a client may ask for
 MOST_LOGPROBS, MOST_CHOICES, MOST_STOPS = 20, 128, 16
 
@@ -43,7 +43,7 @@ def _as_list(value: Any) -> Any:
 
 
 Label = str | None
-Count = Annotated[int, Field(ge=1, le=HIGH)]
+Count = Annotated[int, Field(ge=1, le=GREATEST_INTEGER)]
 Stops = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MOST_STOPS), BeforeValidator(_as_list)]
 
 
@@ -71,9 +71,9 @@ class Body(Strict):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     # none of the next five is in every route of OpenAI's
-    top_k: Annotated[int, Field(ge=-1, le=HIGH)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=GREATEST_INTEGER)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=LOW, le=HIGH)] | None = None
+    seed: Annotated[int, Field(ge=LEAST_INTEGER, le=GREATEST_INTEGER)] | None = None
     ignore_eos: bool | None = None
     metadata: dict[str, str] | None = None
     user: Label = None

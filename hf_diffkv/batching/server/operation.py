@@ -14,13 +14,14 @@ from starlette.responses import Response
 
 from ..manager import DiffKVBatchingManager
 from ..records import RequestRecord, brought
+from .app import REQUEST_ID
 from .health import Health
 from .limits import Admission, ApiKey, BodyLimit
 from .logs import RequestLine, ServerLog
 from .metrics import Metrics
 from .under_way import Receive, Send, UnderWay
 
-REQUEST_ID = b"x-request-id"
+REQUEST_ID_HEADER = REQUEST_ID.encode()
 HEALTH, METRICS = "/health", "/metrics"
 # a prompt of a million tokens, as their ids
 MAX_BODY = 16_000_000
@@ -77,16 +78,16 @@ class Operated:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         began, status, records = time.perf_counter(), CLIENT_GONE, []
-        request_id = dict(scope["headers"]).get(REQUEST_ID) or str(uuid.uuid4()).encode()
-        headers = [each for each in scope["headers"] if each[0] != REQUEST_ID]
-        scope = {**scope, "headers": [*headers, (REQUEST_ID, request_id)]}
+        request_id = dict(scope["headers"]).get(REQUEST_ID_HEADER) or str(uuid.uuid4()).encode()
+        headers = [each for each in scope["headers"] if each[0] != REQUEST_ID_HEADER]
+        scope = {**scope, "headers": [*headers, (REQUEST_ID_HEADER, request_id)]}
 
         async def reply(message: dict) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                others = [each for each in message.get("headers", []) if each[0].lower() != REQUEST_ID]
-                message = {**message, "headers": [*others, (REQUEST_ID, request_id)]}
+                others = [each for each in message.get("headers", []) if each[0].lower() != REQUEST_ID_HEADER]
+                message = {**message, "headers": [*others, (REQUEST_ID_HEADER, request_id)]}
             await send(message)
 
         brought.set(records)

@@ -17,6 +17,7 @@ from typing import Any
 
 from ...compat import attention_of
 from ...config import DiffKVConfig
+from ...config.allocation import TARGET_RATIO
 from ...config.presets import PRESETS
 from ...precision import PRECISION_NAME, Precision
 from ..errors import EvaluationError
@@ -24,8 +25,8 @@ from . import method
 from .base import HeldBytes, Method
 
 # keys among the fields that `for_model` takes beside those of `DiffKVConfig`
-PRESET, TARGET = "preset", "target_ratio"
-NUMBER = r"\d+(?:\.\d+)?"
+PRESET = "preset"
+DECIMAL = r"\d+(?:\.\d+)?"
 
 
 class DiffKVMethod(Method):
@@ -49,7 +50,7 @@ class DiffKVMethod(Method):
         if self.base is not None:
             return getattr(DiffKVConfig, self.base)(**self.fields)
         if model is None:
-            known = {name: value for name, value in self.fields.items() if name not in (PRESET, TARGET)}
+            known = {name: value for name, value in self.fields.items() if name not in (PRESET, TARGET_RATIO)}
             return DiffKVConfig.from_dict(known)
         return DiffKVConfig.for_model(model, **self.fields)
 
@@ -82,7 +83,7 @@ def parse_options(options: list[str]) -> tuple[dict[str, Any], str | None]:
     base = None
     for option in options:
         levels = re.fullmatch(rf"({PRECISION_NAME.pattern})/({PRECISION_NAME.pattern})", option)
-        alphas = re.fullmatch(rf"({NUMBER})/({NUMBER})", option)
+        alphas = re.fullmatch(rf"({DECIMAL})/({DECIMAL})", option)
         if option in ("lossless", "paper") and hasattr(DiffKVConfig, option):
             base = option
         elif option in PRESETS:

@@ -17,7 +17,7 @@ from .words import CITIES, NAMES, OBJECTS, distinct, filler
 PAIRS, WORDS, PASSAGES, PEOPLE = 12, 12, 4, 6
 CHANGES, TALK = 3, 4
 # facts, and questions with their answers
-Asked = tuple[list[str], list[tuple[str, str]]]
+AskedFacts = tuple[list[str], list[tuple[str, str]]]
 
 
 class FactsTask(AskingTask):
@@ -28,7 +28,7 @@ class FactsTask(AskingTask):
     ordered = False
 
     @abstractmethod
-    def facts(self, rng: random.Random) -> Asked:
+    def facts(self, rng: random.Random) -> AskedFacts:
         """The facts, and questions with their answers."""
 
     def documents(self, source: Source) -> list[Document]:
@@ -50,7 +50,7 @@ class FactsTask(AskingTask):
 class KeyValue(FactsTask):
     """Codes of people: `The code for Maria is 4821.`"""
 
-    def facts(self, rng: random.Random) -> Asked:
+    def facts(self, rng: random.Random) -> AskedFacts:
         names = rng.sample(NAMES, PAIRS)
         codes = rng.sample(range(1000, 10000), PAIRS)
         asked = [(f"The code for {name} is", f"{code}.") for name, code in zip(names, codes)]
@@ -63,7 +63,7 @@ class Dictionary(FactsTask):
 
     count = 4
 
-    def facts(self, rng: random.Random) -> Asked:
+    def facts(self, rng: random.Random) -> AskedFacts:
         words = distinct(rng, WORDS)
         meanings = rng.sample(OBJECTS, WORDS)
         asked = [(f"In the old dialect, {word} means", f"{meaning}.") for word, meaning in zip(words, meanings)]
@@ -87,7 +87,7 @@ def passage(rng: random.Random) -> tuple[str, str]:
 class Passage(FactsTask):
     """Passages, word for word: one is right when all of its forty-odd tokens are."""
 
-    def facts(self, rng: random.Random) -> Asked:
+    def facts(self, rng: random.Random) -> AskedFacts:
         passages = [passage(rng) for _ in range(PASSAGES)]
         asked = [(f"Once more, word for word. {start}", rest) for start, rest in passages]
         return [f"{start} {rest}" for start, rest in passages], asked
@@ -118,7 +118,7 @@ class KeyValueAsked(AskedAtTheEnd, KeyValue):
 class CityAsked(AskedAtTheEnd):
     """`Maria lives in Oslo.`: an answer of one word."""
 
-    def facts(self, rng: random.Random) -> Asked:
+    def facts(self, rng: random.Random) -> AskedFacts:
         asked = [
             (f"{name} lives in", f"{city}.") for name, city in zip(rng.sample(NAMES, PAIRS), rng.sample(CITIES, PAIRS))
         ]
@@ -143,7 +143,7 @@ class Updates(FactsTask):
 
     ordered = True
 
-    def facts(self, rng: random.Random) -> Asked:
+    def facts(self, rng: random.Random) -> AskedFacts:
         names = rng.sample(NAMES, PEOPLE)
         moves = {name: rng.sample(CITIES, CHANGES) for name in names}
         order = [name for name in names for _ in range(CHANGES)]

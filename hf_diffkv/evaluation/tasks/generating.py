@@ -17,7 +17,7 @@ from .chat import ChatPrompt, spoken
 from .prompts import rng_for
 
 SCORE = Metric("score", "score", True)
-KEPT = Metric("kept", "kept of dense", True)
+KEPT_OF_DENSE = Metric("kept", "kept of dense", True)
 
 
 class GeneratingTask(Task):
@@ -27,7 +27,7 @@ class GeneratingTask(Task):
     documents; `kept` is what it is of the dense cache's, over those documents for which that one scores at all.
     """
 
-    metrics = (SCORE, KEPT)
+    metrics = (SCORE, KEPT_OF_DENSE)
     batches = True
     max_new_tokens = 64
 

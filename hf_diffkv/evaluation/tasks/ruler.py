@@ -41,7 +41,7 @@ ASKED, LETTERS, TOKENS_PER_WORD = 3, 6, 50
 # exponent of their distribution and the sum it is divided by; the most frequent word is none
 ALPHA, ZETA, DOTS = 2.0, math.pi**2 / 6, "..."
 # from so many words on, the last of those asked for is there more often than the next one
-LEAST = 53
+FEWEST_TOLD_APART = 53
 
 
 class RulerTask(GeneratingTask):
@@ -308,7 +308,7 @@ class FrequentWords(RulerTask):
         number = max(ASKED + 1, source.length // TOKENS_PER_WORD)
         coded = different(lambda: "".join(rng.choices(string.ascii_lowercase, k=LETTERS)), number)
         words = [DOTS, *coded]
-        total = size + LEAST
+        total = size + FEWEST_TOLD_APART
         drawn = [word for rank, word in enumerate(words, start=1) for _ in range(int(total * rank**-ALPHA / ZETA))]
         rng.shuffle(drawn)
         prompt = ChatPrompt(

@@ -67,7 +67,7 @@ def stretches(pieces: Iterable[str], tokenizer: Any, count: int, length: int, co
 
 
 @task("text")
-class Text(Task):
+class TextTask(Task):
     """KL, top-1 agreement and perplexity of `CONTINUED` tokens behind the prompt."""
 
     metrics = (KL, TOP1, PERPLEXITY)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...native.library import Step, address, call, with_rows
+from ...native.library import StepBlock, address, call, with_rows
 from ...pages import LayerRows
 from ..step import step_block
 
@@ -21,7 +21,7 @@ def append_token(rows: LayerRows, key: Tensor, value: Tensor, *, limit: float, v
     call("step", block)
 
 
-def set_token(block: Step, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def set_token(block: StepBlock, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Has the block append key and value, [batch, heads, dim] or [batch, heads, 1, dim].
 
     Returns what must live until it has run.

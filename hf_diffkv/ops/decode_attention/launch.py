@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 
 import torch
@@ -14,10 +13,10 @@ from ..softmax import Softmax
 from .finish_kernel import finish_kernel
 from .held import Held
 from .kernels import attend_kernel
+from .rows import LOG2_E
 from .scratch import TRITON_DTYPES, KernelConfig, Scratch
 from .splits import MIN_BLOCKS
 
-LOG2_E = math.log2(math.e)
 SPLIT_BLOCK = 16
 SCORE_TOKENS = 128
 FINISH_WARPS = 4
@@ -60,9 +59,9 @@ def decode_attention(
         return output
     if valid is not None:
         valid = valid.to(torch.bool).contiguous().view(torch.uint8)
-    logit_scale, cap = scaling * LOG2_E, None
+    logit_scale, cap = scaling * LOG2_E.value, None
     if softcap is not None:
-        logit_scale, cap = 2 * scaling * LOG2_E / softcap, softcap * LOG2_E
+        logit_scale, cap = 2 * scaling * LOG2_E.value / softcap, softcap * LOG2_E.value
     constants = kernel_constants(layout, group, config)
     shared = {
         "pages": rows.pages,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...native.library import Step, address, call, with_rows
+from ...native.library import StepBlock, address, call, with_rows
 from ...pages import LayerRows
 from ..softmax import Softmax
 from ..step import step_block
@@ -25,7 +25,7 @@ def decode_attention(
 
 
 def attend(
-    block: Step, query: Tensor, softmax: Softmax, *, valid: Tensor | None = None, held: Held | None = None
+    block: StepBlock, query: Tensor, softmax: Softmax, *, valid: Tensor | None = None, held: Held | None = None
 ) -> Tensor:
     """Runs a block of `step_block` for queries [batch, query_heads, key_dim] or [batch, query_heads, 1, key_dim].
 
@@ -56,7 +56,7 @@ def attend(
     return output
 
 
-def _join(block: Step, held: Held) -> None:
+def _join(block: StepBlock, held: Held) -> None:
     """Joins what tokens receive with other layers; makes the buffer, [rows, tokens of a row], at the first of them."""
     block.fold, block.hold = held.received is not None, not held.last
     rows = block.batch * block.heads

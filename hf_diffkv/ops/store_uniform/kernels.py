@@ -19,6 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...pages import pool
 from ..compact.kernels import column
 from ..quantize.kernels import padded_width, rows_at, stored_bits, tier_dims, write_tile
 from ..rotation_kernel import rotated_tile, rounded
@@ -26,8 +27,8 @@ from ..rounding.kernels import MOST_BITS, round_tile
 
 # what is of one layer, and so stands at any address
 LENGTHS = ("length", "window_start", "sink_end")
-COUNTS = ("alpha_high", "high_count", "low_count")
-START, FREE, CAPACITY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+ALPHA_AND_COUNTS = ("alpha_high", "high_count", "low_count")
+START, FREE, CAPACITY = tl.constexpr(pool.START), tl.constexpr(pool.FREE), tl.constexpr(pool.CAPACITY)
 
 
 @triton.jit
@@ -85,7 +86,7 @@ def row_counts(alpha_high, high_count, low_count, count, length, window_start, s
     return after, have, tl.where(there, tl.maximum(need - have, 0), 0)
 
 
-@triton.jit(do_not_specialize=["table", *COUNTS, *LENGTHS, "rows", "heads", "width", "tokens", "window"])
+@triton.jit(do_not_specialize=["table", *ALPHA_AND_COUNTS, *LENGTHS, "rows", "heads", "width", "tokens", "window"])
 def take_pages_kernel(
     ring, state, table, alpha_high, high_count, low_count, count, length, window_start, sink_end, rows, heads, width,
     tokens, window, HIGH_TOKENS: tl.constexpr, LOW_TOKENS: tl.constexpr, CHUNK: tl.constexpr,
@@ -119,7 +120,7 @@ def take_pages_kernel(
         taken += CHUNK
 
 
-@triton.jit(do_not_specialize=[*COUNTS, *LENGTHS, "rows", "batch", "heads", "tokens", "window"])
+@triton.jit(do_not_specialize=[*ALPHA_AND_COUNTS, *LENGTHS, "rows", "batch", "heads", "tokens", "window"])
 def advance_kernel(
     state, alpha_high, high_count, low_count, count, length, window_start, sink_end, rows, batch, heads, tokens, window,
     HIGH_TOKENS: tl.constexpr, LOW_TOKENS: tl.constexpr, CHUNK: tl.constexpr,
