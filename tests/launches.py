@@ -8,6 +8,9 @@ import pytest
 from host_reads import HostReads
 from triton.runtime.interpreter import GridExecutor
 
+from hf_diffkv.ops.backend import use_backend
+from hf_diffkv.store import prompt
+
 # they only allocate, or tell what is known without the device
 NO_LAUNCH = {
     "empty",
@@ -59,6 +62,20 @@ class Launches(HostReads):
         if launches(func):
             self.note(func.overloadpacket.__name__)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def mark_attention(counter: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has prompts attend by the reference, in the phase "attention", behind which is the phase "after"."""
+    attention = prompt.prefill_attention
+
+    def marked(*args: Any, **options: Any) -> Any:
+        counter.phase = "attention"
+        with use_backend("reference"):
+            found = attention(*args, **options)
+        counter.phase = "after"
+        return found
+
+    monkeypatch.setattr(prompt, "prefill_attention", marked)
 
 
 def launches(func: Any) -> bool:

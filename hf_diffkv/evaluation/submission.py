@@ -12,26 +12,12 @@ from typing import Any
 
 from .errors import EvaluationError
 from .records import Record
-from .statistics import estimate
+from .statistics import Estimate, estimate
 from .tasks import get_task
 
 SUBMISSION_FORMAT = 1
 # of an environment; versions of other packages may stand beside them
 NEEDED = ("python", "torch", "transformers", "device", "commit")
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A metric over documents: total / weight, and its 95 % interval."""
-
-    total: float
-    weight: float
-    low: float
-    high: float
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.weight
 
 
 @dataclass(frozen=True)
@@ -54,7 +40,7 @@ class SubmissionEntry:
     dense_bytes: int
     payload_bytes: int | None
     simulated: bool
-    metrics: dict[str, Figure]
+    metrics: dict[str, Estimate]
     environment: dict[str, Any]
 
     @property
@@ -93,8 +79,7 @@ def _entry(records: list[Record]) -> SubmissionEntry:
     for metric in get_task(first.task).metrics:
         sums = [tuple(record.metrics[metric.name]) for record in records if metric.name in record.metrics]
         if sums and sum(weight for _, weight in sums):
-            found = estimate(sums)
-            metrics[metric.name] = Figure(found.total, found.weight, found.low, found.high)
+            metrics[metric.name] = estimate(sums)
     payloads = [record.payload_bytes for record in records]
     digest = hashlib.sha256("".join(sorted(record.digest for record in records)).encode()).hexdigest()[:16]
     return SubmissionEntry(
@@ -172,7 +157,7 @@ ENTRY = {
     **{"method": TEXT, "task": TEXT, "documents": COUNT, "digest": TEXT, "bytes": COUNT, "dense_bytes": COUNT},
     **{"payload_bytes": COUNT_OR_NULL, "simulated": FLAG, "metrics": OBJECT, "environment": OBJECT},
 }
-FIGURE = {each.name: NUMBER for each in fields(Figure)}
+FIGURE = {each.name: NUMBER for each in fields(Estimate)}
 
 
 def _checked(value: Any, known: dict[str, tuple[Check, str]], place: str = "") -> dict[str, Any]:
@@ -212,7 +197,7 @@ def _read_entry(value: Any, place: str) -> SubmissionEntry:
         at = f"{place}metrics.{name}"
         if name not in known:
             raise ValueError(f"{at} is no metric of the task {entry['task']!r}")
-        found = metrics[name] = Figure(**_checked(figure, FIGURE, f"{at}."))
+        found = metrics[name] = Estimate(**_checked(figure, FIGURE, f"{at}."))
         if found.weight <= 0:
             raise ValueError(f"{at}.weight={found.weight!r} must be above 0")
         if found.low > found.high:

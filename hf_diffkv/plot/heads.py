@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .figure import LARGE, SIZE, Picture, new_figure
-from .overview import report_of, ticks
-from .palette import EDGE, INK, PAPER, shades
+from .figure import Picture, new_figure
+from .overview import finished, label_cells, report_of
+from .palette import PAPER, shades
 
 if TYPE_CHECKING:
     from ..cache.diffkv_cache import DiffKVCache
@@ -28,23 +28,15 @@ def precisions(cache: DiffKVCache | MemoryReport, title: str | None = None) -> P
         ValueError: no cache, or one that holds nothing yet.
     """
     report = report_of(cache)
-    rows, columns = max(len(layer.precisions) for layer in report.layers), len(report.layers)
+    rows = max(len(layer.precisions) for layer in report.layers)
     colours = precision_colours(report)
     figure = new_figure(PRECISIONS_WIDTH, min(HEADS_HEIGHT, rows * HEAD_HEIGHT) + 1.5)
     axis = figure.add_subplot()
     _draw(axis, [(column, layer.precisions) for column, layer in enumerate(report.layers)], colours)
-    axis.set(xlim=(0, columns), ylim=(rows, 0))
-    axis.spines[:].set_visible(False)
-    ticks(axis.xaxis, [layer.layer_idx for layer in report.layers])
-    ticks(axis.yaxis, list(range(rows)))
-    axis.set_xlabel("layer", fontsize=SIZE, color=INK)
-    axis.set_ylabel("KV head", fontsize=SIZE, color=INK)
-    figure.suptitle(title or f"Bits of every head: {report.ratio:.1%} of a dense cache", fontsize=LARGE, color=INK)
-    from matplotlib.patches import Patch
-
-    handles = [Patch(facecolor=colour, edgecolor=EDGE, linewidth=0.5, label=name) for name, colour in colours.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncol=min(6, len(colours)), frameon=False, fontsize=SIZE)
-    return Picture(figure)
+    label_cells(axis.xaxis, "layer", [layer.layer_idx for layer in report.layers])
+    label_cells(axis.yaxis, "KV head", list(range(rows)))
+    title = title or f"Bits of every head: {report.ratio:.1%} of a dense cache"
+    return finished(figure, title, colours, min(6, len(colours)))
 
 
 def precision_colours(report: MemoryReport) -> dict[str, str]:

@@ -39,18 +39,9 @@ def levels(cache: DiffKVCache | MemoryReport, title: str | None = None) -> Pictu
     axis = figure.add_subplot()
     bars = [bar for row, layer in enumerate(report.layers) for bar in _bars(row, layer)]
     _draw(axis, bars)
-    axis.set(xlim=(0, columns), ylim=(rows, 0))
-    axis.spines[:].set_visible(False)
-    ticks(axis.xaxis, list(range(columns)))
-    ticks(axis.yaxis, [layer.layer_idx for layer in report.layers])
-    axis.set_xlabel("KV head: share of the tokens it has seen", fontsize=SIZE, color=INK)
-    axis.set_ylabel("layer", fontsize=SIZE, color=INK)
-    figure.suptitle(title or _title(report), fontsize=LARGE, color=INK)
-    from matplotlib.patches import Patch
-
-    handles = [Patch(facecolor=colour, edgecolor=EDGE, linewidth=0.5, label=name) for name, colour in LEVELS.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncol=len(LEVELS), frameon=False, fontsize=SIZE)
-    return Picture(figure)
+    label_cells(axis.xaxis, "KV head: share of the tokens it has seen", list(range(columns)))
+    label_cells(axis.yaxis, "layer", [layer.layer_idx for layer in report.layers])
+    return finished(figure, title or _title(report), LEVELS, len(LEVELS))
 
 
 def report_of(cache: DiffKVCache | MemoryReport) -> MemoryReport:
@@ -94,8 +85,22 @@ def _draw(axis: Any, bars: list[tuple[str, float, float, float]]) -> None:
         axis.add_collection(PolyCollection(corners, facecolor=colour, linewidth=0, label=name))
 
 
-def ticks(axis: Any, names: list[int]) -> None:
-    """Names under the middle of cells, as many as there is room for."""
+def label_cells(axis: Any, label: str, names: list[int]) -> None:
+    """Names under the middle of cells, as many as there is room for, along an axis from left to right or downwards."""
     step = -(-len(names) // TICKS)
     axis.set_ticks([i + 0.5 for i in range(0, len(names), step)], [str(name) for name in names[::step]])
     axis.set_tick_params(length=0, labelsize=SMALL, labelcolor=INK)
+    axis.set_label_text(label, fontsize=SIZE, color=INK)
+    first, last = (0, len(names)) if axis.axis_name == "x" else (len(names), 0)
+    axis.axes.set(**{f"{axis.axis_name}lim": (first, last)})
+
+
+def finished(figure: Any, title: str, colours: dict[str, str], columns: int) -> Picture:
+    """The picture with a title above and what colours mean below, in so many columns."""
+    from matplotlib.patches import Patch
+
+    figure.axes[0].spines[:].set_visible(False)
+    figure.suptitle(title, fontsize=LARGE, color=INK)
+    handles = [Patch(facecolor=colour, edgecolor=EDGE, linewidth=0.5, label=name) for name, colour in colours.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncol=columns, frameon=False, fontsize=SIZE)
+    return Picture(figure)

@@ -106,16 +106,9 @@ def pin_candidates(store: Store) -> None:
     store.window_score.scatter_(3, slot, pinned_sums(store, score, position))
 
 
-def stored_form(
-    store: Store, layer: int, key: Tensor, value: Tensor, offset: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Keys and values of the model, [batch, heads, tokens, dim], as the store holds them.
-
-    Args:
-        offset: [batch, heads, key_dim], for rows whose offset is about to change; None takes the one they have.
-    """
-    offset = _offset(store, layer) if offset is None else offset
-    return rotate(key, store.key_rotation, offset), rotate(value, store.value_rotation)
+def stored_form(store: Store, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of the model, [batch, heads, tokens, dim], as the store holds them."""
+    return rotate(key, store.key_rotation, _offset(store, layer)), rotate(value, store.value_rotation)
 
 
 def query_form(store: Store, query: Tensor) -> Tensor:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,8 +22,8 @@ from hf_diffkv.evaluation.models import TINY_LM
 
 httpx = pytest.importorskip("httpx")
 parts = pytest.importorskip("hf_diffkv.batching.server.parts", exc_type=ImportError)
+from live_server import ENDLESS, PATIENCE, LiveServer  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
     "{% for message in messages %}@{{ message.role }}={{ message.content }}\n{% endfor %}"
@@ -34,72 +31,30 @@ TEMPLATE = (
 )
 TOOL = {"type": "function", "function": {"name": "tree_height", "parameters": {"type": "object", "properties": {}}}}
 BUDGET, SLOTS, LONGEST, NEW = 12_000_000, 6, 1200, 6
-ASKED = 1100
-LONG = {"max_tokens": ASKED, "ignore_eos": True}
-PATIENCE = 60
 
 
-class Server:
-    """The command, and requests to it."""
+class Server(LiveServer):
+    """The command with all that it offers, and requests to it."""
 
     def __init__(self, folder: Path) -> None:
         (folder / "template.jinja").write_text(TEMPLATE)
-        self.errors = folder / "stderr.txt"
-        sizes = {"max-bytes": BUDGET, "max-requests": SLOTS, "max-length": LONGEST, "max-batch-tokens": 96}
-        others = {"port": 0, "chat-template": folder / "template.jinja", "dtype": "float32", "device": "cpu"}
+        sizes = {"max-requests": SLOTS, "max-length": LONGEST, "max-batch-tokens": 96, "log-every": 0.2}
         prefixes = {"prefix-bytes": 4 << 20, "prefix-folder": folder / "prefixes", "prefix-folder-bytes": 64 << 20}
-        given = {**sizes, **others, **prefixes, "log-every": 0.2}.items()
-        options = ["--lossless", "--greedy", *(f"--{name}={value}" for name, value in given)]
-        command = [sys.executable, "-m", "hf_diffkv", "serve", "tiny-lm", *options]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        with self.errors.open("w") as file:
-            # a shell may have had its children ignore what Ctrl-C sends
-            reset = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
-            self.process = subprocess.Popen(command, stderr=file, env=environment, preexec_fn=reset)
-        found = self.until(lambda: re.search(r"http://localhost:\d+", self.errors.read_text()))
-        self.client = httpx.Client(base_url=found[0], timeout=PATIENCE)
-        self.until(self.answers)
-
-    def until(self, found: Callable[[], Any]) -> Any:
-        """What `found` finds at last."""
-        for _ in range(PATIENCE * 20):
-            result = found()
-            if result:
-                return result
-            assert self.process.poll() is None, self.errors.read_text()
-            time.sleep(0.05)
-        raise AssertionError(f"nothing came; {self.errors.read_text()}")
-
-    def answers(self) -> bool:
-        try:
-            return self.client.get("/health").json() == {"status": "ok"}
-        except httpx.ConnectError:
-            return False
-
-    def statistics(self) -> dict[str, Any]:
-        return self.client.get("/diffkv").json()
-
-    def idle(self) -> dict[str, Any]:
-        """The statistics, once nothing is in flight or waiting and every page is free."""
-
-        def at_rest() -> dict[str, Any] | None:
-            found = self.statistics()
-            return found if (found["requests"], found["waiting"], found["free_share"]) == (0, 0, 1.0) else None
-
-        return self.until(at_rest)
+        given = {**sizes, **prefixes, "chat-template": folder / "template.jinja"}
+        super().__init__(folder, *(f"--{name}={value}" for name, value in given.items()))
 
     def chat(self, text: str, max_tokens: int | None = NEW, **fields: Any) -> Any:
         body = {"messages": [{"role": "user", "content": text}], "max_tokens": max_tokens, **fields}
         return self.client.post("/v1/chat/completions", json=body)
 
-    def stream(self, text: str, **headers: str) -> Any:
+    def stream_chat(self, text: str, **headers: str) -> Any:
         counts = {"stream": True, "stream_options": {"include_usage": True}}
         body = {"messages": [{"role": "user", "content": text}], "max_tokens": NEW, **counts}
         return self.client.stream("POST", "/v1/chat/completions", json=body, headers=headers)
 
     def long(self, **headers: str) -> Any:
         """A stream that goes on for as long as somebody reads it."""
-        body = {"messages": [{"role": "user", "content": "a"}], **LONG, "stream": True}
+        body = {"messages": [{"role": "user", "content": "a"}], **ENDLESS, "stream": True}
         return self.client.stream("POST", "/v1/chat/completions", json=body, headers=headers)
 
 
@@ -146,7 +101,7 @@ def test_many_streaming_clients_get_what_generate_says(server: Server) -> None:
     texts = [f"@oak={5000 + 7 * i}" + " @elm=1177" * (i % 9) + f" ?oak=\n{'?elm=' * (i % 2)}" for i in range(32)]
     before = server.idle()
     with ThreadPoolExecutor(len(texts)) as pool:
-        answers = list(pool.map(lambda text: read(server.stream(text)), texts))
+        answers = list(pool.map(lambda text: read(server.stream_chat(text)), texts))
     said = 0
     for text, (pieces, last) in zip(texts, answers):
         ids = prompt_of(text)
@@ -218,7 +173,7 @@ def test_clients_that_go_away_free_their_pages(server: Server) -> None:
     # a connection is closed with what reads from it
     lines = [stream.__enter__().iter_lines() for stream in reading]
     assert all(next(each) for each in lines)
-    body = {"prompt": "a", **LONG}
+    body = {"prompt": "a", **ENDLESS}
     with pytest.raises(httpx.ReadTimeout):
         server.client.post("/v1/completions", json=body, timeout=httpx.Timeout(PATIENCE, read=0.3))
     waiting = [server.long() for _ in range(SLOTS)]
@@ -233,7 +188,7 @@ def test_clients_that_go_away_free_their_pages(server: Server) -> None:
     for stream in reading + waiting:
         stream.__exit__(None, None, None)
     said = server.idle()["generated_tokens"] - before["generated_tokens"]
-    assert 0 < said < ASKED
+    assert 0 < said < ENDLESS["max_tokens"]
 
 
 def test_what_has_no_room_is_refused_with_the_reason(server: Server) -> None:
@@ -243,7 +198,7 @@ def test_what_has_no_room_is_refused_with_the_reason(server: Server) -> None:
     assert f"{LONGEST} new ones" in reason and f"room for {LONGEST};" in reason
     answer = server.chat("a" * 2000)
     assert answer.status_code == 400 and "shorten the prompt" in answer.json()["error"]["message"]
-    with server.stream("a" * 2000) as response:
+    with server.stream_chat("a" * 2000) as response:
         assert response.status_code == 400
     # who does not say how much gets what there is room for
     text = "a" * (LONGEST - len(prompt_of("")) - 3)
@@ -259,7 +214,7 @@ def test_names_that_do_not_go(server: Server) -> None:
     with server.long(**{"x-request-id": "mine"}) as response:
         lines = response.iter_lines()
         assert next(lines)
-        with server.stream("b", **{"x-request-id": "mine"}) as second:
+        with server.stream_chat("b", **{"x-request-id": "mine"}) as second:
             assert second.status_code == 409 and "'mine'" in second.read().decode()
         # the first one has its stream still
         assert any("content" in line for line, _ in zip(lines, range(4)))

@@ -10,7 +10,7 @@ import torch
 from native_code import needs_native
 from test_append import assert_alike as assert_appended_alike
 from test_append import state as window_state
-from test_compact_kernel import State, run_reference, small_layout
+from test_compact_kernel import State, run_reference, small_layout, unservable
 from test_quantize_kernel import NARROW, PAGES, make_tokens, poisoned, tier_of
 
 from hf_diffkv.native.library import CorruptMemoryError
@@ -239,14 +239,7 @@ def test_ties_go_to_the_oldest() -> None:
 
 @pytest.mark.parametrize("reason, flag", [("free list", 1), ("row", 2)])
 def test_a_round_that_cannot_be_served_is_called_off(reason: str, flag: int) -> None:
-    layout = small_layout()
-    full = layout.high.capacity
-    state = State(layout, [full, full, 3], [0, 0, 0], seed=9, scores=1e6)
-    candidates = state.candidates(mean=[2.0, 2.0, 2.0])
-    if reason == "free list":
-        state.free_list.state[1] = 1
-    else:
-        state.table = state.table[:, :1].contiguous()
+    state, candidates = unservable(reason)
     before = state.clone()
     assert compact(state, candidates, state.thresholds()) == flag
     assert_alike(state, before)

@@ -324,8 +324,8 @@ def simulate(tokens, score, position, key, value, length, high, low):
         tokens[victim][0] = LOW
 
 
-@pytest.mark.parametrize("reason", ["free list", "row"])
-def test_a_round_that_cannot_be_served_is_called_off(reason):
+def unservable(reason):
+    """A state that needs two further pages but lacks them, or places for them in its rows; and its candidates."""
     layout = small_layout()
     full = layout.high.capacity
     state = State(layout, [full, full, 3], [0, 0, 0], seed=9, scores=1e6)
@@ -334,6 +334,12 @@ def test_a_round_that_cannot_be_served_is_called_off(reason):
         state.free_list.state[1] = 1
     else:
         state.table = state.table[:, :1].contiguous()
+    return state, candidates
+
+
+@pytest.mark.parametrize("reason", ["free list", "row"])
+def test_a_round_that_cannot_be_served_is_called_off(reason):
+    state, candidates = unservable(reason)
     before = state.clone()
     flag = torch.tensor([4], dtype=torch.int32)
     assert run_kernel(state, candidates, state.thresholds(), flag) is flag

@@ -11,7 +11,7 @@ import thresholds_oracle
 import torch
 from dense_simulation import Rule
 from given_stores import new_store
-from launches import Launches
+from launches import Launches, mark_attention
 from test_compressed import Pair, left_padding
 from test_pinned import PIN, Pinned, PinnedPair
 from test_rotated import RotatedPair, RotatedSharedPair
@@ -181,17 +181,9 @@ def test_what_cannot_be_stored_is_seen_at_the_next_look(how: str, monkeypatch: p
 @pytest.mark.sampled(100)
 def test_launches_and_reads(fields: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """After attention at most 12 launches a layer; the device is read by looks alone."""
-    store, attention = make_store(2, **fields), prompt.prefill_attention
+    store = make_store(2, **fields)
     counter = Launches(monkeypatch)
-
-    def marked(*args: object, **options: object) -> object:
-        counter.phase = "attention"
-        with use_backend("reference"):
-            found = attention(*args, **options)
-        counter.phase = "after"
-        return found
-
-    monkeypatch.setattr(prompt, "prefill_attention", marked)
+    mark_attention(counter, monkeypatch)
     with use_backend("kernels"), torch.no_grad():
         # all stay in the window; they leave it and rows are centred; a turn over what is stored
         for turn, tokens in enumerate((6, 20, 12)):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import uniform_oracle
 from given_stores import new_store
-from launches import Launches
+from launches import Launches, mark_attention
 from simulated_storage import rotation
 from test_compressed import left_padding
 from test_rotated import RotatedPair, held_offset
@@ -18,7 +18,7 @@ from test_rotated import RotatedPair, held_offset
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import Store, attend_tokens, begin_forward, check_integrity, prompt
+from hf_diffkv.store import Store, attend_tokens, begin_forward, check_integrity
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
@@ -129,16 +129,8 @@ def test_launches_and_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def launches_of_turns(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """What the second layer of two requests launches after attention, for a prompt and two turns."""
-    counter, attention, found = Launches(monkeypatch), prompt.prefill_attention, []
-
-    def marked(*args: object, **options: object) -> object:
-        counter.phase = "attention"
-        with use_backend("reference"):
-            output = attention(*args, **options)
-        counter.phase = "after"
-        return output
-
-    monkeypatch.setattr(prompt, "prefill_attention", marked)
+    counter, found = Launches(monkeypatch), []
+    mark_attention(counter, monkeypatch)
     with use_backend("kernels"), torch.no_grad():
         # all stay in the window; they leave it and rows are centred; a turn over what is stored
         for turn, tokens in enumerate((6, 20, 12)):
