@@ -31,9 +31,7 @@ LEAD = 8
 POSITIONS = "positions"
 
 
-def documents_for(
-    tokenizer: Any, pieces: Iterable[str] | None = None, length: int = DOCUMENT_LENGTH, seed: int = SEED
-) -> list[Document]:
+def documents_for(tokenizer: Any, pieces: Iterable[str] | None = None, length: int = DOCUMENT_LENGTH) -> list[Document]:
     """Eight documents whose `continuation` is run behind the prompt, logits counting at `extra["positions"]`.
 
     Args:
@@ -43,11 +41,11 @@ def documents_for(
     Raises:
         EvaluationError: a text that is too short, or a length that is too small for the facts.
     """
-    pieces = short_topics(seed) if pieces is None else pieces
+    pieces = short_topics() if pieces is None else pieces
     found = stretches(pieces, tokenizer, TEXT_COUNT + COPY_COUNT, length, FOLLOWING)
     texts = [_counting_at(document, range(FOLLOWING)) for document in found[:TEXT_COUNT]]
-    copies = [copying(document, tokenizer, index, seed) for index, document in enumerate(found[TEXT_COUNT:])]
-    source = Source(tokenizer, 1, length, seed)
+    copies = [copying(document, tokenizer, index) for index, document in enumerate(found[TEXT_COUNT:])]
+    source = Source(tokenizer, 1, length, SEED)
     recall = [recalling(get_task(name).document(source, index)) for name, count in RECALL for index in range(count)]
     return [*texts, *recall, *copies]
 
@@ -57,8 +55,8 @@ def digest_of(documents: Sequence[Document]) -> str:
     return hashlib.sha256("".join(document.digest for document in documents).encode()).hexdigest()[:16]
 
 
-def short_topics(seed: int) -> list[str]:
-    """Topics of Python's documentation that the evaluation takes nothing from, in an order that the seed draws."""
+def short_topics() -> list[str]:
+    """Topics of Python's documentation that the evaluation takes nothing from, in an order that `SEED` draws."""
     topics = pydoc_data.topics.topics
     scored = texts()
     chosen = [
@@ -66,7 +64,7 @@ def short_topics(seed: int) -> list[str]:
         for name in sorted(topics)
         if not any(part in chapter for part in _paragraphs(topics[name]) for chapter in scored)
     ]
-    random.Random(f"{seed}/topics").shuffle(chosen)
+    random.Random(f"{SEED}/topics").shuffle(chosen)
     return chosen
 
 
@@ -89,9 +87,9 @@ def recalling(document: Document) -> Document:
     )
 
 
-def copying(document: Document, tokenizer: Any, index: int, seed: int) -> Document:
+def copying(document: Document, tokenizer: Any, index: int) -> Document:
     """A text, then a part of it again; predictions count once it is clear which."""
-    start = random.Random(f"{seed}/copy/{index}").randrange(len(document.context) // 2)
+    start = random.Random(f"{SEED}/copy/{index}").randrange(len(document.context) // 2)
     again = document.context[start : start + FOLLOWING]
     copied = replace(
         document, name=f"copy-{index}", context=(*document.context, *encode(tokenizer, "\n\n")), continuation=again

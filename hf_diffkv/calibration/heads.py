@@ -15,9 +15,8 @@ from tqdm.auto import tqdm
 from ..cache.diffkv_cache import DiffKVCache, config_of
 from ..config import DiffKVConfig, Precision
 from ..config.allocation import SENSITIVITY, fields_for
-from ..config.diffkv_config import configuration_of, with_calibration
+from ..config.diffkv_config import with_calibration
 from ..config.digest import model_digest
-from ..config.presets import head_size
 from ..config.sensitivity import KEY_BITS, MEASURED_FIELDS, VALUE_BITS, Sensitivity, mean_of
 from ..evaluation.environment import describe_environment
 from ..evaluation.errors import EvaluationError
@@ -79,19 +78,6 @@ def measure_heads(
                 # is no measure of the time that others take
                 bar.total -= _work(len(layers))
     return _summary(model, documents, [records.of(document) for document in documents])
-
-
-def shapes_of(model: Any) -> tuple[tuple[int, int, int], ...]:
-    """KV heads, key_dim and value_dim of each layer that a cache compresses, as the configuration has them.
-
-    Args:
-        model: a model or its configuration. Others as `DiffKVCache` raises.
-    """
-    model_config = configuration_of(model)
-    text_config = model_config.get_text_config(decoder=True)
-    heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
-    head_dim, _ = head_size(model_config)
-    return ((heads, head_dim, head_dim),) * len(DiffKVCache(model_config).compressed_layers())
 
 
 def config_for(sensitivity: Sensitivity, target_ratio: float, **source: Any) -> DiffKVConfig:

@@ -62,19 +62,6 @@ class Sensitivity:
             if bits not in errors or not all(0 < error < math.inf for error in errors.values()):
                 raise ValueError(f"{name} must have positive numbers by bits, {bits} among them.")
 
-    @property
-    def model(self) -> str:
-        """The model in words."""
-        return _in_words(self.model_type, self.shapes)
-
-    def check_model(self, model_type: str, shapes: Sequence[tuple[int, int, int]]) -> None:
-        """Raises `ValueError` for a model with other layers or heads; weights may be others."""
-        if (model_type, tuple(shapes)) != (self.model_type, self.shapes):
-            raise ValueError(
-                f"what heads lose was measured on {self.model}, and this is {_in_words(model_type, shapes)}; measure "
-                "it anew with `hf-diffkv calibrate --ratio`."
-            )
-
     def loss(self, layer: int, head: int, precision: Precision) -> float:
         """Predicted KL of one head at a precision: errors of keys and of values scale its measured losses.
 
@@ -130,11 +117,6 @@ class Sensitivity:
             return cls.from_dict(json.loads(Path(path).read_text()))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
-
-
-def _in_words(model_type: str, shapes: Sequence[tuple[int, int, int]]) -> str:
-    kinds = sorted({f"{heads} KV heads of {dim}" for heads, dim, _ in shapes})
-    return f"{model_type} with {len(shapes)} compressed layers of {' or '.join(kinds)}"
 
 
 def mean_of(rows: Sequence[Sequence[Sequence[float]]]) -> tuple[tuple[float, ...], ...]:

@@ -83,19 +83,16 @@ def _quotient(pairs: Sequence[tuple[int | None, int | None]]) -> float | None:
     return sum(a for a, _ in pairs) / sum(b for _, b in pairs)
 
 
-def format_estimate(metric: Metric, value: Estimate | None, interval: bool = False) -> str:
-    """The figure as a table shows it; with `interval` its bounds behind it."""
+def format_estimate(metric: Metric, value: Estimate | None) -> str:
+    """The figure as a table shows it."""
     if value is None or not value.weight:
         return "-"
     if metric.digits is None:
-        text = f"{value.total:g} of {value.weight:g}"
-        return f"{text} ({value.low:.0%} to {value.high:.0%})" if interval else text
-    figure, low, high = (metric.transform(x) for x in (value.mean, value.low, value.high))
-    text = f"{figure:.{metric.digits}f}"
-    return f"{text} ({low:.{metric.digits}f} to {high:.{metric.digits}f})" if interval else text
+        return f"{value.total:g} of {value.weight:g}"
+    return f"{metric.transform(value.mean):.{metric.digits}f}"
 
 
-def markdown(records: Iterable[Record], interval: bool = False) -> str:
+def markdown(records: Iterable[Record]) -> str:
     """A table in Markdown; below it what failed, why, and which methods were run on fewer documents than others."""
     rows = best_first(rows_of(records))
     columns = list(dict.fromkeys(key for row in rows for key in row.cells))
@@ -104,7 +101,7 @@ def markdown(records: Iterable[Record], interval: bool = False) -> str:
     lines = [head, ["---"] * len(head)]
     for row in rows:
         ratio = _percent(row.ratio) + (" (simulated)" if row.simulated else "")
-        cells = [_cell(row.cells.get(key), interval) for key in columns]
+        cells = [str(row.cells.get(key, "-")) for key in columns]
         lines.append([row.method, ratio, _percent(row.payload_ratio), *cells])
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     notes = [f"- `{row.method}` failed: {error}" for row in rows for error in row.errors]
@@ -113,12 +110,6 @@ def markdown(records: Iterable[Record], interval: bool = False) -> str:
         if count < documents:
             notes.append(f"- `{row.method}` was run on {count} of {documents} documents.")
     return table + ("\n\n" + "\n".join(notes) if notes else "") + "\n"
-
-
-def _cell(cell: Cell | None, interval: bool) -> str:
-    if cell is None:
-        return "-"
-    return format_estimate(cell.metric, cell.estimate, interval) if cell.estimate is not None else str(cell)
 
 
 def _percent(ratio: float | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,13 +53,11 @@ def measure(
     method: Method,
     documents: Iterable[Document],
     expected: Iterable[tuple[Tensor, int]],
-    step: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Runs `method` on all documents, teacher-forced.
 
     Args:
         expected: what `references` gave for the same documents.
-        step: called after each document.
     """
     kl = top1 = count = 0.0
     held = whole = 0
@@ -68,7 +66,6 @@ def measure(
         sums = compare_logits(logits, reference, document.continuation[1:])
         kl, top1, count = kl + sums["kl"][0], top1 + sums["top1"][0], count + sums["kl"][1]
         held, whole = held + size, whole + dense_bytes
-        step()
     return Outcome(name, kl / count, top1 / count, held, whole)
 
 

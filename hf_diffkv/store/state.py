@@ -179,7 +179,7 @@ class Store:
         tensors += [self.length, self.window_start, self.sink_end, self.table.table, self.alpha_high, self.alpha_low]
         tensors += [self.layer_index, self.head_index, self.invalid, self.changed_past, self.key_offset]
         if self.scratch is not None:
-            tensors += [t for t in vars(self.scratch).values() if isinstance(t, Tensor)]
+            tensors += self.scratch.tensors()
         return [*tensors, self.flag, *self.bound_tensors()]
 
     def bound_tensors(self) -> list[Tensor]:
@@ -264,7 +264,7 @@ class Store:
         held = [self.pool.free_list.ring, self.pool.free_list.state, self.table.table]
         held += [getattr(self, name) for name in ROW_STATE]
         held += [self.flag, self.invalid]
-        held += [] if self.scratch is None else [t for t in vars(self.scratch).values() if isinstance(t, Tensor)]
+        held += [] if self.scratch is None else self.scratch.tensors()
         feedback = self.model_feedback
         held += [] if feedback is None else [feedback.matrix, feedback.layer, feedback.head]
         return (self.pool.address, *((tensor.data_ptr(), tensor.shape) for tensor in held))

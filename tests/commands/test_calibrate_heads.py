@@ -44,7 +44,7 @@ def test_a_configuration_with_a_precision_for_each_head(calibrated: Path) -> Non
     config = DiffKVConfig.from_pretrained(calibrated)
     block = config.calibration
     measured = Sensitivity.from_dict(block["sensitivity"])
-    assert measured.model == "llama with 6 compressed layers of 2 KV heads of 64" and measured.element_bytes == 2
+    assert (measured.model_type, measured.shapes, measured.element_bytes) == ("llama", ((2, 64, 64),) * 6, 2)
     found = allocate(measured, 0.21)
     assert config == DiffKVConfig(head_precisions=found.precisions, adaptive_rounding=True, metadata_bits=16, window=32)
     assert block["ratio"] == found.ratio <= 0.21 and block["predicted_kl"] == found.loss

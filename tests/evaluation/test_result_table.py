@@ -34,9 +34,9 @@ HALF = [
 FAILED = Record(BAD, TASK, "d1", "1", error="ValueError: too | long")
 
 
-def table(records: list[Record], **options) -> tuple[list[list[str]], list[str]]:
+def table(records: list[Record]) -> tuple[list[list[str]], list[str]]:
     """Cells of the rows, and the notes below."""
-    lines = markdown(records, **options).splitlines()
+    lines = markdown(records).splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("|")]
     return rows, [line for line in lines if line.startswith("- ")]
 
@@ -87,10 +87,9 @@ def test_what_is_missing_is_a_dash() -> None:
 def test_figures_and_intervals() -> None:
     three = Estimate(30.0, 40.0, 0.7, 0.8)
     assert format_estimate(RIGHT, three) == "30 of 40"
-    assert format_estimate(RIGHT, three, interval=True) == "30 of 40 (70% to 80%)"
-    assert format_estimate(KL, three, interval=True) == "0.7500 (0.7000 to 0.8000)"
+    assert format_estimate(KL, three) == "0.7500"
     # exp(2), exp(1), exp(3)
-    assert format_estimate(PERPLEXITY, Estimate(20.0, 10.0, 1.0, 3.0), interval=True) == "7.39 (2.72 to 20.09)"
+    assert format_estimate(PERPLEXITY, Estimate(20.0, 10.0, 1.0, 3.0)) == "7.39"
     assert format_estimate(KL, None) == format_estimate(KL, Estimate(0, 0, 0, 0)) == "-"
     rows, _ = table([*DENSE, *HALF], interval=True)
     assert rows[3][3:] == ["14 of 20 (60% to 80%)", "0.1500 (0.1000 to 0.2000)"]
