@@ -10,11 +10,10 @@ import triton
 from torch import Tensor
 
 from ...pages import LayerRows
-from ..backend import device_of
 from ..prompt_tokens import Placement, PromptTokens
-from ..quantize.launch import TRITON_DTYPES, check_dtype, dot_dtype, unit_stride
-from ..rotation_kernel import INNER, NUM_WARPS, root
-from ..store_uniform.launch import ROUNDING_WARPS, few_tokens, fix_offsets, strides
+from ..quantize.launch import TRITON_DTYPES, check_dtype, unit_stride
+from ..rotation_kernel import NUM_WARPS
+from ..store_uniform.launch import ROUNDING_WARPS, few_tokens, fix_offsets, given_tokens
 from .kernels import count_kernel, decide_kernel, finish_kernel, list_kernel
 from .move_kernels import close_kernel, demote_kernel, level_new_kernel, level_window_kernel
 
@@ -105,22 +104,8 @@ def store_by_thresholds(
             )
         level_new_kernel[(many, triton.cdiv(tokens, block))](
             pages,
-            invalid=rows.invalid.view(torch.uint8),
-            key=new.key,
-            value=new.value,
             received=received,
-            rank=new.rank,
-            key_matrix=placement.key_rotation,
-            value_matrix=placement.value_rotation,
-            offset=rows.offset,
-            feedback=feedback,
-            limit=placement.limit,
-            **strides("key", new.key),
-            **strides("value", new.value),
-            KEY_ROOT=root(high.key_dim),
-            VALUE_ROOT=root(high.value_dim),
-            INNER=INNER,
-            OPERAND=dot_dtype(rows.dtype, device_of(pages.device).target),
+            **given_tokens(rows, new, placement),
             **held,
             **lengths,
             **entering,

@@ -76,23 +76,9 @@ def store_uniform(rows: LayerRows, new: PromptTokens, placement: Placement, hold
             window_key=rows.window_key,
             window_value=rows.window_value,
             window_score=rows.window_score,
-            invalid=rows.invalid.view(torch.uint8),
-            key=new.key,
-            value=new.value,
-            rank=new.rank,
-            key_matrix=placement.key_rotation,
-            value_matrix=placement.value_rotation,
-            offset=rows.offset,
-            feedback=feedback,
-            limit=placement.limit,
             width=rows.width,
-            **strides("key", new.key),
-            **strides("value", new.value),
-            KEY_ROOT=root(layout.high.key_dim),
-            VALUE_ROOT=root(layout.high.value_dim),
-            INNER=INNER,
-            OPERAND=dot_dtype(rows.dtype, device_of(pages.device).target),
             BLOCK=block,
+            **given_tokens(rows, new, placement),
             **state,
             **sizes,
             **slots,
@@ -135,5 +121,27 @@ def few_tokens(widest: int) -> int:
     return max(16, block_tokens(widest) // 2)
 
 
-def strides(name: str, tensor: Tensor) -> dict[str, int]:
+def given_tokens(rows: LayerRows, new: PromptTokens, placement: Placement) -> dict[str, object]:
+    """Arguments by which a kernel finds new tokens and brings them into the form of the store."""
+    high = rows.layout.high
+    return {
+        "invalid": rows.invalid.view(torch.uint8),
+        "key": new.key,
+        "value": new.value,
+        "rank": new.rank,
+        "key_matrix": placement.key_rotation,
+        "value_matrix": placement.value_rotation,
+        "offset": rows.offset,
+        "feedback": placement.feedback,
+        "limit": placement.limit,
+        **_strides("key", new.key),
+        **_strides("value", new.value),
+        "KEY_ROOT": root(high.key_dim),
+        "VALUE_ROOT": root(high.value_dim),
+        "INNER": INNER,
+        "OPERAND": dot_dtype(rows.dtype, device_of(rows.device).target),
+    }
+
+
+def _strides(name: str, tensor: Tensor) -> dict[str, int]:
     return {f"{name}_{part}": tensor.stride(index) for index, part in enumerate(("batch", "head", "token"))}
