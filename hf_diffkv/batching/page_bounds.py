@@ -29,3 +29,13 @@ class PageBounds:
     def pages(self, tokens: int) -> int:
         """Pages of a request of `tokens` tokens."""
         return int(self.rows(tokens).sum())
+
+    def more(self, seen: int, tokens: int, held: int, step: int) -> int:
+        """Pages that `tokens` more tokens of a request that has seen `seen` take at most.
+
+        Args:
+            held: pages that it has. step: that its next token may need, once tokens leave its window.
+        """
+        if seen and tokens == 1:
+            return step if seen >= self.exact else 0
+        return self.pages(seen + tokens) - held

@@ -122,9 +122,8 @@ class OtherPart:
         self._promised.clear()
 
     def need(self, slot: int | None, seen: int, tokens: int) -> int:
-        if seen and tokens == 1:
-            return int(self._step[slot]) if seen >= self.bounds.exact else 0
-        return self.bounds.pages(seen + tokens) - (0 if slot is None else self.held(slot))
+        held, step = (0, 0) if slot is None else (self.held(slot), int(self._step[slot]))
+        return self.bounds.more(seen, tokens, held, step)
 
     def held(self, slot: int) -> int:
         return int(self._held[slot])

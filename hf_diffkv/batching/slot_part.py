@@ -89,9 +89,8 @@ class SlotPart:
 
     def need(self, slot: int | None, seen: int, tokens: int) -> int:
         """Pages that `tokens` more tokens take at most, of a request that has seen `seen`; arguments as in `Slots`."""
-        if seen and tokens == 1:
-            return int(self._step[slot]) if seen >= self.bounds.exact else 0
-        return self.bounds.pages(seen + tokens) - (0 if slot is None else self.held(slot))
+        held, step = (0, 0) if slot is None else (self.held(slot), int(self._step[slot]))
+        return self.bounds.more(seen, tokens, held, step)
 
     def held(self, slot: int) -> int:
         """Pages of the request in `slot`."""

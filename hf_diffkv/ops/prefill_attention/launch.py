@@ -12,7 +12,7 @@ from torch import Tensor
 from ...pages import EarlierTokens
 from ...pages.rows import NO_PAST
 from ..backend import device_of
-from ..quantize.launch import TRITON_DTYPES, dot_dtype
+from ..quantize.launch import TRITON_DTYPES, dot_dtype, unit_stride
 from ..softmax import Softmax
 from .columns import column_scores
 from .kernels import flash_forward, row_extents
@@ -58,7 +58,7 @@ def prefill_attention(
         lse = torch.empty(batch, query_heads, length, dtype=torch.float32, device=device)
     if batch == 0 or length == 0:
         return output, received
-    query, key, value = _unit_stride(query), _unit_stride(key), _unit_stride(value)
+    query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
     scale, cap = logit_factors(softmax.scaling, softmax.softcap)
     target = device_of(device).target
     with _on(device):
@@ -72,7 +72,7 @@ def prefill_attention(
             past_extents, _ = row_extents_of(past_valid, None)
         allowed, allowed_strides = None, (0, 0)
         if mask is not None:
-            allowed = _unit_stride(mask).view(torch.uint8)
+            allowed = unit_stride(mask).view(torch.uint8)
             allowed_strides = (allowed.stride(0) if allowed.shape[0] > 1 else 0, allowed.stride(2))
         common = dict(query=query, extents=extents, length=length, group=query_heads // kv_heads, scale=scale, cap=cap)
         common |= strides("query", query)
@@ -174,11 +174,6 @@ def row_extents_of(valid: Tensor, window: int | None) -> tuple[Tensor, Tensor | 
         num_warps=4,
     )
     return extents, behind
-
-
-def _unit_stride(x: Tensor) -> Tensor:
-    """`x` with elements of the last dimension next to each other."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _on(device: torch.device) -> AbstractContextManager:
