@@ -84,15 +84,13 @@ def test_what_is_missing_is_a_dash() -> None:
     assert cells["text: KL"] == cells["text: perplexity"] == "-"
 
 
-def test_figures_and_intervals() -> None:
+def test_figures() -> None:
     three = Estimate(30.0, 40.0, 0.7, 0.8)
     assert format_estimate(RIGHT, three) == "30 of 40"
     assert format_estimate(KL, three) == "0.7500"
-    # exp(2), exp(1), exp(3)
+    # exp(2)
     assert format_estimate(PERPLEXITY, Estimate(20.0, 10.0, 1.0, 3.0)) == "7.39"
     assert format_estimate(KL, None) == format_estimate(KL, Estimate(0, 0, 0, 0)) == "-"
-    rows, _ = table([*DENSE, *HALF], interval=True)
-    assert rows[3][3:] == ["14 of 20 (60% to 80%)", "0.1500 (0.1000 to 0.2000)"]
 
 
 def test_rows_keep_their_estimates() -> None:
