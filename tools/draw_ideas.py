@@ -160,7 +160,7 @@ def rotation() -> tuple[int, str]:
     rotated = (26, 31, 22, 28, 33, 24, 29, 27, 32, 25, 30, 23)
     for x, heights, said in (
         (MARGIN, as_is, "as they are: a few set the scale"),
-        (MARGIN + 370, rotated, "rotated, less their mean: alike"),
+        (MARGIN + 370, rotated, "rotated and centred: of similar size"),
     ):
         for i, height in enumerate(heights):
             parts.append(box(x + i * 25, 150 - height, 20, height, LEVELS["low"]))
