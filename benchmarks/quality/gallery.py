@@ -15,7 +15,8 @@ from html import escape
 from pathlib import Path
 
 from hf_diffkv.evaluation.records import ENVIRONMENTS_NAME, RECORDS_NAME, RUN_NAME, read_records
-from hf_diffkv.evaluation.submission import Entry, Figure, Submission, read_submission, submission_of
+from hf_diffkv.evaluation.statistics import Estimate
+from hf_diffkv.evaluation.submission import Submission, SubmissionEntry, read_submission, submission_of
 from hf_diffkv.plot.palette import style_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,9 +70,9 @@ def page(results: Path) -> str:
     return filled
 
 
-def _rows(results: Path) -> list[tuple[str, str, Entry, str]]:
+def _rows(results: Path) -> list[tuple[str, str, SubmissionEntry, str]]:
     """Model, task with its settings, entry and where it comes from; the studies' first, each method once."""
-    found: dict[tuple[str, str, str], tuple[str, str, Entry, str]] = {}
+    found: dict[tuple[str, str, str], tuple[str, str, SubmissionEntry, str]] = {}
     for source, submission in [*_studies(results), *_submitted(results)]:
         for entry in submission.entries:
             if not {"right", "kl", "score"} & entry.metrics.keys():
@@ -83,7 +84,7 @@ def _rows(results: Path) -> list[tuple[str, str, Entry, str]]:
     return sorted(found.values(), key=_best_first)
 
 
-def _best_first(row: tuple[str, str, Entry, str]) -> tuple[object, ...]:
+def _best_first(row: tuple[str, str, SubmissionEntry, str]) -> tuple[object, ...]:
     """Models, tasks, and the methods with most right answers, or least KL, of equal ones the smallest first."""
     model, task, entry, _ = row
     right, kl = _share_right(entry), entry.metrics.get("kl")
@@ -91,7 +92,7 @@ def _best_first(row: tuple[str, str, Entry, str]) -> tuple[object, ...]:
     return model != "smollm2", model, task, lost, entry.ratio, entry.method
 
 
-def _share_right(entry: Entry) -> Figure | None:
+def _share_right(entry: SubmissionEntry) -> Estimate | None:
     return entry.metrics.get("right") or entry.metrics.get("score")
 
 
@@ -116,7 +117,7 @@ def _today(method: str, study: str) -> str:
     return f"{method}+head_precisions=null" if study not in BY_HEAD and PRESET.fullmatch(method) else method
 
 
-def _row(model: str, task: str, entry: Entry, source: str) -> str:
+def _row(model: str, task: str, entry: SubmissionEntry, source: str) -> str:
     family = next((name for start, name in FAMILIES.items() if entry.method.startswith(start)), OTHER_FAMILY)
     right, kl = _share_right(entry), entry.metrics.get("kl")
     data = {
@@ -147,13 +148,13 @@ def _row(model: str, task: str, entry: Entry, source: str) -> str:
     return f"<tr {attributes}>{''.join(cells)}</tr>"
 
 
-def _right(figure: Figure | None) -> str:
+def _right(figure: Estimate | None) -> str:
     if figure is None:
         return "-"
     return f"{figure.total:g} of {figure.weight:g}<small>{figure.low:.0%} to {figure.high:.0%}</small>"
 
 
-def _kl(figure: Figure | None) -> str:
+def _kl(figure: Estimate | None) -> str:
     if figure is None:
         return "-"
     return f"{figure.mean:.4f}<small>{figure.low:.4f} to {figure.high:.4f}</small>"
