@@ -23,7 +23,7 @@ def newest(path: Path) -> dict:
 def text_of(row: dict) -> str:
     """A sentence about the machine, and the table."""
     machine = (
-        f"Measured on {row['device']}, {row['threads']} threads, float32, torch {row['torch']}, transformers "
+        f"Measured on {row['device']}, {row['threads']} thread{'s' * (row['threads'] > 1)}, float32, torch {row['torch']}, transformers "
         f"{row['transformers']}, commit {row['commit']}."
     )
 

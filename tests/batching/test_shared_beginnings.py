@@ -147,6 +147,42 @@ def test_one_of_those_that_come_together_computes_what_they_begin_with(monkeypat
     assert said["other"] == expected(served.model, other, NEW)
 
 
+@pytest.mark.parametrize("config", [LOSSLESS, LOSSY], ids=["lossless", "lossy"])
+@pytest.mark.sampled(100)
+def test_texts_go_by_the_parts_of_prompts(config: DiffKVConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a forward has no room for all prompts it cuts one, and another one if beginnings are reused."""
+    model = tiny_model("llama", dtype=torch.float64)
+    beginning, *questions = prompts((150, 60, 31, 90, 70), seed=3)
+    asked = {str(i): beginning + question for i, question in enumerate(questions)}
+    runs, said = [], []
+    for room in (0, AMPLE):
+        served = Served(model, config, monkeypatch, device_bytes=room, tokens=200)
+        for name, ids in asked.items():
+            served.manager.add_request(ids, name, max_new_tokens=NEW, boundaries=[150])
+        served.manager.start()
+        said.append(served.answers(len(asked)))
+        served.stop()
+        runs.append(served)
+    parts = [{name: parts_of(served, name, len(ids)) for name, ids in asked.items()} for served in runs]
+    assert parts[0] != parts[1]
+    if config is LOSSLESS:
+        assert said[0] == said[1] == {name: expected(model, ids, NEW) for name, ids in asked.items()}
+        return
+    assert said[0] != said[1]
+    for served, texts, cuts in zip(runs, said, parts):
+        assert texts == {name: alone(served, ids, cuts[name]) for name, ids in asked.items()}
+
+
+def parts_of(served: Served, name: str, tokens: int) -> list[int]:
+    """In which a prompt of so many tokens was computed, by this request or the one that left its beginning."""
+    reused = served.cached[name]
+    found = [reused] if reused else []
+    for part in served.forwards[name]:
+        if sum(found) < tokens:
+            found.append(part)
+    return found
+
+
 @pytest.mark.parametrize("end", ["cancelled", "failed"])
 def test_the_next_one_computes_it_where_the_first_does_not_come_to_it(
     end: str, monkeypatch: pytest.MonkeyPatch
