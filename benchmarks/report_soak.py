@@ -22,9 +22,10 @@ def newest(path: Path) -> dict:
 
 def text_of(row: dict) -> str:
     """A sentence about the machine, and the table."""
+    threads = f"{row['threads']} thread{'s' * (row['threads'] > 1)}"
     machine = (
-        f"Measured on {row['device']}, {row['threads']} thread{'s' * (row['threads'] > 1)}, float32, torch {row['torch']}, transformers "
-        f"{row['transformers']}, commit {row['commit']}."
+        f"Measured on {row['device']}, {threads}, float32, torch {row['torch']}, transformers {row['transformers']}, "
+        f"commit {row['commit']}."
     )
 
     def seconds(name: str) -> str:
