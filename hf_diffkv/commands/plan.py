@@ -80,10 +80,6 @@ def command(**given: Any) -> None:
 
     from ..planning import ModelShape, without_weights
 
-    # heads that were measured are known by the weights' files
-    model = without_weights(model_config)
-    config = config_for(choice, model_config if model is None else model)
-    losses = predicted(config)
     dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
     shape = ModelShape.of(model_config, resolve_model(options.model), dtype)
     weights = options.weights or shape.weight_bytes
@@ -99,6 +95,10 @@ def command(**given: Any) -> None:
     context = options.context or min(DEFAULT_CONTEXT, shape.limit or DEFAULT_CONTEXT)
     if shape.limit is not None and context > shape.limit:
         raise click.UsageError(f"--context {context} is above the model's max_position_embeddings of {shape.limit}.")
+    # heads that were measured are known by the weights' files
+    model = without_weights(model_config)
+    config = config_for(choice, model_config if model is None else model)
+    losses = predicted(config)
     try:
         rows = [
             {"cache": name, **_fit(bytes_of, shape, free, context, options.batch)}

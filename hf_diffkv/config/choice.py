@@ -42,16 +42,14 @@ def choose(
     if saved is not None and preset is None and target_ratio is None:
         return saved
     ratio = RATIOS[preset or DEFAULT_PRESET] if target_ratio is None else as_ratio("target_ratio", target_ratio)
-    # published thresholds stand where nothing else is asked for
-    published = named is None and target_ratio is None and plain != PRESETS[DEFAULT_PRESET]
-    calibration = None if published else _measured(model, saved)
+    calibration = _measured(model, saved)
     # beyond what all heads take at the most bits of the ladder, one precision for all has more
     if calibration is not None and ratio <= ratio_of(HEAD_LADDER[-1], calibration):
         fields, calibration = fields_for(calibration, ratio)
         return {**MEASURED_FIELDS, **fields}, calibration
     if target_ratio is not None:
         return preset_within(target_ratio, model_config), None
-    if calibration is None and not published:
+    if calibration is None and (named is not None or plain == PRESETS[DEFAULT_PRESET]):
         found.tell_of_calibration(model)
     return (named or plain), None
 

@@ -271,8 +271,8 @@ class DiffKVConfig:
         target_ratio: float | None = None,
         **kwargs: Any,
     ) -> DiffKVConfig:
-        """What suits a model: the configuration that is saved beside its files; the published thresholds where it was
-        calibrated; else `preset("balanced")`, at which a model whose heads were measured has a precision for each.
+        """What suits a model: the configuration that is saved beside its files; a precision for each head where these
+        were measured; the published settings of a model of the papers; else `preset("balanced")`.
 
         What heads lose is found by the weights of a loaded model, in the user's cache folder or among what ships
         (docs/calibration.md). Where `kwargs` choose levels (precisions, thresholds, a policy), the rest is the

@@ -62,6 +62,15 @@ def test_measured_heads_are_found_by_the_weights(folder: Path) -> None:
     assert DiffKVCache(other, "small").config == DiffKVConfig.preset("small")
 
 
+def test_measured_heads_come_before_the_papers_settings() -> None:
+    model = big_model()
+    model.config._name_or_path = "Qwen/QwQ-32B"
+    assert DiffKVCache(model).config == DiffKVConfig.for_model("Qwen/QwQ-32B") != balanced()
+    found.keep(measured(model))
+    assert DiffKVCache(model).config == DiffKVCache(model, "balanced").config
+    assert DiffKVCache(model).config.head_precisions is not None
+
+
 def test_what_a_user_chooses_stands(folder: Path) -> None:
     model = big_model()
     found.keep(measured(model))
