@@ -25,6 +25,7 @@ openai = pytest.importorskip("openai")
 from hf_diffkv.commands import load  # noqa: E402
 from hf_diffkv.commands.options import choice_of  # noqa: E402
 from hf_diffkv.commands.replicas import endpoint  # noqa: E402
+from hf_diffkv.ray.beginnings import beginnings  # noqa: E402
 
 NEW = 6
 # tokens of an answer that is cut short; tiny-lm would go on
@@ -67,7 +68,7 @@ def client(cluster: Any) -> Iterator[httpx.Client]:
         port = free.getsockname()[1]
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     # as the command would
-    given = "--lossless --greedy --replicas=2 --dtype=float32 --device=cpu --max-bytes=12MB --prefix-bytes=8MB"
+    given = "--lossless --greedy --replicas=2 --dtype=float32 --device=cpu --max-bytes=12MB --prefix-bytes=64MB"
     parsed = load("serve").make_context("serve", ["tiny-lm", *given.split(), "--max-length=1700", "--grace=1"])
     options = SimpleNamespace(**parsed.params)
     endpoint_of_command = endpoint(options, choice_of(options), {"do_sample": False}, {})
@@ -81,6 +82,11 @@ def complete(client: httpx.Client, prompt: str, **fields: Any) -> httpx.Response
     return client.post("/v1/completions", json={"prompt": prompt, "max_tokens": NEW, **fields})
 
 
+def cached(response: httpx.Response) -> int:
+    """Tokens of the prompt that the replica had before."""
+    return response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
 def kill(cluster: Any, replica: str) -> None:
     """The process that the header `x-replica` names."""
     name = f"SERVE_REPLICA::default#Replica#{replica}"
@@ -89,27 +95,36 @@ def kill(cluster: Any, replica: str) -> None:
 
 def replicas(client: httpx.Client) -> set[str]:
     """Those that answer."""
-    return {complete(client, os.urandom(8).hex(), max_tokens=1).headers["x-replica"] for _ in range(8)}
+    return {complete(client, os.urandom(8).hex(), max_tokens=1).headers["x-replica"] for _ in range(16)}
 
 
-def test_replicas_answer_as_generate_does_and_keep_their_talks(client: httpx.Client) -> None:
+def test_replicas_answer_as_generate_does(client: httpx.Client) -> None:
     texts = [f"@oak={5000 + 7 * i} ?oak=" for i in range(24)]
     with ThreadPoolExecutor(8) as pool:
         first = list(pool.map(lambda text: complete(client, text), texts))
     answers = [response.json()["choices"][0]["text"] for response in first]
     assert answers == [expected(text) for text in texts]
     assert len({response.headers["x-replica"] for response in first}) == 2
-    longer = [text + "@elm=1177 " * 60 for text in texts[:6]]
-    for text in longer:
-        turn = complete(client, text)
-        further = complete(client, text + turn.json()["choices"][0]["text"] + "?elm=")
-        # where it comes to the same replica
-        if further.headers["x-replica"] == turn.headers["x-replica"]:
-            held = len(tokenizer()(text).input_ids) + NEW - 1
-            assert further.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == held
     assert client.get("/v1/models").json()["data"][0]["id"] == "tiny-lm"
     assert client.post("/v1/completions", json={"prompt": "a" * 2000}).status_code == 400
     assert client.get("/nothing").status_code == 404
+
+
+def test_talks_stay_at_the_replica_that_holds_them(client: httpx.Client) -> None:
+    # longer than a piece, so that a further turn begins as the one before
+    texts = [f"@oak={6000 + 7 * i} " + "@elm=1177 " * 55 for i in range(12)]
+    assert all(len(beginnings({"prompt": text})) == 2 for text in texts)
+    with ThreadPoolExecutor(4) as pool:
+        first = list(pool.map(lambda text: complete(client, text), texts))
+        chosen = [response.headers["x-replica"] for response in first]
+        assert len(set(chosen)) == 2 and not any(map(cached, first))
+        answers = first
+        for question in ("?elm=", "?oak="):
+            held = [len(tokenizer()(text).input_ids) + NEW - 1 for text in texts]
+            texts = [text + answer.json()["choices"][0]["text"] + question for text, answer in zip(texts, answers)]
+            answers = list(pool.map(lambda text: complete(client, text), texts))
+            assert [response.headers["x-replica"] for response in answers] == chosen
+            assert [cached(response) for response in answers] == held
 
 
 def test_a_stream_whose_replica_dies_ends_with_an_error(cluster: Any, client: httpx.Client) -> None:
