@@ -51,7 +51,7 @@ def endpoint(options: SimpleNamespace, choice: ConfigChoice, generation: dict, b
     import ray
 
     from ..ray import app
-    from ..ray.replica import Served
+    from ..ray.replica import ReplicaOptions
 
     if not ray.is_initialized():
         ray.init(log_to_driver=not options.quiet, logging_level="warning")
@@ -61,7 +61,7 @@ def endpoint(options: SimpleNamespace, choice: ConfigChoice, generation: dict, b
         folder = options.prefix_folder and str(options.prefix_folder.absolute())
         prefixes = {"device_bytes": options.prefix_bytes or 0, "folder": folder}
         prefixes["folder_bytes"] = options.prefix_folder_bytes
-    served = Served(
+    served = ReplicaOptions(
         name=options.name or options.model,
         chat_template=None if options.chat_template is None else read_file(options.chat_template),
         seed=options.seed,

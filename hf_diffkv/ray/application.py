@@ -10,12 +10,12 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from .engine import EngineOptions
 from .forwarding import Forwarding
-from .replica import Replica, Served
+from .replica import Replica, ReplicaOptions
 from .routing import BeginningRouter
 
 # requests that a replica is given at once; what its engine has no room for waits within it
 ONGOING = 64
-METHODS = ["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD"]
+HTTP_METHODS = ["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD"]
 
 routes = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -31,7 +31,7 @@ class Ingress:
     def __init__(self, replicas: Any) -> None:
         self._forwarding = Forwarding(replicas)
 
-    @routes.api_route("/{path:path}", methods=METHODS)
+    @routes.api_route("/{path:path}", methods=HTTP_METHODS)
     async def forward(self, request: Request) -> Response:
         return await self._forwarding(request)
 
@@ -42,7 +42,7 @@ def app(
     replicas: int | tuple[int, int] = 1,
     num_gpus: float = 0,
     ingresses: int = 1,
-    served: Served | dict[str, Any] | None = None,
+    served: ReplicaOptions | dict[str, Any] | None = None,
     deployment: dict[str, Any] | None = None,
     **options: Any,
 ) -> serve.Application:
@@ -57,7 +57,7 @@ def app(
         replicas: how many, or the fewest and the most, of which Ray Serve starts as many as their queues ask for.
         num_gpus: of a replica.
         ingresses: processes that read requests and choose replicas.
-        served: fields of `Served`, such as "name", what clients call the model.
+        served: fields of `ReplicaOptions`, such as "name", what clients call the model.
         deployment: further options of the replicas' deployment, such as `max_ongoing_requests` (64),
             `max_queued_requests` (no limit; beyond it clients get 429) and `health_check_period_s`.
         **options: of `EngineOptions`; with `prefixes`, replicas keep what requests leave.
@@ -78,7 +78,7 @@ def app(
             AutoscalingConfig(min_replicas=fewest, max_replicas=most, target_ongoing_requests=max(1, ongoing // 2)),
         )
     router = RequestRouterConfig(request_router_class=BeginningRouter)
-    serving = served if isinstance(served, Served) else Served(**(served or {}))
+    serving = served if isinstance(served, ReplicaOptions) else ReplicaOptions(**(served or {}))
     held = serve.deployment(Replica, request_router_config=router, **chosen)
     bound = held.bind(EngineOptions(model, **options), serving)
     return serve.deployment(Ingress, num_replicas=ingresses, max_ongoing_requests=10_000).bind(bound)

@@ -19,7 +19,7 @@ MOST_PIECES = 256
 KEY_BYTES = 8
 WORD = (1 << 8 * KEY_BYTES) - 1
 # 2^64 by the golden ratio, odd: Knuth's multiplicative hashing
-MIX_FACTOR = 0x9E3779B97F4A7C15
+REPLICA_FACTOR = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ def _two_for(key: int, replicas: Iterable[Any]) -> list[Any]:
     """Two replicas by rendezvous hashing: one that comes takes few keys of each, one that goes leaves its own alone."""
 
     def weight(replica: Any) -> int:
-        mixed = (_number(replica) ^ key) * MIX_FACTOR & WORD
-        return (mixed ^ mixed >> 32) * MIX_FACTOR & WORD
+        mixed = (_number(replica) ^ key) * REPLICA_FACTOR & WORD
+        return (mixed ^ mixed >> 32) * REPLICA_FACTOR & WORD
 
     return heapq.nlargest(2, replicas, key=weight)
 

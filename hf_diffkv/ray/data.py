@@ -12,7 +12,7 @@ from .engine import EngineOptions, load_engine
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnsweredRow:
     """The columns that a row gets.
 
     Attributes:
@@ -29,7 +29,7 @@ class Answer:
     error: str | None
 
 
-COLUMNS = tuple(column.name for column in fields(Answer))
+COLUMNS = tuple(column.name for column in fields(AnsweredRow))
 
 
 class _EngineFailedError(Exception):
@@ -47,8 +47,8 @@ class Generate:
         )
 
     A prompt is a text, a list of messages (for the chat template) or a list of token ids. Rows keep their columns and
-    get those of `Answer`. A row that cannot be answered says why in "error", and the others go on: a prompt for which
-    there is no room, one of another kind, or one with which the engine failed when it ran it by itself.
+    get those of `AnsweredRow`. A row that cannot be answered says why in "error", and the others go on: a prompt for
+    which there is no room, one of another kind, or one with which the engine failed when it ran it by itself.
 
     Batches may be `pyarrow.Table`s, `pandas.DataFrame`s or dicts of NumPy arrays, and come back as they came. Several
     may be under way at once: the engine takes the rows of all.
@@ -74,7 +74,7 @@ class Generate:
         self._alone: asyncio.Lock = asyncio.Lock()
 
     async def __call__(self, batch: Any) -> Any:
-        """The batch with the columns of `Answer`.
+        """The batch with the columns of `AnsweredRow`.
 
         Raises:
             ValueError: it has no column of prompts.
@@ -82,7 +82,7 @@ class Generate:
         answers = await self.answers(_column(batch, self._column))
         return _with_columns(batch, dict(zip(COLUMNS, map(list, zip(*map(astuple, answers))))))
 
-    async def answers(self, prompts: list[Any]) -> list[Answer]:
+    async def answers(self, prompts: list[Any]) -> list[AnsweredRow]:
         """One for each prompt."""
         while self._alone.locked():
             async with self._alone:
@@ -100,13 +100,13 @@ class Generate:
         """Ends the engine, and all that it has under way."""
         self._manager.stop(hard_stop=True)
 
-    async def _answer(self, prompt: Any) -> Answer:
+    async def _answer(self, prompt: Any) -> AnsweredRow:
         """Raises `_EngineFailedError` if the engine ends with it."""
         try:
             ids = self._tokens(prompt)
             self._manager.check_request(len(ids), self._max_new_tokens)
         except (ValueError, TypeError) as error:
-            return Answer(None, [], 0, 0, " ".join(str(error).split()))
+            return AnsweredRow(None, [], 0, 0, " ".join(str(error).split()))
         name, ended = uuid.uuid4().hex, asyncio.get_running_loop().create_future()
 
         def take(output: Any) -> None:
@@ -125,12 +125,12 @@ class Generate:
         if output.error is None:
             new = output.generated_tokens
             text = self._tokenizer.decode(new, skip_special_tokens=True)
-            return Answer(text, new, len(ids), len(new), None)
+            return AnsweredRow(text, new, len(ids), len(new), None)
         if not self._runs():
             raise _EngineFailedError(output.error)
-        return Answer(None, [], len(ids), 0, output.error)
+        return AnsweredRow(None, [], len(ids), 0, output.error)
 
-    async def _answer_alone(self, prompt: Any) -> Answer:
+    async def _answer_alone(self, prompt: Any) -> AnsweredRow:
         """As `_answer`, by itself on an engine that was started anew if need be."""
         async with self._alone:
             while self._under_way:
@@ -140,7 +140,7 @@ class Generate:
                 return await self._answer(prompt)
             except _EngineFailedError as error:
                 self._start_anew()
-                return Answer(None, [], 0, 0, f"the engine failed with this prompt alone: {error}")
+                return AnsweredRow(None, [], 0, 0, f"the engine failed with this prompt alone: {error}")
 
     def _runs(self) -> bool:
         # an engine that failed refuses requests before it hands out the failures

@@ -37,7 +37,7 @@ class Forwarding:
         scope = {name: request.scope[name] for name in PLAIN if name in request.scope}
         wanted = Wanted(beginnings(_parsed(body)), request.query_params.get("replica"))
         for _ in range(ATTEMPTS):
-            answer = Answer(self._replicas.remote(wanted, scope, body))
+            answer = ForwardedAnswer(self._replicas.remote(wanted, scope, body))
             try:
                 await answer.begin()
             except RayActorError:
@@ -52,7 +52,7 @@ class Forwarding:
         return _refusal(503, "server_error", f"{ATTEMPTS} replicas ended one after another with this request.")
 
 
-class Answer:
+class ForwardedAnswer:
     """What comes from a replica, up to its first bytes and then the rest.
 
     Args:

@@ -22,7 +22,7 @@ REPLICA_HEADER = b"x-replica"
 
 
 @dataclass(frozen=True)
-class Served:
+class ReplicaOptions:
     """How replicas serve their model.
 
     Attributes:
@@ -51,7 +51,7 @@ class Replica:
         EvaluationError, ValueError, MemoryError: as of `load_engine`; Ray Serve tries again, then says so.
     """
 
-    def __init__(self, options: EngineOptions, served: Served) -> None:
+    def __init__(self, options: EngineOptions, served: ReplicaOptions) -> None:
         # requests say how their tokens are drawn; the engine's own way is for all of them
         loaded = load_engine(replace(options, generation={"do_sample": False}))
         self._engine = loaded.manager
