@@ -122,7 +122,9 @@ def test_decode(script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys)
     for row in compressed:
         assert row["attention_share"] == 0.5 and row["kernels_us"] == 200 / 16
         assert row["finish_share"] == pytest.approx(1e-3 * 20 / 16 / row["ms_per_token"], rel=1e-2, abs=1e-5)
-        assert 0 < row["compaction_us"] and 0 < row["compaction_share"]
+        assert 0 < row["compaction_us"]
+        share = 1e-3 * row["compaction_us"] / row["ms_per_token"]
+        assert row["compaction_share"] == pytest.approx(share, rel=1e-2, abs=1e-5)
     script("tables").main(["--results", str(tmp_path)])
     assert "not captured: why" in capsys.readouterr().out
 
