@@ -66,7 +66,7 @@ def dense_bytes(model: PreTrainedModel) -> int:
 def configuration(model: PreTrainedModel, name: str) -> DiffKVConfig:
     """Of one of `NAMES` but the first."""
     ratio = {"target_ratio": 0.22} if name == NAMES[2] else {}
-    return DiffKVConfig.for_model(model.config, **ratio)
+    return DiffKVConfig.for_model(model, **ratio)
 
 
 def manager(model: PreTrainedModel, name: str, max_bytes: int, longest: int, max_batch_tokens: int) -> Any:

@@ -77,7 +77,7 @@ def serve(model: PreTrainedModel, requests: list[Request], marked: bool, store: 
     longest = max(len(request.ids) for request in requests) + ANSWER
     # a prompt that does not fit beside others of a forward would be cut there as well
     tokens = len(requests) * longest
-    config.cache_config = {**DiffKVConfig.for_model(model.config).to_dict(), "max_bytes": tokens * dense_bytes(model)}
+    config.cache_config = {**DiffKVConfig.for_model(model).to_dict(), "max_bytes": tokens * dense_bytes(model)}
     manager = model.init_continuous_batching(config, ContinuousBatchingConfig(max_batch_tokens=tokens))
     if store is not None:
         manager.use_prefixes(store)
@@ -119,7 +119,7 @@ def measure(model: PreTrainedModel, name: str, args: argparse.Namespace) -> list
 
     def run(way: str, marked: bool, room: int | None) -> dict:
         print(f"  {name}, {way}", file=sys.stderr, flush=True)
-        config = DiffKVConfig.for_model(model.config)
+        config = DiffKVConfig.for_model(model)
         store = None if room is None else PrefixStore(model, config, device_bytes=room)
         return serve(model, requests, marked, store)
 

@@ -369,7 +369,7 @@ class DiffKVConfig:
         """Writes `diffkv_config.json` into `save_directory` (made if missing).
 
         Args:
-            push_to_hub: whether to upload it as well.
+            push_to_hub: whether to upload it as well, with the folder's `diffkv_queries.safetensors` if it has one.
             repo_id: where to; the folder's name without.
             **kwargs: of `push_to_hub`.
 
@@ -379,9 +379,12 @@ class DiffKVConfig:
         if kwargs and not push_to_hub:
             raise ValueError(f"{', '.join(kwargs)}: only with push_to_hub=True.")
         folder = config_files.new_folder(save_directory)
-        (folder / config_files.CONFIG_NAME).write_text(config_files.to_text(self.to_dict(), self.calibration))
+        text = config_files.to_text(self.to_dict(), self.calibration)
+        (folder / config_files.CONFIG_NAME).write_text(text)
         if push_to_hub:
-            self.push_to_hub(repo_id or folder.resolve().name, **kwargs)
+            queries = folder / config_files.QUERIES_NAME
+            kwargs["queries"] = queries if queries.is_file() else None
+            config_files.push(text, repo_id or folder.resolve().name, **kwargs)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """Uploads `diffkv_config.json` to a repository of the Hub, made if missing.

@@ -114,27 +114,36 @@ def push(
     text: str,
     repo_id: str,
     *,
+    queries: Path | None = None,
     revision: str | None = None,
     token: str | bool | None = None,
     private: bool | None = None,
     create_pr: bool = False,
     commit_message: str = f"Upload {CONFIG_NAME}",
 ) -> Any:
-    """Uploads a file of `text` to a repository of the Hub, made if missing; the Hub's `CommitInfo`.
+    """Uploads a configuration to a repository of the Hub, made if missing, in one commit.
+
+    Args:
+        text: of the configuration's file.
+        queries: the file with the moments of the model's queries, which goes with it; None for none.
+
+    Returns:
+        The Hub's `CommitInfo`.
 
     Raises:
         OSError: the Hub cannot be reached or refuses.
         ValueError: `repo_id` is no id.
     """
-    from huggingface_hub import HfApi, errors
+    from huggingface_hub import CommitOperationAdd, HfApi, errors
 
+    uploads = [CommitOperationAdd(CONFIG_NAME, text.encode())]
+    if queries is not None:
+        uploads.append(CommitOperationAdd(QUERIES_NAME, queries))
     api = HfApi(token=token, library_name="hf-diffkv")
     try:
-        repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        return api.upload_file(
-            path_or_fileobj=text.encode(),
-            path_in_repo=CONFIG_NAME,
-            repo_id=repo,
+        return api.create_commit(
+            api.create_repo(repo_id, private=private, exist_ok=True).repo_id,
+            uploads,
             revision=revision,
             create_pr=create_pr,
             commit_message=commit_message,

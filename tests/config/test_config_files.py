@@ -17,7 +17,7 @@ from tiny_models import tiny_model
 
 from hf_diffkv import DiffKVConfig, Precision
 from hf_diffkv.config.diffkv_config import with_calibration
-from hf_diffkv.config.files import CONFIG_NAME, to_text
+from hf_diffkv.config.files import CONFIG_NAME, QUERIES_NAME, to_text
 
 ROOT = Path(__file__).parents[2]
 CALIBRATION = {"model": "some/model", "limit": {"kl": 0.01}, "candidates": [{"alpha_high": 1.0, "kl": 0.003}]}
@@ -98,6 +98,12 @@ def test_pushed_configurations_come_back(hub: Hub, config: DiffKVConfig, tmp_pat
     )
     assert client(hub, tmp_path, again) == ""
     assert (tmp_path / "again" / CONFIG_NAME).is_file()
+    assert set(hub.repositories["org/name"]) == {CONFIG_NAME}
+    # with the moments of queries that calibrating left beside it
+    (tmp_path / "again" / QUERIES_NAME).write_bytes(b"moments")
+    assert client(hub, tmp_path, again) == ""
+    pushed = {CONFIG_NAME: (tmp_path / "saved" / CONFIG_NAME).read_bytes(), QUERIES_NAME: b"moments"}
+    assert hub.repositories["org/name"] == pushed
 
     fetch = "DiffKVConfig.from_pretrained('org/name', token={!r}, cache_dir={!r})"
     fetch = fetch.format(TOKEN, str(tmp_path / "cache"))
