@@ -104,17 +104,26 @@ inline void unpack_field(const uint8_t* from, int dim, uint8_t* to) {
   unpack_planes<BITS, PLACE>(from, count, to);
 }
 
-template <int BITS>
+// DIM is that of the side, or 0 for any: what a row takes is then decided once for all rows.
+template <int BITS, int DIM>
 DIFFKV_ALONE void unpack_rows(const uint8_t* from, const Side& side, int count, uint8_t* to, int64_t stride) {
-  for (int t = 0; t < count; t++, from += side.row, to += stride)
-    each_field<BITS>([&](auto field, auto below) {
-      unpack_field<field.value, below.value>(from + side.dim * below.value / 8, side.dim, to);
+  const int dim = DIM ? DIM : side.dim;
+  const int64_t row = side.row;
+  for (int t = 0; t < count; t++, from += row, to += stride)
+    each_field<BITS>([=](auto field, auto below) {
+      unpack_field<field.value, below.value>(from + dim * below.value / 8, dim, to);
     });
 }
 
 // Codes [count, dim] of rows packed one after the other, to rows of `stride` bytes.
 inline void unpack(const uint8_t* from, const Side& side, int count, uint8_t* to, int64_t stride) {
-  with_bits(side.bits, [&](auto bits) { unpack_rows<bits.value>(from, side, count, to, stride); });
+  with_bits(side.bits, [&](auto bits) {
+    switch (side.dim) {
+      case 64: return unpack_rows<bits.value, 64>(from, side, count, to, stride);
+      case 128: return unpack_rows<bits.value, 128>(from, side, count, to, stride);
+      default: return unpack_rows<bits.value, 0>(from, side, count, to, stride);
+    }
+  });
 }
 
 // Keys or values of one token in float, as `dequantize` of ops/quantize rounds them: a product, then a sum.
