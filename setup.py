@@ -20,13 +20,9 @@ SOURCES = Path("hf_diffkv/native")
 DOCUMENTS = Path("examples/prompts")
 COMPILER = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-g0"]
 # numbers round as PyTorch's do: nothing is fused that is not written so
-COMPILER += [
-    "-Wno-uninitialized",
-    "-Wno-maybe-uninitialized",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-ffp-contract=off",
-]
+COMPILER += ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
+# said of the compiler's own header of vector instructions
+COMPILER += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
 # instruction sets beside the portable form, compiled from the same source and chosen at run time

@@ -125,6 +125,7 @@ def test_a_failure_falls_back_to_the_eager_step(steps, caplog, fullgraph: bool) 
     assert "not compiled" in caplog.text and "no such kernel" in caplog.text and "much more" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_quantizer_that_cannot_be_compiled(steps, caplog, monkeypatch: pytest.MonkeyPatch) -> None:
     class Quantizer:
         is_compileable = False

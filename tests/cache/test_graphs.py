@@ -97,6 +97,7 @@ def test_layers_of_several_precisions(steps) -> None:
             assert torch.equal(getattr(store, name), getattr(other, name)), name
 
 
+@pytest.mark.slow
 def test_several_stores_launch_no_more_for_a_layer(steps, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each store has a compaction of its own, and each layer what it would have in one store."""
     model = build(2)

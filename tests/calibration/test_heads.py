@@ -185,6 +185,7 @@ def measured_once() -> Sensitivity:
     return run()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original, calls = heads_module._measured, []
 

@@ -87,6 +87,7 @@ def test_another_ratio_measures_nothing(calibrated: Path, monkeypatch: pytest.Mo
         DiffKVConfig().with_ratio(0.2)
 
 
+@pytest.mark.slow
 def test_a_text_of_the_users(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("A long text of some words. " * 200)
     assert command(tmp_path, "--ratio", "0.2", "--text", str(tmp_path / "text.txt")) == 0

@@ -63,6 +63,7 @@ def test_every_preset_runs(environment: dict[str, str]) -> None:
     assert run(environment, "-c", CACHES).strip() == "['triton']"
 
 
+@pytest.mark.slow
 def test_the_command_runs(environment: dict[str, str], tmp_path: Path) -> None:
     options = ["--prompt-file", "examples/prompts/recall.txt", "--max-new-tokens", "4", "--quiet"]
     printed = run(environment, "-m", "hf_diffkv", "generate", "--model", "tiny-lm", *options)
