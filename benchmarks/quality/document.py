@@ -17,7 +17,7 @@ from pathlib import Path
 import gallery
 
 from hf_diffkv.evaluation.records import ENVIRONMENTS_NAME, RECORDS_NAME, Record, read_records
-from hf_diffkv.evaluation.report import ResultRow, best_first, format_estimate, rows_of
+from hf_diffkv.evaluation.report import Cell, ResultRow, best_first, rows_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "quality"
@@ -102,12 +102,16 @@ def _first_of_each(rows: list[ResultRow]) -> list[ResultRow]:
 def _line(row: ResultRow, keys: list[tuple[str, str]]) -> list[str]:
     ratio = "-" if row.ratio is None else f"{row.ratio:.1%}" + (" (simulated)" if row.simulated else "")
     payload = "-" if row.payload_ratio is None else f"{row.payload_ratio:.1%}"
-    cells = []
-    for key in keys:
-        cell = row.cells[key]
-        text = str(cell) if cell.estimate is None else format_estimate(cell.metric, cell.estimate, interval=True)
-        cells.append(text)
-    return [f"`{row.method}`", ratio, payload, *cells]
+    return [f"`{row.method}`", ratio, payload, *(_with_interval(row.cells[key]) for key in keys)]
+
+
+def _with_interval(cell: Cell) -> str:
+    if cell.estimate is None or not cell.estimate.weight:
+        return str(cell)
+    digits = cell.metric.digits
+    low, high = (cell.metric.transform(x) for x in (cell.estimate.low, cell.estimate.high))
+    bounds = f"{low:.0%} to {high:.0%}" if digits is None else f"{low:.{digits}f} to {high:.{digits}f}"
+    return f"{cell} ({bounds})"
 
 
 if __name__ == "__main__":

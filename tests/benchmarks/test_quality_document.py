@@ -1,0 +1,25 @@
+"""The tables of README.md and docs/quality.md are those of the committed results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def document(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "quality"))
+    import document
+
+    return document
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/quality.md"])
+def test_tables_are_what_the_results_give(document: Any, name: str) -> None:
+    text = (ROOT / name).read_text()
+    assert len(document.BLOCK.findall(text)) + len(document.LEVELS_BLOCK.findall(text)) == text.count("<!-- end -->") > 0
+    assert text == document.filled(text), "run `python benchmarks/quality/document.py`"
