@@ -131,11 +131,13 @@ STUDIES = {
             "diffkv:small",
             "quanto:4",
             "kvpress:snapkv+0.57",
-            "kvpress:snapkv+0.71",
-            "kvpress:adakv-snapkv+0.71",
+            # the question and little more
+            "kvpress:snapkv+0.57+window_size=16",
+            "kvpress:snapkv+0.71+window_size=16",
+            "kvpress:adakv-snapkv+0.71+window_size=16",
         ),
         tasks="city-asked,dictionary-asked,passage-asked",
-        documents=12,
+        documents=24,
         length=800,
     ),
     # keys need more bits than values (figure 8)

@@ -22,7 +22,7 @@ LAYERS, HEADS, DIM, ITEMSIZE = 6, 2, 64, 4
 TOKENS, CONTINUED = 900, 60
 RATIO = 0.57
 KEPT = int(TOKENS * (1 - RATIO))
-LABELS = [f"kvpress:{press}+{RATIO}" for press in PRESSES]
+LABELS = [*(f"kvpress:{press}+{RATIO}" for press in PRESSES), f"kvpress:snapkv+{RATIO}+window_size=16"]
 NONE = [f"kvpress:{press}+0" for press in ("snapkv", "keydiff", "random", "pyramidkv", "adakv-snapkv")]
 ADAKV = [f"kvpress:adakv-{press}+{RATIO}" for press in ("snapkv", "expected-attention")]
 EAGER = "kvpress:observed-attention+0"
@@ -39,7 +39,8 @@ needs_kvpress = pytest.mark.skipif(
     [
         ("kvpress", "for example kvpress:snapkv+0.5"),
         ("kvpress:snapkv", "for example kvpress:snapkv+0.5"),
-        ("kvpress:snapkv+0.5+0.5", "for example kvpress:snapkv+0.5"),
+        ("kvpress:snapkv+0.5+0.5", "whole numbers of a press, window_size=16, not '0.5'"),
+        ("kvpress:snapkv+0.5+window_size=x", "not 'window_size=x'"),
         ("kvpress:snap+0.5", "unknown press 'snap': did you mean snapkv"),
         ("kvpress:adakv-observed-attention+0.5", "unknown press 'adakv-observed-attention'"),
         ("kvpress:snapkv+half", "from 0 to below 1, not 'half'"),
@@ -57,6 +58,7 @@ def test_presses_by_name() -> None:
     for press in [*PRESSES, "adakv-snapkv"]:
         method = get_method(f"kvpress:{press}+0.25")
         assert (method.press, method.ratio, method.environment) == (press, 0.25, "kvpress")
+    assert get_method("kvpress:snapkv+0.25+window_size=16").numbers == {"window_size": 16}
 
 
 def test_sliding_windows_are_refused(gemma: Any) -> None:
@@ -149,6 +151,12 @@ def test_hidden_tokens_count_as_removed(task: str, label: str, records: dict) ->
     assert record.bytes == uniform.bytes and record.simulated
     assert record.metrics["kl"] != uniform.metrics["kl"]
     assert record.metrics["kl"][0] > 1e-3
+
+
+@needs_kvpress
+def test_a_press_takes_its_numbers(records: dict) -> None:
+    usual = f"kvpress:snapkv+{RATIO}"
+    assert records["text", f"{usual}+window_size=16"].metrics["kl"] != records["text", usual].metrics["kl"]
 
 
 @needs_kvpress

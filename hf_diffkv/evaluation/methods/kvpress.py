@@ -1,7 +1,8 @@
 """Presses of kvpress by name and share of the prompt's tokens that they remove: `kvpress:snapkv+0.57`.
 
-`adakv-` before a press lets the heads of a layer share its budget (AdaKV). kvpress needs an older Transformers than
-this library, so these methods run in an environment of their own: `make kvpress`.
+Whole numbers of a press follow: `kvpress:snapkv+0.57+window_size=16`. `adakv-` before a press lets the heads of a layer
+share its budget (AdaKV). kvpress needs an older Transformers than this library, so these methods run in an environment
+of their own: `make kvpress`.
 """
 
 from __future__ import annotations
@@ -47,13 +48,14 @@ class KVPressMethod(Method):
     Args:
         press: a key of `PRESSES`, or one behind `adakv-`.
         ratio: share of tokens to remove, from 0 to below 1.
+        **numbers: further arguments of the press, for example `window_size`.
     """
 
     environment = "kvpress"
     drops_tokens = True
 
-    def __init__(self, press: str, ratio: float) -> None:
-        self.press, self.ratio = press, ratio
+    def __init__(self, press: str, ratio: float, **numbers: int) -> None:
+        self.press, self.ratio, self.numbers = press, ratio, numbers
         # hidden tokens get keys that no query of a forward attends to, which are the harder to find the more there are
         self.asks_at_once = not press.startswith(ADAKV)
 
@@ -87,7 +89,8 @@ class KVPressMethod(Method):
     def _build(self) -> Any:
         import kvpress
 
-        press = getattr(kvpress, PRESSES[self.press.removeprefix(ADAKV)])(compression_ratio=self.ratio)
+        made = getattr(kvpress, PRESSES[self.press.removeprefix(ADAKV)])
+        press = made(compression_ratio=self.ratio, **self.numbers)
         if isinstance(press, kvpress.RandomPress):
             _draw_by_layer(press)
         return kvpress.AdaKVPress(press) if self.press.startswith(ADAKV) else press
@@ -114,11 +117,11 @@ def _draw_by_layer(press: Any) -> None:
 
 @method("kvpress")
 def kvpress(options: list[str]) -> Method:
-    if len(options) != 2:
+    if len(options) < 2:
         raise EvaluationError(
             "method 'kvpress' takes a press and the share of tokens that it removes, for example kvpress:snapkv+0.5."
         )
-    name, share = options
+    name, share, *more = options
     known = [*PRESSES, *(ADAKV + press for press in PRESSES if press not in WITHOUT_ADAKV)]
     if name not in known:
         raise unknown("press", name, known)
@@ -128,4 +131,10 @@ def kvpress(options: list[str]) -> Method:
         ratio = -1.0
     if not 0 <= ratio < 1:
         raise EvaluationError(f"method 'kvpress' removes a share of tokens from 0 to below 1, not {share!r}.")
-    return KVPressMethod(name, ratio)
+    numbers = {}
+    for option in more:
+        field, _, number = option.partition("=")
+        if not field.isidentifier() or not number.isdecimal():
+            raise EvaluationError(f"method 'kvpress' takes whole numbers of a press, window_size=16, not {option!r}.")
+        numbers[field] = int(number)
+    return KVPressMethod(name, ratio, **numbers)
