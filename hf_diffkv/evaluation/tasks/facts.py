@@ -116,13 +116,13 @@ class KeyValueAsked(AskedAtTheEnd, KeyValue):
 
 @task("city-asked")
 class CityAsked(AskedAtTheEnd):
-    """`Maria lives in Oslo.`: an answer of one word."""
+    """`Maria lives in Oslo.` on a line of its own: an answer of one word."""
 
     def facts(self, rng: random.Random) -> AskedFacts:
         asked = [
             (f"{name} lives in", f"{city}.") for name, city in zip(rng.sample(NAMES, PAIRS), rng.sample(CITIES, PAIRS))
         ]
-        return [" ".join(parts) for parts in asked], asked
+        return [f"\n\n{' '.join(parts)}\n\n" for parts in asked], asked
 
 
 @task("dictionary-asked")
