@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tasks", default="dictionary,turns")
     parser.add_argument("--methods", default="diffkv,diffkv:small")
-    parser.add_argument("--documents", type=int, default=4, help="of each task (default: %(default)s)")
+    parser.add_argument("--documents", type=int, help="of each task; as many as the task has by itself without")
     parser.add_argument("--output", type=Path, help="folder; one among the results without")
     options = parser.parse_args()
     _, tokenizer = load_config(options.model)
@@ -68,7 +68,8 @@ def main() -> None:
     with (folder / "records.jsonl").open("w") as file:
         print(json.dumps(about), file=file)
         for task in map(get_task, options.tasks.split(",")):
-            for document in tqdm(task.documents(Source(tokenizer, options.documents, task.length)), desc=task.name):
+            source = Source(tokenizer, options.documents or task.count, task.length)
+            for document in tqdm(task.documents(source), desc=task.name):
                 reference = task.measure(Session(model, get_method("dense")), document, None)[1]
                 for method in options.methods.split(","):
                     for rounding in ROUNDINGS:

@@ -383,8 +383,8 @@ class DiffKVConfig:
         (folder / config_files.CONFIG_NAME).write_text(text)
         if push_to_hub:
             queries = folder / config_files.QUERIES_NAME
-            kwargs["queries"] = queries if queries.is_file() else None
-            config_files.push(text, repo_id or folder.resolve().name, **kwargs)
+            beside = queries if queries.is_file() else None
+            config_files.push(text, repo_id or folder.resolve().name, queries=beside, **kwargs)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """Uploads `diffkv_config.json` to a repository of the Hub, made if missing.

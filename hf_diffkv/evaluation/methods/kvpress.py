@@ -48,13 +48,13 @@ class KVPressMethod(Method):
     Args:
         press: a key of `PRESSES`, or one behind `adakv-`.
         ratio: share of tokens to remove, from 0 to below 1.
-        **numbers: further arguments of the press, for example `window_size`.
+        numbers: further arguments of the press, for example `window_size`.
     """
 
     environment = "kvpress"
     drops_tokens = True
 
-    def __init__(self, press: str, ratio: float, **numbers: int) -> None:
+    def __init__(self, press: str, ratio: float, numbers: dict[str, int]) -> None:
         self.press, self.ratio, self.numbers = press, ratio, numbers
         # hidden tokens get keys that no query of a forward attends to, which are the harder to find the more there are
         self.asks_at_once = not press.startswith(ADAKV)
@@ -137,4 +137,4 @@ def kvpress(options: list[str]) -> Method:
         if not field.isidentifier() or not number.isdecimal():
             raise EvaluationError(f"method 'kvpress' takes whole numbers of a press, window_size=16, not {option!r}.")
         numbers[field] = int(number)
-    return KVPressMethod(name, ratio, **numbers)
+    return KVPressMethod(name, ratio, numbers)
