@@ -10,6 +10,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
+import urllib.request
 import zipfile
 from pathlib import Path
 
@@ -17,6 +19,8 @@ import pytest
 from hub_stand_in import Hub
 
 ROOT = Path(__file__).parents[2]
+# seconds that a command may take; one that waits for somebody fails then
+PATIENCE = 900
 
 
 # in a process of its own: what other tests have imported may hide what setuptools brings along
@@ -90,14 +94,35 @@ def installed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(installed: Path, folder: Path, *command: str, hub: Hub | None = None) -> str:
     """What `command` prints in `folder`, which is not the checkout, with this Hub or none."""
-    home = folder / "home"
-    online = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(home)} if hub is None else hub.environment(home)
-    environment = {**online, "PYTHONPATH": str(installed)}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL
-    )
+    streams = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
+    environment = environment_of(installed, folder, hub)
+    done = subprocess.run(command, cwd=folder, env=environment, timeout=PATIENCE, **streams)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
+
+
+def open_page(installed: Path, folder: Path, *command: str, hub: Hub) -> str:
+    """What a browser gets first of the page that `command` serves, which is then ended."""
+    streams = {"stdout": subprocess.PIPE, "text": True, "stdin": subprocess.DEVNULL}
+    process = subprocess.Popen(command, cwd=folder, env=environment_of(installed, folder, hub), **streams)
+    late = threading.Timer(PATIENCE, process.kill)
+    late.start()
+    try:
+        addresses = (re.match(r"Open (\S+) in a browser", line) for line in process.stdout)
+        address = next((found[1] for found in addresses if found), None)
+        assert address is not None, f"{command} ended without a page"
+        with urllib.request.urlopen(address, timeout=60) as page:
+            return page.read().decode()
+    finally:
+        late.cancel()
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+def environment_of(installed: Path, folder: Path, hub: Hub | None) -> dict[str, str]:
+    home = folder / "home"
+    online = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(home)} if hub is None else hub.environment(home)
+    return {**online, "PYTHONPATH": str(installed)}
 
 
 @needs_compiler
@@ -174,8 +199,11 @@ def test_the_first_lines_of_the_readme_need_the_wheel_and_the_hub_alone(
     assert len("\n".join(said)) > 0 and "model.safetensors" in {file for _, file in hub.fetched}
     held, dense, share = re.match(r"([\d.]+) MB of ([\d.]+) MB dense \(([\d.]+)%; ", memory).groups()
     assert 0 < float(held) < 0.5 * float(dense) and float(share) < 50
-    for line in commands.splitlines():
+    *lines, demo = commands.splitlines()
+    for line in lines:
         run(installed, tmp_path, *command(installed, line), hub=hub)
+    if importlib.util.find_spec("gradio") is not None:
+        assert "DiffKV" in open_page(installed, tmp_path, *command(installed, demo), hub=hub)
     run(installed, tmp_path, *command(installed, "hf-diffkv inspect"), hub=hub)
     # all of it from the one repository
     assert {repository for repository, _ in hub.fetched} == {name}
