@@ -1,10 +1,10 @@
-"""Requests of which half begin with one of 6 texts: what is reused, whether answers stay, time to the first token.
+"""Requests of which half begin with one of 6 texts: what is reused and held, whether answers stay, the first token.
 
 Continuous batching with a `PrefixStore` beside the same without. Where a text ends is marked, as the server marks the
 end of a system message, or found by comparing requests. Answers are compared with those of a store that keeps nothing,
 so that prompts come in the same parts and all are computed.
 
-    python benchmarks/shared_beginnings.py [--models tiny-lm smollm2] [--threads 2]
+    python benchmarks/shared_beginnings.py [--models tiny-lm smollm2] [--gap SECONDS] [--threads 2]
     python benchmarks/shared_beginnings.py --report [--document]   # the table of what was measured
 """
 
@@ -32,7 +32,7 @@ from hf_diffkv import DiffKVConfig, PrefixStore
 RESULTS = Path(__file__).parent / "results" / "shared_beginnings.jsonl"
 DOCUMENT = Path(__file__).parent.parent / "docs" / "serving.md"
 BLOCK = re.compile(r"(<!-- shared beginnings -->\n).*?(<!-- end -->)", re.DOTALL)
-TEXTS, ANSWER, GAP = 6, 8, 0.05
+TEXTS, ANSWER = 6, 8
 # tokens of a text and of a prompt that shares nothing; and of a question
 LONG, QUESTION = (300, 700), (10, 40)
 # beside each other: no store, a store without room, texts that are found, and marked ones
@@ -50,8 +50,8 @@ class Request:
     shared: int
 
 
-def traffic(vocabulary: int, requests: int) -> list[Request]:
-    """The same at every call. Gaps are exponential, every second request has one of the texts."""
+def traffic(vocabulary: int, requests: int, gap: float) -> list[Request]:
+    """The same at every call. Gaps are exponential, of `gap` seconds on average; every second request has a text."""
     rng = random.Random(0)
 
     def tokens(bounds: tuple[int, int]) -> list[int]:
@@ -63,12 +63,12 @@ def traffic(vocabulary: int, requests: int) -> list[Request]:
         number = rng.randrange(TEXTS) if i % 2 else -1
         beginning = texts[number] if i % 2 else tokens(LONG)
         made.append(Request(at, beginning + tokens(QUESTION), number, len(beginning) if i % 2 else 0))
-        at += rng.expovariate(1 / GAP)
+        at += rng.expovariate(1 / gap) if gap else 0
     return made
 
 
 def serve(model: PreTrainedModel, requests: list[Request], marked: bool, store: PrefixStore | None) -> dict:
-    """Sends all; each request's answer, reused tokens, and seconds to the first token.
+    """Sends all; each request's answer, reused tokens, and seconds to the first token; the most that all held.
 
     Raises:
         RuntimeError: a request failed, or none came to its end for long.
@@ -85,13 +85,14 @@ def serve(model: PreTrainedModel, requests: list[Request], marked: bool, store: 
     manager.records.ended = lambda record: records.__setitem__(record.request_id, record)
     manager.start()
     try:
-        started, left, answers = time.perf_counter(), list(enumerate(requests)), {}
+        started, left, answers, held = time.perf_counter(), list(enumerate(requests)), {}, 0
         while len(answers) < len(requests):
             while left and left[0][1].at <= time.perf_counter() - started:
                 number, request = left.pop(0)
                 marks = [request.shared] if marked and request.shared else []
                 manager.add_request(request.ids, str(number), max_new_tokens=ANSWER, boundaries=marks)
             answer = manager.get_result(timeout=0.02)
+            held = max(held, manager.memory().held_bytes)
             if answer is not None:
                 if answer.error is not None:
                     raise RuntimeError(answer.error)
@@ -104,13 +105,14 @@ def serve(model: PreTrainedModel, requests: list[Request], marked: bool, store: 
         "answers": [answers[i] for i in range(len(requests))],
         "cached": [records[str(i)].cached_tokens for i in range(len(requests))],
         "first": [records[str(i)].first_token - records[str(i)].created for i in range(len(requests))],
+        "held": held,
         "seconds": time.perf_counter() - started,
     }
 
 
 def measure(model: PreTrainedModel, name: str, args: argparse.Namespace) -> list[dict]:
     """One row for each way."""
-    requests = traffic(model.config.vocab_size, args.requests)
+    requests = traffic(model.config.vocab_size, args.requests, args.gap)
     later, seen = [], set()
     for i, request in enumerate(requests):
         if request.text in seen:
@@ -129,12 +131,14 @@ def measure(model: PreTrainedModel, name: str, args: argparse.Namespace) -> list
         row = {
             "model": name,
             "way": way,
+            "gap": args.gap,
             "requests": len(requests),
             "later": len(later),
             "shared_tokens": sum(requests[i].shared for i in later),
             "reused_tokens": sum(min(found["cached"][i], requests[i].shared) for i in later),
             "first_token": statistics.median(found["first"][i] for i in later),
             "first_token_others": statistics.median(found["first"][i] for i, r in enumerate(requests) if r.text < 0),
+            "held_bytes": found["held"],
             "seconds": found["seconds"],
         }
         if way == MARKED:
@@ -145,22 +149,30 @@ def measure(model: PreTrainedModel, name: str, args: argparse.Namespace) -> list
 
 
 def table(rows: list[dict]) -> str:
-    header = ("model", "where texts end", "of shared tokens reused", "median seconds to the first token, shared")
+    header = (
+        "model",
+        "mean gap in s",
+        "where texts end",
+        "of shared tokens reused",
+        "median s to the first token, shared",
+    )
     header += (
         "of nothing kept",
         "others",
         "of nothing kept",
-        "seconds in all",
+        "most held, MB",
+        "s in all",
         "answers as computed in the same parts",
     )
     lines, first = [], {}
     for row in rows:
-        base = first.setdefault((row["device"], row["model"]), row)
-        line = [row["model"], row["way"], f"{row['reused_tokens'] / row['shared_tokens']:.0%}", row["first_token"]]
-        line += [row["first_token"] / base["first_token"], row["first_token_others"]]
-        line += [row["first_token_others"] / base["first_token_others"], row["seconds"]]
+        base = first.setdefault((row["device"], row["model"], row["gap"]), row)
+        line = [row["model"], row["gap"], row["way"], f"{row['reused_tokens'] / row['shared_tokens']:.0%}"]
+        for name in ("first_token", "first_token_others"):
+            line += [row[name], row[name] / base[name]]
         same = row.get("same_answers")
-        lines.append([*line, "" if same is None else f"{same} of {row['requests']}"])
+        line += [row["held_bytes"] / 1e6, row["seconds"], "" if same is None else f"{same} of {row['requests']}"]
+        lines.append(line)
     return markdown(header, lines)
 
 
@@ -169,7 +181,7 @@ def report(path: Path, into_document: bool) -> None:
     newest: dict[tuple, dict] = {}
     for line in path.read_text().splitlines():
         row = json.loads(line)
-        newest[row["device"], row["model"], row["way"]] = row
+        newest[row["device"], row["model"], row["gap"], row["way"]] = row
     rows = list(newest.values())
     last = rows[-1]
     text = (
@@ -185,6 +197,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["tiny-lm", "smollm2"])
     parser.add_argument("--requests", type=int, default=72)
+    parser.add_argument("--gap", type=float, default=0.05, help="seconds between two requests, on average")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--output", type=Path, default=RESULTS, help="JSON lines are appended here")

@@ -19,6 +19,7 @@ from ..cache.errors import HandOverError
 from ..ops.softmax import Softmax
 from ..prefixes.stats import ExpectedPrefix
 from .beginnings import Beginnings
+from .first_tokens import FirstTokens
 from .slots import Slots
 
 if TYPE_CHECKING:
@@ -139,10 +140,14 @@ class ContinuousCache:
         self.beginnings = Beginnings()
         self._last_layer = max((*full_layers, *(() if sliding is None else sliding.layers)))
         self._slot_of: dict[str, int] = {}
+        # what those with a slot began with, where prefixes are kept
+        self._began = FirstTokens()
         self._coming: list[tuple[str, int]] = []
         # prompts of requests that wait, and what they will find
         self._prompts: dict[str, Tensor] = {}
         self._expected: dict[str, ExpectedPrefix] = {}
+        # those that cannot share the pages that they were counted to share
+        self._differs: set[str] = set()
         # whether the request that was looked up last has a prefix, and no room for its prompt
         self._no_room = False
 
@@ -202,13 +207,19 @@ class ContinuousCache:
         if not dry_run:
             slot = self._slot_of.get(state.request_id)
             if slot is None:
-                slot = self._slot_of[state.request_id] = self.slots.adopt()
+                slot = self._adopt(state.request_id, state.initial_tokens)
             self.slots.reserve(slot, request_len)
         return True
 
-    def _make_room(self, slot: int | None, tokens: int) -> bool:
+    def _adopt(self, request_id: str, input_ids: Sequence[int]) -> int:
+        slot = self._slot_of[request_id] = self.slots.adopt()
+        if self.prefixes is not None:
+            self._began.add(request_id, torch.tensor(input_ids))
+        return slot
+
+    def _make_room(self, slot: int | None, tokens: int, shared: int = 0) -> bool:
         """As `Slots.make_room`; requests are found in the slots that they have moved to."""
-        made = self.slots.make_room(slot, tokens)
+        made = self.slots.make_room(slot, tokens, shared)
         for old, new in self.slots.take_moves():
             name = next(name for name, place in self._slot_of.items() if place == old)
             self._slot_of[name] = new
@@ -234,6 +245,8 @@ class ContinuousCache:
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         slot = self._slot_of.pop(request_id, None)
+        self._began.remove(request_id)
+        self._differs.discard(request_id)
         if slot is not None:
             self.slots.release(slot)
             if self.sliding is not None:
@@ -272,22 +285,36 @@ class ContinuousCache:
         except OSError as error:
             _logger.warning("prefixes cannot be looked up: %s", error)
         self._expected = dict(zip(self._prompts, found))
+        self._differs.intersection_update(waiting)
         return self._expected
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         """Gives a request that waits a slot with the longest prefix that is kept; the number of its tokens."""
-        if not self._make_room(None, len(prompt_ids)):
-            self._no_room = request_id in self._expected and self._expected[request_id].tokens > 0
+        prompt = torch.tensor(prompt_ids)
+        expected = self._expected.get(request_id, ExpectedPrefix()).tokens
+        alike, common = self._began.alike(prompt, lambda name: self.slots.seen(self._slot_of[name]))
+        shared = 0 if request_id in self._differs else min(common, expected)
+        if not self._make_room(None, len(prompt_ids), shared):
+            self._no_room = expected > 0
             return 0
         try:
-            cache = self.prefixes.lookup(torch.tensor(prompt_ids))
+            cache = self.prefixes.lookup(prompt)
         except NO_MEMORY as error:
             _logger.warning("a prefix that is kept cannot be used, its tokens are computed: %s", error)
             return 0
         length = cache.get_seq_length()
         if length:
-            slot = self._slot_of[request_id] = self.slots.adopt()
-            self.slots.load(slot, cache.stores.all)
+            slot = self._adopt(request_id, prompt_ids)
+            try:
+                twin = None if alike is None else self._slot_of[alike]
+                self.slots.load(slot, cache.stores.all, len(prompt_ids), twin)
+            except NO_MEMORY as error:
+                _logger.info("request %s cannot begin with a prefix that is kept: %s", request_id, error)
+                # it waits for pages of its own, once
+                self._no_room = request_id not in self._differs
+                self.free_blocks(request_id)
+                self._differs.add(request_id)
+                return 0
             if self.sliding is not None:
                 self.sliding.load(request_id, {layer: cache.layers[layer] for layer in self.sliding.layers})
         return length
@@ -327,6 +354,7 @@ class ContinuousCache:
             if twin is None:
                 return dst_req_ids[:count]
             self._slot_of[request_id] = twin
+            self._began.copy(src_state.request_id, request_id)
             if self.sliding is not None:
                 self.sliding.fork(src_state.request_id, request_id, self.slots.seen(source))
             if self.linear is not None:

@@ -30,6 +30,10 @@ class PageBounds:
         """Pages of a request of `tokens` tokens."""
         return int(self.rows(tokens).sum())
 
+    def full_pages(self, tokens: int) -> int:
+        """Pages that are full in a request of `tokens` tokens at least; for stores in which nothing is chosen."""
+        return int((max(0, tokens - self.exact) // self.page_tokens).sum())
+
     def more(self, seen: int, tokens: int, held: int, step: int) -> int:
         """Pages that `tokens` more tokens of a request that has seen `seen` take at most.
 

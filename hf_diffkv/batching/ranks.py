@@ -97,6 +97,9 @@ class OtherPart:
         max_pages: as in `SlotPart`, and so are all others here.
     """
 
+    # one cannot count elsewhere which pages come free with a request
+    shares = False
+
     def __init__(self, bounds: PageBounds) -> None:
         self.bounds = bounds
         self.max_pages = self._free = 0
@@ -127,6 +130,9 @@ class OtherPart:
 
     def held(self, slot: int) -> int:
         return int(self._held[slot])
+
+    def copied(self, slot: int) -> int:
+        return self.held(slot)
 
     def release(self, slot: int) -> None:
         self._free += self.held(slot)

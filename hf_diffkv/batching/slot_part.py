@@ -5,18 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from ..cache.stores import Stores, same_pages
 from ..config import DiffKVConfig
 from ..pages import NULL_PAGE
 from ..pages.rows import ROW_STATE
-from ..store.copies import copy_pages
 from ..store.state import KVHeads, Store
 from ..store.step import begin_forward
 from .page_bounds import PageBounds
 from .reservations import Reservations, ReservedPool
 from .shapes import AttentionShape
+from .shared_pages import Entries, entries_of_request, entries_of_slot, fill_entries
 from .slot_store import SlotStore
 from .staging import stage
 
@@ -27,14 +26,17 @@ class SlotPart:
     Args:
         store: empty, with the thresholds of its layers.
         query_heads: of a layer.
+        alone: whether nobody else counts the pages.
 
     Attributes:
+        shares: whether requests own pages together.
         bounds: pages of a request by its length.
         staged: requests with several tokens in the running forward, by slot, as stores of their own.
     """
 
-    def __init__(self, store: SlotStore, query_heads: int) -> None:
+    def __init__(self, store: SlotStore, query_heads: int, alone: bool) -> None:
         self.store = store
+        self.shares = alone and not store.layout.selects
         store.begin(query_heads)
         exact = store.config.sinks + store.config.window
         self.bounds = PageBounds(exact, store.page_tokens(), store.layout.selects)
@@ -73,7 +75,7 @@ class SlotPart:
 
     def look(self) -> None:
         """Runs the compaction that is due and reads what every request holds, and what its next token may need."""
-        self._step, self._held = (rows.sum((0, 2), dtype=np.int64) for rows in self.store.look())
+        self._step, self._held, self._partial = (rows.sum((0, 2), dtype=np.int64) for rows in self.store.look())
         self.reservations.look_again()
 
     def numbers(self) -> np.ndarray:
@@ -124,9 +126,9 @@ class SlotPart:
             begin_forward(self.store, 1)
 
     def clear(self, slot: int) -> None:
-        """Gives back the pages of the request in `slot`, which is then as it was before."""
+        """Gives back the pages of the request in `slot`, those that others own as well to them; it is empty then."""
         store, table = self.store, self.store.table.table[:, slot]
-        store.pool.free_list.give(table[table != NULL_PAGE])
+        store.pool.release(table[table != NULL_PAGE])
         store.empty(slot)
         self._held[slot] = 0
 
@@ -136,33 +138,29 @@ class SlotPart:
         self.reservations.withdraw(slot)
         self.reservations.look_again()
 
-    def load(self, slot: int, source: Store) -> None:
-        """Copies the one request of `source`, a store of the same layers, into the empty `slot`. After `provide`."""
-        store, table = self.store, source.table.table
-        used = table != NULL_PAGE
-        pages = source.pool.pages[table[used].long()]
-        fresh = self._take(pages.shape[0])
-        store.pool.pages[fresh] = pages
-        fresh_table = torch.zeros_like(table)
-        fresh_table[used] = fresh.to(table.dtype)
-        # high pages stand on the left, low ones on the right
-        mine, high = store.table.table[:, slot], -(-source.high_count[:, 0] // store.layout.high.capacity)
-        width = min(mine.shape[-1], table.shape[-1])
-        left = torch.arange(width, device=store.device) < high[..., None]
-        mine[..., :width] = fresh_table[:, 0, :, :width] * left
-        left = torch.arange(table.shape[-1], device=store.device)[-width:] < high[..., None]
-        mine[..., -width:] += fresh_table[:, 0, :, -width:] * ~left
+    def entries(self, source: Store, alike: int | None) -> Entries:
+        """What `load` makes of the one request of `source`, settled and without padding, a store of the same layers.
+
+        Args:
+            alike: a slot with a request that begins alike, to share pages with.
+        """
+        return entries_of_request(self.store, source, alike if self.shares else None)
+
+    def load(self, slot: int, source: Store, entries: Entries) -> None:
+        """Copies the one request of `source` into the empty `slot`. After `provide`."""
+        fill_entries(self.store, slot, entries, source)
         for name in ROW_STATE:
-            getattr(store, name)[:, slot] = getattr(source, name)[:, 0]
+            getattr(self.store, name)[:, slot] = getattr(source, name)[:, 0]
         self.look()
+
+    def copied(self, slot: int) -> int:
+        """Pages that `copy` takes."""
+        return int(self._partial[slot]) if self.shares else self.held(slot)
 
     def copy(self, slot: int, twin: int) -> None:
         """Copies the request in `slot` to the empty slot `twin`. After `settle` and `provide`."""
-        store, fresh = self.store, self._take(self.held(slot))
-        table = store.table.table[:, slot].clone()
-        copy_pages(store, table[table != NULL_PAGE].long(), fresh)
-        table[table != NULL_PAGE] = fresh.to(table.dtype)
-        store.table.table[:, twin] = table
+        store = self.store
+        fill_entries(store, twin, entries_of_slot(store, slot, self.shares), store)
         for name in ROW_STATE:
             state = getattr(store, name)
             state[:, twin] = state[:, slot]
@@ -171,10 +169,6 @@ class SlotPart:
     def provide(self, pages: int) -> None:
         """Has so many pages exist for `load` or `copy`. Raises `MemoryError` where the device has no memory."""
         self.store.pool.ensure_free(pages)
-
-    def _take(self, pages: int) -> torch.Tensor:
-        """Int64 [pages], out of those that `provide` has made exist."""
-        return self.store.pool.free_list.take(torch.tensor([pages], device=self.store.device))[1]
 
 
 def layer_configs(config: DiffKVConfig, num_layers: int, shape: AttentionShape) -> list[DiffKVConfig]:
@@ -215,5 +209,5 @@ def make_parts(config: DiffKVConfig, shape: AttentionShape, num_layers: int) -> 
         for layer, index in enumerate(group):
             store.place_layer(layer, index)
             store.set_thresholds(layer, configs[index].alpha_high, configs[index].alpha_low)
-        parts.append(SlotPart(store, shape.query_heads))
+        parts.append(SlotPart(store, shape.query_heads, shape.ranks.alone))
     return parts

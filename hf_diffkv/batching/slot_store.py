@@ -52,12 +52,12 @@ class SlotStore(Store):
         """Bytes the device holds."""
         return self.pool.bytes + self.bytes_beside_pool() + sum(t.slack for t in self._growing.values())
 
-    def look(self) -> tuple[np.ndarray, np.ndarray]:
+    def look(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Runs the compaction that is due and reads counts, for the next step.
 
         Returns:
-            bool [layers, slots, heads], rows that may need a page for a token that leaves the window, and int64
-            [layers, slots, heads], how many pages they hold.
+            bool [layers, slots, heads], rows that may need a page for a token that leaves the window; and int64 of the
+            same shape, how many pages they hold, and how many of these are not full.
         """
         settle(self)
         has_low = self.policy.has_low(self.alpha_high, self.alpha_low)
@@ -70,7 +70,8 @@ class SlotStore(Store):
         # where no token is chosen, all of a row are of one tier
         has_high = ~has_low | self.layout.selects
         full = (high % high_size == 0) & has_high | (low % low_size == 0) & has_low
-        return full, -(-high // high_size) - (-low // low_size)
+        partial = (high % high_size > 0).astype(np.int64) + (low % low_size > 0)
+        return full, high // high_size + low // low_size + partial, partial
 
     def check_positions(self, tokens: int) -> None:
         """Nothing to check: `seen` counts steps of many requests, none of which is longer than `Slots.longest`."""
@@ -158,8 +159,8 @@ class SlotStore(Store):
 
     @property
     def bytes_per_page(self) -> int:
-        """Of a page and its entry in the free list."""
-        return self.layout.page_bytes + 4
+        """Of a page, its entry in the free list, and where pages may be shared the count of its owners."""
+        return self.layout.page_bytes + 4 + (0 if self.layout.selects else 2)
 
     @property
     def _fixed_bytes(self) -> int:

@@ -161,7 +161,7 @@ class Slots:
         """Tokens of the request in `slot` so far."""
         return self._seen[slot]
 
-    def make_room(self, slot: int | None, tokens: int) -> bool:
+    def make_room(self, slot: int | None, tokens: int, shared: int = 0) -> bool:
         """Has there be a slot, and room in it and in the pool for what `tokens` more tokens take. Only after `settle`.
 
         Slots become more or fewer, their tables wider or narrower, as pages are left or needed. Requests may get
@@ -169,6 +169,7 @@ class Slots:
 
         Args:
             slot: None for a request that has none yet.
+            shared: of these tokens, how many it begins with as one that has them: `load` shares their full pages.
 
         Returns:
             Whether there is room; else nothing has changed.
@@ -176,7 +177,7 @@ class Slots:
         Raises:
             MemoryError: the device of one of several ranks has no memory.
         """
-        size = self._size_for(slot, tokens)
+        size = self._size_for(slot, tokens, shared)
         if size is None or size == (self.count, self.room.tokens):
             return size is not None
         for old in sorted(self._taken - set(range(size[0]))):
@@ -207,14 +208,15 @@ class Slots:
         moves, self._moves = self._moves, []
         return moves
 
-    def _size_for(self, slot: int | None, tokens: int) -> tuple[int, int] | None:
+    def _size_for(self, slot: int | None, tokens: int, shared: int = 0) -> tuple[int, int] | None:
         """Slots, and tokens in each, with which there is room as in `make_room`; None where there is none."""
         slots = len(self._taken) + (slot is None)
         longest = max((self._seen[taken] + self._reserved.get(taken, 0) for taken in self._taken), default=0)
         longest = max(longest, tokens + (0 if slot is None else self._seen[slot]))
         if slots > self.room.most or longest > self.longest:
             return None
-        need, left = self.need(slot, tokens), self.unreserved
+        not_taken = [part.bounds.full_pages(shared) if part.shares else 0 for part in self.all_parts]
+        need, left = self.need(slot, tokens) - not_taken, self.unreserved
         if slots <= self.count and longest <= self.room.tokens and (need <= left).all():
             return self.count, self.room.tokens
         wanted = np.array([slots, longest, *(self.max_pages + 1 - left + need)])
@@ -257,22 +259,27 @@ class Slots:
         self._reserved.pop(slot, None)
         self._taken.remove(slot)
 
-    def load(self, slot: int, sources: Iterable[Store]) -> None:
+    def load(self, slot: int, sources: Iterable[Store], tokens: int, alike: int | None = None) -> None:
         """Copies the one request that `sources` hold into `slot`, which is adopted and has no tokens yet.
 
         Args:
-            sources: of the same configuration and shape, settled, without padding; each has the layers of a part. Its
-                pages must be left unreserved.
+            sources: of the same configuration and shape, settled, without padding; each has the layers of a part.
+            tokens: that the request is going to have, these included.
+            alike: a slot with a request that begins alike; full pages that hold the same are shared with it.
 
         Raises:
-            MemoryError: the device has no memory; nothing has changed then.
+            MemoryError: no room for `tokens` tokens, or the device has no memory; nothing has changed then.
         """
         by_layers = {tuple(source.layers): source for source in sources}
-        loaded = [(part, by_layers[tuple(part.store.layers)]) for part in self.parts]
-        for part, source in loaded:
-            part.provide(source.owned_pages().numel())
-        for part, source in loaded:
-            part.load(slot, source)
+        pairs = [(part, by_layers[tuple(part.store.layers)]) for part in self.parts]
+        loaded = [(part, source, part.entries(source, alike)) for part, source in pairs]
+        for part, _, entries in loaded:
+            if part.bounds.pages(tokens) - entries.shared_pages > part.unreserved:
+                raise MemoryError(f"there are not enough pages for a request of {tokens} tokens.")
+        for part, _, entries in loaded:
+            part.provide(entries.pages)
+        for part, source, entries in loaded:
+            part.load(slot, source, entries)
             self._seen[slot] = source.seen
 
     def held(self, slot: int) -> list[Store]:
@@ -287,11 +294,11 @@ class Slots:
         Raises:
             MemoryError: the device has no memory; nothing has changed then.
         """
-        if not self.idle or any(part.held(slot) > part.unreserved for part in self.all_parts):
+        if not self.idle or any(part.copied(slot) > part.unreserved for part in self.all_parts):
             return None
         with self.ranks.in_step():
             for part in self.parts:
-                part.provide(part.held(slot))
+                part.provide(part.copied(slot))
         twin = self.adopt()
         for part in self.all_parts:
             part.copy(slot, twin)

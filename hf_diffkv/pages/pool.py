@@ -99,24 +99,30 @@ class PagePool:
         """Gives back the memory of all but `capacity` pages, the null page included; pages in use move to others.
 
         Args:
-            table: int32, every page in use, once; those that move are replaced there.
+            table: int32, every page in use, once for each owner; those that move are replaced there.
 
         Raises:
-            ValueError: more are in use, or some are shared.
+            ValueError: more are in use, or some have an owner elsewhere.
         """
         if capacity >= self.capacity:
             return
         above = table >= capacity
-        moved = table[above].long()
+        moved, place, owners = table[above].long().unique(return_inverse=True, return_counts=True)
         free = self.free_list.ids().long()
         free = free[free < capacity]
         room = free[: moved.numel()]
-        if self.sharers is not None or room.numel() < moved.numel() or capacity < 1:
-            raise ValueError(f"{self.capacity} pages cannot become {capacity}: more are in use, or some are shared.")
+        if room.numel() < moved.numel() or capacity < 1 or not torch.equal(owners, self.owners(moved)):
+            raise ValueError(
+                f"{self.capacity} pages cannot become {capacity}: more are in use, or some have an owner elsewhere."
+            )
         for first in range(0, moved.numel(), PAGES_AT_ONCE):
             part = slice(first, first + PAGES_AT_ONCE)
             self.pages[room[part]] = self.pages[moved[part]]
-        table[above] = room.to(table.dtype)
+        table[above] = room[place].to(table.dtype)
+        if self.sharers is not None:
+            self._grow_sharers()
+            self.sharers[room] = self.sharers[moved]
+            self.sharers = self.sharers[:capacity].clone()
         self.free_list.replace(free[moved.numel() :], capacity - (NULL_PAGE + 1))
         self.capacity = capacity
         self._reservation.shrink(capacity * self.page_bytes)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, PrefixStore
 from hf_diffkv.batching.engine_cache import ContinuousCache
+from hf_diffkv.batching.first_tokens import FirstTokens
 from hf_diffkv.batching.manager import DiffKVBatchingManager
 from hf_diffkv.batching.records import RequestRecord
 
@@ -260,6 +261,43 @@ def test_requests_that_are_preempted_find_it_again(monkeypatch: pytest.MonkeyPat
     assert [served.cached[str(i)] for i in range(1, len(questions))] == [80] * (len(questions) - 1)
     for i, question in enumerate(questions):
         assert said[str(i)] == expected(served.model, beginning + question, 40)
+
+
+@pytest.mark.parametrize(("how", "at_once"), [("shared", 5), ("copied", 3), ("taken for alike", 3)])
+@pytest.mark.sampled(100)
+def test_what_several_begin_with_is_held_once(how: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More are there at once for it, each with the text that it has by itself; none is lost that only seems alike."""
+    config = replace(UNIFORM, window=8, page_bytes=256)
+    served = Served(tiny_model("llama", dtype=torch.float64), config, monkeypatch, max_bytes=120_000)
+    beginning, *questions = prompts((150, 20, 31, 5, 26, 12, 9), seed=3)
+    others = prompts((170,) * 2, seed=5)
+    held, together = [], [0]
+
+    def on_forward(name: str, past: int, tokens: int) -> None:
+        cache = served.manager._cache
+        owned = [part.store.owned_pages() for part in cache.slots.parts]
+        held.append(sum(pages.numel() - pages.unique().numel() for pages in owned))
+        together.append(cache.slots.count - cache.slots.idle)
+
+    served.on_forward = on_forward
+    if how == "taken for alike":
+        # the first one that is there, which is one of the others at first
+        def first(known: FirstTokens, ids: torch.Tensor, seen: Any) -> tuple[str | None, int]:
+            return next(iter(known._prompts), None), ids.numel()
+
+        monkeypatch.setattr(FirstTokens, "alike", first)
+    asked = [*others, *(beginning + question for question in questions)]
+    for i, ids in enumerate(asked):
+        served.manager.add_request(ids, str(i), max_new_tokens=NEW, boundaries=[150] if i >= len(others) else [])
+    served.manager.start()
+    for part in served.manager._cache.slots.parts:
+        part.shares = how != "copied"
+    said = served.answers(len(asked))
+    served.stop()
+    assert max(together) >= at_once and (how != "copied" or max(together) == at_once)
+    assert max(held) == 0 if how == "copied" else max(held) >= 100
+    for i, ids in enumerate(asked):
+        assert said[str(i)] == alone(served, ids, parts_of(served, str(i), len(ids)))
 
 
 def test_marks_that_are_wrong_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

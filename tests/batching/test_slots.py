@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import takewhile
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from hf_diffkv.batching.slots import Slots
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
+from hf_diffkv.pages.rows import ROW_STATE
 from hf_diffkv.store import Store, attend_token, attend_tokens, begin_forward, check_integrity, read_tokens
 
 LAYERS, HEADS, GROUP, DIM, SLOTS, LONGEST = 2, 2, 2, 8, 4, 120
@@ -62,12 +64,27 @@ def adopt(slots: Slots) -> int:
 
 @dataclass
 class Request:
-    """A request in a slot, and the same one on stores of its own, one for each layer."""
+    """A request in a slot, and the same one on stores of its own, one for each layer.
+
+    Attributes:
+        forwards: of this request and those that it goes on from, each by an object of its own and its tokens.
+    """
 
     slot: int
     generator: torch.Generator
     alone: list[Store]
     tokens: int = 0
+    forwards: list[tuple[object, int]] = field(default_factory=list)
+
+    def twin(self, slot: int, seed: int) -> Request:
+        """Another request that goes on from here."""
+        alone, generator = copy.deepcopy(self.alone), torch.Generator().manual_seed(seed)
+        return Request(slot, generator, alone, self.tokens, list(self.forwards))
+
+    def common(self, other: Request) -> int:
+        """How many first tokens it has from the same forwards."""
+        pairs = takewhile(lambda pair: pair[0] == pair[1], zip(self.forwards, other.forwards))
+        return sum(tokens for (_, tokens), _ in pairs)
 
     def draw(self, tokens: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Queries, keys and values of each layer for the next tokens."""
@@ -124,6 +141,21 @@ def assert_same_request(slots: Slots, request: Request) -> None:
         torch.testing.assert_close(mine.score, alone.score, rtol=1e-5, atol=1e-6)
 
 
+def own_pages(store: Store) -> Store:
+    """The same request with a pool of its own, as a prefix that is kept has one."""
+    twin = copy.copy(store)
+    twin.pool, twin.table = store.private_pages()
+    for name in ROW_STATE:
+        setattr(twin, name, getattr(store, name).clone())
+    return twin
+
+
+def full_pages(store: Store, slot: int, tokens: int) -> int:
+    """How many pages the first `tokens` tokens of each row fill that is in a slot, where a row is of one tier."""
+    sizes = torch.where(store.low_count[:, slot] > 0, store.layout.low.capacity, store.layout.high.capacity)
+    return int((max(0, tokens) // sizes).sum())
+
+
 class SlotMachine(RuleBasedStateMachine):
     """Slots under random traffic."""
 
@@ -147,9 +179,12 @@ class SlotMachine(RuleBasedStateMachine):
         fields = {"window": window, "center": center, "rotate": center, "sinks": sinks, "head_precisions": precisions}
         self.config = configuration(*thresholds, **fields)
         # the budgets are of what is beside sinks: keys, values and a sum of each
+        self.exact = window + sinks
         exact = sinks * LAYERS * SLOTS * HEADS * (2 * DIM + 1) * 4
         self.slots = self.make(BUDGETS[budget] + exact)
         self.requests: list[Request] = []
+        # what requests held at some time: in slots, and on stores of their own
+        self.kept: list[tuple[list[Store], Request]] = []
 
     def make(self, max_bytes: int) -> Slots:
         return make_slots(self.config, max_bytes)
@@ -202,6 +237,7 @@ class SlotMachine(RuleBasedStateMachine):
         assert list(failures) == ([] if spoiled is None else [spoiled.slot])
         for (request, inputs), output, alone in zip(parts, outputs, expected):
             request.tokens += inputs[0][0].shape[2]
+            request.forwards.append((object(), inputs[0][0].shape[2]))
             if request is spoiled:
                 assert "NaN" in str(failures[request.slot])
                 self.leave(request)
@@ -230,9 +266,39 @@ class SlotMachine(RuleBasedStateMachine):
             assert self.slots.idle == idle
             return
         assert made
-        twin = copy.deepcopy(request.alone)
-        generator = torch.Generator().manual_seed(slot)
-        self.requests.append(Request(slot, generator, twin, request.tokens))
+        self.requests.append(request.twin(slot, slot))
+
+    @rule(data=st.data())
+    def keep(self, data) -> None:
+        """As a prefix is kept."""
+        self.slots.settle()
+        if begun := [request for request in self.requests if request.tokens]:
+            request = data.draw(st.sampled_from(begun), label="kept")
+            held = [own_pages(store) for store in self.slots.held(request.slot)]
+            self.kept.append((held, request.twin(-1, 0)))
+
+    @rule(data=st.data())
+    def begin_alike(self, data) -> None:
+        """A request begins with what was kept, beside one that may have the same tokens."""
+        self.slots.settle()
+        if not self.kept:
+            return
+        held, kept = data.draw(st.sampled_from(self.kept), label="begins with")
+        beside = data.draw(st.sampled_from([None, *self.requests]), label="beside")
+        if not self.make_room(None, kept.tokens):
+            return
+        before, slot = self.slots.used_pages, self.slots.adopt()
+        self.slots.load(slot, held, kept.tokens, None if beside is None else beside.slot)
+        self.requests.append(kept.twin(slot, data.draw(st.integers(0, 1000), label="seed")))
+        common = 0 if beside is None else beside.common(kept)
+        for part, taken in zip(self.slots.parts, self.slots.used_pages - before):
+            shared = part.held(slot) - taken
+            if part.store.layout.selects:
+                assert shared == 0
+            else:
+                # what had left the window when both were one surely; what has left it since perhaps
+                assert full_pages(part.store, slot, common - self.exact) <= shared
+                assert shared <= full_pages(part.store, slot, common)
 
     @rule(data=st.data())
     def compare(self, data) -> None:

@@ -16,14 +16,17 @@ pytestmark = pytest.mark.skipif(
 
 def test_traffic_is_what_is_said(script) -> None:
     module = script("shared_beginnings")
-    requests = module.traffic(512, 60)
-    assert requests == module.traffic(512, 60)
+    requests = module.traffic(512, 60, 0.05)
+    assert requests == module.traffic(512, 60, 0.05)
     sharing = [request for request in requests if request.text >= 0]
     assert len(sharing) == 30 and {request.text for request in sharing} <= set(range(6))
     texts = {request.text: request.ids[: request.shared] for request in sharing}
     assert all(request.ids[: request.shared] == texts[request.text] for request in sharing)
     assert all(10 <= len(request.ids) - request.shared <= 40 for request in sharing)
     assert [request.at for request in requests] == sorted(request.at for request in requests)
+    slower = module.traffic(512, 60, 0.5)
+    assert [request.ids for request in slower] == [request.ids for request in requests]
+    assert slower[-1].at == pytest.approx(10 * requests[-1].at)
 
 
 @pytest.mark.slow
@@ -38,10 +41,11 @@ def test_ways_are_measured_and_reported(script, tmp_path: Path, capsys, monkeypa
     assert rows["nothing kept"]["reused_tokens"] == 0 < rows["found"]["reused_tokens"]
     assert rows["marked"]["reused_tokens"] == rows["marked"]["shared_tokens"] > 0
     assert rows["marked"]["same_answers"] == 8 and rows["marked"]["later"] == 3
+    assert all(row["held_bytes"] > 0 for row in rows.values())
     document = tmp_path / "serving.md"
     document.write_text("before\n<!-- shared beginnings -->\nold\n<!-- end -->\nafter\n")
     monkeypatch.setattr(module, "DOCUMENT", document)
     module.main(["--report", "--document", "--output", str(output)])
     text = document.read_text()
     assert text.startswith("before\n") and text.endswith("<!-- end -->\nafter\n") and "old" not in text
-    assert "| tiny-lm | marked | 100% |" in capsys.readouterr().out
+    assert "| tiny-lm | 0.05 | marked | 100% |" in capsys.readouterr().out

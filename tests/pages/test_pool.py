@@ -122,6 +122,30 @@ def test_pages_that_go_leave_what_is_in_use() -> None:
     assert pool.bytes == 8 * 64 + 4 * 7 + 8 * 3
     pool.ensure_free(4)
     assert pool.capacity == 10 and pool.pages[used.long(), 63].tolist() == kept
-    pool.share(used)
-    with pytest.raises(ValueError, match="shared"):
-        pool.truncate(9, table)
+
+
+def test_shared_pages_that_go_move_once_for_all_their_owners() -> None:
+    """What stands in a table twice stays one page; a page that somebody else owns as well cannot move."""
+    pool = PagePool(64, CPU)
+    pool.ensure_free(9)
+    _, ids = pool.free_list.take(torch.tensor([9]))
+    pool.pages[ids] = torch.arange(9, dtype=torch.uint8)[:, None].expand(9, 64)
+    first, second, third, alone = ids[[8, 1, 7, 6]].tolist()
+    table = torch.tensor([[first, second, third, 0], [first, second, 0, alone], [first, 0, 0, 0]], dtype=torch.int32)
+    pool.free_list.give(ids[[0, 2, 3, 4, 5]])
+    pool.share(torch.tensor([first, second]))
+    before = table.clone()
+    with pytest.raises(ValueError, match="10 pages cannot become 5: .* owner elsewhere"):
+        pool.truncate(5, table)
+    assert torch.equal(table, before) and pool.capacity == 10 and pool.free_list.free == 5
+    pool.share(torch.tensor([first]))
+    pool.truncate(5, table)
+    assert pool.capacity == 5 and pool.free_list.free == 0 and (table < 5).all()
+    assert (table == NULL_PAGE).equal(before == NULL_PAGE)
+    content = pool.pages[table[table != NULL_PAGE].long(), 63].tolist()
+    assert content == [8, 1, 7, 8, 1, 6, 8]
+    pages = table[0, :3].tolist() + [int(table[1, 3])]
+    assert pool.owners(torch.tensor(pages)).tolist() == [3, 2, 1, 1]
+    for row, free in zip(table, (1, 3, 4)):
+        pool.release(row[row != NULL_PAGE])
+        assert pool.free_list.free == free

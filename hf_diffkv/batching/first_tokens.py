@@ -1,0 +1,46 @@
+"""What the requests that are there began with, so that another one may share their pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+
+class FirstTokens:
+    """Prompts by the names of their requests."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[str, Tensor] = {}
+
+    def add(self, name: str, input_ids: Tensor) -> None:
+        """A request has come whose prompt is `input_ids`, int64 [tokens]."""
+        self._prompts[name] = input_ids
+
+    def copy(self, name: str, to: str) -> None:
+        """A request goes on as another one does, if that is known."""
+        if name in self._prompts:
+            self._prompts[to] = self._prompts[name]
+
+    def remove(self, name: str) -> None:
+        """A request is gone, if it was known."""
+        self._prompts.pop(name, None)
+
+    def alike(self, input_ids: Tensor, seen: Callable[[str], int]) -> tuple[str | None, int]:
+        """The request that has most of its first tokens in common with `input_ids`, and how many; None where none has.
+
+        Args:
+            seen: how many tokens of a request there are at this moment.
+        """
+        found: tuple[str | None, int] = (None, 0)
+        for name, prompt in self._prompts.items():
+            common = _common(prompt[: seen(name)], input_ids)
+            if common > found[1]:
+                found = (name, common)
+        return found
+
+
+def _common(one: Tensor, other: Tensor) -> int:
+    shortest = min(one.numel(), other.numel())
+    differs = (one[:shortest] != other[:shortest]).nonzero()
+    return int(differs[0]) if differs.numel() else shortest
