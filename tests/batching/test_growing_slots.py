@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from batching import check_empty, check_slots
-from test_slots import BUDGETS, Request, adopt, alone_stores, assert_same_request, configuration, forward, make_slots
+from test_slots import BUDGETS, Request, adopt, alone_stores, assert_same_request, configuration, make_slots, run
 
 from hf_diffkv.batching import growing
 from hf_diffkv.batching.growing import GrowingTensor
@@ -33,24 +33,6 @@ def test_a_tensor_changes_its_size_where_it_stands(kind: type, monkeypatch: pyte
         tensor.resize(shape, place)
         assert torch.equal(tensor.tensor, expected)
         assert tensor.slack == 0 and tensor._memory.committed == 8 * math.prod(shape)
-
-
-def run(slots: Slots, requests: list[Request], counts: list[int]) -> None:
-    """A forward of so many tokens of each request, compared with stores of their own."""
-    slots.settle()
-    for request, count in zip(requests, counts):
-        assert slots.make_room(request.slot, count)
-        for old, new in slots.take_moves():
-            next(one for one in requests if one.slot == old).slot = new
-        assert slots.reserve(request.slot, count)
-    parts = [(request, request.draw(count)) for request, count in zip(requests, counts)]
-    expected = [request.run_alone(inputs) for request, inputs in parts]
-    for outputs, alone in zip(forward(slots, parts), expected):
-        for mine, his in zip(outputs, alone):
-            torch.testing.assert_close(mine, his, rtol=1e-5, atol=1e-5)
-    assert not slots.take_failures() and slots.bytes <= slots.max_bytes
-    for request, count in zip(requests, counts):
-        request.tokens += count
 
 
 def arrive(slots: Slots) -> Request:

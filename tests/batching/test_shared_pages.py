@@ -13,10 +13,11 @@ from test_slots import (
     alone_stores,
     assert_same_request,
     configuration,
-    forward,
+    follow,
     full_pages,
     make_slots,
     own_pages,
+    run,
 )
 
 from hf_diffkv.batching.first_tokens import FirstTokens
@@ -33,28 +34,6 @@ EXACT = UNIFORM.window + UNIFORM.sinks
 def arrive(slots: Slots, config: DiffKVConfig, seed: int) -> Request:
     slots.settle()
     return Request(adopt(slots), torch.Generator().manual_seed(seed), alone_stores(config))
-
-
-def run(slots: Slots, requests: list[Request], counts: list[int]) -> None:
-    """A forward of so many tokens of each request, compared with stores of their own."""
-    slots.settle()
-    for request, count in zip(requests, counts):
-        assert slots.make_room(request.slot, count)
-        follow(slots, requests)
-        assert slots.reserve(request.slot, count)
-    parts = [(request, request.draw(count)) for request, count in zip(requests, counts)]
-    expected = [request.run_alone(inputs) for request, inputs in parts]
-    for outputs, alone in zip(forward(slots, parts), expected):
-        for mine, his in zip(outputs, alone):
-            torch.testing.assert_close(mine, his, rtol=1e-5, atol=1e-5)
-    assert not slots.take_failures() and slots.bytes <= slots.max_bytes
-    for request, count in zip(requests, counts):
-        request.tokens += count
-
-
-def follow(slots: Slots, requests: list[Request]) -> None:
-    for old, new in slots.take_moves():
-        next(one for one in requests if one.slot == old).slot = new
 
 
 def fork(slots: Slots, request: Request, requests: list[Request]) -> Request:

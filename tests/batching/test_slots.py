@@ -128,6 +128,28 @@ def forward(slots: Slots, parts: list[tuple[Request, list[tuple[Tensor, Tensor, 
     return list(map(list, zip(*outputs)))
 
 
+def run(slots: Slots, requests: list[Request], counts: list[int]) -> None:
+    """A forward of so many tokens of each request, compared with stores of their own."""
+    slots.settle()
+    for request, count in zip(requests, counts):
+        assert slots.make_room(request.slot, count)
+        follow(slots, requests)
+        assert slots.reserve(request.slot, count)
+    parts = [(request, request.draw(count)) for request, count in zip(requests, counts)]
+    expected = [request.run_alone(inputs) for request, inputs in parts]
+    for outputs, alone in zip(forward(slots, parts), expected):
+        for mine, his in zip(outputs, alone):
+            torch.testing.assert_close(mine, his, rtol=1e-5, atol=1e-5)
+    assert not slots.take_failures() and slots.bytes <= slots.max_bytes
+    for request, count in zip(requests, counts):
+        request.tokens += count
+
+
+def follow(slots: Slots, requests: list[Request]) -> None:
+    for old, new in slots.take_moves():
+        next(one for one in requests if one.slot == old).slot = new
+
+
 def assert_same_request(slots: Slots, request: Request) -> None:
     """The slot holds what the stores of its own hold, bit for bit."""
     slots.settle()
