@@ -292,7 +292,9 @@ class ContinuousCache:
         """Gives a request that waits a slot with the longest prefix that is kept; the number of its tokens."""
         prompt = torch.tensor(prompt_ids)
         expected = self._expected.get(request_id, ExpectedPrefix()).tokens
-        alike, common = self._began.alike(prompt, lambda name: self.slots.seen(self._slot_of[name]))
+        # what nobody announced may have a prefix too
+        first = prompt[: expected or len(prompt_ids)]
+        alike, common = self._began.alike(first, lambda name: self.slots.seen(self._slot_of[name]))
         shared = 0 if request_id in self._differs else min(common, expected)
         if not self._make_room(None, len(prompt_ids), shared):
             self._no_room = expected > 0

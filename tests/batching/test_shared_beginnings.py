@@ -283,7 +283,7 @@ def test_what_several_begin_with_is_held_once(how: str, at_once: int, monkeypatc
     if how == "taken for alike":
         # the first one that is there, which is one of the others at first
         def first(known: FirstTokens, ids: torch.Tensor, seen: Any) -> tuple[str | None, int]:
-            return next(iter(known._prompts), None), ids.numel()
+            return next(iter(known._keys), None), ids.numel()
 
         monkeypatch.setattr(FirstTokens, "alike", first)
     asked = [*others, *(beginning + question for question in questions)]

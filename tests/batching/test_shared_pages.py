@@ -20,7 +20,7 @@ from test_slots import (
     run,
 )
 
-from hf_diffkv.batching.first_tokens import FirstTokens
+from hf_diffkv.batching.first_tokens import KEY_TOKENS, FirstTokens
 from hf_diffkv.batching.slots import Slots
 from hf_diffkv.config import DiffKVConfig
 
@@ -159,26 +159,39 @@ def test_shared_pages_move_where_slots_need_their_memory() -> None:
 
 
 def test_who_begins_alike() -> None:
-    known, seen = FirstTokens(), {"a": 9, "b": 9, "c": 3, "d": 9}
-    rows = {"a": [1, 2, 3, 9], "b": [1, 2, 3, 4, 5], "c": [1, 2, 3, 4, 5, 6], "d": [8]}
+    first = list(range(100, 100 + KEY_TOKENS))
+    known, seen = FirstTokens(), {"a": 90, "b": 90, "c": KEY_TOKENS + 1, "d": 90, "e": 90, "f": 90}
+    rows = {
+        "a": [*first, 1, 2, 9],
+        "b": [*first, 1, 2, 3, 4],
+        "c": [*first, 1, 2, 3, 4, 5],
+        "d": [8, *first],
+        "e": first[:3],
+    }
     for name, ids in rows.items():
         known.add(name, torch.tensor(ids))
 
-    def alike(ids: list[int]) -> tuple[str | None, int]:
-        return known.alike(torch.tensor(ids), seen.__getitem__)
+    def alike(*tokens: int) -> tuple[str | None, int]:
+        return known.alike(torch.tensor([*first, *tokens]), seen.__getitem__)
 
-    def expected(ids: list[int]) -> tuple[str | None, int]:
+    def expected(*tokens: int) -> tuple[str | None, int]:
+        ids = [*first, *tokens]
         common = {name: len(os.path.commonprefix([ids, row[: seen[name]]])) for name, row in rows.items()}
-        best = max(common.values(), default=0)
-        return next((name for name in common if best and common[name] == best), None), best
+        best = max(common.values())
+        return next(name for name in common if common[name] == best), best
 
-    for ids in ([1, 2, 3, 4, 5, 6], [1, 2], [8, 8], [7], [1, 2, 3, 4]):
-        assert alike(ids) == expected(ids)
-    seen["c"] = 9
-    assert alike([1, 2, 3, 4, 5, 6]) == ("c", 6)
+    for tokens in ((1, 2, 3, 4, 5), (1,), (8, 8), (1, 2, 3), (1, 2, 9, 9)):
+        assert alike(*tokens) == expected(*tokens)
+    assert known.alike(torch.tensor([8, 8, *first]), seen.__getitem__) == (None, 0)
+    assert known.alike(torch.tensor([], dtype=torch.int64), seen.__getitem__) == (None, 0)
+    seen["c"] = 90
+    assert alike(1, 2, 3, 4, 5) == ("c", KEY_TOKENS + 5)
     known.remove("c")
     known.remove("nobody")
-    known.copy("b", "e")
+    known.copy("nobody", "g")
+    known.copy("b", "f")
     known.remove("b")
-    seen["e"] = 9
-    assert alike([1, 2, 3, 4, 5, 6]) == ("e", 5)
+    assert alike(1, 2, 3, 4, 5) == ("f", KEY_TOKENS + 4)
+    for name in ("a", "d", "e", "f"):
+        known.remove(name)
+    assert not known._prompts and not known._keys
