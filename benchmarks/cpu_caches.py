@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.compat import passing
 from hf_diffkv.config.presets import PRESETS
 from hf_diffkv.evaluation.methods.base import tensor_bytes
 from hf_diffkv.native import library
@@ -106,7 +107,7 @@ def attention_of(cache: Cache) -> str:
 def step(model: PreTrainedModel, cache: Cache, tokens: Tensor) -> Tensor:
     """Logits [batch, vocabulary] after the last of the tokens [batch, n] of one forward."""
     model.set_attn_implementation(attention_of(cache))
-    return model(tokens, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+    return model(tokens, **passing(cache), logits_to_keep=1).logits[:, -1]
 
 
 @torch.no_grad()

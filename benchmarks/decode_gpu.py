@@ -24,6 +24,7 @@ from transformers import CompileConfig, DynamicCache, PreTrainedModel, Quantized
 from transformers.cache_utils import Cache
 
 from hf_diffkv import DiffKVCache
+from hf_diffkv.compat import passing
 from hf_diffkv.store import settle
 from hf_diffkv.store.compaction import compact
 from hf_diffkv.store.step import refresh
@@ -104,7 +105,7 @@ def generate(model: PreTrainedModel, name: str, cache: Cache, tokens: Tensor, st
     model.generate(
         tokens,
         attention_mask=torch.ones_like(tokens),
-        past_key_values=cache,
+        **passing(cache),
         max_new_tokens=steps,
         do_sample=False,
         stopping_criteria=[clock],
@@ -227,11 +228,11 @@ def fill(model: PreTrainedModel, name: str, cache: Cache, tokens: Tensor, batch:
     """`batch` copies of one prompt: a real prompt of one request, then repeated."""
     model.set_attn_implementation(attention_of(name))
     if isinstance(cache, DiffKVCache):
-        model(tokens, past_key_values=cache, logits_to_keep=1)
+        model(tokens, **passing(cache), logits_to_keep=1)
         cache.batch_repeat_interleave(batch)
         return
     dense = DynamicCache(config=model.config)
-    model(tokens, past_key_values=dense, logits_to_keep=1)
+    model(tokens, **passing(dense), logits_to_keep=1)
     for index, layer in enumerate(dense.layers):
         key, value = (x.expand(batch, -1, -1, -1) for x in (layer.keys, layer.values))
         cache.update(key, value, index)

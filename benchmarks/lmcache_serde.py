@@ -35,6 +35,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache
 
 from hf_diffkv import DiffKVConfig
+from hf_diffkv.compat import passing
 from hf_diffkv.evaluation.models import load_model, resolve_model
 from hf_diffkv.evaluation.tasks.text import texts
 from hf_diffkv.lmcache import ChunkFormat, chunk_format
@@ -133,7 +134,7 @@ def main() -> None:
     if ids.shape[1] < stored + options.further:
         raise SystemExit(f"the text has {ids.shape[1]} tokens of {stored + options.further}; give a longer one.")
     with torch.no_grad():
-        cache = model(ids[:, :stored], past_key_values=DynamicCache(config=model.config)).past_key_values
+        cache = model(ids[:, :stored], **passing(DynamicCache(config=model.config))).past_key_values
         layers = [(layer.keys, layer.values) for layer in cache.layers]
         whole = torch.stack([torch.stack([merged(side) for side in sides]) for sides in zip(*layers)])
         expected = read_on(model, ids[:, stored:], whole, layers)
@@ -165,7 +166,7 @@ def read_on(model: Any, ids: Tensor, whole: Tensor, layers: list[tuple[Tensor, T
     for index, (keys, _) in enumerate(layers):
         sides = [side.unflatten(-1, (-1, keys.shape[-1])).transpose(0, 1)[None] for side in whole[:, index]]
         cache.update(*sides, index)
-    return model(ids, past_key_values=cache).logits[0].float().log_softmax(-1)
+    return model(ids, **passing(cache)).logits[0].float().log_softmax(-1)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from transformers import (
 from transformers.cache_utils import Cache
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.compat import passing
 from hf_diffkv.config.presets import PRESETS
 
 # as Transformers has it, and with attention that expands no keys and values
@@ -106,8 +107,8 @@ def check_lossless(session: Session, model: PreTrainedModel, tokens: Tensor) -> 
         ("lossless", DiffKVCache(model.config, DiffKVConfig.lossless())),
     ):
         model.set_attn_implementation("diffkv" if name == "lossless" else "sdpa")
-        model(tokens[:, :-4], past_key_values=cache)
-        steps = [model(token, past_key_values=cache).logits for token in tokens[:, -4:].split(1, dim=1)]
+        model(tokens[:, :-4], **passing(cache))
+        steps = [model(token, **passing(cache)).logits for token in tokens[:, -4:].split(1, dim=1)]
         logits[name] = torch.cat(steps, dim=1)
     model.set_attn_implementation("sdpa")
     size = sum(parameter.numel() for parameter in model.parameters())

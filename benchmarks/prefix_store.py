@@ -32,6 +32,7 @@ from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_diffkv import DiffKVCache, PrefixStore
+from hf_diffkv.compat import passing
 
 RESULTS = Path(__file__).parent / "results" / "prefix_store.json"
 # tokens of the request behind its prefix
@@ -42,7 +43,7 @@ QUESTION = 16
 def first_token(model: PreTrainedModel, cache: Cache, ids: Tensor) -> Tensor:
     """Logits [vocabulary] after `ids` [1, tokens], of which `cache` may hold the first ones."""
     model.set_attn_implementation(attention_of(cache))
-    return model(ids[:, cache.get_seq_length() :], past_key_values=cache, logits_to_keep=1).logits[0, -1]
+    return model(ids[:, cache.get_seq_length() :], **passing(cache), logits_to_keep=1).logits[0, -1]
 
 
 def draw(name: str, count: int) -> Tensor:

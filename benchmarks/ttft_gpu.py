@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_diffkv import DiffKVCache
+from hf_diffkv.compat import passing
 
 CONTEXTS = (8192, 1024, 32768)
 # by the names of Transformers; the last two need packages of their own
@@ -56,7 +57,7 @@ def diffkv_call(model: PreTrainedModel, name: str, tokens: Tensor) -> Callable[[
 
 @torch.no_grad()
 def first_token(model: PreTrainedModel, tokens: Tensor, cache: DynamicCache | DiffKVCache) -> int:
-    return int(model(tokens, past_key_values=cache, logits_to_keep=1).logits[0, -1].argmax())
+    return int(model(tokens, **passing(cache), logits_to_keep=1).logits[0, -1].argmax())
 
 
 def measure(session: Session, model: PreTrainedModel, context: int, args: argparse.Namespace) -> None:

@@ -98,9 +98,7 @@ def generate(
     inputs = tokenizer(prompts, return_tensors="pt", padding=len(prompts) > 1).to(model.device)
     fields = {name: getattr(options, name) for name in ("alpha_high", "alpha_low", "max_bytes")}
     cache = DiffKVCache(model.config, **{name: value for name, value in fields.items() if value is not None})
-    output = model.generate(
-        **inputs, past_key_values=cache, max_new_tokens=options.max_new_tokens, do_sample=False
-    ).cpu()
+    output = model.generate(**inputs, cache=cache, max_new_tokens=options.max_new_tokens, do_sample=False).cpu()
     new = output[:, inputs.input_ids.shape[1] :]
     memory = cache.memory()
     return [

@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 Wrap = Callable[[Callable], Callable]
@@ -134,6 +135,8 @@ def _names(owner: str, *attributes: str, **functions: str) -> tuple[PrivateName,
     return (*(PrivateName(owner, name) for name in attributes), *of_functions)
 
 
+# what a cache is called as an argument: before release 5.24, and since
+CACHE_NAMES = ("past_key_values", "cache")
 _GENERATION_MIXIN = "transformers.generation.utils:GenerationMixin"
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
 _SLIDING = "transformers.cache_utils:DynamicSlidingWindowLayer"
@@ -144,7 +147,7 @@ _PROCESSORS = f"{_CB}.cb_logits_processors"
 _SERVING = "transformers.cli.serving"
 
 GENERATE = Feature(
-    'generate() does not take cache_implementation="diffkv"; pass past_key_values=DiffKVCache(model.config) and call '
+    'generate() does not take cache_implementation="diffkv"; pass a DiffKVCache(model.config) and call '
     "model.set_attn_implementation('diffkv')",
     _names(_GENERATION_MIXIN, _prepare_cache_for_generation="generation_config model_kwargs ..."),
 )
@@ -153,7 +156,7 @@ OWN_CACHE = Feature(
     _names(f"{_GENERATION_MIXIN}._prepare_cache_for_generation", "_is_user_defined"),
 )
 PROMPTS = Feature(
-    "generate() does not compare a prompt with the tokens that past_key_values holds; pass prompts that continue them",
+    "generate() does not compare a prompt with the tokens that a cache holds; pass prompts that continue them",
     _names(
         _GENERATION_MIXIN,
         _prefill="input_ids generation_config model_kwargs ...",
@@ -161,8 +164,7 @@ PROMPTS = Feature(
     ),
 )
 MASK_LENGTH = Feature(
-    "generate() does not compare prompts without padding with the length of past_key_values; pass prompts that "
-    "continue it",
+    "generate() does not compare prompts without padding with the length of a cache; pass prompts that continue it",
     _names(f"{_GENERATION_MIXIN}.generate", "_mask_length"),
     since=(5, 23),
 )
@@ -217,7 +219,7 @@ BATCHING = Feature(
             __init__="model generation_config continuous_batching_config workload_hints",
             switch_to_cb_friendly_attn="model auto_switch_to_flash",
             _create_batch_processor="",
-            _run_generation_loop="",
+            _run_generation_loop="...",
             _handle_critical_error="error batch_processor",
             warmup="",
             start="",
@@ -324,6 +326,25 @@ class Wrapped:
             if getattr(getattr(owner, name), "_diffkv", False):
                 setattr(owner, name, method)
         self.originals.clear()
+
+
+@cache
+def cache_argument() -> str:
+    """What this release calls a cache that is given to a model or to `generate()`; the other name may go as well."""
+    from transformers.generation.utils import GenerationMixin
+
+    taken = parameters_of(inspect.unwrap(GenerationMixin.prepare_inputs_for_generation)) or []
+    return next((name for name in reversed(CACHE_NAMES) if name in taken), CACHE_NAMES[0])
+
+
+def passing(given: Any) -> dict[str, Any]:
+    """A cache as the argument of a model or of `generate()`."""
+    return {cache_argument(): given}
+
+
+def passed(arguments: Mapping[str, Any]) -> Any:
+    """The cache among arguments, which older code of a model may call by its former name; None where there is none."""
+    return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
 
 
 def attention_of(model_config: Any) -> str | None:

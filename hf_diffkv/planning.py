@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from .cache.supported_models import cache_layers, check_model_config
+from .compat import passing
 from .config import DiffKVConfig
 from .pages import PageLayout
 
@@ -179,7 +180,7 @@ def _shapes_by_running(model: Any, text_config: Any) -> list[LayerShape] | None:
         return None
     cache = DynamicCache(config=text_config)
     try:
-        model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device="meta"), past_key_values=cache, use_cache=True)
+        model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device="meta"), **passing(cache), use_cache=True)
     except Exception:
         return None
     shapes = []

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 
 from .cache.diffkv_cache import DiffKVCache
 from .cache.registration import set_attention
-from .compat import attention_of
+from .compat import attention_of, passing
 from .config import DiffKVConfig
 from .evaluation.comparison import Agreement
 
@@ -95,7 +95,7 @@ class DiffKVEvaluationCallback(TrainerCallback):
                 batch = self.prompts[start : start + size]
                 dense += self._generate(model, batch, {"cache_implementation": "dynamic"})
                 cache = DiffKVCache(model.config, self.config)
-                compressed += self._generate(model, batch, {"past_key_values": cache})
+                compressed += self._generate(model, batch, passing(cache))
                 report = cache.memory()
                 for name in counted:
                     counted[name] += getattr(report, name)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cache.layer import DiffKVLayer
+from hf_diffkv.compat import passing
 from hf_diffkv.ops.softmax import Softmax
 
 # Transformers 5.17's own sliding layers return more keys than their mask has if nothing is cropped between two forwards
@@ -52,7 +53,7 @@ class Run:
         new = ids.shape[1] - self.ids.shape[1]
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -new:]
         logits = self.model(
-            ids[:, -new:], attention_mask=mask, position_ids=positions, past_key_values=self.cache, use_cache=True
+            ids[:, -new:], attention_mask=mask, position_ids=positions, **passing(self.cache), use_cache=True
         ).logits
         self.ids, self.mask = ids, mask
         return logits

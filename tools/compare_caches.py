@@ -39,6 +39,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig,
 
 import hf_diffkv
 from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.compat import passing
 from hf_diffkv.ops.backend import use_backend
 
 VOCABULARY = 128
@@ -108,7 +109,7 @@ class Talk:
         output = self.model.generate(
             self.ids,
             attention_mask=self.mask,
-            past_key_values=self.cache,
+            **passing(self.cache),
             max_new_tokens=new,
             **{"do_sample": False, **options},
             return_dict_in_generate=True,
@@ -162,7 +163,7 @@ def cropped(talk: Talk, new: int) -> None:
         more = talk.ids[:, held:]
         more = torch.cat([more, ids_of((6,), seed)[0]], 1)
         with torch.no_grad():
-            talk.found.append(talk.model(more, past_key_values=talk.cache).logits.float())
+            talk.found.append(talk.model(more, **passing(talk.cache)).logits.float())
         talk.cache.crop(-3)
         talk.ids = torch.cat([talk.ids[:, :held], more[:, :-3]], 1)
     talk.mask = torch.ones_like(talk.ids)

@@ -17,6 +17,7 @@ from transformers.generation.utils import GenerationMixin
 
 from hf_diffkv import DiffKVConfig
 from hf_diffkv.cache.layer import DiffKVLayer
+from hf_diffkv.compat import passed
 
 LOSSLESS = DiffKVConfig.lossless(window=4, alpha_high=1.0).to_dict()
 BASELINE = os.environ.get("HF_DIFFKV_BASELINE") == "1"
@@ -41,7 +42,7 @@ def _lossless(method: Any) -> Any:
     def prepare(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         left_open = (
             generation_config.cache_implementation is None
-            and model_kwargs.get("past_key_values") is None
+            and passed(model_kwargs) is None
             and generation_config.use_cache is not False
             and not self.config.is_encoder_decoder
         )

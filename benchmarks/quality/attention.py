@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from hf_diffkv import plot
+from hf_diffkv.compat import passing
 from hf_diffkv.evaluation.environment import describe_environment
 from hf_diffkv.evaluation.models import resolve_model
 from hf_diffkv.evaluation.tasks import get_task
@@ -57,7 +58,7 @@ def main() -> None:
 def measure(model: Any, ids: tuple[int, ...]) -> list[dict[str, Any]]:
     """One dictionary per layer and KV head."""
     cache = DynamicCache(config=model.config)
-    output = model(torch.tensor([ids]), past_key_values=cache, output_attentions=True, logits_to_keep=1)
+    output = model(torch.tensor([ids]), **passing(cache), output_attentions=True, logits_to_keep=1)
     heads = []
     for layer_idx, (attention, layer) in enumerate(zip(output.attentions, cache.layers)):
         significance = mean_received(attention[0].float(), layer.keys.shape[1])[:, :-UNJUDGED]

@@ -30,6 +30,7 @@ from hf_diffkv.cache.known_queries import moments_for
 from hf_diffkv.cache.layer import DiffKVLayer
 from hf_diffkv.calibration.documents import documents_for
 from hf_diffkv.calibration.replay import WatchedLayer
+from hf_diffkv.compat import passing
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.evaluation.environment import describe_environment
 from hf_diffkv.evaluation.methods import get_method
@@ -69,7 +70,7 @@ def second_moments(model: Any, tokenizer: Any) -> tuple[list[Tensor], list[Tenso
     found: list[list[Tensor]] = [[], []]
     for document in tqdm(documents_for(tokenizer), desc="moments"):
         watched = [WatchedLayer() for _ in range(layers)]
-        model(torch.tensor([document.context]), past_key_values=Cache(layers=watched), logits_to_keep=1)
+        model(torch.tensor([document.context]), **passing(Cache(layers=watched)), logits_to_keep=1)
         keys = torch.stack([layer.keys[0, :, SINKS:] for layer in watched])
         values = torch.stack([layer.values[0, :, SINKS:] for layer in watched])
         for kept, x in zip(found, (keys - keys.mean(2, keepdim=True), values)):

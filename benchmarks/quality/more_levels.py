@@ -25,6 +25,7 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from hf_diffkv.compat import passing
 from hf_diffkv.config.presets import UNIFORM_NUMBERS
 from hf_diffkv.evaluation.comparison import compare_logits
 from hf_diffkv.evaluation.environment import describe_environment
@@ -139,7 +140,7 @@ class Simulation:
     @torch.no_grad()
     def prompt(self, document: Document) -> DynamicCache:
         cache = DynamicCache(config=self.model.config)
-        self.model(torch.tensor([document.context]), past_key_values=cache, logits_to_keep=1)
+        self.model(torch.tensor([document.context]), **passing(cache), logits_to_keep=1)
         return cache
 
     @torch.no_grad()
@@ -149,7 +150,7 @@ class Simulation:
         sizes = [len(answer) for _, answer in document.questions] or [len(document.continuation) - 1]
         logits, tokens = [], []
         for text, size in zip(asked, sizes):
-            output = self.model(torch.tensor([text[:-1]]), past_key_values=copy.deepcopy(cache), logits_to_keep=size)
+            output = self.model(torch.tensor([text[:-1]]), **passing(copy.deepcopy(cache)), logits_to_keep=size)
             logits.append(output.logits[0].float())
             tokens += text[-size:]
         return torch.cat(logits), tokens

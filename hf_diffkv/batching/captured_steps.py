@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..cache import graphs
+from ..cache.paged_attention import PackedCache
 from ..ops.backend import use_kernels
 from ..ops.softmax import Softmax
 from .engine_cache import ContinuousCache
@@ -23,7 +24,7 @@ from .engine_cache import ContinuousCache
 _logger = logging.getLogger("hf_diffkv")
 
 
-class StepCache:
+class StepCache(PackedCache):
     """In place of the cache within a captured forward.
 
     Args:

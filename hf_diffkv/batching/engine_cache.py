@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..cache.errors import HandOverError
+from ..cache.paged_attention import PackedCache
 from ..ops.softmax import Softmax
 from ..prefixes.stats import ExpectedPrefix
 from .beginnings import Beginnings
@@ -100,7 +101,7 @@ class _Allocator:
         return self._cache.need(request_id, query_length)
 
 
-class ContinuousCache:
+class ContinuousCache(PackedCache):
     """Stands where the engine has its `PagedAttentionCache`.
 
     Args:

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 UPDATES = {"update_conv_state", "update_recurrent_state"}
 # scans that begin without a state even where one is there
 STATELESS_SCANS = {"mamba_selective_scan"}
-CACHE_ARGUMENTS = ("cache_params", "past_key_values")
+CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
 
 
 class LinearModule:

@@ -161,8 +161,11 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
             self._restore_attention()
         self._stop_moving()
 
-    def _run_generation_loop(self) -> None:
-        super()._run_generation_loop()
+    def _run_generation_loop(self, **kwargs: Any) -> None:
+        if "use_inference_mode" in kwargs:
+            # what is held outlives the mode of whoever asked for it
+            kwargs["use_inference_mode"] = False
+        super()._run_generation_loop(**kwargs)
         if self._stopping:
             self._restore_attention()
 
@@ -377,7 +380,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         states = LinearStates(self._states) if self._states else None
         others = [other for other in (windows, states) if other is not None]
         sizes = (options.max_requests_per_batch, self._longest, budget, others)
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             slots = make_slots(self._config, self._shape, len(full), *sizes)
         tokens = MAX_BATCH_TOKENS if options.max_batch_tokens is None else options.max_batch_tokens
         moments = moments_for(self.model, self._config)

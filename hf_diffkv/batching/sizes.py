@@ -11,6 +11,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from ..cache.dense import dense_attention
 from ..cache.errors import UnsupportedModelError
+from ..cache.paged_attention import PackedCache
 from ..config import DiffKVConfig
 from ..ops.softmax import Softmax
 from ..pages import PageLayout
@@ -22,7 +23,7 @@ from .slot_room import PerSlot
 from .slots import Slots
 
 
-class _Trial:
+class _Trial(PackedCache):
     """In place of a cache: ordinary attention, and what comes in."""
 
     def __init__(self, layers: ModelLayers, max_positions: int | None) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.generation.configuration_utils import CompileConfig
 
-from ..compat import SLIDING_GRAPHS
+from ..compat import CACHE_NAMES, SLIDING_GRAPHS, passed
 from ..ops.backend import use_kernels
 from ..store import Store
 from ..store.compaction import compact, compaction_done, compacts_after_step, settle
@@ -170,7 +170,7 @@ class DecodeStep:
             return []
         first = stores.all[0]
         plain = (
-            inputs.get("past_key_values") is self.cache
+            passed(inputs) is self.cache
             and isinstance(ids, Tensor)
             and ids.shape == (first.batch_size, 1)
             # without them models count from the length of the cache, which a graph would keep as it was
@@ -221,7 +221,7 @@ class DecodeStep:
                     value = value[:, -1, None, None, None]
                 tensors[name] = value
                 fixed.append((name, value.shape, value.dtype))
-            elif name != "past_key_values":
+            elif name not in CACHE_NAMES:
                 fixed.append((name, value))
         return tensors, tuple(fixed)
 
@@ -303,7 +303,7 @@ class DecodeStep:
 
 
 def _is_plain(name: str, value: Any) -> bool:
-    return name == "past_key_values" or value is None or isinstance(value, (Tensor, bool, int, float, str))
+    return name in CACHE_NAMES or value is None or isinstance(value, (Tensor, bool, int, float, str))
 
 
 def _copied(output: Any) -> Any:

@@ -92,7 +92,7 @@ class HeldTokens:
         column = int(columns.int().argmax())
         row, position = int(other[:, column].int().argmax()), int(place[column])
         raise ValueError(
-            f"input_ids do not begin with the tokens that past_key_values holds: they part at position {position} of "
+            f"input_ids do not begin with the tokens that the cache holds: they part at position {position} of "
             f"sequence {row}, where the cache has token {int(held[row, column])} and input_ids "
             f"{int(input_ids[row, position])}. To continue, pass the whole conversation with the very ids that "
             "generate() was given and returned; for another prompt call cache.reset() or use a new DiffKVCache."

@@ -14,6 +14,20 @@ from .errors import HandOverError
 OF_THE_ENGINE = {"block_table", "logits_indices", "logits_processor_args", "read_index", "write_index"}
 
 
+class PackedCache:
+    """Base of what the engine passes to the model as its cache: has `attend` (`batching/engine_cache.py`)."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Stores nothing yet, and adds itself to `kwargs`, with which the attention function is called.
+
+        Since release 5.24 a layer calls this; before, all that came with the forward reached the attention function.
+        """
+        kwargs["cache"] = self
+        return key_states, value_states
+
+
 def paged_attention(
     module: nn.Module,
     query: Tensor,
@@ -28,8 +42,8 @@ def paged_attention(
 
     Args:
         query: [1, query_heads, tokens, head_dim]; key and value likewise with KV heads.
-        cache: what the engine passes to the model: has `attend` (`batching/engine_cache.py`), and knows the layers that
-            have a sliding window; perhaps `mask`, the one mask that says nothing new.
+        cache: a `PackedCache`, which knows the layers that have a sliding window; perhaps it has `mask`, the one mask
+            that says nothing new.
         kwargs: `softcap` and `s_aux` (logits of attention sinks); `dropout`, `is_causal` and `sliding_window` say
             nothing new here.
 
@@ -59,8 +73,3 @@ def paged_attention(
     softmax = Softmax(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sinks)
     output = cache.attend(module.layer_idx, query, key, value, softmax, sliding_window)
     return output.transpose(1, 2).contiguous(), None
-
-
-def no_mask(*args: Any, **kwargs: Any) -> None:
-    """Transformers' mask interface: the cache knows which tokens belong together."""
-    return None

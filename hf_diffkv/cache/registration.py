@@ -22,6 +22,8 @@ from ..compat import (
     attention_of,
     disown,
     forget_attention,
+    passed,
+    passing,
     text_length,
 )
 from ..config import DiffKVConfig
@@ -30,7 +32,7 @@ from .attention import diffkv_attention, diffkv_mask
 from .diffkv_cache import DiffKVCache
 from .errors import UnsupportedModelError
 from .graphs import DecodeStep, GraphRequest, wants_graphs
-from .paged_attention import no_mask, paged_attention
+from .paged_attention import paged_attention
 from .supported_models import check_attention, check_model_config
 
 _logger = logging.getLogger("hf_diffkv")
@@ -44,7 +46,6 @@ def register() -> None:
     AttentionInterface.register(NAME, diffkv_attention)
     AttentionMaskInterface.register(NAME, diffkv_mask)
     AttentionInterface.register(PAGED_NAME, paged_attention)
-    AttentionMaskInterface.register(PAGED_NAME, no_mask)
     if not GENERATE.available():
         remove_name()
         return
@@ -123,7 +124,7 @@ def _warn_of_unused(generation_config: Any, wanted: bool) -> None:
 def _check_options(model: Any, cache: DiffKVCache, generation_config: Any) -> None:
     """Raises `ValueError` for options of `generate()` that contradict a cache given to it."""
     if generation_config.use_cache is False:
-        raise ValueError("use_cache=False contradicts past_key_values=DiffKVCache(...); leave one of them out.")
+        raise ValueError("use_cache=False contradicts the DiffKVCache that was given; leave one of them out.")
     given = generation_config.cache_config
     # what comes from the model's own generation_config is a default, which a cache overrides
     if given is None or given == getattr(model.generation_config, "cache_config", None):
@@ -132,8 +133,8 @@ def _check_options(model: Any, cache: DiffKVCache, generation_config: Any) -> No
     wanted = fields.get("config") or DiffKVConfig.from_dict({**cache.config.to_dict(), **fields})
     if cache.config != wanted:
         raise ValueError(
-            f"cache_config={given!r} differs from the configuration that past_key_values has; leave cache_config out, "
-            "or make a new DiffKVCache(model.config, ...) with these fields."
+            f"cache_config={given!r} differs from the configuration of the cache that was given; leave cache_config "
+            "out, or make a new DiffKVCache(model.config, ...) with these fields."
         )
 
 
@@ -157,7 +158,7 @@ def _check_prompt(cache: DiffKVCache, generation_config: Any, model_kwargs: dict
     length, seen = text_length(generation_config, model_kwargs), cache.get_seq_length()
     if seen and length is not None and length <= seen:
         raise ValueError(
-            f"past_key_values holds {seen} tokens of each sequence but the prompt has {length}: to continue, pass the "
+            f"the cache holds {seen} tokens of each sequence but the prompt has {length}: to continue, pass the "
             "whole text, earlier tokens included (or the new tokens and an attention_mask for all); for another "
             "prompt use a new DiffKVCache, or call reset()."
         )
@@ -168,7 +169,7 @@ def _wrap(original: Callable) -> Callable:
     def prepare(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if not _wrapped.originals:
             return original(self, generation_config, model_kwargs, *args, **kwargs)
-        cache = model_kwargs.get("past_key_values")
+        cache = passed(model_kwargs)
         wanted = generation_config.cache_implementation == NAME
         if isinstance(cache, DiffKVCache):
             _check_options(self, cache, generation_config)
@@ -192,7 +193,7 @@ def _wrap(original: Callable) -> Callable:
             ensure_attention(self)
             made.usage.claim(self, generation_config)
             made.attach(self)
-            model_kwargs["past_key_values"] = made
+            model_kwargs |= passing(made)
         if generation_config.output_attentions:
             warnings.warn(
                 "a DiffKVCache gives no attention weights, so `attentions` stays empty; cache.significance(layer_idx) "
@@ -206,9 +207,9 @@ def _wrap(original: Callable) -> Callable:
         finally:
             generation_config.cache_implementation = NAME if wanted else None
         if cache is None:
-            disown(model_kwargs["past_key_values"])
+            disown(passed(model_kwargs))
             if getattr(generation_config, "is_assistant", False):
-                model_kwargs["past_key_values"].activate_past_recording()
+                passed(model_kwargs).activate_past_recording()
         return result
 
     return prepare
@@ -219,7 +220,7 @@ def _wrap_criteria(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def valid(self: Any, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
-        cache = model_kwargs.get("past_key_values")
+        cache = passed(model_kwargs)
         if isinstance(generation_config.compile_config, GraphRequest):
             return True
         if isinstance(cache, DiffKVCache) and _wrapped.originals and wants_graphs(self, cache):
@@ -241,7 +242,7 @@ def _wrap_prefill(original: Callable) -> Callable:
     def prefill(
         self: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        cache = model_kwargs.get("past_key_values")
+        cache = passed(model_kwargs)
         # an assistant's cache is cropped to what it is given; embeddings say nothing of tokens
         checks = isinstance(cache, DiffKVCache) and not getattr(generation_config, "is_assistant", False)
         if checks and model_kwargs.get("inputs_embeds") is None and input_ids.ndim == 2:
@@ -258,7 +259,7 @@ def _wrap_inputs(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def inputs(self: Any, input_ids: Any, next_sequence_length: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        cache, first = kwargs.get("past_key_values"), bool(kwargs.get("is_first_iteration"))
+        cache, first = passed(kwargs), bool(kwargs.get("is_first_iteration"))
         embedded = first and kwargs.get("inputs_embeds") is not None
         if isinstance(cache, DiffKVCache) and not embedded and input_ids is not None and input_ids.ndim == 2:
             new = input_ids if next_sequence_length is None else input_ids[:, -next_sequence_length:]

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ..cache.diffkv_cache import DiffKVCache, config_of
 from ..cache.supported_models import cache_layers
+from ..compat import passing
 from ..config.digest import model_digest
 from ..config.found import queries_path
 from ..evaluation.tasks import Document
@@ -70,7 +71,7 @@ def _moments(model: Any, prompt: Sequence[int]) -> list[Tensor]:
     kinds = cache_layers(model.config.get_text_config(decoder=True))
     layers = [WatchedLayer() if type(layer) is DynamicLayer else layer for layer in kinds]
     positions = torch.arange(len(prompt), device=model.device)[None]
-    model(input_ids=ids, position_ids=positions, past_key_values=Cache(layers=layers), use_cache=True, logits_to_keep=1)
+    model(input_ids=ids, position_ids=positions, **passing(Cache(layers=layers)), use_cache=True, logits_to_keep=1)
     watched = [layer for layer in layers if isinstance(layer, WatchedLayer)]
     return [_mean(layer) for layer in watched]
 

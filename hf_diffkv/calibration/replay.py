@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from ..cache.attention import diffkv_attention, diffkv_mask
 from ..cache.registration import set_attention
 from ..cache.supported_models import cache_layers, shared_layers
-from ..compat import attention_of, forget_attention
+from ..compat import attention_of, forget_attention, passing
 
 WATCHED_NAME = "diffkv-watched"
 WATCHED_TAG = "_diffkv_watched"
@@ -186,7 +186,7 @@ class Replay:
     def _run(self, ids: Tensor, start: int, cache: Cache, keep: int | Tensor) -> Tensor:
         positions = torch.arange(start, start + ids.shape[1], device=ids.device)
         return self.model(
-            input_ids=ids, position_ids=positions[None], past_key_values=cache, use_cache=True, logits_to_keep=keep
+            input_ids=ids, position_ids=positions[None], **passing(cache), use_cache=True, logits_to_keep=keep
         ).logits.float()
 
 

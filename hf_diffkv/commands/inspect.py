@@ -167,14 +167,13 @@ def _run(options: SimpleNamespace, model: Any, config: Any, ids: list[int]) -> D
     import torch
 
     from ..cache.diffkv_cache import DiffKVCache
+    from ..compat import passing
 
     model.set_attn_implementation("diffkv")
     cache = DiffKVCache(model, config)
     progress(f"reading {len(ids):,} tokens", options.quiet)
     with torch.no_grad():
-        model(
-            input_ids=torch.tensor([ids], device=model.device), past_key_values=cache, use_cache=True, logits_to_keep=1
-        )
+        model(input_ids=torch.tensor([ids], device=model.device), **passing(cache), use_cache=True, logits_to_keep=1)
     return cache
 
 

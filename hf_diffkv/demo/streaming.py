@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from ..compat import passing
+
 # how long a caller waits for a token before it can look at what else there is
 PATIENCE_SECONDS = 0.2
 
@@ -101,7 +103,7 @@ def stream_steps(
                 model.generate(
                     ids,
                     attention_mask=torch.ones_like(ids),
-                    past_key_values=cache,
+                    **passing(cache),
                     max_new_tokens=max_new_tokens,
                     do_sample=False,
                     streamer=stream,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compat import passing
 from .methods.base import HeldBytes, Method
 
 
@@ -36,7 +37,7 @@ class Batch:
                 input_ids=self.ids[:, before:],
                 attention_mask=self.mask,
                 position_ids=positions[:, before:],
-                past_key_values=self.cache,
+                **passing(self.cache),
                 use_cache=True,
                 logits_to_keep=1,
             )
@@ -50,7 +51,7 @@ class Batch:
             written = self.model.generate(
                 self.ids,
                 attention_mask=self.mask,
-                past_key_values=self.cache,
+                **passing(self.cache),
                 max_new_tokens=max_new_tokens,
                 pad_token_id=self.pad,
                 **{"do_sample": False, **options},

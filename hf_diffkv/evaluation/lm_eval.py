@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..cache.diffkv_cache import DiffKVCache
 from ..cache.errors import UnsupportedModelError
+from ..compat import passing
 from ..extras import install
 from .errors import EvaluationError
 from .methods import get_method
@@ -84,7 +85,7 @@ class DiffKVLM(HFLM):
         session = Session(self.model, self.method)
         cache = session.cache
         with torch.no_grad(), self.method.attached(session.model, session.cache):
-            written = super()._model_generate(context, max_length, stop, past_key_values=cache, **kwargs)
+            written = super()._model_generate(context, max_length, stop, **passing(cache), **kwargs)
         held = session.held()
         self.cached_bytes += held.bytes
         # the last token that is generated is never cached

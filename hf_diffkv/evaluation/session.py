@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat import attention_of
+from ..compat import attention_of, passing
 from .decoding import decode_by_forwards
 from .methods.base import HeldBytes, Method, attends_fully
 
@@ -88,7 +88,7 @@ class Session:
             written = self.model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
-                past_key_values=self.cache,
+                **passing(self.cache),
                 max_new_tokens=max_new_tokens,
                 **{"do_sample": False, **options},
             )[0].tolist()
@@ -105,7 +105,7 @@ class Session:
                 attention_mask=None if mask is None else mask.to(device),
                 # a cache that drops tokens must not change the positions of those to come
                 position_ids=positions[None].to(device),
-                past_key_values=self.cache,
+                **passing(self.cache),
                 use_cache=True,
                 logits_to_keep=keep,
             )

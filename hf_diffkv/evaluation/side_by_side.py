@@ -25,6 +25,7 @@ from transformers.utils import logging
 from .. import plot
 from ..cache.diffkv_cache import DiffKVCache
 from ..cache.errors import HandOverError
+from ..compat import passing
 from ..config import DiffKVConfig
 from ..config.found import HINTS
 from .peak import PeakMemory
@@ -215,7 +216,7 @@ def _warm_up(model: Any, prompt: torch.Tensor, job: Job) -> None:
     window = config.window + config.sinks
     ids = prompt[:, -(window + 16) :]
     mask = torch.ones_like(ids)
-    model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=WARM_UP_TOKENS, do_sample=False)
+    model.generate(ids, attention_mask=mask, **passing(cache), max_new_tokens=WARM_UP_TOKENS, do_sample=False)
 
 
 def _held(cache: Any, job: Job) -> tuple[dict[str, Any], str | None]:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ..compat import passing
+
 ANSWER = "(answer)"
 
 
@@ -90,7 +92,7 @@ class Talk:
         added = torch.tensor([self.encode(text)], dtype=torch.int64, device=self.ids.device)
         self.first = text if self.first is None else self.first
         ids = torch.cat([self.ids, added], dim=1)
-        written = self.model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=self.cache, **options)
+        written = self.model.generate(ids, attention_mask=torch.ones_like(ids), **passing(self.cache), **options)
         self.ids = written
         return written[0, ids.shape[1] :].tolist()
 

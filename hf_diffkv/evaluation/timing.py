@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import StaticCache
 
+from ..compat import passing
 from .methods import Method, get_method
 from .session import Session
 
@@ -104,7 +105,7 @@ def _timed(session: Session, ids: list[int]) -> float:
     with session.method.attached(session.model, session.cache):
         _wait(device)
         started = time.perf_counter()
-        session.model(**arguments, past_key_values=session.cache, use_cache=True, logits_to_keep=1)
+        session.model(**arguments, **passing(session.cache), use_cache=True, logits_to_keep=1)
         _wait(device)
         taken = time.perf_counter() - started
     session.ids += ids

@@ -30,6 +30,7 @@ from ..cache.snapshot import (
     take_snapshot,
     weights_fingerprint,
 )
+from ..compat import passing
 from ..config import DiffKVConfig
 from ..store import Store
 from .background import Background
@@ -54,7 +55,7 @@ class PrefixStore:
 
         store = PrefixStore(model, device_bytes=1 << 30, folder="prefixes")
         cache = store.lookup(input_ids)
-        output = model.generate(input_ids, past_key_values=cache)
+        output = model.generate(input_ids, cache=cache)
         store.insert(output, cache)
 
     A prefix is kept as a whole and compressed, in every tier: the pages, windows and counts of one request, which
@@ -446,7 +447,7 @@ class PrefixStore:
         """Has `cache`, which may hold some first tokens of `ids`, hold them all."""
         ids = ids[None].to(self.model.device)
         options = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1}
-        self.model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **options)
+        self.model.generate(ids, attention_mask=torch.ones_like(ids), **passing(cache), **options)
 
 
 def _memory_tiers(device: torch.device, device_bytes: int, host_bytes: int) -> list[MemoryTier]:

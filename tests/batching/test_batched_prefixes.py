@@ -16,6 +16,7 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 from hf_diffkv import DiffKVCache, DiffKVConfig, PrefixStore
 from hf_diffkv.batching.engine_cache import ContinuousCache
 from hf_diffkv.batching.manager import DiffKVBatchingManager
+from hf_diffkv.compat import passing
 
 NEW, BOUNDARY = 9, 60
 
@@ -93,7 +94,7 @@ def test_turns_are_those_of_one_cache(
     for turn in range(4):
         for tokens in forwards[str(turn)]:
             with torch.no_grad():
-                logits = model(torch.tensor([said[at : at + tokens]]), past_key_values=cache).logits
+                logits = model(torch.tensor([said[at : at + tokens]]), **passing(cache)).logits
             at += tokens
             if at in answers:
                 assert int(logits[0, -1].argmax()) == said[at]

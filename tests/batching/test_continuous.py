@@ -18,6 +18,7 @@ from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.batching import manager as continuous
 from hf_diffkv.batching.engine_cache import ContinuousCache
 from hf_diffkv.batching.manager import DiffKVBatchingManager
+from hf_diffkv.compat import passing
 from hf_diffkv.store import read_tokens
 
 CROWD = (70, 60, 75, 50)
@@ -116,7 +117,7 @@ def test_texts_of_several_stores_are_those_of_generate(name: str, layers: int, o
     config, max_bytes = replace(LOSSY, head_precisions=HEADS[:compressed]), 500_000
     given = prompts((5, 90, 1, 40, 130))
     model.set_attn_implementation("diffkv")
-    want = [expected(model, ids, past_key_values=DiffKVCache(model.config, config)) for ids in given]
+    want = [expected(model, ids, **passing(DiffKVCache(model.config, config))) for ids in given]
     model.set_attn_implementation("sdpa")
     outputs = model.generate_batch(given, request_config(config, max_bytes), chunks(512))
     assert [output.generated_tokens for output in outputs.values()] == want
@@ -188,7 +189,7 @@ def test_lossy_requests_are_what_they_are_alone(
         prompt_end = max((i for i, tokens in enumerate(forwards) if tokens > 1), default=0)
         for index, tokens in enumerate(forwards):
             with torch.no_grad():
-                logits = model(torch.tensor([text[at : at + tokens]]), past_key_values=cache).logits
+                logits = model(torch.tensor([text[at : at + tokens]]), **passing(cache)).logits
             at += tokens
             if at >= len(ids) and index >= prompt_end:
                 assert int(logits[0, -1].argmax()) == text[at]

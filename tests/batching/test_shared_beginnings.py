@@ -17,6 +17,7 @@ from hf_diffkv.batching.engine_cache import ContinuousCache
 from hf_diffkv.batching.first_tokens import FirstTokens
 from hf_diffkv.batching.manager import DiffKVBatchingManager
 from hf_diffkv.batching.records import RequestRecord
+from hf_diffkv.compat import passing
 
 NEW = 6
 UNIFORM = DiffKVConfig(window=16, head_precisions=[["K8V4", "K4V2"], ["K4V2", "K4V2"]], alpha_high=0.0)
@@ -88,7 +89,7 @@ def alone(served: Served, ids: list[int], parts: list[int]) -> list[int]:
     cache, at, said = DiffKVCache(served.model.config, served.config), 0, list(ids)
     for tokens in [*parts, *[1] * (NEW - 1)]:
         with torch.no_grad():
-            logits = served.model(torch.tensor([said[at : at + tokens]]), past_key_values=cache).logits
+            logits = served.model(torch.tensor([said[at : at + tokens]]), **passing(cache)).logits
         at += tokens
         if at == len(said):
             said.append(int(logits[0, -1].argmax()))

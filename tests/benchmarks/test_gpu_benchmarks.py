@@ -12,6 +12,7 @@ from tiny_models import tiny_model
 from transformers import StaticCache
 
 from hf_diffkv import DiffKVConfig
+from hf_diffkv.compat import passing
 
 
 def run(module: ModuleType, output: Path, *more: str) -> list[dict]:
@@ -192,7 +193,7 @@ def test_lean_attention_is_the_models_own(script) -> None:
         model.set_attn_implementation(attention)
         cache = StaticCache(config=model.config, max_cache_len=16)
         with torch.no_grad():
-            parts = [model(part, past_key_values=cache).logits for part in tokens.split([7, 1, 1], dim=1)]
+            parts = [model(part, **passing(cache)).logits for part in tokens.split([7, 1, 1], dim=1)]
         found[attention] = torch.cat(parts, dim=1)
     torch.testing.assert_close(found[lean.LEAN], found["eager"])
 

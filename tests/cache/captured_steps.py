@@ -7,6 +7,7 @@ from tiny_models import tiny_model
 from transformers import PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.compat import passing
 
 FIELDS = {"alpha_high": 1.1, "alpha_low": 0.5, "window": 3, "sinks": 1, "page_bytes": 512}
 # of three layers of two KV heads: a pair, one precision, and thresholds
@@ -22,7 +23,7 @@ def generate(model, tokens: torch.Tensor, cache: DiffKVCache, new: int, **option
     options = {"attention_mask": torch.ones_like(tokens), **options}
     return model.generate(
         tokens,
-        past_key_values=cache,
+        **passing(cache),
         max_new_tokens=new,
         do_sample=False,
         return_dict_in_generate=True,

@@ -14,6 +14,7 @@ from tiny_models import ragged_prompts, tiny_model
 from transformers import DynamicCache, GenerationConfig
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.compat import cache_argument, passing
 
 FIELDS = {"alpha_high": 3.0, "window": 8}
 
@@ -21,12 +22,12 @@ FIELDS = {"alpha_high": 3.0, "window": 8}
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"use_cache": False}, ("use_cache=False", "past_key_values", "leave one")),
+        ({"use_cache": False}, ("use_cache=False", "DiffKVCache", "leave one")),
         ({"cache_config": {"window": 9}}, ("cache_config", "'window': 9", "leave cache_config out")),
         ({"cache_config": DiffKVConfig()}, ("cache_config", "leave cache_config out")),
         ({"cache_config": {"nbits": 4}}, ("nbits", "known keys")),
-        ({"cache_implementation": "static"}, ("cache_implementation", "past_key_values", "only one")),
-        ({"cache_implementation": "offloaded"}, ("cache_implementation", "past_key_values", "only one")),
+        ({"cache_implementation": "static"}, ("cache_implementation", cache_argument(), "only one")),
+        ({"cache_implementation": "offloaded"}, ("cache_implementation", cache_argument(), "only one")),
     ],
 )
 def test_options_that_contradict_a_given_cache(options: dict[str, Any], words: tuple[str, ...]) -> None:
@@ -34,21 +35,21 @@ def test_options_that_contradict_a_given_cache(options: dict[str, Any], words: t
     cache = DiffKVCache(model.config, **FIELDS)
     before = contents(cache)
     with raises(ValueError, *words):
-        generate(model, past_key_values=cache, **options)
+        generate(model, **passing(cache), **options)
     assert contents(cache) == before
     assert model.config._attn_implementation == "sdpa"
 
 
 def test_options_that_agree_with_a_given_cache() -> None:
     model = tiny_model("llama")
-    expected = generate(model, past_key_values=DiffKVCache(model.config, **FIELDS))
+    expected = generate(model, **passing(DiffKVCache(model.config, **FIELDS)))
     for config in (FIELDS, DiffKVConfig(**FIELDS), {"window": 8}):
         cache = DiffKVCache(model.config, **FIELDS)
         options = {"cache_implementation": "diffkv", "cache_config": config}
-        assert torch.equal(generate(model, past_key_values=cache, **options), expected)
+        assert torch.equal(generate(model, **passing(cache), **options), expected)
     # what was saved with the model is a default
     model.generation_config = GenerationConfig(cache_implementation="diffkv", cache_config={"window": 9})
-    assert torch.equal(generate(model, past_key_values=DiffKVCache(model.config, **FIELDS)), expected)
+    assert torch.equal(generate(model, **passing(DiffKVCache(model.config, **FIELDS))), expected)
 
 
 @pytest.mark.parametrize("by_name", [True, False])
@@ -56,7 +57,7 @@ def test_prompts_that_end_with_padding(by_name: bool) -> None:
     model = tiny_model("llama")
     ids, mask = ragged_prompts(LENGTHS)
     cache = DiffKVCache(model.config)
-    options = {"cache_implementation": "diffkv"} if by_name else {"past_key_values": cache}
+    options = {"cache_implementation": "diffkv"} if by_name else passing(cache)
     with raises(ValueError, "attention_mask", "rows [1]", "padding_side = 'left'"):
         model.generate(ids.flip(1), attention_mask=mask.flip(1), max_new_tokens=3, **options)
     assert cache.get_seq_length() == 0 and model.config._attn_implementation == "sdpa"
@@ -66,7 +67,7 @@ def test_padding_on_the_right_is_right_where_the_model_is_called() -> None:
     model = tiny_model("llama", "diffkv")
     ids, mask = (part.flip(1) for part in ragged_prompts(LENGTHS))
     caches = DynamicCache(config=model.config), DiffKVCache(model.config, DiffKVConfig.lossless())
-    dense, lossless = (model(ids, attention_mask=mask, past_key_values=cache).logits for cache in caches)
+    dense, lossless = (model(ids, attention_mask=mask, **passing(cache)).logits for cache in caches)
     torch.testing.assert_close(lossless[mask.bool()], dense[mask.bool()], rtol=0, atol=1e-4)
 
 
@@ -76,11 +77,11 @@ def test_a_cache_made_for_another_model(layers: int) -> None:
     own = tiny_model("llama", num_hidden_layers=layers)
     cache = DiffKVCache(own.config)
     with raises(ValueError, "another model", "LlamaForCausalLM", "DiffKVCache(model.config)"):
-        generate(model, past_key_values=cache)
+        generate(model, **passing(cache))
     with raises(ValueError, "another model"):
-        generate(tiny_model("gemma2", "eager"), past_key_values=DiffKVCache(model.config))
+        generate(tiny_model("gemma2", "eager"), **passing(DiffKVCache(model.config)))
     assert cache.get_seq_length() == 0 and model.config._attn_implementation == "sdpa"
-    generate(own, past_key_values=cache)
+    generate(own, **passing(cache))
 
 
 @pytest.mark.parametrize("wrong", [lambda model: model.forward, lambda model: "a/b", lambda model: DiffKVConfig()])
@@ -103,7 +104,7 @@ def test_a_configuration_that_nothing_reads(ours: Any) -> None:
 def test_layers_that_do_not_exist() -> None:
     model = tiny_model("llama")
     cache = DiffKVCache(model.config)
-    generate(model, past_key_values=cache)
+    generate(model, **passing(cache))
     for read in (cache.levels, cache.dequantize, cache.significance):
         with raises(ValueError, "layer_idx=2", "2 layers"):
             read(2)
@@ -113,7 +114,7 @@ def test_layers_that_do_not_exist() -> None:
 def test_saving_and_loading_with_what_is_not_the_model(tmp_path: Path) -> None:
     model = tiny_model("llama")
     cache = DiffKVCache(model.config)
-    generate(model, past_key_values=cache)
+    generate(model, **passing(cache))
     with raises(ValueError, "configuration of model", "its own model"):
         cache.save_pretrained(tmp_path / "folder", tiny_model("qwen3"))
     assert not (tmp_path / "folder").exists()
@@ -130,7 +131,7 @@ def test_backward_through_a_cache_is_refused() -> None:
     ids = ragged_prompts((9, 9))[0]
     cache = DiffKVCache(model.config, DiffKVConfig.lossless())
     for turn in (ids, ids[:, :1]):
-        loss = model(turn, past_key_values=cache).logits.sum()
+        loss = model(turn, **passing(cache)).logits.sum()
         with raises(RuntimeError, "no gradient", "use_cache=False"):
             loss.backward()
     assert model.model.layers[1].self_attn.k_proj.weight.grad is None
@@ -140,7 +141,7 @@ def test_backward_through_a_cache_is_refused() -> None:
 def test_the_meta_device() -> None:
     model = tiny_model("llama", "diffkv").to("meta")
     with raises(ValueError, "meta device", "from_pretrained"):
-        model(torch.ones(1, 5, dtype=torch.int64, device="meta"), past_key_values=DiffKVCache(model.config))
+        model(torch.ones(1, 5, dtype=torch.int64, device="meta"), **passing(DiffKVCache(model.config)))
 
 
 def test_attention_weights_that_nobody_has() -> None:

@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel, T5Config, T5ForCondition
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, HandOverError, Precision, UnsupportedModelError
 from hf_diffkv.cache import supported_models
+from hf_diffkv.compat import passing
 from hf_diffkv.precision import SUPPORTED_BITS
 
 LENGTHS = (20, 7)
@@ -144,7 +145,7 @@ def test_what_only_the_first_keys_can_tell(fields: dict[str, Any], words: tuple[
     cache = DiffKVCache(model.config, **fields)
     before = contents(cache)
     with raises((ValueError, MemoryError), *words):
-        generate(model, past_key_values=cache)
+        generate(model, **passing(cache))
     assert contents(cache) == before
 
 
@@ -174,7 +175,7 @@ def test_models_with_other_caches(build: Callable, words: tuple[str, ...]) -> No
 def test_a_model_whose_attention_cannot_be_switched() -> None:
     model = tiny_model("bloom", "eager")
     before = generate(model)
-    for options in ({"cache_implementation": "diffkv"}, {"past_key_values": DiffKVCache(model.config)}):
+    for options in ({"cache_implementation": "diffkv"}, passing(DiffKVCache(model.config))):
         with raises(UnsupportedModelError, "Bloom", "attention", "another cache"):
             generate(model, **options)
     with raises(UnsupportedModelError, "Bloom", "attention", "another cache"):
@@ -201,13 +202,13 @@ def test_a_model_that_was_not_switched(attention: str) -> None:
     words = ("layer 0", 'set_attn_implementation("diffkv")', "reset()")
     for _ in range(2):
         with raises(HandOverError, *words):
-            model(ids, attention_mask=mask, past_key_values=cache)
+            model(ids, attention_mask=mask, **passing(cache))
     with raises(HandOverError, *words):
-        generate(model, past_key_values=cache)
+        generate(model, **passing(cache))
     cache.reset()
     model.set_attn_implementation("diffkv")
     fresh = DiffKVCache(model.config, window=4)
-    outputs = [model(ids, attention_mask=mask, past_key_values=c).logits for c in (cache, fresh)]
+    outputs = [model(ids, attention_mask=mask, **passing(c)).logits for c in (cache, fresh)]
     assert torch.equal(*outputs)
     assert contents(cache) == contents(fresh)
 
@@ -242,14 +243,14 @@ def filled(model: PreTrainedModel) -> DiffKVCache:
     """A cache after a prompt and a decode step."""
     cache = DiffKVCache(model.config, alpha_high=1.0, alpha_low=0.5, window=4)
     ids, mask = ragged_prompts(LENGTHS)
-    model(ids, attention_mask=mask, past_key_values=cache)
-    model(ids[:, -1:], attention_mask=visible(cache, 1), past_key_values=cache)
+    model(ids, attention_mask=mask, **passing(cache))
+    model(ids[:, -1:], attention_mask=visible(cache, 1), **passing(cache))
     return cache
 
 
 def follow_up(model: PreTrainedModel, cache: DiffKVCache) -> Tensor:
     ids = ragged_prompts((5, 5), seed=2)[0]
-    return model(ids, attention_mask=visible(cache, 5), past_key_values=cache).logits
+    return model(ids, attention_mask=visible(cache, 5), **passing(cache)).logits
 
 
 def assert_unharmed_or_refusing(model: PreTrainedModel, cache: DiffKVCache) -> None:
@@ -306,14 +307,14 @@ def test_keys_of_a_decode_step_that_cannot_be_stored(layer_idx: int, value: floa
     token = torch.full((2, 1), 5)
     cache = filled(model)
     with spoiled(model.model.layers[layer_idx].self_attn.k_proj, value):
-        model(token, attention_mask=visible(cache, 1), past_key_values=cache)
+        model(token, attention_mask=visible(cache, 1), **passing(cache))
     with raises(ValueError, "keys or values", "NaN", "bfloat16"):
         cache.check_integrity()
     with raises(ValueError, "keys or values", "NaN", "bfloat16"):
         for _ in range(STEPS_TO_A_LOOK):
-            model(token, attention_mask=visible(cache, 1), past_key_values=cache)
+            model(token, attention_mask=visible(cache, 1), **passing(cache))
     with raises(ValueError, "keys or values"):
-        model(token, attention_mask=visible(cache, 1), past_key_values=cache)
+        model(token, attention_mask=visible(cache, 1), **passing(cache))
     cache.reset()
     assert torch.equal(follow_up(model, cache), follow_up(model, DiffKVCache(model.config, cache.config)))
 
@@ -325,8 +326,8 @@ def test_padding_of_a_prompt_may_hold_anything(value: float) -> None:
     mask[0, -1] = 0  # the token that `spoiled` touches
     caches = [DiffKVCache(model.config, window=4) for _ in range(2)]
     with spoiled(model.model.layers[0].self_attn.v_proj, value):
-        model(ids, attention_mask=mask, past_key_values=caches[0])
-    model(ids, attention_mask=mask, past_key_values=caches[1])
+        model(ids, attention_mask=mask, **passing(caches[0]))
+    model(ids, attention_mask=mask, **passing(caches[1]))
     assert contents(caches[0]) == contents(caches[1])
 
 
@@ -337,8 +338,8 @@ def test_padding_of_a_decode_step_may_hold_anything(value: float) -> None:
     mask = torch.cat([ragged_prompts(LENGTHS)[1], torch.tensor([[1, 0], [1, 1]])], 1)
     token = torch.full((2, 1), 5)
     with spoiled(model.model.layers[0].self_attn.k_proj, value):
-        model(token, attention_mask=mask, past_key_values=caches[0])
-    model(token, attention_mask=mask, past_key_values=caches[1])
+        model(token, attention_mask=mask, **passing(caches[0]))
+    model(token, attention_mask=mask, **passing(caches[1]))
     for cache in caches:
         cache.check_integrity()
     assert contents(caches[0]) == contents(caches[1])
@@ -352,7 +353,7 @@ def test_another_batch_size() -> None:
     cache, twin = filled(model), filled(model)
     before = contents(cache)
     ids = ragged_prompts((5, 5, 5))[0]
-    for call in (lambda: model(ids, past_key_values=cache), lambda: model(ids[:1, :1], past_key_values=cache)):
+    for call in (lambda: model(ids, **passing(cache)), lambda: model(ids[:1, :1], **passing(cache))):
         with raises(ValueError, "2 sequences", "new DiffKVCache", "batch_repeat_interleave"):
             call()
     assert contents(cache) == before
@@ -391,7 +392,7 @@ def test_attention_arguments_that_cannot_be_honoured(argument: str) -> None:
     for used in (cache, DynamicCache(config=model.config)):
         with raises(HandOverError, argument, "LlamaAttention", "another cache", "eager"):
             mask = visible(used, 9)
-            model(ids, attention_mask=mask, past_key_values=used, **{argument: torch.zeros(2, 1)})
+            model(ids, attention_mask=mask, **passing(used), **{argument: torch.zeros(2, 1)})
     assert_unharmed_or_refusing(model, cache)
 
 
@@ -400,12 +401,12 @@ def test_bidirectional_attention() -> None:
     cache = filled(model)
     with raises(HandOverError, "both directions", "cannot use DiffKVCache"):
         ids = ragged_prompts((9, 9))[0]
-        model(ids, attention_mask=visible(cache, 9), past_key_values=cache, is_causal=False)
+        model(ids, attention_mask=visible(cache, 9), **passing(cache), is_causal=False)
     assert_unharmed_or_refusing(model, cache)
     for layer in model.model.layers:
         layer.self_attn.is_causal = False
     with raises(HandOverError, "both directions", "cannot use DiffKVCache"):
-        model(ids, past_key_values=DiffKVCache(model.config))
+        model(ids, **passing(DiffKVCache(model.config)))
 
 
 def test_masks_that_cannot_be_honoured() -> None:
@@ -415,7 +416,7 @@ def test_masks_that_cannot_be_honoured() -> None:
     padding = torch.cat([ragged_prompts(LENGTHS)[1].bool(), torch.ones(2, 1, dtype=torch.bool)], 1)
     causal = torch.ones(5, 5, dtype=torch.bool).tril()[None, None].expand(2, 1, 5, 5)
     allowed = torch.cat([padding[:, None, None].expand(2, 1, 5, past), causal], -1)
-    expected = model(ids, attention_mask=allowed, past_key_values=filled(model)).logits
+    expected = model(ids, attention_mask=allowed, **passing(filled(model))).logits
     assert expected.isfinite().all()
 
     hidden = allowed.clone()
@@ -431,7 +432,7 @@ def test_masks_that_cannot_be_honoured() -> None:
     ):
         cache = filled(model)
         with raises(HandOverError, *words):
-            model(ids, attention_mask=mask, past_key_values=cache)
+            model(ids, attention_mask=mask, **passing(cache))
         assert_unharmed_or_refusing(model, cache)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.compat import passing
 
 LENGTHS = (200, 90, 150)
 WINDOW = 16
@@ -80,7 +81,7 @@ def test_a_budget_is_kept_inside_generate(beams: int, max_bytes: int) -> None:
     ids, mask = ragged_prompts(LENGTHS)
     criteria = StoppingCriteriaList([look])
     options = {"max_new_tokens": 120, "do_sample": False, "stopping_criteria": criteria, "num_beams": beams}
-    model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+    model.generate(ids, attention_mask=mask, **passing(cache), **options)
     assert len(sizes) == 120
     assert max(sizes) <= max_bytes
     assert cache.memory().tokens["pruned"] > 100

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.compat import passing
 
 LENGTHS = (90, 33, 1, 64)
 CONFIG = DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16)
@@ -51,7 +52,7 @@ class Conversation:
     def _forward(self, ids: Tensor) -> Tensor:
         positions = (self.mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         return self.model(
-            ids, attention_mask=self.mask, position_ids=positions, past_key_values=self.cache, use_cache=True
+            ids, attention_mask=self.mask, position_ids=positions, **passing(self.cache), use_cache=True
         ).logits
 
 
@@ -271,9 +272,9 @@ def test_lossless_beam_search_equals_dynamic_cache(name: str) -> None:
     model = tiny_model(name, "eager")
     ids, mask = ragged_prompts((90, 33))
     options = {"attention_mask": mask, "num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 20}
-    expected = model.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
+    expected = model.generate(ids, **passing(DynamicCache(config=model.config)), **options)
     cache = DiffKVCache(model.config, DiffKVConfig.lossless())
-    assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
+    assert torch.equal(model.generate(ids, **passing(cache), **options), expected)
     cache.check_integrity()
 
 

@@ -14,6 +14,7 @@ from transformers import CompileConfig
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cache import graphs
 from hf_diffkv.cache.compiled_forward import within_graph
+from hf_diffkv.compat import passed
 
 pytestmark = pytest.mark.usefixtures("recorded")
 # a compiler that leaves operations as they are, so that the recorder sees them
@@ -147,7 +148,7 @@ def test_a_model_that_asks_for_the_length_is_not_captured(steps, monkeypatch, ca
     forward = model.model.layers[0].forward
 
     def asks(*args: object, **kwargs: object) -> object:
-        length = kwargs["past_key_values"].get_seq_length()
+        length = passed(kwargs).get_seq_length()
         return forward(*args, **kwargs) + 0 * length
 
     monkeypatch.setattr(model.model.layers[0], "forward", asks)

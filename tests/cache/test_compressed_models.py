@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
+from hf_diffkv.compat import passing
 
 LENGTHS = (1, 2, 63, 64, 65, 128, 192, 300)
 NEW_TOKENS = 150
@@ -28,7 +29,7 @@ def generate(
     model: PreTrainedModel, cache: Any, ids: Tensor, mask: Tensor, tokens: int, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """Greedy sequences [batch, seen] and float32 logits [tokens, batch, vocabulary]."""
-    result = greedy(model, ids, mask, tokens, past_key_values=cache, **options)
+    result = greedy(model, ids, mask, tokens, **passing(cache), **options)
     return result.sequences, torch.stack(result.logits)
 
 
@@ -141,7 +142,7 @@ def test_rows_that_pause_equal_the_simulation() -> None:
         for step in torch.cat([ids, tokens], 1).split([ids.shape[1]] + [1] * tokens.shape[1], dim=1):
             seen = whole_mask[:, : cache.get_seq_length() + step.shape[1]]
             positions = (seen.cumsum(-1) - 1).clamp(min=0)[:, -step.shape[1] :]
-            output = model(step, attention_mask=seen, position_ids=positions, past_key_values=cache)
+            output = model(step, attention_mask=seen, position_ids=positions, **passing(cache))
             logits.append(output.logits[:, -1])
         return torch.stack(logits, 1)  # [batch, 1 + steps, vocabulary]
 

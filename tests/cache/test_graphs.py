@@ -15,6 +15,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cache import graphs
+from hf_diffkv.compat import passed, passing
 from hf_diffkv.evaluation.models import TINY_LM
 from hf_diffkv.store.read import IntegrityError
 
@@ -197,7 +198,7 @@ def test_what_is_not_captured_runs_from_python(model, steps, options: dict) -> N
     cache = DiffKVCache(model.config, DiffKVConfig(**FIELDS))
     expected = DiffKVCache(model.config, DiffKVConfig(**FIELDS, cuda_graphs=False))
     sequences = [
-        model.generate(tokens, past_key_values=each, max_new_tokens=4, do_sample=False, **options)
+        model.generate(tokens, **passing(each), max_new_tokens=4, do_sample=False, **options)
         for each in (cache, expected)
     ]
     assert torch.equal(*sequences)
@@ -232,7 +233,7 @@ def test_a_model_that_asks_for_the_length_is_not_captured(model, steps, monkeypa
     forward = model.model.layers[0].forward
 
     def asks(*args: object, **kwargs: object) -> object:
-        kwargs["past_key_values"].get_seq_length()
+        passed(kwargs).get_seq_length()
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(model.model.layers[0], "forward", asks)

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_diffkv import DiffKVCache
+from hf_diffkv.compat import passing
 from hf_diffkv.prefixes import PrefixStore
 
 pytestmark = pytest.mark.oldest
@@ -32,7 +33,7 @@ def model() -> PreTrainedModel:
 
 def generate(model: PreTrainedModel, ids: Tensor, cache: DiffKVCache, count: int = NEW, **options: object) -> Tensor:
     options = {"do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids), **options}
-    return model.generate(ids, past_key_values=cache, max_new_tokens=count, **options)
+    return model.generate(ids, **passing(cache), max_new_tokens=count, **options)
 
 
 def begun(model: PreTrainedModel, batch: int = 1, **options: object) -> tuple[DiffKVCache, Tensor]:
@@ -74,7 +75,7 @@ def test_an_unrelated_prompt_without_a_mask(model: PreTrainedModel) -> None:
     cache, _ = begun(model)
     other = tokens(1, 2 * PROMPT, seed=9)
     with raises(ValueError, "part at position 0", "new DiffKVCache"):
-        model.generate(other, past_key_values=cache, max_new_tokens=2, pad_token_id=0)
+        model.generate(other, **passing(cache), max_new_tokens=2, pad_token_id=0)
     cache.reset()
     fresh = DiffKVCache(model.config, CONFIG)
     assert torch.equal(generate(model, other, cache), generate(model, other, fresh))
@@ -174,7 +175,7 @@ def test_cropped_tokens_are_forgotten(model: PreTrainedModel) -> None:
     cache, written = begun(model)
     cache.activate_past_recording()
     with torch.no_grad():
-        model(tokens(1, 4, seed=5), past_key_values=cache)
+        model(tokens(1, 4, seed=5), **passing(cache))
     cache.crop(-4)
     generate(model, continued(written, position=PROMPT + NEW - 1), cache)
 
@@ -192,7 +193,7 @@ def test_embeddings_say_nothing_of_tokens(model: PreTrainedModel) -> None:
 def test_tokens_fed_by_hand_are_unknown(model: PreTrainedModel) -> None:
     cache, written = begun(model)
     with torch.no_grad():
-        model(tokens(1, 9, seed=5), past_key_values=cache)
+        model(tokens(1, 9, seed=5), **passing(cache))
     ids = torch.cat([written[:, :-1], tokens(1, 9, seed=6)], dim=1)
     refused(model, cache, continued(ids, position=5), 5)
     generate(model, continued(ids), cache)
@@ -201,7 +202,7 @@ def test_tokens_fed_by_hand_are_unknown(model: PreTrainedModel) -> None:
     refused(model, cache, continued(again, position=ids.shape[1] + 1), ids.shape[1] + 1)
     first = DiffKVCache(model.config, CONFIG)
     with torch.no_grad():
-        model(tokens(1, PROMPT), past_key_values=first)
+        model(tokens(1, PROMPT), **passing(first))
     generate(model, continued(tokens(1, PROMPT, seed=7)), first)
 
 

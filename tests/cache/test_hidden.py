@@ -29,6 +29,7 @@ from transformers import DynamicCache
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
 from hf_diffkv.cache.errors import HandOverError
+from hf_diffkv.compat import passing
 from hf_diffkv.store import state
 
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt_oss")
@@ -60,7 +61,7 @@ def test_a_conversation_of_uneven_answers(name: str, interval: int) -> None:
         said = []
         for turn in range(4):
             options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": list(range(3 + turn, 14 + turn))}
-            answer = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+            answer = model.generate(ids, attention_mask=mask, **passing(cache), **options)
             said.append(answer[:, ids.shape[1] :])
             mask = torch.cat([mask, (said[-1] != PAD).long()], 1)
             more, more_mask = ragged_prompts(((5, 9, 1), (1, 3, 2), (30, 1, 2), (1, 1, 1))[turn], seed=turn)
@@ -196,9 +197,7 @@ def test_a_mask_of_four_dimensions() -> None:
     mask = torch.cat([other.mask.bool()[:, None, None].expand(4, 1, 5, -1), causal], -1)
     positions = other.mask.sum(-1)[:, None] + torch.arange(5)
     with torch.no_grad():
-        logits = other.model(
-            tokens(4, 5), attention_mask=mask, position_ids=positions, past_key_values=other.cache
-        ).logits
+        logits = other.model(tokens(4, 5), attention_mask=mask, position_ids=positions, **passing(other.cache)).logits
     torch.testing.assert_close(logits, expected)
     assert_close_contents(other.cache, run.cache)
 
@@ -223,7 +222,7 @@ def test_what_is_gone_cannot_be_shown(name: str, case: str, recording: bool, cou
     else:
         mask[2, 89 if case == "hidden" else 0] = 1
     with pytest.raises(ValueError, match="padding or hidden before.*attention_mask"):
-        run.model(ids, attention_mask=mask, past_key_values=run.cache)
+        run.model(ids, attention_mask=mask, **passing(run.cache))
     assert all(torch.equal(*pair) for pair in zip(contents(run.cache), contents(twin.cache)))
     if name == "llama":
         assert torch.equal(run.feed(ids), twin.feed(ids))

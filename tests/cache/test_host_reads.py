@@ -13,6 +13,7 @@ from host_reads import HostReads
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cache import graphs
+from hf_diffkv.compat import passing
 from hf_diffkv.store import Store, state
 
 LOOK = ["cpu in read_together", "numpy in read_together"]
@@ -55,7 +56,7 @@ def test_no_reads_between_two_refreshes(monkeypatch: pytest.MonkeyPatch, way: st
     found = []
     with torch.no_grad():
         with reads:
-            model(torch.randint(96, (batch, 10)), attention_mask=mask, past_key_values=cache)
+            model(torch.randint(96, (batch, 10)), attention_mask=mask, **passing(cache))
         assert reads.found, "the counter sees nothing, not even the prompt's reads"
         for _ in range(2 * Store.refresh_steps + 1):
             mask = torch.cat([mask, torch.ones(batch, 1, dtype=torch.int64)], dim=1)
@@ -66,7 +67,7 @@ def test_no_reads_between_two_refreshes(monkeypatch: pytest.MonkeyPatch, way: st
                     input_ids=torch.randint(96, (batch, 1)),
                     attention_mask=mask,
                     position_ids=positions,
-                    past_key_values=cache,
+                    **passing(cache),
                 )
             found.append(list(reads.found))
     if way == "captured":

@@ -19,6 +19,7 @@ from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.batching.shapes import AttentionShape
 from hf_diffkv.batching.slots import Slots
 from hf_diffkv.calibration.queries import keep_queries, moments_in, moments_on
+from hf_diffkv.compat import passing
 from hf_diffkv.config import found
 from hf_diffkv.config.files import QUERIES_NAME
 from hf_diffkv.evaluation.tasks import Document
@@ -43,7 +44,7 @@ def documents(count: int = 1) -> list[Document]:
 def continued(model: PreTrainedModel, cache: DiffKVCache, ids: Tensor) -> DiffKVCache:
     model.set_attn_implementation("diffkv")
     for token in ids[0]:
-        model(token[None, None], past_key_values=cache, use_cache=True)
+        model(token[None, None], **passing(cache), use_cache=True)
     return cache
 
 

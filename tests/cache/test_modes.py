@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
+from hf_diffkv.compat import passing
 from hf_diffkv.evaluation.models import TINY_LM
 
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt_oss")
@@ -40,11 +41,11 @@ def said(model: PreTrainedModel, ids: Tensor | None = None, mask: Tensor | None 
 def assert_same_tokens(model: PreTrainedModel, *prompt: Tensor, **options: Any) -> Tensor:
     """With a cache that was made for it, and with one that `generate` makes; returns the sequences."""
     model.set_attn_implementation("eager")
-    expected = said(model, *prompt, past_key_values=DynamicCache(config=model.config), **options)
+    expected = said(model, *prompt, **passing(DynamicCache(config=model.config)), **options)
     # low and high are both exact here, so tokens move between tiers but lose nothing
     two_tiers = {"low": Precision(16, 16, 2, 2), "alpha_high": 1.0}
     cache = DiffKVCache(model.config, DiffKVConfig.lossless(window=8, compaction_interval=2, **two_tiers))
-    assert torch.equal(said(model, *prompt, past_key_values=cache, **options), expected)
+    assert torch.equal(said(model, *prompt, **passing(cache), **options), expected)
     cache.check_integrity()
     assert {"high", "low"} <= {name for name, count in cache.memory().tokens.items() if count}
     model.set_attn_implementation("eager")
@@ -134,9 +135,9 @@ def test_streaming(name: str, options: dict[str, Any]) -> None:
     ids, mask = repeated_prompt()
     streamer = Collected()
     cache = DiffKVCache(model.config, DiffKVConfig.lossless())
-    sequences = said(model, ids, mask, past_key_values=cache, streamer=streamer, **options)
+    sequences = said(model, ids, mask, **passing(cache), streamer=streamer, **options)
     model.set_attn_implementation("eager")
-    expected = said(model, ids, mask, past_key_values=DynamicCache(config=model.config))
+    expected = said(model, ids, mask, **passing(DynamicCache(config=model.config)))
     assert torch.equal(sequences, expected)
     assert streamer.ended and len(streamer.parts) > 2
     assert torch.equal(torch.cat(streamer.parts), expected[0])
@@ -222,10 +223,10 @@ def test_assisted_decoding(name: str, where: str, crops: list[tuple[int, int]]) 
     for each in (model, assistant):
         each.set_attn_implementation("eager")
     options = {"max_new_tokens": 40}
-    plain = said(model, ids, mask, past_key_values=DynamicCache(config=model.config), **options)
+    plain = said(model, ids, mask, **passing(DynamicCache(config=model.config)), **options)
     options["assistant_model"] = assistant
     try:
-        expected = said(model, ids, mask, past_key_values=DynamicCache(config=model.config), **options)
+        expected = said(model, ids, mask, **passing(DynamicCache(config=model.config)), **options)
     except RuntimeError as error:
         # Gemma 2 with eager attention, on 5.17
         pytest.skip(f"this release of transformers cannot do it with its own caches: {error}")
@@ -234,7 +235,7 @@ def test_assisted_decoding(name: str, where: str, crops: list[tuple[int, int]]) 
 
     if where in ("assistant", "both"):
         assistant.generation_config.update(**LOSSLESS)
-    caches = {"past_key_values": DynamicCache(config=model.config)} if where == "assistant" else LOSSLESS
+    caches = passing(DynamicCache(config=model.config)) if where == "assistant" else LOSSLESS
     assert torch.equal(said(model, ids, mask, **caches, **options), expected)
     assert_both_happened(crops)
 
@@ -251,7 +252,7 @@ def test_assisted_sampling(name: str, crops: list[tuple[int, int]]) -> None:
     for each in (model, assistant):
         each.set_attn_implementation("eager")
     try:
-        expected = said(model, ids, mask, past_key_values=DynamicCache(config=model.config), **options)
+        expected = said(model, ids, mask, **passing(DynamicCache(config=model.config)), **options)
     except RuntimeError as error:
         # sliding windows with eager attention, on 5.17
         pytest.skip(f"this release of transformers cannot do it with its own caches: {error}")
@@ -269,8 +270,8 @@ def test_early_exit(name: str, crops: list[tuple[int, int]]) -> None:
     model = tiny_model(name, "eager")
     ids, mask = repeated_prompt()
     model.set_attn_implementation("eager")
-    expected = said(model, ids, mask, past_key_values=DynamicCache(config=model.config))
-    for caches in ({"past_key_values": DiffKVCache(model.config, DiffKVConfig.lossless(window=8))}, LOSSLESS):
+    expected = said(model, ids, mask, **passing(DynamicCache(config=model.config)))
+    for caches in (passing(DiffKVCache(model.config, DiffKVConfig.lossless(window=8))), LOSSLESS):
         crops.clear()
         assert torch.equal(said(model, ids, mask, assistant_early_exit=1, **caches), expected)
         assert any(rejected > 0 for _, rejected in crops), crops
@@ -286,9 +287,9 @@ def test_two_turns(name: str) -> None:
     more, more_mask = ragged_prompts((5, 9, 1), seed=4)
 
     def talk(cache: Any) -> Tensor:
-        first = said(model, ids, mask, past_key_values=cache)
+        first = said(model, ids, mask, **passing(cache))
         seen = torch.cat([mask, torch.ones(3, NEW_TOKENS, dtype=mask.dtype), more_mask], 1)
-        return said(model, torch.cat([first, more], 1), seen, past_key_values=cache)
+        return said(model, torch.cat([first, more], 1), seen, **passing(cache))
 
     model.set_attn_implementation("eager")
     expected = talk(DynamicCache(config=model.config))

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
 from hf_diffkv.cache.io import JSON_NAME, _checksum
+from hf_diffkv.compat import passing
 from hf_diffkv.store import KVHeads, state
 
 CONFIG = DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16, metadata_bits=16)
@@ -32,8 +33,8 @@ def test_levels_are_nearly_those_of_wide_pages() -> None:
     logits = []
     for cache in caches:
         with torch.no_grad():
-            model(ids[:, :200], past_key_values=cache)
-            steps = [model(ids[:, i : i + 1], past_key_values=cache).logits[0, -1] for i in range(200, 500)]
+            model(ids[:, :200], **passing(cache))
+            steps = [model(ids[:, i : i + 1], **passing(cache)).logits[0, -1] for i in range(200, 500)]
         logits.append(torch.stack(steps))
         cache.check_integrity()
     levels = [torch.stack([cache.levels(i) for i in cache.compressed_layers()]) for cache in caches]
@@ -72,20 +73,20 @@ def test_positions_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) 
     text = [generate(model, cache, ids, mask, 10)[0] for cache in caches][0]
     assert caches[0].stores.all[0].layout.low.position_bytes == 2
     monkeypatch.setattr(state, "NARROW_POSITIONS", 52)
-    inputs = {"past_key_values": caches[0], "use_cache": True}
+    inputs = {**passing(caches[0]), "use_cache": True}
     # 49 tokens are stored, as the last one has not been read
     with pytest.raises(ValueError, match=r"53 tokens .* use DiffKVConfig\(metadata_bits=32\)"):
         model(torch.cat([text[:, -1:], ids[:, :3]], 1), **inputs)
     with torch.no_grad():
         for step in range(3):
-            got = [model(ids[:, step : step + 1], past_key_values=cache).logits for cache in caches]
+            got = [model(ids[:, step : step + 1], **passing(cache)).logits for cache in caches]
             assert torch.equal(*got)
     with pytest.raises(ValueError, match="53 tokens"):
         model(ids[:, :1], **inputs)
     caches[0].check_integrity()
     monkeypatch.undo()
     with torch.no_grad():
-        assert torch.equal(*[model(ids[:, :1], past_key_values=cache).logits for cache in caches])
+        assert torch.equal(*[model(ids[:, :1], **passing(cache)).logits for cache in caches])
 
 
 @pytest.mark.parametrize("positions, size", [(65536, 2), (65537, 4), (None, 4)])

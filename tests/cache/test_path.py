@@ -15,6 +15,7 @@ from tiny_models import ragged_prompts, tiny_model
 import hf_diffkv
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cache.attention import diffkv_attention
+from hf_diffkv.compat import passing
 from hf_diffkv.ops.backend import use_backend
 
 PACKAGE = str(Path(hf_diffkv.__file__).parent)
@@ -39,12 +40,12 @@ def test_a_prompts_keys_go_through_few_files(backend: str, config: DiffKVConfig)
 
     with use_backend(backend), torch.no_grad():
         # what is imported or made once does not count
-        model(ids, attention_mask=mask, past_key_values=DiffKVCache(model.config, config))
+        model(ids, attention_mask=mask, **passing(DiffKVCache(model.config, config)))
         cache = DiffKVCache(model.config, config)
         before = sys.getprofile()
         sys.setprofile(note)
         try:
-            model(ids, attention_mask=mask, past_key_values=cache)
+            model(ids, attention_mask=mask, **passing(cache))
         finally:
             sys.setprofile(before)
     assert {"cache/attention.py", "store/prompt.py", "pages/rows.py"} <= entered

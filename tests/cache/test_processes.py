@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedModel
 
 from hf_diffkv import DiffKVCache
+from hf_diffkv.compat import passing
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 PREFIX = torch.randint(1, 128, (1, 150), generator=torch.Generator().manual_seed(3))
@@ -27,7 +28,7 @@ QUESTIONS = [
 
 def continue_text(model: PreTrainedModel, cache: DiffKVCache, question: Tensor) -> list[int]:
     ids = torch.cat([PREFIX, question], dim=1)
-    output = model.generate(ids, past_key_values=cache, max_new_tokens=40, do_sample=False)
+    output = model.generate(ids, **passing(cache), max_new_tokens=40, do_sample=False)
     return output[0, ids.shape[1] :].tolist()
 
 
@@ -41,7 +42,7 @@ def cache(model: PreTrainedModel) -> DiffKVCache:
     """Holds the prefix, high, low and pruned tokens among it."""
     cache = DiffKVCache(model.config, alpha_high=1.5, alpha_low=0.5, window=32)
     with torch.no_grad():
-        model(PREFIX, past_key_values=cache)
+        model(PREFIX, **passing(cache))
     assert all(cache.memory().tokens.values())
     return cache
 

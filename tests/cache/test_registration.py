@@ -26,6 +26,7 @@ from transformers.generation.utils import GenerationMixin
 
 import hf_diffkv
 from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.compat import passing
 
 LENGTHS = (100, 31)
 FIELDS = {"alpha_high": 1.5, "alpha_low": 0.25, "window": 32}
@@ -137,7 +138,7 @@ def test_generate_makes_the_cache_that_cache_config_describes() -> None:
     given = DiffKVCache(model.config, **FIELDS)
     for options in ({}, {"cache_implementation": "diffkv"}):
         given.reset()
-        again = generate(model, past_key_values=given, **options)
+        again = generate(model, **passing(given), **options)
         assert again.past_key_values is given
         assert torch.equal(torch.stack(again.logits), torch.stack(result.logits))
 
@@ -201,9 +202,9 @@ def test_training_is_unchanged(name: str) -> None:
 def test_other_caches_are_unchanged(name: str, kind: str) -> None:
     def options(model: PreTrainedModel) -> dict[str, Any]:
         if kind == "dynamic":
-            return {"past_key_values": DynamicCache(config=model.config)}
+            return passing(DynamicCache(config=model.config))
         if kind == "static":
-            return {"past_key_values": StaticCache(config=model.config, max_cache_len=128)}
+            return passing(StaticCache(config=model.config, max_cache_len=128))
         return {"use_cache": False} if kind == "none" else {}
 
     model = tiny_model(name, STOCK[name])

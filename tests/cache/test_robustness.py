@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteriaList
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.compat import passing
 
 LENGTHS = (90, 33, 1, 64)
 
@@ -32,7 +33,7 @@ def test_six_threads_on_one_model(name: str) -> None:
         cache = DiffKVCache(model.config, CONFIG)
         ids, mask = ragged_prompts(lengths, seed=number)
         options = {"max_new_tokens": 25, "do_sample": False}
-        sequences = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+        sequences = model.generate(ids, attention_mask=mask, **passing(cache), **options)
         run = Run(model, cache, 2)
         run.ids = sequences[:, :-1]
         run.mask = torch.cat([mask, torch.ones(2, 24, dtype=mask.dtype)], 1)
@@ -78,7 +79,7 @@ def test_an_exception_in_a_stopping_criterion(error: type[BaseException], option
         model.generate(
             ids,
             attention_mask=mask,
-            past_key_values=cache,
+            **passing(cache),
             max_new_tokens=20,
             do_sample=False,
             stopping_criteria=StoppingCriteriaList([fails]),
@@ -196,12 +197,12 @@ def test_long_beam_search_loses_no_page(sample: bool) -> None:
     cache.reorder_cache = checked
     options = {"attention_mask": mask, "max_new_tokens": 501}
     torch.manual_seed(0)
-    model.generate(ids, past_key_values=cache, num_beams=4, do_sample=sample, **options)
+    model.generate(ids, **passing(cache), num_beams=4, do_sample=sample, **options)
     cache.check_integrity()
     assert len(orders) >= 499
     assert sum(not torch.equal(order, torch.arange(4)) for order in orders) > 100
 
     rows = DiffKVCache(model.config, cache.config)
-    model.generate(ids, past_key_values=rows, num_return_sequences=4, do_sample=True, **options)
+    model.generate(ids, **passing(rows), num_return_sequences=4, do_sample=True, **options)
     assert rows.get_seq_length() == cache.get_seq_length() == 2048
     assert cache.memory().bytes <= 1.3 * rows.memory().bytes

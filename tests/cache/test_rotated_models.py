@@ -19,6 +19,7 @@ from transformers import DynamicCache
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cache.io import JSON_NAME, TENSORS_NAME, _checksum
+from hf_diffkv.compat import passing
 
 BOTH = {"rotate": True, "center": True}
 CONFIGS = {
@@ -67,7 +68,7 @@ def test_a_first_prompt_is_attended_as_it_is(name: str) -> None:
     for fields in ({"rotate": False, "center": False}, BOTH):
         cache = DiffKVCache(model.config, DiffKVConfig(**fields))
         with torch.no_grad():
-            logits.append(model(ids, attention_mask=mask, past_key_values=cache).logits)
+            logits.append(model(ids, attention_mask=mask, **passing(cache)).logits)
     assert torch.equal(*logits)
 
 
@@ -79,7 +80,7 @@ def test_autocast_leaves_the_rotation_alone(name: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         cache = DiffKVCache(model.config, DiffKVConfig.lossless(window=4, **BOTH))
         with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-            model(ids, attention_mask=mask, past_key_values=cache)
+            model(ids, attention_mask=mask, **passing(cache))
         store = cache.stores.all[0]
         assert store.dtype == torch.bfloat16
         keys = cache.dequantize(cache.compressed_layers()[0])[0]
@@ -177,9 +178,9 @@ def test_beams_and_assisted_decoding() -> None:
     full = DiffKVConfig.lossless(window=8, **BOTH)
     for options in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"num_beams": 2, "num_return_sequences": 2}):
         arguments = {"max_new_tokens": 24, "do_sample": False, **options}
-        expected = model.generate(ids, past_key_values=DynamicCache(config=model.config), **arguments)
+        expected = model.generate(ids, **passing(DynamicCache(config=model.config)), **arguments)
         cache = DiffKVCache(model.config, full)
-        assert torch.equal(model.generate(ids, past_key_values=cache, **arguments), expected)
+        assert torch.equal(model.generate(ids, **passing(cache), **arguments), expected)
         cache.check_integrity()
         assert offsets(cache).any()
 

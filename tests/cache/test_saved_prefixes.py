@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cache.io import JSON_NAME, TENSORS_NAME, CacheFileError
+from hf_diffkv.compat import passing
 
 LENGTHS = (90, 33, 1, 64)
 
@@ -69,8 +70,8 @@ def test_a_loaded_cache_continues_identically(name: str, interval: int, tmp_path
     }
     ids = torch.cat([run.ids, tokens(4, 1, 6)], 1)
     assert torch.equal(
-        model.generate(ids, past_key_values=loaded.cache, **options),
-        model.generate(ids, past_key_values=run.cache, **options),
+        model.generate(ids, **passing(loaded.cache), **options),
+        model.generate(ids, **passing(run.cache), **options),
     )
     assert_equal_contents(loaded.cache, run.cache)
 

@@ -20,6 +20,7 @@ from hf_diffkv.cache import devices
 from hf_diffkv.cache.attention import diffkv_attention
 from hf_diffkv.cache.errors import HandOverError, NotCapturableError
 from hf_diffkv.cache.graphs import GRAPH_TYPES, wants_graphs
+from hf_diffkv.compat import passing
 from hf_diffkv.ops.softmax import Softmax
 
 pytestmark = pytest.mark.oldest
@@ -80,7 +81,7 @@ def test_lossless_generation_equals_a_dynamic_cache(name: str) -> None:
         rows = slice(0, 1 if "prompt_lookup_num_tokens" in options else None)
         results = []
         for cache in (DynamicCache(config=model.config), DiffKVCache(model.config, LOSSLESS)):
-            inputs = {"attention_mask": mask[rows], "past_key_values": cache, "do_sample": False}
+            inputs = {"attention_mask": mask[rows], **passing(cache), "do_sample": False}
             results.append(model.generate(ids[rows], max_new_tokens=16, **inputs, **options))
         assert torch.equal(*results)
 

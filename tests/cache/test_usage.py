@@ -11,21 +11,22 @@ from tiny_models import tiny_model
 from transformers import StoppingCriteria
 
 from hf_diffkv import CacheInUseError, DiffKVCache
+from hf_diffkv.compat import passing
 
 
 def test_a_second_model_is_refused_until_reset() -> None:
     first, second = tiny_model("llama"), tiny_model("llama", seed=2)
     cache = DiffKVCache(first.config)
     tokens = torch.randint(1, 64, (1, 20))
-    output = first.generate(tokens, past_key_values=cache, max_new_tokens=3, do_sample=False)
+    output = first.generate(tokens, **passing(cache), max_new_tokens=3, do_sample=False)
     for used in (cache, copy.deepcopy(cache), cache.fork(1)[0]):
         before = used.memory().tokens
         with pytest.raises(CacheInUseError, match="reset"):
-            second.generate(output, past_key_values=used, max_new_tokens=3)
+            second.generate(output, **passing(used), max_new_tokens=3)
         assert used.memory().tokens == before
-    first.generate(output, past_key_values=cache, max_new_tokens=3)
+    first.generate(output, **passing(cache), max_new_tokens=3)
     cache.reset()
-    second.generate(tokens, past_key_values=cache, max_new_tokens=3)
+    second.generate(tokens, **passing(cache), max_new_tokens=3)
 
 
 class Wait(StoppingCriteria):
@@ -43,12 +44,12 @@ class Wait(StoppingCriteria):
 def test_two_calls_at_once_are_refused() -> None:
     model = tiny_model("llama")
     tokens = torch.randint(1, 64, (1, 20))
-    expected = model.generate(tokens, max_new_tokens=4, do_sample=False, past_key_values=DiffKVCache(model.config))
+    expected = model.generate(tokens, max_new_tokens=4, do_sample=False, **passing(DiffKVCache(model.config)))
     cache, wait, results = DiffKVCache(model.config), Wait(), []
 
     def run() -> None:
         results.append(
-            model.generate(tokens, past_key_values=cache, max_new_tokens=4, do_sample=False, stopping_criteria=[wait])
+            model.generate(tokens, **passing(cache), max_new_tokens=4, do_sample=False, stopping_criteria=[wait])
         )
 
     thread = threading.Thread(target=run)
@@ -56,9 +57,9 @@ def test_two_calls_at_once_are_refused() -> None:
     assert wait.reached.wait(60)
     try:
         with pytest.raises(CacheInUseError, match="another generate"):
-            model.generate(tokens, past_key_values=cache, max_new_tokens=4)
+            model.generate(tokens, **passing(cache), max_new_tokens=4)
     finally:
         wait.go_on.set()
         thread.join(60)
     assert torch.equal(results[0], expected)
-    model.generate(expected, past_key_values=cache, max_new_tokens=2)
+    model.generate(expected, **passing(cache), max_new_tokens=2)

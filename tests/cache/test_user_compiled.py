@@ -14,6 +14,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from hf_diffkv import DiffKVCache, DiffKVConfig, HandOverError, Precision
 from hf_diffkv.cache.attention import diffkv_attention
 from hf_diffkv.cache.layer import DiffKVLayer
+from hf_diffkv.compat import passing
 
 CONFIG = DiffKVConfig(alpha_high=1.2, alpha_low=0.8, window=4, page_bytes=512)
 LENGTHS = (40, 23, 31)
@@ -28,7 +29,7 @@ def generate(model: PreTrainedModel, new: int = 8, config: DiffKVConfig = CONFIG
     """Text, logits and cache."""
     ids, mask = ragged_prompts(LENGTHS)
     cache = DiffKVCache(model.config, config)
-    output = greedy(model, ids, mask, new, past_key_values=cache)
+    output = greedy(model, ids, mask, new, **passing(cache))
     return output.sequences, torch.stack(output.logits, 1), cache
 
 
@@ -110,4 +111,4 @@ def test_another_attention_function_is_found_out() -> None:
     ids, mask = ragged_prompts((12,))
     cache = DiffKVCache(model.config, CONFIG)
     with torch.no_grad(), pytest.raises(HandOverError, match="never picked them up"):
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, **passing(cache))

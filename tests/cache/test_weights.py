@@ -22,6 +22,7 @@ from transformers import (
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cache.layer import DiffKVLayer
+from hf_diffkv.compat import passing
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY_LM = EXAMPLES / "models" / "tiny-lm"
@@ -36,7 +37,7 @@ def answers(model: PreTrainedModel, cache: Any) -> list[str]:
     """What `model` appends to the questions, in one padded batch."""
     tokenizer = AutoTokenizer.from_pretrained(TINY_LM)
     inputs = tokenizer(list(QUESTIONS), return_tensors="pt", padding=True)
-    output = model.generate(**inputs, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    output = model.generate(**inputs, **passing(cache), max_new_tokens=5, do_sample=False)
     return tokenizer.batch_decode(output[:, inputs.input_ids.shape[1] :])
 
 
@@ -44,7 +45,7 @@ def continuation(model: PreTrainedModel, cache: Any) -> Tensor:
     """24 greedy tokens per row."""
     ids, mask = ragged_prompts((90, 31))
     return model.generate(
-        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=24, do_sample=False, eos_token_id=None
+        ids, attention_mask=mask, **passing(cache), max_new_tokens=24, do_sample=False, eos_token_id=None
     )
 
 
@@ -84,7 +85,7 @@ def test_a_cache_keeps_its_dtype() -> None:
     held = continuation(model, cache)
     _, mask = ragged_prompts((held.shape[1], held.shape[1] - 90 + 31))
     with pytest.raises(ValueError, match="torch.float32.*torch.bfloat16.*use a new DiffKVCache"):
-        model.to(torch.bfloat16).generate(held, attention_mask=mask, past_key_values=cache, max_new_tokens=1)
+        model.to(torch.bfloat16).generate(held, attention_mask=mask, **passing(cache), max_new_tokens=1)
 
 
 # autocast
@@ -139,7 +140,7 @@ def test_autocast_changes_nothing_inside(
     cache, replay = DiffKVCache(model.config, config), Replay(monkeypatch)
     ids, _ = ragged_prompts((90,))
     with torch.autocast("cpu", dtype=dtype):
-        model.generate(ids, past_key_values=cache, max_new_tokens=40, do_sample=False, **options)
+        model.generate(ids, **passing(cache), max_new_tokens=40, do_sample=False, **options)
         held = cache.memory()
         cache.check_integrity()
     assert min(held.tokens.values()) > 10 and cache.layers[0].keys.dtype == dtype

@@ -17,6 +17,7 @@ from test_bad_input import contents, generate, raises
 from tiny_models import tiny_model
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, Precision, PrefixStore, plot
+from hf_diffkv.compat import passing
 
 ROWS = torch.tensor([0, 5])
 # a call of a model, a cache that holds two sequences, a folder and a file; what the message has to say
@@ -143,11 +144,11 @@ CASES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
         ("nbits", "known keys"),
     ),
     "prompt that is shorter": (
-        lambda to: to.model.generate(to.ids[:, :5], past_key_values=to.cache),
+        lambda to: to.model.generate(to.ids[:, :5], **passing(to.cache)),
         ("holds 22 tokens", "the prompt has 5", "reset()"),
     ),
     "prompt that is another": (
-        lambda to: to.model.generate(to.ids.flip(1).repeat(1, 3), past_key_values=to.cache),
+        lambda to: to.model.generate(to.ids.flip(1).repeat(1, 3), **passing(to.cache)),
         ("part at position 0", "reset()"),
     ),
     "store of a name": (lambda to: PrefixStore("gpt2"), ("model is a str", "the model itself")),
@@ -173,7 +174,7 @@ def to(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     model = tiny_model("llama")
     ids = torch.arange(1, 41).view(2, 20)
     cache = DiffKVCache(model.config)
-    model.generate(ids, past_key_values=cache, max_new_tokens=3, do_sample=False)
+    model.generate(ids, **passing(cache), max_new_tokens=3, do_sample=False)
     names = {"model": model, "config": model.config, "ids": ids, "cache": cache, "folder": folder, "file": file}
     return SimpleNamespace(**names, before=contents(cache))
 

@@ -17,6 +17,7 @@ from hf_diffkv.calibration.candidates import Candidate, Thresholds, cheapest, cl
 from hf_diffkv.calibration.sweep import ALPHA_HIGH, ALPHA_LOW, Grid, sweep
 from hf_diffkv.calibration.texts import MATH, read_pieces
 from hf_diffkv.cli import main
+from hf_diffkv.compat import passing
 from hf_diffkv.config.files import CONFIG_NAME
 from hf_diffkv.evaluation import runner
 from hf_diffkv.evaluation.errors import EvaluationError
@@ -300,10 +301,10 @@ def measured_by_hand(config: DiffKVConfig) -> tuple[int, float, float]:
         dense = model(part[:, :-1]).logits[0, LENGTH:].log_softmax(-1)
         model.set_attn_implementation("diffkv")
         cache = DiffKVCache(model.config, config)
-        model(part[:, :LENGTH], past_key_values=cache)
+        model(part[:, :LENGTH], **passing(cache))
         held += cache.memory().bytes
         whole += LENGTH * LAYERS * 2 * 2 * 64 * 4
-        mine = model(part[:, LENGTH:-1], past_key_values=cache).logits[0].log_softmax(-1)
+        mine = model(part[:, LENGTH:-1], **passing(cache)).logits[0].log_softmax(-1)
         divergences.append((dense.exp() * (dense - mine)).sum(-1))
     return held, held / whole, float(torch.cat(divergences).mean())
 

@@ -16,6 +16,7 @@ from hf_diffkv.calibration import heads as heads_module
 from hf_diffkv.calibration.documents import DOCUMENT_LENGTH, FOLLOWING, POSITIONS, documents_for
 from hf_diffkv.calibration.heads import mean_kl, measure_heads
 from hf_diffkv.calibration.replay import in_float32
+from hf_diffkv.compat import passing
 from hf_diffkv.config.digest import model_digest
 from hf_diffkv.config.sensitivity import Sensitivity
 from hf_diffkv.evaluation.errors import EvaluationError
@@ -43,10 +44,10 @@ def measured(model: PreTrainedModel, given: Document | None = None) -> dict[str,
 def log_probabilities(model: PreTrainedModel, damage: dict[tuple[int, str, int], Tensor]) -> Tensor:
     """float64 [positions, vocabulary] behind a dense prompt of which some heads' tokens are replaced."""
     given, cache = document(), DynamicCache(config=model.config)
-    model(torch.tensor([given.context]), past_key_values=cache)
+    model(torch.tensor([given.context]), **passing(cache))
     for (layer, part, head), tokens in damage.items():
         getattr(cache.layers[layer], part)[0, head] = tokens
-    logits = model(torch.tensor([given.continuation]), past_key_values=cache).logits[0]
+    logits = model(torch.tensor([given.continuation]), **passing(cache)).logits[0]
     return logits[COUNTED].double().log_softmax(-1)
 
 
@@ -56,7 +57,7 @@ def held_by_a_cache(model: PreTrainedModel, precision: Precision) -> DiffKVCache
     cache = DiffKVCache(model.config, DiffKVConfig(high=precision, low=precision, **fields))
     before = model.config._attn_implementation
     model.set_attn_implementation("diffkv")
-    model(torch.tensor([document().context]), past_key_values=cache)
+    model(torch.tensor([document().context]), **passing(cache))
     model.set_attn_implementation(before)
     return cache
 

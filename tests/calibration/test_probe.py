@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Llam
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, Precision, probe_keys, without_fragile_level
 from hf_diffkv.calibration.probe import FRAGILE_KL, KeyProbe
+from hf_diffkv.compat import passing
 
 TINY_LM = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"
 TOKENS = 80
@@ -60,14 +61,14 @@ def kl_of_rounded_keys(model: LlamaForCausalLM, ids: torch.Tensor, bits: int) ->
 
     def logits(rounded: bool) -> torch.Tensor:
         cache = DynamicCache(config=model.config)
-        model(ids[:, :STORED], past_key_values=cache)
+        model(ids[:, :STORED], **passing(cache))
         for layer in cache.layers if rounded else ():
             keys = layer.keys[:, :, : STORED - 1]
             zero = keys.amin(-1, keepdim=True)
             scale = ((keys.amax(-1, keepdim=True) - zero) / (2**bits - 1)).half().float()
             zero = zero.half().float()
             layer.keys[:, :, : STORED - 1] = torch.round((keys - zero) / scale) * scale + zero
-        return model(ids[:, STORED:-1], past_key_values=cache).logits[0].log_softmax(-1)
+        return model(ids[:, STORED:-1], **passing(cache)).logits[0].log_softmax(-1)
 
     dense, rounded = logits(False), logits(True)
     return float((dense.exp() * (dense - rounded)).sum(-1).mean())
@@ -126,7 +127,7 @@ def test_the_low_level_is_left_out_of_fragile_models() -> None:
     assert config == DiffKVConfig(alpha_high=0.0, window=8, **PLAIN)
     cache = DiffKVCache(model.config, config)
     model.set_attn_implementation("diffkv")
-    model(torch.randint(128, (1, 100)), past_key_values=cache)
+    model(torch.randint(128, (1, 100)), **passing(cache))
     tokens = cache.memory().tokens
     assert tokens["low"] == tokens["pruned"] == 0 and tokens["high"] == 6 * 2 * (100 - 8 - config.sinks)
 

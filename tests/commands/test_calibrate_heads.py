@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.calibration import heads as heads_module
 from hf_diffkv.cli import main
+from hf_diffkv.compat import passing
 from hf_diffkv.config.allocation import allocate
 from hf_diffkv.config.files import CONFIG_NAME
 from hf_diffkv.config.found import FOLDER_VARIABLE, measured_of
@@ -63,7 +64,7 @@ def test_the_cache_takes_what_the_ratio_says(calibrated: Path) -> None:
     model.set_attn_implementation("diffkv")
     cache = DiffKVCache(model.config, config)
     with torch.no_grad():
-        model(torch.randint(128, (1, 2000), generator=torch.Generator().manual_seed(0)), past_key_values=cache)
+        model(torch.randint(128, (1, 2000), generator=torch.Generator().manual_seed(0)), **passing(cache))
     tokens = 2000 - config.window - config.sinks
     stored = sum(store.layout.high.token_bytes * int(store.high_count.sum()) for store in cache.stores.all)
     stored += sum(store.layout.low.token_bytes * int(store.low_count.sum()) for store in cache.stores.all)

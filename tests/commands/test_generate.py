@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cli import main
 from hf_diffkv.commands.comparison import comparison, run_summary, same_tokens, word_difference
+from hf_diffkv.compat import passing
 from hf_diffkv.evaluation import side_by_side as compare
 from hf_diffkv.evaluation.comparison import Agreement
 from hf_diffkv.evaluation.models import TINY_LM
@@ -50,7 +51,7 @@ def generate_turns(cache) -> tuple[list[list[int]], int]:
     for turn in TURNS:
         text += turn
         ids = tokenizer(text, return_tensors="pt")
-        output = model.generate(**ids, past_key_values=cache, max_new_tokens=5, do_sample=False)[0]
+        output = model.generate(**ids, **passing(cache), max_new_tokens=5, do_sample=False)[0]
         generated.append(output[ids.input_ids.shape[1] :].tolist())
         text = tokenizer.decode(output)
     return generated, len(text) - 1

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cli import main
+from hf_diffkv.compat import passing
 from hf_diffkv.config.allocation import HEAD_LADDER
 from hf_diffkv.config.found import keep
 from hf_diffkv.evaluation.models import TINY_LM
@@ -97,7 +98,7 @@ def answers_by_hand() -> tuple[list[str], DiffKVCache]:
     cache, text, answers = DiffKVCache(model.config), "", []
     for turn in (FACTS, "?ash=", "?elm="):
         ids = tokenizer(text + turn, return_tensors="pt")
-        output = model.generate(**ids, past_key_values=cache, max_new_tokens=5, do_sample=False)[0]
+        output = model.generate(**ids, **passing(cache), max_new_tokens=5, do_sample=False)[0]
         answers.append(tokenizer.decode(output[ids.input_ids.shape[1] :]))
         text = tokenizer.decode(output)
     return answers, cache
@@ -147,7 +148,7 @@ def test_inspect_counts_what_the_cache_holds(capsys: pytest.CaptureFixture[str])
     model.set_attn_implementation("diffkv")
     cache = DiffKVCache(model.config, **settings)
     with torch.no_grad():
-        model(AutoTokenizer.from_pretrained(TINY_LM)(TEXT[:400], return_tensors="pt").input_ids, past_key_values=cache)
+        model(AutoTokenizer.from_pretrained(TINY_LM)(TEXT[:400], return_tensors="pt").input_ids, **passing(cache))
     memory = cache.memory()
     assert (found["bytes"], found["dense_bytes"], found["levels"]) == (memory.bytes, memory.dense_bytes, memory.tokens)
     assert all(memory.tokens.values()), "the settings must bring about every level"
@@ -190,11 +191,11 @@ def by_hand(config: DiffKVConfig | None, ids: torch.Tensor, length: int) -> tupl
     model.set_attn_implementation("sdpa" if config is None else "diffkv")
     cache = None if config is None else DiffKVCache(model.config, config)
     with torch.no_grad():
-        output = model(ids[:, :length], past_key_values=cache, use_cache=True)
+        output = model(ids[:, :length], **passing(cache), use_cache=True)
         cache = output.past_key_values
         held = 0 if config is None else cache.memory().bytes
-        logits = [model(ids[:, i : i + 1], past_key_values=cache).logits[0] for i in range(length, length + 16)]
-        logits.append(model(ids[:, length + 16 : -1], past_key_values=cache).logits[0])
+        logits = [model(ids[:, i : i + 1], **passing(cache)).logits[0] for i in range(length, length + 16)]
+        logits.append(model(ids[:, length + 16 : -1], **passing(cache)).logits[0])
     return torch.cat(logits).float().log_softmax(-1), held
 
 

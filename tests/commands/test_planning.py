@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, planning
+from hf_diffkv.compat import passing
 from hf_diffkv.evaluation.models import TINY_LM
 from hf_diffkv.planning import ModelShape, longest, stored_weight_bytes
 
@@ -44,7 +45,7 @@ def run(config: Any, cache: Any, attention: str) -> Any:
     model = AutoModelForCausalLM.from_config(config).eval()
     model.set_attn_implementation(attention)
     with torch.no_grad():
-        model(torch.randint(0, 64, (1, TOKENS)), past_key_values=cache, use_cache=True)
+        model(torch.randint(0, 64, (1, TOKENS)), **passing(cache), use_cache=True)
     return model
 
 

@@ -13,6 +13,7 @@ from tiny_models import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.compat import passing
 from hf_diffkv.config import found
 from hf_diffkv.config.digest import model_digest
 from hf_diffkv.config.presets import PRESETS
@@ -54,7 +55,7 @@ def test_measured_heads_are_found_by_the_weights(folder: Path) -> None:
     with torch.no_grad():
         cache = DiffKVCache(model, "small")
         model.set_attn_implementation("diffkv")
-        model(torch.arange(3, 120)[None], past_key_values=cache, use_cache=True)
+        model(torch.arange(3, 120)[None], **passing(cache), use_cache=True)
     names = cache.memory().layers[0].precisions
     assert names == tuple(precision.full_name for precision in cache.config.head_precisions[0])
     # the configuration alone does not tell weights, and other weights were not measured

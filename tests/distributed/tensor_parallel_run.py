@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from hf_diffkv import CacheFileError, DiffKVCache, DiffKVConfig, HandOverError
+from hf_diffkv.compat import passing
 
 LAYERS, KV_HEADS, HEAD_DIM = 2, 4, 16
 COMPRESSED = {"alpha_high": 1.0, "alpha_low": 0.5, "window": 16}
@@ -69,7 +70,7 @@ def generated(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
     found = {}
     for name, config in CONFIGS.items():
         cache = DiffKVCache(model.config, config)
-        text = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+        text = model.generate(ids, attention_mask=mask, **passing(cache), **GREEDY)
         found[name] = {"text": text, **contents(cache)}
     return found
 
@@ -78,7 +79,7 @@ def saved_and_loaded(model: PreTrainedModel, folder: Path) -> torch.Tensor:
     """Every rank writes into the same folder and goes on from its own part."""
     ids, mask = prompts()
     cache = DiffKVCache(model.config, **COMPRESSED)
-    text = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+    text = model.generate(ids, attention_mask=mask, **passing(cache), **GREEDY)
     cache.save_pretrained(folder, model)
     loaded = DiffKVCache.from_pretrained(folder, model)
     before, after = contents(cache), contents(loaded)
@@ -86,7 +87,7 @@ def saved_and_loaded(model: PreTrainedModel, folder: Path) -> torch.Tensor:
         torch.equal(before[name], after[name]) for name in ("levels", "keys", "values", "sums")
     )
     mask = torch.cat([mask, torch.ones(2, text.shape[1] - mask.shape[1], dtype=mask.dtype)], 1)
-    return model.generate(text, attention_mask=mask, past_key_values=loaded, **GREEDY)
+    return model.generate(text, attention_mask=mask, **passing(loaded), **GREEDY)
 
 
 def called(model: PreTrainedModel) -> dict[str, Any]:
@@ -96,7 +97,7 @@ def called(model: PreTrainedModel) -> dict[str, Any]:
     cache = DiffKVCache(model.config, **PER_HEAD)
     if dist.is_initialized():
         try:
-            model(ids, past_key_values=cache)
+            model(ids, **passing(cache))
         except ValueError as error:
             assert "attach" in str(error), error
         else:
@@ -105,7 +106,7 @@ def called(model: PreTrainedModel) -> dict[str, Any]:
         cache.attach(model)
     with torch.no_grad():
         for part in ids.split([100, *[1] * 20], dim=1):
-            model(part, past_key_values=cache)
+            model(part, **passing(cache))
     return contents(cache)
 
 
@@ -141,7 +142,7 @@ def stopped_together(model: PreTrainedModel) -> list[str]:
             # any token stands for those that were generated or fed
             cache.held_tokens.clear()
             given = [torch.cat([t, torch.ones(2, cache.get_seq_length() + 1 - 120, dtype=t.dtype)], 1) for t in given]
-        return model.generate(given[0], attention_mask=given[1], past_key_values=cache, **GREEDY, **options)
+        return model.generate(given[0], attention_mask=given[1], **passing(cache), **GREEDY, **options)
 
     def fresh() -> DiffKVCache:
         return DiffKVCache(model.config, **COMPRESSED)
@@ -149,7 +150,7 @@ def stopped_together(model: PreTrainedModel) -> list[str]:
     @torch.no_grad()
     def feed(cache: DiffKVCache, count: int) -> None:
         ones = torch.ones(2, cache.get_seq_length() + count - 120, dtype=mask.dtype)
-        model(ids[:, :count], attention_mask=torch.cat([mask, ones], 1), past_key_values=cache)
+        model(ids[:, :count], attention_mask=torch.cat([mask, ones], 1), **passing(cache))
 
     def starve(cache: DiffKVCache) -> None:
         for store in cache.stores.all if mine else ():
@@ -207,7 +208,7 @@ def staged(folder: Path, saved: Path) -> dict[str, dict[str, Any]]:
     found = {}
     for name in ("lossless", "compressed"):
         cache = DiffKVCache(model.config, CONFIGS[name], max_bytes=10**7)
-        text = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+        text = model.generate(ids, attention_mask=mask, **passing(cache), **GREEDY)
         rank = dist.get_rank()
         assert [store.num_layers for store in cache.stores.all] == [1]
         found[name] = {"text": text, "levels": cache.levels(rank), "keys": cache.dequantize(rank)[0]}

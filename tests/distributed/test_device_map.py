@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cache import devices
 from hf_diffkv.cache.devices import layer_devices
+from hf_diffkv.compat import passing
 
 pytestmark = pytest.mark.oldest
 
@@ -31,8 +32,8 @@ def test_offloaded_weights(tmp_path: Path) -> None:
     options = {"attention_mask": mask, "max_new_tokens": 10, "do_sample": False}
     for config in (CONFIG, DiffKVConfig.lossless(window=16)):
         found, expected = DiffKVCache(offloaded.config, config), DiffKVCache(model.config, config)
-        text = offloaded.generate(ids, past_key_values=found, **options)
-        assert torch.equal(text, model.generate(ids, past_key_values=expected, **options))
+        text = offloaded.generate(ids, **passing(found), **options)
+        assert torch.equal(text, model.generate(ids, **passing(expected), **options))
         assert_equal_contents(found, expected)
 
 

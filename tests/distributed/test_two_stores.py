@@ -21,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_diffkv import DiffKVCache, DiffKVConfig, HandOverError, PrefixStore
 from hf_diffkv.cache.layer import DiffKVLayer
 from hf_diffkv.cache.stores import Stores
+from hf_diffkv.compat import passing
 from hf_diffkv.store import Store
 
 LENGTHS = (90, 33, 1, 64)
@@ -102,7 +103,7 @@ def test_generate(model: PreTrainedModel, options: dict[str, Any]) -> None:
 
     def generate(cache: Any, attention: str = "diffkv") -> torch.Tensor:
         model.set_attn_implementation(attention)
-        return model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY, **options)
+        return model.generate(ids, attention_mask=mask, **passing(cache), **GREEDY, **options)
 
     with two_stores():
         split, lossless = DiffKVCache(model.config, CONFIG), DiffKVCache(model.config, DiffKVConfig.lossless())

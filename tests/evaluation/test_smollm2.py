@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.compat import passing
 from hf_diffkv.evaluation.side_by_side import DYNAMIC, Job, execute
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +27,7 @@ def test_the_lossless_cache_writes_the_same_tokens(smollm2: Path) -> None:
     )
     cache = DiffKVCache(model.config, DiffKVConfig.lossless(window=16, alpha_high=1.0))
     expected, found = (
-        model.generate(**inputs, past_key_values=past, max_new_tokens=20, min_new_tokens=20, do_sample=False)
+        model.generate(**inputs, **passing(past), max_new_tokens=20, min_new_tokens=20, do_sample=False)
         for past in (DynamicCache(config=model.config), cache)
     )
     assert found.tolist() == expected.tolist()

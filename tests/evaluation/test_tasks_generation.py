@@ -9,6 +9,7 @@ import torch
 from small_chat_models import byte_tokenizer, tiny_chat_model
 from transformers import DynamicCache
 
+from hf_diffkv.compat import passed, passing
 from hf_diffkv.evaluation.batch import Batch
 from hf_diffkv.evaluation.decoding import decode_by_forwards
 from hf_diffkv.evaluation.methods import Method, get_method
@@ -48,7 +49,7 @@ def greedy(model: Any, cache: Any, parts: list[list[int]], steps: int = STEPS) -
     while len(written) < steps:
         ids = queue.pop(0)
         positions = torch.arange(start, start + len(ids))[None]
-        logits = model(torch.tensor([ids]), position_ids=positions, past_key_values=cache).logits[0, -1]
+        logits = model(torch.tensor([ids]), position_ids=positions, **passing(cache)).logits[0, -1]
         start += len(ids)
         if not queue:
             written.append(int(logits.argmax()))
@@ -149,7 +150,7 @@ class _Drop:
             handle.remove()
 
     def _drop(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        layer = kwargs["past_key_values"].layers[module.layer_idx]
+        layer = passed(kwargs).layers[module.layer_idx]
         kept = [*range(self.method.first), *range(-self.method.newest, 0)]
         layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
 

@@ -16,6 +16,7 @@ from browser import WAIT_MS
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.compat import passing
 from hf_diffkv.demo.generation import Generator
 from hf_diffkv.demo.settings import settings_for
 
@@ -169,7 +170,7 @@ def both_runs(prompt: str, config: DiffKVConfig, new_tokens: int = NEW_TOKENS) -
     texts = []
     dense, compressed = DynamicCache(config=model.config), DiffKVCache(model.config, config)
     for cache in (dense, compressed):
-        ids = model.generate(**inputs, past_key_values=cache, max_new_tokens=new_tokens, do_sample=False)
+        ids = model.generate(**inputs, **passing(cache), max_new_tokens=new_tokens, do_sample=False)
         texts.append(tokenizer.decode(ids[0, inputs.input_ids.shape[1] :], skip_special_tokens=True))
     dense_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in dense.layers)
     return SimpleNamespace(dense=texts[0], diffkv=texts[1], dense_bytes=dense_bytes, cache=compressed)

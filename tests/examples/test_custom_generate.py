@@ -15,6 +15,7 @@ from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, dynamic_module_utils, set_seed
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.compat import passing
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "custom_generate"
@@ -76,7 +77,7 @@ def assert_same(given: Any, expected: Any) -> None:
 def test_folder_generates_as_a_cache_given_by_hand(model: PreTrainedModel, mode: str) -> None:
     dense = generate(model.generate, **prompts(), **MODES[mode])
     cache = DiffKVCache(model.config, **FIELDS)
-    expected = generate(model.generate, **prompts(), **MODES[mode], past_key_values=cache)
+    expected = generate(model.generate, **prompts(), **MODES[mode], **passing(cache))
     options = {"custom_generate": str(FOLDER), "trust_remote_code": True, "cache_config": FIELDS}
     given = generate(model.generate, **prompts(), **MODES[mode], **options)
     assert_same(given, expected)
@@ -86,7 +87,7 @@ def test_folder_generates_as_a_cache_given_by_hand(model: PreTrainedModel, mode:
 
 
 def test_lossless_generates_as_dynamic_cache(model: PreTrainedModel) -> None:
-    expected = generate(model.generate, **prompts(), past_key_values=DynamicCache(config=model.config))
+    expected = generate(model.generate, **prompts(), **passing(DynamicCache(config=model.config)))
     options = {"custom_generate": FOLDER.as_posix(), "trust_remote_code": True}
     given = generate(model.generate, **prompts(), **options, cache_config=DiffKVConfig.lossless())
     assert torch.equal(given.sequences, expected.sequences)
@@ -97,26 +98,26 @@ def test_next_turn_continues_the_cache(model: PreTrainedModel) -> None:
     options = {"custom_generate": str(FOLDER), "trust_remote_code": True}
     turn = prompts()["input_ids"][:1]
     by_hand = DiffKVCache(model.config, **FIELDS)
-    expected = generate(model.generate, turn, past_key_values=by_hand)
+    expected = generate(model.generate, turn, **passing(by_hand))
     given = generate(model.generate, turn, cache_config=FIELDS, **options)
     cache = given.past_key_values
     longer = torch.cat([given.sequences, turn[:, :30]], dim=1)
-    given = generate(model.generate, longer, past_key_values=cache, **options)
+    given = generate(model.generate, longer, **passing(cache), **options)
     assert given.past_key_values is cache
-    assert_same(given, generate(model.generate, longer, past_key_values=by_hand))
+    assert_same(given, generate(model.generate, longer, **passing(by_hand)))
     assert expected.past_key_values.get_seq_length() == cache.get_seq_length()
 
 
 def test_model_folder_brings_its_own_generate(model: PreTrainedModel, model_folder: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(model_folder, trust_remote_code=True)
-    expected = generate(model.generate, **prompts(), past_key_values=DiffKVCache(model.config, **FIELDS))
+    expected = generate(model.generate, **prompts(), **passing(DiffKVCache(model.config, **FIELDS)))
     assert_same(generate(loaded.generate, **prompts(), cache_config=FIELDS), expected)
     inputs = prompts()
     positional = generate(
         loaded.generate, inputs["input_ids"], attention_mask=inputs["attention_mask"], cache_config=FIELDS
     )
     assert_same(positional, expected)
-    dense = generate(model.generate, **prompts(), past_key_values=DynamicCache(config=model.config))
+    dense = generate(model.generate, **prompts(), **passing(DynamicCache(config=model.config)))
     lossless = generate(loaded.generate, **prompts(), cache_config=DiffKVConfig.lossless().to_dict())
     assert torch.equal(lossless.sequences, dense.sequences)
 
@@ -137,8 +138,8 @@ def test_untrusted_folder_is_not_run(model: PreTrainedModel) -> None:
     ("options", "message"),
     [
         (lambda config: {"cache_implementation": "static"}, "cache_implementation='static' contradicts"),
-        (lambda config: {"past_key_values": DynamicCache(config=config)}, "past_key_values is a DynamicCache"),
-        (lambda config: {"past_key_values": DiffKVCache(config), "cache_config": FIELDS}, "leave cache_config out"),
+        (lambda config: passing(DynamicCache(config=config)), "cache is a DynamicCache"),
+        (lambda config: {**passing(DiffKVCache(config)), "cache_config": FIELDS}, "leave cache_config out"),
         (lambda config: {"cache_config": {"alpha": 1}}, "alpha"),
     ],
 )

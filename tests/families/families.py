@@ -52,6 +52,7 @@ class Family:
         compressed: which of them are compressed.
         kept: the kinds of the others, as said in the table.
         refused: part of the error, where the family is refused.
+        since: the release from which on Transformers' attention interface runs it; before, it is refused.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -59,6 +60,7 @@ class Family:
     compressed: tuple[int, ...] = (0, 1)
     kept: tuple[str, ...] = ()
     refused: str = ""
+    since: tuple[int, int] = (0, 0)
 
 
 MOE: dict[str, Any] = {
@@ -105,6 +107,7 @@ PER_LAYER_INPUT = {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_inp
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]}
 HYBRID = {"num_hidden_layers": 4, "head_dim": None, "use_mamba_kernels": False}
 HYBRID_LAYERS = ["linear_attention", "hybrid", "linear_attention", "hybrid"]
+_GPTJ = {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}
 
 _FULL: dict[str, dict[str, Any]] = {
     **{
@@ -250,7 +253,6 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "jetmoe": ({**MOE, "kv_channels": 16, "head_dim": None, "num_attention_heads": None}, "repeats keys and values"),
     "minimax": ({**MOE, "layer_types": ["linear_attention", "full_attention"]}, "cache class of its own"),
     "bloom": ({"n_layer": 2, "n_head": 4}, "attention interface"),
-    "codegen": ({"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}, "attention interface"),
     "falcon": ({"head_dim": None}, "attention interface"),
     "gpt_neo": (
         {
@@ -264,7 +266,6 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "attention interface",
     ),
     "gpt_neox_japanese": ({}, "attention interface"),
-    "gptj": ({"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}, "attention interface"),
     "mpt": ({"use_cache": True, "n_layers": 2, "n_heads": 4, "d_model": 64}, "attention interface"),
     "openai-gpt": ({}, "attention interface"),
     "xglm": ({}, "attention interface"),
@@ -291,6 +292,7 @@ FAMILIES: dict[str, Family] = {
     "gemma4_unified_text": Family(
         {**SHARING, "global_head_dim": 16}, layers=6, compressed=(1, 3), kept=(SLIDING, READER)
     ),
+    **{name: Family(dict(_GPTJ), since=(5, 24)) for name in ("codegen", "gptj")},
     "hrm_text": Family({}, layers=16, compressed=tuple(range(16))),
     "llama4_text": Family(
         {

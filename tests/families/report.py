@@ -43,7 +43,8 @@ FAMOUS = {
     "Command R": ("cohere",),
     "Command R7B, Command A": ("cohere2",),
     "Mamba": ("mamba", "mamba2"),
-    "Falcon, BLOOM, GPT-J": ("falcon", "bloom", "gptj"),
+    "GPT-J": ("gptj",),
+    "Falcon, BLOOM": ("falcon", "bloom"),
 }
 CHECKS = """## How this is checked
 
@@ -87,6 +88,7 @@ def document() -> str:
         _famous(),
         "DeepSeek's distilled models are Llama and Qwen2 models and work like these.\n",
         "## All layers compressed\n\n" + ", ".join(f"`{name}`" for name in full) + ".\n",
+        _since(rows),
         "If the configuration of a Mistral or Phi-3 checkpoint sets `sliding_window`, all of its layers have sliding "
         "windows. Such a model runs uncompressed, with a warning.\n",
         "## Full-attention layers compressed\n\nThe other layers keep Transformers' own cache.\n\n"
@@ -107,6 +109,12 @@ def document() -> str:
         CHECKS,
     ]
     return "\n".join(parts)
+
+
+def _since(rows: dict[str, Family]) -> str:
+    """Families that older releases run in a way that the cache cannot use."""
+    newer = [f"`{name}` from Transformers {f.since[0]}.{f.since[1]} on" for name, f in rows.items() if f.since[0]]
+    return ", ".join(newer) + "; before, these are refused.\n"
 
 
 def _famous() -> str:

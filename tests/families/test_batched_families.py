@@ -14,7 +14,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cache.devices import TensorParallel
 from hf_diffkv.cache.errors import HandOverError, UnsupportedModelError
-from hf_diffkv.compat import BATCHING
+from hf_diffkv.compat import BATCHING, passing
 
 LENGTHS, NEW = (5, 150, 1, 70), 12
 LOSSLESS = DiffKVConfig.lossless(window=8)
@@ -74,7 +74,7 @@ def test_batched_family(name: str) -> None:
     texts = []
     for ids in given:
         cache = DiffKVCache(model.config, LOSSY)
-        texts.append(model.generate(ids, max_new_tokens=NEW, do_sample=False, past_key_values=cache))
+        texts.append(model.generate(ids, max_new_tokens=NEW, do_sample=False, **passing(cache)))
     model.set_attn_implementation("eager")
     assert batched(model, LOSSY, 512) == [text[0, ids.shape[1] :].tolist() for text, ids in zip(texts, given)]
 
@@ -132,8 +132,8 @@ def test_modules_that_do_more_are_refused(model: PreTrainedModel, monkeypatch: p
     kind = type(model.model.layers[0].conv)
     forward = kind.forward
 
-    def more(self: Any, hidden_states: Tensor, past_key_values: Any = None, **kwargs: Any) -> tuple[Tensor, Any]:
-        return forward(self, hidden_states, past_key_values), past_key_values.update_conv_state
+    def more(self: Any, hidden_states: Tensor, cache: Any = None, **kwargs: Any) -> tuple[Tensor, Any]:
+        return forward(self, hidden_states, cache), cache.update_conv_state
 
     monkeypatch.setattr(kind, "forward", more)
     with pytest.raises(UnsupportedModelError, match="returns more than hidden states"):

@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, DynamicCac
 from vision_families import IMAGE_TOKEN, VISION_FAMILIES, images
 
 from hf_diffkv import DiffKVConfig
+from hf_diffkv.compat import passing
 
 LENGTHS = (90, 41, 30)
 NEW_TOKENS = 16
@@ -63,7 +64,7 @@ def greedy(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) ->
 def test_text_side(name: str) -> None:
     model, inputs, compressed = build(name), prompts(name), list(VISION_FAMILIES[name].compressed)
     text_config = model.config.get_text_config(decoder=True)
-    expected = greedy(model, inputs, past_key_values=DynamicCache(config=text_config))
+    expected = greedy(model, inputs, **passing(DynamicCache(config=text_config)))
     other = greedy(model, prompts(name, seed=1), max_new_tokens=1)
     assert (other[1][0] - expected[1][0]).abs().max() > 1e-3, "the image does not matter"
 

@@ -11,6 +11,7 @@ from test_models_on_gpu import build
 from transformers import PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.compat import passing
 
 
 def generate(model: PreTrainedModel, graphs_wanted: bool, **options: object) -> tuple[torch.Tensor, DiffKVCache]:
@@ -19,7 +20,7 @@ def generate(model: PreTrainedModel, graphs_wanted: bool, **options: object) -> 
     config = DiffKVConfig(alpha_high=1.0, alpha_low=0.2, window=16, cuda_graphs=graphs_wanted)
     cache = DiffKVCache(model.config, config)
     options = {"do_sample": False, "max_new_tokens": 40, "attention_mask": torch.ones_like(tokens), **options}
-    return model.generate(tokens, past_key_values=cache, **options), cache
+    return model.generate(tokens, **passing(cache), **options), cache
 
 
 def test_a_capture_that_fails_leaves_the_device_usable(device, steps, monkeypatch, caplog) -> None:

@@ -11,6 +11,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
 from hf_diffkv.cache import graphs
+from hf_diffkv.compat import passing
 
 PROMPT = 600
 # nothing is quantised: what a compiler rounds otherwise moves no code
@@ -27,7 +28,7 @@ def generate(
     if padded:
         mask[1, : PROMPT // 2] = 0
     cache = DiffKVCache(model.config, config)
-    output = greedy(model, tokens, mask, new, past_key_values=cache, **options)
+    output = greedy(model, tokens, mask, new, **passing(cache), **options)
     cache.check_integrity()
     return output.sequences, torch.stack(output.logits), cache.levels(1)
 
@@ -91,7 +92,7 @@ def test_no_replay_waits_between_refreshes(device, compiled: bool, steps: int = 
     mask = torch.ones(2, PROMPT + steps, dtype=torch.int64, device=device)
     checked = 0
     with torch.no_grad():
-        model(tokens, attention_mask=mask[:, :PROMPT], past_key_values=cache)
+        model(tokens, attention_mask=mask[:, :PROMPT], **passing(cache))
         for index in range(steps):
             token = tokens[:, index : index + 1].contiguous()
             positions = torch.full((2, 1), PROMPT + index, device=device)
@@ -103,7 +104,7 @@ def test_no_replay_waits_between_refreshes(device, compiled: bool, steps: int = 
                     input_ids=token,
                     attention_mask=mask[:, : PROMPT + 1 + index],
                     position_ids=positions,
-                    past_key_values=cache,
+                    **passing(cache),
                 )
             finally:
                 torch.cuda.set_sync_debug_mode("default")

@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, PrefixStore
+from hf_diffkv.compat import passing
 
 
 def build(dtype: torch.dtype) -> PreTrainedModel:
@@ -23,8 +24,8 @@ def build(dtype: torch.dtype) -> PreTrainedModel:
 @torch.no_grad()
 def logits(model: PreTrainedModel, cache: DiffKVCache, tokens: torch.Tensor, steps: int) -> torch.Tensor:
     model.set_attn_implementation("diffkv")
-    found = [model(tokens[:, :-steps], past_key_values=cache).logits[:, -1:]]
-    found += [model(token, past_key_values=cache).logits for token in tokens[:, -steps:].split(1, dim=1)]
+    found = [model(tokens[:, :-steps], **passing(cache)).logits[:, -1:]]
+    found += [model(token, **passing(cache)).logits for token in tokens[:, -steps:].split(1, dim=1)]
     return torch.cat(found, dim=1).cpu()
 
 
@@ -53,9 +54,9 @@ def test_lossless_generation_is_as_exact_as_a_dense_cache(device, dtype) -> None
     def run(cache: Cache, attention: str) -> torch.Tensor:
         model.set_attn_implementation(attention)
         with torch.no_grad():
-            first = model(tokens, attention_mask=mask, past_key_values=cache).logits[:, -1]
+            first = model(tokens, attention_mask=mask, **passing(cache)).logits[:, -1]
             mask_more = torch.cat([mask, mask.new_ones(3, 1)], dim=1)
-            second = model(tokens[:, :1], attention_mask=mask_more, past_key_values=cache).logits[:, -1]
+            second = model(tokens[:, :1], attention_mask=mask_more, **passing(cache)).logits[:, -1]
         return torch.stack([first, second]).float()
 
     exact = run(DynamicCache(config=model.config), "sdpa")
@@ -73,7 +74,7 @@ def test_no_step_waits_between_refreshes(device, length: int = 700, steps: int =
     tokens = torch.randint(0, 256, (2, length), device=device)
     checked = 0
     with torch.no_grad():
-        model(tokens, past_key_values=cache)
+        model(tokens, **passing(cache))
         for step in range(steps):
             token = tokens[:, step : step + 1]
             positions = torch.full((2, 1), length + step, device=device)
@@ -81,7 +82,7 @@ def test_no_step_waits_between_refreshes(device, length: int = 700, steps: int =
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error" if quiet else "default")
             try:
-                model(token, past_key_values=cache, position_ids=positions)
+                model(token, **passing(cache), position_ids=positions)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             checked += quiet
@@ -95,11 +96,11 @@ def test_copies_and_forks_on_a_gpu(device) -> None:
     cache = DiffKVCache(model.config, DiffKVConfig(window=16))
     tokens = torch.randint(0, 256, (1, 500), device=device)
     with torch.no_grad():
-        model(tokens, past_key_values=cache)
+        model(tokens, **passing(cache))
         others = [copy.deepcopy(cache), *cache.fork(1)]
-        expected = model(tokens[:, :1], past_key_values=cache).logits
+        expected = model(tokens[:, :1], **passing(cache)).logits
         for other in others:
-            torch.testing.assert_close(model(tokens[:, :1], past_key_values=other).logits, expected)
+            torch.testing.assert_close(model(tokens[:, :1], **passing(other)).logits, expected)
             other.check_integrity()
     cache.check_integrity()
 
@@ -115,12 +116,12 @@ def test_prefixes_from_every_tier(device, tmp_path: Path) -> None:
     stores = [PrefixStore(model, config, **{**room, limit: 1 << 24}) for limit in ("device_bytes", "host_bytes")]
     stores.append(PrefixStore(model, config, **room))
     with torch.no_grad():
-        model(tokens[:, :-9], past_key_values=cache)
+        model(tokens[:, :-9], **passing(cache))
         assert all(store.insert(tokens, cache) for store in stores)
-        expected = model(tokens[:, -9:], past_key_values=cache).logits
+        expected = model(tokens[:, -9:], **passing(cache)).logits
         for store, tier in zip(stores, tiers):
             restored = store.lookup(tokens)
-            assert torch.equal(model(tokens[:, -9:], past_key_values=restored).logits, expected)
+            assert torch.equal(model(tokens[:, -9:], **passing(restored)).logits, expected)
             restored.check_integrity()
             # on a CPU the two are one
             held = {"device", tier} if device.type == "cpu" and tier == "host" else {tier}

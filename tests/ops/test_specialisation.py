@@ -19,6 +19,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.compat import passing
 from hf_diffkv.config.presets import preset_named
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.prefill_attention import prefill_attention
@@ -93,7 +94,7 @@ def test_a_generation_compiles_every_kernel_once(launches, fields: dict, kernels
         for tokens in (21, 1, 1, 16, 1, 1):
             seen += tokens
             ids = torch.arange(tokens)[None]
-            model(ids, attention_mask=mask[:, :seen], past_key_values=cache)
+            model(ids, attention_mask=mask[:, :seen], **passing(cache))
     assert {"append_kernel", "attend_kernel", "finish_kernel", "move_tokens_kernel"} <= launches.keys()
     assert {"flash_forward", "past_forward", "row_extents"} <= launches.keys()
     assert {"plan_rows_kernel", "assign_pages_kernel", *kernels} <= launches.keys()

@@ -16,7 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 import hf_diffkv
 from hf_diffkv import DiffKVCache, DiffKVConfig, compat
-from hf_diffkv.compat import Feature, PrivateName
+from hf_diffkv.compat import Feature, PrivateName, passing
 
 FEATURES = {name: feature for name, feature in vars(compat).items() if isinstance(feature, Feature)}
 # asked for by whoever imports these; all others are asked for by what uses them
@@ -92,10 +92,10 @@ def test_one_name_less_loses_one_feature(monkeypatch: pytest.MonkeyPatch, label:
         # without the first the integration is a cache alone
         assert wrapped == (feature != label and (label != "GENERATE" or feature == "BATCHING_BY_NAME")), feature
     model = model_of()
-    expected = model.generate(IDS, max_new_tokens=4, do_sample=False, past_key_values=DynamicCache())
+    expected = model.generate(IDS, max_new_tokens=4, do_sample=False, **passing(DynamicCache()))
     model.set_attn_implementation("diffkv")
     cache = DiffKVCache(model.config, DiffKVConfig.lossless())
-    given = model.generate(IDS, max_new_tokens=4, do_sample=False, past_key_values=cache)
+    given = model.generate(IDS, max_new_tokens=4, do_sample=False, **passing(cache))
     assert torch.equal(given, expected) and cache.memory().bytes > 0
 
 

@@ -142,7 +142,7 @@ model, tokenizer = AutoModelForCausalLM.from_pretrained("model"), AutoTokenizer.
 inputs = tokenizer(open("prompt.txt").read().strip(), return_tensors="pt")
 options = {"max_new_tokens": 4, "do_sample": False}
 cache = hf_diffkv.DiffKVCache(model)
-output = model.generate(**inputs, past_key_values=cache, **options)
+output = model.generate(**inputs, cache=cache, **options)
 by_folder = model.generate(**inputs, custom_generate="custom", trust_remote_code=True, **options)
 assert by_folder.tolist() == output.tolist()
 print(tokenizer.decode(output[0, inputs.input_ids.shape[1] :]), cache.memory(), hf_diffkv.__file__, sep="\\n")

@@ -36,7 +36,7 @@ for name in ("native", "reference"):
     for preset in PRESETS:
         cache = hf_diffkv.DiffKVCache(model, preset)
         with backend.use_backend(name):
-            assert model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False).shape[1] > 300
+            assert model.generate(ids, cache=cache, max_new_tokens=4, do_sample=False).shape[1] > 300
         assert cache.memory().ratio < 1
 print(sorted(name for name in __import__("sys").modules if name.startswith("triton")))
 """

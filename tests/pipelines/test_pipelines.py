@@ -26,6 +26,7 @@ from transformers import (
 
 import hf_diffkv
 from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.compat import passing
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECALL = (EXAMPLES / "prompts" / "recall.txt").read_text()
@@ -72,7 +73,7 @@ def texts(found: list[list[dict[str, Any]]]) -> list[str]:
 def generated(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: Any) -> list[str]:
     """What `generate()` itself appends to `PROMPTS` with `cache`, in one padded batch."""
     inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True, padding_side="left")
-    output = model.generate(**inputs, **LENGTH, past_key_values=cache)
+    output = model.generate(**inputs, **LENGTH, **passing(cache))
     return tokenizer.batch_decode(output[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
 
 
@@ -93,7 +94,7 @@ def ask(route: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
         model.generation_config.update(**chosen)
         at_call = LENGTH
     else:
-        at_call = {**LENGTH, "past_key_values": DiffKVCache(model.config, **fields)}
+        at_call = {**LENGTH, **passing(DiffKVCache(model.config, **fields))}
     generator = pipeline("text-generation", model=model, tokenizer=tokenizer, **at_start)
     return texts(generator(PROMPTS, batch_size=2, return_full_text=False, **at_call))
 
@@ -104,7 +105,7 @@ ROUTES = [
     "generation_config at call",
     "generation_config at construction",
     "model.generation_config",
-    "past_key_values",
+    "a cache",
 ]
 
 
@@ -168,7 +169,7 @@ def test_chats_in_a_batch(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
 
 def talk(generator: Pipeline, turns: list[str], cache: Any) -> list[dict[str, str]]:
     messages: list[dict[str, str]] = []
-    options = {} if cache is None else {"past_key_values": cache}
+    options = {} if cache is None else passing(cache)
     for turn in turns:
         messages = [*messages, {"role": "user", "content": turn}]
         messages = generator(messages, max_new_tokens=4, do_sample=False, **options)[0]["generated_text"]
@@ -189,15 +190,15 @@ def test_a_chat_on_one_cache(model: PreTrainedModel, tokenizer: PreTrainedTokeni
 def test_another_prompt_on_a_used_cache(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
     cache = DiffKVCache(model.config, DiffKVConfig.lossless())
-    first = generator(PROMPTS[0], past_key_values=cache, **LENGTH)
+    first = generator(PROMPTS[0], **passing(cache), **LENGTH)
     seen = cache.get_seq_length()
-    with pytest.raises(ValueError, match=f"past_key_values holds {seen} tokens .* has {len(PROMPTS[1])}.*reset"):
-        generator(PROMPTS[1], past_key_values=cache, **LENGTH)
-    with pytest.raises(ValueError, match=f"past_key_values holds {seen} tokens"):  # one by one
-        generator(PROMPTS, past_key_values=cache, **LENGTH)
+    with pytest.raises(ValueError, match=f"the cache holds {seen} tokens .* has {len(PROMPTS[1])}.*reset"):
+        generator(PROMPTS[1], **passing(cache), **LENGTH)
+    with pytest.raises(ValueError, match=f"the cache holds {seen} tokens"):  # one by one
+        generator(PROMPTS, **passing(cache), **LENGTH)
     assert cache.get_seq_length() == seen
     cache.reset()
-    assert generator(PROMPTS[0], past_key_values=cache, **LENGTH) == first
+    assert generator(PROMPTS[0], **passing(cache), **LENGTH) == first
 
 
 # streaming
@@ -238,13 +239,13 @@ def test_generate_refuses_a_prompt_that_is_too_short_to_continue(
     if padded:
         mask[1, 0] = 0
     cache = DiffKVCache(model.config)
-    output = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=3, do_sample=False)
+    output = model.generate(ids, attention_mask=mask, **passing(cache), max_new_tokens=3, do_sample=False)
     mask = torch.cat([mask, mask.new_ones(2, 4)], 1)
     held = cache.memory()
-    with pytest.raises(ValueError, match="past_key_values holds 32 tokens"):
-        model.generate(ids[:, :length], attention_mask=mask[:, :length], past_key_values=cache, max_new_tokens=3)
+    with pytest.raises(ValueError, match="the cache holds 32 tokens"):
+        model.generate(ids[:, :length], attention_mask=mask[:, :length], **passing(cache), max_new_tokens=3)
     assert cache.memory() == held
     more = torch.cat([output, ids[:, :1]], 1)
-    by_all = model.generate(more, attention_mask=mask, past_key_values=copy.deepcopy(cache), **LENGTH)
-    by_new = model.generate(more[:, -2:], attention_mask=mask, past_key_values=cache, **LENGTH)
+    by_all = model.generate(more, attention_mask=mask, **passing(copy.deepcopy(cache)), **LENGTH)
+    by_new = model.generate(more[:, -2:], attention_mask=mask, **passing(cache), **LENGTH)
     assert torch.equal(by_all[:, -14:], by_new)

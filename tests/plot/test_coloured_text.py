@@ -13,6 +13,7 @@ from matplotlib.image import imread
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_diffkv import DiffKVCache, plot
+from hf_diffkv.compat import passing
 from hf_diffkv.plot.palette import LEVELS
 from hf_diffkv.plot.pieces import pieces_of_ids, pieces_of_text
 
@@ -29,7 +30,7 @@ def ran() -> tuple:
     tokenizer, model = AutoTokenizer.from_pretrained(TINY_LM), AutoModelForCausalLM.from_pretrained(TINY_LM)
     cache = DiffKVCache(model, alpha_high=1.5, alpha_low=0.5, window=20)
     inputs = tokenizer(TEXT, return_tensors="pt")
-    ids = model.generate(**inputs, past_key_values=cache, max_new_tokens=4, do_sample=False)[0]
+    ids = model.generate(**inputs, **passing(cache), max_new_tokens=4, do_sample=False)[0]
     assert len(ids) == len(TEXT) + 4 == cache.get_seq_length() + 1
     return tokenizer, cache, ids
 
@@ -153,7 +154,7 @@ def test_padding_has_no_colour() -> None:
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.decode([0])
     inputs = tokenizer(["abcdef", "xyz"], return_tensors="pt", padding=True, padding_side="left")
     cache = DiffKVCache(model)
-    ids = model.generate(**inputs, past_key_values=cache, max_new_tokens=2, do_sample=False)
+    ids = model.generate(**inputs, **passing(cache), max_new_tokens=2, do_sample=False)
     shown = list(plot.text(cache, ids[1], tokenizer, request=1).runs())
     assert [(run.start, run.stop, run.colour) for run in shown] == [(0, 3, None), (3, 7, LEVELS["window"])]
     assert "opacity" in plot.text(cache, ids[1], tokenizer, request=1).html()

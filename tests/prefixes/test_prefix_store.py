@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, PrefixStore
+from hf_diffkv.compat import passing
 from hf_diffkv.prefixes import store as store_module
 from hf_diffkv.prefixes import tokens as tokens_module
 
@@ -33,7 +34,7 @@ def computed_tokens(model: PreTrainedModel) -> Iterator[list[int]]:
 
 def answer(model: PreTrainedModel, ids: Tensor, cache: DiffKVCache) -> Tensor:
     mask = torch.ones_like(ids)
-    return model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=8, do_sample=False)
+    return model.generate(ids, attention_mask=mask, **passing(cache), max_new_tokens=8, do_sample=False)
 
 
 # a model whose other layer holds states of several kinds

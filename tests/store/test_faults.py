@@ -12,6 +12,7 @@ from tiny_models import tiny_model
 from torch import Tensor
 
 from hf_diffkv import DiffKVCache
+from hf_diffkv.compat import passing
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages import PagePool
@@ -273,14 +274,14 @@ def test_fault_9_no_host_reads_between_two_refreshes(
     reads = HostReads(monkeypatch)
     with torch.no_grad():
         with reads:
-            model(torch.randint(50, (batch, 40)), attention_mask=mask, past_key_values=cache)
+            model(torch.randint(50, (batch, 40)), attention_mask=mask, **passing(cache))
         assert reads.found, "the counter sees nothing, not even the prompt's reads"
         per_step = []
         for _ in range(3 * Store.refresh_steps):
             mask = torch.cat([mask, torch.ones(batch, 1, dtype=torch.long)], dim=1)
             reads.found.clear()
             with reads:
-                model(torch.randint(50, (batch, 1)), attention_mask=mask, past_key_values=cache)
+                model(torch.randint(50, (batch, 1)), attention_mask=mask, **passing(cache))
             per_step.append(list(reads.found))
     for step, found in enumerate(per_step):
         if step % Store.refresh_steps:

@@ -14,6 +14,7 @@ from tiny_models import ragged_prompts, tiny_model
 from torch import Tensor
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.compat import passing
 from hf_diffkv.native.library import library
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
@@ -109,7 +110,7 @@ def test_through_generate() -> None:
     model = tiny_model("llama", dtype=torch.float32)
     ids, mask = ragged_prompts((60, 60))
     cache = DiffKVCache(model.config, alpha_high=50.0, alpha_low=50.0, pin=(5, 30), window=8)
-    model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=20, num_beams=2, do_sample=False)
+    model.generate(ids, attention_mask=mask, **passing(cache), max_new_tokens=20, num_beams=2, do_sample=False)
     cache.check_integrity()
     for layer_idx in cache.compressed_layers():
         levels = cache.levels(layer_idx)

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tiny_models import tiny_model
 
 from hf_diffkv import DiffKVCache
+from hf_diffkv.compat import passing
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store import (
@@ -224,18 +225,18 @@ def test_a_refused_prompt_leaves_the_whole_cache_as_it_was() -> None:
     cache = DiffKVCache(model.config, alpha_high=1.0, alpha_low=0.0, window=4)
     tokens = torch.randint(50, (1, 800))
     with torch.no_grad():
-        model(tokens[:, :200], past_key_values=cache)
+        model(tokens[:, :200], **passing(cache))
         before = [(cache.levels(layer), *cache.dequantize(layer)) for layer in range(2)]
         pool = cache.stores.all[0].pool
         pool.max_pages = pool.capacity + 1
         with pytest.raises(MemoryError, match="limit"):
-            model(tokens[:, 200:], past_key_values=cache)
+            model(tokens[:, 200:], **passing(cache))
         assert cache.get_seq_length() == 200
         for layer in range(2):
             after = (cache.levels(layer), *cache.dequantize(layer))
             assert all(torch.equal(was, now) for was, now in zip(before[layer], after))
         pool.max_pages = None
-        model(tokens[:, 200:201], past_key_values=cache)
+        model(tokens[:, 200:201], **passing(cache))
     cache.check_integrity()
     for layer in range(2):
         assert cache.levels(layer)[0, 0, -4:].tolist() == [3, 3, 3, 3]

@@ -19,6 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, IntegrityError, Precision
 from hf_diffkv.cache.io import JSON_NAME, TENSORS_NAME, _checksum
+from hf_diffkv.compat import passing
 from hf_diffkv.native.library import library
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages.rows import held_count, held_tokens, slots_of
@@ -207,9 +208,7 @@ def test_integrity_finds_sinks_out_of_place(change: str) -> None:
 
 
 def generate(model: PreTrainedModel, cache: DiffKVCache, ids: Tensor, mask: Tensor, count: int, **options) -> Tensor:
-    return model.generate(
-        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=count, do_sample=False, **options
-    )
+    return model.generate(ids, attention_mask=mask, **passing(cache), max_new_tokens=count, do_sample=False, **options)
 
 
 @pytest.mark.parametrize("sinks", [0, 4])

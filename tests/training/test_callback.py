@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.compat import passing
 from hf_diffkv.training import DiffKVEvaluationCallback
 
 TOKENIZER = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "examples" / "models" / "tiny-lm")
@@ -59,7 +60,7 @@ def logged(trainer: Trainer) -> list[dict[str, float]]:
 
 def continuations(model: PreTrainedModel, prompts: list[str], cache: Any) -> list[list[int]]:
     inputs = TOKENIZER(prompts, return_tensors="pt", padding=True, padding_side="left")
-    output = model.generate(**inputs, past_key_values=cache, max_new_tokens=16, do_sample=False)
+    output = model.generate(**inputs, **passing(cache), max_new_tokens=16, do_sample=False)
     return output[:, inputs.input_ids.shape[1] :].tolist()
 
 

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv.compat import passing
 
 TOKENIZER = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "examples" / "models" / "tiny-lm")
 STOCK = {"llama": "sdpa", "gpt_oss": "eager"}
@@ -75,7 +76,7 @@ def test_a_cache_given_to_checkpointed_training_stays_empty(attention: str) -> N
     model = tiny_model("llama", attention)
     model.gradient_checkpointing_enable()
     cache = DiffKVCache(model.config)
-    loss, gradients = loss_and_gradients(model, past_key_values=cache, use_cache=True)
+    loss, gradients = loss_and_gradients(model, **passing(cache), use_cache=True)
     assert cache.get_seq_length() == 0 and cache.memory().bytes == 0
     torch.testing.assert_close(loss, expected_loss)
     torch.testing.assert_close(gradients, expected, rtol=1e-3, atol=1e-5)
@@ -97,14 +98,14 @@ def test_generation_with_lora() -> None:
         assert not torch.equal(generated(model), exact)
     lossless = DiffKVConfig.lossless()
     assert torch.equal(generated(model, cache_implementation="diffkv", cache_config=lossless.to_dict()), exact)
-    assert torch.equal(generated(model, past_key_values=DiffKVCache(model.config, lossless)), exact)
+    assert torch.equal(generated(model, **passing(DiffKVCache(model.config, lossless))), exact)
     by_name = generated(model, cache_implementation="diffkv", cache_config=FIELDS)
     assert not torch.equal(by_name, exact)
     cache = DiffKVCache(model.config, **FIELDS)
-    assert torch.equal(generated(model, past_key_values=cache), by_name)
+    assert torch.equal(generated(model, **passing(cache)), by_name)
     assert cache.memory().tokens["pruned"] > 0
     merged = model.merge_and_unload()
-    assert torch.equal(generated(merged, past_key_values=DiffKVCache(merged.config, lossless)), exact)
+    assert torch.equal(generated(merged, **passing(DiffKVCache(merged.config, lossless))), exact)
 
 
 # Seq2SeqTrainer
@@ -156,7 +157,7 @@ def test_predict_with_generate(tmp_path: Path) -> None:
     for start in (0, 2):
         part = slice(start, start + 2)
         cache = DiffKVCache(trained.config, **FIELDS)
-        tokens = trained.generate(ids[part], attention_mask=mask[part], past_key_values=cache, **options)
+        tokens = trained.generate(ids[part], attention_mask=mask[part], **passing(cache), **options)
         assert np.array_equal(compressed.predictions[part, : tokens.shape[1]], tokens.numpy())
     for result, other in results.values():
         assert result.metrics["test_loss"] == pytest.approx(dense.metrics["test_loss"], rel=1e-4)

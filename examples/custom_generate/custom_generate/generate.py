@@ -14,19 +14,21 @@ def generate(*args: Any, model: Any, cache_config: Any = None, **kwargs: Any) ->
         *args: positional arguments of `GenerationMixin.generate`; they come when a model folder brings this file along.
         model: a decoder-only model.
         cache_config: dict of `DiffKVConfig` fields, or a `DiffKVConfig`; None takes `DiffKVConfig.for_model`.
-        **kwargs: everything else that `GenerationMixin.generate` takes. `past_key_values` continues a `DiffKVCache`.
+        **kwargs: everything else that `GenerationMixin.generate` takes. `cache` continues a `DiffKVCache`.
 
     Returns:
-        What `GenerationMixin.generate` returns. `past_key_values` of a dict output is the `DiffKVCache`.
+        What `GenerationMixin.generate` returns. `cache` of a dict output is the `DiffKVCache`.
 
     Raises:
         ValueError: another cache is asked for, or `cache_config` together with a cache that has its own configuration.
     """
-    cache, name = kwargs.get("past_key_values"), kwargs.pop("cache_implementation", None)
+    # its name before Transformers 5.24 was past_key_values
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))
+    name = kwargs.pop("cache_implementation", None)
     if name not in (None, "diffkv"):
         raise ValueError(f"cache_implementation={name!r} contradicts custom_generate, which uses DiffKV; leave it out.")
     if cache is not None and not isinstance(cache, hf_diffkv.DiffKVCache):
-        raise ValueError(f"past_key_values is a {type(cache).__name__}; pass a DiffKVCache, or leave it out.")
+        raise ValueError(f"cache is a {type(cache).__name__}; pass a DiffKVCache, or leave it out.")
     if cache is not None and cache_config is not None:
-        raise ValueError("past_key_values has its own configuration; leave cache_config out.")
+        raise ValueError("cache has its own configuration; leave cache_config out.")
     return GenerationMixin.generate(model, *args, cache_implementation="diffkv", cache_config=cache_config, **kwargs)
