@@ -1,4 +1,4 @@
-"""Names that are private to Transformers, by what needs them. They were read in release 5.23.
+"""Names that are private to Transformers, by what needs them. They were read in release 5.24.
 
 What a release lacks, or has with other parameters, disables what needs it: a warning, or an error where it is asked
 for, says both. No other module relies on such a name without asking here.
