@@ -212,10 +212,11 @@ def chunk_format(options: dict[str, Any]) -> ChunkFormat:
     if "config" not in given:
         return ChunkFormat(int(given["head_dim"]), Precision.parse(str(given.get("precision", "K6V4"))))
     config = DiffKVConfig.from_pretrained(str(Path(str(given["config"]))))
-    layers = config.head_precisions
-    if layers is None or None in layers:
-        raise ValueError(f"config={given['config']!r} has no head_precisions for all layers; give precision instead.")
-    return ChunkFormat(int(given["head_dim"]), config.low, tuple(layer for layer in layers if layer is not None))
+    chosen = config.head_precisions or (None,)
+    if any(layer is None or None in layer for layer in chosen):
+        raise ValueError(f"config={given['config']!r} has no head_precisions for all heads; give precision instead.")
+    layers = tuple(tuple(precision for precision in layer or () if precision is not None) for layer in chosen)
+    return ChunkFormat(int(given["head_dim"]), config.low, layers)
 
 
 def register() -> None:

@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicLayer
 from .cache.supported_models import cache_layers, check_model_config
 from .compat import passing
 from .config import DiffKVConfig
+from .config.head_groups import head_groups
 from .pages import PageLayout
 
 INT = 4
@@ -114,12 +115,11 @@ class ModelShape:
         size = self.dtype.itemsize
         compressed = [layer for layer in self.layers if layer.compressed]
         total = sum(layer.dense_bytes(tokens, size) for layer in self.layers if not layer.compressed)
-        config.check_layers(len(compressed))
-        for index, layer in enumerate(compressed):
-            of_layer = config.of_layer(index)
-            for precisions in config.precisions_of_layer(index, layer.num_key_value_heads):
-                share = high_share if of_layer.selects else float(precisions[0] == of_layer.high)
-                total += _head_bytes(layer, tokens, of_layer, share, size, self.limit)
+        for group in head_groups(config, len(compressed)):
+            layer, held = compressed[group.layer], group.config
+            for precisions in group.precisions(layer.num_key_value_heads):
+                share = high_share if held.selects else float(precisions[0] == held.high)
+                total += _head_bytes(layer, tokens, held, share, size, self.limit)
         return total
 
 

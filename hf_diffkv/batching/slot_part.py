@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from ..cache.stores import Stores, same_pages
 from ..config import DiffKVConfig
+from ..config.head_groups import HeadGroup
 from ..pages import NULL_PAGE
 from ..pages.rows import ROW_STATE
 from ..store.state import KVHeads, Store
@@ -171,43 +173,50 @@ class SlotPart:
         self.store.pool.ensure_free(pages)
 
 
-def layer_configs(config: DiffKVConfig, num_layers: int, shape: AttentionShape) -> list[DiffKVConfig]:
-    """What holds for each layer, without a budget, with thresholds for the heads that are here.
+def slot_groups(config: DiffKVConfig, num_layers: int, shape: AttentionShape) -> list[HeadGroup]:
+    """Heads that are held alike, without a budget, with thresholds for those that are here.
 
     Raises:
         ValueError: precisions or thresholds for another number of layers or heads.
     """
     known, parallel = Stores(replace(config, max_bytes=None), num_layers), shape.ranks.parallel
-    known.tensor_parallel = parallel
-    found = [known.of_layer(index, shape.num_heads) for index in range(num_layers)]
-    for index, each in enumerate(found):
-        of_heads = {name: getattr(each, name) for name in ("alpha_high", "alpha_low")}
-        mine = {name: parallel.share(a, shape.num_heads) for name, a in of_heads.items() if isinstance(a, tuple)}
-        found[index] = replace(each, **mine)
+    known.share_heads(parallel)
+    found = []
+    for index, group in enumerate(known.groups):
+        config = known.of_layer(index, shape.num_heads)
+        of_heads = {name: getattr(config, name) for name in ("alpha_high", "alpha_low")}
+        count = group.count(shape.num_heads)
+        mine = {name: parallel.share(a, count) for name, a in of_heads.items() if isinstance(a, tuple)}
+        found.append(replace(group, config=replace(config, **mine)))
     return found
 
 
-def make_parts(config: DiffKVConfig, shape: AttentionShape, num_layers: int) -> list[SlotPart]:
-    """Parts of all layers, those of the same pages together, each with one slot.
-
-    Arguments as in `Slots`. Raises as `layer_configs`.
-    """
-    configs = layer_configs(config, num_layers, shape)
-    groups: list[list[int]] = []
-    for index, mine in enumerate(configs):
-        group = next((group for group in groups if same_pages(configs[group[0]], mine)), None)
-        if group is None:
-            groups.append([index])
+def make_parts(groups: Sequence[HeadGroup], shape: AttentionShape) -> list[SlotPart]:
+    """Parts of all groups of heads, as many of the same pages together, each with one slot."""
+    together: list[list[int]] = []
+    for index, mine in enumerate(groups):
+        part = next((part for part in together if _alike(groups[part[0]], mine)), None)
+        if part is None:
+            together.append([index])
         else:
-            group.append(index)
-    heads = KVHeads(shape.num_heads, shape.key_dim, shape.value_dim, shape.dtype, shape.device)
-    first_head = shape.ranks.parallel.rank * shape.num_heads
-    known = {"total_layers": num_layers, "first_head": first_head, "max_positions": shape.max_positions}
+            part.append(index)
     parts = []
-    for group in groups:
-        store = SlotStore(configs[group[0]], len(group), 1, heads, **known)
-        for layer, index in enumerate(group):
+    for indices in together:
+        first = groups[indices[0]]
+        count = first.count(shape.num_heads)
+        heads = KVHeads(count, shape.key_dim, shape.value_dim, shape.dtype, shape.device)
+        first_head = shape.ranks.parallel.rank * count if first.heads is None else 0
+        known = {"total_layers": len(groups), "first_head": first_head, "max_positions": shape.max_positions}
+        store = SlotStore(first.config, len(indices), 1, heads, **known)
+        for layer, index in enumerate(indices):
             store.place_layer(layer, index)
-            store.set_thresholds(layer, configs[index].alpha_high, configs[index].alpha_low)
-        parts.append(SlotPart(store, shape.query_heads, shape.ranks.alone))
+            store.set_thresholds(layer, groups[index].config.alpha_high, groups[index].config.alpha_low)
+        query_heads = shape.query_heads // shape.num_heads * count
+        parts.append(SlotPart(store, query_heads, shape.ranks.alone))
     return parts
+
+
+def _alike(one: HeadGroup, other: HeadGroup) -> bool:
+    """Whether both may be in one store."""
+    heads = [(group.heads is None, len(group.heads or ())) for group in (one, other)]
+    return heads[0] == heads[1] and same_pages(one.config, other.config)

@@ -7,12 +7,13 @@ order, one token of some and many of others; what becomes of each does not depen
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..cache.split_heads import SplitHeads
 from ..config import DiffKVConfig
 from ..ops.softmax import Softmax
 from ..store.compaction import settle
@@ -22,7 +23,7 @@ from ..store.query_moments import QueryMoments
 from ..store.state import Store
 from .ranks import OtherPart, other_parts
 from .shapes import AttentionShape
-from .slot_part import SlotPart, make_parts
+from .slot_part import SlotPart, make_parts, slot_groups
 from .slot_room import FIRST_TOKENS, PerSlot, SlotRoom
 from .staging import stage
 
@@ -45,6 +46,7 @@ class Slots:
 
     Attributes:
         room: how many slots there are, for how long requests.
+        groups: of heads that are held alike; stores take each for a layer.
         parts: the layers of each store. Pages of one cannot be had in another: what is said of pages is said for each
             part, as int64 [parts], those of other ranks included.
         failures: what went wrong in the running forward, by slot.
@@ -74,9 +76,14 @@ class Slots:
         self.device, self.dtype = shape.device, shape.dtype
         self.ranks = shape.ranks
         with self.ranks.in_step():
-            self.parts = make_parts(config, shape, num_layers)
+            self.groups = slot_groups(config, num_layers, shape)
+            self.parts = make_parts(self.groups, shape)
         self._exact = config.sinks + config.window
         self._places = {index: (part, layer) for part in self.parts for layer, index in enumerate(part.store.layers)}
+        # indices of each layer's groups of heads, and how its tensors are taken apart where there are several
+        self._of_layer = [[i for i, group in enumerate(self.groups) if group.layer == n] for n in range(num_layers)]
+        split = (layer for layer in range(num_layers) if len(self._of_layer[layer]) > 1)
+        self._heads = {layer: SplitHeads([self.groups[i] for i in self._of_layer[layer]]) for layer in split}
         self.room = SlotRoom(self.parts, others, count, max_tokens, max_bytes)
         self.room.longest = self.ranks.least(self.room.longest)
         if self.longest < min(max_tokens, self._exact):
@@ -109,10 +116,11 @@ class Slots:
         Raises:
             ValueError: they are of another model.
         """
-        moments.check_layers(len(self._places))
-        for part, layer in self._places.values():
-            heads = part.store.num_heads * self.ranks.parallel.size
-            moments.check_layer(part.store.layers[layer], heads, part.store.key_dim)
+        moments.check_layers(len(self._of_layer))
+        moments = moments.of_groups(self.groups)
+        for index, (part, _) in self._places.items():
+            ranks = self.ranks.parallel.size if self.groups[index].heads is None else 1
+            moments.check_layer(index, part.store.num_heads * ranks, part.store.key_dim)
         for part in self.parts:
             part.store.moments = moments
 
@@ -198,7 +206,10 @@ class Slots:
     def _tell(self) -> None:
         """Tells other ranks what is held here, and hears of them."""
         self._denied.clear()
-        theirs = self.ranks.other_numbers(np.stack([part.numbers() for part in self.parts]))
+        mine = np.stack([part.numbers() for part in self.parts])
+        # other ranks may have more parts
+        most = max([len(self.parts), *map(len, self._elsewhere)])
+        theirs = self.ranks.other_numbers(np.pad(mine, [(0, most - len(self.parts)), (0, 0)]))
         for parts, numbers in zip(self._elsewhere, theirs):
             for part, of_part in zip(parts, numbers):
                 part.note(of_part)
@@ -389,17 +400,32 @@ class Slots:
                 given.append(rows)
             stepped = self.attend_steps(layer, given, softmax, self._stepping)
             output[0, :, self._step_at] = stepped[self._step_slots, :, 0].transpose(0, 1)
-        part, place = self._places[layer]
         for slot, at, tokens in self._forward:
             if slot in self.failures:
                 continue
             mine = slice(at, at + tokens)
-            inputs = (tensor[:, :, mine] for tensor in (query, key, value))
+            inputs = [tensor[:, :, mine] for tensor in (query, key, value)]
             try:
-                output[:, :, mine] = attend_tokens(part.staged[slot], place, *inputs, softmax)
+                output[:, :, mine] = self._by_groups(
+                    layer,
+                    lambda part, place, given, own, slot=slot: attend_tokens(part.staged[slot], place, *given, own),
+                    inputs,
+                    softmax,
+                )
             except (ValueError, MemoryError) as error:
                 self.failures[slot] = error
         return output
+
+    def _by_groups(
+        self, layer: int, attend: Callable[..., Tensor], tensors: Sequence[Tensor], softmax: Softmax
+    ) -> Tensor:
+        """What `attend` returns of a layer's heads, called for each group of them with its part, place and tensors."""
+        heads = self._heads.get(layer)
+        places = [self._places[index] for index in self._of_layer[layer]]
+        if heads is None:
+            return attend(*places[0], tensors, softmax)
+        given = zip(places, zip(*map(heads.apart, tensors)), heads.softmaxes(softmax))
+        return heads.together([attend(*place, of_group, own) for place, of_group, own in given])
 
     def attend_steps(self, layer: int, rows: Sequence[Tensor], softmax: Softmax, stepping: Tensor) -> Tensor:
         """Attends from one token of each slot that has one, and stores it.
@@ -411,9 +437,12 @@ class Slots:
         Returns:
             [slots, query_heads, 1, value_dim] in the query's dtype.
         """
-        part, place = self._places[layer]
-        query, key, value = rows
-        return attend_token(part.store, place, query, key, value, softmax, stepping)
+        return self._by_groups(
+            layer,
+            lambda part, place, given, own: attend_token(part.store, place, *given, own, stepping),
+            rows,
+            softmax,
+        )
 
     def only_steps(self) -> list[int]:
         """Slots of the running forward, where each has one token after others and no key is centred."""

@@ -28,6 +28,9 @@ class CacheContents(Protocol):
     def compressed_layers(self) -> list[int]:
         """Indices of the compressed layers."""
 
+    def placed(self) -> list[Any]:
+        """What takes the tokens of each group of heads (`Stores.groups`), in order; some layers have two."""
+
     def levels(self, layer_idx: int) -> Tensor:
         """int8 [batch, kv_heads, seen], as `DiffKVCache.levels`."""
 

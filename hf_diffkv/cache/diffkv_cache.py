@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -20,9 +20,10 @@ from .errors import HandOverError, stopped_halfway
 from .held_tokens import HeldTokens
 from .io import load_cache, save_cache
 from .known_queries import moments_for
-from .layer import DiffKVLayer
+from .layer import CompressedLayer, DiffKVLayer
 from .report import MemoryReport, in_short, memory_report
 from .snapshot import model_fingerprint
+from .split_layer import SplitLayer
 from .stores import Stores
 from .supported_models import cache_layers, check_attention, check_model_config, shared_layers
 from .usage import Usage
@@ -48,7 +49,7 @@ class DiffKVCache(Cache):
             attention cannot be switched.
     """
 
-    # Transformers' own and DiffKVLayer
+    # Transformers' own and compressed ones
     layers: list[Any]
 
     def __init__(
@@ -72,10 +73,21 @@ class DiffKVCache(Cache):
         self.stores = Stores(self.config, len(compressed), getattr(text_config, "max_position_embeddings", None))
         self.usage = Usage()
         self.held_tokens = HeldTokens()
-        for index, layer_idx in enumerate(compressed):
-            layers[layer_idx] = DiffKVLayer(self.stores, index, len(self._readers.get(layer_idx, ())))
+        self._compressed_layers = compressed
+        for layer_idx, layer in self._new_layers().items():
+            layers[layer_idx] = layer
         super().__init__(layers=layers)
         self._find_moments(model)
+
+    def _new_layers(self) -> dict[int, CompressedLayer]:
+        """Empty ones for the groups of heads that there are, by their index in the model."""
+        made: dict[int, CompressedLayer] = {}
+        for index, layer_idx in enumerate(self._compressed_layers):
+            readers = len(self._readers.get(layer_idx, ()))
+            places = [place for place, group in enumerate(self.stores.groups) if group.layer == index]
+            parts = [DiffKVLayer(self.stores, place, readers) for place in places]
+            made[layer_idx] = parts[0] if len(parts) == 1 else SplitLayer(self.stores, parts, readers)
+        return made
 
     def _find_moments(self, model: Any) -> None:
         """Looks for the moments of the model's queries, unless nothing is rounded by them or they are there.
@@ -99,9 +111,9 @@ class DiffKVCache(Cache):
         """
         self._check_picked_up()
         layer = self.layers[layer_idx]
-        if self.stores.awaited is not None and layer_idx <= self.compressed_layers()[self.stores.awaited]:
+        if self.stores.awaited is not None and layer_idx <= self._layer_of(self.stores.awaited):
             self.stores.check_read()
-        if isinstance(layer, DiffKVLayer) and layer.index == 0 and not self._in_graph():
+        if isinstance(layer, CompressedLayer) and layer.index == 0 and not self._in_graph():
             self._check_stock_layers(layer_idx, layer.seen, key_states.shape[2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
@@ -124,7 +136,7 @@ class DiffKVCache(Cache):
     def _check_picked_up(self) -> None:
         if self.stores.pending is not None:
             raise HandOverError(
-                f"layer {self.compressed_layers()[self.stores.pending]} gave keys and values to DiffKVCache but its "
+                f"layer {self._layer_of(self.stores.pending)} gave keys and values to DiffKVCache but its "
                 'attention function never picked them up. Call model.set_attn_implementation("diffkv") (generate() '
                 "does it by itself); if that is done, this model changes keys or values after caching them and cannot "
                 "use DiffKVCache. Call cache.reset() before using this cache again."
@@ -133,7 +145,7 @@ class DiffKVCache(Cache):
     def check_layers(self, model: Any) -> None:
         """Raises `ValueError` if `model` has other layers than the one this cache was made for."""
         text_config = config_of(model).get_text_config(decoder=True)
-        mine = [DynamicLayer if isinstance(layer, DiffKVLayer) else type(layer) for layer in self.layers]
+        mine = [DynamicLayer if isinstance(layer, CompressedLayer) else type(layer) for layer in self.layers]
         if mine != [type(layer) for layer in cache_layers(text_config)]:
             raise ValueError(
                 f"this cache was made for another model: its layers are not those of {type(model).__name__}; use "
@@ -152,17 +164,28 @@ class DiffKVCache(Cache):
                 its queries have.
         """
         self.check_layers(model)
+        if self.stores.share_heads(TensorParallel.of(model)):
+            for layer_idx, layer in self._new_layers().items():
+                self.layers[layer_idx] = layer
         for layer_idx, readers in self._readers.items():
             layer = self.layers[layer_idx]
-            if isinstance(layer, DiffKVLayer) and layer.store is None and are_apart(model, (layer_idx, *readers)):
-                self.stores.kept_dense.add(layer.index)
+            if isinstance(layer, CompressedLayer) and layer.store is None and are_apart(model, (layer_idx, *readers)):
+                self.stores.kept_dense.update(part.index for part in layer.parts)
                 self.layers[layer_idx] = DynamicLayer()
-        self.stores.attach(model, self.compressed_layers())
+        self.stores.attach(model, [self._layer_of(index) for index in range(self.stores.num_layers)])
         self._find_moments(model)
 
     def compressed_layers(self) -> list[int]:
         """Indices of the layers this cache compresses."""
-        return [i for i, layer in enumerate(self.layers) if isinstance(layer, DiffKVLayer)]
+        return [i for i, layer in enumerate(self.layers) if isinstance(layer, CompressedLayer)]
+
+    def placed(self) -> list[DiffKVLayer]:
+        """What takes the tokens of each group of heads (`Stores.groups`), in order; some layers have two."""
+        return [part for layer in self.layers if isinstance(layer, CompressedLayer) for part in layer.parts]
+
+    def _layer_of(self, index: int) -> int:
+        """Index in the model of the layer that has a group of heads."""
+        return self._compressed_layers[self.stores.groups[index].layer]
 
     def memory(self) -> MemoryReport:
         """What the cache holds, in bytes and tokens; under tensor parallelism, of this rank's heads."""
@@ -174,29 +197,37 @@ class DiffKVCache(Cache):
 
         Under tensor parallelism, here and below, kv_heads are those of this rank.
         """
-        return levels(*self._compressed(layer_idx))
+        return self._together(layer_idx, [levels(*place) for place in self._places(layer_idx)])
 
     def dequantize(self, layer_idx: int) -> tuple[Tensor, Tensor, Tensor]:
         """keys and values [batch, kv_heads, seen, head_dim] (float32) and bool [batch, kv_heads, seen]: what is stored.
 
         Entries that are not stored are zero.
         """
-        tokens = read_tokens(*self._compressed(layer_idx))
-        return tokens.keys, tokens.values, tokens.mask
+        tokens = [read_tokens(*place) for place in self._places(layer_idx)]
+        found = zip(*((each.keys, each.values, each.mask) for each in tokens))
+        keys, values, mask = (self._together(layer_idx, parts) for parts in found)
+        return keys, values, mask
 
     def significance(self, layer_idx: int) -> Tensor:
         """float32 [batch, kv_heads, seen]: the sum of attention each stored token received from later queries.
 
+        NaN for heads that have a precision beside others whose tokens are chosen.
+
         Raises:
             ValueError: nothing in this layer is chosen by it, so no sums are kept.
         """
-        store, slot = self._compressed(layer_idx)
-        if not store.layout.selects:
+        places = self._places(layer_idx)
+        group = self.stores.groups[self.layers[layer_idx].index]
+        # under tensor parallelism the heads that choose tokens may be another rank's
+        if group.heads is None and not places[0][0].layout.selects:
             raise ValueError(
                 f"layer {layer_idx} of this cache keeps no significance, as every token of a head has one precision; "
                 "give DiffKVConfig two precisions with alpha_high above 0, or alpha_low above 0."
             )
-        return read_tokens(store, slot).score
+        scores = [(store, read_tokens(store, slot).score) for store, slot in places]
+        parts = [score if store.layout.selects else torch.full_like(score, torch.nan) for store, score in scores]
+        return self._together(layer_idx, parts)
 
     def check_integrity(self) -> None:
         """Every page owned once, counts and tables agree; raises `IntegrityError` otherwise."""
@@ -207,22 +238,27 @@ class DiffKVCache(Cache):
         if self.stores.awaited is not None:
             raise HandOverError("a forward is under way; look at the cache when it has returned.")
 
-    def _compressed(self, layer_idx: int) -> tuple[Store, Any]:
-        """Where a layer's tokens are: a store, and the slot in it."""
+    def _together(self, layer_idx: int, parts: Sequence[Tensor]) -> Tensor:
+        """All heads of a layer, [batch, heads, ...], from those of each group."""
+        layer = self.layers[layer_idx]
+        return layer.heads.together(parts) if isinstance(layer, SplitLayer) else parts[0]
+
+    def _places(self, layer_idx: int) -> list[tuple[Store, int]]:
+        """Where a layer's tokens are: for each group of heads a store, and the slot in it."""
         self._check_idle()
         if not isinstance(layer_idx, Integral):
             raise ValueError(f"layer_idx={layer_idx!r} must be an integer.")
         if not -len(self.layers) <= layer_idx < len(self.layers):
             raise ValueError(f"layer_idx={layer_idx} does not exist: this cache has {len(self.layers)} layers.")
         layer = self.layers[layer_idx]
-        if not isinstance(layer, DiffKVLayer):
+        if not isinstance(layer, CompressedLayer):
             raise ValueError(
                 f"layer {layer_idx} is a {type(layer).__name__}, which is not compressed; compressed layers are "
                 f"{self.compressed_layers()}."
             )
         if layer.store is None:
             raise ValueError(f"layer {layer_idx} holds nothing yet; run the model with this cache first.")
-        return layer.store, layer.slot
+        return [(part.store, part.slot) for part in layer.parts]
 
     def save_pretrained(self, save_directory: str | os.PathLike, model: Any = None) -> None:
         """Writes the cache as safetensors and JSON; with `model` its weights are checked when loading.
@@ -336,7 +372,7 @@ class DiffKVCache(Cache):
         for store in self.stores.all:
             move_rows(store, index)
         for layer in self.layers:
-            if not isinstance(layer, DiffKVLayer):
+            if not isinstance(layer, CompressedLayer):
                 stock(layer)
         self.held_tokens.select(index, self.get_seq_length())
 
@@ -380,8 +416,9 @@ class DiffKVCache(Cache):
             self.stores.broken = True
             raise
         for layer in self.layers:
-            if isinstance(layer, DiffKVLayer):
-                layer.seen += tokens_to_remove if layer.is_initialized else 0
+            if isinstance(layer, CompressedLayer):
+                for part in layer.parts:
+                    part.see(tokens_to_remove if part.is_initialized else 0)
             elif tokens_to_remove < 0 or getattr(layer, "record_past", True):
                 layer.crop(tokens_to_remove)
         self.held_tokens.crop(seen, -tokens_to_remove)

@@ -31,5 +31,7 @@ def moments_for(model: Any, config: DiffKVConfig) -> QueryMoments | None:
 
 def _has_few_bits(config: DiffKVConfig) -> bool:
     layers = config.head_precisions or (None,)
-    bits = [precision.k_bits for layer in layers for precision in layer or (config.high, config.low)]
-    return min(bits) <= LARGEST_BITS
+    chosen = {precision for layer in layers for precision in layer or (None,)}
+    if None in chosen:
+        chosen |= {config.high, config.low}
+    return min(precision.k_bits for precision in chosen if precision is not None) <= LARGEST_BITS

@@ -62,9 +62,9 @@ def take_snapshot(cache: CacheContents, weights: str | None = None) -> Snapshot:
     compressed = cache.compressed_layers()
     stores = [_describe_store(store, index, tensors) for index, store in enumerate(cache.stores.all)]
     places = {
-        str(layer.index): [cache.stores.all.index(layer.store), layer.slot, layer.seen]
-        for layer in (cache.layers[i] for i in compressed)
-        if layer.store is not None
+        str(part.index): [cache.stores.all.index(part.store), part.slot, part.seen]
+        for part in cache.placed()
+        if part.store is not None
     }
     stock = {
         str(layer_idx): _describe_stock(layer, f"layer{layer_idx}", tensors)
@@ -134,21 +134,22 @@ def restore_snapshot(
         cache.attach(model)
     # layers that were together may run on several devices now
     groups: dict[tuple[int, torch.device], list[tuple[int, int, int]]] = {}
-    layers = cache.compressed_layers()
+    compressed, placed = cache.compressed_layers(), {part.index: part for part in cache.placed()}
     if any(int(index) in cache.stores.absent for index in content["places"]):
         raise CacheFileError(
             "the saved cache holds layers that are not in this process, or that layers on another device read; under "
             "pipeline parallelism save and load with a folder for each rank."
         )
     for index, (store, slot, seen) in content["places"].items():
-        device = devices.get(layers[int(index)], other_device)
+        layer_idx = compressed[cache.stores.groups[int(index)].layer]
+        device = devices.get(layer_idx, other_device)
         groups.setdefault((store, device), []).append((int(index), slot, seen))
     for (number, device), places in groups.items():
         store = _restore_store(cache.stores, content["stores"][number], number, tensors, places, device)
         for position, (index, _, seen) in enumerate(places):
             store.place_layer(position, index)
             cache.stores.assign(index, store, position)
-            cache.layers[layers[index]].restore(seen)
+            placed[index].restore(seen)
     for layer_idx, described in content["stock_layers"].items():
         device = devices.get(int(layer_idx), other_device)
         _restore_stock(cache.layers[int(layer_idx)], described, f"layer{layer_idx}", tensors, device)
@@ -218,10 +219,10 @@ def _restore_store(
     layers, slots = [index for index, _, _ in places], [slot for _, slot, _ in places]
     dims = {name: described[name] for name in ("num_heads", "key_dim", "value_dim")}
     heads = KVHeads(**dims, dtype=getattr(torch, described["dtype"]), device=device)
-    config = stores.config.of_layer(layers[0])
-    if any(not same_pages(stores.config.of_layer(layer), config) for layer in layers):
+    groups = [stores.groups[layer] for layer in layers]
+    if any(not same_pages(group.config, groups[0].config) for group in groups):
         raise CacheFileError("the saved cache has layers together that this version keeps apart; save the cache again.")
-    store = stores.make_store(config, len(slots), described["batch_size"], heads)
+    store = stores.make_store(layers[0], len(slots), described["batch_size"], heads)
     if described["page_bytes"] != store.layout.page_bytes:
         raise CacheFileError("the page format of the saved cache differs from this version's; save the cache again.")
     for name in ROW_STATE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..config import DiffKVConfig
+from ..config.head_groups import HeadGroup, head_groups
 from ..store import KVHeads, Store, begin_forward, drop_unused_layers, withdraw
 from ..store.query_moments import QueryMoments
 from ..store.state import LayerThreshold
@@ -22,13 +24,26 @@ def same_pages(one: DiffKVConfig, other: DiffKVConfig) -> bool:
     return formats[0] == formats[1]
 
 
+def wrong_heads(layer: int, given: int, heads: int) -> ValueError:
+    """Says that `head_precisions` has `given` entries for a layer that has `heads` KV heads here."""
+    return ValueError(
+        f"head_precisions[{layer}] has {given} entries but the layer has {heads} KV heads here; give {heads}, or under "
+        "tensor parallelism call cache.attach(model) first."
+    )
+
+
 class Stores:
     """All stores of one cache.
+
+    What is called a layer here and below is a group of heads (`head_groups`): all of a layer but for few.
 
     Args:
         config: the user's choices.
         num_layers: compressed layers of the model.
         max_positions: tokens that a request of the model may have; None where that is not known.
+
+    Attributes:
+        groups: of the heads that are here. num_layers: how many these are.
 
     Raises:
         ValueError: thresholds or precisions given for another number of layers.
@@ -36,15 +51,17 @@ class Stores:
 
     def __init__(self, config: DiffKVConfig, num_layers: int, max_positions: int | None = None) -> None:
         self.config = config
-        self.num_layers = num_layers
+        self.model_layers = num_layers
         self.max_positions = max_positions
-        config.check_layers(num_layers)
         self.all: list[Store] = []
         # of the model's queries, where they are known; stores read them
         self.moments: QueryMoments | None = None
+        # the same of whole layers
+        self._moments: QueryMoments | None = None
         # logical tokens each layer has seen; the layers refer to this object, which must not refer back to them, or
         # a cache that is dropped would keep its memory until Python's garbage collector comes by
-        self.seen = [0] * num_layers
+        self.seen: list[int] = []
+        self.set_groups(head_groups(config, num_layers))
         self.recording = False
         # set while a decode step is being captured (graphs.py)
         self.capturing = False
@@ -66,9 +83,39 @@ class Stores:
         self.kept_dense: set[int] = set()
         self._places: dict[int, tuple[Store, int]] = {}
 
+    def set_groups(self, groups: Sequence[HeadGroup]) -> None:
+        """Says which heads are held alike, while nothing is held."""
+        self.groups, self.num_layers = tuple(groups), len(groups)
+        self.seen[:] = [0] * len(groups)
+        if self._moments is not None:
+            self.use_moments(self._moments)
+
+    def share_heads(self, parallel: TensorParallel) -> bool:
+        """Notes with whom this process shares heads; whether it has other groups now, which holds only while empty.
+
+        Raises:
+            ValueError: heads that cannot be shared out, or that were not so before some of them were held.
+        """
+        self.tensor_parallel = parallel
+        if not self.config.is_split:
+            return False
+        groups = head_groups(self.config, self.model_layers, parallel.rank, parallel.size)
+        if groups == self.groups:
+            return False
+        if self.all:
+            raise ValueError(
+                "some layers have heads with a precision beside heads without, so the ranks of tensor parallelism must "
+                "be known before the first forward; call cache.attach(model) then."
+            )
+        self.set_groups(groups)
+        return True
+
     def attach(self, model: Any, compressed_layers: list[int]) -> None:
-        """Notes over which devices and ranks `model` is spread."""
-        self.tensor_parallel = TensorParallel.of(model)
+        """Notes over which devices `model` is spread.
+
+        Args:
+            compressed_layers: index in the model of each layer.
+        """
         devices = layer_devices(model)
         known = all(layer_idx in devices for layer_idx in compressed_layers)
         self.devices = [devices[layer_idx] for layer_idx in compressed_layers] if known else None
@@ -82,15 +129,17 @@ class Stores:
         Raises:
             ValueError: they are of another model.
         """
-        moments.check_layers(self.num_layers)
+        moments.check_layers(self.model_layers)
+        whole, moments = moments, moments.of_groups(self.groups)
         for index, (store, _) in self._places.items():
             self._check_moments(moments, index, store)
-        self.moments = moments
+        self.moments, self._moments = moments, whole
         for store in self.all:
             store.moments = moments
 
     def _check_moments(self, moments: QueryMoments, index: int, store: Store) -> None:
-        moments.check_layer(index, store.num_heads * self.tensor_parallel.size, store.key_dim)
+        ranks = self.tensor_parallel.size if self.groups[index].heads is None else 1
+        moments.check_layer(index, store.num_heads * ranks, store.key_dim)
 
     def place(self, index: int, key: Tensor, value: Tensor) -> tuple[Store, int]:
         """The store for a layer's keys and values, and the layer's index in it.
@@ -105,13 +154,15 @@ class Stores:
             )
         batch, heads = key.shape[0], KVHeads(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
         config = self.of_layer(index, key.shape[1])
-        store = next((store for store in self.all if self._fits(store, batch, heads, config)), None)
+        first_head = self._first_head(index, heads)
+        fits = (store for store in self.all if self._fits(store, batch, heads, config))
+        store = next((store for store in fits if store.first_head == first_head), None)
         used = 0 if store is None else self._used(store)
         if store is None:
             held = self.all[0].batch_size if self.all else batch
             if held != batch:
                 raise ValueError(f"this cache holds {held} sequences but the model was called with {batch}.")
-            store = self.make_store(config, self._layers_to_come(key.device, config), batch, heads)
+            store = self.make_store(index, self._layers_to_come(key.device, index), batch, heads)
             store.recording = self.recording
             self._make_room_beside(store)
         alphas = (self._of_rank(alpha, store) for alpha in (config.alpha_high, config.alpha_low))
@@ -120,11 +171,15 @@ class Stores:
         self.assign(index, store, used)
         return self._places[index]
 
-    def make_store(self, config: DiffKVConfig, layers: int, batch_size: int, heads: KVHeads) -> Store:
-        """A store for `layers` layers of this model, of which `config` is what one has; arguments as in `Store`."""
-        first_head = self.tensor_parallel.rank * heads.num_heads
+    def _first_head(self, index: int, heads: KVHeads) -> int:
+        """Number of a layer's first head here, among those of which there are moments."""
+        return self.tensor_parallel.rank * heads.num_heads if self.groups[index].heads is None else 0
+
+    def make_store(self, index: int, layers: int, batch_size: int, heads: KVHeads) -> Store:
+        """A store for `layers` layers of this model, of which `index` is one; arguments as in `Store`."""
+        first_head = self._first_head(index, heads)
         sizes = {"total_layers": self.num_layers, "first_head": first_head, "max_positions": self.max_positions}
-        store = Store(config, layers, batch_size, heads, **sizes)
+        store = Store(self.groups[index].config, layers, batch_size, heads, **sizes)
         store.moments = self.moments
         return store
 
@@ -146,23 +201,23 @@ class Stores:
     def _used(self, store: Store) -> int:
         return sum(place[0] is store for place in self._places.values())
 
-    def _layers_to_come(self, device: torch.device, config: DiffKVConfig) -> int:
-        """How many layers without a place may still ask for one on `device`, in pages of `config`."""
+    def _layers_to_come(self, device: torch.device, index: int) -> int:
+        """How many layers without a place may still ask for one on `device`, in pages as those of layer `index`."""
         open_layers = set(range(self.num_layers)) - set(self._places) - self.absent
-        open_layers = {index for index in open_layers if same_pages(self.config.of_layer(index), config)}
+        group = self.groups[index]
+        alike = (i for i in open_layers if same_pages(self.groups[i].config, group.config))
+        open_layers = {i for i in alike if len(self.groups[i].heads or ()) == len(group.heads or ())}
         if self.devices is not None:
             open_layers = {index for index in open_layers if self.devices[index] == device}
         return max(1, len(open_layers))
 
     def of_layer(self, index: int, heads: int) -> DiffKVConfig:
         """What holds for a layer of `heads` KV heads here. Raises `ValueError` where it has precisions for others."""
-        chosen = None if self.config.head_precisions is None else self.config.head_precisions[index]
+        group, layers = self.groups[index], self.config.head_precisions
+        chosen = None if layers is None or group.heads is not None else layers[group.layer]
         if chosen is not None and len(self.tensor_parallel.share(chosen, heads)) != heads:
-            raise ValueError(
-                f"head_precisions[{index}] has {len(chosen)} entries but the layer has {heads} KV heads here; give "
-                f"{heads}, or under tensor parallelism call cache.attach(model) first."
-            )
-        return self.config.of_layer(index)
+            raise wrong_heads(group.layer, len(chosen), heads)
+        return group.config
 
     def _of_rank(self, value: LayerThreshold, store: Store) -> LayerThreshold:
         return self.tensor_parallel.share(value, store.num_heads) if isinstance(value, tuple) else value
@@ -232,7 +287,7 @@ class Stores:
         """
         others = [seen for other, seen in enumerate(self.seen) if other != index and seen]
         # the other ranks may have stored theirs already
-        if self.tensor_parallel.size > 1 or any(seen >= self.seen[index] for seen in others):
+        if self.broken or self.tensor_parallel.size > 1 or any(seen >= self.seen[index] for seen in others):
             self.broken = True
             return False
         self.seen[index] -= tokens

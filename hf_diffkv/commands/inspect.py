@@ -96,11 +96,12 @@ def _layers(model_config: Any, config: Any, options: SimpleNamespace) -> dict[st
 
 def _pages(config: Any, layers: list[Any], element_bytes: int, limit: int | None) -> list[dict[str, Any]]:
     """What a token of one KV head takes at each level of each kind of pages, and how many heads have that level."""
+    from ..config.head_groups import head_groups
     from ..pages import PageLayout
 
     kinds: dict[tuple, dict[str, Any]] = {}
-    for index, layer in enumerate(layers):
-        of_layer, heads = config.of_layer(index), layer.num_key_value_heads
+    for group in head_groups(config, len(layers)):
+        layer, of_layer = layers[group.layer], group.config
         layout = PageLayout.of(of_layer, layer.key_dim, layer.value_dim, element_bytes, limit)
         dense = (layer.key_dim + layer.value_dim) * element_bytes
         kind = kinds.setdefault(
@@ -108,7 +109,7 @@ def _pages(config: Any, layers: list[Any], element_bytes: int, limit: int | None
             {"dense_token_bytes": dense, "page_bytes": layout.page_bytes, "levels": {}},
         )
         for name, precision, tier in (("high", of_layer.high, layout.high), ("low", of_layer.low, layout.low)):
-            count = sum(precision in found for found in config.precisions_of_layer(index, heads))
+            count = sum(precision in found for found in group.precisions(layer.num_key_value_heads))
             # with one precision for both levels all tokens are high
             if not count or (name == "low" and of_layer.high == of_layer.low):
                 continue

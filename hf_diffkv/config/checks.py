@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import numbers
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Union
 
 from ..precision import Precision, as_precision, is_integer
 
 Threshold = Union[float, tuple[float, ...], tuple[tuple[float, ...], ...]]
-HeadPrecisions = tuple[Union[tuple[Precision, ...], None], ...]
+HeadPrecisions = tuple[Union[tuple[Union[Precision, None], ...], None], ...]
 UNITS = {"B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
 UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
 # a smaller number without a unit is a unit forgotten
@@ -60,16 +60,23 @@ def as_head_precisions(value: Any) -> HeadPrecisions | None:
             f"head_precisions={value!r} must have an entry for each compressed layer: a list with the precision of "
             "each KV head, or None."
         )
-    layers: list[tuple[Precision, ...] | None] = []
+    layers: list[tuple[Precision | None, ...] | None] = []
     for index, layer in enumerate(value):
         if layer is not None and (not isinstance(layer, (list, tuple)) or not layer):
             raise ValueError(f"head_precisions[{index}]={layer!r} must list the precision of each KV head, or be None.")
         name = f"head_precisions[{index}]"
-        layers.append(None if layer is None else tuple(as_precision(name, precision) for precision in layer))
-        names = sorted({precision.full_name for precision in layers[-1] or ()})
+        found = None if layer is None else tuple(None if one is None else as_precision(name, one) for one in layer)
+        # a layer of whose heads none has a precision is as one that is None
+        layers.append(found if found is None or any(found) else None)
+        names = sorted({precision.full_name for precision in layers[-1] or () if precision is not None})
         if len(names) > 2:
             raise ValueError(f"{name} has {len(names)} precisions ({', '.join(names)}); a layer can have two.")
     return tuple(layers)
+
+
+def splits(layer: Sequence[Any] | None) -> bool:
+    """Whether an entry of `head_precisions` names the precision of some heads and leaves others to thresholds."""
+    return layer is not None and None in layer and any(precision is not None for precision in layer)
 
 
 def paired(low: Any, high: Any) -> list[tuple[float, float]] | None:

@@ -25,6 +25,7 @@ from .checks import (
     checked_options,
     paired,
     payload_bits,
+    splits,
 )
 
 METADATA_BITS = (16, 32)
@@ -47,8 +48,8 @@ class DiffKVConfig:
         alpha_high: threshold of the high level: one number, one per compressed layer, or one per layer and KV head.
         alpha_low: threshold of the low level, in the same forms; 0 never prunes. At most `alpha_high` everywhere.
         head_precisions: for each compressed layer the precision of each KV head, which all tokens of it have, of two
-            precisions in a layer at most; None for a layer that `high`, `low` and thresholds are for. None instead of
-            all this is such layers only. `with_ratio` chooses it.
+            precisions in a layer at most; None for a head, or a whole layer, that `high`, `low` and thresholds are for.
+            None instead of all this is such layers only. `with_ratio` chooses it.
         window: newest tokens of each request kept uncompressed in the model's dtype; at least 1.
         sinks: first tokens of each request kept likewise, beside the window, and never pruned.
         pin: positions (start, stop) of tokens, for example of a system prompt, that stay at `high` once they have left
@@ -161,6 +162,16 @@ class DiffKVConfig:
             )
         if self.head_precisions is not None and self.policy != "diffkv":
             raise ValueError(f"head_precisions leave policy={self.policy!r} nothing to choose; leave one of them out.")
+        if self.protected_layers and self.is_split:
+            raise ValueError(
+                f"protected_layers={self.protected_layers} does not go with head_precisions that are None for some "
+                "heads of a layer; leave it out, and give these layers alpha_high=0 and alpha_low=0."
+            )
+
+    @property
+    def is_split(self) -> bool:
+        """Whether in some layer heads that have a precision stand beside others whose tokens thresholds level."""
+        return any(splits(layer) for layer in self.head_precisions or ())
 
     @property
     def selects(self) -> bool:
@@ -173,7 +184,7 @@ class DiffKVConfig:
         """
         if self.policy != "diffkv" or self.max_bytes is not None:
             return True
-        if self.head_precisions is not None and None not in self.head_precisions:
+        if self.head_precisions is not None and None not in self.head_precisions and not self.is_split:
             return False
         pairs = paired(self.alpha_low, self.alpha_high)
         return any(low > 0 or (0 < high < math.inf and self.high != self.low) for low, high in pairs or ())
@@ -190,7 +201,7 @@ class DiffKVConfig:
                 )
 
     def of_layer(self, index: int) -> DiffKVConfig:
-        """What holds for one compressed layer.
+        """What holds for one compressed layer, whose heads are one group (`head_groups`).
 
         Returns:
             A configuration without `head_precisions`, with thresholds that are one number or one per KV head. Where
@@ -201,22 +212,16 @@ class DiffKVConfig:
             alphas = {name: getattr(self, name) for name in ("alpha_high", "alpha_low")}
             alphas = {name: value[index] if isinstance(value, tuple) else value for name, value in alphas.items()}
             return dataclasses.replace(self, head_precisions=None, **alphas)
-        low, high = self._pair(chosen)
-        alpha_high = tuple(0.0 if precision == high else math.inf for precision in chosen)
+        precisions = tuple(precision for precision in chosen if precision is not None)
+        low, high = self._pair(precisions)
+        alpha_high = tuple(0.0 if precision == high else math.inf for precision in precisions)
         fields: dict[str, Any] = {"high": high, "low": low, "alpha_high": alpha_high, "alpha_low": 0.0}
         return dataclasses.replace(self, head_precisions=None, **fields)
 
-    def precisions_of_layer(self, index: int, heads: int) -> tuple[tuple[Precision, ...], ...]:
-        """For each of `heads` KV heads of a compressed layer the precisions that its stored tokens may have."""
-        layer = self.of_layer(index)
-        if layer.selects:
-            return (tuple(dict.fromkeys((layer.high, layer.low))),) * heads
-        alphas = layer.alpha_high if isinstance(layer.alpha_high, tuple) else (layer.alpha_high,) * heads
-        return tuple((layer.low if alpha == math.inf else layer.high,) for alpha in alphas)
-
     def _pair(self, chosen: tuple[Precision, ...]) -> tuple[Precision, Precision]:
         """Low and high precision of a layer; one whose heads are alike joins the first pair that has theirs."""
-        pairs = [{*layer} for layer in self.head_precisions or () if layer is not None and len({*layer}) == 2]
+        layers = ({p for p in layer if p is not None} for layer in self.head_precisions or () if layer is not None)
+        pairs = [layer for layer in layers if len(layer) == 2]
         mine = {*chosen}
         found = mine if len(mine) == 2 else next((pair for pair in pairs if mine <= pair), mine)
         order = sorted(found, key=lambda precision: (payload_bits(precision), dataclasses.astuple(precision)))
@@ -346,7 +351,7 @@ class DiffKVConfig:
         values = dataclasses.asdict(self)
         layers = values.pop("head_precisions")
         if layers is not None:
-            names = [[Precision(**fields).full_name for fields in layer or ()] or None for layer in layers]
+            names = [[fields and Precision(**fields).full_name for fields in layer or ()] or None for layer in layers]
             values["head_precisions"] = names
         return values
 

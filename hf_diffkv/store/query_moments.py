@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..config.head_groups import HeadGroup
 from ..ops.rotation import rotation_matrix
 from ..ops.rounding import feedback_of
 
@@ -69,6 +70,16 @@ class QueryMoments:
     def shapes(self) -> tuple[tuple[int, int], ...]:
         """KV heads and key_dim of each compressed layer."""
         return tuple((triangle.shape[0], _dim_of(triangle)) for triangle in self.triangles)
+
+    def of_groups(self, groups: Sequence[HeadGroup]) -> QueryMoments:
+        """Those of each group of heads; the same object where each is a whole layer."""
+        if all(group.heads is None for group in groups):
+            return self
+        found = []
+        for group in groups:
+            triangle = self.triangles[group.layer]
+            found.append(triangle if group.heads is None else triangle[list(group.model_heads)])
+        return QueryMoments(self.model_type, self.model_digest, self.documents_digest, tuple(found))
 
     def check_layers(self, count: int) -> None:
         """Raises `ValueError` for a model with another number of compressed layers."""

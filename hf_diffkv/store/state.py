@@ -105,6 +105,7 @@ class Store:
         # index of each layer and head in the model, among its compressed layers
         self.total_layers = num_layers if total_layers is None else total_layers
         self.layers = list(range(num_layers))
+        self.first_head = first_head
         self.layer_index = torch.arange(num_layers, device=device)
         self.head_index = torch.arange(first_head, first_head + self.num_heads, device=device)
         shape = (num_layers, batch_size, self.num_heads)

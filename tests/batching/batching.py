@@ -11,7 +11,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 
 from hf_diffkv import DiffKVConfig
 from hf_diffkv.batching.slots import Slots
-from hf_diffkv.store import check_integrity
+from hf_diffkv.store import check_integrity, read_tokens
 
 LENGTHS = (5, 150, 80, 1, 12, 64, 190, 90)
 NEW = 12
@@ -19,6 +19,8 @@ LOSSY = DiffKVConfig(alpha_high=1.0, alpha_low=0.4, window=16)
 LOSSLESS = DiffKVConfig.lossless(window=8)
 # of two layers with two KV heads, in a store each: both lossless, one without scores, one with levels that differ
 SEVERAL = DiffKVConfig.lossless(window=8, low="K8V8", alpha_high=1e-9, head_precisions=[["K16V16", "K16V16g1/2"], None])
+# of two layers with two KV heads, one head of each with a precision beside one of which tokens are chosen
+SPLIT = replace(LOSSY, head_precisions=[["K8V4", None], [None, "K4V2"]])
 MIXED = replace(LOSSY, head_precisions=[["K8V4", "K4V2"], None])
 # bytes; the smaller one holds about two requests of 70 tokens
 AMPLE, TIGHT = 64 << 20, 130_000
@@ -43,6 +45,19 @@ def expected(model: PreTrainedModel, ids: list[int], new: int = NEW, **options: 
     """What `generate()` says, with Transformers' own cache where no other is given."""
     given = {"max_new_tokens": new, "do_sample": False, **options}
     return model.generate(torch.tensor([ids]), **given)[0, len(ids) :].tolist()
+
+
+def levels_of(slots: Slots, slot: int) -> list[torch.Tensor]:
+    """Levels of each layer's heads, int8 [1, heads, seen] as of a cache, from those of their groups."""
+    held = [(store, place) for store in slots.held(slot) for place in range(store.num_layers)]
+    parts = {store.layers[place]: read_tokens(store, place).levels for store, place in held}
+    found = []
+    for layer in range(1 + max(group.layer for group in slots.groups)):
+        mine = [index for index, group in enumerate(slots.groups) if group.layer == layer]
+        heads = [slots.groups[index].heads or range(parts[index].shape[1]) for index in mine]
+        rows = {head: parts[index][:, i] for index, of in zip(mine, heads) for i, head in enumerate(of)}
+        found.append(torch.stack([rows[head] for head in sorted(rows)], 1))
+    return found
 
 
 def check_slots(slots: Slots) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from batching import LOSSLESS, LOSSY, MIXED, check_empty, chunks, expected, prompts, request_config
+from batching import LOSSLESS, LOSSY, MIXED, SPLIT, check_empty, chunks, expected, prompts, request_config
 from tiny_models import tiny_model
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
@@ -49,6 +49,7 @@ def ask(manager: DiffKVBatchingManager, name: str, ids: list[int]) -> list[int]:
         ("llama", replace(LOSSY, alpha_high=0.6, rotate=True, center=True, sinks=4)),
         ("gemma3_text", LOSSY),
         ("llama", MIXED),
+        ("llama", SPLIT),
         ("llama", replace(LOSSY, metadata_bits=16)),
     ],
 )

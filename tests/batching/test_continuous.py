@@ -10,7 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from batching import LOSSLESS, LOSSY, MIXED, NEW, SEVERAL, TIGHT, check_empty, chunks, expected, prompts, request_config
+from batching import (
+    LOSSLESS,
+    LOSSY,
+    MIXED,
+    NEW,
+    SEVERAL,
+    SPLIT,
+    TIGHT,
+    check_empty,
+    chunks,
+    expected,
+    levels_of,
+    prompts,
+    request_config,
+)
 from tiny_models import tiny_model
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
@@ -19,7 +33,6 @@ from hf_diffkv.batching import manager as continuous
 from hf_diffkv.batching.engine_cache import ContinuousCache
 from hf_diffkv.batching.manager import DiffKVBatchingManager
 from hf_diffkv.compat import passing
-from hf_diffkv.store import read_tokens
 
 CROWD = (70, 60, 75, 50)
 
@@ -34,7 +47,7 @@ class Watch:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.forwards: dict[str, list[int]] = defaultdict(list)
-        self.tokens: dict[str, list] = {}
+        self.levels: dict[str, list[torch.Tensor]] = {}
         self.bytes, self.requests, self.preempted, self.caches = [], 0, 0, []
         original = {name: getattr(ContinuousCache, name) for name in ("attend", "free_blocks")}
         extend = ContinuousCache.extend_read_and_write_indices
@@ -57,9 +70,7 @@ class Watch:
             slot = cache._slot_of.get(request_id)
             self.preempted += no_cache and slot is not None
             if slot is not None and cache.slots.seen(slot):
-                places = [(store, layer) for store in cache.slots.held(slot) for layer in range(store.num_layers)]
-                places.sort(key=lambda place: place[0].layers[place[1]])
-                self.tokens[request_id] = [read_tokens(*place) for place in places]
+                self.levels[request_id] = levels_of(cache.slots, slot)
             original["free_blocks"](cache, request_id, no_cache)
 
         monkeypatch.setattr(ContinuousCache, "attend", watched_attend)
@@ -164,6 +175,7 @@ def starve_once(monkeypatch: pytest.MonkeyPatch, request_id: str, generated: int
         ("llama", LOSSY, False),
         ("llama", LOSSY, True),
         ("llama", MIXED, True),
+        ("llama", SPLIT, True),
         *((name, LOSSY, True) for name in SLIDING),
     ],
 )
@@ -194,9 +206,9 @@ def test_lossy_requests_are_what_they_are_alone(
             if at >= len(ids) and index >= prompt_end:
                 assert int(logits[0, -1].argmax()) == text[at]
                 compared += 1
-        for layer, mine in zip(cache.compressed_layers(), watch.tokens[request_id], strict=True):
-            assert torch.equal(mine.levels, cache.levels(layer))
-            pruned += int((mine.levels < 1).sum())
+        for layer, mine in zip(cache.compressed_layers(), watch.levels[request_id], strict=True):
+            assert torch.equal(mine, cache.levels(layer))
+            pruned += int((mine < 1).sum())
         model.set_attn_implementation(EAGER.get(name, "sdpa"))
     assert pruned > 0
     # what one request had said before its preemption is not predicted again

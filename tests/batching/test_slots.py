@@ -19,6 +19,7 @@ from hf_diffkv.batching.ranks import Ranks
 from hf_diffkv.batching.shapes import AttentionShape
 from hf_diffkv.batching.slots import Slots
 from hf_diffkv.config import DiffKVConfig, Precision
+from hf_diffkv.config.head_groups import head_groups
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages.rows import ROW_STATE
@@ -37,6 +38,7 @@ PRECISIONS = [
             (("K8V4", "K4V2"), None),
             (("K8V4", "K4V2"), ("K4V2", "K4V2")),
             (("K8V8", "K8V8"), ("K4V2", "K4V2")),
+            (("K8V4", None), (None, "K4V2")),
         ]
     ),
 ]
@@ -64,22 +66,24 @@ def adopt(slots: Slots) -> int:
 
 @dataclass
 class Request:
-    """A request in a slot, and the same one on stores of its own, one for each layer.
+    """A request in a slot, and the same one on stores of its own, one for the heads of each layer that are held alike.
 
     Attributes:
+        heads: layer and heads of each of these stores.
         forwards: of this request and those that it goes on from, each by an object of its own and its tokens.
     """
 
     slot: int
     generator: torch.Generator
     alone: list[Store]
+    heads: list[tuple[int, list[int]]]
     tokens: int = 0
     forwards: list[tuple[object, int]] = field(default_factory=list)
 
     def twin(self, slot: int, seed: int) -> Request:
         """Another request that goes on from here."""
         alone, generator = copy.deepcopy(self.alone), torch.Generator().manual_seed(seed)
-        return Request(slot, generator, alone, self.tokens, list(self.forwards))
+        return Request(slot, generator, alone, self.heads, self.tokens, list(self.forwards))
 
     def common(self, other: Request) -> int:
         """How many first tokens it has from the same forwards."""
@@ -96,25 +100,31 @@ class Request:
 
     def run_alone(self, inputs: list[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
         """The forward on the stores of its own."""
-        tokens, outputs = inputs[0][0].shape[2], []
-        for store, part in zip(self.alone, inputs):
+        tokens = inputs[0][0].shape[2]
+        outputs = [torch.empty(query.shape) for query, _, _ in inputs]
+        for store, (layer, heads) in zip(self.alone, self.heads, strict=True):
             seen = store.seen
             begin_forward(store, tokens)
             attend = attend_token if tokens == 1 and seen else attend_tokens
-            outputs.append(attend(store, 0, *part, softmax=Softmax(0.4)))
+            of_query = [head * GROUP + i for head in heads for i in range(GROUP)]
+            query, key, value = inputs[layer]
+            given = (query[:, of_query], key[:, heads], value[:, heads])
+            outputs[layer][:, of_query] = attend(store, 0, *given, softmax=Softmax(0.4))
             store.padding.append(tokens, None)
         return outputs
 
 
-def alone_stores(config: DiffKVConfig) -> list[Store]:
-    stores = []
-    for index in range(LAYERS):
-        mine = config.of_layer(index)
-        store = new_store(mine, 1, 1, HEADS, DIM, DIM, torch.float32, CPU, total_layers=LAYERS)
+def alone_stores(config: DiffKVConfig) -> tuple[list[Store], list[tuple[int, list[int]]]]:
+    stores, of_heads = [], []
+    groups = head_groups(config, LAYERS)
+    for index, group in enumerate(groups):
+        heads, mine = list(group.heads or range(HEADS)), group.config
+        store = new_store(mine, 1, 1, len(heads), DIM, DIM, torch.float32, CPU, total_layers=len(groups))
         store.place_layer(0, index)
         store.set_thresholds(0, mine.alpha_high, mine.alpha_low)
         stores.append(store)
-    return stores
+        of_heads.append((group.layer, heads))
+    return stores, of_heads
 
 
 def forward(slots: Slots, parts: list[tuple[Request, list[tuple[Tensor, Tensor, Tensor]]]]) -> list[list[Tensor]]:
@@ -215,7 +225,7 @@ class SlotMachine(RuleBasedStateMachine):
         self.slots.settle()
         if self.make_room(None, 0):
             generator = torch.Generator().manual_seed(seed)
-            self.requests.append(Request(self.slots.adopt(), generator, alone_stores(self.config)))
+            self.requests.append(Request(self.slots.adopt(), generator, *alone_stores(self.config)))
         elif not self.slots.idle:
             with pytest.raises(MemoryError, match="slots are taken"):
                 self.slots.adopt()

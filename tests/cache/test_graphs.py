@@ -8,7 +8,7 @@ from collections import Counter
 import interpreted  # noqa: F401
 import pytest
 import torch
-from captured_steps import FIELDS, HEAD_PRECISIONS, build, generate, run
+from captured_steps import FIELDS, HEAD_PRECISIONS, SPLIT, build, generate, run
 from recorded_graph import RecordedGraph
 from transformers import AutoTokenizer
 from triton.runtime.interpreter import InterpretedFunction
@@ -78,20 +78,21 @@ def test_policies_are_captured(steps, layers: int, fields: dict) -> None:
 
 
 @pytest.mark.slow
-def test_layers_of_several_precisions(steps) -> None:
-    """Layers of each pair have a store of their own."""
+@pytest.mark.parametrize("fields, count", [({"head_precisions": HEAD_PRECISIONS}, 3), (SPLIT, 4)])
+def test_layers_of_several_precisions(steps, fields: dict, count: int) -> None:
+    """Layers of each pair have a store of their own, and so have heads of a layer that choose tokens and the others."""
     model = build(3, num_key_value_heads=2)
     tokens = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(tokens)
     mask[1, :5] = 0
-    fields = {"compaction_interval": 3, "head_precisions": HEAD_PRECISIONS}
+    fields = {"compaction_interval": 3, **fields}
     expected, eager = run(model, False, tokens, 12, fields, attention_mask=mask)
     got, cache = run(model, True, tokens, 12, fields, attention_mask=mask)
     assert torch.equal(got, expected)
     (step,) = steps
     assert step.replays == 10 and step.captures <= 2
     assert cache.get_seq_length() == eager.get_seq_length() == 23
-    assert len(cache.stores.all) == len(eager.stores.all) == 3
+    assert len(cache.stores.all) == len(eager.stores.all) == count
     for store, other in zip(cache.stores.all, eager.stores.all):
         assert store.seen == store.padding.length == 23 and (store.high_count + store.low_count > 0).any()
         for name in STATE:

@@ -97,9 +97,9 @@ def test_positions_are_narrow_where_the_model_says_so(positions: int | None, siz
     if positions is None:
         cache.stores.max_positions = None
     heads = KVHeads(1, 16, 16, torch.float32, torch.device("cpu"))
-    store = cache.stores.make_store(CONFIG, 1, 1, heads)
+    store = cache.stores.make_store(0, 1, 1, heads)
     assert store.layout.high.position_bytes == store.layout.low.position_bytes == size
-    wide = DiffKVCache(config, WIDE).stores.make_store(WIDE, 1, 1, heads)
+    wide = DiffKVCache(config, WIDE).stores.make_store(0, 1, 1, heads)
     assert wide.layout.high.position_bytes == wide.layout.high.score_bytes == 4
 
 

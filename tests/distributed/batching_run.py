@@ -23,7 +23,10 @@ from hf_diffkv.batching import engine  # noqa: F401  looks at what is watched be
 from hf_diffkv.batching import slots as slots_module
 from hf_diffkv.batching.engine_cache import ContinuousCache
 from hf_diffkv.batching.reservations import Reservations
-from hf_diffkv.store import check_integrity, read_tokens
+from hf_diffkv.store import check_integrity
+
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "batching")]
+from batching import levels_of  # noqa: E402
 
 KV_HEADS = 4
 LOSSY = DiffKVConfig(alpha_high=1.0, alpha_low=0.4, window=16)
@@ -38,6 +41,13 @@ CONFIGS: dict[str, DiffKVConfig] = {
     # the first rank has the large heads
     "precision per head": DiffKVConfig(
         head_precisions=(("K8V8", "K8V8", "K4V2", "K4V2"), ("K5V4", "K3V3", "K5V4", "K5V4")), window=16
+    ),
+    # of either layer one rank has heads of both kinds, the other one of one kind
+    "precision per head of some": DiffKVConfig(
+        head_precisions=(("K8V8", None, "K4V2", "K4V2"), (None, None, None, "K5V4")),
+        alpha_high=((0.5, 1.0, 2.0, 3.0), (3.0, 0.6, 1.5, 1.0)),
+        alpha_low=((0.0, 0.8, 0.3, 1.0), (0.4, 0.2, 1.0, 0.0)),
+        window=16,
     ),
 }
 LENGTHS, NEW = (5, 90, 1, 40, 130), 12
@@ -75,9 +85,7 @@ def watched() -> Iterator[dict[str, Any]]:
         found["preempted"] += no_cache and slot is not None
         if slot is not None and cache.slots.seen(slot):
             found["pages"].append(sum(part.held(slot) for part in cache.slots.parts))
-            places = [(store, layer) for store in cache.slots.held(slot) for layer in range(store.num_layers)]
-            places.sort(key=lambda place: place[0].layers[place[1]])
-            found["levels"][request_id] = torch.stack([read_tokens(*place).levels[0] for place in places])
+            found["levels"][request_id] = torch.cat(levels_of(cache.slots, slot))
         free(cache, request_id, no_cache)
 
     with pytest.MonkeyPatch.context() as patch:

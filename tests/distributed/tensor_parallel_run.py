@@ -17,6 +17,7 @@ from transformers.distributed import DistributedConfig
 
 from hf_diffkv import CacheFileError, DiffKVCache, DiffKVConfig, HandOverError
 from hf_diffkv.compat import passing
+from hf_diffkv.config.head_groups import head_groups
 
 LAYERS, KV_HEADS, HEAD_DIM = 2, 4, 16
 COMPRESSED = {"alpha_high": 1.0, "alpha_low": 0.5, "window": 16}
@@ -33,6 +34,10 @@ CONFIGS: dict[str, DiffKVConfig] = {
     "precision per head": DiffKVConfig(
         head_precisions=(("K8V8", "K4V2", "K4V2", "K8V8"), ("K5V4", "K3V3", "K5V4", "K5V4")), window=16
     ),
+    # of either layer one rank has heads of both kinds, the other one of one kind
+    "precision per head of some": DiffKVConfig(
+        head_precisions=(("K8V8", None, "K4V2", "K4V2"), (None, None, None, "K5V4")), **PER_HEAD
+    ),
 }
 GREEDY = {"max_new_tokens": 40, "do_sample": False}
 
@@ -44,6 +49,11 @@ def prompts() -> tuple[torch.Tensor, torch.Tensor]:
     return ids * mask, mask
 
 
+def sums(cache: DiffKVCache, layer_idx: int) -> torch.Tensor:
+    """-1 for heads that keep none."""
+    return cache.significance(layer_idx).nan_to_num(-1.0)
+
+
 def contents(cache: DiffKVCache) -> dict[str, Any]:
     """Levels, sums, keys and values of all layers, and what is reported."""
     cache.check_integrity()
@@ -52,7 +62,11 @@ def contents(cache: DiffKVCache) -> dict[str, Any]:
         "levels": torch.stack([cache.levels(i) for i in layers]),
         "keys": torch.stack([cache.dequantize(i)[0] for i in layers]),
         "values": torch.stack([cache.dequantize(i)[1] for i in layers]),
-        **({"sums": torch.stack([cache.significance(i) for i in layers])} if cache.config.selects else {}),
+        **(
+            {"sums": torch.stack([cache.significance(i).nan_to_num(-1.0) for i in layers])}
+            if cache.config.selects
+            else {}
+        ),
         "tokens": cache.memory().tokens,
         "dense_bytes": cache.memory().dense_bytes,
     }
@@ -157,11 +171,13 @@ def stopped_together(model: PreTrainedModel) -> list[str]:
             store.config = tiny
 
     def prompt(cache: DiffKVCache) -> None:
-        cache.stores.config = tiny if mine else cache.config
+        stores = cache.stores
+        stores.config = tiny if mine else cache.config
+        stores.groups = head_groups(stores.config, LAYERS)
         try:
             generate(cache)
         finally:
-            cache.stores.config = cache.config
+            stores.config, stores.groups = cache.config, head_groups(cache.config, LAYERS)
 
     def step(cache: DiffKVCache) -> None:
         generate(cache)

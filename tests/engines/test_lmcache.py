@@ -122,7 +122,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="must be head_dim, and precision or config"):
             chunk_format(options)
     DiffKVConfig().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="no head_precisions for all layers"):
+    with pytest.raises(ValueError, match="no head_precisions for all heads"):
         chunk_format({"head_dim": 32, "config": str(tmp_path)})
 
 
