@@ -63,7 +63,7 @@ $(KVPRESS)/.ready: Makefile
 	$(KVPRESS)/bin/python -m pip install --quiet kvpress==0.5.5
 	touch $@
 
-# For `benchmarks/lmcache_serde.py` and tests/engines. LMCache asks for GPUs' libraries and older packages, so it has an
+# For `benchmarks/lmcache_serde.py` and packages/serving/tests/engines. LMCache asks for GPUs' libraries and older packages, so it has an
 # environment of its own, with what it imports on a CPU, on top of the other one.
 lmcache: $(LMCACHE)/.ready
 

@@ -75,13 +75,13 @@ class BuildNative(build_ext):
 
 
 class WithDocuments(build_py):
-    """Puts the documents of the demo into a wheel; a checkout has them in examples/prompts."""
+    """Puts the example documents into a wheel; a checkout has them in examples/prompts."""
 
     def run(self) -> None:
         super().run()
         if self.editable_mode:
             return
-        target = Path(self.build_lib, "hf_diffkv", "demo", "prompts")
+        target = Path(self.build_lib, "hf_diffkv", "commands", "prompts")
         target.mkdir(parents=True, exist_ok=True)
         for document in DOCUMENTS.glob("*.txt"):
             shutil.copyfile(document, target / document.name)

@@ -1,6 +1,6 @@
 """LMCache's serialisers side by side: bytes, errors of keys and values, and what the model makes of what comes back.
 
-    make lmcache && PYTHONPATH=. build/envs/lmcache/bin/python benchmarks/lmcache_serde.py --model smollm2
+    make lmcache && PYTHONPATH=.:packages/serving build/envs/lmcache/bin/python benchmarks/lmcache_serde.py --model smollm2
 
 The keys and values of a text are cut into chunks as LMCache does, sent through each serialiser of the installed LMCache
 and back. The model then reads on, on what came back, and its next tokens' probabilities are compared with those on the
@@ -19,6 +19,7 @@ from typing import Any
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
+from hf_diffkv_serving.lmcache import ChunkFormat, chunk_format
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.serde.asym_k16_v8 import AsymK16V8MultiDeserializer, AsymK16V8MultiSerializer
 from lmcache.v1.distributed.serde.fp8 import Fp8QuantizationDeserializer, Fp8QuantizationSerializer
@@ -38,7 +39,6 @@ from hf_diffkv import DiffKVConfig
 from hf_diffkv.compat import passing
 from hf_diffkv.evaluation.models import load_model, resolve_model
 from hf_diffkv.evaluation.tasks.text import texts
-from hf_diffkv.lmcache import ChunkFormat, chunk_format
 
 CHUNK = 256
 KEY = ObjectKey(b"chunk", "model", 0)

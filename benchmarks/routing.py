@@ -1,4 +1,4 @@
-"""Where requests find their beginnings among many replicas, by simulation of the routing that ships (`hf_diffkv/ray`).
+"""Where requests find their beginnings among many replicas, by simulation of the routing that ships (`hf_diffkv_serving/ray`).
 
     python benchmarks/routing.py --replicas 1000
 
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hf_diffkv.ray.beginnings import Places
+from hf_diffkv_serving.ray.beginnings import Places
 
 # requests that a replica takes on average, as a share of those it takes at once
 LOAD = 0.6

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-
-from hf_diffkv.ray import Summary, generate
+from hf_diffkv_serving.ray import Summary, generate
 
 TINY_LM = Path(__file__).parent / "models" / "tiny-lm"
 

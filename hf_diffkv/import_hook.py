@@ -22,7 +22,7 @@ CONFIGURATION = "transformers.generation.configuration_utils"
 GENERATION = "transformers.generation.utils"
 MODELS = "transformers.modeling_utils"
 # modules that register something
-REGISTRATIONS = ("hf_diffkv.cache.registration", "hf_diffkv.batching.registration")
+REGISTRATIONS = ("hf_diffkv.cache.registration", "hf_diffkv.cache.continuous_batching")
 # release of Transformers from which on the integration works
 OLDEST = (5, 17)
 

@@ -8,7 +8,6 @@ such runs have run everything. Where the command line names files or tests, all 
 from __future__ import annotations
 
 import zlib
-from pathlib import Path
 
 import pytest
 
@@ -58,4 +57,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _named(config: pytest.Config) -> bool:
     """Whether the command line names files or folders, and not just all tests, which is what workers are told."""
-    return any((config.rootpath / arg).resolve() not in (config.rootpath, Path(__file__).parent) for arg in config.args)
+    folders = {config.rootpath, *(config.rootpath / folder for folder in config.getini("testpaths"))}
+    return any((config.rootpath / arg).resolve() not in folders for arg in config.args)

@@ -23,9 +23,12 @@ ROOT = Path(__file__).parents[1]
 # what is installed, and what for; the library is there then, what it requires is not
 STAGES = {
     "demo": (("hf-diffkv[plot]", "gguf"), "what the library and the demo need"),
-    "page": (("hf-diffkv[demo]",), "what the page in the browser needs"),
-    "all": (("hf-diffkv[dev]",), "what tests, checks and documents need"),
-    "ray": (("hf-diffkv[ray]",), "what the tests on many machines need"),
+    "page": (("-e", "packages/demo"), "the page in the browser and what it needs"),
+    "all": (
+        ("hf-diffkv[dev]", "-e", "packages/demo", "-e", "packages/serving"),
+        "the server, the page, and what tests, checks and documents need",
+    ),
+    "ray": (("-e", "packages/serving[ray]"), "what the tests on many machines need"),
 }
 # seconds without a word after which a step says that it goes on
 SILENCE = 10

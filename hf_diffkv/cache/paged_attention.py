@@ -15,7 +15,7 @@ OF_THE_ENGINE = {"block_table", "logits_indices", "logits_processor_args", "read
 
 
 class PackedCache:
-    """Base of what the engine passes to the model as its cache: has `attend` (`batching/engine_cache.py`)."""
+    """Base of what the engine passes to the model as its cache, which has `attend` (`ContinuousCache`)."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]

@@ -1,5 +1,6 @@
 """The commands of `hf-diffkv`, one file each: a module of the command's name that holds its `command`.
 
+Those of distributions beside this one are there; without them help and errors say how to install them.
 Nothing here imports PyTorch or Transformers before a command runs, so that help and usage errors come at once.
 """
 
@@ -8,6 +9,8 @@ from __future__ import annotations
 import importlib
 
 import click
+
+from ..extras import beside
 
 # in the order of the help, with what each does in a line
 COMMANDS = {
@@ -24,8 +27,19 @@ COMMANDS = {
     "lm-eval": "lm-evaluation-harness with any of these caches.",
     "env": "Versions and hardware, for a bug report.",
 }
+# of distributions beside this one: where they are, and the extra that brings them
+COMMANDS_BESIDE = {"serve": ("hf_diffkv_serving.command", "serve"), "demo": ("hf_diffkv_demo.command", "demo")}
 
 
 def load(name: str) -> click.Command:
-    """The command called `name`, one of `COMMANDS`."""
-    return importlib.import_module(f".{name.replace('-', '_')}", __name__).command
+    """The command called `name`, one of `COMMANDS`.
+
+    Raises:
+        click.ClickException: it is in a distribution that is not installed.
+    """
+    if name not in COMMANDS_BESIDE:
+        return importlib.import_module(f".{name.replace('-', '_')}", __name__).command
+    try:
+        return beside(*COMMANDS_BESIDE[name]).command
+    except ImportError as error:
+        raise click.ClickException(f"{name}: {error}") from error

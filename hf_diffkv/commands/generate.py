@@ -139,7 +139,7 @@ def _example(options: SimpleNamespace, text: str | None) -> str:
     if text is not None:
         raise click.UsageError("--example is a prompt; leave the other one out.")
 
-    from ..demo.documents import prompt_for
+    from .examples import prompt_for
 
     chats = bool(load_tokenizer(options.model).chat_template)
     options.chat |= chats

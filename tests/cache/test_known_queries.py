@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hf_diffkv_serving.batching.shapes import AttentionShape
+from hf_diffkv_serving.batching.slots import Slots
 from test_shared_layers import model_of
 from tiny_models import tiny_model
 from torch import Tensor
@@ -16,8 +18,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
-from hf_diffkv.batching.shapes import AttentionShape
-from hf_diffkv.batching.slots import Slots
 from hf_diffkv.calibration.queries import keep_queries, moments_in, moments_on
 from hf_diffkv.compat import passing
 from hf_diffkv.config import found

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hf_diffkv_demo.settings import DEFAULT, setting_of, settings_for
 from measured_heads import measured
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_diffkv import DiffKVConfig
 from hf_diffkv.cli import main
+from hf_diffkv.commands.examples import QUESTIONS, prompt_for
 from hf_diffkv.config import found
-from hf_diffkv.demo.documents import QUESTIONS, prompt_for
-from hf_diffkv.demo.settings import DEFAULT, setting_of, settings_for
 from hf_diffkv.evaluation.models import TINY_LM
 
 TEXT = "@sky=0400\n" * 20

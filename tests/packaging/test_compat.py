@@ -20,7 +20,7 @@ from hf_diffkv.compat import Feature, PrivateName, passing
 
 FEATURES = {name: feature for name, feature in vars(compat).items() if isinstance(feature, Feature)}
 # asked for by whoever imports these; all others are asked for by what uses them
-REQUIRED = {"BATCHING": "hf_diffkv.batching.engine_names", "SERVER": "hf_diffkv.batching.server.parts"}
+REQUIRED = {"BATCHING": "hf_diffkv_serving.batching.engine_names", "SERVER": "hf_diffkv_serving.server.parts"}
 CASES = [(label, name) for label, feature in FEATURES.items() if label not in REQUIRED for name in feature.names]
 PARTS = [(label, name) for label in REQUIRED for name in FEATURES[label].names]
 IDS = torch.arange(40)[None] % 64

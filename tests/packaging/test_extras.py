@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,52 @@ PACKAGE = Path(extras.__file__).parent
 
 def test_a_checkout_is_installed_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert extras.install("eval") == "pip install -e '.[eval]'"
+    assert extras.install("serve") == "pip install -e 'packages/serving'"
     monkeypatch.setattr(extras, "ROOT", tmp_path)
     assert extras.install("eval") == "pip install 'hf-diffkv[eval]'"
+    assert extras.install("serve") == "pip install 'hf-diffkv[serve]'"
+
+
+MISSING = """
+import sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("hf_diffkv_serving", "hf_diffkv_demo"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Finder())
+"""
+BATCH = """
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+import hf_diffkv
+sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+model = LlamaForCausalLM(LlamaConfig(**sizes))
+model.generate_batch([[1, 2, 3]], generation_config=GenerationConfig(cache_implementation="diffkv", max_new_tokens=2))
+"""
+USES = {
+    "import hf_diffkv; hf_diffkv.ray": "packages/serving[ray]",
+    "from hf_diffkv.ray import generate": "packages/serving[ray]",
+    "import hf_diffkv.lmcache": "packages/serving",
+    "from hf_diffkv.cli import main; raise SystemExit(main(['serve', 'tiny-lm']))": "packages/serving",
+    "from hf_diffkv.cli import main; raise SystemExit(main(['demo']))": "packages/demo",
+    BATCH: "packages/serving",
+}
+
+
+@pytest.mark.parametrize("code, folder", USES.items(), ids=range(len(USES)))
+def test_what_needs_another_distribution_says_which(code: str, folder: str) -> None:
+    """In a process where neither can be imported."""
+    done = subprocess.run([sys.executable, "-c", MISSING + code], cwd=PACKAGE.parent, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"is not installed: pip install -e '{folder}'." in done.stderr.splitlines()[-1]
+
+
+def test_other_errors_of_another_distribution_are_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "broken_beside.py").write_text("import no_such_module")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_module'"):
+        extras.beside("broken_beside", "serve")
 
 
 def test_all_messages_say_it_alike() -> None:

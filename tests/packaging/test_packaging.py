@@ -15,21 +15,27 @@ import hf_diffkv
 from hf_diffkv import import_hook
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "hf_diffkv"
+# the folder of each distribution, with its package
+PACKAGES = {".": "hf_diffkv", "packages/serving": "hf_diffkv_serving", "packages/demo": "hf_diffkv_demo"}
 # what `make` installs into environments of their own
 ELSEWHERE = {"kvpress", "lmcache"}
+# imported at the top of modules that are imported where kernels run, or where Ray is; what others bring along
 PARTS = {
-    "ops": {"triton"},
-    "ray": {"fastapi", "pyarrow", "ray"},
-    "batching/server": {"fastapi", "pydantic", "pydantic_core", "starlette", "tokenizers", "uvicorn"},
+    "hf_diffkv/ops": {"triton"},
+    "packages/serving/hf_diffkv_serving": {"pydantic_core", "starlette", "tokenizers"},
+    "packages/serving/hf_diffkv_serving/ray": {"pyarrow", "ray"},
 }
 OPTIONAL = ("matplotlib", "datasets", "evaluate", "gradio", "optimum", "playwright")
 
 
+def project_in(folder: str) -> dict:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no TOML parser")
+    return tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+
+
 @pytest.fixture(scope="module")
 def project() -> dict:
-    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no TOML parser")
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return project_in(".")
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -37,8 +43,14 @@ def names(requirements: list[str]) -> set[str]:
     return {re.match(r"[\w-]+", requirement)[0].replace("-", "_") for requirement in requirements}
 
 
-def test_version(project: dict) -> None:
-    assert project["version"] == hf_diffkv.__version__
+@pytest.mark.parametrize("folder", PACKAGES)
+def test_versions_are_one(folder: str, project: dict) -> None:
+    found = project_in(folder)
+    assert found["version"] == hf_diffkv.__version__ and found["license"] == "Apache-2.0"
+    pinned = {name for name in found["dependencies"] if name.startswith("hf-diffkv")}
+    extra = {name for extra in ("demo", "serve", "ray") for name in project["optional-dependencies"][extra]}
+    assert all(name.endswith(f"=={hf_diffkv.__version__}") for name in pinned | extra)
+    assert len(pinned) == (folder != ".")
 
 
 def test_console_script_exists(project: dict) -> None:
@@ -62,10 +74,13 @@ def test_the_oldest_transformers_is_the_one_declared(project: dict) -> None:
     assert f"transformers>={oldest},<6" in project["dependencies"]
 
 
-def test_everything_imported_is_declared(project: dict) -> None:
-    required = names(project["dependencies"])
-    optional = set().union(*(names(extra) for extra in project["optional-dependencies"].values()))
-    for path in PACKAGE.rglob("*.py"):
+@pytest.mark.parametrize("folder, package", PACKAGES.items())
+def test_everything_imported_is_declared(folder: str, package: str) -> None:
+    project = project_in(folder)
+    # the others need the library, which brings what it needs
+    required = names(project["dependencies"]) | names(project_in(".")["dependencies"])
+    optional = set().union(*(names(extra) for extra in project.get("optional-dependencies", {}).values()))
+    for path in (ROOT / folder / package).rglob("*.py"):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
@@ -74,24 +89,26 @@ def test_everything_imported_is_declared(project: dict) -> None:
                 modules = [node.module]
             else:
                 continue
-            third_party = {module.split(".")[0] for module in modules} - set(sys.stdlib_module_names) - {"hf_diffkv"}
+            third_party = {module.split(".")[0] for module in modules} - set(sys.stdlib_module_names) - {package}
             allowed = required if node in tree.body else required | optional | ELSEWHERE
-            # modules that are imported where kernels run, where Ray is, or by the server
-            parts = [names for part, names in PARTS.items() if path.is_relative_to(PACKAGE / part)]
+            parts = [names for part, names in PARTS.items() if path.is_relative_to(ROOT / part)]
             allowed = allowed.union(*parts)
             assert third_party <= allowed, f"{path.relative_to(ROOT)} imports {third_party - allowed}"
 
 
 def test_every_folder_of_code_is_a_package() -> None:
-    folders = {path.parent for path in PACKAGE.rglob("*.py")}
-    assert len(folders) > 5
+    folders = {path.parent for folder, package in PACKAGES.items() for path in (ROOT / folder / package).rglob("*.py")}
+    assert len(folders) > 20
     assert all((folder / "__init__.py").is_file() for folder in folders)
 
 
 def test_every_module_is_reached_from_the_api_or_the_command_line() -> None:
     """What only tests or developers run belongs to tests/ or tools/."""
-    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
-    modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
+    modules = {}
+    for folder, package in PACKAGES.items():
+        for path in (ROOT / folder / package).rglob("*.py"):
+            name = ".".join(path.relative_to(ROOT / folder).with_suffix("").parts)
+            modules[name.removesuffix(".__init__")] = path
     # found by their place, by an entry of the documents, or by Python itself
     by_name = (
         "hf_diffkv.commands.",
@@ -100,7 +117,7 @@ def test_every_module_is_reached_from_the_api_or_the_command_line() -> None:
         "hf_diffkv.evaluation.tasks.",
     )
     reached: set[str] = set()
-    waiting = ["hf_diffkv", "hf_diffkv.__main__", "hf_diffkv.training", "hf_diffkv.lmcache"]
+    waiting = ["hf_diffkv", "hf_diffkv.__main__", "hf_diffkv.training", "hf_diffkv.lmcache", "hf_diffkv.ray"]
     waiting += ["hf_diffkv.evaluation.lm_eval"]
     waiting += [f"hf_diffkv.{place}" for place in hf_diffkv._LAZY.values()]
     waiting += [name for name in modules if name.startswith(by_name)]

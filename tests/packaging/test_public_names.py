@@ -1,4 +1,4 @@
-"""A name at the top of a module stands for one thing in the whole package."""
+"""A name at the top of a module stands for one thing in all packages."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import hf_diffkv
-
-PACKAGE = Path(hf_diffkv.__file__).parent
+ROOT = Path(__file__).parents[2]
+PACKAGES = (ROOT / "hf_diffkv", ROOT / "packages/serving/hf_diffkv_serving", ROOT / "packages/demo/hf_diffkv_demo")
 
 
 def public_names(tree: ast.Module) -> Iterator[str]:
@@ -54,7 +53,8 @@ def repeated(sources: dict[str, str]) -> dict[str, list[str]]:
 
 
 def test_no_name_stands_for_two_things() -> None:
-    sources = {str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+    paths = [path for package in PACKAGES for path in package.rglob("*.py")]
+    sources = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in paths}
     assert len(sources) > 100
     assert repeated(sources) == {}
 

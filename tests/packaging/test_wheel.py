@@ -74,21 +74,26 @@ def tracked() -> list[str]:
 
 @pytest.fixture(scope="module")
 def installed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with nothing but the installed wheel; what it depends on comes from the environment of the tests."""
+    """A folder with nothing but the installed wheels; what they depend on comes from the environment of the tests."""
     pytest.importorskip("setuptools", minversion="77")
     wheels, folder = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("installed")
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     # some optimisation, as what runs on it takes longer than the compiler
     environment = {**os.environ, "HF_DIFFKV_NATIVE_FLAGS": "-O1", "HF_DIFFKV_NATIVE_SETS": "avx2"}
-    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(wheels), str(source)]
-    subprocess.run(build, check=True, env=environment)
-    (wheel,) = wheels.iterdir()
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(wheels)]
+    beside = [str(source / "packages" / name) for name in ("serving", "demo")]
+    subprocess.run([*build, str(source), *beside], check=True, env=environment)
+    found = {path.name.split("-")[0]: path for path in wheels.iterdir()}
+    assert found.keys() == {"hf_diffkv", "hf_diffkv_serving", "hf_diffkv_demo"}
+    wheel = found["hf_diffkv"]
     assert "-py3-none-manylinux_2_" in wheel.name and wheel.name.endswith(f"_{platform.machine()}.whl")
     with zipfile.ZipFile(wheel) as archive:
         # neither tests nor tools
         folders = {name.split("/")[0] for name in archive.namelist()}
     assert folders == {"hf_diffkv", f"{wheel.name.split('-py3')[0]}.dist-info"}
-    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", str(folder), str(wheel)], check=True)
+    subprocess.run(
+        [*pip, "install", "--no-deps", "--no-index", "--target", str(folder), *map(str, found.values())], check=True
+    )
     return folder
 
 
@@ -170,7 +175,7 @@ def test_an_installed_wheel_does_without_a_checkout(installed: Path, tmp_path: P
     assert "Serve a page on this machine" in run(installed, tmp_path, *space)
     if importlib.util.find_spec("gradio") is not None:
         page = (
-            "import hf_diffkv.demo.page as page, hf_diffkv.demo.generation as generation; "
+            "import hf_diffkv_demo.page as page, hf_diffkv_demo.generation as generation; "
             "page.build(generation.Generator('model')); print(page.__file__)"
         )
         assert Path(run(installed, tmp_path, sys.executable, "-c", page).strip()).is_relative_to(installed)

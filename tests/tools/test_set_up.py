@@ -62,7 +62,14 @@ def test_steps_downloads_and_times_are_said(
     assert re.search(r"set up in \d+ s; 576 MB of packages$", said)
 
 
-@pytest.mark.parametrize("stage, installed", [("page", "hf-diffkv[demo]"), ("all", "hf-diffkv[dev]")])
+@pytest.mark.parametrize(
+    "stage, installed",
+    [
+        ("page", "-e packages/demo"),
+        ("all", "hf-diffkv[dev] -e packages/demo -e packages/serving"),
+        ("ray", "-e packages/serving[ray]"),
+    ],
+)
 def test_later_stages_install_the_rest_alone(tool: ModuleType, tmp_path: Path, stage: str, installed: str) -> None:
     assert tool.main([str(environment(tmp_path)), stage]) == 0
     assert calls(tmp_path) == [installed]

@@ -49,6 +49,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
 
     documented = set(re.findall(r'id="hf_diffkv\.([\w.]+)"', api))
     names = {name for name in documented if "." not in name} | {name.rpartition(".")[2] for name in documented}
+    assert {"hf_diffkv_serving.ray.generate", "hf_diffkv_serving.ray.app"} <= set(re.findall(r'id="([\w.]+)"', api))
     assert set(hf_diffkv.__all__) - {"plot", "ray", "training"} <= names and {"levels", "text", "quality"} <= names
     # nothing is fetched from elsewhere
     assert not re.findall(

@@ -1,0 +1,45 @@
+"""`hf-diffkv demo`: two caches side by side, in a browser."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import click
+
+from hf_diffkv.commands.console import Failure, one_line, progress
+from hf_diffkv.commands.help import Command
+from hf_diffkv.commands.models import supported_config
+from hf_diffkv.commands.options import AtLeast, model_option, preset_option
+from hf_diffkv.extras import install
+
+
+@click.command(
+    "demo",
+    cls=Command,
+    help="Serve a page on this machine that generates with a dense cache and with DiffKV side by side, draws how "
+    "much memory both hold, and what the setting keeps in every head. Needs gradio (extra `demo`). Ctrl-C ends it.",
+)
+@model_option(default=None, show_default="smollm2, or tiny-lm if that is not available")
+@click.option("--port", metavar="N", type=AtLeast(), help="Where to listen.  [default: 7860 or the next free one]")
+@preset_option
+def command(model: str | None, port: int | None, preset: str | None) -> None:
+    if port is not None and port > 65535:
+        raise click.UsageError(f"--port {port} is no port; give one up to 65535.")
+    if importlib.util.find_spec("gradio") is None:
+        raise Failure(f"the demo needs gradio: {install('demo')}.")
+    progress(f"loading {model or 'smollm2'}")
+    if model is not None:
+        supported_config(model)
+    from .generation import InputError, load
+    from .page import serve
+
+    try:
+        generator, note = load(model)
+        if note:
+            progress(note)
+        serve(generator, note, port, preset)
+    except InputError as error:
+        raise Failure(one_line(error)) from error
+    except OSError as error:
+        tried = "any of the ports that are tried" if port is None else f"port {port}"
+        raise Failure(f"the demo cannot listen on {tried}; give another --port.") from error

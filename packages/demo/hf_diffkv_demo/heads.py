@@ -1,0 +1,133 @@
+"""HTML of what a run's setting does: the bits of each head, or where tokens are chosen what every head keeps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from hf_diffkv.cache.report import LayerReport, level_counts
+from hf_diffkv.plot.coloured_text import ColouredText
+from hf_diffkv.plot.heads import precision_colours
+from hf_diffkv.plot.palette import LEVELS, style_of
+from hf_diffkv.precision import Precision
+
+from .figures import message
+from .generation import Result
+
+# layer index and KV head
+Place = tuple[int, int]
+NOTHING = message("Generate first; a picture of what the setting does then appears here.")
+# tells the page which head was clicked, by mouse or keyboard
+ON_LOAD = """element.addEventListener('click', event => {
+    const head = event.target.closest('button[data-layer]');
+    if (head) trigger('click', {place: [Number(head.dataset.layer), Number(head.dataset.head)]});
+});"""
+BLUE = style_of("DiffKV").colour
+
+
+def place_in(result: Result, place: Place) -> Place:
+    """`place` where tokens of such a head are chosen, else the nearest one of its layer or of the model."""
+    if not result.levels:
+        return place
+    layer_idx = place[0] if place[0] in result.levels else min(result.levels)
+    return layer_idx, min(place[1], result.levels[layer_idx].shape[0] - 1)
+
+
+def overview(result: Result, chosen: Place) -> str:
+    """The one picture for a setting: levels by head with the head `chosen`, bits by head, or the bits of all."""
+    if result.selects:
+        return _levels(result, chosen)
+    names = {name for layer in result.memory.layers for name in layer.precisions}
+    return _bits_of_heads(result) if len(names) > 1 else _bits_of_all(names.pop(), result.element_bits)
+
+
+def _levels(result: Result, chosen: Place) -> str:
+    """A button for each KV head: the shares of its tokens at each level, one on top of the other."""
+    shares = [f"{name} {share:.0%}" for name, share in _shares(Counter(result.memory.tokens)).items()]
+    note = "A column for each layer, a bar for each KV head: the shares of its tokens. Click one for its text, below."
+    cells = (_button(layer, head, chosen) for layer in result.memory.layers for head in range(len(layer.high)))
+    return _note(f"Which tokens keep how many bits. {note}") + _grid(result, cells) + _legend(LEVELS.values(), shares)
+
+
+def _button(layer: LayerReport, head: int, chosen: Place) -> str:
+    counts = {name: getattr(layer, name)[head] for name in LEVELS}
+    stops, start = [], 0.0
+    for name, share in _shares(counts).items():
+        stops.append(f"{LEVELS[name]} {start:.1f}% {start + 100 * share:.1f}%")
+        start += 100 * share
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in _shares(counts).items())
+    said = f"layer {layer.layer_idx}, KV head {head}: {shares}"
+    pressed = "true" if (layer.layer_idx, head) == chosen else "false"
+    look = f"background:linear-gradient(to top,{','.join(stops)})"
+    return (
+        f'<button type="button" data-layer="{layer.layer_idx}" data-head="{head}" aria-pressed="{pressed}" '
+        f'aria-label="{said}" title="{said}" style="{look}"></button>'
+    )
+
+
+def _shares(counts: dict[str, int] | Counter[str]) -> dict[str, float]:
+    tokens = max(1, sum(counts.values()))
+    return {name: counts[name] / tokens for name in LEVELS}
+
+
+def _bits_of_heads(result: Result) -> str:
+    """A cell for each KV head, the darker the more bits."""
+    colours = precision_colours(result.memory)
+    counts = Counter(name for layer in result.memory.layers for name in layer.precisions)
+    cells = (
+        f'<i title="layer {layer.layer_idx}, KV head {head}: {name}" style="background:{colours[name]}"></i>'
+        for layer in result.memory.layers
+        for head, name in enumerate(layer.precisions)
+    )
+    note = "A column for each layer, a cell for each KV head. Heads that lose more of the text at few bits have more."
+    heads = [f"{name}: {counts[name]} heads" for name in colours]
+    return (
+        _note(f"How many bits every head keeps. {note} K6V4 is 6 bits for an element of a key, 4 of a value.")
+        + _grid(result, cells)
+        + _legend(colours.values(), heads)
+    )
+
+
+def _bits_of_all(name: str, element_bits: int) -> str:
+    """One precision as bits, filled of those that an uncompressed element has."""
+    precision = Precision.parse(name)
+    rows = ""
+    for kind, bits in (("key", precision.k_bits), ("value", precision.v_bits)):
+        cells = "".join(f'<i class="{"kept" if bit < bits else "left"}"></i>' for bit in range(element_bits))
+        rows += f'<span>{kind}</span><span class="bits" role="img" aria-label="{kind}: {bits} of {element_bits} bits">'
+        rows += f"{cells}</span><b>{bits} of {element_bits}</b>"
+    note = "Bits of an element of a key and of a value, the same in all layers and heads, for all stored tokens."
+    return _note(f"How many bits are kept. {note}") + f'<div class="precision" style="--kept:{BLUE}">{rows}</div>'
+
+
+def _grid(result: Result, cells: Iterable[str]) -> str:
+    """Cells by layer and head, a column for each layer."""
+    layers = result.memory.layers
+    rows = max(len(layer.high) for layer in layers)
+    height = max(8, min(44, 144 // rows))
+    ends = f"<span>layer {layers[0].layer_idx}</span><span>layer {layers[-1].layer_idx}</span>"
+    look = f"grid-template-rows:repeat({rows},{height}px)"
+    return (
+        f'<div class="heads" role="group" aria-label="heads" style="{look}">{"".join(cells)}</div>'
+        f'<div class="below">{ends}</div>'
+    )
+
+
+def _legend(colours: Iterable[str], names: Iterable[str]) -> str:
+    parts = (f'<span><i style="background:{colour}"></i>{name}</span>' for colour, name in zip(colours, names))
+    return f'<div class="legend">{"".join(parts)}</div>'
+
+
+def _note(text: str) -> str:
+    title, _, more = text.partition(". ")
+    return f'<p class="note"><b>{title}.</b> {more}</p>'
+
+
+def coloured_text(result: Result, place: Place) -> str:
+    """The text of a run, every word in the colour of its tokens' levels in one layer and KV head; empty without any."""
+    if not result.levels:
+        return ""
+    layer_idx, head = place
+    counts = level_counts(result.levels[layer_idx][head : head + 1])
+    title = f"layer {layer_idx}, KV head {head}"
+    return ColouredText(result.pieces, counts, title, result.prompt_tokens).words().html()

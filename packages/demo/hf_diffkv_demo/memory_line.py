@@ -1,0 +1,72 @@
+"""HTML of the bytes that both caches held, over the tokens in them, as far as the runs have come."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+
+from hf_diffkv.evaluation.side_by_side import DIFFKV, DYNAMIC
+from hf_diffkv.plot.palette import style_of
+
+from .generation import CacheRun
+
+# the dense one has that of the text, on light and dark pages
+COLOURS = {DYNAMIC: "currentColor", DIFFKV: style_of(DIFFKV).colour}
+# of a line, which has no more than a screen has columns
+MOST_POINTS = 200
+# units of the drawing, which is stretched to its place
+WIDTH, HEIGHT = 1000.0, 100.0
+
+
+def memory_line(dense: CacheRun, compressed: CacheRun, last_token: int) -> str:
+    """Two lines on one scale, and above them what both caches hold now.
+
+    Args:
+        last_token: where the axis of tokens ends.
+    """
+    runs = {DYNAMIC: dense, DIFFKV: compressed}
+    top = _top(max(_at_the_end(run, last_token) for run in runs.values()))
+    lines = "".join(
+        f'<polyline data-cache="{name}" points="{_points(run, last_token, top)}" stroke="{COLOURS[name]}"/>'
+        for name, run in runs.items()
+    )
+    grid = "".join(f'<line x1="0" x2="{WIDTH:g}" y1="{y:g}" y2="{y:g}"/>' for y in (0, HEIGHT / 2, HEIGHT))
+    legend = "".join(
+        f'<span><i style="background:{COLOURS[name]}"></i>{name} <b>{_megabytes(run)}</b></span>'
+        for name, run in runs.items()
+    )
+    said = escape("Megabytes over tokens: " + ", ".join(f"{name} {_megabytes(run)}" for name, run in runs.items()))
+    scale = "".join(f'<span style="top:{100 * (1 - part):g}%">{top * part / 1e6:g}</span>' for part in (0, 0.5, 1))
+    return (
+        f'<div class="legend">{legend}</div><div class="chart"><div class="scale">{scale}</div>'
+        f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" preserveAspectRatio="none" role="img" aria-label="{said}">'
+        f'<g class="grid">{grid}</g>{lines}</svg></div>'
+        f'<div class="below"><span>0</span><span>tokens, mean over layers</span>'
+        f"<span>{last_token:,}</span></div>"
+    )
+
+
+def _megabytes(run: CacheRun) -> str:
+    return f"{run.held[-1][1] / 1e6:,.2f} MB"
+
+
+def _at_the_end(run: CacheRun, last_token: int) -> float:
+    """Bytes there, if they go on as they are; so an axis is the same while its line grows."""
+    tokens, held = run.held[-1]
+    return held * last_token / tokens if tokens else 0.0
+
+
+def _top(most: float) -> float:
+    """The axis' end: the least of 1, 1.2, 1.5, 2, 3, 4, 5, 6, 8 times a power of ten that is not below `most`."""
+    if most <= 0:
+        return 1e6
+    power = 10.0 ** math.floor(math.log10(most))
+    return power * next(step for step in (1, 1.2, 1.5, 2, 3, 4, 5, 6, 8, 10) if step * power >= most * 0.999)
+
+
+def _points(run: CacheRun, last_token: int, top: float) -> str:
+    every = -(-len(run.held) // MOST_POINTS)
+    shown = [*run.held[:-1:every], run.held[-1]]
+    return " ".join(
+        f"{WIDTH * tokens / last_token:.1f},{HEIGHT * (1 - min(1.0, held / top)):.2f}" for tokens, held in shown
+    )

@@ -1,0 +1,67 @@
+"""What the page offers to choose from, from the most memory to the least, each with what to expect of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hf_diffkv import DiffKVConfig
+from hf_diffkv.config.presets import DEFAULT_PRESET, PRESETS
+
+# of a model for which thresholds were published; else the default is a preset
+DEFAULT, OWN = "default", "your own"
+ADVICE = {"quality": "Loses least.", "balanced": "Take it when in doubt.", "small": "Look for small slips."}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A configuration and what it is good for."""
+
+    config: DiffKVConfig
+    explanation: str
+
+
+def settings_for(model: Any) -> dict[str, Setting]:
+    """The settings by name, for a loaded model or its configuration."""
+    default = DiffKVConfig.for_model(model)
+    presets = {name: DiffKVConfig.for_model(model, preset=name) for name in PRESETS}
+    further = {DEFAULT: Setting(default, f"What `DiffKVCache(model)` takes: {_kept(default)}, {_bits(default)}.")}
+    return {
+        **(further if default != presets[DEFAULT_PRESET] else {}),
+        **{name: Setting(config, _of_preset(name, config)) for name, config in presets.items()},
+        "paper": Setting(
+            DiffKVConfig.paper(),
+            "DiffKV as published, without pruning: tokens that get at least the mean attention have keys in 8 bits and "
+            "values in 4, the others 4 and 2.",
+        ),
+        "pruning": Setting(
+            DiffKVConfig.paper(alpha_high=8.0, alpha_low=1.0, window=16),
+            "Tokens that get less than the mean attention are pruned, before anybody asks for them. See what breaks: "
+            "facts of the prompt can be gone where the text still reads well.",
+        ),
+    }
+
+
+def setting_of(preset: str | None, settings: dict[str, Setting]) -> str:
+    """The setting that a preset is; what `DiffKVCache(model)` takes without one."""
+    return preset or (DEFAULT if DEFAULT in settings else DEFAULT_PRESET)
+
+
+def _of_preset(name: str, config: DiffKVConfig) -> str:
+    return f"`DiffKVCache(model, {name!r})`: {_kept(config)}, {_bits(config)}. {ADVICE[name]}"
+
+
+def _kept(config: DiffKVConfig) -> str:
+    return "tokens are chosen by the attention they get" if config.selects else "every token is kept"
+
+
+def _bits(config: DiffKVConfig) -> str:
+    """Bits of keys and values, in words."""
+    if config.head_precisions is not None:
+        return "each head in the bits that were measured for it"
+    if config.selects:
+        return f"at {config.high.name} or {config.low.name}"
+    return f"keys in {config.high.k_bits} bits and values in {config.high.v_bits}"
+
+
+OWN_EXPLANATION = "Two levels and pruning by thresholds of your own; docs/configuration.md says what each field means."

@@ -1,0 +1,135 @@
+"""A generation in a thread of its own, which tells what it has done while another one waits for it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from hf_diffkv.compat import passing
+
+# how long a caller waits for a token before it can look at what else there is
+PATIENCE_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class StreamedStep:
+    """A layer of the prompt's forward is done, or a token has come.
+
+    Attributes:
+        layers: how many layers have read the prompt.
+        token: its id; None for a layer.
+        seconds: of `time.perf_counter`, when it came.
+        bytes: what the cache held then.
+    """
+
+    layers: int
+    token: int | None
+    seconds: float
+    bytes: int
+
+
+class _Stream(BaseStreamer, StoppingCriteria):
+    """Hands steps from the generating thread to another one, which may stop it."""
+
+    def __init__(self, held: Callable[[], int]) -> None:
+        self.items: queue.SimpleQueue = queue.SimpleQueue()
+        self.stopped = threading.Event()
+        self.held, self.layers = held, 0
+        self.prompt_came = self.prompt_read = False
+
+    def put(self, value: Tensor) -> None:
+        if self.prompt_came:
+            self.prompt_read = True
+            self.items.put(StreamedStep(self.layers, int(value), time.perf_counter(), self.held()))
+        self.prompt_came = True
+
+    def end(self) -> None:
+        pass
+
+    def layer_done(self, *args: Any) -> None:
+        """A hook behind each layer's attention, by which the cache holds that layer."""
+        if not self.prompt_read:
+            self.layers += 1
+            self.items.put(StreamedStep(self.layers, None, time.perf_counter(), self.held()))
+
+    def next(self) -> Any:
+        """What comes next; None where nothing does for `PATIENCE_SECONDS`."""
+        try:
+            return self.items.get(timeout=PATIENCE_SECONDS)
+        except queue.Empty:
+            return None
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.full((input_ids.shape[0],), self.stopped.is_set(), device=input_ids.device)
+
+
+def layers_of(model: Any) -> list[Any]:
+    """The first module of each layer that knows its `layer_idx`: what attends, or a layer that holds it."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        layer_idx = getattr(module, "layer_idx", None)
+        if isinstance(layer_idx, int):
+            found.setdefault(layer_idx, module)
+    return list(found.values())
+
+
+def stream_steps(
+    model: Any, ids: Tensor, cache: Any, max_new_tokens: int, held: Callable[[], int]
+) -> Generator[StreamedStep | None, None, None]:
+    """Greedy tokens, and before the first of them the layers, as they come; None whenever none has come for a while.
+
+    Closing the iterator stops the model; its errors are raised.
+
+    Args:
+        ids: int64 [1, tokens].
+        held: bytes that `cache` holds; called by the generating thread.
+    """
+    stream = _Stream(held)
+    end = object()
+
+    def work() -> None:
+        try:
+            with _hooks(model, stream.layer_done):
+                model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    **passing(cache),
+                    max_new_tokens=max_new_tokens,
+                    do_sample=False,
+                    streamer=stream,
+                    stopping_criteria=[stream],
+                )
+            stream.items.put(end)
+        except BaseException as error:
+            stream.items.put(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        while (item := stream.next()) is not end:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stream.stopped.set()
+        thread.join()
+
+
+@contextmanager
+def _hooks(model: Any, hook: Callable[..., None]) -> Iterator[None]:
+    handles = [module.register_forward_hook(hook) for module in layers_of(model)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,1 @@
+"""Serving with hf-diffkv's cache: continuous batching, a server for OpenAI's protocol, Ray, LMCache's serialiser."""

@@ -1,0 +1,164 @@
+"""Where prompts are cut, so that what several requests begin with is computed once and kept.
+
+The state after a request's first tokens cannot be had from that of more of them (docs/prefixes.md). So it is kept
+where a forward ends: a prompt that is cut is computed in parts. Whoever brings a request may mark where, as after a
+system message; and where a request begins like one before it, what they have in common is a part.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hf_diffkv.prefixes.tokens import digests
+
+# tokens that a part has at least
+FEWEST_TOKENS = 64
+# cuts that nobody marked are at multiples: words that further requests have in common by chance change nothing
+CUT_STEP = 16
+# of prompts that are remembered, all together
+MOST_REMEMBERED = 1 << 20
+
+
+class Beginnings:
+    """The cuts of requests that are not done, by name, and the prompts that came last.
+
+    Args:
+        most_tokens: of prompts that are remembered.
+    """
+
+    def __init__(self, most_tokens: int = MOST_REMEMBERED) -> None:
+        self._most_tokens, self._tokens = most_tokens, 0
+        # by their first tokens, hashed at every multiple of `FEWEST_TOKENS`, the prompt that came last
+        self._last: dict[str, Tensor] = {}
+        # hashes of each prompt that is remembered, by the last of them
+        self._remembered: OrderedDict[str, tuple[Tensor, list[str]]] = OrderedDict()
+        self._prompts: dict[str, Tensor] = {}
+        self._cuts: dict[str, list[int]] = {}
+        self._resumed: dict[str, int] = {}
+
+    def add(self, name: str, prompt: Sequence[int], marks: Iterable[int] = ()) -> None:
+        """A request comes.
+
+        Args:
+            marks: numbers of tokens after which its prompt is to be cut, those too near to others left out.
+        """
+        ids = torch.tensor(prompt, dtype=torch.int64)
+        cuts: list[int] = []
+        for mark in sorted(marks):
+            _add(cuts, mark, ids.numel())
+        shared = self._shared(ids)
+        if shared:
+            _add(cuts, shared, ids.numel())
+            for other, known in self._prompts.items():
+                if _alike(known, ids, shared):
+                    _add(self._cuts[other], shared, known.numel())
+        self._prompts[name], self._cuts[name] = ids, cuts
+        self._remember(ids)
+
+    def remove(self, name: str) -> None:
+        """A request is done, failed or cancelled."""
+        for known in (self._prompts, self._cuts, self._resumed):
+            known.pop(name, None)
+
+    def clear(self) -> None:
+        """Forgets the requests; their prompts are remembered."""
+        for known in (self._prompts, self._cuts, self._resumed):
+            known.clear()
+
+    def resume(self, name: str, tokens: int) -> None:
+        """A request begins with so many tokens that were kept."""
+        self._resumed[name] = tokens
+
+    def next_cut(self, name: str, position: int) -> int | None:
+        """Where the next part of a request ends that has been computed up to `position`; None at its prompt's end."""
+        cuts = self._cuts.get(name, [])
+        resumed = self._resumed.get(name, 0)
+        least = resumed + FEWEST_TOKENS - 1 if resumed else 0
+        place = bisect_right(cuts, max(position, least))
+        return cuts[place] if place < len(cuts) else None
+
+    def is_cut(self, name: str, position: int) -> bool:
+        """Whether a part of a request ends there."""
+        return self.next_cut(name, position - 1) == position
+
+    def without_twins(self, waiting: Sequence[str], kept: Mapping[str, int], under_way: Mapping[str, int]) -> list[str]:
+        """Those of `waiting` that need not wait for another request to compute a part that they begin with as well.
+
+        Args:
+            waiting: in the order in which they are let in.
+            kept: tokens that are kept of what some of them begin with.
+            under_way: how far the prompts of others are computed.
+        """
+        ahead, found = dict(under_way), []
+        for name in waiting:
+            ids, known = self._prompts.get(name), kept.get(name, 0)
+            if ids is None or not any(self._computes(other, at, ids, known) for other, at in ahead.items()):
+                found.append(name)
+                ahead[name] = known
+        return found
+
+    def _computes(self, other: str, position: int, ids: Tensor, known: int) -> bool:
+        """Whether `other`, computed up to `position`, will come to more of what `ids` begins with than `known`."""
+        prompt = self._prompts.get(other)
+        if prompt is None or not _alike(prompt, ids, FEWEST_TOKENS):
+            return False
+        cuts = [cut for cut in self._cuts[other] if cut > max(position, known) and cut < ids.numel()]
+        return any(_alike(prompt, ids, cut) for cut in cuts)
+
+    def _shared(self, ids: Tensor) -> int:
+        """Tokens, a multiple of `CUT_STEP`, that `ids` and the prompt most like it begin with; 0 if they are few."""
+        hashes = digests(ids, range(FEWEST_TOKENS, ids.numel() + 1, FEWEST_TOKENS))
+        for length, found in sorted(hashes.items(), reverse=True):
+            other = self._last.get(found)
+            if other is not None and _alike(other, ids, length):
+                common = min(other.numel(), ids.numel())
+                differs = (other[:common] != ids[:common]).nonzero()
+                shared = min(int(differs[0]) if differs.numel() else common, ids.numel() - 1)
+                return shared // CUT_STEP * CUT_STEP
+        return 0
+
+    def _remember(self, ids: Tensor) -> None:
+        hashes = list(digests(ids, range(FEWEST_TOKENS, ids.numel() + 1, FEWEST_TOKENS)).values())
+        if not hashes:
+            return
+        self._forget(hashes[-1])
+        self._remembered[hashes[-1]] = (ids, hashes)
+        self._last.update(dict.fromkeys(hashes, ids))
+        self._tokens += ids.numel()
+        while self._tokens > self._most_tokens:
+            self._forget(next(iter(self._remembered)))
+
+    def _forget(self, last: str) -> None:
+        ids, hashes = self._remembered.pop(last, (None, []))
+        if ids is not None:
+            self._tokens -= ids.numel()
+            for found in hashes:
+                if self._last.get(found) is ids:
+                    del self._last[found]
+
+
+def check_marks(marks: Iterable[int], tokens: int) -> tuple[int, ...]:
+    """Sorted. Raises `ValueError` for a mark that is not within a prompt of `tokens` tokens."""
+    found = tuple(sorted(set(marks)))
+    if any(not isinstance(mark, int) or not 0 < mark < tokens for mark in found):
+        raise ValueError(f"boundaries={list(found)} must be numbers of tokens above 0 and below the prompt's {tokens}.")
+    return found
+
+
+def _alike(one: Tensor, other: Tensor, tokens: int) -> bool:
+    """Whether both begin with the same `tokens` tokens."""
+    return min(one.numel(), other.numel()) >= tokens and torch.equal(one[:tokens], other[:tokens])
+
+
+def _add(cuts: list[int], cut: int, tokens: int) -> None:
+    """Adds a cut, in order, where the parts beside it do not become too short."""
+    place = bisect_right(cuts, cut)
+    before = cuts[place - 1] if place else 0
+    near_next = place < len(cuts) and cuts[place] - cut < FEWEST_TOKENS
+    if cut - before >= FEWEST_TOKENS and cut < tokens and not near_next:
+        cuts.insert(place, cut)

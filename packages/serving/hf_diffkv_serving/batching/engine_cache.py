@@ -1,0 +1,453 @@
+"""What Transformers' continuous batching engine asks of a cache, answered by slots of compressed stores.
+
+The engine counts memory in blocks of a request; here a block is a page, and what a request will need is an upper bound
+of which the rest is given back after each forward. Names and arguments are those of `PagedAttentionCache`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_diffkv.cache.errors import HandOverError
+from hf_diffkv.cache.paged_attention import PackedCache
+from hf_diffkv.ops.softmax import Softmax
+from hf_diffkv.prefixes.stats import ExpectedPrefix
+
+from .beginnings import Beginnings
+from .first_tokens import FirstTokens
+from .slots import Slots
+
+if TYPE_CHECKING:
+    from .linear_layers import LinearModule
+    from .linear_states import LinearStates
+    from .sliding import SlidingWindows
+
+NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
+_logger = logging.getLogger("hf_diffkv")
+
+
+@dataclass(frozen=True)
+class ServingMemory:
+    """What continuous batching holds at this moment.
+
+    Attributes:
+        requests: in flight, prompts under way included. slots: made so far; they become more, and fewer, as is needed.
+        longest: tokens of the longest request that is admitted.
+        held_bytes: windows, tables, scratch, and the pages that requests have.
+        peak_bytes: the most that the device held after any forward, free pages included: those that there are stay for
+            later requests. max_bytes: the budget.
+        free_share: of the pages that the budget allows beside the slots, how many nobody has; 0 to 1.
+    """
+
+    requests: int
+    slots: int
+    longest: int
+    held_bytes: int
+    peak_bytes: int
+    max_bytes: int
+    free_share: float
+
+
+@dataclass(frozen=True)
+class ServingStatistics:
+    """What continuous batching is doing at this moment, and has done since it was started.
+
+    Attributes:
+        memory: what it holds. waiting: requests that have no memory yet, preempted ones included.
+        prompt_tokens: computed of prompts, anew after a preemption. generated_tokens: handed out.
+    """
+
+    memory: ServingMemory
+    waiting: int
+    prompt_tokens: int
+    generated_tokens: int
+
+
+class _Pool:
+    """What the scheduler calls before it forms a batch, and the processor before it forks."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+
+    def try_to_free_sectors(self) -> None:
+        self._slots.settle()
+
+
+class _Allocator:
+    """What is asked of the layers of one kind; there is one kind."""
+
+    layer_type = "full_attention"
+    index = 0
+    blocks_per_sector = tokens_per_page = 1
+    read_trash_index = write_trash_index = 0
+
+    def __init__(self, cache: ContinuousCache) -> None:
+        self._cache = cache
+        self.bytes_per_block = cache.bytes_per_sector
+        # blocks have no content of their own to be swapped out
+        self.block_table: dict[str, list[int]] = {}
+
+    def get_seqlen_k(self, past_length: int, query_length: int) -> int:
+        return past_length + query_length
+
+    def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> np.ndarray:
+        # the engine hands it on to `count_storable_requests` and does nothing else with it
+        return self._cache.need(request_id, query_length)
+
+
+class ContinuousCache(PackedCache):
+    """Stands where the engine has its `PagedAttentionCache`.
+
+    Args:
+        slots: hold the requests, in layers of full attention.
+        full_layers: indices of these layers in the model.
+        max_batch_tokens: tokens of a forward, all requests together.
+        sliding: holds them in layers with sliding windows, where there are any.
+        linear: holds their states of linear attention, where there are any.
+    """
+
+    # nothing is shared between requests, read by index, or read by a kernel of the engine
+    allow_block_sharing = False
+    read_cache_limit = max_blocks_per_request = max_decode_fast_path_length = 0
+    max_tokens_read = 1
+
+    def __init__(
+        self,
+        slots: Slots,
+        full_layers: Sequence[int],
+        max_batch_tokens: int,
+        sliding: SlidingWindows | None = None,
+        linear: LinearStates | None = None,
+    ) -> None:
+        self.slots, self.sliding, self.linear = slots, sliding, linear
+        # index in the slots of each layer of full attention
+        self._place_of = {layer: place for place, layer in enumerate(full_layers)}
+        self.max_batch_tokens = max_batch_tokens
+        self.device, self.dtype = slots.device, slots.dtype
+        self.num_blocks = sum(part.max_pages for part in slots.parts)
+        # the engine asks for it to swap blocks out, which is not done here
+        self.bytes_per_sector = max(part.store.layout.page_bytes for part in slots.parts)
+        self.pool = _Pool(slots)
+        self.cache_allocators = {_Allocator.layer_type: _Allocator(self)}
+        self.peak_bytes = self.bytes
+        # a `PrefixStore`, where prefixes are kept
+        self.prefixes: Any = None
+        self.beginnings = Beginnings()
+        self._last_layer = max((*full_layers, *(() if sliding is None else sliding.layers)))
+        self._slot_of: dict[str, int] = {}
+        # what those with a slot began with, where prefixes are kept
+        self._began = FirstTokens()
+        self._coming: list[tuple[str, int]] = []
+        # prompts of requests that wait, and what they will find
+        self._prompts: dict[str, Tensor] = {}
+        self._expected: dict[str, ExpectedPrefix] = {}
+        # those that cannot share the pages that they were counted to share
+        self._differs: set[str] = set()
+        # whether the request that was looked up last has a prefix, and no room for its prompt
+        self._no_room = False
+
+    @property
+    def bytes(self) -> int:
+        """Bytes the device holds for all requests."""
+        return self.slots.bytes + sum(other.bytes for other in (self.sliding, self.linear) if other is not None)
+
+    @property
+    def places(self) -> int:
+        """Requests that there may be beside those that hold something."""
+        return self.slots.room.most - len(self._slot_of)
+
+    def memory(self) -> ServingMemory:
+        """What is held; may be asked by any thread, and changes nothing."""
+        slots = self.slots
+        free = 1 - int(slots.used_pages.sum()) / max(1, int(slots.max_pages.sum()))
+        pools = [part.store.pool for part in slots.parts]
+        held = self.bytes - sum(pool.free_list.free * pool.page_bytes for pool in pools)
+        sizes = (held, self.peak_bytes, slots.max_bytes, free)
+        return ServingMemory(len(self._slot_of), slots.count, slots.longest, *sizes)
+
+    def check_request(self, prompt_tokens: int, max_new_tokens: int | None) -> int:
+        """How many new tokens a request may have, where there is room for it by itself.
+
+        Args:
+            max_new_tokens: None takes as many as there is room for.
+
+        Raises:
+            ValueError: there is not enough room, or no prompt.
+        """
+        if prompt_tokens == 0:
+            raise ValueError("the prompt is empty; a request needs at least one token.")
+        # the last token is never stored
+        allowed = self.slots.longest + 1 - prompt_tokens
+        wanted = 1 if max_new_tokens is None else max_new_tokens
+        if wanted > allowed:
+            raise ValueError(
+                f"a request of {prompt_tokens} prompt tokens and {wanted} new ones needs room for "
+                f"{prompt_tokens + wanted - 1}, but max_bytes={self.slots.max_bytes} and the longest request that was "
+                f"planned for leave room for {self.slots.longest}; shorten the prompt, lower max_new_tokens, or raise "
+                "max_bytes."
+            )
+        return allowed if max_new_tokens is None else max_new_tokens
+
+    def need(self, request_id: str, tokens: int) -> np.ndarray:
+        """Pages that `tokens` more tokens of a request take at most, as `Slots.need`."""
+        return self.slots.need(self._slot_of.get(request_id), tokens)
+
+    def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
+        slot = self._slot_of.get(state.request_id)
+        # a part of it could be computed, but what is kept of it is worth waiting for
+        waits = slot is None and self._no_room
+        self._no_room = False
+        if waits or not self._make_room(slot, request_len):
+            return False
+        if not dry_run:
+            slot = self._slot_of.get(state.request_id)
+            if slot is None:
+                slot = self._adopt(state.request_id, state.initial_tokens)
+            self.slots.reserve(slot, request_len)
+        return True
+
+    def _adopt(self, request_id: str, input_ids: Sequence[int]) -> int:
+        slot = self._slot_of[request_id] = self.slots.adopt()
+        if self.prefixes is not None:
+            self._began.add(request_id, torch.tensor(input_ids))
+        return slot
+
+    def _make_room(self, slot: int | None, tokens: int, shared: int = 0) -> bool:
+        """As `Slots.make_room`; requests are found in the slots that they have moved to."""
+        made = self.slots.make_room(slot, tokens, shared)
+        for old, new in self.slots.take_moves():
+            name = next(name for name, place in self._slot_of.items() if place == old)
+            self._slot_of[name] = new
+        return made
+
+    def count_storable_requests(self, list_blocks_needed: list[dict[str, np.ndarray]]) -> int:
+        left = self.slots.unreserved
+        for count, needed in enumerate(list_blocks_needed):
+            left = left - sum(needed.values())
+            if (left < 0).any():
+                return count
+        return len(list_blocks_needed)
+
+    def compute_free_capacity(self, relative: bool = True) -> int | float:
+        free = np.maximum(0, self.slots.unreserved)
+        if relative:
+            return float((free / np.maximum(1, self.slots.max_pages)).min())
+        return sum(int(pages) * part.store.layout.page_bytes for pages, part in zip(free, self.slots.parts))
+
+    def holds(self, request_id: str) -> bool:
+        """Whether a request has a slot."""
+        return request_id in self._slot_of
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        slot = self._slot_of.pop(request_id, None)
+        self._began.remove(request_id)
+        self._differs.discard(request_id)
+        if slot is not None:
+            self.slots.release(slot)
+            if self.sliding is not None:
+                self.sliding.release(request_id)
+
+    def free_all_requests(self, clear_ledgers: bool = False) -> None:
+        for request_id in list(self._slot_of):
+            self.free_blocks(request_id)
+        self._coming.clear()
+        self._prompts, self._expected = {}, {}
+        self.beginnings.clear()
+        self.slots.settle()
+
+    def reset(self) -> None:
+        self.free_all_requests()
+
+    @property
+    def use_prefix_sharing(self) -> bool:
+        return self.prefixes is not None
+
+    def expect(self, waiting: dict[str, list[int]], load: bool) -> dict[str, ExpectedPrefix]:
+        """Announces requests that wait, by name with their prompts; what each will find of a prefix.
+
+        While there is no place for any of them, the store is asked for new ones only.
+
+        Args:
+            load: have their prefixes loaded meanwhile.
+        """
+        known = waiting.keys() == self._expected.keys()
+        if self.prefixes is None or known and not (waiting and self.slots.has_place):
+            return self._expected
+        self._prompts = {name: self._prompts.get(name, torch.tensor(ids)) for name, ids in waiting.items()}
+        found = [ExpectedPrefix()] * len(waiting)
+        try:
+            found = self.prefixes.look_ahead(list(self._prompts.values()), load)
+        except OSError as error:
+            _logger.warning("prefixes cannot be looked up: %s", error)
+        self._expected = dict(zip(self._prompts, found))
+        self._differs.intersection_update(waiting)
+        return self._expected
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        """Gives a request that waits a slot with the longest prefix that is kept; the number of its tokens."""
+        prompt = torch.tensor(prompt_ids)
+        expected = self._expected.get(request_id, ExpectedPrefix()).tokens
+        # what nobody announced may have a prefix too
+        first = prompt[: expected or len(prompt_ids)]
+        alike, common = self._began.alike(first, lambda name: self.slots.seen(self._slot_of[name]))
+        shared = 0 if request_id in self._differs else min(common, expected)
+        if not self._make_room(None, len(prompt_ids), shared):
+            self._no_room = expected > 0
+            return 0
+        try:
+            cache = self.prefixes.lookup(prompt)
+        except NO_MEMORY as error:
+            _logger.warning("a prefix that is kept cannot be used, its tokens are computed: %s", error)
+            return 0
+        length = cache.get_seq_length()
+        if length:
+            slot = self._adopt(request_id, prompt_ids)
+            try:
+                twin = None if alike is None else self._slot_of[alike]
+                self.slots.load(slot, cache.stores.all, len(prompt_ids), twin)
+            except NO_MEMORY as error:
+                _logger.info("request %s cannot begin with a prefix that is kept: %s", request_id, error)
+                # it waits for pages of its own, once
+                self._no_room = request_id not in self._differs
+                self.free_blocks(request_id)
+                self._differs.add(request_id)
+                return 0
+            if self.sliding is not None:
+                self.sliding.load(request_id, {layer: cache.layers[layer] for layer in self.sliding.layers})
+        return length
+
+    def keep_prefix(self, request_id: str, input_ids: list[int]) -> None:
+        """Keeps what a request holds, where prefixes are kept."""
+        slot = self._slot_of.get(request_id)
+        if self.prefixes is not None and slot is not None:
+            held = self.slots.held(slot)
+            try:
+                others = {} if self.sliding is None else self.sliding.dense_layers(request_id, self.slots.seen(slot))
+                self.prefixes.insert_request(torch.tensor(input_ids), held, others)
+            except NO_MEMORY as error:
+                _logger.warning("a prefix is not kept: %s", error)
+
+    def count_new_complete_blocks(self, state: Any, request_len: int) -> dict[str, int]:
+        return {}
+
+    def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
+        """Called for each request when a forward has run."""
+        slot = self._slot_of.get(state.request_id)
+        if self.prefixes is not None and slot is not None and not state.generated_tokens:
+            seen = self.slots.seen(slot)
+            if self.beginnings.is_cut(state.request_id, seen):
+                self.keep_prefix(state.request_id, state.initial_tokens[:seen])
+
+    def evict_cached_blocks(self) -> bool:
+        return False
+
+    def prepare_fork_request(self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: dict) -> list[str]:
+        """Copies a request for each of `dst_req_ids` that there is room for; returns those."""
+        # a request that failed has none, and no children to come
+        for count, request_id in enumerate(dst_req_ids):
+            made = self._make_room(None, 0)
+            source = self._slot_of.get(src_state.request_id)
+            twin = self.slots.fork(source) if made else None
+            if twin is None:
+                return dst_req_ids[:count]
+            self._slot_of[request_id] = twin
+            self._began.copy(src_state.request_id, request_id)
+            if self.sliding is not None:
+                self.sliding.fork(src_state.request_id, request_id, self.slots.seen(source))
+            if self.linear is not None:
+                self.linear.fork(source, twin)
+        return dst_req_ids
+
+    def perform_cache_copy(self, copy_src_and_dst: dict) -> None:
+        return None
+
+    def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: Tensor) -> None:
+        raise NotImplementedError("no kernel of the engine reads this cache.")
+
+    def extend_read_and_write_indices(
+        self, request_id: str, past_length: int, query_length: int, read_index: list | None, write_index: list
+    ) -> None:
+        """Called for each request of a batch, in the order in which they are packed."""
+        if self.slots.seen(self._slot_of[request_id]) != past_length:
+            raise RuntimeError(
+                f"request {request_id} goes on after {past_length} tokens but "
+                f"{self.slots.seen(self._slot_of[request_id])} are stored; please report it."
+            )
+        self._coming.append((request_id, query_length))
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        softmax: Softmax,
+        sliding_window: int | None = None,
+    ) -> Tensor:
+        """Attention of a layer.
+
+        Args:
+            sliding_window: what the model says of this layer; which layers have one is known.
+
+        Other arguments and result as in `Slots.attend`.
+        """
+        self._begin()
+        place = self._place_of.get(layer)
+        if place is None:
+            output = self.sliding.attend(layer, query, key, value, softmax)
+        else:
+            output = self.slots.attend(place, query, key, value, softmax)
+        if layer == self._last_layer:
+            self.peak_bytes = max(self.peak_bytes, self.bytes)
+        return output
+
+    def begin_steps(self) -> list[int]:
+        """Starts the forward; the slots of its tokens where every request has one, and nothing is done for the first
+        time for any.
+        """
+        self._begin()
+        return self.slots.only_steps()
+
+    def attend_steps(self, layer: int, rows: Sequence[Tensor], softmax: Softmax, stepping: Tensor) -> Tensor:
+        """Attention of a layer of full attention, as `Slots.attend_steps`."""
+        return self.slots.attend_steps(self._place_of[layer], rows, softmax, stepping)
+
+    def run_linear(self, module: LinearModule, hidden_states: Tensor) -> Tensor:
+        """A module that keeps states, for the packed tokens; as `LinearStates.run`."""
+        if self.linear is None:
+            raise RuntimeError(f"{type(module.module).__name__} keeps states that nobody holds; please report it.")
+        self._begin()
+        return self.linear.run(module, hidden_states)
+
+    def _begin(self) -> None:
+        """Starts the forward with its first layer."""
+        if not self._coming:
+            return
+        coming, self._coming = self._coming, []
+        if self.sliding is not None:
+            self.sliding.begin([(name, self.slots.seen(self._slot_of[name]), tokens) for name, tokens in coming])
+        forward = [(self._slot_of[name], tokens) for name, tokens in coming]
+        if self.linear is not None:
+            self.linear.begin([(slot, self.slots.seen(slot), tokens) for slot, tokens in forward])
+        self.slots.begin(forward)
+
+    def take_failures(self) -> dict[str, Exception]:
+        """What went wrong in the forward that has just run, by request.
+
+        Raises:
+            HandOverError: the forward did not attend through this cache.
+        """
+        if self._coming:
+            raise HandOverError(
+                "the model ran without attending to its requests: its attention was switched while the manager was "
+                "running. Stop the manager before using the model otherwise, or use pause()."
+            )
+        failures = self.slots.take_failures()
+        return {name: failures[slot] for name, slot in self._slot_of.items() if slot in failures}

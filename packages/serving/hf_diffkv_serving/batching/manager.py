@@ -1,0 +1,470 @@
+"""Transformers' continuous batching (`generate_batch`, `ContinuousBatchingManager`) with a compressed cache.
+
+The engine stays Transformers' own: scheduling, packing of prompts and generated tokens, preemption, cancellation and
+streaming. It gets another cache, another attention function, and refuses requests that can never fit.
+"""
+
+from __future__ import annotations
+
+import copy
+import queue
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from hf_diffkv.cache.devices import TensorParallel
+from hf_diffkv.cache.diffkv_cache import resolve_config
+from hf_diffkv.cache.errors import HandOverError, UnsupportedModelError
+from hf_diffkv.cache.known_queries import moments_for
+from hf_diffkv.cache.registration import cache_fields, set_attention
+from hf_diffkv.compat import attention_of, can_switch
+from hf_diffkv.import_hook import PAGED_NAME
+
+from .beginnings import check_marks
+from .captured_steps import CapturedSteps, captures_steps
+from .engine import DiffKVBatchProcessor, scheduler_class
+from .engine_cache import ContinuousCache, ServingMemory, ServingStatistics
+from .engine_names import (
+    ContinuousBatchingManager,
+    RequestState,
+    RequestStatus,
+    children,
+    initialization,
+    knowing_layers,
+)
+from .linear_layers import LinearModule
+from .linear_states import LinearStates
+from .ranks import Ranks
+from .records import Records, RequestRecord, brought
+from .sampling import Sampling, add_sampler
+from .servable import check_servable, model_layers
+from .sizes import free_bytes, make_slots, try_attention
+from .sliding import SlidingWindows
+
+# tokens of a forward where the user says nothing, as in Transformers
+MAX_BATCH_TOKENS = 8192
+NOT_THERE = {
+    "use_async_batching": "batches overlap, and memory is counted between them (docs/serving.md)",
+    "varlen_compile_config": "the forward is not compiled",
+    "decode_compile_config": "the forward is not compiled",
+    "default_compile_level": "the forward is not compiled",
+    "cpu_offload_space": "preempted requests are computed anew",
+}
+
+
+class DiffKVBatchingManager(ContinuousBatchingManager):
+    """A `ContinuousBatchingManager` whose cache is compressed; made by `init_continuous_batching` and all that call it.
+
+    Args:
+        model: the model.
+        fields: of `DiffKVConfig`, or one under "config"; its `max_bytes` is the budget.
+        generation_config, continuous_batching_config, workload_hints: of Transformers. `max_requests_per_batch`
+            limits the requests in flight, `max_memory_percent` is the share of free memory that is the budget where
+            `max_bytes` is not given.
+
+    Raises:
+        UnsupportedModelError, HandOverError: the model cannot be batched continuously with this cache.
+        ValueError: options that do not go with it.
+        MemoryError: the budget does not hold one request.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        fields: dict[str, Any],
+        generation_config: GenerationConfig,
+        continuous_batching_config: ContinuousBatchingConfig,
+        workload_hints: Any = None,
+    ) -> None:
+        self._modules = check_servable(model)
+        self._layers = model_layers(model.config)
+        self._config = resolve_config(model, fields.pop("config", None), fields)
+        self._longest = _longest(model, workload_hints)
+        self._cache: ContinuousCache | None = None
+        # a `PrefixStore`, once `use_prefixes` was called
+        self.prefixes: Any = None
+        # whether its thread was started from here
+        self._moving = False
+        # the base would switch back while its loop may still be running
+        self._attention: str | None = None
+        self._stopping = False
+        # of the requests under way
+        self.records = Records()
+        self.model = model
+        options = _checked_options(continuous_batching_config)
+        self._may_capture = continuous_batching_config.use_cuda_graph is not False
+        scheduler_class(options.scheduler_type)
+        try:
+            with knowing_layers():
+                super().__init__(model, generation_config, options, workload_hints)
+            add_sampler(self.logit_processor, generation_config.do_sample)
+            shape, self._states = try_attention(model, self._layers, self._modules)
+            self._shape = replace(shape, ranks=self._ranks())
+            self._take_over()
+            self._cache = self._make_cache()
+        except BaseException:
+            self._restore_attention()
+            raise
+
+    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+        """Switches `model` to the packed attention, and notes what it had."""
+        current = attention_of(model.config.get_text_config(decoder=True))
+        if current != PAGED_NAME:
+            if not can_switch(model):
+                raise ValueError(f"the attention of {type(model).__name__} cannot be switched to {PAGED_NAME!r}.")
+            set_attention(model, PAGED_NAME)
+            self._attention = current
+        self._take_over()
+        self._stopping = False
+
+    def _take_over(self) -> None:
+        for module in self._modules:
+            module.take_over(self._run_linear)
+
+    def _run_linear(self, module: LinearModule, hidden_states: Tensor) -> Tensor:
+        if self._cache is None:
+            raise HandOverError("the model ran while its manager held no requests; stop the manager before using it.")
+        return self._cache.run_linear(module, hidden_states)
+
+    def start(self) -> None:
+        """As Transformers'; also after a `stop`."""
+        if not self.is_running():
+            self.switch_to_cb_friendly_attn(self.model)
+        self._start_moving()
+        super().start()
+
+    def _restore_attention(self) -> None:
+        for module in self._modules:
+            module.give_back()
+        name, self._attention = self._attention, None
+        if name is not None:
+            set_attention(self.model, name)
+
+    def warmup(self) -> None:
+        """As Transformers'; the model has its attention back where it fails."""
+        try:
+            super().warmup()
+        except BaseException:
+            self._restore_attention()
+            raise
+
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        """As Transformers'; the model has its attention back when the last forward has run."""
+        self._stopping = True
+        super().stop(*args, **kwargs)
+        if self.batch_processor is None:
+            self._cache = None
+        if not self.is_running():
+            self._restore_attention()
+        self._stop_moving()
+
+    def _run_generation_loop(self, **kwargs: Any) -> None:
+        if "use_inference_mode" in kwargs:
+            # what is held outlives the mode of whoever asked for it
+            kwargs["use_inference_mode"] = False
+        super()._run_generation_loop(**kwargs)
+        if self._stopping:
+            self._restore_attention()
+
+    def add_request(
+        self,
+        input_ids: list[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        eos_token_id: int | list[int] | None = None,
+        boundaries: Iterable[int] = (),
+        **logit_processor_kwargs: Any,
+    ) -> str | None:
+        """As Transformers'; the record of a request with a name goes to `records.brought` of the context as well.
+
+        Args:
+            boundaries: where prefixes are kept, numbers of tokens that others may begin with: the prompt is computed in
+                parts that end there.
+
+        Raises:
+            ValueError: a boundary that is not within the prompt.
+        """
+        marks = check_marks(boundaries, len(input_ids))
+        found = brought.get()
+        if request_id is None and marks:
+            with self._request_lock:
+                request_id = f"req_{self._request_counter}"
+                self._request_counter += 1
+        if request_id is not None:
+            record = self.records.open(request_id, len(input_ids))
+            record.boundaries = marks
+            if found is not None:
+                found.append(record)
+        options = (request_id, max_new_tokens, streaming, record_timestamps, eos_token_id)
+        added = super().add_request(input_ids, *options, **logit_processor_kwargs)
+        if added is None and request_id is not None:
+            self.records.close(request_id, "error")
+        return added
+
+    def submit(
+        self,
+        input_ids: list[int],
+        request_id: str,
+        sampling: Sampling,
+        *,
+        max_new_tokens: int,
+        boundaries: Iterable[int] = (),
+        **options: Any,
+    ) -> RequestRecord:
+        """Brings a request that says itself how its tokens are chosen; what it gives is routed as by `add_request`.
+
+        Args:
+            sampling: how its tokens are chosen.
+            max_new_tokens: most that each answer has.
+            boundaries: as in `add_request`.
+            **options: other fields of the engine's `RequestState`. `num_children` is how many answers there are beside
+                the first; `engine_names.children` has their names, and the prompt is computed once.
+
+        Returns:
+            The record of the first answer, which has the prompt's tokens.
+
+        Raises:
+            RuntimeError: the engine is stopped or failed.
+            queue.Full: `max_queue_size` requests have not reached the engine yet.
+            ValueError: as `add_request`.
+        """
+        marks = check_marks(boundaries, len(input_ids))
+        reason = self.background_thread_status.can_accept_new_requests()
+        if reason is not None or self._cache is None:
+            raise RuntimeError(reason or "the manager is stopped; start it before adding requests.")
+        fields = {"max_new_tokens": max_new_tokens, "logit_processor_kwargs": {"sampling": sampling}, **options}
+        state = RequestState(request_id, list(input_ids), **fields)
+        records = [self.records.open(request_id, len(input_ids))]
+        records[0].boundaries = marks
+        records += [self.records.open(name, 0) for name in children(request_id, state.num_children)]
+        try:
+            self.input_queue.put_nowait(state)
+        except queue.Full:
+            for record in records:
+                self.records.close(record.request_id, "error")
+            raise
+        if (found := brought.get()) is not None:
+            found.extend(records)
+        self._wake_up_loop.set()
+        return records[0]
+
+    def end_request(self, request_id: str, finish_reason: str) -> None:
+        """Ends a request before the next forward and frees what it holds; who waits for it gets what there is of it.
+
+        Unlike after `cancel_request` an output comes: a finished one, with the tokens so far.
+
+        Args:
+            finish_reason: for its record.
+        """
+        record = self.records.get(request_id)
+        if record is not None:
+            record.finish_reason, record.ending = finish_reason, True
+            self.cancel_request(request_id)
+
+    def _note_cancelled(self, state: RequestState) -> None:
+        """Called by the engine's thread when a request was cancelled and holds nothing any more."""
+        for name in (state.request_id, *children(state.request_id, state.num_children)):
+            record = self.records.get(name)
+            if record is not None and record.ending:
+                ended = state if name == state.request_id else RequestState(name, state.initial_tokens)
+                ended.status = RequestStatus.FINISHED
+                self.records.close(name, "cancelled")
+                self.output_router.deliver(ended.to_generation_output())
+            else:
+                # nothing comes for whoever waits
+                self.output_router.result_handlers.pop(name, None)
+            self.records.close(name, "cancelled")
+
+    def _handle_critical_error(self, error: Exception, batch_processor: Any) -> None:
+        # whoever learns that a request failed may ask whether the engine did
+        self.background_thread_status.record_fatal_error(error)
+        super()._handle_critical_error(error, batch_processor)
+
+    def memory(self) -> ServingMemory | None:
+        """What is held now; None where nothing runs."""
+        return None if self._cache is None else self._cache.memory()
+
+    def use_prefixes(self, prefixes: Any) -> None:
+        """Has requests begin with what earlier ones left, and leave what they hold at their end.
+
+        Args:
+            prefixes: a `PrefixStore` of this model and configuration.
+
+        Raises:
+            ValueError: it is of another model or configuration, or the model keeps states.
+        """
+        if self._modules:
+            raise ValueError(
+                f"{type(self.model).__name__} has linear attention, whose states no request can begin with here; leave "
+                "prefixes out."
+            )
+        config = replace(self._config, max_bytes=None)
+        if prefixes.model is not self.model or prefixes.config != config:
+            raise ValueError(
+                "prefixes are of another model or configuration than this manager; make them with "
+                f"PrefixStore(model, {config!r})."
+            )
+        self._stop_moving()
+        self.prefixes = prefixes
+        if self._cache is not None:
+            self._cache.prefixes = prefixes
+        if self.is_running():
+            self._start_moving()
+
+    def _start_moving(self) -> None:
+        if self.prefixes is not None and not self._moving:
+            self._moving = True
+            self.prefixes.start()
+
+    def _stop_moving(self) -> None:
+        if self._moving:
+            self._moving = False
+            self.prefixes.stop()
+
+    def statistics(self) -> ServingStatistics | None:
+        """What is being done; None where nothing runs. May be asked by any thread."""
+        memory, processor = self.memory(), self.batch_processor
+        if memory is None:
+            return None
+        tokens = (0, 0) if processor is None else (processor.prompt_tokens, processor.generated_tokens)
+        return ServingStatistics(memory, self.waiting, *tokens)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have no memory yet. May be asked by any thread, as `places`."""
+        return self.input_queue.qsize() + self._held_up
+
+    @property
+    def places(self) -> int:
+        """Requests that may still be let in, if there are pages; none while some wait that could not be."""
+        return 0 if self._cache is None or self._held_up else self._cache.places
+
+    @property
+    def _held_up(self) -> int:
+        return 0 if self.batch_processor is None else len(self.batch_processor.scheduler.waiting_requests)
+
+    def check_request(self, prompt_tokens: int, max_new_tokens: int | None) -> int:
+        """As `ContinuousCache.check_request`, before anything is added. Raises `ValueError` also where nothing runs."""
+        if self._cache is None:
+            raise ValueError("the manager is stopped; start it before adding requests.")
+        return self._cache.check_request(prompt_tokens, max_new_tokens)
+
+    def _ranks(self) -> Ranks:
+        """Those that share the model's heads with this process, with the engine's group for what they tell each other.
+
+        Raises:
+            UnsupportedModelError: the engine knows of other ranks than the model's weights do.
+        """
+        helper, parallel = self.distributed_helper, TensorParallel.of(self.model)
+        if helper.tp_size != parallel.size:
+            raise UnsupportedModelError(
+                f"the weights of {type(self.model).__name__} are spread over {parallel.size} ranks but the engine "
+                f"knows of {helper.tp_size}; load it with distributed_config=DistributedConfig(tp_size=...)."
+            )
+        return Ranks(replace(parallel, group=helper.cpu_comm_group))
+
+    def _make_cache(self) -> ContinuousCache:
+        options = self.continuous_batching_config
+        text_config = self.model.config.get_text_config(decoder=True)
+        full, sliding = self._layers.full, self._layers.sliding
+        budget = self._config.max_bytes
+        if budget is None:
+            budget = int(free_bytes(self._shape.device) * options.max_memory_percent)
+            budget = self._shape.ranks.least(budget)
+        windows = None if sliding is None else SlidingWindows(text_config, sliding, self._shape)
+        states = LinearStates(self._states) if self._states else None
+        others = [other for other in (windows, states) if other is not None]
+        sizes = (options.max_requests_per_batch, self._longest, budget, others)
+        with torch.inference_mode(False), torch.no_grad():
+            slots = make_slots(self._config, self._shape, len(full), *sizes)
+        tokens = MAX_BATCH_TOKENS if options.max_batch_tokens is None else options.max_batch_tokens
+        moments = moments_for(self.model, self._config)
+        if moments is not None:
+            slots.use_moments(moments)
+        cache = ContinuousCache(slots, full, tokens, windows, states)
+        cache.prefixes = self.prefixes
+        return cache
+
+    def _create_batch_processor(self) -> DiffKVBatchProcessor:
+        if isinstance(self.batch_processor, DiffKVBatchProcessor):
+            self.batch_processor.reset()
+            return self.batch_processor
+        if self._cache is None:
+            self._cache = self._make_cache()
+        cache = self._cache
+        options = self.continuous_batching_config
+        initialization.update_cb_config_after_cache_creation(
+            cb_config=options, num_blocks=cache.num_blocks, max_batch_tokens=cache.max_batch_tokens
+        )
+        self._use_prefix_sharing = False
+        scheduler = scheduler_class(options.scheduler_type)(
+            cache=cache, safety_margin=options.safety_margin, max_requests_per_batch=options.max_requests_per_batch
+        )
+        scheduler.records, scheduler.cancelled = self.records, self._note_cancelled
+        processor = DiffKVBatchProcessor(
+            cache=cache,
+            config=self.model.config.get_text_config(),
+            generation_config=self.generation_config,
+            continuous_batching_config=options,
+            logit_processor=self.logit_processor,
+            input_queue=self.input_queue if self.is_tp_driver else None,
+            cancel_queue=self.cancel_queue if self.is_tp_driver else None,
+            output_router=self.output_router,
+            background_thread_status=self.background_thread_status,
+            model_device=self.model.device,
+            model_dtype=self.model.dtype,
+            scheduler=scheduler,
+            distributed_helper=self.distributed_helper,
+        )
+        if captures_steps(self.model, cache, self._config.cuda_graphs and self._may_capture):
+            processor.captured = CapturedSteps(self.model, cache)
+        return processor
+
+
+def make_manager(
+    model: Any,
+    generation_config: GenerationConfig,
+    continuous_batching_config: ContinuousBatchingConfig | None = None,
+    workload_hints: Any = None,
+) -> DiffKVBatchingManager:
+    """What `init_continuous_batching` returns for `cache_implementation="diffkv"`; arguments as in the manager."""
+    fields = cache_fields(generation_config.cache_config)
+    generation_config = copy.deepcopy(generation_config)
+    if generation_config.eos_token_id is None:
+        generation_config.eos_token_id = -1
+    options = ContinuousBatchingConfig() if continuous_batching_config is None else continuous_batching_config
+    return DiffKVBatchingManager(model, fields, generation_config, options, workload_hints)
+
+
+def _checked_options(given: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
+    """A copy of what the user asks of the engine, without what this cache has no use for.
+
+    Raises:
+        ValueError: something that is not there is asked for.
+    """
+    options = copy.deepcopy(given)
+    for name, reason in NOT_THERE.items():
+        value = getattr(options, name)
+        asked = any(value) if isinstance(value, tuple) else bool(value)
+        # None offloads as much as there is room for
+        if asked or name == "cpu_offload_space" and value is None:
+            raise ValueError(
+                f'{name}={value!r} does not go with cache_implementation="diffkv": {reason}; leave it out.'
+            )
+    options.use_cuda_graph = options.use_async_batching = options.allow_block_sharing = False
+    options.max_blocks_per_request = 0
+    return options
+
+
+def _longest(model: Any, hints: Any) -> int | None:
+    """Tokens of the longest request to plan for; None is as long as fits."""
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if hints is None or not hints.max_generated_length:
+        return positions
+    return hints.max_prompt_length + hints.max_generated_length

@@ -1,0 +1,117 @@
+"""Pages that requests of one store own together: copy-on-write, where nothing is chosen by significance.
+
+Tokens of a row are then stored in order and stay as they are, so a page that is full never changes. Requests that begin
+alike own such pages together; each has a copy of its own of what is not full, to which it goes on to write.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_diffkv.pages import NULL_PAGE
+from hf_diffkv.pages.pool import PAGES_AT_ONCE
+from hf_diffkv.pages.rows import HIGH, LOW, column
+from hf_diffkv.store.copies import copy_pages
+from hf_diffkv.store.state import Store
+
+from .slot_store import SlotStore
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """What the table of a slot is to hold.
+
+    Attributes:
+        source: int32 [layers, heads, width], pages of the pool that the request comes from.
+        shared: of the same shape, pages of the slots' pool with the same content, which never change; the null page
+            where there is none.
+    """
+
+    source: Tensor
+    shared: Tensor
+
+    @property
+    def to_copy(self) -> Tensor:
+        """bool [layers, heads, width], entries that need a page of their own."""
+        return (self.source != NULL_PAGE) & (self.shared == NULL_PAGE)
+
+    @property
+    def pages(self) -> int:
+        """How many these are."""
+        return int(self.to_copy.sum())
+
+    @property
+    def shared_pages(self) -> int:
+        """How many pages get a further owner."""
+        return int((self.shared != NULL_PAGE).sum())
+
+
+def entries_of_slot(store: SlotStore, slot: int, share: bool) -> Entries:
+    """For a twin of the request in `slot`; all pages are copied unless `share`."""
+    table = store.table.table[:, slot]
+    shared = torch.where(_partial(store, slot, table), NULL_PAGE, table) if share else torch.zeros_like(table)
+    return Entries(table, shared)
+
+
+def entries_of_request(store: SlotStore, source: Store, alike: int | None) -> Entries:
+    """For the one request of `source`, a store of the same layers.
+
+    Args:
+        alike: a slot with a request that begins alike. Pages are shared with it that are full in both and hold the same
+            bytes; with None all are copied.
+    """
+    table, width = source.table.table[:, 0], store.table.width
+    # high pages stand on the left, low ones on the right
+    both = min(width, table.shape[-1])
+    high = -(-source.high_count[:, 0, :, None] // store.layout.high.capacity)
+    is_high = torch.arange(table.shape[-1], device=store.device) < high
+    entries = table.new_zeros(*table.shape[:-1], width)
+    entries[..., :both] = torch.where(is_high, table, NULL_PAGE)[..., :both]
+    entries[..., -both:] += torch.where(is_high, NULL_PAGE, table)[..., -both:]
+    shared = torch.zeros_like(entries)
+    if alike is not None:
+        mine = store.table.table[:, alike]
+        partial = _partial(store, alike, mine) | _partial(source, 0, entries)
+        place = (entries != NULL_PAGE) & (mine != NULL_PAGE) & ~partial
+        theirs, pages = entries[place].long(), mine[place].long()
+        alike = [
+            (source.pool.pages[theirs[part]] == store.pool.pages[pages[part]]).all(-1)
+            for part in (slice(at, at + PAGES_AT_ONCE) for at in range(0, pages.numel(), PAGES_AT_ONCE))
+        ]
+        if alike:
+            shared[place] = torch.where(torch.cat(alike), mine[place], NULL_PAGE)
+    return Entries(entries, shared)
+
+
+def fill_entries(store: SlotStore, slot: int, entries: Entries, source: Store) -> None:
+    """Gives `slot` its pages, of which as many as are copied exist and are free; `source` is where they come from."""
+    to_copy = entries.to_copy
+    pages = entries.source[to_copy].long()
+    _, fresh = store.pool.free_list.take(torch.tensor([pages.numel()], device=store.device))
+    if source.pool is store.pool:
+        copy_pages(store, pages, fresh)
+    else:
+        store.pool.pages[fresh] = source.pool.pages[pages]
+    shared = entries.shared[entries.shared != NULL_PAGE]
+    if shared.numel():
+        store.pool.share(shared)
+    table = entries.shared.clone()
+    table[to_copy] = fresh.to(table.dtype)
+    store.table.table[:, slot] = table
+
+
+def _partial(store: Store, request: int, table: Tensor) -> Tensor:
+    """bool [layers, heads, width], which entries of a request's `table`, int32 of that shape, are not full."""
+    width = table.shape[-1]
+    entry = torch.arange(width, device=table.device)
+    found = torch.zeros_like(table, dtype=torch.bool)
+    for tier, counts, size in (
+        (HIGH, store.high_count, store.layout.high.capacity),
+        (LOW, store.low_count, store.layout.low.capacity),
+    ):
+        count = counts[:, request, :, None]
+        found |= (count % size > 0) & (entry == column(tier, count // size, width))
+    return found

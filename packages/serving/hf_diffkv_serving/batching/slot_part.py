@@ -1,0 +1,223 @@
+"""The layers of slots that share one store: the pages that requests hold there, and those that they may take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from hf_diffkv.cache.stores import Stores, same_pages
+from hf_diffkv.config import DiffKVConfig
+from hf_diffkv.config.head_groups import HeadGroup
+from hf_diffkv.pages import NULL_PAGE
+from hf_diffkv.pages.rows import ROW_STATE
+from hf_diffkv.store.state import KVHeads, Store
+from hf_diffkv.store.step import begin_forward
+
+from .page_bounds import PageBounds
+from .reservations import Reservations, ReservedPool
+from .shapes import AttentionShape
+from .shared_pages import Entries, entries_of_request, entries_of_slot, fill_entries
+from .slot_store import SlotStore
+from .staging import stage
+
+
+class SlotPart:
+    """Slots of one store. A request has the same slot in every part of `Slots`.
+
+    Args:
+        store: empty, with the thresholds of its layers.
+        query_heads: of a layer.
+        alone: whether nobody else counts the pages.
+
+    Attributes:
+        shares: whether requests own pages together.
+        bounds: pages of a request by its length.
+        staged: requests with several tokens in the running forward, by slot, as stores of their own.
+    """
+
+    def __init__(self, store: SlotStore, query_heads: int, alone: bool) -> None:
+        self.store = store
+        self.shares = alone and not store.layout.selects
+        store.begin(query_heads)
+        exact = store.config.sinks + store.config.window
+        self.bounds = PageBounds(exact, store.page_tokens(), store.layout.selects)
+        self.reservations = Reservations(store.pool)
+        self.staged: dict[int, Store] = {}
+
+    def set_limit(self, pages: int) -> None:
+        """Says how many pages there may be, the null page included; gives back memory of more, which nobody may need.
+
+        Raises:
+            MemoryError: memory cannot be given back in so small pieces.
+        """
+        pool = self.store.pool
+        pool.max_pages = pages
+        if pages < pool.capacity:
+            pool.truncate(pages, self.store.table.table)
+            self.reservations.look_again()
+            if pool.granularity and pool.slack > pool.granularity:
+                raise MemoryError(f"{pool.slack} bytes behind the pages cannot be given back.")
+
+    def resize(self, slots: int, tokens: int) -> None:
+        """As `SlotStore.resize`."""
+        self.store.resize(slots, tokens)
+        self.look()
+
+    def move(self, slot: int, to: int) -> None:
+        """Moves all of a slot to the empty one `to`, pages, sums and reservations included."""
+        self.store.move(slot, to)
+        self.reservations.rename(slot, to)
+        self.look()
+
+    @property
+    def max_pages(self) -> int:
+        """Pages that requests may hold: all but the null page."""
+        return int(self.store.pool.max_pages) - 1
+
+    def look(self) -> None:
+        """Runs the compaction that is due and reads what every request holds, and what its next token may need."""
+        self._step, self._held, self._partial = (rows.sum((0, 2), dtype=np.int64) for rows in self.store.look())
+        self.reservations.look_again()
+
+    def numbers(self) -> np.ndarray:
+        """What other ranks need to count as is counted here: int64 [2 + 2 * slots]. After `look`."""
+        free = self.unreserved + self.reservations.all_promised
+        return np.concatenate([[self.max_pages, free], self._held, self._step])
+
+    def settle(self) -> None:
+        """Ends the last forward: takes back every reservation, and `look`."""
+        self.reservations.clear()
+        self.staged.clear()
+        self.look()
+
+    def need(self, slot: int | None, seen: int, tokens: int) -> int:
+        """Pages that `tokens` more tokens take at most, of a request that has seen `seen`; arguments as in `Slots`."""
+        held, step = (0, 0) if slot is None else (self.held(slot), int(self._step[slot]))
+        return self.bounds.more(seen, tokens, held, step)
+
+    def held(self, slot: int) -> int:
+        """Pages of the request in `slot`."""
+        return int(self._held[slot])
+
+    @property
+    def unreserved(self) -> int:
+        """Pages that may still be reserved."""
+        return self.reservations.unreserved
+
+    def promised(self, slot: int) -> int:
+        """What is reserved for `slot`."""
+        return self.reservations.promised(slot)
+
+    def reserve(self, slot: int, pages: int) -> None:
+        """Reserves `pages` pages, of which there are so many."""
+        self.reservations.reserve(slot, pages)
+
+    def begin(self, prompts: list[tuple[int, int, int]], steps: bool, leaves: bool) -> None:
+        """Starts a forward.
+
+        Args:
+            prompts: slot, past tokens and new tokens of each request that has several new ones.
+            steps: whether others have one. leaves: whether the first token leaves the window of one of them.
+        """
+        for slot, seen, tokens in prompts:
+            self.staged[slot] = stage(self.store, slot, seen, ReservedPool(self.reservations, slot))
+            self.staged[slot].seen += tokens
+        if steps:
+            self.store.centers_soon = self.store.config.center and leaves
+            begin_forward(self.store, 1)
+
+    def clear(self, slot: int) -> None:
+        """Gives back the pages of the request in `slot`, those that others own as well to them; it is empty then."""
+        store, table = self.store, self.store.table.table[:, slot]
+        store.pool.release(table[table != NULL_PAGE])
+        store.empty(slot)
+        self._held[slot] = 0
+
+    def withdraw(self, slot: int) -> None:
+        """Takes back what is reserved for `slot`."""
+        self.staged.pop(slot, None)
+        self.reservations.withdraw(slot)
+        self.reservations.look_again()
+
+    def entries(self, source: Store, alike: int | None) -> Entries:
+        """What `load` makes of the one request of `source`, settled and without padding, a store of the same layers.
+
+        Args:
+            alike: a slot with a request that begins alike, to share pages with.
+        """
+        return entries_of_request(self.store, source, alike if self.shares else None)
+
+    def load(self, slot: int, source: Store, entries: Entries) -> None:
+        """Copies the one request of `source` into the empty `slot`. After `provide`."""
+        fill_entries(self.store, slot, entries, source)
+        for name in ROW_STATE:
+            getattr(self.store, name)[:, slot] = getattr(source, name)[:, 0]
+        self.look()
+
+    def copied(self, slot: int) -> int:
+        """Pages that `copy` takes."""
+        return int(self._partial[slot]) if self.shares else self.held(slot)
+
+    def copy(self, slot: int, twin: int) -> None:
+        """Copies the request in `slot` to the empty slot `twin`. After `settle` and `provide`."""
+        store = self.store
+        fill_entries(store, twin, entries_of_slot(store, slot, self.shares), store)
+        for name in ROW_STATE:
+            state = getattr(store, name)
+            state[:, twin] = state[:, slot]
+        self.look()
+
+    def provide(self, pages: int) -> None:
+        """Has so many pages exist for `load` or `copy`. Raises `MemoryError` where the device has no memory."""
+        self.store.pool.ensure_free(pages)
+
+
+def slot_groups(config: DiffKVConfig, num_layers: int, shape: AttentionShape) -> list[HeadGroup]:
+    """Heads that are held alike, without a budget, with thresholds for those that are here.
+
+    Raises:
+        ValueError: precisions or thresholds for another number of layers or heads.
+    """
+    known, parallel = Stores(replace(config, max_bytes=None), num_layers), shape.ranks.parallel
+    known.share_heads(parallel)
+    found = []
+    for index, group in enumerate(known.groups):
+        config = known.of_layer(index, shape.num_heads)
+        of_heads = {name: getattr(config, name) for name in ("alpha_high", "alpha_low")}
+        count = group.count(shape.num_heads)
+        mine = {name: parallel.share(a, count) for name, a in of_heads.items() if isinstance(a, tuple)}
+        found.append(replace(group, config=replace(config, **mine)))
+    return found
+
+
+def make_parts(groups: Sequence[HeadGroup], shape: AttentionShape) -> list[SlotPart]:
+    """Parts of all groups of heads, as many of the same pages together, each with one slot."""
+    together: list[list[int]] = []
+    for index, mine in enumerate(groups):
+        part = next((part for part in together if _alike(groups[part[0]], mine)), None)
+        if part is None:
+            together.append([index])
+        else:
+            part.append(index)
+    parts = []
+    for indices in together:
+        first = groups[indices[0]]
+        count = first.count(shape.num_heads)
+        heads = KVHeads(count, shape.key_dim, shape.value_dim, shape.dtype, shape.device)
+        first_head = shape.ranks.parallel.rank * count if first.heads is None else 0
+        known = {"total_layers": len(groups), "first_head": first_head, "max_positions": shape.max_positions}
+        store = SlotStore(first.config, len(indices), 1, heads, **known)
+        for layer, index in enumerate(indices):
+            store.place_layer(layer, index)
+            store.set_thresholds(layer, groups[index].config.alpha_high, groups[index].config.alpha_low)
+        query_heads = shape.query_heads // shape.num_heads * count
+        parts.append(SlotPart(store, query_heads, shape.ranks.alone))
+    return parts
+
+
+def _alike(one: HeadGroup, other: HeadGroup) -> bool:
+    """Whether both may be in one store."""
+    heads = [(group.heads is None, len(group.heads or ())) for group in (one, other)]
+    return heads[0] == heads[1] and same_pages(one.config, other.config)

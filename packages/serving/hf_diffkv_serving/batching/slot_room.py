@@ -1,0 +1,112 @@
+"""How many slots there are, for how long requests, and how many pages beside them: as requests need it, under a budget.
+
+Slots and pages take their memory from each other. Short requests need many slots and few pages, long ones the reverse.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from hf_diffkv.pages.layout import NARROW_POSITIONS
+
+from .slot_part import SlotPart
+
+# tokens that there is room for at first; and by which share slots and tokens grow beyond what is needed
+FIRST_TOKENS = 128
+SLOTS_AHEAD, TOKENS_AHEAD = 8, 4
+
+
+class PerSlot(Protocol):
+    """What others hold for every slot, beside the stores."""
+
+    def bytes_for(self, slots: int, tokens: int) -> int:
+        """Held where there are so many slots for requests of up to `tokens` tokens."""
+
+    def resize(self, slots: int, tokens: int) -> None:
+        """Makes it so, where requests there are have room; what they hold stays."""
+
+    def move(self, slot: int, to: int) -> None:
+        """The request in `slot` has the empty slot `to` from now on."""
+
+
+class SlotRoom:
+    """The sizes of all that slots consist of.
+
+    Args:
+        parts: with one slot each.
+        others: hold something for every slot.
+        most: slots there may be.
+        max_tokens: of the longest request that is allowed.
+        max_bytes: of everything that is held.
+
+    Attributes:
+        slots: how many there are.
+        tokens: of the longest request there is room for at the moment, in tables and buffers.
+        longest: tokens of the longest request that surely fits while it is alone; at most `max_tokens`.
+    """
+
+    def __init__(
+        self, parts: Sequence[SlotPart], others: Sequence[PerSlot], most: int, max_tokens: int, max_bytes: int
+    ) -> None:
+        self._parts, self._others = parts, others
+        self.most, self.max_bytes = most, max_bytes
+        self.slots, self.tokens = 1, parts[0].store.room
+        # pages are shared out in the proportion in which a long request takes them
+        self._costs = np.array([part.store.bytes_per_page for part in parts])
+        weights = np.array([max(1, part.bounds.pages(max_tokens)) for part in parts]) * self._costs
+        self._shares = weights / weights.sum()
+        narrow = any(part.store.layout.high.position_bytes == 2 for part in parts)
+        allowed = min(max_tokens, NARROW_POSITIONS) if narrow else max_tokens
+        self.longest = bisect_left(range(allowed), True, key=lambda tokens: not self._fits_alone(tokens + 1))
+
+    def _fits_alone(self, tokens: int) -> bool:
+        limits = self.limits(1, tokens)
+        # all but the null page
+        return all(part.bounds.pages(tokens) <= limit - 1 for part, limit in zip(self._parts, limits))
+
+    def limits(self, slots: int, tokens: int) -> np.ndarray:
+        """Pages, null pages included, that there may be of each part beside so many slots, int64 [parts]."""
+        beside = sum(part.store.bytes_beside_pages(slots, tokens) for part in self._parts)
+        beside += sum(other.bytes_for(slots, tokens) for other in self._others)
+        return np.floor((self.max_bytes - beside) * self._shares / self._costs).astype(np.int64)
+
+    def share_out(self) -> None:
+        """Gives each part the pages that it may have beside what there is. Raises as `SlotPart.set_limit`."""
+        self._set_limits(self.limits(self.slots, self.tokens))
+
+    def sizes_for(self, slots: int, tokens: int) -> list[tuple[int, int]]:
+        """Slots and tokens that may be made where at least these are needed, the best first."""
+        tokens = max(tokens, min(self.longest, FIRST_TOKENS))
+        ahead = slots if slots <= self.slots else min(self.most, max(slots, self.slots + self.slots // SLOTS_AHEAD))
+        longer = tokens if tokens <= self.tokens else min(self.longest, tokens + tokens // TOKENS_AHEAD)
+        stays = (max(self.slots, slots), max(self.tokens, tokens))
+        larger = (max(self.slots, ahead), max(self.tokens, longer))
+        return [larger, stays, (slots, max(self.tokens, tokens)), (slots, tokens)]
+
+    def change(self, slots: int, tokens: int) -> None:
+        """Makes so many slots, for requests of up to `tokens` tokens; those that go are empty.
+
+        Pages in use and promised must be within `limits` of these sizes.
+
+        Raises:
+            MemoryError: the device has no memory, or takes none back; what there is stays usable.
+        """
+        between = (min(slots, self.slots), min(tokens, self.tokens))
+        try:
+            for size in dict.fromkeys([between, (slots, tokens)]):
+                self._set_limits(np.minimum(self.limits(*size), self.limits(self.slots, self.tokens)))
+                for part in self._parts:
+                    part.resize(*size)
+                for other in self._others:
+                    other.resize(*size)
+                self.slots, self.tokens = size
+        finally:
+            self.share_out()
+
+    def _set_limits(self, limits: np.ndarray) -> None:
+        for part, limit in zip(self._parts, limits):
+            part.set_limit(int(limit))

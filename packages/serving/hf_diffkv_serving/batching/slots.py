@@ -1,0 +1,462 @@
+"""Requests that come and go: each has a slot, the same in every store, and an idle slot holds no page and does no work.
+
+There are as many slots, for as long requests, as are needed (slot_room.py). A forward may hold any requests in any
+order, one token of some and many of others; what becomes of each does not depend on the others.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_diffkv.cache.split_heads import SplitHeads
+from hf_diffkv.config import DiffKVConfig
+from hf_diffkv.ops.softmax import Softmax
+from hf_diffkv.store.compaction import settle
+from hf_diffkv.store.decode import attend_token
+from hf_diffkv.store.prompt import attend_tokens
+from hf_diffkv.store.query_moments import QueryMoments
+from hf_diffkv.store.state import Store
+
+from .ranks import OtherPart, other_parts
+from .shapes import AttentionShape
+from .slot_part import SlotPart, make_parts, slot_groups
+from .slot_room import FIRST_TOKENS, PerSlot, SlotRoom
+from .staging import stage
+
+_logger = logging.getLogger("hf_diffkv")
+
+
+class Slots:
+    """Slots under a byte budget.
+
+    Every forward goes: `settle`, `make_room` and `reserve` for each request in it, `begin`, `attend` layer by layer.
+
+    Args:
+        config: the user's choices; `max_bytes` is not looked at.
+        shape: of every layer.
+        num_layers: compressed layers of the model.
+        count: requests that may be there at once.
+        max_tokens: tokens of the longest request that is allowed.
+        max_bytes: of everything that is held: windows, tables, scratch, pages.
+        others: hold something for every slot as well.
+
+    Attributes:
+        room: how many slots there are, for how long requests.
+        groups: of heads that are held alike; stores take each for a layer.
+        parts: the layers of each store. Pages of one cannot be had in another: what is said of pages is said for each
+            part, as int64 [parts], those of other ranks included.
+        failures: what went wrong in the running forward, by slot.
+
+    Raises:
+        ValueError: thresholds or precisions for another number of layers or heads, or `compaction_interval` above 1.
+        MemoryError: `max_bytes` cannot hold the slots and one short request.
+    """
+
+    def __init__(
+        self,
+        config: DiffKVConfig,
+        shape: AttentionShape,
+        num_layers: int,
+        count: int,
+        *,
+        max_tokens: int,
+        max_bytes: int,
+        others: Sequence[PerSlot] = (),
+    ) -> None:
+        if config.compaction_interval != 1:
+            raise ValueError(
+                f"compaction_interval={config.compaction_interval} counts the steps of a whole batch, whose requests "
+                "come and go here; use compaction_interval=1."
+            )
+        self.max_bytes = max_bytes
+        self.device, self.dtype = shape.device, shape.dtype
+        self.ranks = shape.ranks
+        with self.ranks.in_step():
+            self.groups = slot_groups(config, num_layers, shape)
+            self.parts = make_parts(self.groups, shape)
+        self._exact = config.sinks + config.window
+        self._places = {index: (part, layer) for part in self.parts for layer, index in enumerate(part.store.layers)}
+        # indices of each layer's groups of heads, and how its tensors are taken apart where there are several
+        self._of_layer = [[i for i, group in enumerate(self.groups) if group.layer == n] for n in range(num_layers)]
+        split = (layer for layer in range(num_layers) if len(self._of_layer[layer]) > 1)
+        self._heads = {layer: SplitHeads([self.groups[i] for i in self._of_layer[layer]]) for layer in split}
+        self.room = SlotRoom(self.parts, others, count, max_tokens, max_bytes)
+        self.room.longest = self.ranks.least(self.room.longest)
+        if self.longest < min(max_tokens, self._exact):
+            raise MemoryError(
+                f"max_bytes={max_bytes} holds no page beside the window and table of one request of up to "
+                f"{max_tokens} tokens; raise max_bytes, or allow shorter requests."
+            )
+        self._taken: set[int] = set()
+        self._seen = [0]
+        # tokens of each request in the forward to come
+        self._reserved: dict[int, int] = {}
+        # slots, tokens and pages that there was no room for since the last forward
+        self._denied: list[np.ndarray] = []
+        self._moves: list[tuple[int, int]] = []
+        self._forward: list[tuple[int, int, int]] = []
+        self.failures: dict[int, Exception] = {}
+        self._others = others
+        self._elsewhere = other_parts(self.ranks, [part.bounds for part in self.parts])
+        # where a request must find room: the parts here, and those of other ranks
+        self.all_parts: list[SlotPart | OtherPart] = [*self.parts, *(part for each in self._elsewhere for part in each)]
+        with self.ranks.in_step():
+            for part in self.parts:
+                part.look()
+            self.room.change(1, min(FIRST_TOKENS, self.longest))
+        self._tell()
+
+    def use_moments(self, moments: QueryMoments) -> None:
+        """Has generated keys rounded by moments of the model's queries.
+
+        Raises:
+            ValueError: they are of another model.
+        """
+        moments.check_layers(len(self._of_layer))
+        moments = moments.of_groups(self.groups)
+        for index, (part, _) in self._places.items():
+            ranks = self.ranks.parallel.size if self.groups[index].heads is None else 1
+            moments.check_layer(index, part.store.num_heads * ranks, part.store.key_dim)
+        for part in self.parts:
+            part.store.moments = moments
+
+    @property
+    def bytes(self) -> int:
+        """Bytes the device holds for all slots."""
+        return sum(part.store.bytes for part in self.parts)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request that surely fits while it is alone; at most `max_tokens`."""
+        return self.room.longest
+
+    @property
+    def count(self) -> int:
+        """How many slots there are, idle ones included."""
+        return self.room.slots
+
+    @property
+    def max_pages(self) -> np.ndarray:
+        """Pages that requests may hold, by part."""
+        return np.array([part.max_pages for part in self.all_parts])
+
+    @property
+    def used_pages(self) -> np.ndarray:
+        """Pages that requests hold, by part here."""
+        pools = [part.store.pool for part in self.parts]
+        return np.array([pool.capacity - 1 - pool.free_list.free for pool in pools])
+
+    @property
+    def unreserved(self) -> np.ndarray:
+        """Pages that may still be reserved, by part."""
+        return np.array([part.unreserved for part in self.all_parts])
+
+    @property
+    def idle(self) -> int:
+        """How many slots no request has."""
+        return self.count - len(self._taken)
+
+    @property
+    def has_place(self) -> bool:
+        """Whether a request without any tokens could be let in."""
+        return self._size_for(None, 0) is not None
+
+    def seen(self, slot: int) -> int:
+        """Tokens of the request in `slot` so far."""
+        return self._seen[slot]
+
+    def make_room(self, slot: int | None, tokens: int, shared: int = 0) -> bool:
+        """Has there be a slot, and room in it and in the pool for what `tokens` more tokens take. Only after `settle`.
+
+        Slots become more or fewer, their tables wider or narrower, as pages are left or needed. Requests may get
+        another slot: `take_moves` tells.
+
+        Args:
+            slot: None for a request that has none yet.
+            shared: of these tokens, how many it begins with as one that has them: `load` shares their full pages.
+
+        Returns:
+            Whether there is room; else nothing has changed.
+
+        Raises:
+            MemoryError: the device of one of several ranks has no memory.
+        """
+        size = self._size_for(slot, tokens, shared)
+        if size is None or size == (self.count, self.room.tokens):
+            return size is not None
+        for old in sorted(self._taken - set(range(size[0]))):
+            self._move(old, min(set(range(size[0])) - self._taken))
+        try:
+            with self.ranks.in_step():
+                self.room.change(*size)
+        except MemoryError as error:
+            if not self.ranks.alone:
+                raise
+            _logger.warning("slots cannot become %s for %s tokens: %s", *size, error)
+            return False
+        finally:
+            self._seen = (self._seen + [0] * self.count)[: self.count]
+        self._tell()
+        return True
+
+    def _tell(self) -> None:
+        """Tells other ranks what is held here, and hears of them."""
+        self._denied.clear()
+        mine = np.stack([part.numbers() for part in self.parts])
+        # other ranks may have more parts
+        most = max([len(self.parts), *map(len, self._elsewhere)])
+        theirs = self.ranks.other_numbers(np.pad(mine, [(0, most - len(self.parts)), (0, 0)]))
+        for parts, numbers in zip(self._elsewhere, theirs):
+            for part, of_part in zip(parts, numbers):
+                part.note(of_part)
+
+    def take_moves(self) -> list[tuple[int, int]]:
+        """Which requests `make_room` has moved, in this order: the slot that each had, and the one it has."""
+        moves, self._moves = self._moves, []
+        return moves
+
+    def _size_for(self, slot: int | None, tokens: int, shared: int = 0) -> tuple[int, int] | None:
+        """Slots, and tokens in each, with which there is room as in `make_room`; None where there is none."""
+        slots = len(self._taken) + (slot is None)
+        longest = max((self._seen[taken] + self._reserved.get(taken, 0) for taken in self._taken), default=0)
+        longest = max(longest, tokens + (0 if slot is None else self._seen[slot]))
+        if slots > self.room.most or longest > self.longest:
+            return None
+        not_taken = [part.bounds.full_pages(shared) if part.shares else 0 for part in self.all_parts]
+        need, left = self.need(slot, tokens) - not_taken, self.unreserved
+        if slots <= self.count and longest <= self.room.tokens and (need <= left).all():
+            return self.count, self.room.tokens
+        wanted = np.array([slots, longest, *(self.max_pages + 1 - left + need)])
+        # ranks need not ask each other for what they said no to
+        if any((wanted >= denied).all() for denied in self._denied):
+            return None
+        sizes, here = self.room.sizes_for(slots, longest), wanted[2 : 2 + len(self.parts)]
+        fit = self.ranks.all_of([bool((self.room.limits(*size) >= here).all()) for size in sizes])
+        if not any(fit):
+            self._denied.append(wanted)
+        return next((size for size, fits in zip(sizes, fit) if fits), None)
+
+    def _move(self, slot: int, to: int) -> None:
+        for holder in (*self.all_parts, *self._others):
+            holder.move(slot, to)
+        self._moves.append((slot, to))
+        self._taken = self._taken - {slot} | {to}
+        self._seen[to], self._seen[slot] = self._seen[slot], 0
+        if slot in self._reserved:
+            self._reserved[to] = self._reserved.pop(slot)
+
+    def adopt(self) -> int:
+        """Gives an idle slot to a request that has no tokens yet. Raises `MemoryError` where all are taken."""
+        if not self.idle:
+            raise MemoryError(f"all {self.count} slots are taken.")
+        slot = min(set(range(self.count)) - self._taken)
+        self._taken.add(slot)
+        return slot
+
+    def release(self, slot: int) -> None:
+        """Gives back all that the request in `slot` holds, pages and reservations, and the slot itself."""
+        for part in self.parts:
+            if self._seen[slot]:
+                part.clear(slot)
+            part.withdraw(slot)
+        for other in self.all_parts[len(self.parts) :]:
+            other.release(slot)
+        self._seen[slot] = 0
+        self._denied.clear()
+        self._reserved.pop(slot, None)
+        self._taken.remove(slot)
+
+    def load(self, slot: int, sources: Iterable[Store], tokens: int, alike: int | None = None) -> None:
+        """Copies the one request that `sources` hold into `slot`, which is adopted and has no tokens yet.
+
+        Args:
+            sources: of the same configuration and shape, settled, without padding; each has the layers of a part.
+            tokens: that the request is going to have, these included.
+            alike: a slot with a request that begins alike; full pages that hold the same are shared with it.
+
+        Raises:
+            MemoryError: no room for `tokens` tokens, or the device has no memory; nothing has changed then.
+        """
+        by_layers = {tuple(source.layers): source for source in sources}
+        pairs = [(part, by_layers[tuple(part.store.layers)]) for part in self.parts]
+        loaded = [(part, source, part.entries(source, alike)) for part, source in pairs]
+        for part, _, entries in loaded:
+            if part.bounds.pages(tokens) - entries.shared_pages > part.unreserved:
+                raise MemoryError(f"there are not enough pages for a request of {tokens} tokens.")
+        for part, _, entries in loaded:
+            part.provide(entries.pages)
+        for part, source, entries in loaded:
+            part.load(slot, source, entries)
+            self._seen[slot] = source.seen
+
+    def held(self, slot: int) -> list[Store]:
+        """What the request in `slot` holds, a store for each part, with the slot's memory; valid until it changes."""
+        for part in self.parts:
+            settle(part.store)
+        return [stage(part.store, slot, self._seen[slot], part.store.pool) for part in self.parts]
+
+    def fork(self, slot: int) -> int | None:
+        """A further slot with a copy of the request in `slot`; None where there is no room. Only after `make_room`.
+
+        Raises:
+            MemoryError: the device has no memory; nothing has changed then.
+        """
+        if not self.idle or any(part.copied(slot) > part.unreserved for part in self.all_parts):
+            return None
+        with self.ranks.in_step():
+            for part in self.parts:
+                part.provide(part.copied(slot))
+        twin = self.adopt()
+        for part in self.all_parts:
+            part.copy(slot, twin)
+        self._seen[twin] = self._seen[slot]
+        return twin
+
+    def settle(self) -> None:
+        """Ends the last forward: runs the compaction behind it and takes back every reservation."""
+        self._forward.clear()
+        self._reserved.clear()
+        with self.ranks.in_step():
+            for part in self.parts:
+                part.settle()
+        for other in self.all_parts[len(self.parts) :]:
+            other.settle()
+        self._tell()
+
+    def need(self, slot: int | None, tokens: int) -> np.ndarray:
+        """Pages that `tokens` more tokens take at most, by part. Only after `settle`.
+
+        Args:
+            slot: None for a request that has none yet.
+        """
+        seen = 0 if slot is None else self._seen[slot]
+        return np.array([part.need(slot, seen, tokens) for part in self.all_parts])
+
+    def reserve(self, slot: int, tokens: int) -> bool:
+        """Reserves what `tokens` more tokens need, compaction included; False if there is too little. As `need`."""
+        need = self.need(slot, tokens)
+        promised = np.array([part.promised(slot) for part in self.all_parts])
+        if (need - promised > self.unreserved).any():
+            return False
+        self._reserved[slot] = tokens
+        for part, pages in zip(self.all_parts, need):
+            part.reserve(slot, int(pages))
+        return True
+
+    def begin(self, forward: Sequence[tuple[int, int]]) -> None:
+        """Starts a forward for which everything is reserved.
+
+        Args:
+            forward: slot and number of its new tokens, in the order in which they are packed; each slot once.
+
+        Raises:
+            MemoryError: the device has no memory for what was reserved.
+        """
+        with self.ranks.in_step():
+            for part in self.parts:
+                part.reservations.provide()
+        self.failures = {}
+        steps, prompts, at = [], [], 0
+        for slot, tokens in forward:
+            seen = self._seen[slot]
+            if tokens == 1 and seen:
+                steps.append((slot, at))
+            elif tokens:
+                self._forward.append((slot, at, tokens))
+                prompts.append((slot, seen, tokens))
+            self._seen[slot] += tokens
+            at += tokens
+        self._steps = [slot for slot, _ in steps]
+        pairs = torch.tensor(steps, dtype=torch.int64, device=self.device).view(-1, 2)
+        self._step_slots, self._step_at = pairs.unbind(1)
+        self._stepping = torch.zeros(self.count, dtype=torch.bool, device=self.device)
+        self._stepping[self._step_slots] = True
+        leaves = any(self._seen[slot] == self._exact + 1 for slot, _ in steps)
+        for part in self.parts:
+            part.begin(prompts, bool(steps), leaves)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, softmax: Softmax) -> Tensor:
+        """Attends from the packed tokens of a forward and stores them.
+
+        A request that fails is noted in `failures`, and its output is zero from there on.
+
+        Args:
+            layer: index of the layer.
+            query: [1, query_heads, tokens, key_dim]; key, value: [1, heads, tokens, dim].
+
+        Returns:
+            [1, query_heads, tokens, value_dim] in the query's dtype.
+        """
+        output = query.new_zeros(*query.shape[:3], value.shape[3])
+        if self._step_slots.numel():
+            given = []
+            for tensor in (query, key, value):
+                rows = tensor.new_zeros(self.count, tensor.shape[1], 1, tensor.shape[3])
+                rows[self._step_slots, :, 0] = tensor[0, :, self._step_at].transpose(0, 1)
+                given.append(rows)
+            stepped = self.attend_steps(layer, given, softmax, self._stepping)
+            output[0, :, self._step_at] = stepped[self._step_slots, :, 0].transpose(0, 1)
+        for slot, at, tokens in self._forward:
+            if slot in self.failures:
+                continue
+            mine = slice(at, at + tokens)
+            inputs = [tensor[:, :, mine] for tensor in (query, key, value)]
+            try:
+                output[:, :, mine] = self._by_groups(
+                    layer,
+                    lambda part, place, given, own, slot=slot: attend_tokens(part.staged[slot], place, *given, own),
+                    inputs,
+                    softmax,
+                )
+            except (ValueError, MemoryError) as error:
+                self.failures[slot] = error
+        return output
+
+    def _by_groups(
+        self, layer: int, attend: Callable[..., Tensor], tensors: Sequence[Tensor], softmax: Softmax
+    ) -> Tensor:
+        """What `attend` returns of a layer's heads, called for each group of them with its part, place and tensors."""
+        heads = self._heads.get(layer)
+        places = [self._places[index] for index in self._of_layer[layer]]
+        if heads is None:
+            return attend(*places[0], tensors, softmax)
+        given = zip(places, zip(*map(heads.apart, tensors)), heads.softmaxes(softmax))
+        return heads.together([attend(*place, of_group, own) for place, of_group, own in given])
+
+    def attend_steps(self, layer: int, rows: Sequence[Tensor], softmax: Softmax, stepping: Tensor) -> Tensor:
+        """Attends from one token of each slot that has one, and stores it.
+
+        Args:
+            rows: query [slots, query_heads, 1, key_dim], key and value [slots, heads, 1, dim].
+            stepping: bool [slots], which have one.
+
+        Returns:
+            [slots, query_heads, 1, value_dim] in the query's dtype.
+        """
+        return self._by_groups(
+            layer,
+            lambda part, place, given, own: attend_token(part.store, place, *given, own, stepping),
+            rows,
+            softmax,
+        )
+
+    def only_steps(self) -> list[int]:
+        """Slots of the running forward, where each has one token after others and no key is centred."""
+        centers = any(part.store.centers_soon for part in self.parts)
+        return [] if self._forward or centers else self._steps
+
+    def take_failures(self) -> dict[int, Exception]:
+        """What went wrong in the forward that has just run, here or on another rank, by slot.
+
+        Those requests can only be released.
+        """
+        for store in [part.store for part in self.parts if self._step_slots.numel()]:
+            spoiled = store.spoiled(self._step_slots)
+            self.failures.update({slot: ValueError(store.value_message()) for slot in spoiled})
+        failures, self.failures = self.failures, {}
+        return self.ranks.all_failures(failures)

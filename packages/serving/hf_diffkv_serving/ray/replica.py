@@ -1,0 +1,112 @@
+"""One replica: a model, its engine, and the application of `hf-diffkv serve`, which it runs request by request."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ray import serve
+
+from ..batching.sampling import Sampling
+from ..server.app import build_app
+from ..server.logs import LogFormat, ServerLog
+from ..server.operation import Operated, Operation
+from .beginnings import Wanted
+from .engine import EngineOptions, load_engine
+
+# says which replica answered
+REPLICA_HEADER = b"x-replica"
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """How replicas serve their model.
+
+    Attributes:
+        name: what clients call it; None is the model's own.
+        chat_template: in place of the tokenizer's.
+        seed: of the draws of requests that have none; None is another one each time.
+        operation: key, limits and times, of each replica.
+        log_format: of lines in the replicas' logs, "text" or "json".
+    """
+
+    name: str | None = None
+    chat_template: str | None = None
+    seed: int | None = None
+    operation: Operation = Operation()
+    log_format: LogFormat = "text"
+
+
+class Replica:
+    """Serves one model; Ray Serve makes as many of it as are wanted.
+
+    Args:
+        options: of its engine; `generation` is for requests that do not say how their tokens are chosen.
+        served: how it is served.
+
+    Raises:
+        EvaluationError, ValueError, MemoryError: as of `load_engine`; Ray Serve tries again, then says so.
+    """
+
+    def __init__(self, options: EngineOptions, served: ReplicaOptions) -> None:
+        # requests say how their tokens are drawn; the engine's own way is for all of them
+        loaded = load_engine(replace(options, generation={"do_sample": False}))
+        self._engine = loaded.manager
+        loaded.start()
+        if served.chat_template is not None:
+            loaded.tokenizer.chat_template = served.chat_template
+        usual = copy.deepcopy(loaded.model.generation_config)
+        usual.update(**options.generation)
+        name, sampling = served.name or options.model, Sampling.of(usual)
+        app = build_app(name, loaded.model, loaded.tokenizer, self._engine, sampling, served.seed)
+        self._app = Operated(app, self._engine, served.operation, ServerLog(served.log_format))
+        self._name = serve.get_replica_context().replica_id.unique_id
+        self._ending: set[asyncio.Task] = set()
+
+    def check_health(self) -> None:
+        """Raises `RuntimeError` where the engine has ended: Ray Serve then starts another replica in place of this."""
+        if not self._engine.is_running():
+            raise RuntimeError(f"the engine has ended: {self._engine.background_thread_status.fatal_error}")
+
+    async def answer(self, wanted: Wanted, scope: dict[str, Any], body: bytes) -> AsyncIterator[list[dict[str, Any]]]:
+        """The messages of ASGI that answer a request, those that have come since the last ones together.
+
+        A caller that stops reading ends the request.
+
+        Args:
+            wanted: for the router.
+            scope, body: the request.
+        """
+        sent: asyncio.Queue[dict | None] = asyncio.Queue()
+        asked, gone = [{"type": "http.request", "body": body, "more_body": False}], asyncio.Event()
+
+        async def receive() -> dict:
+            if asked:
+                return asked.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], (REPLICA_HEADER, self._name.encode())]}
+            sent.put_nowait(message)
+
+        running = asyncio.ensure_future(self._app(scope, receive, send))
+        self._ending.add(running)
+        running.add_done_callback(self._ending.discard)
+        running.add_done_callback(lambda _: sent.put_nowait(None))
+        try:
+            ended = False
+            while not ended:
+                messages = [await sent.get()]
+                while not sent.empty():
+                    messages.append(sent.get_nowait())
+                ended = messages[-1] is None
+                if found := [message for message in messages if message is not None]:
+                    yield found
+            running.result()
+        finally:
+            gone.set()

@@ -1,0 +1,119 @@
+"""What the answers of all routes share: their head, counts of tokens, logprobs, and how streams are written."""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import Response
+from fastapi.responses import StreamingResponse
+
+from ..batching.sampling import TokenLogprobs
+from .errors import RefusedError
+from .generation import Asked, Generation, Run, Step
+
+# what OpenAI's protocol has for the logarithm of 0
+NEVER = -9999.0
+# what decoders put where bytes are no character
+NO_CHARACTER = "\ufffd"
+
+
+@dataclass(frozen=True)
+class Served:
+    """What all requests are answered with.
+
+    Attributes:
+        name: what clients call the model.
+    """
+
+    name: str
+    model: Any
+    generation: Generation
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.generation.tokenizer
+
+
+@dataclass(frozen=True)
+class Answer(ABC):
+    """The answer to one request, of which each route has its form.
+
+    Attributes:
+        body: of the request, validated.
+        created: seconds since 1970.
+    """
+
+    served: Served
+    body: Any
+    request_id: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @abstractmethod
+    def asked(self) -> Asked:
+        """What the engine is asked for. Raises `RefusedError`."""
+
+    @abstractmethod
+    def whole(self, run: Run, answers: list[Step]) -> dict[str, Any]:
+        """The object that is sent where no stream is asked for."""
+
+    @abstractmethod
+    def events(self, run: Run) -> AsyncIterator[str]:
+        """What a stream is made of."""
+
+    @abstractmethod
+    def failed(self, error: RefusedError) -> str:
+        """The event that ends a stream where the engine fails."""
+
+    async def response(self) -> Response:
+        """Raises `RefusedError` before anything is sent."""
+        wanted = self.body.model
+        if wanted is not None and wanted != self.served.name:
+            reason = f"the model {wanted!r} does not exist; this server has {self.served.name!r}."
+            raise RefusedError(404, reason, "model", "model_not_found")
+        run = self.served.generation.start(self.request_id, self.asked())
+        if self.body.stream:
+            return StreamingResponse(self._stream(run), media_type="text/event-stream")
+        return json_response(self.whole(run, await run.collect()))
+
+    async def _stream(self, run: Run) -> AsyncIterator[str]:
+        try:
+            async for found in self.events(run):
+                yield found
+        except RefusedError as error:
+            yield self.failed(error)
+        finally:
+            run.close()
+
+    def logprobs(self, token: int, logprob: float) -> dict[str, Any]:
+        """Of one token. Its bytes are null where it is a part of a character."""
+        text = self.served.tokenizer.decode([token])
+        raw = None if NO_CHARACTER in text else list(text.encode())
+        return {"token": text, "logprob": max(logprob, NEVER), "bytes": raw}
+
+    def with_top(self, token: int, found: TokenLogprobs) -> dict[str, Any]:
+        """As `logprobs`, with the likeliest tokens at this place."""
+        return {**self.logprobs(token, found.logprob), "top_logprobs": [self.logprobs(*each) for each in found.top]}
+
+
+def json_response(content: Any) -> Response:
+    return Response(json.dumps(content), media_type="application/json")
+
+
+def event(content: Any, name: str | None = None) -> str:
+    """A server-sent event."""
+    return ("" if name is None else f"event: {name}\n") + f"data: {json.dumps(content)}\n\n"
+
+
+def usage_of(run: Run) -> dict[str, Any]:
+    """Counts of tokens, of all answers together."""
+    return {
+        "prompt_tokens": run.prompt_tokens,
+        "completion_tokens": run.completion_tokens,
+        "total_tokens": run.prompt_tokens + run.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": run.cached_tokens},
+    }

@@ -1,0 +1,262 @@
+"""Brings requests to the engine, and what it says of them back."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import random
+from collections.abc import AsyncIterator, Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..batching.engine_names import CHILD, children
+from ..batching.manager import DiffKVBatchingManager
+from ..batching.records import RequestRecord
+from ..batching.sampling import Sampling, TokenLogprobs
+from .errors import RefusedError
+from .text import Transcript
+
+# ids of the requests that an HTTP request has brought to the engine
+submitted: ContextVar[list[str]] = ContextVar("submitted")
+# no token ends an answer
+NO_END = -1
+# tokens of an answer where neither its client nor the model says more
+USUAL_LENGTH = 1024
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one HTTP request asks of the engine.
+
+    Attributes:
+        prompts: token ids of each. n: answers to each.
+        boundaries: of the first prompt, as in `DiffKVBatchingManager.add_request`.
+        max_new_tokens: None is as many as usual, or as there is room for.
+        stop: strings that end an answer. ignore_eos: tokens of the model do not.
+        stream: whether tokens are wanted as they come.
+        parser: of thoughts and tools, for the prompt that it is called with; None where there is none.
+    """
+
+    prompts: list[list[int]]
+    sampling: Sampling
+    max_new_tokens: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    stream: bool = False
+    parser: Callable[[list[int]], Any] | None = None
+    boundaries: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is new of one answer.
+
+    Attributes:
+        pieces: as in `Transcript`. logprobs: of the tokens that are new, with the tokens and where their text begins.
+        finish_reason: "stop" or "length" in the last one.
+    """
+
+    pieces: list[Any] = field(default_factory=list)
+    logprobs: list[tuple[int, int, TokenLogprobs]] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class Run:
+    """The answers to one HTTP request, while they are made: an iterator of their number and what is new of it.
+
+    Attributes:
+        prompt_tokens, cached_tokens: of all prompts, and how many of them came from prefixes; the latter is right at
+            the end.
+        completion_tokens: of all answers so far.
+    """
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self.prompt_tokens, self.cached_tokens, self.completion_tokens = prompt_tokens, 0, 0
+        # tuples of an answer's number and a step, or an error
+        self.steps: asyncio.Queue[Any] = asyncio.Queue()
+        # numbers of the answers that are not done
+        self.open: set[int] = set()
+        self.close: Callable[[], None] = lambda: None
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Step]]:
+        """Raises `RefusedError` where the engine fails."""
+        try:
+            while self.open:
+                found = await self.steps.get()
+                if isinstance(found, RefusedError):
+                    raise found
+                if found[1].finish_reason is not None:
+                    self.open.discard(found[0])
+                if not self.open:
+                    self.close()
+                yield found
+        finally:
+            self.close()
+
+    async def collect(self) -> list[Step]:
+        """All of each answer, in order."""
+        whole: dict[int, Step] = {}
+        async for number, step in self:
+            last = whole.setdefault(number, Step())
+            whole[number] = Step(last.pieces + step.pieces, last.logprobs + step.logprobs, step.finish_reason)
+        return [whole[number] for number in sorted(whole)]
+
+
+class Generation:
+    """Brings requests to an engine that runs already, and refuses those for which it has no room.
+
+    Args:
+        engine: started.
+        tokenizer: a fast one, of the model.
+        sampling: how tokens are chosen where a request does not say, but for the seed.
+        seed: of the seeds of requests without one, in the order in which they come; None is any.
+    """
+
+    def __init__(
+        self, engine: DiffKVBatchingManager, tokenizer: Any, sampling: Sampling, seed: int | None = None
+    ) -> None:
+        self.engine, self.tokenizer, self.usual = engine, tokenizer, sampling
+        self._seeds = random.Random(seed)
+        # requests that a stop string has ended, and the engine not yet
+        self._stopped: set[str] = set()
+        config = engine.model.generation_config
+        self._usual_length = max(config.max_new_tokens or 0, USUAL_LENGTH)
+        ends = engine.generation_config.eos_token_id
+        self._ends = [ends] if isinstance(ends, int) else list(ends or [NO_END])
+
+    @property
+    def sampling(self) -> Sampling:
+        """What the next request has where it does not say otherwise."""
+        return replace(self.usual, seed=self._seeds.getrandbits(63))
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Whether later requests may begin with what earlier ones left."""
+        return self.engine.prefixes is not None
+
+    def check_alive(self) -> None:
+        """Raises `RefusedError` where the engine failed."""
+        error = self.engine.background_thread_status.fatal_error
+        if error is not None:
+            raise RefusedError(503, f"the engine failed and takes no requests: {error}")
+
+    def start(self, request_id: str, asked: Asked) -> Run:
+        """Brings a request to the engine.
+
+        Raises:
+            RefusedError: there is no room for it, its name belongs to another one, or the engine is stopped.
+        """
+        self.check_alive()
+        names = [f"{request_id}-{i}" if i else request_id for i in range(len(asked.prompts))]
+        answers = [[name, *children(name, asked.n - 1)] for name in names]
+        flat = [name for each in answers for name in each]
+        handlers = self.engine.output_router.result_handlers
+        if any(name in handlers for name in flat) or CHILD in request_id:
+            raise RefusedError(409, f"the request id {request_id!r} belongs to a request that is not done.")
+        limits = [self._limit(prompt, asked.max_new_tokens) for prompt in asked.prompts]
+        run = Run(sum(map(len, asked.prompts)))
+        run.open = set(range(len(flat)))
+        records: list[RequestRecord] = []
+
+        def close() -> None:
+            run.cached_tokens = sum(record.cached_tokens for record in records)
+            for number in run.open:
+                self.forget(flat[number])
+
+        run.close = close
+        try:
+            for place, (prompt, limit) in enumerate(zip(asked.prompts, limits)):
+                records.append(self._submit(run, place * asked.n, answers[place], prompt, limit, asked))
+        except (RuntimeError, queue.Full) as error:
+            close()
+            raise RefusedError(503, f"the server takes no requests now: {error}") from error
+        return run
+
+    def forget(self, request_id: str) -> None:
+        """Ends a request that nobody waits for; one that is done, or about to be, stays so."""
+        if request_id not in self._stopped and request_id in self.engine.output_router.result_handlers:
+            # what still comes would otherwise be kept for whoever asks; it goes when the engine has cancelled it
+            self.engine.register_result_handler(request_id, lambda output: None)
+            self.engine.cancel_request(request_id)
+
+    def _limit(self, prompt: list[int], max_new_tokens: int | None) -> int:
+        try:
+            room = self.engine.check_request(len(prompt), max_new_tokens)
+        except ValueError as error:
+            raise RefusedError(400, str(error), code="context_length_exceeded") from error
+        return room if max_new_tokens is not None else min(room, self._usual_length)
+
+    def _submit(
+        self, run: Run, first: int, names: list[str], prompt: list[int], limit: int, asked: Asked
+    ) -> RequestRecord:
+        ends = [NO_END] if asked.ignore_eos else self._ends
+        for number, name in enumerate(names, first):
+            parser = None if asked.parser is None else asked.parser(prompt)
+            answer = _Answer(run, number, Transcript(self.tokenizer, parser, asked.stop), ends)
+            self.engine.register_result_handler(name, self._handler(answer, name))
+            submitted.get([]).append(name)
+        options = {"eos_token_id": ends, "num_children": len(names) - 1}
+        # a stop string ends an answer as soon as it is there
+        options |= {"max_new_tokens": limit, "streaming": asked.stream or bool(asked.stop)}
+        options["boundaries"] = () if first else asked.boundaries
+        return self.engine.submit(prompt, names[0], asked.sampling, **options)
+
+    def _handler(self, answer: _Answer, name: str) -> Callable[[Any], None]:
+        def handle(output: Any) -> None:
+            if output.is_finished():
+                self._stopped.discard(name)
+            try:
+                if output.error is not None:
+                    self.check_alive()
+                    answer.fail(RefusedError(500, f"the request failed: {output.error}"))
+                elif answer.take(output):
+                    self._stopped.add(name)
+                    self.engine.end_request(name, "stop")
+            except RefusedError as error:
+                answer.fail(error)
+            except Exception as error:
+                answer.fail(RefusedError(500, f"the answer cannot be said: {error}"))
+
+        return handle
+
+
+class _Answer:
+    """One answer, from the outputs of the engine to the steps of its run."""
+
+    def __init__(self, run: Run, number: int, transcript: Transcript, ends: list[int]) -> None:
+        self._run, self._number, self._transcript, self._ends = run, number, transcript, ends
+        self._taken = 0
+        self._done = False
+
+    def fail(self, error: RefusedError) -> None:
+        """Ends the run."""
+        self._done = True
+        self._run.steps.put_nowait(error)
+
+    def take(self, output: Any) -> bool:
+        """Puts what is new into the run; whether the answer ended before the engine's."""
+        if self._done:
+            return False
+        pieces = [] if self._taken else self._transcript.begin()
+        logprobs = []
+        for token in output.generated_tokens[self._taken :]:
+            if output.logprobs:
+                logprobs.append((token, self._transcript.decoded, output.logprobs[self._taken]))
+            self._taken += 1
+            self._run.completion_tokens += 1
+            pieces += self._transcript.add(token)
+            if self._transcript.stopped:
+                break
+        self._done = self._transcript.stopped or output.is_finished()
+        reason = None
+        if self._done:
+            pieces += self._transcript.end()
+            # it may also be ended before its time, as a server is that stops
+            last = output.generated_tokens[-1:]
+            at_end = self._transcript.stopped or any(token in self._ends for token in last)
+            reason = "stop" if at_end else "length"
+        if pieces or logprobs or self._done:
+            self._run.steps.put_nowait((self._number, Step(pieces, logprobs, reason)))
+        return self._done and not output.is_finished()

@@ -1,0 +1,61 @@
+"""Whether the server takes requests, and why not."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..batching.manager import DiffKVBatchingManager
+from .errors import RefusedError
+
+
+@dataclass
+class Health:
+    """What a server can do at this moment.
+
+    Args:
+        grace: seconds that answers under way have once it is to stop.
+
+    Attributes:
+        draining_since: when it was told to stop, by `time.monotonic`; None before.
+    """
+
+    engine: DiffKVBatchingManager
+    grace: float
+    draining_since: float | None = field(default=None, init=False)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the engine."""
+        return self.engine.background_thread_status.fatal_error
+
+    @property
+    def grace_left(self) -> float:
+        """Seconds until answers under way are ended; infinite where nobody has said that it is to stop."""
+        if self.draining_since is None:
+            return math.inf
+        return max(0.0, self.draining_since + self.grace - time.monotonic())
+
+    def drain(self) -> None:
+        """From now on nothing new is taken."""
+        if self.draining_since is None:
+            self.draining_since = time.monotonic()
+
+    def refusal(self) -> RefusedError | None:
+        """What a new request is told; None where it is taken."""
+        if self.failure is not None:
+            return RefusedError(503, f"the engine failed and takes no requests: {self.failure}", code="engine_failed")
+        if self.draining_since is not None:
+            # a balancer has another server by then, or this one is back
+            headers = {"retry-after": str(math.ceil(self.grace_left) + 1)}
+            return RefusedError(503, "the server is stopping and takes no requests.", code="draining", headers=headers)
+        return None
+
+    def answer(self) -> tuple[int, dict[str, Any]]:
+        """Status and content of `/health`."""
+        refusal = self.refusal()
+        if refusal is None:
+            return 200, {"status": "ok"}
+        return 503, {"status": refusal.code, "reason": str(refusal)}

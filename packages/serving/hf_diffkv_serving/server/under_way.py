@@ -1,0 +1,155 @@
+"""Answers under way, each of which can be ended before its time: when that is up, or the server stops."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..batching.manager import DiffKVBatchingManager
+from ..batching.records import RequestRecord, brought
+from .errors import RefusedError
+
+Receive = Callable[[], Awaitable[dict]]
+Send = Callable[[dict], Awaitable[None]]
+# seconds for the last events of a stream that is ended; a client that reads nothing gets none
+LAST_EVENTS = 5.0
+# seconds that the engine may take for the forward before it ends a request, and between looks whether it has
+SLOWEST_FORWARD, LOOK = 60.0, 0.1
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why an answer ends before its time.
+
+    Attributes:
+        refusal: what a client is told that has read nothing yet. One that reads a stream gets what there is of its
+            answer, and the finish reason "length".
+        finish_reason: for the request's record.
+    """
+
+    refusal: RefusedError
+    finish_reason: str
+
+
+def timed_out(seconds: float) -> Ending:
+    return Ending(RefusedError(504, f"the answer took more than {seconds:g} s.", code="timeout"), "timeout")
+
+
+def shut_down() -> Ending:
+    refusal = RefusedError(503, "the server stopped before the answer was complete.", headers={"retry-after": "1"})
+    return Ending(refusal, "shutdown")
+
+
+def asks(scope: dict) -> bool:
+    """Whether an ASGI scope is a request for an answer."""
+    return scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith("/v1/")
+
+
+class UnderWay:
+    """ASGI middleware that knows all answers under way.
+
+    Args:
+        app: ends the requests of a client that goes away.
+        timeout: seconds that an answer may take, from its request on; None is any.
+    """
+
+    def __init__(self, app: Any, engine: DiffKVBatchingManager, timeout: float | None) -> None:
+        self._app, self._engine, self._timeout = app, engine, timeout
+        self.answers: set[UnderWayAnswer] = set()
+
+    async def __call__(self, scope: dict, receive: Receive, send: Send) -> None:
+        if not asks(scope):
+            return await self._app(scope, receive, send)
+        # the engine's requests are added in the context of what follows
+        records = brought.get()
+        if records is None:
+            brought.set(records := [])
+        answer = UnderWayAnswer(self._engine, records)
+        self.answers.add(answer)
+        timer = None
+        if self._timeout is not None:
+            ending = timed_out(self._timeout)
+            timer = asyncio.get_running_loop().call_later(self._timeout, functools.partial(answer.end, ending))
+        try:
+            await answer.run(self._app, scope, receive, send)
+        finally:
+            self.answers.discard(answer)
+            if timer is not None:
+                timer.cancel()
+
+    def end_all(self) -> None:
+        """Ends all answers, as the server stops."""
+        for answer in list(self.answers):
+            answer.end(shut_down())
+
+
+class UnderWayAnswer:
+    """One answer, between its client and the application.
+
+    Args:
+        records: of the requests that it brings to the engine, as they come.
+    """
+
+    def __init__(self, engine: DiffKVBatchingManager, records: list[RequestRecord]) -> None:
+        self._engine, self.records = engine, records
+        self._messages: asyncio.Queue[dict] = asyncio.Queue()
+        self._started = False
+        self._ending: Ending | None = None
+
+    async def run(self, app: Any, scope: dict, receive: Receive, send: Send) -> None:
+        """Has `app` answer, until it is done or the answer is ended."""
+
+        async def listen() -> None:
+            message: dict = {}
+            while message.get("type") != "http.disconnect":
+                message = await receive()
+                self._messages.put_nowait(message)
+
+        async def reply(message: dict) -> None:
+            if self._started or self._ending is None:
+                self._started = True
+                await send(message)
+
+        listener = asyncio.ensure_future(listen())
+        try:
+            await app(scope, self._messages.get, reply)
+        except Exception:
+            # what was cut short may complain
+            if self._ending is None:
+                raise
+        finally:
+            listener.cancel()
+        if self._ending is not None and not self._started:
+            await self._ending.refusal.response()(scope, receive, send)
+
+    def end(self, ending: Ending) -> None:
+        """Ends it, unless that was done."""
+        if self._ending is not None:
+            return
+        self._ending = ending
+        if not self._started:
+            for record in self.records:
+                if record.ended is None:
+                    record.finish_reason = ending.finish_reason
+            self._leave()
+            return
+        for record in self.records:
+            self._engine.end_request(record.request_id, ending.finish_reason)
+        self._leave_later(time.monotonic() + SLOWEST_FORWARD)
+
+    def _leave_later(self, latest: float) -> None:
+        """Leaves when the engine has ended all requests and their last events had time to be read."""
+        waits = any(record.ended is None for record in self.records) and time.monotonic() < latest
+        loop = asyncio.get_running_loop()
+        if waits:
+            loop.call_later(LOOK, self._leave_later, latest)
+        else:
+            loop.call_later(LAST_EVENTS, self._leave)
+
+    def _leave(self) -> None:
+        """As if the client had gone away."""
+        self._messages.put_nowait({"type": "http.disconnect"})

@@ -1,0 +1,76 @@
+"""What is relied on of Transformers' engine is checked, and a release that differs is refused with its number."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+
+import pytest
+import torch
+from hf_diffkv_serving.batching import engine as continuous_engine
+from hf_diffkv_serving.batching.engine_cache import ContinuousCache
+from hf_diffkv_serving.batching.shapes import AttentionShape
+from hf_diffkv_serving.batching.slots import Slots
+from tiny_models import tiny_model
+from transformers import GenerationConfig
+from transformers.generation.continuous_batching import (
+    continuous_api,
+    input_outputs,
+    model_runner,
+    offloading_manager,
+    requests,
+    scheduler,
+)
+
+from hf_diffkv import DiffKVConfig
+from hf_diffkv.compat import BATCHING
+
+ENGINE = "hf_diffkv_serving.batching.engine"
+
+
+@pytest.fixture
+def reimported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next import of the adapter runs it anew."""
+    for name in (ENGINE, f"{ENGINE}_names", "hf_diffkv_serving.batching.manager"):
+        if name in sys.modules:
+            monkeypatch.delitem(sys.modules, name)
+
+
+def test_this_release_is_as_expected() -> None:
+    assert BATCHING.missing() == continuous_engine.CALLED.missing() == []
+
+
+def test_an_older_release_is_refused(reimported: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.22.3")
+    with pytest.raises(ImportError, match=r"transformers>=5\.23, and this is 5\.22\.3"):
+        model.init_continuous_batching(GenerationConfig(cache_implementation="diffkv"))
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_release_that_changed_is_refused(reimported: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def update_batch(self: object, outputs: list) -> None:
+        """Another signature."""
+
+    monkeypatch.setattr(continuous_api.ContinuousBatchProcessor, "update_batch", update_batch)
+    monkeypatch.delattr(scheduler.Scheduler, "finish_request")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.99.0")
+    with pytest.raises(ImportError) as raised:
+        importlib.import_module(ENGINE)
+    for part in ("5.99.0", "ContinuousBatchProcessor.update_batch", "Scheduler.finish_request", "report"):
+        assert part in str(raised.value)
+
+
+def test_the_engine_asks_its_cache_for_nothing_else() -> None:
+    shape = AttentionShape(1, 1, 8, 8, torch.float32, torch.device("cpu"))
+    cache = ContinuousCache(Slots(DiffKVConfig(), shape, 1, 2, max_tokens=64, max_bytes=1 << 20), [0], 64)
+    asked = set()
+    for module in (continuous_api, input_outputs, model_runner, offloading_manager, requests, scheduler):
+        # comments and docstrings name `cache.update`, which attention functions call
+        code = re.sub(r"#.*", "", inspect.getsource(module))
+        asked |= set(re.findall(r"\b(?:self\.)?cache\.([a-z]\w*)\b(?! import)", code))
+    asked -= {"update"}
+    assert len(asked) > 20
+    assert {name for name in asked if not hasattr(cache, name)} == set()

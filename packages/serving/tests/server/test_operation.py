@@ -1,0 +1,416 @@
+"""How a server is run, in this process: keys, limits, metrics, health, and a line for each request."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import re
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from batching import LOSSLESS, check_empty, chunks, request_config
+from live_server import ENDLESS, ROOT, events
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_diffkv import PrefixStore
+from hf_diffkv.evaluation.models import TINY_LM
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("hf_diffkv_serving.server.parts", exc_type=ImportError)
+from hf_diffkv_serving.server import under_way  # noqa: E402
+from hf_diffkv_serving.server.app import build_app  # noqa: E402
+from hf_diffkv_serving.server.logs import ServerLog  # noqa: E402
+from hf_diffkv_serving.server.operation import Operated, Operation  # noqa: E402
+from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
+
+PROMPT = "@oak=5305 @elm=1177 ?elm="
+NEW = 6
+# of time, where a test waits for what must come
+PATIENCE = 60
+
+
+@functools.cache
+def model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(TINY_LM, dtype=torch.float32)
+
+
+@functools.cache
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(TINY_LM)
+
+
+class Client(httpx.AsyncClient):
+    """Asks a server in this process.
+
+    Attributes:
+        lines: what it logged so far.
+    """
+
+    def __init__(self, served: Operated, engine: Any, lines: Callable[[], list[dict]]) -> None:
+        super().__init__(transport=httpx.ASGITransport(served), base_url="http://here", timeout=PATIENCE)
+        self.served, self.engine, self.lines = served, engine, lines
+
+    async def complete(self, new: int | None = NEW, **fields: Any) -> Any:
+        headers = fields.pop("headers", None)
+        body = {"prompt": PROMPT, "max_tokens": new, **fields}
+        return await self.post("/v1/completions", json=body, headers=headers)
+
+    def endless(self, **fields: Any) -> asyncio.Task:
+        """An answer that takes longer than any test."""
+        return asyncio.ensure_future(self.complete(None, **ENDLESS, **fields))
+
+    async def metrics(self) -> dict[tuple, float]:
+        """Values by name and values of labels."""
+        answer = await self.get("/metrics")
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain; version=")
+        families = text_string_to_metric_families(answer.text)
+        return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+
+    async def until(self, done: Callable[[], Any]) -> None:
+        limit = time.monotonic() + PATIENCE
+        while not done():
+            assert time.monotonic() < limit
+            await asyncio.sleep(0.01)
+
+    async def idle(self) -> None:
+        await self.until(lambda: self.engine.memory().requests == 0 and self.engine.memory().free_share == 1)
+
+
+@pytest.fixture
+def served(capfd: pytest.CaptureFixture) -> Iterator[Callable]:
+    """Runs `use` with a client of a server with some options."""
+    started = []
+
+    @contextmanager
+    def running(operation: Operation, prefixes: bool, requests: int) -> Iterator[Client]:
+        engine = model().init_continuous_batching(request_config(LOSSLESS), chunks(max_requests_per_batch=requests))
+        if prefixes:
+            engine.use_prefixes(PrefixStore(model(), LOSSLESS, device_bytes=4 << 20))
+        served = Operated(build_app("tiny-lm", model(), tokenizer(), engine), engine, operation, ServerLog("json"))
+        written: list[dict] = []
+
+        def lines() -> list[dict]:
+            written.extend(json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{"))
+            return written
+
+        started.append(engine)
+        engine.start()
+        yield Client(served, engine, lines)
+
+    def run(
+        use: Callable[[Client], Awaitable[None]], prefixes: bool = False, requests: int = 4, **options: Any
+    ) -> None:
+        async def with_client() -> None:
+            with running(Operation(**options), prefixes, requests) as client:
+                async with client:
+                    await use(client)
+
+        asyncio.run(with_client())
+
+    yield run
+    for engine in started:
+        cache = engine.batch_processor and engine.batch_processor.cache
+        engine.stop(hard_stop=True)
+        if cache:
+            check_empty(cache.slots)
+
+
+@pytest.mark.slow
+def test_metrics_and_lines(served: Callable) -> None:
+    async def use(client: Client) -> None:
+        whole = await client.complete(headers={"x-request-id": "mine"})
+        assert whole.headers["x-request-id"] == "mine"
+        said = whole.json()["usage"]
+        streamed = events((await client.complete(stream=True)).text.splitlines())
+        text = whole.json()["choices"][0]["text"]
+        further = await client.complete(prompt=PROMPT + text + "\n?oak=")
+        assert (await client.complete(10**6)).status_code == 400
+        assert (await client.get("/v1/models")).status_code == 200
+        await client.idle()
+        found = await client.metrics()
+        assert len(streamed) > NEW / 2
+        held = said["prompt_tokens"] + NEW - 1
+        computed = 2 * said["prompt_tokens"] + further.json()["usage"]["prompt_tokens"] - 2 * held
+        # the second request has all but the last token of the first one's prompt
+        lines = client.lines()
+        reused = [line["cached_tokens"] for line in lines]
+        assert reused == [0, 0, held, 0, 0]
+        assert found["hf_diffkv_prompt_tokens_total",] == computed + held
+        assert found["hf_diffkv_generated_tokens_total",] == 3 * NEW
+        assert found["hf_diffkv_requests_finished_total", "length"] == 3
+        assert found["hf_diffkv_http_requests_total", "/v1/completions", "200"] == 3
+        assert found["hf_diffkv_http_requests_total", "/v1/completions", "400"] == 1
+        assert found["hf_diffkv_http_requests_total", "/v1/models", "200"] == 1
+        for name in ("time_to_first_token", "time_per_output_token", "request_duration"):
+            assert found[f"hf_diffkv_{name}_seconds_count",] == 3
+        whole, each, first = (
+            found[f"hf_diffkv_{name}_seconds_sum",]
+            for name in ("request_duration", "time_per_output_token", "time_to_first_token")
+        )
+        assert 0 < first < first + (NEW - 1) * each <= whole * (1 + 1e-9)
+        assert found["hf_diffkv_prefix_hits_total", "device"] == 1
+        assert found["hf_diffkv_prefix_tokens_reused_total",] == held
+        assert found["hf_diffkv_prefix_disk_errors_total",] == 0
+        memory = client.engine.memory()
+        assert found["hf_diffkv_cache_held_bytes",] == memory.held_bytes
+        assert found["hf_diffkv_cache_peak_bytes",] == memory.peak_bytes
+        assert found["hf_diffkv_cache_max_bytes",] == memory.max_bytes
+        assert found["hf_diffkv_pages_free_ratio",] == 1 and found["hf_diffkv_pages_used_ratio",] == 0
+        assert found["hf_diffkv_requests_running",] == found["hf_diffkv_requests_waiting",] == 0
+        assert found["hf_diffkv_engine_up",] == 1 and found["process_resident_memory_bytes",] > 1e8
+        first = lines[0]
+        assert (first["id"], first["status"], first["finish_reason"]) == ("mine", 200, "length")
+        assert first["prompt_tokens"] == said["prompt_tokens"] and first["generated_tokens"] == NEW
+        assert 0 < first["first_token_seconds"] < first["seconds"]
+        assert "finish_reason" not in lines[3] and lines[3]["status"] == 400
+
+    served(use, prefixes=True)
+
+
+@pytest.mark.slow
+def test_what_is_under_way_is_counted(served: Callable) -> None:
+    async def use(client: Client) -> None:
+        tasks = [client.endless() for _ in range(3)]
+        await client.until(lambda: client.engine.statistics().generated_tokens > 20)
+        found = await client.metrics()
+        assert found["hf_diffkv_requests_running",] == 2 and found["hf_diffkv_slots",] == 2
+        assert found["hf_diffkv_requests_waiting",] == 1
+        assert 0 < found["hf_diffkv_pages_used_ratio",] < 1
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        await client.idle()
+        assert (await client.metrics())["hf_diffkv_requests_finished_total", "cancelled"] == 3
+        assert [line["status"] for line in client.lines()] == [499] * 3
+
+    served(use, requests=2)
+
+
+def test_the_key(served: Callable) -> None:
+    async def use(client: Client) -> None:
+        for given in (None, "Bearer wrong", "Bearer secret!", "secret", "Bearer sécret"):
+            headers = {} if given is None else {"authorization": given.encode()}
+            for path in ("/v1/models", "/diffkv", "/metrics"):
+                answer = await client.get(path, headers=headers)
+                assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+                error = answer.json()["error"]
+                assert error["type"] == "authentication_error" and error["code"] == "invalid_api_key"
+        assert (await client.get("/health")).json() == {"status": "ok"}
+        right = {"authorization": "Bearer secret"}
+        assert (await client.complete(headers=right)).status_code == 200
+        assert (await client.get("/metrics", headers=right)).status_code == 200
+
+    served(use, api_key="secret")
+
+
+def test_pages_of_any_origin(served: Callable) -> None:
+    """They learn why they are refused, and may ask whether they may send the key."""
+
+    async def use(client: Client) -> None:
+        origin = {"origin": "http://there"}
+        refused = await client.complete(headers=origin)
+        assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == "*"
+        wanted = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        asked = await client.options("/v1/completions", headers={**origin, **wanted})
+        assert asked.status_code == 200 and asked.headers["access-control-allow-origin"] == "*"
+        answer = await client.complete(headers={**origin, "authorization": "Bearer secret"})
+        assert answer.status_code == 200 and answer.headers.get_list("access-control-allow-origin") == ["*"]
+
+    served(use, cors=True, api_key="secret")
+
+
+@pytest.mark.slow
+def test_metrics_without_a_key(served: Callable) -> None:
+    async def use(client: Client) -> None:
+        assert (await client.get("/metrics")).status_code == 200
+        assert (await client.get("/diffkv")).status_code == 401
+
+    served(use, api_key="secret", open_metrics=True)
+    assert "secret" not in repr(Operation(api_key="secret"))
+
+
+def test_a_full_queue(served: Callable) -> None:
+    async def use(client: Client) -> None:
+        tasks = [client.endless() for _ in range(3)]
+        await client.until(lambda: client.engine.statistics().waiting == 2)
+        answer = await client.complete()
+        assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["code"] == "queue_full"
+        assert (await client.get("/v1/models")).status_code == 200
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        await client.idle()
+        assert (await client.complete()).status_code == 200
+        assert (await client.metrics())["hf_diffkv_http_requests_total", "/v1/completions", "429"] == 1
+
+    served(use, requests=1, max_queue=2)
+
+
+def test_a_body_that_is_too_large(served: Callable) -> None:
+    """By the length that is told, and by what comes where none is."""
+    most = 200
+    body = json.dumps({"prompt": PROMPT, "max_tokens": NEW}).encode().ljust(most)
+
+    async def pieces(content: bytes) -> AsyncIterator[bytes]:
+        for start in range(0, len(content), 64):
+            yield content[start : start + 64]
+
+    async def use(client: Client) -> None:
+        headers = {"content-type": "application/json"}
+        for sent in (lambda content: content, pieces):
+            for content, status in ((body, 200), (body + b" ", 413), (body * 100, 413), (body, 200)):
+                answer = await client.post("/v1/completions", content=sent(content), headers=headers)
+                assert answer.status_code == status
+                if status == 413:
+                    error = answer.json()["error"]
+                    assert (error["type"], error["code"]) == ("invalid_request_error", "body_too_large")
+                    assert "200 bytes" in error["message"]
+        assert not client.served.under_way.answers
+        assert [line["status"] for line in client.lines()] == [200, 413, 413, 200] * 2
+
+    served(use, max_body=most)
+
+
+@pytest.mark.slow
+def test_no_queue_takes_what_there_are_slots_for(served: Callable) -> None:
+    async def use(client: Client) -> None:
+        answers = await asyncio.gather(*(client.complete() for _ in range(9)))
+        statuses = sorted(answer.status_code for answer in answers)
+        assert statuses == [200] * 3 + [429] * 6
+
+    served(use, requests=3, max_queue=0)
+
+
+@pytest.mark.slow
+def test_time_is_up(served: Callable) -> None:
+    """Whole answers get 504; streams what there is, a reason and an end; one that waits as well."""
+
+    async def use(client: Client) -> None:
+        whole, stream, waits = client.endless(), client.endless(stream=True), client.endless()
+        answer = await whole
+        assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
+        assert answer.json()["error"]["type"] == "server_error"
+        assert (await waits).status_code == 504
+        answer = await stream
+        assert answer.status_code == 200
+        choices = [each["choices"][0] for each in events(answer.text.splitlines()) if each != "[DONE]"]
+        assert len(choices) > 2
+        assert choices[-1]["finish_reason"] is not None
+        await client.idle()
+        found = await client.metrics()
+        assert found["hf_diffkv_requests_finished_total", "timeout"] == 3
+        assert found["hf_diffkv_http_requests_total", "/v1/completions", "504"] == 2
+        assert {line["finish_reason"] for line in client.lines()} == {"timeout"}
+        # who is in time is not touched
+        assert (await client.complete()).status_code == 200
+
+    served(use, requests=2, timeout=1.5)
+
+
+@pytest.mark.slow
+def test_a_stream_gets_its_end_behind_a_slow_forward(served: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(under_way, "LAST_EVENTS", 0.2)
+
+    async def use(client: Client) -> None:
+        step, go_on = client.engine._generation_step, threading.Event()
+
+        def slow() -> None:
+            step()
+            if client.engine.statistics().generated_tokens > 9:
+                go_on.wait(PATIENCE)
+
+        monkeypatch.setattr(client.engine, "_generation_step", slow)
+        stream = client.endless(stream=True)
+        await client.until(lambda: client.engine.statistics().generated_tokens > 9)
+        client.served.under_way.end_all()
+        await asyncio.sleep(1)
+        assert not stream.done()
+        go_on.set()
+        assert events((await stream).text.splitlines())[-1] == "[DONE]"
+
+    served(use)
+
+
+@pytest.mark.slow
+def test_an_engine_that_fails(served: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "the device is lost"
+
+    async def use(client: Client) -> None:
+        step, steps = client.engine._generation_step, []
+
+        def failing() -> None:
+            steps.append(None)
+            if len(steps) > 10:
+                raise RuntimeError(reason)
+            step()
+
+        monkeypatch.setattr(client.engine, "_generation_step", failing)
+        under_way = await client.endless()
+        assert under_way.status_code == 503 and reason in under_way.text
+        await client.until(lambda: client.served.health.failure)
+        later, health = await client.complete(), await client.get("/health")
+        assert later.status_code == 503 and reason in later.json()["error"]["message"]
+        assert health.status_code == 503 and health.json()["status"] == "engine_failed"
+        assert reason in health.json()["reason"]
+        found = await client.metrics()
+        assert found["hf_diffkv_engine_up",] == 0 and found["hf_diffkv_engine_failures_total",] == 1
+        assert found["hf_diffkv_requests_finished_total", "error"] == 1
+        assert found["hf_diffkv_http_requests_total", "/v1/completions", "503"] == 2
+        assert [line.get("finish_reason") for line in client.lines()] == ["error", None]
+
+    served(use)
+
+
+@pytest.mark.slow
+def test_a_server_that_stops(served: Callable) -> None:
+    async def use(client: Client) -> None:
+        whole, stream = client.endless(), client.endless(stream=True)
+        await client.until(lambda: client.engine.statistics().generated_tokens > 9)
+        client.served.health.drain()
+        answer = await client.complete()
+        assert answer.status_code == 503 and 1 <= int(answer.headers["retry-after"]) <= 8
+        assert answer.json()["error"]["code"] == "draining"
+        health = await client.get("/health")
+        assert health.status_code == 503 and health.json()["status"] == "draining"
+        assert (await client.metrics())["hf_diffkv_draining",] == 1
+        assert not whole.done() and not stream.done()
+        client.served.under_way.end_all()
+        answer = await whole
+        assert answer.status_code == 503 and "before the answer was complete" in answer.json()["error"]["message"]
+        last = events((await stream).text.splitlines())
+        assert [each for each in last if each != "[DONE]"][-1]["choices"][0]["finish_reason"] is not None
+        await client.idle()
+        assert {line.get("finish_reason") for line in client.lines()} == {None, "shutdown"}
+        assert not client.served.under_way.answers
+
+    served(use, grace=7)
+
+
+def test_all_metrics_are_documented(served: Callable) -> None:
+    table = re.search(r"<!-- metrics -->\n(.*?)<!-- end -->", (ROOT / "docs" / "operating.md").read_text(), re.DOTALL)[
+        1
+    ]
+    documented = {
+        (name, kind)
+        for names, kind, _ in re.findall(r"^\| (.+?) \| (\w+) \| (.+) \|$", table, re.MULTILINE)
+        for name in re.findall(r"`(\w+)", names)
+    }
+
+    async def use(client: Client) -> None:
+        answer = await client.get("/metrics")
+        families = text_string_to_metric_families(answer.text)
+        there = {
+            (f"{each.name}_total" if each.type == "counter" else each.name, each.type)
+            for each in families
+            if each.name.startswith("hf_diffkv_")
+        }
+        assert there == documented
+
+    served(use, prefixes=True)

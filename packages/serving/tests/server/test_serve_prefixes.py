@@ -1,0 +1,51 @@
+"""What `hf-diffkv serve` keeps prefixes in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from batching import AMPLE, LOSSY, chunks, request_config
+from hf_diffkv_serving import command as serve
+from tiny_models import tiny_model
+
+import hf_diffkv.prefixes
+
+
+@pytest.mark.parametrize(
+    ("given", "folder", "limit"),
+    [
+        (None, False, AMPLE // 8),
+        (None, True, AMPLE // 8),
+        (5_000_000, False, 5_000_000),
+        (0, True, 0),
+        (0, False, None),
+    ],
+)
+def test_prefixes_are_kept_beside_the_budget(
+    given: int | None, folder: bool, limit: int | None, tmp_path: Path
+) -> None:
+    model = tiny_model("llama")
+    engine = model.init_continuous_batching(request_config(LOSSY), chunks())
+    place = tmp_path / "prefixes" if folder else None
+    options = SimpleNamespace(prefix_bytes=given, prefix_folder=place, prefix_folder_bytes=None)
+    serve._use_prefixes(options, model, LOSSY, engine)
+    engine.stop()
+    if limit is None:
+        assert engine.prefixes is None
+    else:
+        assert engine.prefixes._tiers.memory[0].limit == limit and engine.prefixes.has_folder == folder
+
+
+def test_models_without_prefixes_are_served_unless_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*given: object, **limits: object) -> None:
+        raise ValueError("a prefix store works in one process")
+
+    monkeypatch.setattr(hf_diffkv.prefixes, "PrefixStore", refuse)
+    engine = SimpleNamespace(memory=lambda: SimpleNamespace(max_bytes=AMPLE))
+    options = SimpleNamespace(prefix_bytes=None, prefix_folder=None, prefix_folder_bytes=None)
+    serve._use_prefixes(options, None, LOSSY, engine)
+    options.prefix_bytes = 1
+    with pytest.raises(ValueError, match="one process"):
+        serve._use_prefixes(options, None, LOSSY, engine)
