@@ -43,7 +43,7 @@ $(PAGE_READY): $(DEMO_READY)
 	@$(PYTHON) tools/set_up.py $(VENV) page
 	@touch $@
 
-$(READY): $(DEMO_READY)
+$(READY): $(DEMO_READY) $(wildcard packages/*/pyproject.toml)
 	@$(PYTHON) tools/set_up.py $(VENV) all
 	@touch $@
 
@@ -90,9 +90,10 @@ models: $(DEMO_READY)
 native: $(DEMO_READY)
 	$(BIN)/python setup.py --quiet build_ext --inplace --force
 
-# A wheel for every Python of this platform into dist, tagged with the oldest glibc that the library runs on.
+# Wheels into dist: the library's for every Python of this platform, tagged with the oldest glibc that it runs on, and those
+# of what is built on it.
 wheel: $(DEMO_READY)
-	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist . ./packages/serving ./packages/demo
 
 # The tests of native code with checks of every memory access and of undefined behaviour, on a build of its own; SETS are
 # the instruction sets beside the portable form, all without.
@@ -192,5 +193,5 @@ train-tiny-lm: $(DEMO_READY)
 	$(BIN)/python examples/train_tiny_lm.py --output build/tiny-lm
 
 clean:
-	rm -rf build dist demo_output *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build dist demo_output *.egg-info packages/*/*.egg-info packages/*/build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

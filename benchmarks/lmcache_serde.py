@@ -1,6 +1,7 @@
 """LMCache's serialisers side by side: bytes, errors of keys and values, and what the model makes of what comes back.
 
-    make lmcache && PYTHONPATH=.:packages/serving build/envs/lmcache/bin/python benchmarks/lmcache_serde.py --model smollm2
+    make lmcache
+    PYTHONPATH=.:packages/serving build/envs/lmcache/bin/python benchmarks/lmcache_serde.py --model smollm2
 
 The keys and values of a text are cut into chunks as LMCache does, sent through each serialiser of the installed LMCache
 and back. The model then reads on, on what came back, and its next tokens' probabilities are compared with those on the

@@ -1,4 +1,4 @@
-"""Where requests find their beginnings among many replicas, by simulation of the routing that ships (`hf_diffkv_serving/ray`).
+"""Where requests find their beginnings among many replicas, by simulation of the routing that ships.
 
     python benchmarks/routing.py --replicas 1000
 

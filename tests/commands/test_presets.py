@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hf_diffkv_demo.settings import DEFAULT, setting_of, settings_for
 from measured_heads import measured
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from hf_diffkv import DiffKVConfig
 from hf_diffkv.cli import main
-from hf_diffkv.commands.examples import QUESTIONS, prompt_for
+from hf_diffkv.commands.examples import prompt_for
 from hf_diffkv.config import found
 from hf_diffkv.evaluation.models import TINY_LM
 
@@ -78,19 +77,4 @@ def test_the_example_is_one_where_the_cache_wins(capsys: pytest.CaptureFixture[s
     found = json.loads(capsys.readouterr().out)
     run = found["runs"]["DiffKV"]
     assert found["text"].startswith("9082") and run["cache_bytes"] < 0.4 * run["dense_bytes"]
-    assert prompt_for(True).endswith(QUESTIONS[0]) and len(prompt_for(True)) > 5000
-
-
-def test_the_demo_begins_with_a_preset(model: Any) -> None:
-    measured_ones, others = settings_for(model), settings_for(AutoConfig.from_pretrained(TINY_LM))
-    for settings in (measured_ones, others):
-        assert [*settings][:3] == ["quality", "balanced", "small"] and setting_of(None, settings) == "balanced"
-        assert all(setting_of(name, settings) == name for name in ("quality", "balanced", "small"))
-    assert measured_ones["small"].config == DiffKVConfig.for_model(model, preset="small")
-    assert "measured" in measured_ones["balanced"].explanation
-    assert "keys in 5 bits and values in 4" in others["balanced"].explanation
-    published = AutoConfig.from_pretrained(TINY_LM)
-    published._name_or_path = "Qwen/QwQ-32B"
-    settings = settings_for(published)
-    assert setting_of(None, settings) == DEFAULT and settings[DEFAULT].config.selects
-    assert settings[setting_of("balanced", settings)].config == DiffKVConfig.preset("balanced")
+    assert prompt_for(True).endswith("What is the telephone number of the doctor?") and len(prompt_for(True)) > 5000

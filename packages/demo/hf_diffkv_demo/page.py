@@ -5,10 +5,10 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hf_diffkv.commands.examples import Example, chats, free_prompts
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.precision import Precision
 
+from .documents import Example, chats, free_prompts
 from .figures import message
 from .generation import Entered, Generator, InputError
 from .heads import NOTHING, ON_LOAD, Place

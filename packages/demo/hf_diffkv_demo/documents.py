@@ -1,0 +1,43 @@
+"""The texts to begin with, and what to ask of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_diffkv.commands.examples import prompt_for
+
+QUESTIONS = (
+    "What is the telephone number of the doctor?",
+    "Who was the last keeper?",
+    "What is the name of the rescue boat?",
+    "How many pieces of glass are in the lens?",
+    "What is the cafe known for?",
+)
+BEGINNINGS = ("Once upon a time", "The three most common causes of a fire at sea are")
+KEYS = ("sky", "tin", "jar", "hen")
+
+
+@dataclass(frozen=True)
+class Example:
+    """A document and a question of it; `name` is what to call both, `hint` what to know of them."""
+
+    name: str
+    document: str
+    question: str = ""
+    hint: str = ""
+
+
+def chats() -> list[Example]:
+    """The handbook of a museum, which ends with the first of the questions, and the others."""
+    document = prompt_for(True).removesuffix(QUESTIONS[0]).rstrip()
+    return [Example(question, document, question) for question in QUESTIONS]
+
+
+def free_prompts(chats: bool) -> list[Example]:
+    """Beginnings to continue, or, for a model that has learnt nothing else, facts of which the last line asks one."""
+    if chats:
+        return [Example(text, text) for text in BEGINNINGS]
+    text = prompt_for(False)
+    facts, _, asked = text.rpartition("?")
+    hint = "Facts such as @sky=0400 stand between lines of code; the last line, such as ?sky=, asks for one of them."
+    return [Example(f"?{key}=", f"{facts}?{key}=", hint=hint) for key in (asked.removesuffix("="), *KEYS)]
