@@ -17,7 +17,7 @@ from hf_diffkv.commands import load
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-DOCUMENTS += sorted((ROOT / "examples").rglob("README.md"))
+DOCUMENTS += sorted((ROOT / "examples").rglob("README.md")) + sorted((ROOT / "packages").glob("*/README.md"))
 # a test of Transformers, and those of trials that were thrown away
 NOT_OURS = {"tests/generation/test_utils.py", "policy/even.py", "tasks/colours.py"}
 
@@ -88,7 +88,7 @@ def test_options_in_commands_exist(code: str, monkeypatch: pytest.MonkeyPatch) -
         if words[:1] == ["make"]:
             assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in words[1:])
         for word in words:
-            if re.match(r"(examples|benchmarks|tests|tools|\.ci)/", word):
+            if re.match(r"(examples|benchmarks|packages|tests|tools|\.ci)/", word):
                 assert (ROOT / word).exists(), word
 
 
@@ -97,7 +97,7 @@ def test_links_and_files_exist(path: Path) -> None:
     text = path.read_text()
     links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if not link.startswith("http")]
     missing = [link for link in links if not (path.parent / link).exists()]
-    files = re.findall(r"`((?:benchmarks|examples|hf_diffkv|tools|tests|docs)/[\w./-]+)`", text)
+    files = re.findall(r"`((?:benchmarks|examples|hf_diffkv|packages|tools|tests|docs)/[\w./-]+)`", text)
     files = [file for file in files if file not in NOT_OURS and "NAME" not in file]
     missing += [file for file in files if not (ROOT / file).exists()]
     assert not missing
@@ -105,10 +105,10 @@ def test_links_and_files_exist(path: Path) -> None:
 
 def test_code_that_is_named_exists() -> None:
     """In documents and code, wherever the name begins: `hf_diffkv/store/step.py`, `store/step.py`."""
-    folders = ("hf_diffkv", "tools", "benchmarks", "examples", "tests", "docs")
+    folders = ("hf_diffkv", "packages", "tools", "benchmarks", "examples", "tests", "docs")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
     held = [f"/{path.relative_to(ROOT)}" for path in files]
-    sources = [path for path in files if path.suffix == ".py" and ROOT / "tests" not in path.parents]
+    sources = [path for path in files if path.suffix == ".py" and "tests" not in path.relative_to(ROOT).parts]
     missing = []
     for path in [ROOT / "Makefile", *DOCUMENTS, *sources]:
         names = re.findall(r"(?<![\w/.*{<-])(?:[\w.-]+/)+[\w-]+\.(?:py|h|cpp|md)\b", path.read_text())
