@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from ..cache.report import LayerReport, level_counts
 from ..plot.coloured_text import ColouredText
-from ..plot.heads import precision_colours
+from ..plot.overview import precision_colours
 from ..plot.palette import LEVELS, style_of
 from ..precision import Precision
 from .figures import message
