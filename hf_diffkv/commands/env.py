@@ -25,7 +25,7 @@ REINSTALL = "decoding on CPUs runs in PyTorch; reinstall with a C++ compiler, or
 @json_option
 def command(as_json: bool) -> None:
     # needs a moment, which the help of `generate` does not have
-    from ..evaluation.hardware import cores, gpus, memory, processor
+    from ..evaluation.environment import cores, gpus, memory, processor
 
     lines = {**versions(), "cpu": processor(), "cores": cores(), "memory": memory()}
     if "OMP_NUM_THREADS" in os.environ:

@@ -167,8 +167,7 @@ def _fitting(prepared: list[Any], limit: int | None, quiet: bool) -> list[Any]:
 
 
 def _write_report(folder: Path, records: list[Any], quiet: bool) -> None:
-    from ..evaluation.plots import plot_tasks
-    from ..evaluation.report import markdown
+    from ..evaluation.report import markdown, plot_tasks
 
     table = markdown(records)
     (folder / "table.md").write_text(table)

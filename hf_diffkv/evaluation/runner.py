@@ -9,13 +9,12 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from .batch import Batch
 from .environment import describe_environment
 from .errors import EvaluationError
 from .methods import HeldBytes, Method, get_method
 from .methods.dense import DENSE
 from .records import Record, RunFolder
-from .session import Session
+from .session import Batch, Session
 from .tasks import Document, Task
 from .tasks.base import Source, Sums
 

@@ -1,4 +1,4 @@
-"""The text itself, every token in the colour of its level, as HTML or as a picture: characters in cells of one width."""
+"""The text itself, every token in the colour of its level: HTML, or a picture with characters in cells of one width."""
 
 from __future__ import annotations
 

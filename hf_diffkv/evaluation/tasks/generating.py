@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from ..batch import Batch
 from ..methods import HeldBytes
-from ..session import Session
+from ..session import Batch, Session
 from .base import Document, Metric, Source, Sums, Task
 from .chat import ChatPrompt, spoken
 from .prompts import rng_for
