@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import plot
-from .methods.dense import DENSE
+from .methods.transformers_caches import DENSE
 from .records import Record
 from .statistics import Estimate, estimate
 from .tasks import Metric, get_task

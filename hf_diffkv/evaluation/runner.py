@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 from .environment import describe_environment
 from .errors import EvaluationError
 from .methods import HeldBytes, Method, get_method
-from .methods.dense import DENSE
+from .methods.transformers_caches import DENSE
 from .records import Record, RunFolder
 from .session import Batch, Session
 from .tasks import Document, Task

@@ -22,11 +22,9 @@ from itertools import count, islice
 from ..errors import EvaluationError
 from . import task
 from .base import Document, Source
-from .chat import ChatPrompt
-from .generating import GeneratingTask
-from .prompts import rng_for
+from .generating import ChatPrompt, GeneratingTask
+from .prompts import different, invented_word, rng_for
 from .text import texts
-from .words import different, invented_word
 
 # needles: the line of noise, and what they may be hidden in
 NOISE = "The meadow is wide. The water is clear. The night is long. Off we walk. Out and home again."
@@ -258,8 +256,7 @@ class VariableTracking(RulerTask):
     def prompt(self, source: Source, rng: random.Random, size: int) -> tuple[ChatPrompt, list[str]]:
         example, names = assigned(rng, 3, EXAMPLE_LINES)
         prompt, expected = assigned(rng, 5, size)
-        shown = f"{example.context}{example.question}\n{example.lead} {' '.join(names)}\n\n"
-        return ChatPrompt(prompt.question, shown + prompt.context, prompt.cue, prompt.lead), expected
+        return behind_example(prompt, example, " ".join(names)), expected
 
 
 def listed(rng: random.Random, others: int, often: int, seldom: int) -> tuple[ChatPrompt, list[str]]:
@@ -294,8 +291,7 @@ class CommonWords(RulerTask):
         often, seldom = next(repeats for least, *repeats in REPEATS if source.length >= least)
         example, common = listed(rng, EXAMPLE_OTHERS, *EXAMPLE_REPEATS)
         prompt, expected = listed(rng, size, often, seldom)
-        shown = f"{example.context}{example.question}\n{example.lead} {_numbered(common)}\n\n"
-        return ChatPrompt(prompt.question, shown + prompt.context, prompt.cue, prompt.lead), expected
+        return behind_example(prompt, example, _numbered(common)), expected
 
 
 @task("ruler-frequent-words")
