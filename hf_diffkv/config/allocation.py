@@ -1,4 +1,4 @@
-"""A precision for each KV head, so that a model loses least at given bytes.
+"""A precision for each KV head, so that a model loses least at given bytes, and what it is predicted to lose then.
 
 What heads lose is taken as additive. Heads of a layer share at most two precisions, a pair. For each layer and number
 of bytes the best choice is found, then the best sum over layers by dynamic programming: nothing better exists at these
@@ -143,6 +143,49 @@ def fields_for(calibration: Mapping[str, Any] | None, target_ratio: float) -> tu
 def _allocated(sensitivity: str, target_ratio: float) -> Allocation:
     """`allocate` for what heads lose, as JSON: every cache of a model asks for the same."""
     return allocate(Sensitivity.from_dict(json.loads(sensitivity)), target_ratio)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Predicted mean KL of following tokens to the dense cache's, in nats.
+
+    Attributes:
+        ratio: bytes of a stored token over those in the model's dtype, all compressed layers together, at most.
+        each_head: with the precision for each head that `allocate` chooses.
+        precision, one_for_all: of the ladder, the one of these bytes, and the loss where all heads have it.
+    """
+
+    ratio: float
+    each_head: float
+    precision: str | None = None
+    one_for_all: float | None = None
+
+
+def loss_curve(calibration: Mapping[str, Any], ratios: Iterable[float] = ()) -> tuple[Loss, ...]:
+    """Losses by rising bytes, at the ratios of the ladder's precisions; empty where heads were not measured.
+
+    Args:
+        calibration: of a configuration.
+        ratios: further ones.
+
+    Raises:
+        ValueError: a ratio that the smallest precision does not reach.
+    """
+    if SENSITIVITY not in calibration:
+        return ()
+    sensitivity = Sensitivity.from_dict(calibration[SENSITIVITY])
+    uniform = {ratio_of(name, calibration): name for name in HEAD_LADDER}
+    points = []
+    for ratio in sorted({*uniform, *ratios}):
+        name, loss = uniform.get(ratio), allocate(sensitivity, ratio).loss
+        points.append(Loss(ratio, loss, name, None if name is None else _uniform_loss(sensitivity, name)))
+    return tuple(points)
+
+
+def _uniform_loss(sensitivity: Sensitivity, name: str) -> float:
+    precision = Precision.parse(name)
+    heads = [(layer, head) for layer, shape in enumerate(sensitivity.shapes) for head in range(shape[0])]
+    return sum(sensitivity.loss(layer, head, precision) for layer, head in heads)
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ def loss(config: DiffKVConfig, title: str = "") -> Picture:
         ImportError: matplotlib is not installed.
         ValueError: heads were not measured.
     """
-    from ..config.allocation import SENSITIVITY
-    from ..config.loss_curve import loss_curve
+    from ..config.allocation import SENSITIVITY, loss_curve
 
     calibration = config.calibration or {}
     ladder = loss_curve(calibration)

@@ -1,4 +1,4 @@
-"""Transformers' own caches: `dense`, which all others are compared with, `static`, `quanto:4`, `hqq:2`, `fp8` and so on."""
+"""Transformers' own caches: `dense`, which others are compared with, `static`, `quanto:4`, `hqq:2`, `fp8` and so on."""
 
 from __future__ import annotations
 
