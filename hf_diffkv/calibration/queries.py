@@ -13,8 +13,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from ..cache.diffkv_cache import DiffKVCache, config_of
 from ..cache.supported_models import cache_layers
 from ..compat import passing
-from ..config.digest import model_digest
-from ..config.found import queries_path
+from ..config.found import model_digest, queries_path
 from ..evaluation.tasks import Document
 from ..ops.rounding import second_moment
 from ..store.query_moments import QueryMoments
