@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .console import Failure, entry, megabytes, one_line, paragraph, progress, to_terminal
-from .generate import SAMPLING, sampling_options
+from .generate import sampling_of, sampling_options
 from .help import Command
 from .inspect import level_table
 from .models import load_tokenizer, position_limit, supported_config, usable_device
@@ -52,9 +52,7 @@ HELP = {
 @quiet_option
 def command(**given: Any) -> None:
     options = SimpleNamespace(**given)
-    sampling = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
-    if sampling and not options.sample:
-        raise click.UsageError(f"--{next(iter(sampling)).replace('_', '-')} is of no effect without --sample.")
+    sampling = sampling_of(options)
     if options.plain and options.system is not None:
         raise click.UsageError("--system is of no effect with --plain.")
     saved = None if options.load is None else _read_talk(options.load)
@@ -96,9 +94,8 @@ def _start(options: SimpleNamespace, saved: dict[str, Any] | None) -> tuple[Talk
             cache, state = DiffKVCache.from_pretrained(options.load, model), saved
     except (ValueError, OSError) as error:
         raise click.UsageError(one_line(error)) from error
-    return Talk(model, tokenizer, cache, chat=not options.plain, system=options.system, **state), position_limit(
-        model_config
-    )
+    talk = Talk(model, tokenizer, cache, chat=not options.plain, system=options.system, **state)
+    return talk, position_limit(model_config)
 
 
 def _read_talk(folder: Path) -> dict[str, Any]:
@@ -158,12 +155,9 @@ class _ChatSession:
         if name == "/quit":
             return False
         actions = {"/memory": self.memory, "/levels": self.levels, "/reset": self.reset, "/help": self.help}
-        if name == "/save":
-            self.save(rest.strip())
-        elif name in actions:
-            actions[name]()
-        else:
-            self.complain(f"there is no command {name}; /help lists them.")
+        actions["/save"] = lambda: self.save(rest.strip())
+        unknown = f"there is no command {name}; /help lists them."
+        actions.get(name, lambda: self.complain(unknown))()
         return True
 
     def answer(self, message: str) -> None:

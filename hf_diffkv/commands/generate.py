@@ -46,6 +46,14 @@ sampling_options = chain(
 )
 
 
+def sampling_of(options: SimpleNamespace) -> dict[str, Any]:
+    """Arguments of `generate()` beside `do_sample`. Raises `click.UsageError` for some without --sample."""
+    given = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
+    if given and not options.sample:
+        raise click.UsageError(f"--{next(iter(given)).replace('_', '-')} is of no effect without --sample.")
+    return given
+
+
 @click.command(
     "generate",
     cls=Command,
@@ -98,9 +106,7 @@ def _job(options: SimpleNamespace) -> Job:
     turns = [text, *options.then]
     if not all(turns):
         raise click.UsageError("the prompt or a --then is empty; there is nothing to continue.")
-    sampling = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
-    if sampling and not options.sample:
-        raise click.UsageError(f"--{next(iter(sampling)).replace('_', '-')} is of no effect without --sample.")
+    sampling = sampling_of(options)
     if options.system is not None and not options.chat:
         raise click.UsageError("--system is of no effect without --chat.")
     if options.quiet and options.as_json:
@@ -157,12 +163,10 @@ def _run(job: Job, options: SimpleNamespace) -> list[FinishedRun]:
         if options.no_compare:
             hide_progress_bars(options.quiet)
             return [compare.execute_here(job)]
-        runs = [compare.run_in_fresh_process(job)]
+        compressed = compare.run_in_fresh_process(job)
         progress(f"[2/2] {compare.DYNAMIC}, for comparison", options.quiet)
-        return [
-            *runs,
-            compare.run_in_fresh_process(dataclasses.replace(job, cache=compare.DYNAMIC, picture=None, stream=False)),
-        ]
+        dense = dataclasses.replace(job, cache=compare.DYNAMIC, picture=None, stream=False)
+        return [compressed, compare.run_in_fresh_process(dense)]
     except compare.RunError as error:
         raise Failure(str(error)) from error
 

@@ -27,7 +27,7 @@ from .options import (
 
 VERIFIED_LENGTH, VERIFIED_CONTINUED = 1024, 128
 # from the cheapest to the most careful, tried where the configuration loses too much
-GENTLER = {"K8V4": {"high": (8, 4)}, "K8V8": {"high": (8, 8)}}
+GENTLER = ("K8V4", "K8V8")
 
 
 @click.command(
@@ -120,14 +120,8 @@ def _verify(options: SimpleNamespace, choice: ConfigChoice) -> tuple[list[Any], 
     outcomes = [lossless, chosen]
     if chosen.kl <= options.max_kl:
         return outcomes, _good(chosen, options.max_kl), True
-    for name, fields in GENTLER.items():
-        flat = {
-            "high": fields["high"],
-            "low": fields["high"],
-            "alpha_high": 0.0,
-            "alpha_low": 0.0,
-            "head_precisions": None,
-        }
+    for name in GENTLER:
+        flat = {"high": name, "low": name, "alpha_high": 0.0, "alpha_low": 0.0, "head_precisions": None}
         outcomes.append(run(f"all {name}", {**config.to_dict(), **flat}))
         if outcomes[-1].kl <= options.max_kl:
             break
