@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..pages import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL
 from .base import ForwardRows, Levels, Policy, StepRows, Tokens, option
-from .hashing import HASHES, token_hash
-from .ranking import least_in_rows, rank_in_rows, share_of
+from .ranking import HASHES, least_in_rows, rank_in_rows, share_of, token_hash
 
 # an error of 1 is so large a part of the tokens, and a token
 BAND = 0.02

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, 
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cli import main
-from hf_diffkv.commands.comparison import comparison, run_summary, same_tokens, word_difference
+from hf_diffkv.commands.generate import comparison, run_summary, same_tokens, word_difference
 from hf_diffkv.compat import passing
 from hf_diffkv.evaluation import side_by_side as compare
 from hf_diffkv.evaluation.comparison import Agreement
