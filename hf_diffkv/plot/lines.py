@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 
 # (tokens, value) by the name of a cache
 Curves = Mapping[str, Sequence[tuple[float, float]]]
-# inches: of one panel, of several side by side, of a row and of the legend
+# inches: of one panel, of several side by side, of a row, of the legend, and of the picture of losses
 PANEL_WIDTH, PANELS_WIDTH, ROW_SIZE, LEGEND = 6.5, 9.0, 2.6, 0.25
 PANEL_COLUMNS, LEGEND_COLUMNS = 3, 4
-# inches
 LOSS_WIDTH, LOSS_HEIGHT = 6.5, 3.8
 # where a precision for each head is predicted, beside the ratios of the ladder
 BETWEEN = 12

@@ -7,8 +7,8 @@ that name; the presets `quality`, `balanced` and `small` are ratios for a model 
 anything else is a field of `DiffKVConfig` as field=value, the value as in JSON.
 
 Other policies, on the same pages, are methods too: `snapkv:budget=0.3`, `leankv`. Their options are those of the policy
-and of `diffkv`. Those that only keep or drop tokens keep them in the model's dtype unless a precision is given, as their
-papers do. No first tokens are exact beside those of the policy.
+and of `diffkv`. Those that only keep or drop tokens keep them in the model's dtype unless a precision is given, as in
+their papers. No first tokens are exact beside those of the policy.
 """
 
 from __future__ import annotations
