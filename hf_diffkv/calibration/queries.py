@@ -8,17 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
 
 from ..cache.diffkv_cache import DiffKVCache, config_of
-from ..cache.supported_models import cache_layers
-from ..compat import passing
 from ..config.found import model_digest, queries_path
 from ..evaluation.tasks import Document
 from ..ops.rounding import second_moment
 from ..store.query_moments import QueryMoments
 from .documents import DOCUMENT_LENGTH, digest_of, documents_for
-from .replay import WatchedLayer, in_float32, watching
+from .replay import WatchedLayer, in_float32, run_prompt, watching
 
 
 def measure_queries(
@@ -66,12 +63,7 @@ def moments_in(path: Path, model: Any, documents: Sequence[Document]) -> QueryMo
 
 def _moments(model: Any, prompt: Sequence[int]) -> list[Tensor]:
     """The mean of q q^T over the queries of each compressed layer's KV heads, float64 [heads, key_dim, key_dim]."""
-    ids = torch.tensor([list(prompt)], device=model.device)
-    kinds = cache_layers(model.config.get_text_config(decoder=True))
-    layers = [WatchedLayer() if type(layer) is DynamicLayer else layer for layer in kinds]
-    positions = torch.arange(len(prompt), device=model.device)[None]
-    model(input_ids=ids, position_ids=positions, **passing(Cache(layers=layers)), use_cache=True, logits_to_keep=1)
-    watched = [layer for layer in layers if isinstance(layer, WatchedLayer)]
+    _, watched = run_prompt(model, prompt)
     return [_mean(layer) for layer in watched]
 
 

@@ -63,9 +63,8 @@ def measured_of(model: Any) -> Sensitivity | None:
     if digest is None:
         return None
     path = user_folder() / f"{digest}.json"
-    if path.is_file():
-        return Sensitivity.load(path)
-    return _shipped().get(digest)
+    found = path if path.is_file() else _shipped().get(digest)
+    return None if found is None else Sensitivity.load(found)
 
 
 def weights_known(model: Any) -> bool:
@@ -92,15 +91,21 @@ def queries_of(model: Any) -> Path | None:
 
     That beside the model's configuration comes first, whatever its weights; the others are of these very weights.
     """
-    path = beside(model)
-    near = None if path is None else _beside_config(model, path)
-    if near is not None:
-        return near
+    config = beside(model)
+    if config is not None:
+        near = config.with_name(files.QUERIES_NAME)
+        if near.is_file():
+            return near
+        name = os.fspath(_name_of(model))
+        fetched = None if Path(name).is_dir() else _queries_on_the_hub(name, config.parent.name)
+        if fetched is not None:
+            return fetched
     digest = _digest(model)
     if digest is None:
         return None
-    kept = queries_path(digest)
-    return kept if kept.is_file() else _shipped_queries().get(digest)
+    shipped = _shipped().get(digest)
+    known = [queries_path(digest)] + ([] if shipped is None else [shipped.with_suffix(".safetensors")])
+    return next((path for path in known if path.is_file()), None)
 
 
 def queries_path(digest: str) -> Path:
@@ -171,24 +176,9 @@ def _known_of_the_hub(repo: str, file: str) -> str | None:
 
 
 @cache
-def _shipped() -> dict[str, Sensitivity]:
-    found = (Sensitivity.from_dict(json.loads(path.read_text())) for path in sorted(SHIPPED.glob("*.json")))
-    return {measured.model_digest: measured for measured in found}
-
-
-@cache
-def _shipped_queries() -> dict[str, Path]:
-    paths = {path: path.with_suffix(".safetensors") for path in SHIPPED.glob("*.json")}
-    return {json.loads(path.read_text())["model_digest"]: file for path, file in paths.items() if file.is_file()}
-
-
-def _beside_config(model: Any, path: Path) -> Path | None:
-    """The file of moments beside a model's configuration at `path`."""
-    near = path.with_name(files.QUERIES_NAME)
-    if near.is_file():
-        return near
-    name = os.fspath(_name_of(model))
-    return None if Path(name).is_dir() else _queries_on_the_hub(name, path.parent.name)
+def _shipped() -> dict[str, Path]:
+    """What ships, by the digest of the weights."""
+    return {json.loads(path.read_text())["model_digest"]: path for path in sorted(SHIPPED.glob("*.json"))}
 
 
 def _loaded_from(model: Any) -> str:

@@ -21,7 +21,7 @@ from ..evaluation.comparison import Agreement
 from ..evaluation.models import HUB_IDS, resolve_model
 from ..evaluation.side_by_side import EXPECTED_ERRORS, bytes_of_layers
 from ..evaluation.talk import chat_turns
-from ..plot.pieces import pieces_of_ids, pieces_of_text
+from ..plot.coloured_text import pieces_of_ids, pieces_of_text
 from .settings import settings_for
 from .streaming import StreamedStep, layers_of, stream_steps
 

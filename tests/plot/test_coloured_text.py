@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_diffkv import DiffKVCache, plot
 from hf_diffkv.compat import passing
+from hf_diffkv.plot.coloured_text import pieces_of_ids, pieces_of_text
 from hf_diffkv.plot.palette import LEVELS
-from hf_diffkv.plot.pieces import pieces_of_ids, pieces_of_text
 
 ROOT = Path(__file__).parents[2]
 TINY_LM = ROOT / "examples" / "models" / "tiny-lm"
