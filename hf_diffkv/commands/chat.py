@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -161,6 +162,7 @@ class _ChatSession:
         return True
 
     def answer(self, message: str) -> None:
+        import torch
         from transformers import StoppingCriteriaList, TextStreamer
 
         from ..evaluation.side_by_side import EXPECTED_ERRORS
@@ -174,10 +176,14 @@ class _ChatSession:
                 )
             streamer = TextStreamer(self.talk.tokenizer, skip_prompt=True, skip_special_tokens=True)
             with _until_interrupted() as stop:
-                criteria = StoppingCriteriaList([stop])
+
+                def stopped(ids: Any, scores: Any, **kwargs: Any) -> Any:
+                    return ids.new_full(ids.shape[:1], stop.is_set(), dtype=torch.bool)
+
+                criteria = StoppingCriteriaList([stopped])
                 options = {"streamer": streamer, "stopping_criteria": criteria, **self.sampling}
                 self.talk.answer(message, max_new_tokens=room, **options)
-            if stop.asked:
+            if stop.is_set():
                 progress("(stopped)", self.options.quiet)
         except BrokenPipeError:
             raise
@@ -226,30 +232,15 @@ class _ChatSession:
         print(paragraph(message), file=sys.stderr, flush=True)
 
 
-class _Stop:
-    """Stops `generate()` after the token at hand once it was asked to."""
-
-    def __init__(self) -> None:
-        self.asked = False
-
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        import torch
-
-        return torch.full((input_ids.shape[0],), self.asked, dtype=torch.bool, device=input_ids.device)
-
-
 @contextmanager
-def _until_interrupted() -> Iterator[_Stop]:
+def _until_interrupted() -> Iterator[Event]:
     """Within, Ctrl-C in a terminal asks the answer to stop, for the cache must not be left in the middle of a token."""
-    stop = _Stop()
+    stop = Event()
     if not (sys.stdin.isatty() and to_terminal()):
         yield stop
         return
 
-    def ask(*ignored: Any) -> None:
-        stop.asked = True
-
-    before = signal.signal(signal.SIGINT, ask)
+    before = signal.signal(signal.SIGINT, lambda *_: stop.set())
     try:
         yield stop
     finally:
