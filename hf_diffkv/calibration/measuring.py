@@ -56,11 +56,7 @@ class Bench:
         return KL.title if self.metric is KL else f"loss of {self.task.name} ({self.metric.title})"
 
     def measure(self, thresholds: Sequence[Thresholds]) -> list[Candidate]:
-        """A candidate for each of `thresholds`.
-
-        Raises:
-            EvaluationError: the dense cache fails.
-        """
+        """A candidate for each of `thresholds`. Raises `EvaluationError` where the dense cache fails."""
         labels = [each.method(self.base) for each in thresholds]
         methods = [get_method(label) for label in (DENSE, *labels)]
         tasks = [(self.task, self.documents)]

@@ -44,7 +44,8 @@ def moments_on(model: Any, documents: Sequence[Document]) -> QueryMoments:
     """Of the queries of all documents' prompts."""
     digest = model_digest(model)
     with in_float32(model), watching(model):
-        found = [_moments(model, document.context) for document in documents]
+        watched = (run_prompt(model, document.context)[1] for document in documents)
+        found = [[_mean(layer) for layer in layers] for layers in watched]
     together = [sum(layers) for layers in zip(*found)]
     text_config = model.config.get_text_config(decoder=True)
     return QueryMoments.of(text_config.model_type, digest, digest_of(documents), together)
@@ -61,13 +62,8 @@ def moments_in(path: Path, model: Any, documents: Sequence[Document]) -> QueryMo
     return moments
 
 
-def _moments(model: Any, prompt: Sequence[int]) -> list[Tensor]:
-    """The mean of q q^T over the queries of each compressed layer's KV heads, float64 [heads, key_dim, key_dim]."""
-    _, watched = run_prompt(model, prompt)
-    return [_mean(layer) for layer in watched]
-
-
 def _mean(layer: WatchedLayer) -> Tensor:
+    """Of q q^T over the queries of each of the layer's KV heads, float64 [heads, key_dim, key_dim]."""
     heads = layer.keys.shape[1]
     total = sum(second_moment(query, heads).double().cpu() for query in layer.queries)
     return total / sum(query.shape[1] // heads * query.shape[2] for query in layer.queries)

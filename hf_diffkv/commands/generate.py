@@ -94,7 +94,12 @@ def command(**given: Any) -> None:
         summary = comparison(*runs) if len(runs) == 2 else run_summary(runs[0])
         click.echo(summary, err=not to_terminal())
     if options.output is not None:
-        _write(options, found, runs[0].note)
+        path = options.output / "figures.json"
+        path.write_text(json.dumps(found, indent=2) + "\n")
+        if runs[0].note:
+            progress(runs[0].note, options.quiet)
+        written = [str(each) for each in (picture, path) if each.exists()]
+        progress(f"\nWrote {' and '.join(written)}.", options.quiet)
 
 
 def _job(options: SimpleNamespace) -> Job:
@@ -203,15 +208,6 @@ def _make_folder(folder: Path) -> None:
             pass
     except OSError as error:
         raise click.UsageError(f"cannot write to {folder}: {error.strerror}.") from error
-
-
-def _write(options: SimpleNamespace, found: dict[str, Any], note: str | None) -> None:
-    path = options.output / "figures.json"
-    path.write_text(json.dumps(found, indent=2) + "\n")
-    if note:
-        progress(note, options.quiet)
-    written = [str(each) for each in (options.output / "levels.png", path) if each.exists()]
-    progress(f"\nWrote {' and '.join(written)}.", options.quiet)
 
 
 def run_summary(run: FinishedRun) -> str:

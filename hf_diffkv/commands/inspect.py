@@ -221,14 +221,9 @@ def level_table(memory: Any) -> str:
     return table(("", *LEVELS, "precision"), rows)
 
 
-def _level_of(token: dict[str, Any]) -> str:
-    """The level that most heads have a token at."""
-    return max(LEVELS, key=lambda name: token[name])
-
-
 def _coloured(tokens: list[dict[str, Any]]) -> str:
     legend = "  ".join(_in_colour(f" {name} ", name) for name in LEVELS)
-    runs = groupby(tokens, _level_of)
+    runs = groupby(tokens, lambda token: max(LEVELS, key=lambda name: token[name]))
     text = "".join(_in_colour("".join(token["text"] for token in run), name) for name, run in runs)
     return f"Coloured by the level of most heads:\n{legend}\n\n{text}"
 

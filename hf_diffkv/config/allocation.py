@@ -275,9 +275,11 @@ class _Problem:
 
     def promising(self, choices: Iterable[set[Kind]], price: float) -> list[set[Kind]]:
         """The `TRIALS` of them that lose least where bytes have a price and no limit."""
-        least = {
-            kind: np.array([_cheapest(options[kind], price) for options in self._options]) for kind in self.kinds()
-        }
+
+        def paid(options: dict[int, LayerChoice]) -> float:
+            return min((loss + price * taken for taken, (loss, _) in options.items()), default=math.inf)
+
+        least = {kind: np.array([paid(options[kind]) for options in self._options]) for kind in self.kinds()}
 
         def order(kinds: set[Kind]) -> tuple[float, list[list[int]]]:
             # the places tell apart what loses the same, in an order that does not depend on hashes
@@ -308,10 +310,6 @@ class _Problem:
             if taken not in found or loss < found[taken][0]:
                 found[taken] = loss, tuple(places.tolist())
         return found
-
-
-def _cheapest(options: dict[int, LayerChoice], price: float) -> float:
-    return min((loss + price * taken for taken, (loss, _) in options.items()), default=math.inf)
 
 
 def _knapsack(options: list[dict[int, LayerChoice]], least: list[int], unit: int, room: int) -> _Solution:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,15 +25,19 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     """Versions of what is installed, the checkout's commit, the hardware."""
     import torch
 
-    found: dict[str, Any] = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    found: dict[str, Any] = {"python": platform.python_version(), **installed(PACKAGES)}
     found["commit"] = _commit()
     found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
     found["threads"] = torch.get_num_threads()
+    return found
+
+
+def installed(packages: Iterable[str]) -> dict[str, str]:
+    """Versions of those of the packages that are installed."""
+    found = {}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
     return found
 
 

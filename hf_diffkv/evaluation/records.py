@@ -80,10 +80,10 @@ class RunFolder:
             return
         try:
             before = json.loads(path.read_text())
+            if not isinstance(before, dict):
+                raise ValueError("no object")
         except ValueError as error:
             raise EvaluationError(f"{path} is damaged; choose another --output.") from error
-        if not isinstance(before, dict):
-            raise EvaluationError(f"{path} is damaged; choose another --output.")
         for name in sorted({*before, *settings}):
             if before.get(name) != settings.get(name):
                 raise EvaluationError(

@@ -132,21 +132,16 @@ def plot_tasks(records: Iterable[Record], folder: Path) -> list[Path]:
     rows = [row for row in rows_of(records) if row.ratio is not None]
     written = []
     for task, name in dict.fromkeys(key for row in rows for key in row.cells):
-        found = [row for row in rows if row.cells[task, name].estimate is not None]
+        found = [(row, row.cells[task, name]) for row in rows if row.cells[task, name].estimate is not None]
         if not found:
             continue
-        metric = found[0].cells[task, name].metric
+        metric = found[0][1].metric
+        points = []
+        for row, cell in found:
+            figures = (cell.estimate.mean, cell.estimate.low, cell.estimate.high)
+            points.append(plot.Point(row.method, row.ratio, *map(metric.transform, figures)))
         better = "higher" if metric.higher_is_better else "lower"
-        picture = plot.quality(
-            [_point(row, row.cells[task, name]) for row in found],
-            title=task,
-            ylabel=f"{metric.title} ({better} is better)",
-            logarithmic=metric.name.startswith("kl"),
-        )
+        ylabel = f"{metric.title} ({better} is better)"
+        picture = plot.quality(points, title=task, ylabel=ylabel, logarithmic=metric.name.startswith("kl"))
         written.append(picture.save(folder / f"{task}-{name}.png"))
     return written
-
-
-def _point(row: ResultRow, cell: Cell) -> plot.Point:
-    figures = (cell.estimate.mean, cell.estimate.low, cell.estimate.high)
-    return plot.Point(row.method, row.ratio, *map(cell.metric.transform, figures))

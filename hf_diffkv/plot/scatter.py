@@ -155,6 +155,5 @@ def _beside(centre: Sequence[float], offset: tuple[float, float, str], size: Bbo
 
 def _shared(box: Bbox, other: Bbox) -> float:
     """Area that both cover."""
-    width = min(box.x1, other.x1) - max(box.x0, other.x0)
-    height = min(box.y1, other.y1) - max(box.y0, other.y0)
-    return max(width, 0.0) * max(height, 0.0)
+    both = box.intersection(box, other)
+    return both.width * both.height if both else 0.0
