@@ -135,9 +135,7 @@ def _measured(model: Any, document: Document, bar: tqdm) -> dict[str, Any]:
     with in_float32(model), watching(model):
         text_config = model.config.get_text_config(decoder=True)
         positions = document.extra[POSITIONS]
-        heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
-        fit = MOST_LOGIT_BYTES // (4 * len(positions) * text_config.vocab_size)
-        rows = max(1, min(2 * heads, MOST_ROWS, fit))
+        rows = _rows(text_config, len(positions))
         replay = Replay(model, document.context, document.continuation, positions, rows)
         found: dict[str, Any] = {"keys": [], "values": [], "shapes": []}
         off: dict[str, dict[int, list[Tensor]]] = {
@@ -157,6 +155,12 @@ def _measured(model: Any, document: Document, bar: tqdm) -> dict[str, Any]:
     for name, figures in off.items():
         found[f"{name}_errors"] = {str(bits): geometric_mean(torch.cat(each)) for bits, each in figures.items()}
     return found
+
+
+def _rows(text_config: Any, positions: int) -> int:
+    heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
+    fit = MOST_LOGIT_BYTES // (4 * positions * text_config.vocab_size)
+    return max(1, min(2 * heads, MOST_ROWS, fit))
 
 
 def _losses(replay: Replay, index: int, keys: Tensor, values: Tensor) -> list[float]:
