@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..evaluation.environment import describe_environment
@@ -18,6 +19,7 @@ from ..evaluation.tasks.base import KL
 from .candidates import Candidate, Thresholds
 
 
+@dataclass
 class Bench:
     """A model and documents to measure thresholds on; what `folder` holds already is not measured again.
 
@@ -27,23 +29,18 @@ class Bench:
         retry, quiet: as of `runner.run`.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        base: str,
-        task: Task,
-        documents: list[Document],
-        folder: RunFolder,
-        *,
-        retry: bool = False,
-        quiet: bool = False,
-    ) -> None:
-        self.model, self.tokenizer, self.base = model, tokenizer, base
-        self.task, self.documents, self.folder = task, documents, folder
-        self.retry, self.quiet = retry, quiet
-        self.metric = task.metrics[0]
-        self.environment = describe_environment(model.device)
+    model: Any
+    tokenizer: Any
+    base: str
+    task: Task
+    documents: list[Document]
+    folder: RunFolder
+    retry: bool = False
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        self.metric = self.task.metrics[0]
+        self.environment = describe_environment(self.model.device)
 
     @property
     def loss_name(self) -> str:

@@ -91,8 +91,7 @@ def command(**given: Any) -> None:
     if options.as_json:
         click.echo(json.dumps(found, indent=2))
     elif not options.quiet:
-        summary = comparison(*runs) if len(runs) == 2 else run_summary(runs[0])
-        click.echo(summary, err=not to_terminal())
+        click.echo(comparison(*runs), err=not to_terminal())
     if options.output is not None:
         path = options.output / "figures.json"
         path.write_text(json.dumps(found, indent=2) + "\n")
@@ -210,28 +209,22 @@ def _make_folder(folder: Path) -> None:
         raise click.UsageError(f"cannot write to {folder}: {error.strerror}.") from error
 
 
-def run_summary(run: FinishedRun) -> str:
-    """What one DiffKV run cost."""
+def comparison(compressed: FinishedRun, dense: FinishedRun | None = None) -> str:
+    """What a DiffKV run cost; beside a dense one, if there is one, and how far the texts differ."""
+    runs = [compressed] if dense is None else [dense, compressed]
+    whole = compressed.dense_bytes if dense is None else dense.cache_bytes
+    # a dense cache is nothing but payload
+    payloads = [run.cache_bytes if run is dense else run.payload_bytes for run in runs]
     rows = [
-        ("cache, real bytes", megabytes(run.cache_bytes), _share(run.cache_bytes, run.dense_bytes)),
-        ("prompt", f"{run.prompt_seconds:.2f} s", ""),
-        ("decoding", _rate(run.tokens_per_second), ""),
-        ("cache, payload only", megabytes(run.payload_bytes), _share(run.payload_bytes, run.dense_bytes)),
-        ("peak memory", megabytes(run.peak_bytes), ""),
+        ("cache, real bytes", *(megabytes(run.cache_bytes) for run in runs), _share(compressed.cache_bytes, whole)),
+        ("prompt", *(f"{run.prompt_seconds:.2f} s" for run in runs), ""),
+        ("decoding", *(_rate(run.tokens_per_second) for run in runs), ""),
+        ("cache, payload only", *map(megabytes, payloads), _share(compressed.payload_bytes, whole)),
+        ("peak memory", *(megabytes(run.peak_bytes) for run in runs), ""),
     ]
-    return "\n".join(["", table(("", run.cache, "of a dense cache"), rows), "", *_kept(run)])
-
-
-def comparison(compressed: FinishedRun, dense: FinishedRun) -> str:
-    """What a DiffKV run cost beside a dense one, and how far the texts differ."""
-    rows = [
-        _row("cache, real bytes", dense.cache_bytes, compressed.cache_bytes, share=True),
-        ("prompt", f"{dense.prompt_seconds:.2f} s", f"{compressed.prompt_seconds:.2f} s", ""),
-        ("decoding", _rate(dense.tokens_per_second), _rate(compressed.tokens_per_second), ""),
-        _row("cache, payload only", dense.cache_bytes, compressed.payload_bytes, share=True),
-        _row("peak memory", dense.peak_bytes, compressed.peak_bytes),
-        _row("  above the model", dense.above_model_bytes, compressed.above_model_bytes),
-    ]
+    if dense is None:
+        return "\n".join(["", table(("", compressed.cache, "of a dense cache"), rows), "", *_kept(compressed)])
+    rows.append(("  above the model", *(megabytes(run.above_model_bytes) for run in runs), ""))
     peak = f"Peak memory: {compressed.peak_source}, a process of its own for each cache."
     header = ("", dense.cache, compressed.cache, f"{compressed.cache} / dense")
     lines = ["", table(header, rows), "", *_kept(compressed), _difference(compressed, dense), paragraph(peak)]
@@ -318,10 +311,6 @@ def _difference(compressed: FinishedRun, dense: FinishedRun) -> str:
 def _marked(pattern: str, text: str, colour: str) -> str:
     marked = pattern.format(text)
     return click.style(marked, fg=colour) if colours() else marked
-
-
-def _row(name: str, dense: int | None, compressed: int | None, share: bool = False) -> tuple[str, str, str, str]:
-    return name, megabytes(dense), megabytes(compressed), _share(compressed, dense) if share else ""
 
 
 def _share(part: int | None, whole: int | None) -> str:

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer
-from transformers.utils import logging
 
 from .. import plot
 from ..cache.diffkv_cache import DiffKVCache
@@ -29,6 +28,7 @@ from ..compat import passing
 from ..config import DiffKVConfig
 from ..config.found import HINTS
 from .errors import one_line
+from .models import hide_progress_bars
 from .peak import PeakMemory
 from .talk import Talk
 
@@ -305,8 +305,7 @@ class _TimedStreamer(TextStreamer):
 
 def _main(job_path: str, run_path: str) -> None:
     job = Job(**json.loads(Path(job_path).read_text()))
-    if job.quiet or not sys.stderr.isatty():
-        logging.disable_progress_bar()
+    hide_progress_bars(job.quiet)
     getLogger(HINTS).disabled = job.quiet
     try:
         result = dataclasses.asdict(execute(job))
