@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .console import Failure, entry, megabytes, one_line, paragraph, progress, to_terminal
+from .console import Failure, entry, one_line, paragraph, progress, to_terminal
 from .generate import sampling_of, sampling_options
 from .help import Command
-from .inspect import level_table
+from .inspect import level_table, taken
 from .models import load_tokenizer, position_limit, supported_config, usable_device
 from .options import AtLeast, choice_of, config_for, config_options, model_option, quiet_option, running_options
 
@@ -191,15 +191,12 @@ class _ChatSession:
             self.complain(one_line(error))
 
     def memory(self) -> None:
-        memory = self.talk.cache.memory()
-        held, whole = memory.bytes, memory.dense_bytes
-        tokens = self.talk.cache.get_seq_length()
+        memory, tokens = self.talk.cache.memory(), self.talk.cache.get_seq_length()
         if not tokens:
             return print("The cache is empty.", flush=True)
         layers = f"{len(memory.layers)} of {len(self.talk.cache.layers)} layers compressed"
-        text = f"{tokens:,} tokens take {megabytes(held)}, {held / whole:.1%} of a dense cache's {megabytes(whole)}"
         hint = f"; {memory.hint}" if memory.hint else ""
-        print(paragraph(f"{text}; {layers}{hint}."), flush=True)
+        print(paragraph(f"{taken(tokens, memory)}; {layers}{hint}."), flush=True)
 
     def levels(self) -> None:
         if not self.talk.cache.get_seq_length():

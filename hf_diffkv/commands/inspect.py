@@ -191,14 +191,9 @@ def _kept(cache: DiffKVCache, pieces: list[str]) -> dict[str, Any]:
 
 
 def _kept_text(cache: DiffKVCache, kept: dict[str, Any]) -> str:
-    memory, whole = cache.memory(), kept["dense_bytes"]
+    memory = cache.memory()
     others = ", layers that are left as they are included" if len(memory.layers) < memory.num_layers else ""
-    lines = [
-        paragraph(
-            f"{len(kept['tokens']):,} tokens take {megabytes(kept['bytes'])}, {kept['bytes'] / whole:.1%} of a dense "
-            f"cache's {megabytes(whole)}{others}."
-        )
-    ]
+    lines = [paragraph(f"{taken(len(kept['tokens']), memory)}{others}.")]
     if memory.hint:
         lines.append(paragraph(f"{memory.hint.capitalize()}."))
     lines += ["", level_table(memory)]
@@ -208,6 +203,12 @@ def _kept_text(cache: DiffKVCache, kept: dict[str, Any]) -> str:
         elif cache.config.selects:
             lines += ["", _extremes(kept["tokens"])]
     return "\n".join(lines)
+
+
+def taken(tokens: int, memory: Any) -> str:
+    """What so many tokens take."""
+    held, whole = memory.bytes, memory.dense_bytes
+    return f"{tokens:,} tokens take {megabytes(held)}, {held / whole:.1%} of a dense cache's {megabytes(whole)}"
 
 
 def level_table(memory: Any) -> str:

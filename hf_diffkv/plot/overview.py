@@ -54,13 +54,7 @@ def levels(cache: DiffKVCache | MemoryReport, title: str | None = None) -> Pictu
 def precisions(cache: DiffKVCache | MemoryReport, title: str | None = None) -> Picture:
     """A column for each compressed layer, in it a cell for each KV head, the darker the more bits its tokens have.
 
-    Args:
-        cache: a cache, or what its `memory()` said.
-        title: None: what the cache takes of a dense one's bytes.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        ValueError: no cache, or one that holds nothing yet.
+    Arguments and errors are those of `levels`.
     """
     report = _report_of(cache)
     rows = max(len(layer.precisions) for layer in report.layers)
