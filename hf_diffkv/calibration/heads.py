@@ -16,7 +16,7 @@ from ..cache.diffkv_cache import DiffKVCache, config_of
 from ..config import DiffKVConfig, Precision
 from ..config.allocation import SENSITIVITY, fields_for
 from ..config.diffkv_config import with_calibration
-from ..config.digest import model_digest
+from ..config.found import model_digest
 from ..config.sensitivity import KEY_BITS, MEASURED_FIELDS, VALUE_BITS, Sensitivity, mean_of
 from ..evaluation.environment import describe_environment
 from ..evaluation.errors import EvaluationError

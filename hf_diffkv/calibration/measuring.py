@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..evaluation.environment import describe_environment
 from ..evaluation.errors import EvaluationError
 from ..evaluation.methods import get_method
-from ..evaluation.methods.dense import DENSE
+from ..evaluation.methods.transformers_caches import DENSE
 from ..evaluation.records import Record, RunFolder
 from ..evaluation.runner import run
 from ..evaluation.statistics import estimate
@@ -18,6 +19,7 @@ from ..evaluation.tasks.base import KL
 from .candidates import Candidate, Thresholds
 
 
+@dataclass
 class Bench:
     """A model and documents to measure thresholds on; what `folder` holds already is not measured again.
 
@@ -27,23 +29,18 @@ class Bench:
         retry, quiet: as of `runner.run`.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        base: str,
-        task: Task,
-        documents: list[Document],
-        folder: RunFolder,
-        *,
-        retry: bool = False,
-        quiet: bool = False,
-    ) -> None:
-        self.model, self.tokenizer, self.base = model, tokenizer, base
-        self.task, self.documents, self.folder = task, documents, folder
-        self.retry, self.quiet = retry, quiet
-        self.metric = task.metrics[0]
-        self.environment = describe_environment(model.device)
+    model: Any
+    tokenizer: Any
+    base: str
+    task: Task
+    documents: list[Document]
+    folder: RunFolder
+    retry: bool = False
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        self.metric = self.task.metrics[0]
+        self.environment = describe_environment(self.model.device)
 
     @property
     def loss_name(self) -> str:
@@ -56,11 +53,7 @@ class Bench:
         return KL.title if self.metric is KL else f"loss of {self.task.name} ({self.metric.title})"
 
     def measure(self, thresholds: Sequence[Thresholds]) -> list[Candidate]:
-        """A candidate for each of `thresholds`.
-
-        Raises:
-            EvaluationError: the dense cache fails.
-        """
+        """A candidate for each of `thresholds`. Raises `EvaluationError` where the dense cache fails."""
         labels = [each.method(self.base) for each in thresholds]
         methods = [get_method(label) for label in (DENSE, *labels)]
         tasks = [(self.task, self.documents)]

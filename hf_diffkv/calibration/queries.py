@@ -8,18 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
 
 from ..cache.diffkv_cache import DiffKVCache, config_of
-from ..cache.supported_models import cache_layers
-from ..compat import passing
-from ..config.digest import model_digest
-from ..config.found import queries_path
+from ..config.found import model_digest, queries_path
 from ..evaluation.tasks import Document
 from ..ops.rounding import second_moment
 from ..store.query_moments import QueryMoments
 from .documents import DOCUMENT_LENGTH, digest_of, documents_for
-from .replay import WatchedLayer, in_float32, watching
+from .replay import WatchedLayer, in_float32, run_prompt, watching
 
 
 def measure_queries(
@@ -48,7 +44,8 @@ def moments_on(model: Any, documents: Sequence[Document]) -> QueryMoments:
     """Of the queries of all documents' prompts."""
     digest = model_digest(model)
     with in_float32(model), watching(model):
-        found = [_moments(model, document.context) for document in documents]
+        watched = (run_prompt(model, document.context)[1] for document in documents)
+        found = [[_mean(layer) for layer in layers] for layers in watched]
     together = [sum(layers) for layers in zip(*found)]
     text_config = model.config.get_text_config(decoder=True)
     return QueryMoments.of(text_config.model_type, digest, digest_of(documents), together)
@@ -65,18 +62,8 @@ def moments_in(path: Path, model: Any, documents: Sequence[Document]) -> QueryMo
     return moments
 
 
-def _moments(model: Any, prompt: Sequence[int]) -> list[Tensor]:
-    """The mean of q q^T over the queries of each compressed layer's KV heads, float64 [heads, key_dim, key_dim]."""
-    ids = torch.tensor([list(prompt)], device=model.device)
-    kinds = cache_layers(model.config.get_text_config(decoder=True))
-    layers = [WatchedLayer() if type(layer) is DynamicLayer else layer for layer in kinds]
-    positions = torch.arange(len(prompt), device=model.device)[None]
-    model(input_ids=ids, position_ids=positions, **passing(Cache(layers=layers)), use_cache=True, logits_to_keep=1)
-    watched = [layer for layer in layers if isinstance(layer, WatchedLayer)]
-    return [_mean(layer) for layer in watched]
-
-
 def _mean(layer: WatchedLayer) -> Tensor:
+    """Of q q^T over the queries of each of the layer's KV heads, float64 [heads, key_dim, key_dim]."""
     heads = layer.keys.shape[1]
     total = sum(second_moment(query, heads).double().cpu() for query in layer.queries)
     return total / sum(query.shape[1] // heads * query.shape[2] for query in layer.queries)

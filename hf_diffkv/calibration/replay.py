@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -16,6 +15,7 @@ from ..cache.attention import diffkv_attention, diffkv_mask
 from ..cache.registration import set_attention
 from ..cache.supported_models import cache_layers, shared_layers
 from ..compat import attention_of, forget_attention, passing
+from ..evaluation.methods.base import branched
 
 WATCHED_NAME = "diffkv-watched"
 WATCHED_TAG = "_diffkv_watched"
@@ -116,24 +116,18 @@ class Replay:
         self.model, self.rows, self.start = model, rows, len(prompt)
         self.following = torch.tensor([list(following)], device=model.device).expand(rows, -1)
         self.positions = torch.tensor(list(positions), device=model.device)
-        text_config = model.config.get_text_config(decoder=True)
-        kinds = cache_layers(text_config)
-        self._all = [WatchedLayer() if type(layer) is DynamicLayer else layer for layer in kinds]
-        self.layers = [layer for layer in self._all if isinstance(layer, WatchedLayer)]
-        self._run(torch.tensor([list(prompt)], device=model.device), 0, Cache(layers=self._all), 1)
-        self._expand()
-        # what readers share is made in the layer that they read, which has to run
-        self._blocks = [] if shared_layers(text_config) else decoder_blocks(model, self.layers)
-        self._outputs: list[Any] = []
-        self.logits = self._reference()
-
-    def _expand(self) -> None:
-        same = torch.zeros(self.rows, dtype=torch.int64, device=self.model.device)
+        self._all, self.layers = run_prompt(model, prompt)
+        same = torch.zeros(rows, dtype=torch.int64, device=model.device)
         for layer in self._all:
             if isinstance(layer, WatchedLayer):
                 layer.shown = layer.keys, layer.values
             else:
                 layer.reorder_cache(same)
+        # what readers share is made in the layer that they read, which has to run
+        shares = shared_layers(model.config.get_text_config(decoder=True))
+        self._blocks = [] if shares else decoder_blocks(model, self.layers)
+        self._outputs: list[Any] = []
+        self.logits = self._reference()
 
     def _reference(self) -> Tensor:
         outputs: list[Any] = []
@@ -172,22 +166,23 @@ class Replay:
             yield
 
     def _following(self) -> Tensor:
-        # Transformers' layers replace their tensors and never write into them; those with a state do
-        layers = [
-            layer
-            if isinstance(layer, WatchedLayer)
-            else copy.deepcopy(layer)
-            if hasattr(layer, "conv_states")
-            else copy.copy(layer)
-            for layer in self._all
-        ]
-        return self._run(self.following, self.start, Cache(layers=layers), self.positions)
+        layers = [layer if isinstance(layer, WatchedLayer) else branched(layer) for layer in self._all]
+        return _run(self.model, self.following, self.start, Cache(layers=layers), self.positions)
 
-    def _run(self, ids: Tensor, start: int, cache: Cache, keep: int | Tensor) -> Tensor:
-        positions = torch.arange(start, start + ids.shape[1], device=ids.device)
-        return self.model(
-            input_ids=ids, position_ids=positions[None], **passing(cache), use_cache=True, logits_to_keep=keep
-        ).logits.float()
+
+def run_prompt(model: Any, prompt: Sequence[int]) -> tuple[list[Any], list[WatchedLayer]]:
+    """Runs a prompt in a model that is `watching`: the layers of its cache, and those of them that are watched."""
+    kinds = cache_layers(model.config.get_text_config(decoder=True))
+    layers = [WatchedLayer() if type(layer) is DynamicLayer else layer for layer in kinds]
+    _run(model, torch.tensor([list(prompt)], device=model.device), 0, Cache(layers=layers), 1)
+    return layers, [layer for layer in layers if isinstance(layer, WatchedLayer)]
+
+
+def _run(model: Any, ids: Tensor, start: int, cache: Cache, keep: int | Tensor) -> Tensor:
+    positions = torch.arange(start, start + ids.shape[1], device=ids.device)
+    return model(
+        input_ids=ids, position_ids=positions[None], **passing(cache), use_cache=True, logits_to_keep=keep
+    ).logits.float()
 
 
 def decoder_blocks(model: nn.Module, layers: Sequence[WatchedLayer]) -> list[nn.Module]:

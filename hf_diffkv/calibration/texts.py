@@ -45,14 +45,10 @@ def read_pieces(name: str) -> Iterator[str]:
             return iter([path.read_text(encoding="utf-8")])
         except (OSError, UnicodeDecodeError) as error:
             raise EvaluationError(f"cannot read {path}: {error}.") from error
-    if path.suffix or path.is_dir() or not _is_repository(name):
+    parts = name.partition(":")[0].split("/")
+    if path.suffix or path.is_dir() or len(parts) != 2 or not all(parts):
         raise EvaluationError(f"--text {name}: there is no such file, and it is no data set of the Hub; {REMEDY}.")
     return _data_set(name)
-
-
-def _is_repository(name: str) -> bool:
-    parts = name.partition(":")[0].split("/")
-    return len(parts) == 2 and all(parts)
 
 
 def _data_set(name: str) -> Iterator[str]:

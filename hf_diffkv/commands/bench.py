@@ -76,14 +76,11 @@ def command(**given: Any) -> None:
     found = time_steps(model, methods, ids, options.steps, lambda message: progress(message, options.quiet))
     environment = describe_environment(model.device)
     if options.as_json:
-        rows = [dataclasses.asdict(each) for each in found]
-        click.echo(
-            json.dumps(
-                {"model": options.model, "context": context, "caches": rows, "environment": environment}, indent=2
-            )
-        )
-        return
-    click.echo(_text(found, context, environment))
+        figures = {"model": options.model, "context": context}
+        figures |= {"caches": [dataclasses.asdict(each) for each in found], "environment": environment}
+        click.echo(json.dumps(figures, indent=2))
+    else:
+        click.echo(_text(found, context, environment))
 
 
 def _text(found: list[Any], context: int, environment: dict[str, Any]) -> str:

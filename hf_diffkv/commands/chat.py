@@ -8,15 +8,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from .console import Failure, entry, megabytes, one_line, paragraph, progress, to_terminal
-from .generate import SAMPLING, sampling_options
+from .console import Failure, entry, one_line, paragraph, progress, to_terminal
+from .generate import sampling_of, sampling_options
 from .help import Command
-from .inspect import level_table
+from .inspect import level_table, taken
 from .models import load_tokenizer, position_limit, supported_config, usable_device
 from .options import AtLeast, choice_of, config_for, config_options, model_option, quiet_option, running_options
 
@@ -52,9 +53,7 @@ HELP = {
 @quiet_option
 def command(**given: Any) -> None:
     options = SimpleNamespace(**given)
-    sampling = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
-    if sampling and not options.sample:
-        raise click.UsageError(f"--{next(iter(sampling)).replace('_', '-')} is of no effect without --sample.")
+    sampling = sampling_of(options)
     if options.plain and options.system is not None:
         raise click.UsageError("--system is of no effect with --plain.")
     saved = None if options.load is None else _read_talk(options.load)
@@ -96,9 +95,8 @@ def _start(options: SimpleNamespace, saved: dict[str, Any] | None) -> tuple[Talk
             cache, state = DiffKVCache.from_pretrained(options.load, model), saved
     except (ValueError, OSError) as error:
         raise click.UsageError(one_line(error)) from error
-    return Talk(model, tokenizer, cache, chat=not options.plain, system=options.system, **state), position_limit(
-        model_config
-    )
+    talk = Talk(model, tokenizer, cache, chat=not options.plain, system=options.system, **state)
+    return talk, position_limit(model_config)
 
 
 def _read_talk(folder: Path) -> dict[str, Any]:
@@ -158,15 +156,13 @@ class _ChatSession:
         if name == "/quit":
             return False
         actions = {"/memory": self.memory, "/levels": self.levels, "/reset": self.reset, "/help": self.help}
-        if name == "/save":
-            self.save(rest.strip())
-        elif name in actions:
-            actions[name]()
-        else:
-            self.complain(f"there is no command {name}; /help lists them.")
+        actions["/save"] = lambda: self.save(rest.strip())
+        unknown = f"there is no command {name}; /help lists them."
+        actions.get(name, lambda: self.complain(unknown))()
         return True
 
     def answer(self, message: str) -> None:
+        import torch
         from transformers import StoppingCriteriaList, TextStreamer
 
         from ..evaluation.side_by_side import EXPECTED_ERRORS
@@ -180,10 +176,14 @@ class _ChatSession:
                 )
             streamer = TextStreamer(self.talk.tokenizer, skip_prompt=True, skip_special_tokens=True)
             with _until_interrupted() as stop:
-                criteria = StoppingCriteriaList([stop])
+
+                def stopped(ids: Any, scores: Any, **kwargs: Any) -> Any:
+                    return ids.new_full(ids.shape[:1], stop.is_set(), dtype=torch.bool)
+
+                criteria = StoppingCriteriaList([stopped])
                 options = {"streamer": streamer, "stopping_criteria": criteria, **self.sampling}
                 self.talk.answer(message, max_new_tokens=room, **options)
-            if stop.asked:
+            if stop.is_set():
                 progress("(stopped)", self.options.quiet)
         except BrokenPipeError:
             raise
@@ -191,15 +191,12 @@ class _ChatSession:
             self.complain(one_line(error))
 
     def memory(self) -> None:
-        memory = self.talk.cache.memory()
-        held, whole = memory.bytes, memory.dense_bytes
-        tokens = self.talk.cache.get_seq_length()
+        memory, tokens = self.talk.cache.memory(), self.talk.cache.get_seq_length()
         if not tokens:
             return print("The cache is empty.", flush=True)
         layers = f"{len(memory.layers)} of {len(self.talk.cache.layers)} layers compressed"
-        text = f"{tokens:,} tokens take {megabytes(held)}, {held / whole:.1%} of a dense cache's {megabytes(whole)}"
         hint = f"; {memory.hint}" if memory.hint else ""
-        print(paragraph(f"{text}; {layers}{hint}."), flush=True)
+        print(paragraph(f"{taken(tokens, memory)}; {layers}{hint}."), flush=True)
 
     def levels(self) -> None:
         if not self.talk.cache.get_seq_length():
@@ -232,30 +229,15 @@ class _ChatSession:
         print(paragraph(message), file=sys.stderr, flush=True)
 
 
-class _Stop:
-    """Stops `generate()` after the token at hand once it was asked to."""
-
-    def __init__(self) -> None:
-        self.asked = False
-
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        import torch
-
-        return torch.full((input_ids.shape[0],), self.asked, dtype=torch.bool, device=input_ids.device)
-
-
 @contextmanager
-def _until_interrupted() -> Iterator[_Stop]:
+def _until_interrupted() -> Iterator[Event]:
     """Within, Ctrl-C in a terminal asks the answer to stop, for the cache must not be left in the middle of a token."""
-    stop = _Stop()
+    stop = Event()
     if not (sys.stdin.isatty() and to_terminal()):
         yield stop
         return
 
-    def ask(*ignored: Any) -> None:
-        stop.asked = True
-
-    before = signal.signal(signal.SIGINT, ask)
+    before = signal.signal(signal.SIGINT, lambda *_: stop.set())
     try:
         yield stop
     finally:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import click
 
 from ..config.found import HINTS
+from ..evaluation.errors import one_line as one_line
 
 WIDEST = 100
 NARROWEST = 20
@@ -88,11 +89,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         texts.append(row[0])
         texts += [f"  {name + ': ' if name else ''}{cell}" for name, cell in zip(header[1:], row[1:]) if cell]
     return "\n".join(texts)
-
-
-def one_line(error: BaseException | str) -> str:
-    """A message without line breaks."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def megabytes(count: int | None) -> str:

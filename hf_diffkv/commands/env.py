@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -25,25 +24,26 @@ REINSTALL = "decoding on CPUs runs in PyTorch; reinstall with a C++ compiler, or
 @json_option
 def command(as_json: bool) -> None:
     # needs a moment, which the help of `generate` does not have
-    from ..evaluation.hardware import cores, gpus, memory, processor
+    from ..evaluation.environment import cores, gpus, memory, processor
 
     lines = {**versions(), "cpu": processor(), "cores": cores(), "memory": memory()}
     if "OMP_NUM_THREADS" in os.environ:
         lines["OMP_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"]
     found = gpus()
     lines |= {f"cuda:{index}": name for index, name in enumerate(found)} or {"gpu": "none that nvidia-smi knows"}
-    lines["native code"] = _native_code()
+    try:
+        lines["native code"] = instructions_at()
+    except OSError as error:
+        lines["native code"] = f"{error}: {REINSTALL}"
     click.echo(json.dumps(lines, indent=2) if as_json else "\n".join(f"{name}: {lines[name]}" for name in lines))
 
 
 def versions() -> dict[str, str]:
     """Versions of Python, the platform, and the packages that matter."""
+    from ..evaluation.environment import installed
+
     found = {"python": platform.python_version(), "platform": platform.platform()}
-    for name in VERSIONED:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
+    found |= dict.fromkeys(VERSIONED, "not installed") | installed(VERSIONED)
     found["torch"] = _torch_version() or found["torch"]
     if found["hf-diffkv"] == "not installed":
         found["hf-diffkv"] = f"{__version__} (not installed)"
@@ -61,10 +61,3 @@ def _torch_version() -> str | None:
         return None
     match = re.search(r"^__version__ = '(.+)'", text, re.MULTILINE)
     return match[1] if match else None
-
-
-def _native_code() -> str:
-    try:
-        return instructions_at()
-    except OSError as error:
-        return f"{error}: {REINSTALL}"

@@ -11,6 +11,7 @@ import click
 from ..evaluation.errors import EvaluationError
 from .console import progress
 from .help import Command
+from .models import position_limit
 from .options import AtLeast, model_option, quiet_option, running_options
 
 # the suite of small tasks
@@ -72,15 +73,7 @@ def _list(context: click.Context, param: click.Parameter, value: bool) -> None:
     "--list", is_flag=True, is_eager=True, expose_value=False, callback=_list, help="Print methods and tasks."
 )
 def command(**given: Any) -> None:
-    evaluate(SimpleNamespace(**given))
-
-
-def evaluate(options: SimpleNamespace) -> None:
-    """Runs the command.
-
-    Raises:
-        EvaluationError: something the user can put right; what was measured is kept.
-    """
+    options = SimpleNamespace(**given)
     from ..evaluation.isolated import run_isolated
     from ..evaluation.methods import get_method
     from ..evaluation.models import load_config, load_model
@@ -91,16 +84,9 @@ def evaluate(options: SimpleNamespace) -> None:
     methods = [get_method(name) for name in _names("--methods", options.methods)]
     tasks = _tasks(OFFLINE_SUITE if options.tasks is None else options.tasks)
     config, tokenizer = load_config(options.model)
-    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    source = Source(
-        tokenizer,
-        options.documents or 0,
-        options.length,
-        options.seed,
-        limit,
-        options.max_new_tokens,
-        options.sample,
-    )
+    limit = position_limit(config)
+    generating = {"sample": options.sample, "max_new_tokens": options.max_new_tokens}
+    source = Source(tokenizer, options.documents or 0, options.length, options.seed, limit, **generating)
     prepared = [(task, documents_of(task, source)) for task in tasks]
     if options.tasks is None:
         prepared = _fitting(prepared, limit, options.quiet)
@@ -109,25 +95,17 @@ def evaluate(options: SimpleNamespace) -> None:
     model = load_model(options.model, options.dtype, options.device, options.quiet)
     dtype = str(model.dtype).removeprefix("torch.")
     settings = {"model": options.model, "dtype": dtype, "seed": options.seed}
-    settings |= {name: getattr(options, name) for name in ("sample", "max_new_tokens") if getattr(options, name)}
+    settings |= {name: value for name, value in generating.items() if value}
     folder = RunFolder(options.output, settings)
     here = [method for method in methods if method.environment is None]
     elsewhere = [method for method in methods if method.environment is not None]
     failed: list[Any] = []
     try:
-        batch_size, retry, quiet = options.batch_size, options.retry, options.quiet
-        run(model, tokenizer, here, prepared, folder, batch_size=batch_size, retry=retry, quiet=quiet)
+        shared = {"retry": options.retry, "quiet": options.quiet}
+        run(model, tokenizer, here, prepared, folder, batch_size=options.batch_size, **shared)
         # another process loads it again
         del model
-        failed = run_isolated(
-            elsewhere,
-            prepared,
-            folder,
-            model=options.model,
-            device=options.device,
-            retry=options.retry,
-            quiet=options.quiet,
-        )
+        failed = run_isolated(elsewhere, prepared, folder, model=options.model, device=options.device, **shared)
     finally:
         records = [*folder.all_records(), *failed]
         if records:
@@ -167,8 +145,7 @@ def _fitting(prepared: list[Any], limit: int | None, quiet: bool) -> list[Any]:
 
 
 def _write_report(folder: Path, records: list[Any], quiet: bool) -> None:
-    from ..evaluation.plots import plot_tasks
-    from ..evaluation.report import markdown
+    from ..evaluation.report import markdown, plot_tasks
 
     table = markdown(records)
     (folder / "table.md").write_text(table)

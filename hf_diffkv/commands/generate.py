@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
+import re
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..evaluation.models import SMALLEST_MODEL, hide_progress_bars, resolve_model
-from .comparison import comparison, figures, run_summary
-from .console import Failure, progress, to_terminal
+from .console import Failure, colours, megabytes, paragraph, progress, table, to_terminal
 from .env import versions
 from .help import Command
 from .models import load_tokenizer, position_limit, supported_config, usable_device
@@ -44,6 +45,14 @@ sampling_options = chain(
     click.option("--top-p", metavar="X", type=click.FloatRange(0, 1, min_open=True), help="For --sample."),
     click.option("--top-k", metavar="N", type=AtLeast(), help="For --sample."),
 )
+
+
+def sampling_of(options: SimpleNamespace) -> dict[str, Any]:
+    """Arguments of `generate()` beside `do_sample`. Raises `click.UsageError` for some without --sample."""
+    given = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
+    if given and not options.sample:
+        raise click.UsageError(f"--{next(iter(given)).replace('_', '-')} is of no effect without --sample.")
+    return given
 
 
 @click.command(
@@ -82,10 +91,14 @@ def command(**given: Any) -> None:
     if options.as_json:
         click.echo(json.dumps(found, indent=2))
     elif not options.quiet:
-        summary = comparison(*runs) if len(runs) == 2 else run_summary(runs[0])
-        click.echo(summary, err=not to_terminal())
+        click.echo(comparison(*runs), err=not to_terminal())
     if options.output is not None:
-        _write(options, found, runs[0].note)
+        path = options.output / "figures.json"
+        path.write_text(json.dumps(found, indent=2) + "\n")
+        if runs[0].note:
+            progress(runs[0].note, options.quiet)
+        written = [str(each) for each in (picture, path) if each.exists()]
+        progress(f"\nWrote {' and '.join(written)}.", options.quiet)
 
 
 def _job(options: SimpleNamespace) -> Job:
@@ -98,9 +111,7 @@ def _job(options: SimpleNamespace) -> Job:
     turns = [text, *options.then]
     if not all(turns):
         raise click.UsageError("the prompt or a --then is empty; there is nothing to continue.")
-    sampling = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
-    if sampling and not options.sample:
-        raise click.UsageError(f"--{next(iter(sampling)).replace('_', '-')} is of no effect without --sample.")
+    sampling = sampling_of(options)
     if options.system is not None and not options.chat:
         raise click.UsageError("--system is of no effect without --chat.")
     if options.quiet and options.as_json:
@@ -157,12 +168,10 @@ def _run(job: Job, options: SimpleNamespace) -> list[FinishedRun]:
         if options.no_compare:
             hide_progress_bars(options.quiet)
             return [compare.execute_here(job)]
-        runs = [compare.run_in_fresh_process(job)]
+        compressed = compare.run_in_fresh_process(job)
         progress(f"[2/2] {compare.DYNAMIC}, for comparison", options.quiet)
-        return [
-            *runs,
-            compare.run_in_fresh_process(dataclasses.replace(job, cache=compare.DYNAMIC, picture=None, stream=False)),
-        ]
+        dense = dataclasses.replace(job, cache=compare.DYNAMIC, picture=None, stream=False)
+        return [compressed, compare.run_in_fresh_process(dense)]
     except compare.RunError as error:
         raise Failure(str(error)) from error
 
@@ -200,10 +209,113 @@ def _make_folder(folder: Path) -> None:
         raise click.UsageError(f"cannot write to {folder}: {error.strerror}.") from error
 
 
-def _write(options: SimpleNamespace, found: dict[str, Any], note: str | None) -> None:
-    path = options.output / "figures.json"
-    path.write_text(json.dumps(found, indent=2) + "\n")
-    if note:
-        progress(note, options.quiet)
-    written = [str(each) for each in (options.output / "levels.png", path) if each.exists()]
-    progress(f"\nWrote {' and '.join(written)}.", options.quiet)
+def comparison(compressed: FinishedRun, dense: FinishedRun | None = None) -> str:
+    """What a DiffKV run cost; beside a dense one, if there is one, and how far the texts differ."""
+    runs = [compressed] if dense is None else [dense, compressed]
+    whole = compressed.dense_bytes if dense is None else dense.cache_bytes
+    # a dense cache is nothing but payload
+    payloads = [run.cache_bytes if run is dense else run.payload_bytes for run in runs]
+    rows = [
+        ("cache, real bytes", *(megabytes(run.cache_bytes) for run in runs), _share(compressed.cache_bytes, whole)),
+        ("prompt", *(f"{run.prompt_seconds:.2f} s" for run in runs), ""),
+        ("decoding", *(_rate(run.tokens_per_second) for run in runs), ""),
+        ("cache, payload only", *map(megabytes, payloads), _share(compressed.payload_bytes, whole)),
+        ("peak memory", *(megabytes(run.peak_bytes) for run in runs), ""),
+    ]
+    if dense is None:
+        return "\n".join(["", table(("", compressed.cache, "of a dense cache"), rows), "", *_kept(compressed)])
+    rows.append(("  above the model", *(megabytes(run.above_model_bytes) for run in runs), ""))
+    peak = f"Peak memory: {compressed.peak_source}, a process of its own for each cache."
+    header = ("", dense.cache, compressed.cache, f"{compressed.cache} / dense")
+    lines = ["", table(header, rows), "", *_kept(compressed), _difference(compressed, dense), paragraph(peak)]
+    return "\n".join(lines)
+
+
+def same_tokens(compressed: FinishedRun, dense: FinishedRun) -> int | None:
+    """How many tokens both wrote before they differ; None where they never do."""
+    from ..evaluation.comparison import Agreement
+
+    found = Agreement.of(compressed.generated, dense.generated)
+    return None if found.equal == found.tokens else found.until_difference
+
+
+def word_difference(old: str, new: str) -> tuple[float, str]:
+    """Share of words that two texts have in common, and `new` with what differs marked: [-old-]{+new+}."""
+    # words, and what is between them
+    before, after = (re.findall(r"\s+|[^\s]+", text) for text in (old, new))
+    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+    parts = []
+    for tag, a, b, c, d in matcher.get_opcodes():
+        if tag == "equal":
+            parts.append("".join(after[c:d]))
+            continue
+        if b > a:
+            parts.append(_marked("[-{}-]", "".join(before[a:b]), "red"))
+        if d > c:
+            parts.append(_marked("{{+{}+}}", "".join(after[c:d]), "green"))
+    return matcher.ratio(), "".join(parts)
+
+
+def figures(job: Any, runs: list[FinishedRun], versions: dict[str, str]) -> dict[str, Any]:
+    """Everything about a comparison, ready for JSON."""
+    compressed, *dense = runs
+    found = {
+        "text": compressed.text,
+        "answers": compressed.answers,
+        "config": compressed.config,
+        "model": job.model,
+        "dtype": job.dtype,
+        "device": job.device,
+        "seed": job.seed if job.sample else None,
+        "sampling": job.sampling if job.sample else None,
+        "max_new_tokens": job.max_new_tokens,
+        "runs": {run.cache: dataclasses.asdict(run) for run in runs},
+        "versions": versions,
+    }
+    if dense:
+        same = same_tokens(compressed, dense[0])
+        words, _ = word_difference(dense[0].text, compressed.text)
+        found["agreement"] = {"same_text": same is None, "tokens_until_difference": same, "words_in_common": words}
+    return found
+
+
+def _kept(run: FinishedRun) -> list[str]:
+    total = max(1, sum(run.levels.values()))
+    levels = ", ".join(f"{name} {count:,} ({count / total:.0%})" for name, count in run.levels.items())
+    lines = [paragraph(f"Tokens per level, over all layers and KV heads: {levels}.")]
+    compressed = len(run.layers or ())
+    if run.num_layers is not None and compressed < run.num_layers:
+        note = "the bytes count all of them. `hf-diffkv inspect` says which."
+        lines.append(paragraph(f"{compressed} of {run.num_layers} layers are compressed; {note}"))
+    if run.dense_bytes is not None and run.cache_bytes >= run.dense_bytes:
+        if run.payload_bytes == run.dense_bytes and run.levels["high"] + run.levels["low"]:
+            why = "Nothing is saved: every token is stored as it is."
+        else:
+            why = "So short a cache saves nothing: the window and partly filled pages outweigh it."
+        lines.append(paragraph(why))
+    return lines
+
+
+def _difference(compressed: FinishedRun, dense: FinishedRun) -> str:
+    same = same_tokens(compressed, dense)
+    if same is None:
+        return paragraph(f"Both caches wrote the same {sum(map(len, dense.generated))} tokens.")
+    words, marked = word_difference(dense.text, compressed.text)
+    head = paragraph(
+        f"The texts differ from token {same + 1} on and share {words:.0%} of their words. What differs, "
+        f"[-{dense.cache}-] and {{+{compressed.cache}+}}:"
+    )
+    return f"{head}\n{marked}"
+
+
+def _marked(pattern: str, text: str, colour: str) -> str:
+    marked = pattern.format(text)
+    return click.style(marked, fg=colour) if colours() else marked
+
+
+def _share(part: int | None, whole: int | None) -> str:
+    return f"{part / whole:.1%}" if part is not None and whole else ""
+
+
+def _rate(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate:.1f} tok/s"

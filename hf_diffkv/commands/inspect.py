@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 from itertools import groupby
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..evaluation.models import SMALLEST_MODEL, resolve_model
+from ..evaluation.models import SMALLEST_MODEL, load_model, resolve_model
 from ..plot.palette import LEVELS, PAPER, TERMINAL, ink_on
 from .console import colours, megabytes, paragraph, progress, table
 from .help import Command
 from .models import load_tokenizer, position_limit, supported_config
 from .options import (
-    chain,
     choice_of,
     config_for,
     config_options,
@@ -42,7 +42,10 @@ WHITE, BLACK = 231, 16
     help="Say which layers of a model are compressed and what a token takes there. With PROMPT, run the model on it "
     "and show what each layer keeps of it, and the text in the colours of its levels.",
 )
-@chain(prompt_options, model_option(default=SMALLEST_MODEL, show_default=True), config_options, running_options)
+@prompt_options
+@model_option(default=SMALLEST_MODEL, show_default=True)
+@config_options
+@running_options
 @json_option
 @quiet_option
 def command(**given: Any) -> None:
@@ -64,16 +67,17 @@ def command(**given: Any) -> None:
             progress(paragraph(f"{note} A PROMPT has them read."), options.quiet)
     else:
         ids, pieces = _tokens(options, text, position_limit(model_config))
-        model = _load(options)
+        progress(f"loading {options.model}", options.quiet)
+        model = load_model(options.model, options.dtype, options.device, options.quiet)
         config = config_for(choice, model)
     found = {"model": options.model, "config": config.to_dict(), **_layers(model_config, config, options)}
-    lines = [_layer_text(found)]
+    said = _layer_text(found)
     if model is not None:
         cache = _run(options, model, config, ids)
         kept = _kept(cache, pieces)
         found |= kept
-        lines += ["", _kept_text(cache, kept)]
-    click.echo(json.dumps(found, indent=2) if options.as_json else "\n".join(lines))
+        said += f"\n\n{_kept_text(cache, kept)}"
+    click.echo(json.dumps(found, indent=2) if options.as_json else said)
 
 
 def _layers(model_config: Any, config: Any, options: SimpleNamespace) -> dict[str, Any]:
@@ -85,9 +89,9 @@ def _layers(model_config: Any, config: Any, options: SimpleNamespace) -> dict[st
         cache = DiffKVCache(model_config, config)
         shape = ModelShape.of(model_config, resolve_model(options.model))
         compressed = cache.compressed_layers()
-        kinds = {name: [] for name in dict.fromkeys(type(layer).__name__ for layer in cache.layers)}
+        kinds: dict[str, list[int]] = {}
         for index, layer in enumerate(cache.layers):
-            kinds[type(layer).__name__].append(index)
+            kinds.setdefault(type(layer).__name__, []).append(index)
         pages = _pages(config, [shape.layers[i] for i in compressed], shape.dtype.itemsize, shape.limit)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
@@ -126,8 +130,8 @@ def _layer_text(found: dict[str, Any]) -> str:
     for kind, indices in found["kinds"].items():
         if indices != found["compressed_layers"]:
             lines.append(paragraph(f"Left as they are ({kind}): {', '.join(map(str, indices))}."))
-    by_dense = groupby(sorted(found["pages"], key=_dense_bytes), _dense_bytes)
-    for dense, pages in by_dense:
+    dense_bytes = itemgetter("dense_token_bytes")
+    for dense, pages in groupby(sorted(found["pages"], key=dense_bytes), dense_bytes):
         rows: dict[str, tuple[int, int]] = {}
         for level in (level for page in pages for level in page["levels"].values()):
             heads = rows.get(level["precision"], (0, 0))[1] + level["heads"]
@@ -139,13 +143,9 @@ def _layer_text(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _dense_bytes(page: dict[str, Any]) -> int:
-    return page["dense_token_bytes"]
-
-
 def _tokens(options: SimpleNamespace, text: str, limit: int | None) -> tuple[list[int], list[str]]:
     """Ids of the tokens and their text."""
-    from ..plot.pieces import pieces_of_text
+    from ..plot.coloured_text import pieces_of_text
 
     ids, pieces = pieces_of_text(load_tokenizer(options.model), text)
     if not ids:
@@ -155,13 +155,6 @@ def _tokens(options: SimpleNamespace, text: str, limit: int | None) -> tuple[lis
             f"the prompt has {len(ids)} tokens, but the model's max_position_embeddings is {limit}; shorten it."
         )
     return ids, pieces
-
-
-def _load(options: SimpleNamespace) -> Any:
-    from ..evaluation.models import load_model
-
-    progress(f"loading {options.model}", options.quiet)
-    return load_model(options.model, options.dtype, options.device, options.quiet)
 
 
 def _run(options: SimpleNamespace, model: Any, config: Any, ids: list[int]) -> DiffKVCache:
@@ -198,14 +191,9 @@ def _kept(cache: DiffKVCache, pieces: list[str]) -> dict[str, Any]:
 
 
 def _kept_text(cache: DiffKVCache, kept: dict[str, Any]) -> str:
-    memory, whole = cache.memory(), kept["dense_bytes"]
+    memory = cache.memory()
     others = ", layers that are left as they are included" if len(memory.layers) < memory.num_layers else ""
-    lines = [
-        paragraph(
-            f"{len(kept['tokens']):,} tokens take {megabytes(kept['bytes'])}, {kept['bytes'] / whole:.1%} of a dense "
-            f"cache's {megabytes(whole)}{others}."
-        )
-    ]
+    lines = [paragraph(f"{taken(len(kept['tokens']), memory)}{others}.")]
     if memory.hint:
         lines.append(paragraph(f"{memory.hint.capitalize()}."))
     lines += ["", level_table(memory)]
@@ -215,6 +203,12 @@ def _kept_text(cache: DiffKVCache, kept: dict[str, Any]) -> str:
         elif cache.config.selects:
             lines += ["", _extremes(kept["tokens"])]
     return "\n".join(lines)
+
+
+def taken(tokens: int, memory: Any) -> str:
+    """What so many tokens take."""
+    held, whole = memory.bytes, memory.dense_bytes
+    return f"{tokens:,} tokens take {megabytes(held)}, {held / whole:.1%} of a dense cache's {megabytes(whole)}"
 
 
 def level_table(memory: Any) -> str:
@@ -228,24 +222,16 @@ def level_table(memory: Any) -> str:
     return table(("", *LEVELS, "precision"), rows)
 
 
-def _level_of(token: dict[str, Any]) -> str:
-    """The level that most heads have a token at."""
-    return max(LEVELS, key=lambda name: token[name])
-
-
 def _coloured(tokens: list[dict[str, Any]]) -> str:
     legend = "  ".join(_in_colour(f" {name} ", name) for name in LEVELS)
-    runs = groupby(tokens, _level_of)
+    runs = groupby(tokens, lambda token: max(LEVELS, key=lambda name: token[name]))
     text = "".join(_in_colour("".join(token["text"] for token in run), name) for name, run in runs)
     return f"Coloured by the level of most heads:\n{legend}\n\n{text}"
 
 
 def _in_colour(text: str, level: str) -> str:
     """Line by line, as terminals fill the rest of a line that ends in a colour."""
-    look = {
-        "bg": TERMINAL[level],
-        "fg": WHITE if ink_on(LEVELS[level]) == PAPER else BLACK,
-    }
+    look = {"bg": TERMINAL[level], "fg": WHITE if ink_on(LEVELS[level]) == PAPER else BLACK}
     return "\n".join(click.style(line, **look) if line else "" for line in text.split("\n"))
 
 
@@ -255,8 +241,6 @@ def _extremes(tokens: list[dict[str, Any]]) -> str:
     if not judged:
         return "All tokens are in the window."
     ranked = sorted(judged, key=lambda token: -token["high"])
-    names = [
-        " ".join(repr(token["text"]) for token in part)
-        for part in (ranked[:WORDS_SHOWN], ranked[: -WORDS_SHOWN - 1 : -1])
-    ]
-    return f"{paragraph(f'Most often high: {names[0]}')}\n{paragraph(f'Least often: {names[1]}')}"
+    parts = {"Most often high": ranked[:WORDS_SHOWN], "Least often": ranked[: -WORDS_SHOWN - 1 : -1]}
+    said = (f"{name}: {' '.join(repr(token['text']) for token in part)}" for name, part in parts.items())
+    return "\n".join(map(paragraph, said))

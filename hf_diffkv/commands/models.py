@@ -54,11 +54,7 @@ def position_limit(config: Any) -> int | None:
 
 
 def usable_device(given: str | None) -> str:
-    """The device to run on.
-
-    Raises:
-        click.UsageError: it cannot be used.
-    """
+    """The device to run on. Raises `click.UsageError` where it cannot be used."""
     import torch
 
     if given is None:

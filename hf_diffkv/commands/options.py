@@ -28,62 +28,62 @@ LOSSLESS_FIELDS = {"window", "sinks", "max_bytes"}
 PRESET_FIELDS = {"alpha_high", "alpha_low", "high", "low"}
 
 
-class Bytes(click.ParamType):
-    """A size as of `bytes_in`, such as 24GB."""
+class Parsed(click.ParamType):
+    """What `parse` makes of a text; the message of its `ValueError` is what the user reads."""
 
-    name = "SIZE"
+    parse: Callable[[str], Any]
 
-    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> int:
-        if isinstance(value, int):
+    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Any:
+        if not isinstance(value, str):
             return value
         try:
-            return bytes_in(value)
+            return self.parse(value)
         except ValueError as error:
             self.fail(str(error), param, context)
 
 
-class PrecisionType(click.ParamType):
+class Bytes(Parsed):
+    """A size as of `bytes_in`, such as 24GB."""
+
+    name = "SIZE"
+    parse = staticmethod(bytes_in)
+
+
+class PrecisionType(Parsed):
     """Bits of keys and values, such as K8V4."""
 
     name = "KxVy"
 
-    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Precision:
-        if isinstance(value, Precision):
-            return value
+    def parse(self, text: str) -> Precision:
         try:
             # groups are written with a small letter
-            return Precision.parse(value.replace("k", "K").replace("v", "V"))
+            return Precision.parse(text.replace("k", "K").replace("v", "V"))
         except ValueError as error:
-            self.fail(f"{value}: {error}", param, context)
+            raise ValueError(f"{text}: {error}") from error
 
 
-class Preset(click.ParamType):
+class Preset(Parsed):
     """The name of a preset."""
 
     name = "NAME"
 
-    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> str:
-        try:
-            preset_named(value)
-        except ValueError as error:
-            self.fail(str(error), param, context)
-        return value
+    def parse(self, text: str) -> str:
+        preset_named(text)
+        return text
 
 
-class Numbers(click.ParamType):
+class Numbers(Parsed):
     """Comma-separated numbers of at least 0, in rising order without repetition."""
 
     name = "A,B"
 
-    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> tuple[float, ...]:
-        if isinstance(value, tuple):
-            return value
+    def parse(self, text: str) -> tuple[float, ...]:
         try:
-            values = sorted({float(part) for part in value.split(",") if part.strip()})
+            values = sorted({float(part) for part in text.split(",") if part.strip()})
         except ValueError:
             values = []
         if not values or not all(0 <= each < float("inf") for each in values):
-            self.fail(f"{value!r} is no list of numbers of at least 0, such as 1,2,3", param, context)
+            raise ValueError(f"{text!r} is no list of numbers of at least 0, such as 1,2,3")
         return tuple(values)
 
 

@@ -1,4 +1,4 @@
-"""`hf-diffkv plan`: the longest context and the largest batch that fit, dense and with DiffKV."""
+"""`hf-diffkv plan`: the longest context and the largest batch that fit, and what heads are predicted to lose."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..evaluation.models import resolve_model
-from .console import Failure, megabytes, paragraph, progress, table
+from .console import Failure, megabytes, one_line, paragraph, progress, table
 from .help import Command
 from .models import supported_config
 from .options import (
@@ -26,11 +26,12 @@ from .options import (
     model_option,
     note_of_heads,
 )
-from .predicted_loss import draw_loss, loss_text, predicted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ..config import DiffKVConfig
+    from ..config.allocation import Loss
     from ..planning import ModelShape
 
 DEFAULT_CONTEXT = 8192
@@ -78,6 +79,7 @@ def command(**given: Any) -> None:
 
     import torch
 
+    from ..config.allocation import loss_curve
     from ..planning import ModelShape, without_weights
 
     dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
@@ -98,7 +100,8 @@ def command(**given: Any) -> None:
     # heads that were measured are known by the weights' files
     model = without_weights(model_config)
     config = config_for(choice, model_config if model is None else model)
-    losses = predicted(config)
+    own = (config.calibration or {}).get("ratio")
+    losses = loss_curve(config.calibration or {}, [] if own is None else [own])
     try:
         rows = [
             {"cache": name, **_fit(bytes_of, shape, free, context, options.batch)}
@@ -120,9 +123,9 @@ def command(**given: Any) -> None:
         "caches": rows,
         "predicted_loss": [asdict(loss) for loss in losses],
     }
-    text = f"{_text(found)}\n\n{loss_text(config, losses)}" if losses else _text(found)
+    text = f"{_text(found)}\n\n{_loss_text(config, losses, own)}" if losses else _text(found)
     if options.plot is not None:
-        draw_loss(config, losses, options.plot, options.as_json)
+        _draw_loss(config, losses, options.plot, options.as_json)
     click.echo(json.dumps(found, indent=2) if options.as_json else text)
     note = note_of_heads(choice, model_config, model)
     if note:
@@ -191,3 +194,45 @@ def _text(found: dict[str, Any]) -> str:
         paragraph("A prompt needs memory of its own while it runs; long ones may need more than is kept for it.")
     )
     return "\n".join(lines)
+
+
+def _loss_text(config: DiffKVConfig, points: tuple[Loss, ...], own: float | None) -> str:
+    """A table of losses over bytes, where the line of the configuration's own ratio is marked."""
+    from ..config.allocation import SENSITIVITY
+
+    rows = [
+        (
+            f"{point.ratio:.1%}{'*' if point.ratio == own else ''}",
+            f"{point.each_head:.4f}",
+            "" if point.one_for_all is None else f"{point.one_for_all:.4f} ({point.precision})",
+        )
+        for point in points
+    ]
+    bits = 8 * (config.calibration or {})[SENSITIVITY]["element_bytes"]
+    title = (
+        "Predicted loss, as KL to the dense cache in nats, by the bytes of a stored token, in % of those at "
+        f"{bits} bits an element:"
+    )
+    lines = [paragraph(title), "", table(("bytes", "a precision for each head", "one for all"), rows)]
+    return "\n".join(lines if own is None else [*lines, "", "* the cache above"])
+
+
+def _draw_loss(config: DiffKVConfig, points: tuple[Loss, ...], path: Path, quiet: bool) -> None:
+    """Writes a picture of losses over bytes.
+
+    Raises:
+        click.UsageError: heads were not measured.
+        Failure: Matplotlib is missing, or the file cannot be written.
+    """
+    from ..plot import loss
+
+    if not points:
+        raise click.UsageError(
+            "--plot draws what heads are predicted to lose, and those of this model were not measured; "
+            "`hf-diffkv calibrate --ratio` measures them, and --config takes the folder that it wrote."
+        )
+    try:
+        loss(config).save(path)
+    except (ImportError, OSError, ValueError) as error:
+        raise Failure(f"--plot {path}: {one_line(error)}") from error
+    progress(f"drew {path}", quiet)

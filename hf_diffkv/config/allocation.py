@@ -1,4 +1,4 @@
-"""A precision for each KV head, so that a model loses least at given bytes.
+"""A precision for each KV head, so that a model loses least at given bytes, and what it is predicted to lose then.
 
 What heads lose is taken as additive. Heads of a layer share at most two precisions, a pair. For each layer and number
 of bytes the best choice is found, then the best sum over layers by dynamic programming: nothing better exists at these
@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from ..pages.layout import PageLayout
 from ..precision import Precision, as_precision
 from .checks import as_ratio
-from .sensitivity import MEASURED_FIELDS, Sensitivity
+from .presets import token_bytes
+from .sensitivity import Sensitivity
 
 # docs/calibration.md has what others give
 HEAD_LADDER = ("K3V2", "K3V3", "K4V3", "K5V4", "K6V5")
@@ -99,25 +99,25 @@ def check_ratio(
         element_bytes: of the model's dtype.
     """
     as_ratio("target_ratio", target_ratio)
-    dense = sum(heads * (key + value) * element_bytes for heads, key, value in shapes)
-    taken = {
-        precision.name: sum(heads * _token_bytes(precision, key, value, element_bytes) for heads, key, value in shapes)
-        for precision in (as_precision("ladder", each) for each in ladder)
-    }
-    least = min(taken, key=lambda name: taken[name])
-    if target_ratio < taken[least] / dense:
+    precisions = [as_precision("ladder", each) for each in ladder]
+    ratios = {precision.name: _ratio(precision, shapes, element_bytes) for precision in precisions}
+    name, least = min(ratios.items(), key=lambda item: item[1])
+    if target_ratio < least:
         raise ValueError(
-            f"target_ratio={target_ratio} is below what {least} takes of every head, {taken[least] / dense:.3f}; raise "
-            "it, or give a ladder with fewer bits."
+            f"target_ratio={target_ratio} is below what {name} takes of every head, {least:.3f}; raise it, or give a "
+            "ladder with fewer bits."
         )
 
 
 def ratio_of(precision: Precision | str, calibration: Mapping[str, Any]) -> float:
     """Bytes of a stored token over those in the model's dtype where all heads have one precision."""
     values = calibration[SENSITIVITY]
-    name, size = as_precision("precision", precision), values["element_bytes"]
-    taken = sum(heads * _token_bytes(name, key, value, size) for heads, key, value in values["shapes"])
-    return taken / sum(heads * (key + value) * size for heads, key, value in values["shapes"])
+    return _ratio(as_precision("precision", precision), values["shapes"], values["element_bytes"])
+
+
+def _ratio(precision: Precision, shapes: Sequence[Sequence[int]], element_bytes: int) -> float:
+    taken = sum(heads * token_bytes(precision, key, value, element_bytes) for heads, key, value in shapes)
+    return taken / sum(heads * (key + value) * element_bytes for heads, key, value in shapes)
 
 
 def fields_for(calibration: Mapping[str, Any] | None, target_ratio: float) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -143,6 +143,49 @@ def fields_for(calibration: Mapping[str, Any] | None, target_ratio: float) -> tu
 def _allocated(sensitivity: str, target_ratio: float) -> Allocation:
     """`allocate` for what heads lose, as JSON: every cache of a model asks for the same."""
     return allocate(Sensitivity.from_dict(json.loads(sensitivity)), target_ratio)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Predicted mean KL of following tokens to the dense cache's, in nats.
+
+    Attributes:
+        ratio: bytes of a stored token over those in the model's dtype, all compressed layers together, at most.
+        each_head: with the precision for each head that `allocate` chooses.
+        precision, one_for_all: of the ladder, the one of these bytes, and the loss where all heads have it.
+    """
+
+    ratio: float
+    each_head: float
+    precision: str | None = None
+    one_for_all: float | None = None
+
+
+def loss_curve(calibration: Mapping[str, Any], ratios: Iterable[float] = ()) -> tuple[Loss, ...]:
+    """Losses by rising bytes, at the ratios of the ladder's precisions; empty where heads were not measured.
+
+    Args:
+        calibration: of a configuration.
+        ratios: further ones.
+
+    Raises:
+        ValueError: a ratio that the smallest precision does not reach.
+    """
+    if SENSITIVITY not in calibration:
+        return ()
+    sensitivity = Sensitivity.from_dict(calibration[SENSITIVITY])
+    uniform = {ratio_of(name, calibration): name for name in HEAD_LADDER}
+    points = []
+    for ratio in sorted({*uniform, *ratios}):
+        name, loss = uniform.get(ratio), allocate(sensitivity, ratio).loss
+        points.append(Loss(ratio, loss, name, None if name is None else _uniform_loss(sensitivity, name)))
+    return tuple(points)
+
+
+def _uniform_loss(sensitivity: Sensitivity, name: str) -> float:
+    precision = Precision.parse(name)
+    heads = [(layer, head) for layer, shape in enumerate(sensitivity.shapes) for head in range(shape[0])]
+    return sum(sensitivity.loss(layer, head, precision) for layer, head in heads)
 
 
 @dataclass(frozen=True)
@@ -195,17 +238,15 @@ class _Problem:
     def __init__(self, sensitivity: Sensitivity, ladder: tuple[Precision, ...]) -> None:
         self.ladder, size = ladder, sensitivity.element_bytes
         self.dense_bytes = sum(heads * (key + value) * size for heads, key, value in sensitivity.shapes)
-        self.bytes = [[_token_bytes(p, key, value, size) for p in ladder] for _, key, value in sensitivity.shapes]
+        self.bytes = [[token_bytes(p, key, value, size) for p in ladder] for _, key, value in sensitivity.shapes]
         self.heads = [shape[0] for shape in sensitivity.shapes]
         self.losses = [
             np.array([[sensitivity.loss(layer, head, p) for p in ladder] for head in range(heads)])
             for layer, heads in enumerate(self.heads)
         ]
-        # the same in all layers, unless their heads differ much
-        self.least = min(range(len(ladder)), key=lambda place: self.uniform_bytes(place))
-
-    def uniform_bytes(self, place: int) -> int:
-        return sum(heads * sizes[place] for heads, sizes in zip(self.heads, self.bytes))
+        # the place of fewest bytes where all heads have it
+        taken = [sum(h * sizes[place] for h, sizes in zip(self.heads, self.bytes)) for place in range(len(ladder))]
+        self.least = taken.index(min(taken))
 
     def kinds(self) -> set[Kind]:
         """All pairs and all single precisions."""
@@ -234,13 +275,18 @@ class _Problem:
 
     def promising(self, choices: Iterable[set[Kind]], price: float) -> list[set[Kind]]:
         """The `TRIALS` of them that lose least where bytes have a price and no limit."""
-        least = {
-            kind: np.array([_cheapest(options[kind], price) for options in self._options]) for kind in self.kinds()
-        }
-        ordered = sorted(
-            choices, key=lambda kinds: (float(np.min([least[kind] for kind in kinds], axis=0).sum()), _named(kinds))
-        )
-        return ordered[:TRIALS]
+
+        def paid(options: dict[int, LayerChoice]) -> float:
+            return min((loss + price * taken for taken, (loss, _) in options.items()), default=math.inf)
+
+        least = {kind: np.array([paid(options[kind]) for options in self._options]) for kind in self.kinds()}
+
+        def order(kinds: set[Kind]) -> tuple[float, list[list[int]]]:
+            # the places tell apart what loses the same, in an order that does not depend on hashes
+            lost = np.min([least[kind] for kind in kinds], axis=0)
+            return float(lost.sum()), sorted(sorted(kind) for kind in kinds)
+
+        return sorted(choices, key=order)[:TRIALS]
 
     @cached_property
     def _options(self) -> list[dict[Kind, dict[int, LayerChoice]]]:
@@ -264,15 +310,6 @@ class _Problem:
             if taken not in found or loss < found[taken][0]:
                 found[taken] = loss, tuple(places.tolist())
         return found
-
-
-def _cheapest(options: dict[int, LayerChoice], price: float) -> float:
-    return min((loss + price * taken for taken, (loss, _) in options.items()), default=math.inf)
-
-
-def _named(kinds: set[Kind]) -> list[list[int]]:
-    """In an order that does not depend on hashes."""
-    return sorted(sorted(kind) for kind in kinds)
 
 
 def _knapsack(options: list[dict[int, LayerChoice]], least: list[int], unit: int, room: int) -> _Solution:
@@ -304,11 +341,3 @@ def _knapsack(options: list[dict[int, LayerChoice]], least: list[int], unit: int
     step = max(1, room // 20)
     price = (best[room - step] - best[room]) / (step * unit) if step <= room and best[room - step] < math.inf else 0.0
     return _Solution(tuple(reversed(places)), float(best[room]), float(price))
-
-
-def _token_bytes(precision: Precision, key_dim: int, value_dim: int, element_bytes: int) -> int:
-    sizes = (key_dim, value_dim, element_bytes)
-    pages = PageLayout.build(
-        precision, precision, *sizes, metadata_bits=MEASURED_FIELDS["metadata_bits"], position_bytes=0
-    )
-    return pages.high.token_bytes

@@ -7,21 +7,26 @@ moments of queries are a file beside each of these.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import weakref
+from collections.abc import Iterable
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from . import files
-from .digest import files_digest, model_digest
 from .sensitivity import Sensitivity
 
 # a folder for measurements; `$XDG_CACHE_HOME/hf_diffkv` or ~/.cache/hf_diffkv without it
 FOLDER_VARIABLE = "HF_DIFFKV_CACHE"
 SHIPPED = Path(__file__).parent / "measured"
+
+# elements of each parameter that tell a model's weights from another's
+SAMPLES = 32
 
 # what would be better, as opposed to what is wrong
 HINTS = "hf_diffkv.hints"
@@ -58,9 +63,8 @@ def measured_of(model: Any) -> Sensitivity | None:
     if digest is None:
         return None
     path = user_folder() / f"{digest}.json"
-    if path.is_file():
-        return Sensitivity.load(path)
-    return _shipped().get(digest)
+    found = path if path.is_file() else _shipped().get(digest)
+    return None if found is None else Sensitivity.load(found)
 
 
 def weights_known(model: Any) -> bool:
@@ -87,15 +91,21 @@ def queries_of(model: Any) -> Path | None:
 
     That beside the model's configuration comes first, whatever its weights; the others are of these very weights.
     """
-    path = beside(model)
-    near = None if path is None else _beside_config(model, path)
-    if near is not None:
-        return near
+    config = beside(model)
+    if config is not None:
+        near = config.with_name(files.QUERIES_NAME)
+        if near.is_file():
+            return near
+        name = os.fspath(_name_of(model))
+        fetched = None if Path(name).is_dir() else _queries_on_the_hub(name, config.parent.name)
+        if fetched is not None:
+            return fetched
     digest = _digest(model)
     if digest is None:
         return None
-    kept = queries_path(digest)
-    return kept if kept.is_file() else _shipped_queries().get(digest)
+    shipped = _shipped().get(digest)
+    known = [queries_path(digest)] + ([] if shipped is None else [shipped.with_suffix(".safetensors")])
+    return next((path for path in known if path.is_file()), None)
 
 
 def queries_path(digest: str) -> Path:
@@ -105,30 +115,29 @@ def queries_path(digest: str) -> Path:
 
 def tell_of_calibration(model: Any) -> None:
     """Says once for each model whose weights are known that measuring its heads would save memory."""
-    name = getattr(getattr(model, "config", None), "name_or_path", "")
-    if not name or name in _told or not weights_known(model):
-        return
-    _told.add(name)
-    _logger.warning(
-        "the heads of %s have not been measured, so all of them get the same bits: `hf-diffkv calibrate --model %s "
-        "--ratio 0.23` measures them once and saves about a fifth of the cache at no more loss (docs/calibration.md).",
-        name,
-        name,
-    )
+    if weights_known(model):
+        _tell(
+            model,
+            "the heads of %s have not been measured, so all of them get the same bits: `hf-diffkv calibrate --model %s "
+            "--ratio 0.23` measures them once and saves about a fifth of the cache at no more loss "
+            "(docs/calibration.md).",
+        )
 
 
 def tell_of_queries(model: Any) -> None:
     """Says once for each loaded model with measured heads that measuring its queries would lose less."""
-    name = getattr(getattr(model, "config", None), "name_or_path", "")
-    if not name or (name, "queries") in _told:
-        return
-    _told.add((name, "queries"))
-    _logger.warning(
+    _tell(
+        model,
         "the queries of %s have not been measured, so generated keys are rounded to the nearest code: run `hf-diffkv "
         "calibrate --model %s --ratio 0.23` again, which measures them as well (docs/calibration.md).",
-        name,
-        name,
     )
+
+
+def _tell(model: Any, text: str) -> None:
+    name = _loaded_from(model)
+    if name and (name, text) not in _told:
+        _told.add((name, text))
+        _logger.warning(text, name, name)
 
 
 def _digest(model: Any) -> str | None:
@@ -147,7 +156,7 @@ def _digest(model: Any) -> str | None:
 
 def _folder_of(model: Any) -> Path | None:
     """Where the files of a model are on this machine: its folder, or what the Hub's cache has of its repository."""
-    name = getattr(getattr(model, "config", None), "name_or_path", "")
+    name = _loaded_from(model)
     if not name:
         return None
     known = name if Path(name).is_dir() else _known_of_the_hub(name, "config.json")
@@ -167,24 +176,14 @@ def _known_of_the_hub(repo: str, file: str) -> str | None:
 
 
 @cache
-def _shipped() -> dict[str, Sensitivity]:
-    found = (Sensitivity.from_dict(json.loads(path.read_text())) for path in sorted(SHIPPED.glob("*.json")))
-    return {measured.model_digest: measured for measured in found}
+def _shipped() -> dict[str, Path]:
+    """What ships, by the digest of the weights."""
+    return {json.loads(path.read_text())["model_digest"]: path for path in sorted(SHIPPED.glob("*.json"))}
 
 
-@cache
-def _shipped_queries() -> dict[str, Path]:
-    paths = {path: path.with_suffix(".safetensors") for path in SHIPPED.glob("*.json")}
-    return {json.loads(path.read_text())["model_digest"]: file for path, file in paths.items() if file.is_file()}
-
-
-def _beside_config(model: Any, path: Path) -> Path | None:
-    """The file of moments beside a model's configuration at `path`."""
-    near = path.with_name(files.QUERIES_NAME)
-    if near.is_file():
-        return near
-    name = os.fspath(_name_of(model))
-    return None if Path(name).is_dir() else _queries_on_the_hub(name, path.parent.name)
+def _loaded_from(model: Any) -> str:
+    """The folder or repository of a loaded model; empty where it has none, or it is only a configuration or a name."""
+    return getattr(getattr(model, "config", None), "name_or_path", "")
 
 
 def _name_of(model: Any) -> str | os.PathLike:
@@ -218,3 +217,64 @@ def _on_the_hub(repo: str) -> Path | None:
         return Path(here) if isinstance(here, str) else None if here else files.find(repo, revision=commit)
     except OSError:
         return None
+
+
+def model_digest(model: Any) -> str:
+    """16 hexadecimal digits: of the shapes of all parameters and of some of their elements.
+
+    SHA-256 over each parameter in the model's order, tied ones once: its shape as decimal numbers, then `SAMPLES`
+    elements, evenly spaced from the first to the last, as little-endian float32. So a model in bfloat16 has the digest
+    that it has when it is loaded in float32.
+
+    Raises:
+        ValueError: parameters without data, on the meta device for example.
+    """
+    parameters = list(model.named_parameters())
+    for name, parameter in parameters:
+        if parameter.is_meta:
+            raise ValueError(f"{name} has no data here (it is on the meta device); load the model without offloading.")
+    return _digest_of(parameter for _, parameter in parameters)
+
+
+def files_digest(model: Any, folder: Path) -> str | None:
+    """The digest that a model will have once its weights are loaded from safetensors files; of them little is read.
+
+    Args:
+        model: may be on the meta device.
+        folder: has the files.
+
+    Returns:
+        None where the files do not have all parameters under their names and in their shapes.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    with ExitStack() as opened:
+        places = {}
+        try:
+            for path in sorted(folder.glob("*.safetensors")):
+                file = opened.enter_context(safe_open(path, framework="pt"))
+                places.update(dict.fromkeys(file.keys(), file))
+        except (OSError, SafetensorError):
+            return None
+        parameters = list(model.named_parameters())
+        if not all(
+            name in places and places[name].get_slice(name).get_shape() == list(parameter.shape)
+            for name, parameter in parameters
+        ):
+            return None
+        return _digest_of(places[name].get_tensor(name) for name, _ in parameters)
+
+
+def _digest_of(parameters: Iterable[Any]) -> str:
+    # configurations know no tensors otherwise, and importing them must not load PyTorch
+    import torch
+
+    digest = hashlib.sha256()
+    for parameter in parameters:
+        flat = parameter.detach().reshape(-1)
+        count = min(SAMPLES, flat.numel())
+        places = [index * (flat.numel() - 1) // max(1, count - 1) for index in range(count)]
+        samples = flat[torch.tensor(places, device=flat.device, dtype=torch.int64)].float().cpu()
+        digest.update(",".join(map(str, parameter.shape)).encode())
+        digest.update(samples.numpy().astype("<f4").tobytes())
+    return digest.hexdigest()[:16]

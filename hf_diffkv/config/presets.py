@@ -66,21 +66,26 @@ def preset_within(target_ratio: Any, model_config: Any) -> dict[str, Any]:
         ValueError: `target_ratio` is no number above 0 and at most 1, or below what the smallest takes; or there is no
             configuration.
     """
-    # the page format computes bytes; what imports this module for a name need not load it
-    from ..pages.layout import PageLayout
-
     as_ratio("target_ratio", target_ratio)
     head_dim, element_bytes = head_size(model_config)
     for name in LADDER:
-        precision = Precision.parse(name)
-        pages = PageLayout.build(precision, precision, head_dim, head_dim, element_bytes, **UNIFORM_NUMBERS)
-        ratio = pages.high.token_bytes / (2 * head_dim * element_bytes)
+        taken = token_bytes(Precision.parse(name), head_dim, head_dim, element_bytes)
+        ratio = taken / (2 * head_dim * element_bytes)
         if ratio <= target_ratio:
             return _uniform(name, window=32)
     raise ValueError(
         f"target_ratio={target_ratio} is below what {LADDER[-1]} takes of heads of {head_dim}, "
         f"{ratio:.3f}; raise it, or choose precisions or a policy yourself."
     )
+
+
+def token_bytes(precision: Precision, key_dim: int, value_dim: int, element_bytes: int) -> int:
+    """What a token of one head takes in pages whose tokens all have one precision."""
+    # what imports this module for a name need not load the page format
+    from ..pages.layout import PageLayout
+
+    sizes = (key_dim, value_dim, element_bytes)
+    return PageLayout.build(precision, precision, *sizes, **UNIFORM_NUMBERS).high.token_bytes
 
 
 def head_size(model_config: Any) -> tuple[int, int]:

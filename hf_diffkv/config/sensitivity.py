@@ -25,7 +25,7 @@ class Sensitivity:
 
     Attributes:
         model_type: of the model's text configuration.
-        model_digest: of its weights, as `hf_diffkv.config.digest.model_digest` gives it.
+        model_digest: of its weights, as `hf_diffkv.config.found.model_digest` gives it.
         element_bytes: of the dtype it was loaded in.
         shapes: for each compressed layer KV heads, key_dim and value_dim.
         keys, values: for each compressed layer and KV head the mean KL of following tokens to those of the dense cache,

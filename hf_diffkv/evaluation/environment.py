@@ -1,31 +1,43 @@
-"""What a figure was measured with: versions, commit, hardware."""
+"""What a figure was measured with: versions, commit, hardware. Importing it loads no PyTorch."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import os
 import platform
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+import psutil
 
-from .hardware import processor
+if TYPE_CHECKING:
+    import torch
 
 PACKAGES = ("hf-diffkv", "torch", "transformers", "kvpress", "optimum-quanto", "hqq", "datasets")
+GPU_FIELDS = "name,memory.total,driver_version"
+GPU_SECONDS = 10
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
     """Versions of what is installed, the checkout's commit, the hardware."""
-    found: dict[str, Any] = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    import torch
+
+    found: dict[str, Any] = {"python": platform.python_version(), **installed(PACKAGES)}
     found["commit"] = _commit()
     found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
     found["threads"] = torch.get_num_threads()
+    return found
+
+
+def installed(packages: Iterable[str]) -> dict[str, str]:
+    """Versions of those of the packages that are installed."""
+    found = {}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
     return found
 
 
@@ -44,3 +56,35 @@ def _commit() -> str | None:
         return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def processor() -> str:
+    """The model of the CPU."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def cores() -> str:
+    """Of the machine, and how many of them this process may use."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return str(usable) if usable == os.cpu_count() else f"{usable} of {os.cpu_count()}"
+
+
+def memory() -> str:
+    found = psutil.virtual_memory()
+    return f"{found.total / 1e9:.1f} GB, {found.available / 1e9:.1f} GB available"
+
+
+def gpus() -> list[str]:
+    """Name, memory and driver of each of NVIDIA's GPUs, as nvidia-smi has them; empty where there is none."""
+    command = ["nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=GPU_SECONDS).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [", driver ".join(line.strip().rsplit(", ", 1)) for line in found.splitlines() if line.strip()]

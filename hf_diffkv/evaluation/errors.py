@@ -16,3 +16,8 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> EvaluationError:
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}?" if close else f"choose from {', '.join(names)}."
     return EvaluationError(f"unknown {kind} {name!r}: {hint}")
+
+
+def one_line(error: BaseException | str) -> str:
+    """A message without line breaks."""
+    return " ".join(str(error).split()) or type(error).__name__

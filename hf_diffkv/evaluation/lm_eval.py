@@ -19,9 +19,8 @@ from ..compat import passing
 from ..extras import install
 from .errors import EvaluationError
 from .methods import get_method
-from .methods.dense import DENSE
-from .methods.diffkv import DiffKVMethod
-from .methods.policies import CONFIG_FIELDS
+from .methods.diffkv import CONFIG_FIELDS, DiffKVMethod
+from .methods.transformers_caches import DENSE
 from .models import resolve_model
 from .session import Session
 

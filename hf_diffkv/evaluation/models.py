@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from .errors import EvaluationError
+from .errors import EvaluationError, one_line
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 TINY_LM = CHECKOUT / "examples" / "models" / "tiny-lm"
@@ -102,4 +102,4 @@ def _loading(name: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError, ImportError) as error:
-        raise EvaluationError(f"cannot load the model {name}: {' '.join(str(error).split())}") from error
+        raise EvaluationError(f"cannot load the model {name}: {one_line(error)}") from error

@@ -61,17 +61,13 @@ class RunFolder:
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        self.folder, self.settings = folder, settings
+        self.folder, self.path, self.settings = folder, folder / RECORDS_NAME, settings
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._check_settings(settings)
             self._mend()
         except OSError as error:
             raise EvaluationError(f"cannot write to {folder}: {error.strerror}.") from error
-
-    @property
-    def path(self) -> Path:
-        return self.folder / RECORDS_NAME
 
     def _check_settings(self, settings: dict[str, Any]) -> None:
         path = self.folder / RUN_NAME
@@ -80,10 +76,10 @@ class RunFolder:
             return
         try:
             before = json.loads(path.read_text())
+            if not isinstance(before, dict):
+                raise ValueError("no object")
         except ValueError as error:
             raise EvaluationError(f"{path} is damaged; choose another --output.") from error
-        if not isinstance(before, dict):
-            raise EvaluationError(f"{path} is damaged; choose another --output.")
         for name in sorted({*before, *settings}):
             if before.get(name) != settings.get(name):
                 raise EvaluationError(

@@ -1,11 +1,13 @@
-"""The table of a run: a row for each method, real bytes first, then what each task says."""
+"""A run as a table, a row for each method, real bytes first, and as pictures of quality against real bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from .methods.dense import DENSE
+from .. import plot
+from .methods.transformers_caches import DENSE
 from .records import Record
 from .statistics import Estimate, estimate
 from .tasks import Metric, get_task
@@ -119,3 +121,27 @@ def _percent(ratio: float | None) -> str:
 def best_first(rows: Sequence[ResultRow]) -> list[ResultRow]:
     """The dense cache, then by real bytes."""
     return sorted(rows, key=lambda row: (row.method != DENSE, row.ratio is None, -(row.ratio or 0.0)))
+
+
+def plot_tasks(records: Iterable[Record], folder: Path) -> list[Path]:
+    """Writes `TASK-METRIC.png` into `folder` for every task and metric; the paths.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    rows = [row for row in rows_of(records) if row.ratio is not None]
+    written = []
+    for task, name in dict.fromkeys(key for row in rows for key in row.cells):
+        found = [(row, row.cells[task, name]) for row in rows if row.cells[task, name].estimate is not None]
+        if not found:
+            continue
+        metric = found[0][1].metric
+        points = []
+        for row, cell in found:
+            figures = (cell.estimate.mean, cell.estimate.low, cell.estimate.high)
+            points.append(plot.Point(row.method, row.ratio, *map(metric.transform, figures)))
+        better = "higher" if metric.higher_is_better else "lower"
+        ylabel = f"{metric.title} ({better} is better)"
+        picture = plot.quality(points, title=task, ylabel=ylabel, logarithmic=metric.name.startswith("kl"))
+        written.append(picture.save(folder / f"{task}-{name}.png"))
+    return written

@@ -9,13 +9,12 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from .batch import Batch
 from .environment import describe_environment
-from .errors import EvaluationError
+from .errors import EvaluationError, one_line
 from .methods import HeldBytes, Method, get_method
-from .methods.dense import DENSE
+from .methods.transformers_caches import DENSE
 from .records import Record, RunFolder
-from .session import Session
+from .session import Batch, Session
 from .tasks import Document, Task
 from .tasks.base import Source, Sums
 
@@ -131,7 +130,7 @@ class _Runner:
                 raise
             except Exception as problem:
                 # whatever a cache of another library raises is a result and must not end the run
-                error = " ".join(f"{type(problem).__name__}: {problem}".split())
+                error = one_line(f"{type(problem).__name__}: {problem}")
             seconds = (time.perf_counter() - started) / len(group)
             for document, result in zip(group, results):
                 key = _key(method, task, document)

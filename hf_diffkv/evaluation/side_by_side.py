@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer
-from transformers.utils import logging
 
 from .. import plot
 from ..cache.diffkv_cache import DiffKVCache
@@ -28,6 +27,8 @@ from ..cache.errors import HandOverError
 from ..compat import passing
 from ..config import DiffKVConfig
 from ..config.found import HINTS
+from .errors import one_line
+from .models import hide_progress_bars
 from .peak import PeakMemory
 from .talk import Talk
 
@@ -161,7 +162,7 @@ def execute_here(job: Job) -> FinishedRun:
     except BrokenPipeError:
         raise
     except EXPECTED_ERRORS as error:
-        raise RunError(f"{job.cache}: {_reason(error)}") from error
+        raise RunError(f"{job.cache}: {one_line(error)}") from error
 
 
 def execute(job: Job) -> FinishedRun:
@@ -184,7 +185,6 @@ def execute(job: Job) -> FinishedRun:
         generated.append(talk.answer(turn, streamer=streamer, **options))
     peak_bytes, above = peak.read()
     streamer.close()
-    held, note = _held(cache, job)
     return FinishedRun(
         cache=job.cache,
         text=tokenizer.decode(talk.ids[0, prompt.shape[1] :], skip_special_tokens=True),
@@ -197,9 +197,8 @@ def execute(job: Job) -> FinishedRun:
         peak_source=peak.source,
         prompt_seconds=streamer.prompt_seconds,
         tokens_per_second=streamer.tokens_per_second,
-        note=note,
         num_layers=len(cache.layers),
-        **held,
+        **_held(cache, job),
     )
 
 
@@ -219,10 +218,10 @@ def _warm_up(model: Any, prompt: torch.Tensor, job: Job) -> None:
     model.generate(ids, attention_mask=mask, **passing(cache), max_new_tokens=WARM_UP_TOKENS, do_sample=False)
 
 
-def _held(cache: Any, job: Job) -> tuple[dict[str, Any], str | None]:
-    """The part of a `FinishedRun` that describes what the cache holds, and a note where the picture is missing."""
+def _held(cache: Any, job: Job) -> dict[str, Any]:
+    """The part of a `FinishedRun` that describes what the cache holds; draws the picture."""
     if job.cache == DYNAMIC:
-        return {"cache_bytes": bytes_of_layers(cache), "payload_bytes": None}, None
+        return {"cache_bytes": bytes_of_layers(cache), "payload_bytes": None}
     report = cache.memory()
     note = None
     if job.picture:
@@ -230,15 +229,15 @@ def _held(cache: Any, job: Job) -> tuple[dict[str, Any], str | None]:
             plot.levels(cache).save(job.picture)
         except ImportError as error:
             note = f"no picture: {error}"
-    held = {
+    return {
         "cache_bytes": report.bytes,
         "dense_bytes": report.dense_bytes,
         "payload_bytes": report.payload_bytes,
         "levels": report.tokens,
         "layers": [dataclasses.asdict(layer) for layer in report.layers],
         "config": cache.config.to_dict(),
+        "note": note,
     }
-    return held, note
 
 
 def bytes_of_layers(cache: DynamicCache) -> int:
@@ -257,11 +256,8 @@ class _TimedStreamer(TextStreamer):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.printing, self.echo, self.ends = job.stream, job.echo, True
         total = len(job.turns) * job.max_new_tokens
-        self.bar = (
-            None
-            if job.stream
-            else tqdm(total=total, unit="token", desc=job.cache, leave=False, disable=job.quiet or None)
-        )
+        hidden = True if job.stream or job.quiet else None
+        self.bar = tqdm(total=total, unit="token", desc=job.cache, leave=False, disable=hidden)
         self.arrivals: list[list[float]] = []
         self.started = time.perf_counter()
 
@@ -273,8 +269,7 @@ class _TimedStreamer(TextStreamer):
                 self.started = now
         else:
             self.arrivals[-1].append(now)
-            if self.bar is not None:
-                self.bar.update(1)
+            self.bar.update(1)
         super().put(value)
 
     def say(self, text: str) -> None:
@@ -295,8 +290,7 @@ class _TimedStreamer(TextStreamer):
     def close(self) -> None:
         if not self.ends:
             self.write("\n")
-        if self.bar is not None:
-            self.bar.close()
+        self.bar.close()
 
     @property
     def prompt_seconds(self) -> float:
@@ -309,14 +303,9 @@ class _TimedStreamer(TextStreamer):
         return tokens / seconds if tokens else None
 
 
-def _reason(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
 def _main(job_path: str, run_path: str) -> None:
     job = Job(**json.loads(Path(job_path).read_text()))
-    if job.quiet or not sys.stderr.isatty():
-        logging.disable_progress_bar()
+    hide_progress_bars(job.quiet)
     getLogger(HINTS).disabled = job.quiet
     try:
         result = dataclasses.asdict(execute(job))
@@ -324,7 +313,7 @@ def _main(job_path: str, run_path: str) -> None:
         # whoever read the text has had enough
         os._exit(BROKEN_PIPE)
     except EXPECTED_ERRORS as error:
-        result = {"error": _reason(error)}
+        result = {"error": one_line(error)}
     Path(run_path).write_text(json.dumps(result))
 
 

@@ -32,11 +32,7 @@ class Estimate:
 
 
 def estimate(sums: Sequence[tuple[float, float]]) -> Estimate:
-    """The mean of documents given as (sum, weight).
-
-    Raises:
-        ValueError: no documents.
-    """
+    """The mean of documents given as (sum, weight). Raises `ValueError` where there are none."""
     values = np.asarray(sums, dtype=float).reshape(-1, 2)
     low, high = _interval(_means(_draws(len(values)), values))
     return Estimate(float(values[:, 0].sum()), float(values[:, 1].sum()), low, high)

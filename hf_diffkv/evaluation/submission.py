@@ -126,22 +126,14 @@ def read_submission(path: Path) -> Submission:
 Check = Callable[[Any], bool]
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
-
-
-TEXT: tuple[Check, str] = (_is_text, "a text")
+TEXT: tuple[Check, str] = (lambda value: isinstance(value, str) and bool(value.strip()), "a text")
 COUNT: tuple[Check, str] = (_is_count, "an integer of at least 1")
 FLAG: tuple[Check, str] = (lambda value: isinstance(value, bool), "true or false")
-NUMBER: tuple[Check, str] = (_is_number, "a number")
+NUMBER: tuple[Check, str] = (lambda value: type(value) in (int, float) and math.isfinite(value), "a number")
 COUNT_OR_NULL: tuple[Check, str] = (lambda value: value is None or _is_count(value), "null or an integer of at least 1")
 OBJECT: tuple[Check, str] = (lambda value: isinstance(value, dict), "an object")
 RUN = {

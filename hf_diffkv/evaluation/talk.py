@@ -66,11 +66,7 @@ class Talk:
         self.ids = torch.tensor([list(ids)], dtype=torch.int64, device=model.device)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids that the turn `text` appends.
-
-        Raises:
-            ValueError: as `chat_turns`.
-        """
+        """Token ids that the turn `text` appends. Raises `ValueError` as `chat_turns`."""
         if not self.chat:
             return self.tokenizer(text, add_special_tokens=not self.ids.numel()).input_ids
         messages = [text] if self.first is None else [self.first, text]

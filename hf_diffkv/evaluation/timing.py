@@ -9,25 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import StaticCache
 
 from ..compat import passing
 from .methods import Method, get_method
+from .methods.transformers_caches import STATIC, StaticMethod
 from .session import Session
 
-STATIC = "static"
 # steps that pay for kernels and thread pools
 WARM_UP = 2
-
-
-class StaticMethod(Method):
-    """Transformers' `StaticCache` of `max_cache_len` tokens."""
-
-    def __init__(self, max_cache_len: int) -> None:
-        self.max_cache_len, self.label = max_cache_len, STATIC
-
-    def new_cache(self, model: Any) -> Any:
-        return StaticCache(config=model.config, max_cache_len=self.max_cache_len)
 
 
 @dataclass(frozen=True)
@@ -79,18 +68,10 @@ def time_steps(
         for session, times in zip(sessions, seconds):
             times.append(_timed(session, [token]))
     found = []
-    for index, method in enumerate(methods):
-        times = [1e3 * second for second in seconds[index][WARM_UP:]]
-        quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else [times[0]] * 3
-        found.append(
-            Timing(
-                method.label,
-                prompt_seconds[index],
-                statistics.median(times),
-                (quartiles[0], quartiles[2]),
-                held[index],
-            )
-        )
+    for method, prompt_time, size, times in zip(methods, prompt_seconds, held, seconds):
+        times = [1e3 * second for second in times[WARM_UP:]]
+        first, _, third = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
+        found.append(Timing(method.label, prompt_time, statistics.median(times), (first, third), size))
     return found
 
 

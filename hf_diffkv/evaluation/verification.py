@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,11 +42,6 @@ class Outcome:
         return self.bytes / self.dense_bytes
 
 
-def references(model: Any, dense: Method, documents: Sequence[Document]) -> list[tuple[Tensor, int]]:
-    """For each document the dense cache's logits, [positions, vocabulary], and its bytes after the prompt."""
-    return [_follow(model, dense, document) for document in documents]
-
-
 def measure(
     model: Any,
     name: str,
@@ -57,24 +52,20 @@ def measure(
     """Runs `method` on all documents, teacher-forced.
 
     Args:
-        expected: what `references` gave for the same documents.
+        expected: what `follow` gave for the dense cache, document by document.
     """
     kl = top1 = count = 0.0
     held = whole = 0
     for document, (reference, dense_bytes) in zip(documents, expected):
-        logits, size = _follow(model, method, document)
+        logits, size = follow(model, method, document)
         sums = compare_logits(logits, reference, document.continuation[1:])
         kl, top1, count = kl + sums["kl"][0], top1 + sums["top1"][0], count + sums["kl"][1]
         held, whole = held + size, whole + dense_bytes
     return Outcome(name, kl / count, top1 / count, held, whole)
 
 
-def cheapest(outcomes: Iterable[Outcome], limit: float) -> Outcome | None:
-    """The one of the fewest bytes whose KL is at most `limit`; None without any."""
-    return min((each for each in outcomes if each.kl <= limit), key=lambda each: each.bytes, default=None)
-
-
-def _follow(model: Any, method: Method, document: Document) -> tuple[Tensor, int]:
+def follow(model: Any, method: Method, document: Document) -> tuple[Tensor, int]:
+    """The logits that a method gives behind the prompt, [positions, vocabulary], and its bytes after the prompt."""
     session = Session(model, method)
     session.forward(document.context)
     held = session.held().bytes

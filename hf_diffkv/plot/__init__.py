@@ -5,10 +5,8 @@ What a function here returns is shown by notebooks, and `save(path)` writes it. 
 
 from .coloured_text import ColouredText, text
 from .figure import Picture
-from .heads import precisions
-from .lines import curves, memory, speed
-from .loss import loss
-from .overview import levels
+from .lines import curves, loss, memory, speed
+from .overview import levels, precisions
 from .scatter import Point, by_layer, quality
 
 __all__ = [

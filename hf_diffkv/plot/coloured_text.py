@@ -1,19 +1,25 @@
-"""The text itself, every token in the colour of its level."""
+"""The text itself, every token in the colour of its level: HTML, or a picture with characters in cells of one width."""
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Sequence
+import re
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .palette import EDGE, FRAME, INK, LEVELS, PAPER, ink_on
-from .runs import ColourRun, LevelledText
+from .figure import SIZE, SMALL, Picture, new_figure
+from .palette import EDGE, FRAME, INK, LEVELS, PAPER, ink_on, mixed
 
 if TYPE_CHECKING:
     from ..cache.diffkv_cache import DiffKVCache
 
+LONGEST_WORD = 24
+REPLACEMENT = "\ufffd"
 NEWLINE = "↵"
 STYLE = (
     "white-space:pre-wrap;overflow-wrap:anywhere;font-family:ui-monospace,monospace;font-size:.9em;line-height:1.6;"
@@ -25,10 +31,96 @@ PAGE += '<meta name="color-scheme" content="light dark"><title>{title}</title>\n
 PAGE += (
     '<body style="font-family:system-ui,sans-serif;max-width:60em;margin:1em auto;padding:0 1em">\n{body}\n</html>\n'
 )
+# comes with Matplotlib; each character is 0.602 of its size wide
+FONT, ADVANCE = "DejaVu Sans Mono", 0.602
+LINE_CELLS = 100
+# inches of a cell, and lines of the tallest picture
+CELL, LINE, MOST_LINES = ADVANCE * SIZE / 72, 0.19, 500
+HEAD, MARGIN = 2, 0.15
 
 
-class ColouredText(LevelledText):
-    """A text whose tokens have the colours of their levels; where heads differ, the mean colour. Notebooks show it."""
+@dataclass(frozen=True)
+class ColourRun:
+    """Neighbouring tokens of one colour, `start` to `stop` - 1, and the shares of heads at each level."""
+
+    start: int
+    stop: int
+    shares: tuple[tuple[str, float], ...]
+    generated: bool
+
+    @property
+    def colour(self) -> str | None:
+        """None for padding, which has no level."""
+        return mixed(dict(self.shares)) if self.shares else None
+
+    @property
+    def said(self) -> str:
+        """The levels in words."""
+        return ", ".join(name if share == 1 else f"{name} {share:.0%}" for name, share in self.shares if share)
+
+
+@dataclass(frozen=True)
+class ColouredText:
+    """A text whose tokens have the colours of their levels; where heads differ, the mean colour. Notebooks show it.
+
+    Attributes:
+        pieces: text of each token.
+        counts: heads at each level, for each token.
+        title: what the levels are of.
+        generated_from: the first token that the model wrote.
+        unit: what pieces are, tokens or words.
+    """
+
+    pieces: Sequence[str]
+    counts: Mapping[str, Sequence[int]]
+    title: str
+    generated_from: int | None = None
+    unit: str = "tokens"
+
+    def words(self) -> ColouredText:
+        """The same text with a colour for each word, the mean of its tokens' and heads' colours.
+
+        A word has the space in front of it, is no longer than `LONGEST_WORD` characters where tokens are not, and
+        is either of the prompt or generated.
+        """
+        starts = list(self._word_starts())
+        spans = list(zip(starts, [*starts[1:], len(self.pieces)]))
+        first = self.generated_from
+        return ColouredText(
+            ["".join(self.pieces[start:stop]) for start, stop in spans],
+            {name: [sum(counts[start:stop]) for start, stop in spans] for name, counts in self.counts.items()},
+            self.title,
+            None if first is None else sum(start < first for start in starts),
+            "words",
+        )
+
+    def _word_starts(self) -> Iterator[int]:
+        """The first token of each word."""
+        before, length = "", 0
+        for index, piece in enumerate(self.pieces):
+            new = piece[:1].isspace() and not before.isspace()
+            if index in (0, self.generated_from) or new or length + len(piece) > LONGEST_WORD:
+                yield index
+                length = 0
+            before, length = piece[-1:] or before, length + len(piece)
+
+    def runs(self) -> Iterator[ColourRun]:
+        """The text in its order, in runs of one colour."""
+        first = len(self.pieces) if self.generated_from is None else self.generated_from
+        for (shares, generated), tokens in itertools.groupby(
+            range(len(self.pieces)), key=lambda i: (self._shares(i), i >= first)
+        ):
+            members = list(tokens)
+            yield ColourRun(members[0], members[-1] + 1, shares, generated)
+
+    def _shares(self, token: int) -> tuple[tuple[str, float], ...]:
+        heads = sum(counts[token] for counts in self.counts.values())
+        return tuple((name, counts[token] / heads) for name, counts in self.counts.items()) if heads else ()
+
+    def totals(self) -> dict[str, float]:
+        """Each level's share of all tokens and heads."""
+        sums = {name: sum(counts) for name, counts in self.counts.items()}
+        return {name: count / max(1, sum(sums.values())) for name, count in sums.items()}
 
     def html(self) -> str:
         """A legend and the text; all styles are in it, and the text is on white, so it can stand in any page."""
@@ -69,9 +161,7 @@ class ColouredText(LevelledText):
         if path.suffix == ".html":
             path.write_text(PAGE.format(title=escape(self.title), body=self.html()), encoding="utf-8")
             return path
-        from .text_picture import draw
-
-        return draw(self).save(path)
+        return _picture(self).save(path)
 
 
 def text(
@@ -98,7 +188,6 @@ def text(
             tokenizer.
     """
     from ..cache.report import level_counts, levels_of_request
-    from .pieces import pieces_of_ids
 
     levels = levels_of_request(cache, request, layer_idx, head)
     seen, given = levels.shape[1], list(tokens.tolist() if hasattr(tokens, "tolist") else tokens)
@@ -111,3 +200,130 @@ def text(
     place = "all layers and heads" if layer_idx is None else f"layer {layer_idx}"
     place += "" if layer_idx is None else ", all KV heads" if head is None else f", KV head {head}"
     return ColouredText(given[:seen], level_counts(levels), place, generated_from)
+
+
+def pieces_of_text(tokenizer: Any, text: str, add_special_tokens: bool = True) -> tuple[list[int], list[str]]:
+    """Ids of a text's tokens, and the part of the text that each stands for, so that the parts make up the text.
+
+    A character of several tokens stands with one of them. Tokenizers that do not know where their tokens stand in the
+    text are asked for the text of each.
+
+    Args:
+        add_special_tokens: False where the text has them written out, as chat templates do.
+    """
+    encoded = tokenizer(
+        text, return_offsets_mapping=tokenizer.is_fast, add_special_tokens=add_special_tokens, verbose=False
+    )
+    ids = encoded["input_ids"]
+    if not tokenizer.is_fast:
+        return ids, pieces_of_ids(tokenizer, ids)
+    parts, start = [], 0
+    for _, end in encoded["offset_mapping"]:
+        parts.append(text[start : max(start, end)])
+        start = max(start, end)
+    return ids, parts
+
+
+def pieces_of_ids(tokenizer: Any, ids: Sequence[int], skip_special_tokens: bool = False) -> list[str]:
+    """Text that each token adds to that of those before it. A character of several tokens stands with the last one."""
+    parts = []
+    # what a token reads like may depend on the piece before it
+    before, start = 0, 0
+    for end in range(1, len(ids) + 1):
+        known = tokenizer.decode(ids[before:start], skip_special_tokens=skip_special_tokens)
+        text = tokenizer.decode(ids[before:end], skip_special_tokens=skip_special_tokens)
+        if text.endswith(REPLACEMENT):
+            parts.append("")
+            continue
+        parts.append(text[len(known) :])
+        before, start = start, end
+    return parts
+
+
+def _picture(shown: ColouredText) -> Picture:
+    """Raises `ValueError` where the text takes more than `MOST_LINES` lines, `ImportError` without matplotlib."""
+    parts = list(_parts(shown))
+    lines = HEAD + parts[-1][0] + 1 if parts else HEAD
+    if lines > MOST_LINES:
+        raise ValueError(
+            f"the text takes {lines} lines, more than {MOST_LINES} fit a picture; save it as .html instead."
+        )
+    width, height = LINE_CELLS * CELL + 2 * MARGIN, lines * LINE + 2 * MARGIN
+    figure = new_figure(width, height, layout=None)
+    axis = figure.add_axes((MARGIN / width, MARGIN / height, 1 - 2 * MARGIN / width, 1 - 2 * MARGIN / height))
+    axis.set(xlim=(0, LINE_CELLS), ylim=(lines, 0))
+    axis.axis("off")
+    _legend(axis, shown)
+    for line, column, cells, text, run in parts:
+        colour = run.colour
+        if colour:
+            _box(axis, column, HEAD + line, cells, colour)
+        if text.strip():
+            ink = ink_on(colour) if colour else EDGE
+            _write(axis, column, HEAD + line, text, ink)
+        if run.generated:
+            axis.plot((column, column + cells), (HEAD + line + 0.95,) * 2, color=FRAME, linewidth=1.5)
+    return Picture(figure)
+
+
+def _parts(shown: ColouredText) -> Iterator[tuple[int, int, int, str, ColourRun]]:
+    """Line, column, cells, text and run of each stretch of one colour on one line. A line's end is an empty cell."""
+    places = _places("".join(shown.pieces))
+    for run in shown.runs():
+        characters = "".join(shown.pieces[run.start : run.stop])
+        placed = [(*next(places), character) for character in characters]
+        for line, members in itertools.groupby(placed, key=lambda place: place[0]):
+            stretch = list(members)
+            text = "".join(" " if character in "\n\t" else character for _, _, character in stretch)
+            column = stretch[0][1]
+            yield line, column, min(sum(map(_cells, text)), LINE_CELLS - column), text, run
+
+
+def _places(text: str) -> Iterator[tuple[int, int]]:
+    """Line and column of each character; words are kept whole where they fit a line."""
+    line = column = 0
+    for word in re.findall(r"\n|[^\S\n]+|\S+", text):
+        width = sum(map(_cells, word))
+        if word.strip() and column and column + width > LINE_CELLS >= width:
+            line, column = line + 1, 0
+        for character in word:
+            if character != "\n" and column + _cells(character) > LINE_CELLS:
+                line, column = line + 1, 0
+            yield line, column
+            line, column = (line + 1, 0) if character == "\n" else (line, column + _cells(character))
+
+
+def _cells(character: str) -> int:
+    if character == "\t":
+        return 1
+    if unicodedata.combining(character) or unicodedata.category(character) in ("Cc", "Cf"):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+
+
+def _legend(axis: Any, shown: ColouredText) -> None:
+    column = 0
+    for name, share in shown.totals().items():
+        label = f" {name} {share:.0%} "
+        _box(axis, column, 0, len(label), LEVELS[name])
+        _write(axis, column, 0, label, ink_on(LEVELS[name]))
+        column += len(label) + 1
+    note = shown.title + ("; underlined: generated" if shown.generated_from is not None else "")
+    axis.text(column + 1, 0.5, note, fontsize=SMALL, va="center", color=INK)
+
+
+def _box(axis: Any, column: float, line: float, cells: float, colour: str) -> None:
+    from matplotlib.patches import Rectangle
+
+    axis.add_patch(Rectangle((column, line + 0.05), cells, 0.9, facecolor=colour, linewidth=0))
+
+
+def _write(axis: Any, column: int, line: int, text: str, ink: str) -> None:
+    """Each character in its cell, also those whose width in the font is another one."""
+    parts = [text] if text.isascii() else list(text)
+    for part in parts:
+        if part.strip():
+            axis.text(
+                column, line + 0.5, part, fontsize=SIZE, family=FONT, va="center_baseline", color=ink, parse_math=False
+            )
+        column += sum(map(_cells, part))

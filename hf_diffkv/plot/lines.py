@@ -1,18 +1,24 @@
-"""Curves over the length of the context: bytes, milliseconds, or anything else that was measured there."""
+"""Curves: what was measured over the length of the context, and what heads are predicted to lose over bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from .figure import SIZE, SMALL, Picture, new_figure, styled
-from .palette import EDGE, order_of, styles_of
+from .palette import EDGE, GROUPS, INK, order_of, styles_of
+
+if TYPE_CHECKING:
+    from ..config import DiffKVConfig
 
 # (tokens, value) by the name of a cache
 Curves = Mapping[str, Sequence[tuple[float, float]]]
-# inches: of one panel, of several side by side, of a row and of the legend
+# inches: of one panel, of several side by side, of a row, of the legend, and of the picture of losses
 PANEL_WIDTH, PANELS_WIDTH, ROW_SIZE, LEGEND = 6.5, 9.0, 2.6, 0.25
 PANEL_COLUMNS, LEGEND_COLUMNS = 3, 4
+LOSS_WIDTH, LOSS_HEIGHT = 6.5, 3.8
+# where a precision for each head is predicted, beside the ratios of the ladder
+BETWEEN = 12
 TOKENS_LABEL = "tokens of context"
 
 
@@ -121,3 +127,48 @@ def _locator(settings: dict[str, Any], most: int) -> Any:
     from matplotlib.ticker import LogLocator, MaxNLocator
 
     return LogLocator(subs=(1, 2, 5)) if settings.get("xscale") == "log" else MaxNLocator(most, steps=(1, 2, 5, 10))
+
+
+def loss(config: DiffKVConfig, title: str = "") -> Picture:
+    """Predicted KL over the bytes of a stored token, with a precision for each head and with one for all.
+
+    Args:
+        config: with a calibration that has what the heads of its model lose.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: heads were not measured.
+    """
+    from ..config.allocation import SENSITIVITY, loss_curve
+
+    calibration = config.calibration or {}
+    ladder = loss_curve(calibration)
+    if not ladder:
+        raise ValueError(
+            "config does not say what the heads of its model lose; `hf-diffkv calibrate --ratio` measures it, and "
+            "DiffKVConfig.from_pretrained reads the folder that it wrote."
+        )
+    least, most, own = ladder[0].ratio, ladder[-1].ratio, calibration.get("ratio")
+    steps = [least + (most - least) * index / BETWEEN for index in range(1, BETWEEN)]
+    points = loss_curve(calibration, steps if own is None else [*steps, own])
+    figure = new_figure(LOSS_WIDTH, LOSS_HEIGHT)
+    bits = 8 * calibration[SENSITIVITY]["element_bytes"]
+    label = f"bytes of a stored token, % of those at {bits} bits an element"
+    axis = styled(figure.add_subplot(), title, label, "predicted KL to the dense cache, nats")
+    each, alone = GROUPS[:2]
+    axis.plot(
+        *zip(*((100 * point.ratio, point.each_head) for point in points)),
+        color=each.colour,
+        label="a precision for each head",
+    )
+    shared = [(100 * point.ratio, point.one_for_all, str(point.precision)) for point in ladder]
+    axis.plot(*zip(*(point[:2] for point in shared)), color=alone.colour, marker=alone.mark, label="one for all heads")
+    for x, y, name in shared:
+        axis.annotate(name, (x, y), xytext=(6, 4), textcoords="offset points", fontsize=SMALL, color=alone.colour)
+    for point in points:
+        if point.ratio == own:
+            place = (100 * point.ratio, point.each_head)
+            axis.plot(*place, color=INK, linestyle="none", marker="*", markersize=11, label="this one")
+    axis.set_yscale("log")
+    axis.legend(frameon=False, fontsize=SIZE)
+    return Picture(figure)

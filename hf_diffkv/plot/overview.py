@@ -1,22 +1,29 @@
-"""What a cache keeps in every layer and KV head."""
+"""What a cache keeps in every layer and KV head: shares of the levels, or precisions."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .figure import LARGE, SIZE, SMALL, Picture, new_figure
-from .palette import EDGE, INK, LEVELS
+from .palette import EDGE, INK, LEVELS, PAPER, shades
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from ..cache.diffkv_cache import DiffKVCache
     from ..cache.report import LayerReport, MemoryReport
 
 # inches: of a row of heads at least and at most, of all rows where they are many, and of the picture's width
 ROW_HEIGHTS, ROWS_HEIGHT = (0.05, 0.3), 8.0
 OVERVIEW_WIDTH = 8.0
+# likewise, where a layer is a column and a head is a row
+HEAD_HEIGHT, HEADS_HEIGHT = 0.35, 4.0
 # part of its cell that a head's bar takes
 FILLED = (0.94, 0.8)
 TICKS = 16
+# left, top, width and height
+Box = tuple[float, float, float, float]
 
 
 def levels(cache: DiffKVCache | MemoryReport, title: str | None = None) -> Picture:
@@ -32,19 +39,55 @@ def levels(cache: DiffKVCache | MemoryReport, title: str | None = None) -> Pictu
         ImportError: matplotlib is not installed.
         ValueError: no cache, or one that holds nothing yet.
     """
-    report = report_of(cache)
+    report = _report_of(cache)
     rows, columns = len(report.layers), max(len(layer.high) for layer in report.layers)
     height = rows * min(max(ROWS_HEIGHT / rows, ROW_HEIGHTS[0]), ROW_HEIGHTS[1])
     figure = new_figure(OVERVIEW_WIDTH, height + 1.5)
     axis = figure.add_subplot()
     bars = [bar for row, layer in enumerate(report.layers) for bar in _bars(row, layer)]
-    _draw(axis, bars)
-    label_cells(axis.xaxis, "KV head: share of the tokens it has seen", list(range(columns)))
-    label_cells(axis.yaxis, "layer", [layer.layer_idx for layer in report.layers])
-    return finished(figure, title or _title(report), LEVELS, len(LEVELS))
+    _draw(axis, bars, LEVELS, linewidth=0)
+    _label_cells(axis.xaxis, "KV head: share of the tokens it has seen", list(range(columns)))
+    _label_cells(axis.yaxis, "layer", [layer.layer_idx for layer in report.layers])
+    return _finished(figure, title or _title(report), LEVELS, len(LEVELS))
 
 
-def report_of(cache: DiffKVCache | MemoryReport) -> MemoryReport:
+def precisions(cache: DiffKVCache | MemoryReport, title: str | None = None) -> Picture:
+    """A column for each compressed layer, in it a cell for each KV head, the darker the more bits its tokens have.
+
+    Arguments and errors are those of `levels`.
+    """
+    report = _report_of(cache)
+    rows = max(len(layer.precisions) for layer in report.layers)
+    colours = precision_colours(report)
+    figure = new_figure(OVERVIEW_WIDTH, min(HEADS_HEIGHT, rows * HEAD_HEIGHT) + 1.5)
+    axis = figure.add_subplot()
+    cells = [
+        (name, (column, row, 1.0, 1.0))
+        for column, layer in enumerate(report.layers)
+        for row, name in enumerate(layer.precisions)
+    ]
+    _draw(axis, cells, colours, edgecolor=PAPER, linewidth=0.5)
+    _label_cells(axis.xaxis, "layer", [layer.layer_idx for layer in report.layers])
+    _label_cells(axis.yaxis, "KV head", list(range(rows)))
+    title = title or f"Bits of every head: {report.ratio:.1%} of a dense cache"
+    return _finished(figure, title, colours, min(6, len(colours)))
+
+
+def precision_colours(report: MemoryReport) -> dict[str, str]:
+    """Colours of the precisions that heads have, the darker the more bits; those of few bits come first."""
+    names = sorted({name for layer in report.layers for name in layer.precisions}, key=_bits)
+    return dict(zip(names, shades(len(names))))
+
+
+def _bits(name: str) -> tuple[int, str]:
+    """Of a key and a value element together, for the order; of two precisions the first."""
+    from ..precision import Precision
+
+    precision = Precision.parse(name.partition("/K")[0])
+    return precision.k_bits + precision.v_bits, name
+
+
+def _report_of(cache: DiffKVCache | MemoryReport) -> MemoryReport:
     """What a cache holds, or what its `memory()` said. Raises `ValueError` for anything else, or nothing held."""
     report = cache.memory() if hasattr(cache, "memory") else cache
     if not hasattr(report, "num_layers"):
@@ -61,31 +104,32 @@ def _title(report: MemoryReport) -> str:
     return f"{whole}\n{len(report.layers)} of {report.num_layers} layers compressed, to {report.compressed_ratio:.1%}"
 
 
-def _bars(row: int, layer: LayerReport) -> list[tuple[str, float, float, float]]:
-    """Level, left, width and top of each part of a layer's bars; a head is one wide, a layer one high."""
+def _bars(row: int, layer: LayerReport) -> list[tuple[str, Box]]:
+    """Level and box of each part of a layer's bars; a head is one wide, a layer one high."""
     bars = []
     for head, counts in enumerate(zip(*(getattr(layer, name) for name in LEVELS))):
         left, scale = head + (1 - FILLED[0]) / 2, FILLED[0] / max(1, sum(counts))
         for name, count in zip(LEVELS, counts):
-            bars.append((name, left, count * scale, row + (1 - FILLED[1]) / 2))
+            if count:
+                bars.append((name, (left, row + (1 - FILLED[1]) / 2, count * scale, FILLED[1])))
             left += count * scale
     return bars
 
 
-def _draw(axis: Any, bars: list[tuple[str, float, float, float]]) -> None:
-    """One collection for each level, as thousands of patches take seconds."""
+def _draw(axis: Axes, boxes: Sequence[tuple[str, Box]], colours: dict[str, str], **edges: Any) -> None:
+    """One collection for each name, as thousands of patches take seconds."""
     from matplotlib.collections import PolyCollection
 
-    for name, colour in LEVELS.items():
+    for name, colour in colours.items():
         corners = [
-            ((left, top), (left + width, top), (left + width, top + FILLED[1]), (left, top + FILLED[1]))
-            for level, left, width, top in bars
-            if level == name and width
+            ((left, top), (left + width, top), (left + width, top + height), (left, top + height))
+            for each, (left, top, width, height) in boxes
+            if each == name
         ]
-        axis.add_collection(PolyCollection(corners, facecolor=colour, linewidth=0, label=name))
+        axis.add_collection(PolyCollection(corners, facecolor=colour, label=name, **edges))
 
 
-def label_cells(axis: Any, label: str, names: list[int]) -> None:
+def _label_cells(axis: Any, label: str, names: list[int]) -> None:
     """Names under the middle of cells, as many as there is room for, along an axis from left to right or downwards."""
     step = -(-len(names) // TICKS)
     axis.set_ticks([i + 0.5 for i in range(0, len(names), step)], [str(name) for name in names[::step]])
@@ -95,7 +139,7 @@ def label_cells(axis: Any, label: str, names: list[int]) -> None:
     axis.axes.set(**{f"{axis.axis_name}lim": (first, last)})
 
 
-def finished(figure: Any, title: str, colours: dict[str, str], columns: int) -> Picture:
+def _finished(figure: Any, title: str, colours: dict[str, str], columns: int) -> Picture:
     """The picture with a title above and what colours mean below, in so many columns."""
     from matplotlib.patches import Patch
 

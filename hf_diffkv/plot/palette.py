@@ -80,7 +80,8 @@ def ink_on(colour: str) -> str:
 
 def luminance(colour: str) -> float:
     """Relative luminance of "#rrggbb", 0 (black) to 1 (white) (WCAG 2.1)."""
-    red, green, blue = (_linear(channel / 255) for channel in channels(colour))
+    shares = (channel / 255 for channel in channels(colour))
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in shares)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
@@ -104,7 +105,3 @@ def mixed(shares: Mapping[str, float]) -> str:
 
 def _plain(name: str) -> str:
     return name.lower().replace(" ", "").replace("-", "")
-
-
-def _linear(channel: float) -> float:
-    return channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4

@@ -1,19 +1,31 @@
-"""Marks: quality against bytes, and a figure of every head by layer."""
+"""Marks: quality against bytes, with a name beside each and none on another, and a figure of every head by layer."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from .figure import SMALL, Picture, new_figure, styled
-from .labels import place
-from .palette import GROUPS, style_of
+from .palette import GROUPS, INK, style_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.transforms import Bbox
 
 # inches
 SCATTER_WIDTH, SCATTER_HEIGHT = 8.0, 5.4
 LAYERS_WIDTH, LAYERS_HEIGHT = 7.5, 3.8
 # below this a logarithmic scale goes on as a linear one, down to 0
 LINEAR = 1e-3
+# offsets of a name from its mark in points, near ones first
+NEAR = [(7, 0, "left"), (7, 8, "left"), (7, -8, "left"), (-7, 0, "right"), (-7, 8, "right"), (-7, -8, "right")]
+FAR = [(side * x, y, name) for x in (14, 32) for y in range(-91, 92, 13) for side, name in ((1, "left"), (-1, "right"))]
+OFFSETS = NEAR + sorted(FAR, key=lambda offset: abs(offset[0]) + abs(offset[1]))
+# a mark's half width in points, and beyond which distance a line leads to it
+MARK_POINTS, LEADS = 5, 10
+# worse than to cover anything
+OUTSIDE = 1e6
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,7 @@ def quality(points: Sequence[Point], title: str, ylabel: str, logarithmic: bool 
         axis.set_yscale("symlog", linthresh=LINEAR)
         axis.set_ylim(bottom=0)
     axis.margins(x=0.06, y=0.08)
-    place(axis, [(100 * point.ratio, point.value, point.name, style_of(point.name).colour) for point in points], SMALL)
+    _place_names(axis, points)
     return Picture(figure)
 
 
@@ -88,3 +100,60 @@ def by_layer(groups: Mapping[str, Sequence[tuple[int, float]]], ylabel: str, log
     axis.set(yscale="log") if logarithmic else axis.set_ylim(bottom=0)
     figure.legend(loc="outside lower center", ncol=len(groups), frameon=False, fontsize=SMALL)
     return Picture(figure)
+
+
+def _place_names(axis: Axes, points: Sequence[Point]) -> None:
+    """Writes the name beside each mark where it covers least."""
+    from matplotlib.transforms import Bbox
+
+    figure: Any = axis.figure
+    figure.draw_without_rendering()
+    renderer, scale = figure.canvas.get_renderer(), figure.dpi / 72
+    frame = axis.get_window_extent(renderer)
+    places = [(100 * point.ratio, point.value) for point in points]
+    centres = axis.transData.transform(places)
+    half = MARK_POINTS * scale
+    taken = [Bbox.from_extents(x - half, y - half, x + half, y + half) for x, y in centres]
+    for point, at, centre in sorted(zip(points, places, centres), key=lambda mark: -mark[2][1]):
+        text = axis.text(0, 0, point.name, fontsize=SMALL)
+        size = text.get_window_extent(renderer)
+        text.remove()
+        costs = []
+        for order, offset in enumerate(OFFSETS):
+            box = _beside(centre, offset, size, scale)
+            outside = box.x0 < frame.x0 or box.x1 > frame.x1 or box.y0 < frame.y0 or box.y1 > frame.y1
+            costs.append((sum(_shared(box, other) for other in taken) + OUTSIDE * outside, order, box))
+        _, order, box = min(costs, key=lambda cost: cost[:2])
+        taken.append(box)
+        right, up, side = OFFSETS[order]
+        # a line ends at the side of the name that is towards its mark
+        line = {"arrowstyle": "-", "color": style_of(point.name).colour, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3}
+        line["relpos"] = (0.0 if side == "left" else 1.0, 0.5)
+        axis.annotate(
+            point.name,
+            at,
+            (right, up),
+            textcoords="offset points",
+            ha=side,
+            va="center",
+            fontsize=SMALL,
+            color=INK,
+            arrowprops=line if max(abs(right), abs(up)) > LEADS else None,
+            in_layout=False,
+            annotation_clip=False,
+        )
+
+
+def _beside(centre: Sequence[float], offset: tuple[float, float, str], size: Bbox, scale: float) -> Bbox:
+    """Where a text of this size lies at such an offset from `centre`, in pixels."""
+    from matplotlib.transforms import Bbox
+
+    right, up, side = offset
+    left = centre[0] + right * scale - (size.width if side == "right" else 0)
+    return Bbox.from_bounds(left, centre[1] + up * scale - size.height / 2, size.width, size.height)
+
+
+def _shared(box: Bbox, other: Bbox) -> float:
+    """Area that both cover."""
+    both = box.intersection(box, other)
+    return both.width * both.height if both else 0.0

@@ -186,9 +186,14 @@ def mean_significance(score: Tensor, position: Tensor, length: Tensor) -> Tensor
     return score / (length - 1 - position).clamp(min=1).float()
 
 
+def levels_of(high: Tensor, kept: Tensor) -> Tensor:
+    """int8: high where `high`, else low where `kept`, else pruned."""
+    return torch.where(high, HIGH_LEVEL, torch.where(kept, LOW_LEVEL, PRUNED_LEVEL)).to(torch.int8)
+
+
 def levels_between(mean: Tensor, high: Tensor, low: Tensor) -> Tensor:
     """int8: high from the threshold `high` on, low from `low` on, pruned below."""
-    return torch.where(mean >= high, HIGH_LEVEL, torch.where(mean >= low, LOW_LEVEL, PRUNED_LEVEL)).to(torch.int8)
+    return levels_of(mean >= high, mean >= low)
 
 
 def keep_high(kept: Tensor) -> Levels:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..pages import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL
-from .base import ForwardRows, Levels, Policy, Tokens, option
+from .base import ForwardRows, Levels, Policy, Tokens, levels_of, option
 from .ranking import least_in_rows, rank_in_rows
 
 
@@ -35,8 +34,7 @@ class LeanKV(Policy):
     def levels(self, tokens: Tokens, rows: ForwardRows) -> Levels:
         share = _cumulative_share(tokens, rows.length.numel())
         high, kept = share >= self.high_cut, share >= self.low_cut
-        level = torch.where(high, HIGH_LEVEL, torch.where(kept, LOW_LEVEL, PRUNED_LEVEL)).to(torch.int8)
-        return Levels(level, _relative_cut(tokens, rows, high), _relative_cut(tokens, rows, kept))
+        return Levels(levels_of(high, kept), _relative_cut(tokens, rows, high), _relative_cut(tokens, rows, kept))
 
 
 def _cumulative_share(tokens: Tokens, rows: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .base import ForwardRows, Levels, Policy, StepRows, Tokens, keep_high, option
-from .hashing import HASHES, token_hash
+from .ranking import HASHES, token_hash
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..pages import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL
-from .base import ForwardRows, Levels, Policy, StepRows, Tokens, option
-from .hashing import HASHES, token_hash
-from .ranking import least_in_rows, rank_in_rows, share_of
+from ..pages import LOW_LEVEL
+from .base import ForwardRows, Levels, Policy, StepRows, Tokens, levels_of, option
+from .ranking import HASHES, least_in_rows, rank_in_rows, share_of, token_hash
 
 # an error of 1 is so large a part of the tokens, and a token
 BAND = 0.02
@@ -72,9 +71,9 @@ class Share(Policy):
         quota = share_of(torch.bincount(tokens.row[kept], minlength=count), self.share)
         high = torch.zeros_like(kept)
         high[may_rise] = first < quota[tokens.row[may_rise]]
-        level = torch.where(high, HIGH_LEVEL, torch.where(kept, LOW_LEVEL, PRUNED_LEVEL)).to(torch.int8)
         alpha_high = _relative_cut(tokens, rows, high, rows.alpha_high)
-        return Levels(level, alpha_high, _relative_cut(tokens, rows, kept, rows.alpha_low) if self.prune else None)
+        alpha_low = _relative_cut(tokens, rows, kept, rows.alpha_low) if self.prune else None
+        return Levels(levels_of(high, kept), alpha_high, alpha_low)
 
     def thresholds(self, rows: StepRows) -> tuple[Tensor, Tensor]:
         if self.by == "random":

@@ -35,7 +35,7 @@ class QueryMoments:
 
     Attributes:
         model_type: of the model's text configuration.
-        model_digest: of its weights, as `hf_diffkv.config.digest.model_digest` gives it.
+        model_digest: of its weights, as `hf_diffkv.config.found.model_digest` gives it.
         documents_digest: of the tokens that the queries are of.
         triangles: for each compressed layer bfloat16 [heads, key_dim * (key_dim + 1) / 2], the rows of the lower
             triangle L of L L^T, the moment, one after another. A product is positive whatever rounding did to L.

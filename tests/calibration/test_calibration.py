@@ -23,8 +23,8 @@ from hf_diffkv.evaluation import runner
 from hf_diffkv.evaluation.errors import EvaluationError
 from hf_diffkv.evaluation.methods import get_method
 from hf_diffkv.evaluation.tasks import TASKS, Document
-from hf_diffkv.evaluation.tasks.asking import AskingTask
 from hf_diffkv.evaluation.tasks.base import Source
+from hf_diffkv.evaluation.tasks.facts import AskingTask
 from hf_diffkv.evaluation.tasks.prompts import encode
 from hf_diffkv.evaluation.tasks.text import stretches
 

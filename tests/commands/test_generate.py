@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, 
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cli import main
-from hf_diffkv.commands.comparison import comparison, run_summary, same_tokens, word_difference
+from hf_diffkv.commands.generate import comparison, same_tokens, word_difference
 from hf_diffkv.compat import passing
 from hf_diffkv.evaluation import side_by_side as compare
 from hf_diffkv.evaluation.comparison import Agreement
@@ -183,12 +183,12 @@ def test_comparison_tells_what_is_unknown_and_what_differs() -> None:
 
 
 def test_summary_of_one_run() -> None:
-    text = run_summary(run_of([[1]], dense_bytes=800_000))
+    text = comparison(run_of([[1]], dense_bytes=800_000))
     assert "0.40 MB" in text and "50.0%" in text and "saves nothing" not in text
-    assert "saves nothing" in run_summary(run_of([[1]], dense_bytes=400_000))
+    assert "saves nothing" in comparison(run_of([[1]], dense_bytes=400_000))
     levels = {"high": 9, "low": 0, "window": 9, "pruned": 0}
     lossless = run_of([[1]], dense_bytes=400_000, payload_bytes=400_000, levels=levels)
-    assert "Nothing is saved: every token is stored as it is." in run_summary(lossless)
+    assert "Nothing is saved: every token is stored as it is." in comparison(lossless)
 
 
 def test_narrow_terminals_get_a_line_for_each_figure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,7 @@ from itertools import product
 import pytest
 
 from hf_diffkv import Precision
-from hf_diffkv.config.allocation import HEAD_LADDER, Allocation, allocate
-from hf_diffkv.config.loss_curve import loss_curve
+from hf_diffkv.config.allocation import HEAD_LADDER, Allocation, allocate, loss_curve
 from hf_diffkv.config.sensitivity import Sensitivity
 from hf_diffkv.pages import PageLayout
 

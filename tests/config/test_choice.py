@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.compat import passing
 from hf_diffkv.config import found
-from hf_diffkv.config.digest import model_digest
+from hf_diffkv.config.found import model_digest
 from hf_diffkv.config.presets import PRESETS
 from hf_diffkv.config.sensitivity import Sensitivity
 from hf_diffkv.planning import without_weights
@@ -159,4 +159,4 @@ def test_it_is_said_once_what_measuring_would_save(tmp_path: Path, caplog: pytes
 @pytest.mark.parametrize("path", sorted(found.SHIPPED.glob("*.json")), ids=lambda path: path.stem)
 def test_what_ships_can_be_read(path: Path) -> None:
     table = Sensitivity.load(path)
-    assert found._shipped()[table.model_digest] == table
+    assert Sensitivity.load(found._shipped()[table.model_digest]) == table

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_diffkv.cli import main
-from hf_diffkv.evaluation import plots
+from hf_diffkv.evaluation import report
 from hf_diffkv.evaluation.methods import METHODS
 from hf_diffkv.evaluation.records import Record
 from hf_diffkv.evaluation.tasks import TASKS, facts, suites, text
@@ -30,7 +30,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(facts, "PASSAGES", 2)
         patch.setattr(facts, "PEOPLE", 3)
         # drawn below, of one task
-        patch.setattr(plots, "plot_tasks", lambda records, folder: [])
+        patch.setattr(report, "plot_tasks", lambda records, folder: [])
         options = ["--tasks", ",".join(TASK_NAMES), "--methods", ",".join(METHOD_LABELS), "--documents", "1"]
         options += ["--model", "tiny-lm", "--dtype", "float32", "--length", "440", "--output", str(folder), "--quiet"]
         assert main(["evaluate", *options]) == 0
@@ -93,6 +93,6 @@ def test_table(run: Path) -> None:
 
 @pytest.mark.slow
 def test_plots(records: dict, tmp_path: Path) -> None:
-    paths = plots.plot_tasks([Record(**record) for (task, _), record in records.items() if task == "text"], tmp_path)
+    paths = report.plot_tasks([Record(**record) for (task, _), record in records.items() if task == "text"], tmp_path)
     assert [path.name for path in paths] == ["text-kl.png", "text-top1.png", "text-nll.png"]
     assert all(path.stat().st_size > 5000 for path in paths)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hf_diffkv.cli import main
-from hf_diffkv.evaluation import isolated, plots
+from hf_diffkv.evaluation import isolated, report
 from hf_diffkv.evaluation.models import CHECKOUT
 
 PRESS = "kvpress:snapkv+0.5"
@@ -31,7 +31,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes the environment kvpress, whose Python runs a given program whatever it is asked to."""
     monkeypatch.setattr(isolated, "ENVIRONMENTS", tmp_path / "envs")
     # which take longer than all the rest
-    monkeypatch.setattr(plots, "plot_tasks", lambda records, folder: [])
+    monkeypatch.setattr(report, "plot_tasks", lambda records, folder: [])
     folder = tmp_path / "envs" / "kvpress"
 
     def make(program: str) -> Path:

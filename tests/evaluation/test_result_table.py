@@ -9,9 +9,8 @@ import pytest
 from invented import BAD, GOOD, TASK, add_invented
 from matplotlib.image import imread
 
-from hf_diffkv.evaluation.plots import plot_tasks
 from hf_diffkv.evaluation.records import Record
-from hf_diffkv.evaluation.report import format_estimate, markdown, rows_of
+from hf_diffkv.evaluation.report import format_estimate, markdown, plot_tasks, rows_of
 from hf_diffkv.evaluation.statistics import Estimate
 from hf_diffkv.evaluation.tasks.base import KL, PERPLEXITY, RIGHT
 

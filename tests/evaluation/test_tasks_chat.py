@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from small_chat_models import byte_tokenizer
 
-from hf_diffkv.evaluation.tasks.chat import ChatPrompt, spoken
+from hf_diffkv.evaluation.tasks.generating import ChatPrompt, spoken
 
 ASKED = ChatPrompt("Why?", context="A text. ", cue="\nAnswer:", lead=" Because")
 

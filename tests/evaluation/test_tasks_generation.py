@@ -10,11 +10,9 @@ from small_chat_models import byte_tokenizer, tiny_chat_model
 from transformers import DynamicCache
 
 from hf_diffkv.compat import passed, passing
-from hf_diffkv.evaluation.batch import Batch
-from hf_diffkv.evaluation.decoding import decode_by_forwards
 from hf_diffkv.evaluation.methods import Method, get_method
-from hf_diffkv.evaluation.methods.dense import DenseMethod
-from hf_diffkv.evaluation.session import Session
+from hf_diffkv.evaluation.methods.transformers_caches import DenseMethod
+from hf_diffkv.evaluation.session import Batch, Session, decode_by_forwards
 
 CONTEXT = "A text that comes first, long enough to be compressed. " * 3
 QUESTIONS = ["What does it say?", "Why? And why is the second question longer than the first?", "So?"]

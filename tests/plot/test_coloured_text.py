@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_diffkv import DiffKVCache, plot
 from hf_diffkv.compat import passing
+from hf_diffkv.plot.coloured_text import pieces_of_ids, pieces_of_text
 from hf_diffkv.plot.palette import LEVELS
-from hf_diffkv.plot.pieces import pieces_of_ids, pieces_of_text
 
 ROOT = Path(__file__).parents[2]
 TINY_LM = ROOT / "examples" / "models" / "tiny-lm"
@@ -96,7 +96,7 @@ def test_a_page_and_a_picture_are_saved(ran: tuple, tmp_path: Path) -> None:
 
 
 def test_a_picture_wraps_and_keeps_each_character_in_its_cell() -> None:
-    from hf_diffkv.plot.text_picture import LINE_CELLS, _parts
+    from hf_diffkv.plot.coloured_text import LINE_CELLS, _parts
 
     pieces = ["a" * (LINE_CELLS - 1), "漢", "é\n", "\n", "b\t", "c" * 97, " ", "dd", "d e"]
     counts = [index % 2 for index in range(len(pieces))]

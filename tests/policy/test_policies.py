@@ -16,8 +16,7 @@ from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.ops.compact import least_mean
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.policy import POLICIES
-from hf_diffkv.policy.hashing import HASHES, token_hash
-from hf_diffkv.policy.ranking import rank_in_rows, share_of
+from hf_diffkv.policy.ranking import HASHES, rank_in_rows, share_of, token_hash
 from hf_diffkv.store import attend_token, attend_tokens, begin_forward, check_integrity, read_tokens
 
 WINDOW_TOKENS = 12

@@ -12,11 +12,8 @@ from ..registry import Registry
 from .base import HeldBytes, Method
 
 METHODS: Registry[Callable[[list[str]], Method]] = Registry("method", __name__)
-
-
-def method(name: str) -> Callable:
-    """Decorator for the function that builds the methods of a family."""
-    return METHODS.add(name)
+# decorator for the function that builds the methods of a family, called with its name
+method = METHODS.add
 
 
 def get_method(text: str) -> Method:

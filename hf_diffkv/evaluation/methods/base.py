@@ -62,10 +62,7 @@ class Method(ABC):
     def branch(self, cache: Any) -> Any:
         """A cache that continues from the same tokens without changing `cache`."""
         twin = copy.copy(cache)
-        # Transformers' dynamic layers replace their tensors and never write into them; those with a state do
-        twin.layers = [
-            copy.deepcopy(layer) if hasattr(layer, "conv_states") else copy.copy(layer) for layer in cache.layers
-        ]
+        twin.layers = [branched(layer) for layer in cache.layers]
         return twin
 
     def held(self, cache: Any) -> HeldBytes:
@@ -79,6 +76,12 @@ class Method(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.label!r})"
+
+
+def branched(layer: Any) -> Any:
+    """A layer of Transformers' dynamic caches that goes on without changing `layer`."""
+    # they replace their tensors and never write into them; those with a state do
+    return copy.deepcopy(layer) if hasattr(layer, "conv_states") else copy.copy(layer)
 
 
 def tensor_bytes(root: Any) -> int:

@@ -5,27 +5,36 @@ are the high and the low level; two numbers are `alpha_high/alpha_low`; `lossles
 that name; the presets `quality`, `balanced` and `small` are ratios for a model whose heads were measured, and
 `target_ratio=0.2` is any other; `config=NAME` is one saved in a folder or on the Hub, by `hf-diffkv calibrate` say;
 anything else is a field of `DiffKVConfig` as field=value, the value as in JSON.
+
+Other policies, on the same pages, are methods too: `snapkv:budget=0.3`, `leankv`. Their options are those of the policy
+and of `diffkv`. Those that only keep or drop tokens keep them in the model's dtype unless a precision is given, as in
+their papers. No first tokens are exact beside those of the policy.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from ...compat import attention_of
 from ...config import DiffKVConfig
 from ...config.allocation import TARGET_RATIO
 from ...config.presets import PRESETS
+from ...policy import POLICIES
 from ...precision import PRECISION_NAME, Precision
-from ..errors import EvaluationError
+from ..errors import EvaluationError, unknown
 from . import method
 from .base import HeldBytes, Method
 
 # keys among the fields that `for_model` takes beside those of `DiffKVConfig`
 PRESET = "preset"
+DEFAULT_POLICY = "diffkv"
+CONFIG_FIELDS = {field.name for field in dataclasses.fields(DiffKVConfig)}
 DECIMAL = r"\d+(?:\.\d+)?"
 
 
@@ -125,6 +134,27 @@ def parse_value(text: str) -> Any:
         return text
 
 
-@method("diffkv")
+@method(DEFAULT_POLICY)
 def diffkv(options: list[str]) -> Method:
     return DiffKVMethod(*parse_options(options))
+
+
+def _build(name: str, options: list[str]) -> Method:
+    policy = POLICIES[name]
+    known = {field.name for field in dataclasses.fields(policy)}
+    for option in options:
+        field = option.partition("=")[0]
+        if "=" in option and field not in known | CONFIG_FIELDS:
+            raise unknown(f"option of {name}", field, known | CONFIG_FIELDS)
+    mine = [option for option in options if option.partition("=")[0] in known]
+    fields, base = parse_options([option for option in options if option not in mine])
+    if not policy.two_levels and "high" not in fields:
+        fields |= {"high": Precision(16, 16), "low": Precision(16, 16)}
+    split = (option.partition("=") for option in mine)
+    chosen = {field: parse_value(value) for field, _, value in split}
+    return DiffKVMethod({"sinks": 0, **fields, "policy": name, "policy_options": chosen}, base)
+
+
+for _name in POLICIES:
+    if _name != DEFAULT_POLICY:
+        method(_name)(partial(_build, _name))

@@ -9,6 +9,8 @@ from ..registry import Registry
 from .base import Document, Metric, Task
 
 TASKS: Registry[Callable[[], Task]] = Registry("task", __name__)
+# decorator for the class of a task, called with its name
+task = TASKS.add
 # tasks and suites that lm-evaluation-harness runs, by the names that they had here
 HARNESS_TASKS = {
     "gsm8k": "gsm8k",
@@ -25,11 +27,6 @@ HARNESS_TASKS = {
     "ruler-qa-2": "ruler_qa_hotpot",
     "longbench": "longbench",
 }
-
-
-def task(name: str) -> Callable:
-    """Decorator for the class of a task."""
-    return TASKS.add(name)
 
 
 def suites() -> dict[str, list[str]]:

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..batch import Batch
-from ..session import Session
+from ..session import Batch, Session
 
 # of one document: metric -> (sum, weight); a figure over documents is the sum of sums over the sum of weights
 Sums = dict[str, tuple[float, float]]

@@ -1,16 +1,85 @@
-"""Prompts that hide facts in filler text."""
+"""Material for generated prompts: invented words, names, sentences that say nothing about them, facts among these."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..errors import EvaluationError
 from .base import Source
-from .words import filler
 
 # tokens left for what the tokenizer makes of joined sentences
 SLACK = 8
+
+ONSETS = tuple("b br d dr f fl g gr k l m n p pl r s st t tr v z".split())
+VOWELS = ("a", "e", "i", "o", "u", "ai", "oo", "ee")
+ENDINGS = ("b", "ck", "d", "g", "l", "m", "n", "p", "r", "sh", "st", "t", "x")
+
+NAMES = (
+    "Maria", "Tomas", "Ingrid", "Pavel", "Leila", "Hassan", "Yuki", "Omar", "Greta", "Diego", "Anika", "Boris",
+    "Celine", "Darius", "Elena", "Felix", "Gloria", "Henrik", "Irina", "Jonas", "Keiko", "Lorenzo", "Miriam", "Nadia",
+    "Oscar", "Priya", "Quentin", "Rosa", "Stefan", "Tamara", "Ulrich", "Vera", "Walter", "Xenia", "Yusuf", "Zora",
+)  # fmt: skip
+
+CITIES = (
+    "Lisbon", "Oslo", "Cairo", "Lima", "Hanoi", "Riga", "Dublin", "Quito", "Tunis", "Kyoto", "Prague", "Bogota",
+    "Perth", "Geneva", "Turin", "Seville", "Krakow", "Montreal", "Nairobi", "Havana",
+)  # fmt: skip
+
+SUBJECTS = (
+    "The harbour", "A quiet street", "The old library", "The morning market", "A narrow bridge", "The railway station",
+    "The village school", "A small bakery", "The river", "The northern road", "The town hall", "A row of poplars",
+    "The ferry", "The botanical garden", "A travelling theatre", "The weather station", "The orchard", "The museum",
+)  # fmt: skip
+VERBS = (
+    "was repaired in", "looks its best in", "has been busy since", "closes early in", "was painted again in",
+    "draws visitors in", "stood empty in", "changed little in", "was photographed in", "smells of rain in",
+)  # fmt: skip
+TIMES = (
+    "the spring", "late summer", "a cold winter", "the first week of May", "the year of the flood", "early autumn",
+    "the holidays", "the dry season", "a single afternoon", "the months before the harvest",
+)  # fmt: skip
+ASIDES = (
+    "Nobody in the town thought this unusual.", "People talked about it for a while and then forgot.",
+    "The newspaper printed two lines about it.", "It cost less than everyone had feared.",
+    "Children used to count the steps on the way.", "The council discussed it twice without a vote.",
+    "Visitors often ask for the way there.", "A photograph of it hangs in the post office.",
+    "It is mentioned in several letters of the time.", "The view from there is worth the walk.",
+)  # fmt: skip
+
+OBJECTS = (
+    "a wooden spoon with holes", "a boat without a sail", "a song sung at harvest", "a blue stone found in rivers",
+    "a hat worn by bakers", "a very small drum", "a door that opens upwards", "a soup made of chestnuts",
+    "a lamp that burns oil", "a dance for three people", "a letter sent by hand", "a wheel with five spokes",
+    "a coat made of wool", "a bird that cannot fly", "a knife used for bread", "a road covered with sand",
+    "a cup made of glass", "a horse with white feet", "a bell rung at noon", "a field of yellow flowers",
+    "a box for old coins", "a bridge made of rope", "a chair with two legs", "a window facing north",
+)  # fmt: skip
+
+
+def invented_word(rng: random.Random) -> str:
+    """Two syllables that are hardly an English word."""
+    return "".join(rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(2)) + rng.choice(ENDINGS)
+
+
+def distinct(rng: random.Random, count: int) -> list[str]:
+    """`count` invented words, no two alike."""
+    return different(lambda: invented_word(rng), count)
+
+
+def different(draw: Callable[[], str], count: int, known: Iterable[str] = ()) -> list[str]:
+    """`known` and what is drawn until there are `count` texts, no two alike."""
+    found = dict.fromkeys(known)
+    while len(found) < count:
+        found[draw()] = None
+    return list(found)
+
+
+def filler(rng: random.Random) -> Iterator[str]:
+    """Sentences without end that say nothing of what is asked."""
+    while True:
+        sentence = f"{rng.choice(SUBJECTS)} {rng.choice(VERBS)} {rng.choice(TIMES)}."
+        yield f"{sentence} {rng.choice(ASIDES)}" if rng.random() < 0.6 else sentence
 
 
 def encode(tokenizer: object, text: str) -> tuple[int, ...]:

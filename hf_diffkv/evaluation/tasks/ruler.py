@@ -15,18 +15,15 @@ import re
 import string
 import uuid
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count, islice
 
 from ..errors import EvaluationError
 from . import task
 from .base import Document, Source
-from .chat import ChatPrompt
-from .generating import GeneratingTask
-from .prompts import rng_for
+from .generating import ChatPrompt, GeneratingTask
+from .prompts import different, invented_word, rng_for
 from .text import texts
-from .words import different, invented_word
 
 # needles: the line of noise, and what they may be hidden in
 NOISE = "The meadow is wide. The water is clear. The night is long. Off we walk. Out and home again."
@@ -59,45 +56,26 @@ class RulerTask(GeneratingTask):
         """What is asked with `size` pieces of text, 1 or more, and the expected strings."""
 
     def documents(self, source: Source) -> list[Document]:
-        return [self._document(source, index) for index in range(source.count)]
+        return [self._longest(source, index) for index in range(source.count)]
 
-    def _document(self, source: Source, index: int) -> Document:
-        def sized(size: int) -> Document:
+    def _longest(self, source: Source, index: int) -> Document:
+        """The document of the most pieces whose prompt takes up to `source.length` tokens."""
+        good, bad, found = 0, None, None
+        while bad is None or bad - good > 1:
+            size = (good + bad) // 2 if bad is not None else max(1, 2 * good)
             prompt, expected = self.prompt(source, rng_for(source, self.name, index), size)
-            return self.document(source, f"{self.name}-{index}", prompt, expected)
-
-        return longest(sized, source.length, self.name)
+            document = self.document(source, f"{self.name}-{index}", prompt, expected)
+            if document.tokens - document.extra["more_tokens"] <= source.length:
+                good, found = size, document
+            else:
+                bad = size
+        if found is None:
+            raise EvaluationError(f"task {self.name!r} does not fit into {source.length} tokens; raise --length.")
+        return found
 
     def score_answer(self, text: str, document: Document) -> float:
         expected = document.extra["expected"]
         return sum(item.lower() in text.lower() for item in expected) / len(expected)
-
-
-def longest(sized: Callable[[int], Document], length: int, name: str) -> Document:
-    """The longest document whose prompt takes up to `length` tokens.
-
-    Args:
-        sized: the document of a size, from 1 on; it grows with its size.
-        name: of the task, for the error.
-
-    Raises:
-        EvaluationError: the smallest one does not fit.
-    """
-
-    def fits(document: Document) -> bool:
-        return document.tokens - document.extra["more_tokens"] <= length
-
-    good, bad, found = 0, None, None
-    while bad is None or bad - good > 1:
-        size = (good + bad) // 2 if bad is not None else max(1, 2 * good)
-        document = sized(size)
-        if fits(document):
-            good, found = size, document
-        else:
-            bad = size
-    if found is None:
-        raise EvaluationError(f"task {name!r} does not fit into {length} tokens; raise --length.")
-    return found
 
 
 @functools.cache
@@ -229,16 +207,12 @@ for name, variant in VARIANTS.items():
     task(f"ruler-niah-{name}")(functools.partial(Niah, variant))
 
 
-def chain(rng: random.Random, letters: int) -> tuple[str, list[str], list[str]]:
-    """The number, the names of `HOPS` + 1 variables, and the assignments."""
-    variables = different(lambda: "".join(rng.choices(string.ascii_uppercase, k=letters)), HOPS + 1)
-    value = str(rng.randrange(10_000, 100_000))
-    values = [value, *(f"VAR {name}" for name in variables)]
-    return value, variables, [f"VAR {name} = {source}" for name, source in zip(variables, values)]
-
-
 def assigned(rng: random.Random, letters: int, lines: int) -> tuple[ChatPrompt, list[str]]:
-    value, names, assignments = chain(rng, letters)
+    """A question about `HOPS` assignments in noise, and the variables that have the number in the end."""
+    names = different(lambda: "".join(rng.choices(string.ascii_uppercase, k=letters)), HOPS + 1)
+    value = str(rng.randrange(10_000, 100_000))
+    values = [value, *(f"VAR {name}" for name in names)]
+    assignments = [f"VAR {name} = {source}" for name, source in zip(names, values)]
     text = "\n".join(with_lines(rng, [NOISE] * lines, assignments))
     prompt = ChatPrompt(
         context=f"Follow the assignments of variables that are hidden in this text.\n\n{text}",
@@ -258,8 +232,7 @@ class VariableTracking(RulerTask):
     def prompt(self, source: Source, rng: random.Random, size: int) -> tuple[ChatPrompt, list[str]]:
         example, names = assigned(rng, 3, EXAMPLE_LINES)
         prompt, expected = assigned(rng, 5, size)
-        shown = f"{example.context}{example.question}\n{example.lead} {' '.join(names)}\n\n"
-        return ChatPrompt(prompt.question, shown + prompt.context, prompt.cue, prompt.lead), expected
+        return behind_example(prompt, example, " ".join(names)), expected
 
 
 def listed(rng: random.Random, others: int, often: int, seldom: int) -> tuple[ChatPrompt, list[str]]:
@@ -294,8 +267,7 @@ class CommonWords(RulerTask):
         often, seldom = next(repeats for least, *repeats in REPEATS if source.length >= least)
         example, common = listed(rng, EXAMPLE_OTHERS, *EXAMPLE_REPEATS)
         prompt, expected = listed(rng, size, often, seldom)
-        shown = f"{example.context}{example.question}\n{example.lead} {_numbered(common)}\n\n"
-        return ChatPrompt(prompt.question, shown + prompt.context, prompt.cue, prompt.lead), expected
+        return behind_example(prompt, example, _numbered(common)), expected
 
 
 @task("ruler-frequent-words")

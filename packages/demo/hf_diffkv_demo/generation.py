@@ -21,7 +21,7 @@ from hf_diffkv.evaluation.comparison import Agreement
 from hf_diffkv.evaluation.models import HUB_IDS, resolve_model
 from hf_diffkv.evaluation.side_by_side import EXPECTED_ERRORS, bytes_of_layers
 from hf_diffkv.evaluation.talk import chat_turns
-from hf_diffkv.plot.pieces import pieces_of_ids, pieces_of_text
+from hf_diffkv.plot.coloured_text import pieces_of_ids, pieces_of_text
 
 from .settings import settings_for
 from .streaming import StreamedStep, layers_of, stream_steps

@@ -1,0 +1,78 @@
+"""Transformers' own caches: `dense`, which others are compared with, `static`, `quanto:4`, `hqq:2`, `fp8` and so on."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import partial
+from typing import Any
+
+from transformers import DynamicCache, QuantizedCache, StaticCache
+
+from ..errors import EvaluationError
+from . import method
+from .base import HeldBytes, Method, tensor_bytes
+
+DENSE, STATIC, FP8 = "dense", "static", "fp8"
+# by backend: its module, its package, and the numbers of bits it has
+QUANTIZERS = {"quanto": ("optimum.quanto", "optimum-quanto", (2, 4)), "hqq": ("hqq", "hqq", (1, 2, 3, 4, 8))}
+
+
+class DenseMethod(Method):
+    """The uncompressed cache, sliding windows included."""
+
+    batches = True
+
+    def new_cache(self, model: Any) -> Any:
+        return DynamicCache(config=model.config)
+
+    def held(self, cache: Any) -> HeldBytes:
+        held = tensor_bytes(cache.layers)
+        return HeldBytes(held, held)
+
+
+class StaticMethod(Method):
+    """`StaticCache` of `max_cache_len` tokens; `evaluate` has none, as it must know the length beforehand."""
+
+    def __init__(self, max_cache_len: int) -> None:
+        self.max_cache_len, self.label = max_cache_len, STATIC
+
+    def new_cache(self, model: Any) -> Any:
+        return StaticCache(config=model.config, max_cache_len=self.max_cache_len)
+
+
+class QuantizedMethod(Method):
+    """Everything but a residual of `residual_length` tokens (128, Transformers' default) at one number of bits."""
+
+    def __init__(self, backend: str, bits: int | None) -> None:
+        self.backend, self.bits = backend, bits
+
+    def new_cache(self, model: Any) -> Any:
+        return QuantizedCache(self.backend, model.config, nbits=self.bits)
+
+
+def _without_options(family: str, build: Any, options: list[str]) -> Method:
+    if options:
+        raise EvaluationError(f"method {family!r} has no options.")
+    return build()
+
+
+def _with_bits(backend: str, options: list[str]) -> Method:
+    module, package, allowed = QUANTIZERS[backend]
+    if len(options) > 1 or (options and options[0] not in map(str, allowed)):
+        raise EvaluationError(f"method {backend!r} takes a number of bits, one of {allowed}, for example {backend}:4.")
+    if not _is_installed(module):
+        raise EvaluationError(f"method {backend!r} needs a package: pip install {package}.")
+    return QuantizedMethod(backend, int(options[0]) if options else 4)
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+method(DENSE)(partial(_without_options, DENSE, DenseMethod))
+method(FP8)(partial(_without_options, FP8, partial(QuantizedMethod, FP8, None)))
+for _backend in QUANTIZERS:
+    method(_backend)(partial(_with_bits, _backend))
