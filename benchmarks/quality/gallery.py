@@ -14,9 +14,11 @@ from dataclasses import replace
 from html import escape
 from pathlib import Path
 
+from submissions import read_submission
+
 from hf_diffkv.evaluation.records import ENVIRONMENTS_NAME, RECORDS_NAME, RUN_NAME, read_records
 from hf_diffkv.evaluation.statistics import Estimate
-from hf_diffkv.evaluation.submission import Submission, SubmissionEntry, read_submission, submission_of
+from hf_diffkv.evaluation.submission import Submission, SubmissionEntry, submission_of
 from hf_diffkv.plot.palette import style_of
 
 ROOT = Path(__file__).resolve().parents[2]

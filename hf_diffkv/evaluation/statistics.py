@@ -38,23 +38,6 @@ def estimate(sums: Sequence[tuple[float, float]]) -> Estimate:
     return Estimate(float(values[:, 0].sum()), float(values[:, 1].sum()), low, high)
 
 
-def difference(
-    mine: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, float]]
-) -> tuple[float, float, float]:
-    """Mean of one method minus that of another on the same documents, in the same order, and the interval of it.
-
-    Raises:
-        ValueError: not the same number of documents, or none.
-    """
-    if len(mine) != len(theirs):
-        raise ValueError("a paired difference needs the same documents of both methods.")
-    draws = _draws(len(mine))
-    first, second = (np.asarray(sums, dtype=float).reshape(-1, 2) for sums in (mine, theirs))
-    whole = np.ones((1, len(first)))
-    mean = float((_means(whole, first) - _means(whole, second))[0])
-    return (mean, *_interval(_means(draws, first) - _means(draws, second)))
-
-
 def _draws(count: int) -> np.ndarray:
     """How often each document is in each resample, [RESAMPLES, count]; the same for all methods."""
     if not count:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_diffkv.evaluation.comparison import CHUNK_TOKENS, compare_logits
-from hf_diffkv.evaluation.statistics import difference, estimate
+from hf_diffkv.evaluation.statistics import estimate
 
 VOCABULARY = 50
 
@@ -81,22 +81,3 @@ def test_interval_of_two_documents() -> None:
     """A resample of 2 is both the same with a chance of a quarter each, so the interval is from one to the other."""
     found = estimate([(0, 1), (1, 1)])
     assert (found.low, found.mean, found.high) == (0, 0.5, 1)
-
-
-def test_difference_of_methods_on_the_same_documents() -> None:
-    """Documents differ much, methods little: only the paired difference shows it."""
-    rng = np.random.default_rng(0)
-    hard = rng.normal(size=40)
-    theirs = [(value, 1.0) for value in hard]
-    mine = [(value + 0.1 + 0.01 * noise, 1.0) for value, noise in zip(hard, rng.normal(size=40))]
-    mean, low, high = difference(mine, theirs)
-    assert mean == pytest.approx(0.1, abs=0.005)
-    assert 0.09 < low < mean < high < 0.11
-    alone = estimate(mine)
-    assert alone.high - alone.low > 20 * (high - low)
-    assert difference(theirs, mine) == pytest.approx((-mean, -high, -low))
-
-
-def test_difference_needs_the_same_documents() -> None:
-    with pytest.raises(ValueError, match="same documents"):
-        difference([(1, 1)], [(1, 1), (2, 1)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ from invented import GOOD, TASK, Invented, add_invented
 
 from hf_diffkv.cli import USAGE_ERROR, main
 from hf_diffkv.evaluation.errors import EvaluationError
-from hf_diffkv.evaluation.submission import read_submission, submission_of, write_submission
+from hf_diffkv.evaluation.submission import submission_of, write_submission
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "quality"))
+from submissions import read_submission  # noqa: E402
 
 ENTRY = {
     **{"method": "dense", "task": "dictionary", "documents": 4, "digest": "0123", "bytes": 100, "dense_bytes": 100},
