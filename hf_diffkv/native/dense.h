@@ -1,6 +1,6 @@
 // Products of a few heads with rows of keys and values of any element type, in float.
 #pragma once
-#include "simd.h"
+#include "numbers.h"
 
 namespace diffkv {
 namespace {

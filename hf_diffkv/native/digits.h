@@ -1,6 +1,6 @@
 // Products with codes in integers (AVX-512 VNNI): queries and weights become two digits of seven bits each.
 #pragma once
-#include "simd.h"
+#include "numbers.h"
 
 namespace diffkv {
 namespace {

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..pages import PageLayout, TierLayout
+from ..pages import LayerRows, PageLayout, TierLayout
 from .path import PATH
 
 INSTRUCTIONS = ("avx512bf16", "avx512vnni", "avx512", "avx2", "portable")
@@ -182,6 +182,23 @@ def _tier(tier: TierLayout) -> Tier:
     )
     numbers = (tier.score_offset, tier.position_offset, tier.score_bytes, tier.position_bytes)
     return Tier(side_of_keys(tier), value, tier.capacity, *numbers)
+
+
+def step_block(rows: LayerRows) -> StepBlock:
+    """What native code needs to know of a layer's rows.
+
+    It holds while the tensors stay where they are, but for the pages, which move when their pool grows.
+    """
+    block = StepBlock(format=format_of(rows.layout, rows.dtype), batch=rows.batch, heads=rows.heads, slots=rows.slots)
+    pages = rows.pages
+    block.rows.pages, block.rows.page_count = address(pages), pages.shape[0]
+    block.rows.table, block.rows.width = address(rows.page_table), rows.width
+    block.rows.count[0], block.rows.count[1] = map(address, rows.counts)
+    block.window_key, block.window_value = address(rows.window_key), address(rows.window_value)
+    block.window_score, block.window_start = address(rows.window_score), address(rows.window_start)
+    block.length, block.sink_end, block.sink_slots = address(rows.length), address(rows.sink_end), rows.sink_slots
+    block.invalid = address(rows.invalid)
+    return block
 
 
 class CorruptMemoryError(RuntimeError):

@@ -1,7 +1,7 @@
 // Products of small matrices, C [rows, columns] += A B. A is row-major; B lies in panels of PANEL columns, each with its
 // depth outermost. A unit is what one lane multiplies at a time: a float, or two bfloat16 that follow along the depth.
 #pragma once
-#include "simd.h"
+#include "numbers.h"
 
 namespace diffkv {
 namespace {

@@ -5,7 +5,6 @@
 
 #include "multiply.h"
 #include "pieces.h"
-#include "quantize.h"
 
 namespace diffkv {
 namespace {
@@ -71,13 +70,8 @@ inline void read_stored(const Step& step, const RowTokens& tokens, bool values, 
       continue;
     }
     const Piece piece = piece_at(step, window, tokens, index);
-    const Side& side = values ? piece.tier->value : piece.tier->key;
-    for (; first < there && count > 0; first++, count--, to += stride) {
-      if (piece.page)
-        decode_row(piece.page, side, step.format.dtype, first, to);
-      else
-        read_row(values ? piece.value : piece.key, step.format.dtype, first * side.dim, side.dim, to);
-    }
+    for (; first < there && count > 0; first++, count--, to += stride)
+      piece.read(values, step.format.dtype, first, to);
     first = 0;
   }
 }

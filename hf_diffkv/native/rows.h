@@ -4,7 +4,6 @@
 #include "dense.h"
 #include "digits.h"
 #include "pieces.h"
-#include "unpack.h"
 
 namespace diffkv {
 namespace {
@@ -41,11 +40,10 @@ inline int stage_codes(Cursor& cursor, bool values, uint8_t* codes, int room) {
   while (count < room && !cursor.done()) {
     const Piece& piece = *cursor.piece;
     cursor.fetch_ahead(values);
-    const Side& side = values ? piece.tier->value : piece.tier->key;
+    const Side& side = piece.side(values);
     const int more = smaller(cursor.left(), room - count);
     const int64_t stride = padded(side.dim);
-    unpack((values ? piece.value : piece.key) + int64_t(cursor.slot) * side.row, side, more, codes + count * stride,
-           stride);
+    unpack(piece.rows(values) + int64_t(cursor.slot) * side.row, side, more, codes + count * stride, stride);
     count += more;
     cursor.advance(more);
   }
@@ -57,19 +55,7 @@ inline int stage_rows(Cursor& cursor, bool values, int32_t dtype, float* rows, i
   int count = 0;
   while (count < room && !cursor.done()) {
     const Piece& piece = *cursor.piece;
-    const Side& side = values ? piece.tier->value : piece.tier->key;
-    const int64_t stride = padded(side.dim);
-    if (piece.page) {
-      decode_row(piece.page, side, dtype, cursor.slot, rows + count * stride);
-    } else {
-      const uint8_t* from = (values ? piece.value : piece.key) + int64_t(cursor.slot) * side.row;
-      with_dtype(dtype, [&](auto x) {
-        for (int d = 0; d < side.dim; d++) {
-          memcpy(&x, from + d * sizeof(x), sizeof(x));
-          rows[count * stride + d] = to_float(x);
-        }
-      });
-    }
+    piece.read(values, dtype, cursor.slot, rows + count * padded(piece.side(values).dim));
     count++;
     cursor.advance(1);
   }

@@ -6,7 +6,7 @@ A code's bits are, from the lowest up, fields of 8, 4, 2 and 1 bits, those that 
 are a field of 4 and one of 2. A row is the packed first fields of all D elements, then the packed second ones, and so
 on. Fields of b bits are packed in bit planes: with P = 8 / b, their byte j holds, from its lowest bits up, those of
 elements j, j + D/P, j + 2 D/P, ... so that a kernel unpacks with shifts and never shuffles. That is all of packing;
-`unpack` in ops/quantize/reference.py, ops/packed_rows.py and native/unpack.h read it. At 16 bits rows are elements of
+`unpack` in ops/quantize/reference.py, ops/packed_rows.py and native/quantize.h read it. At 16 bits rows are elements of
 the model's dtype, and metadata is absent. The rest is wide or narrow:
 
     metadata_bits          32                       16
