@@ -7,13 +7,12 @@ import importlib.util
 import logging
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..extras import install
 from ..native import library
@@ -118,17 +117,28 @@ def assume_device(device: Device) -> Iterator[None]:
 
 
 def without_autocast(op: Callable) -> Callable:
-    """For ops whose first argument is a tensor: they choose the dtypes they compute in, so autocast is off inside."""
+    """For ops whose first argument is a tensor or `LayerRows`: they choose the dtypes they compute in, so autocast is
+    off inside."""
 
     @wraps(op)
-    def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        device = tensor.device.type
+    def run(first: Any, *args: Any, **kwargs: Any) -> Any:
+        device = first.device.type
         if not torch.is_autocast_enabled(device):
-            return op(tensor, *args, **kwargs)
+            return op(first, *args, **kwargs)
         with torch.autocast(device, enabled=False):
-            return op(tensor, *args, **kwargs)
+            return op(first, *args, **kwargs)
 
     return run
+
+
+def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, given: dict[str, object], **more: object) -> None:
+    """Launches a Triton kernel with those of `given` that it has parameters for, and with all of `more`.
+
+    Triton launches on the current device, which need not be where a layer lives.
+    """
+    taken = {name: given[name] for name in kernel.arg_names if name in given}
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[grid](**{**taken, **more})
 
 
 @cache

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...native.library import StepBlock, address, call, with_rows
+from ...native.library import StepBlock, address, call, step_block, with_rows
 from ...pages import LayerRows
-from ..step import step_block
 
 
 def append_token(rows: LayerRows, key: Tensor, value: Tensor, *, limit: float, valid: Tensor | None = None) -> None:

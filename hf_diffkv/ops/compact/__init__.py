@@ -24,6 +24,7 @@ __all__ = [
 ]
 
 
+@without_autocast
 def compact_step(
     rows: LayerRows,
     leaving: Tensor,
@@ -40,19 +41,6 @@ def compact_step(
         bounds: what the host knows of the rows' lengths.
         flag: int32 [1] on the device; becomes non-zero if the round had to be called off.
     """
-    _compact_step(leaving, rows, high_threshold, low_threshold, bounds, flag, feedback)
-
-
-@without_autocast
-def _compact_step(
-    leaving: Tensor,
-    rows: LayerRows,
-    high_threshold: Tensor,
-    low_threshold: Tensor | None,
-    bounds: Bounds,
-    flag: Tensor,
-    feedback: ModelFeedback | None,
-) -> None:
     backend = choose(rows.device, rows.dtype, *rows.tiers)
     given = (rows, leaving, high_threshold, low_threshold)
     if backend == NATIVE:

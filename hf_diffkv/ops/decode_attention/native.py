@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...native.library import StepBlock, address, call, with_rows
+from ...native.library import StepBlock, address, call, step_block, with_rows
 from ...pages import LayerRows
 from ..softmax import Softmax
-from ..step import step_block
 from .held import Held
 
 

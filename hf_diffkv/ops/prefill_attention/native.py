@@ -7,11 +7,10 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ...native.library import DTYPES, MAX_DIM, Prompt, Strided, address, call, library
+from ...native.library import DTYPES, MAX_DIM, Prompt, Strided, address, call, library, step_block
 from ...pages import EarlierTokens, LayerRows
 from ...pages.rows import NO_PAST
 from ..softmax import Softmax
-from ..step import step_block
 from .reference import observation, past_weight
 
 
