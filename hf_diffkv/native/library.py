@@ -167,21 +167,16 @@ def format_of_tier(tier: TierLayout, dtype: torch.dtype) -> Format:
     return Format(tier.page_bytes, DTYPES[dtype], 1, (Tier * MAX_TIERS)(_tier(tier)))
 
 
-def side_of_keys(tier: TierLayout) -> Side:
-    """The keys' part of a tier."""
-    return Side(
-        *(tier.k_bits, tier.k_groups, tier.key_dim, tier.key_row),
-        *(tier.key_offset, tier.key_metadata_offset, tier.key_metadata),
-    )
+def side_of(tier: TierLayout, name: str) -> Side:
+    """The part of a tier that is its "key" or "value"."""
+    numbers = (f"{name[0]}_bits", f"{name[0]}_groups", f"{name}_dim", f"{name}_row")
+    numbers += (f"{name}_offset", f"{name}_metadata_offset", f"{name}_metadata")
+    return Side(*(getattr(tier, number) for number in numbers))
 
 
 def _tier(tier: TierLayout) -> Tier:
-    value = Side(
-        *(tier.v_bits, tier.v_groups, tier.value_dim, tier.value_row),
-        *(tier.value_offset, tier.value_metadata_offset, tier.value_metadata),
-    )
     numbers = (tier.score_offset, tier.position_offset, tier.score_bytes, tier.position_bytes)
-    return Tier(side_of_keys(tier), value, tier.capacity, *numbers)
+    return Tier(side_of(tier, "key"), side_of(tier, "value"), tier.capacity, *numbers)
 
 
 def step_block(rows: LayerRows) -> StepBlock:
@@ -190,15 +185,20 @@ def step_block(rows: LayerRows) -> StepBlock:
     It holds while the tensors stay where they are, but for the pages, which move when their pool grows.
     """
     block = StepBlock(format=format_of(rows.layout, rows.dtype), batch=rows.batch, heads=rows.heads, slots=rows.slots)
-    pages = rows.pages
-    block.rows.pages, block.rows.page_count = address(pages), pages.shape[0]
-    block.rows.table, block.rows.width = address(rows.page_table), rows.width
-    block.rows.count[0], block.rows.count[1] = map(address, rows.counts)
+    set_rows(block, rows)
     block.window_key, block.window_value = address(rows.window_key), address(rows.window_value)
     block.window_score, block.window_start = address(rows.window_score), address(rows.window_start)
     block.length, block.sink_end, block.sink_slots = address(rows.length), address(rows.sink_end), rows.sink_slots
     block.invalid = address(rows.invalid)
     return block
+
+
+def set_rows(block: StepBlock | Compaction, rows: LayerRows) -> None:
+    """Says where pages, table and counts are."""
+    pages = rows.pages
+    block.rows.pages, block.rows.page_count = address(pages), pages.shape[0]
+    block.rows.table, block.rows.width = address(rows.page_table), rows.width
+    block.rows.count[0], block.rows.count[1] = map(address, rows.counts)
 
 
 class CorruptMemoryError(RuntimeError):

@@ -58,13 +58,8 @@ def rotated_tile(rows, active, matrix, inner_stride, column_stride, ROOT: tl.con
 
 @triton.jit(
     do_not_specialize=[
-        "heads",
-        "tokens",
-        "inner_stride",
-        "column_stride",
-        "batch_stride",
-        "head_stride",
-        "token_stride",
+        *("heads", "tokens", "inner_stride", "column_stride"),
+        *("batch_stride", "head_stride", "token_stride"),
     ]
 )
 def rotate_kernel(

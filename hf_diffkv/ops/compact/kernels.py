@@ -178,27 +178,10 @@ def find_victims_kernel(
 
 @triton.jit(do_not_specialize=["victim_position", "victim_index", "rows", "width", "splits"])
 def plan_rows_kernel(
-    high_count,
-    low_count,
-    score,
-    position,
-    leaving,
-    length,
-    high_threshold,
-    low_threshold,
-    victim_mean,
-    victim_position,
-    victim_index,
-    plan,
-    totals,
-    rows,
-    width,
-    splits,
-    HIGH_CAPACITY: tl.constexpr,
-    LOW_CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ONE_TIER: tl.constexpr,
-):
+    high_count, low_count, score, position, leaving, length, high_threshold, low_threshold, victim_mean,
+    victim_position, victim_index, plan, totals, rows, width, splits,
+    HIGH_CAPACITY: tl.constexpr, LOW_CAPACITY: tl.constexpr, BLOCK: tl.constexpr, ONE_TIER: tl.constexpr,
+):  # fmt: skip
     """Decides for BLOCK rows what is written where and which pages are lacking.
 
     totals: int32 [3, blocks], pages needed by the high and the low tier, and rows whose two ends would meet.
@@ -270,22 +253,9 @@ def plan_rows_kernel(
 
 @triton.jit(do_not_specialize=["rows", "width"])
 def assign_pages_kernel(
-    ring,
-    state,
-    table,
-    high_count,
-    low_count,
-    plan,
-    totals,
-    taken,
-    flag,
-    rows,
-    width,
-    HIGH_CAPACITY: tl.constexpr,
-    LOW_CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    ring, state, table, high_count, low_count, plan, totals, taken, flag, rows, width,
+    HIGH_CAPACITY: tl.constexpr, LOW_CAPACITY: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Takes the pages of BLOCK rows from the free list: first all high pages in row order, then all low pages.
 
     If the pages are not there the whole round is called off: nothing changes and `flag` (int32 [1]) says why.

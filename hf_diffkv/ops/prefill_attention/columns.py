@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..decode_attention.rows import row_counts, window_slots
 from .kernels import load_extent, load_rows, soft_cap
-from .page_tiles import as_operand, key_tile, load_columns, page_rows, row_columns
+from .page_tiles import as_operand, load_columns, page_rows, row_columns, tier_tile
 
 
 @triton.jit
@@ -219,13 +219,13 @@ def past_scores(
     if block < high_blocks:
         token = block * BLOCK_N + lane
         base, slot = page_rows(pages, table, tl.minimum(token, high - 1), 1, HIGH)
-        k = key_tile(base, slot, HIGH, KEY_WIDTH, KEY_PARTS, ELEMENT, DOT, MODE)
+        k = tier_tile(base, slot, HIGH, True, KEY_WIDTH, KEY_PARTS, ELEMENT, DOT, MODE)
         j = token
         real = token < high
     elif block < paged_blocks:
         token = (block - high_blocks) * BLOCK_N + lane
         base, slot = page_rows(pages, table + table_width - 1, tl.minimum(token, low - 1), -1, LOW)
-        k = key_tile(base, slot, LOW, KEY_WIDTH, KEY_PARTS, ELEMENT, DOT, MODE)
+        k = tier_tile(base, slot, LOW, True, KEY_WIDTH, KEY_PARTS, ELEMENT, DOT, MODE)
         j = high + token
         real = token < low
     else:

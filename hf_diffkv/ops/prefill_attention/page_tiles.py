@@ -10,9 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..dequant import EXACT, pieces
+from ..dequant import EXACT, load_codes, load_lanes, pieces, stack_pieces
 from ..narrow_kernel import load_metadata
-from ..packed_rows import load_codes, load_lanes, stack_pieces
+from ..quantize.kernels import rows_at
 
 
 @triton.jit
@@ -95,22 +95,12 @@ def page_base(pages, page, TIER: tl.constexpr):
 
 
 @triton.jit
-def key_tile(base, slot, TIER: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, ELEMENT: tl.constexpr,
-             DOT: tl.constexpr, MODE: tl.constexpr):  # fmt: skip
-    rows = base + TIER.key_offset + slot * TIER.key_row
-    SIZE: tl.constexpr = TIER.key_metadata
-    metadata = base + TIER.key_metadata_offset + slot * (SIZE * TIER.k_groups)
-    return stored_tile(
-        rows, metadata, SIZE, TIER.k_bits, TIER.k_groups, TIER.key_dim, WIDTH, PARTS, ELEMENT, DOT, MODE
-    )  # fmt: skip
-
-
-@triton.jit
-def value_tile(base, slot, TIER: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, ELEMENT: tl.constexpr,
-               DOT: tl.constexpr, MODE: tl.constexpr):  # fmt: skip
-    rows = base + TIER.value_offset + slot * TIER.value_row
-    SIZE: tl.constexpr = TIER.value_metadata
-    metadata = base + TIER.value_metadata_offset + slot * (SIZE * TIER.v_groups)
-    return stored_tile(
-        rows, metadata, SIZE, TIER.v_bits, TIER.v_groups, TIER.value_dim, WIDTH, PARTS, ELEMENT, DOT, MODE
-    )  # fmt: skip
+def tier_tile(base, slot, TIER: tl.constexpr, IS_KEY: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+              ELEMENT: tl.constexpr, DOT: tl.constexpr, MODE: tl.constexpr):  # fmt: skip
+    """`stored_tile` of keys or values of the tokens in slots of the pages at `base`."""
+    SIZE: tl.constexpr = TIER.key_metadata if IS_KEY else TIER.value_metadata
+    BITS: tl.constexpr = TIER.k_bits if IS_KEY else TIER.v_bits
+    GROUPS: tl.constexpr = TIER.k_groups if IS_KEY else TIER.v_groups
+    DIM: tl.constexpr = TIER.key_dim if IS_KEY else TIER.value_dim
+    rows, metadata = rows_at(base, slot, TIER, IS_KEY)
+    return stored_tile(rows, metadata, SIZE, BITS, GROUPS, DIM, WIDTH, PARTS, ELEMENT, DOT, MODE)

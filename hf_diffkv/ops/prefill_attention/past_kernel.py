@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..decode_attention.rows import row_counts, window_slots
 from .kernels import load_extent, online_softmax
-from .page_tiles import as_operand, key_tile, load_columns, page_base, row_columns, value_tile
+from .page_tiles import as_operand, load_columns, page_base, row_columns, tier_tile
 
 
 @triton.jit
@@ -33,10 +33,10 @@ def attend_pages(
         following = tl.minimum(token + BLOCK_N, count - 1)
         next_page = tl.load(table + DIRECTION * (following // TIER.capacity))
         base = page_base(pages, page, TIER)
-        k = key_tile(base, slot, TIER, KEY_WIDTH, KEY_PARTS, ELEMENT, DOT, MODE)
+        k = tier_tile(base, slot, TIER, True, KEY_WIDTH, KEY_PARTS, ELEMENT, DOT, MODE)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")
         peak, total, shrink, p = online_softmax(peak, total, s, (token < count)[None, :], scale, cap)
-        v = value_tile(base, slot, TIER, VALUE_WIDTH, VALUE_PARTS, ELEMENT, DOT, MODE)
+        v = tier_tile(base, slot, TIER, False, VALUE_WIDTH, VALUE_PARTS, ELEMENT, DOT, MODE)
         acc = tl.dot(p.to(DOT), v, acc * shrink[:, None], input_precision="ieee")
         page = next_page
     return acc, peak, total

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...native.library import DTYPES, Rounding, address, call, side_of_keys
+from ...native.library import DTYPES, Rounding, address, call, side_of
 from ...pages import TierLayout
 
 
@@ -26,7 +26,7 @@ def round_keys(key: Tensor, row: Tensor, feedback: Tensor, tier: TierLayout) -> 
     key = key if key.stride(-1) == 1 else key.contiguous()
     row, feedback = row.contiguous(), feedback.float().contiguous()
     rounded = torch.empty(count, dim)
-    block = Rounding(side=side_of_keys(tier), count=count, key_stride=key.stride(0), rows=feedback.shape[0])
+    block = Rounding(side=side_of(tier, "key"), count=count, key_stride=key.stride(0), rows=feedback.shape[0])
     block.key, block.row, block.feedback, block.rounded = (address(x) for x in (key, row, feedback, rounded))
     block.source, block.threads = DTYPES[key.dtype], torch.get_num_threads()
     call("round", block)
