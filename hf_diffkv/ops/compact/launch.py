@@ -33,14 +33,7 @@ def compact_step(
     flag: Tensor,
     feedback: ModelFeedback | None = None,
 ) -> None:
-    """One round of Algorithm 1 for all rows; arguments are those of the reference, except for:
-
-    Args:
-        max_tokens: upper bound, known to the host, of the tokens of any row in one tier. It only balances the work.
-        flag: int32 [1] on the device, errors are added to it and none is cleared. Bit 1: fewer pages were free than
-            needed; bit 2: the two ends of a row of the table would have met. The round was called off then: the
-            candidates are not stored, and nothing but the windows' start has changed.
-    """
+    """Arguments as in the op; `max_tokens` bounds the tokens of any row in one tier, and only balances the work."""
     check_dtype(rows.dtype)
     if rows.count:
         _move(rows, candidates(rows, leaving), (high_threshold, low_threshold), max_tokens, flag, feedback)

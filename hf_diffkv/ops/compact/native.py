@@ -19,16 +19,7 @@ def compact_step(
     flag: Tensor,
     feedback: ModelFeedback | None = None,
 ) -> None:
-    """Arguments as in the reference, except for:
-
-    Args:
-        flag: int32 [1]. Bit 1 is set where fewer pages are free than needed, bit 2 where the two ends of a row of the
-            table would have met. The round is called off then: the candidates are not stored, and nothing but the
-            windows' start changes.
-
-    Raises:
-        CorruptMemoryError: a table entry that is no page, or counts that do not fit the table; nothing has changed.
-    """
+    """Arguments as in the op."""
     block, leaving = round_block(rows, flag), leaving.contiguous()
     block.leaving = address(leaving)
     set_feedback(block, feedback)

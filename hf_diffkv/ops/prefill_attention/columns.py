@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from ..decode_attention.rows import row_counts, window_slots
-from .kernels import load_extent, load_rows, soft_cap
-from .page_tiles import as_operand, load_columns, page_rows, row_columns, tier_tile
+from .kernels import as_operand, load_extent, load_rows, soft_cap
+from .past_kernel import load_columns, page_rows, row_columns, tier_tile
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def receive(
 
     Args:
         j: positions of the keys. query, lse: first element of the head's rows. allowed: as in `attend`.
-        PARTS: how the columns of the keys are ordered, see page_tiles.py.
+        PARTS: how the columns of the keys are ordered, see past_kernel.py.
         CHECK: False: every query is real and, with CAUSAL, later than every key.
     """
     sums = tl.zeros_like(j).to(tl.float32)

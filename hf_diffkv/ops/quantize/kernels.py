@@ -281,10 +281,8 @@ def copy_rows(source, target, from_slot, to_slot, active, OFFSET: tl.constexpr, 
 
 
 @triton.jit
-def copy_tile(pages, from_page, from_slot, to_page, to_slot, active, TIER: tl.constexpr):
-    """Copies tokens with their metadata, scores and positions; pages and slots: int64 and int32 [tokens]."""
-    source = pages + from_page * TIER.page_bytes
-    target = pages + to_page * TIER.page_bytes
+def copy_tile(source, target, from_slot, to_slot, active, TIER: tl.constexpr):
+    """Copies tokens between slots of pages (pointers [tokens]) with their metadata, scores and positions."""
     copy_rows(source, target, from_slot, to_slot, active, TIER.key_offset, TIER.key_row)
     copy_rows(source, target, from_slot, to_slot, active, TIER.value_offset, TIER.value_row)
     if TIER.k_bits < 16:
@@ -305,8 +303,8 @@ def copy_tokens_kernel(
     """Copies BLOCK tokens as they are stored, code for code. Grid: (cdiv(count, BLOCK),)."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     active = token < count
-    source = tl.load(from_page + token, mask=active, other=0).to(tl.int64)
-    target = tl.load(to_page + token, mask=active, other=0).to(tl.int64)
+    source = pages + tl.load(from_page + token, mask=active, other=0).to(tl.int64) * TIER.page_bytes
+    target = pages + tl.load(to_page + token, mask=active, other=0).to(tl.int64) * TIER.page_bytes
     old = tl.load(from_slot + token, mask=active, other=0).to(tl.int32)
     new = tl.load(to_slot + token, mask=active, other=0).to(tl.int32)
-    copy_tile(pages, source, old, target, new, active, TIER)
+    copy_tile(source, target, old, new, active, TIER)

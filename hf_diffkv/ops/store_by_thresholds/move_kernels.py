@@ -82,7 +82,8 @@ def demote_kernel(
             entries, target, plan, high_count, low_count, row, rows, rank, sinks | moves, width, past, LOW, 1
         )
         page, slot = place_of(entries, row, width, token - high, moves, LOW, 1)
-        copy_tile(pages, page, slot, to_page, to_slot, moves, LOW)
+        source, target_page = pages + page * LOW.page_bytes, pages + to_page * LOW.page_bytes
+        copy_tile(source, target_page, slot, to_slot, moves, LOW)
         page, slot = place_of(entries, row, width, token, sinks, HIGH, 0)
         x = demoted_tile(pages, page, slot, sinks, HIGH, LOW, True, DTYPE)
         stored_key(x, pages, to_page, to_slot, feedback, row, sinks, LOW, DTYPE)
@@ -112,7 +113,8 @@ def close_kernel(
             entries, target, plan, high_count, low_count, row, rows, rank + added, moves, width, past, HIGH, 0
         )
         page, slot = place_of(entries, row, width, token, moves, HIGH, 0)
-        copy_tile(pages, page, slot, to_page, to_slot, moves, HIGH)
+        source, target_page = pages + page * HIGH.page_bytes, pages + to_page * HIGH.page_bytes
+        copy_tile(source, target_page, slot, to_slot, moves, HIGH)
 
 
 @triton.jit

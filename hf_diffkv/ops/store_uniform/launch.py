@@ -24,7 +24,18 @@ ROUNDING_WARPS = 8
 
 
 def store_uniform(rows: LayerRows, new: PromptTokens, placement: Placement, holds: bool) -> None:
-    """Arguments as in the op."""
+    """Stores new tokens of every request behind its others; what has left the window then is quantised.
+
+    By kernels alone, which read nothing from the device.
+
+    Args:
+        rows: of pages without scores and positions, low where `alpha_high` is above 0; the free list holds all pages
+            that they will lack.
+        holds: whether any window holds a token.
+
+    Raises:
+        ValueError: tokens that are not of these rows, or of a dtype without kernels.
+    """
     check_dtype(rows.dtype)
     rows.check_tokens(new.key, new.value)
     tokens, many = new.key.shape[2], rows.count
