@@ -1,8 +1,8 @@
 // Attention of one request's heads to some consecutive pieces of a row: logits, softmax relative to the largest of them,
 // weighted values. With key = scale * code + zero, logit = scale * (query . code) + zero * sum(query); values likewise.
 #pragma once
-#include "groups.h"
 #include "rotation.h"
+#include "rows.h"
 
 namespace diffkv {
 namespace {

@@ -1,4 +1,5 @@
-"""The native library: the structs of `abi.h`, field for field, how it is loaded where it was built, and calls of it."""
+"""The native library: the structs of `abi.h`, field for field (what they are is said there), how it is loaded where it
+was built, and calls of it."""
 
 from __future__ import annotations
 
@@ -35,8 +36,6 @@ def _fields(**kinds: str) -> list[tuple[str, type]]:
 
 
 class Side(ctypes.Structure):
-    """Keys or values of one tier."""
-
     _fields_ = _fields(int="bits groups dim row offset metadata_offset metadata_bytes")
 
 
@@ -48,14 +47,10 @@ class Tier(ctypes.Structure):
 
 
 class Format(ctypes.Structure):
-    """A `PageLayout` and the model's dtype."""
-
     _fields_ = [*_fields(long="page_bytes", int="dtype tiers"), ("tier", Tier * MAX_TIERS)]
 
 
 class Rows(ctypes.Structure):
-    """Pages, table and counts."""
-
     _fields_ = [
         *_fields(pointer="pages", long="page_count", pointer2="table"),
         ("count", _pointer * MAX_TIERS),
@@ -85,8 +80,6 @@ class StepBlock(ctypes.Structure):
 
 
 class Compaction(ctypes.Structure):
-    """A round of compaction."""
-
     _fields_ = [
         ("format", Format),
         ("rows", Rows),
@@ -100,8 +93,6 @@ class Compaction(ctypes.Structure):
 
 
 class Transfer(ctypes.Structure):
-    """Tokens by page and slot."""
-
     _fields_ = [
         ("format", Format),
         *_fields(
@@ -116,8 +107,6 @@ class Transfer(ctypes.Structure):
 
 
 class Rounding(ctypes.Structure):
-    """Keys to be rounded."""
-
     _fields_ = [
         ("side", Side),
         *_fields(pointer="key row feedback rounded", long="count key_stride rows", int="source threads"),
@@ -125,14 +114,10 @@ class Rounding(ctypes.Structure):
 
 
 class Strided(ctypes.Structure):
-    """[batch, heads, tokens, dim]."""
-
     _fields_ = _fields(pointer="data", long="batch head token")
 
 
 class Prompt(ctypes.Structure):
-    """Many new tokens per request."""
-
     _fields_ = [
         *_fields(pointer="stored", long="batch heads group length before stored_tokens key_dim value_dim"),
         *((name, Strided) for name in ("query", "key", "value", "past_key", "past_value")),
@@ -284,15 +269,6 @@ def check(status: int) -> None:
             "together. Call cache.reset() and start over."
         )
     raise MemoryError("there is no memory for the buffers of an attention step.")
-
-
-def with_rows(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """The tensor, or a copy of it, with the elements of its last dim side by side; and its strides."""
-    strides = tensor.stride()
-    if strides[-1] == 1:
-        return tensor, strides
-    tensor = tensor.contiguous()
-    return tensor, tensor.stride()
 
 
 def address(tensor: Tensor | None) -> int | None:

@@ -276,16 +276,14 @@ inline float least_mean(const uint8_t* page, const Tier& tier, int count, int32_
 
 inline void write_token(uint8_t* page, const Tier& tier, int64_t slot, float score, int32_t position) {
   if (!has_scores(tier)) return;
-  if (tier.score_bytes == 4) {
+  if (tier.score_bytes == 4)
     put_number(page, tier.score_offset, slot, score);
-  } else {
+  else
     put_number(page, tier.score_offset, slot, nearest_score(score));
-  }
-  if (tier.position_bytes == 4) {
+  if (tier.position_bytes == 4)
     put_number(page, tier.position_offset, slot, position);
-  } else {
+  else
     put_number(page, tier.position_offset, slot, uint16_t(position));
-  }
 }
 
 // Copies a token as it is stored, code for code.

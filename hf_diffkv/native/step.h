@@ -130,35 +130,34 @@ inline Work* buffers(const Attention& attention, Work& work) {
   return &work;
 }
 
-inline float shared_peak(const Step& step, const Chunk* chunks, int64_t count, int64_t row, int64_t head) {
-  float peak = step.sinks ? step.sinks[row % step.heads * step.group + head] * LOG2_E : -INFINITY;
-  for (int64_t c = 0; c < count; c++) peak = larger(peak, chunks[c].peak[head]);
-  return peak;
+// Of a row's softmax for one head: the largest logit, and 1 / the denominator relative to it.
+struct Shared {
+  float peak, inverse;
+};
+
+inline Shared shared_softmax(const Step& step, const Chunk* chunks, int64_t head) {
+  const float* logit = step.sinks ? step.sinks + chunks->row % step.heads * step.group + head : nullptr;
+  float peak = logit ? *logit * LOG2_E : -INFINITY;
+  for (int64_t c = 0; c < chunks->chunks; c++) peak = larger(peak, chunks[c].peak[head]);
+  float total = logit ? exp2f(*logit * LOG2_E - peak) : 0;
+  for (int64_t c = 0; c < chunks->chunks; c++) total += chunks[c].total[head] * exp2f(chunks[c].peak[head] - peak);
+  return {peak, total == 0 ? 1 : 1 / total};
 }
 
-// 1 / the softmax's denominator, relative to `peak`.
-inline float inverse_total(const Step& step, const Chunk* chunks, int64_t count, int64_t row, int64_t head,
-                           float peak) {
-  float total = step.sinks ? exp2f(step.sinks[row % step.heads * step.group + head] * LOG2_E - peak) : 0;
-  for (int64_t c = 0; c < count; c++) total += chunks[c].total[head] * exp2f(chunks[c].peak[head] - peak);
-  return total == 0 ? 1 : 1 / total;
-}
-
-inline void write_output(const Step& step, const Chunk* chunks, int64_t count, int64_t row) {
+inline void write_output(const Step& step, const Chunk* chunks) {
   const int dim = step.format.tier[0].value.dim;
   const int64_t stride = padded(dim);
   for (int64_t h = 0; h < step.group; h++) {
-    const float peak = shared_peak(step, chunks, count, row, h);
-    const float inverse = inverse_total(step, chunks, count, row, h, peak);
+    const Shared all = shared_softmax(step, chunks, h);
     float sums[MAX_DIM] = {};
-    for (int64_t c = 0; c < count; c++) {
-      const float share = exp2f(chunks[c].peak[h] - peak) * inverse;
+    for (int64_t c = 0; c < chunks->chunks; c++) {
+      const float share = exp2f(chunks[c].peak[h] - all.peak) * all.inverse;
       const float* part = chunks[c].output + h * stride;
       for (int d = 0; d < dim; d++) sums[d] += part[d] * share;
     }
     if (step.rotate) rotate_back(sums, dim);
     with_dtype(step.format.dtype, [&](auto element) {
-      auto* to = static_cast<decltype(element)*>(step.output) + (row * step.group + h) * dim;
+      auto* to = static_cast<decltype(element)*>(step.output) + (chunks->row * step.group + h) * dim;
       for (int d = 0; d < dim; d++) from_float(sums[d], to[d]);
     });
   }
@@ -170,9 +169,8 @@ inline void write_received(const Attention& attention, const Chunk& chunk, Work&
   const int64_t stride = chunk.stride();
   float* received = work.received;
   for (int64_t h = 0; h < step.group; h++) {
-    const float peak = shared_peak(step, chunks, chunk.chunks, chunk.row, h);
-    const float inverse = inverse_total(step, chunks, chunk.chunks, chunk.row, h, peak);
-    const Floats share = splat(exp2f(chunk.peak[h] - peak) * inverse);
+    const Shared all = shared_softmax(step, chunks, h);
+    const Floats share = splat(exp2f(chunk.peak[h] - all.peak) * all.inverse);
     for (int64_t t = 0; t < chunk.tokens; t += WIDTH) {
       const Floats got = load(chunk.weights + h * stride + t) * share;
       store(received + t, h == 0 ? got : maximum(load(received + t), got));
@@ -202,7 +200,7 @@ inline void write_received(const Attention& attention, const Chunk& chunk, Work&
 inline void Attention::finish(int64_t index, Work& work) const {
   const Chunk& chunk = chunks[index];
   if (chunk.weights) write_received(*this, chunk, work);
-  if (chunk.first_chunk == index) write_output(*step, chunks + index, chunk.chunks, chunk.row);
+  if (chunk.first_chunk == index) write_output(*step, chunks + index);
 }
 
 inline void Attention::attend(int64_t index) {

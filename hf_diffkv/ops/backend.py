@@ -13,6 +13,7 @@ from functools import cache, wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..extras import install
 from ..native import library
@@ -98,6 +99,11 @@ def is_forced(name: str) -> bool:
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype arithmetic runs in for a model of `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """`x` with elements of the last dimension next to each other."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def device_of(device: torch.device) -> Device:

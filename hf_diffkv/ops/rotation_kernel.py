@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .backend import device_of
+from .backend import device_of, unit_stride
 from .quantize.kernels import stored_bits, tile_dims
-from .quantize.launch import NUM_WARPS, TILE_ELEMENTS, TRITON_DTYPES, dot_dtype, unit_stride
+from .quantize.launch import NUM_WARPS, TILE_ELEMENTS, TRITON_DTYPES, dot_dtype
 
 # channels that are multiplied at a time
 INNER = 32

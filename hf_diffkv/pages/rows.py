@@ -25,17 +25,8 @@ HIGH, LOW = 0, 1
 PADDING_LEVEL, PRUNED_LEVEL, LOW_LEVEL, HIGH_LEVEL, WINDOW_LEVEL = -1, 0, 1, 2, 3
 # what has an entry for each request, beside its part of the page table
 ROW_STATE = (
-    "window_key",
-    "window_value",
-    "window_score",
-    "high_count",
-    "low_count",
-    "length",
-    "window_start",
-    "sink_end",
-    "alpha_high",
-    "alpha_low",
-    "key_offset",
+    *("window_key", "window_value", "window_score", "high_count", "low_count"),
+    *("length", "window_start", "sink_end", "alpha_high", "alpha_low", "key_offset"),
 )
 
 

@@ -151,13 +151,9 @@ def find_victims_kernel(
     split = tl.program_id(1)
     seen = tl.load(length + row)
     to_high, to_low = candidate_level(
-        tl.load(score + row),
-        tl.load(position + row),
-        tl.load(leaving + row),
-        seen,
-        tl.load(high_threshold + row),
+        tl.load(score + row), tl.load(position + row), tl.load(leaving + row), seen, tl.load(high_threshold + row),
         tl.load(low_threshold + row),
-    )
+    )  # fmt: skip
     entries = table + row.to(tl.int64) * width
     first = split * split_pages
     limit = tl.where(split == splits - 1, 2147483647, first + split_pages)
@@ -206,13 +202,9 @@ def plan_rows_kernel(
         high_limit = tl.load(high_threshold + row, mask=inside, other=0.0)
         low_limit = tl.load(low_threshold + row, mask=inside, other=0.0)
         to_high, to_low = candidate_level(
-            tl.load(score + row, mask=inside, other=0.0),
-            tl.load(position + row, mask=inside, other=0),
-            leaves,
-            tl.load(length + row, mask=inside, other=0),
-            high_limit,
-            low_limit,
-        )
+            tl.load(score + row, mask=inside, other=0.0), tl.load(position + row, mask=inside, other=0), leaves,
+            tl.load(length + row, mask=inside, other=0), high_limit, low_limit,
+        )  # fmt: skip
         least = tl.full((BLOCK,), float("inf"), tl.float32)
         oldest = tl.full((BLOCK,), 2147483647, tl.int32)
         victim = tl.zeros((BLOCK,), tl.int32)

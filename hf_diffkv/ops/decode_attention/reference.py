@@ -274,15 +274,12 @@ class TierAttention:
             output.unflatten(-1, (layout.v_groups, -1)).add_(torch.bmm(weights, metadata[1].mT)[..., None])
         return output
 
-    def _segment(self, offset: int, token_bytes: int, dtype: torch.dtype) -> Tensor:
-        return segment(self.pages, self.layout, offset, token_bytes, dtype)
-
     def _metadata(self, offset: int, size: int, bits: int, groups: int, dtype: torch.dtype) -> Tensor | None:
         """(scale, zero) as [2, tiles, groups, tokens], zero for absent tokens; None at 16 bits."""
         if bits == 16:
             return None
         stored = torch.int16 if size == 2 else torch.float16
-        held = self._segment(offset, size * groups, stored).index_select(0, self.ids)
+        held = segment(self.pages, self.layout, offset, size * groups, stored).index_select(0, self.ids)
         held = held.view(self.tiles.row.numel(), -1, groups, size // 2)
         if size == 2:
             held = torch.cat(scale_and_zero(held, bits), dim=-1)
@@ -298,10 +295,10 @@ class TierAttention:
         They are codes divided by `_factors`; at 16 bits they are the keys or values themselves.
         """
         count, pages, tokens = self.tiles.row.numel(), self.tiles.pages, self.tiles.pages * self.layout.capacity
-        segment = self._segment(offset, row_bytes, torch.uint8)
+        stored = segment(self.pages, self.layout, offset, row_bytes, torch.uint8)
         step = min(count, max(1, CHUNK_ELEMENTS // (tokens * dim)))
-        packed = segment.new_empty(step * pages, segment.shape[1])
-        numbers = torch.empty(step, tokens, dim, dtype=dtype, device=segment.device)
+        packed = stored.new_empty(step * pages, stored.shape[1])
+        numbers = torch.empty(step, tokens, dim, dtype=dtype, device=stored.device)
         codes = packed.view(step, tokens, row_bytes)
         planes: list[BitPlane] = []
         if bits < 8:
@@ -311,7 +308,7 @@ class TierAttention:
         for start in range(0, count, step):
             size = min(step, count - start)
             rows = packed[: size * pages]
-            torch.index_select(segment, 0, self.ids[start * pages : (start + size) * pages], out=rows)
+            torch.index_select(stored, 0, self.ids[start * pages : (start + size) * pages], out=rows)
             for plane in planes:
                 plane.unpack()
             numbers.copy_(source)

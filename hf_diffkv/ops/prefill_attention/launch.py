@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ...pages import EarlierTokens, LayerRows
 from ...pages.rows import NO_PAST
-from ..backend import device_of, launch
-from ..quantize.launch import TRITON_DTYPES, dot_dtype, unit_stride
+from ..backend import device_of, launch, unit_stride
+from ..quantize.launch import TRITON_DTYPES, check_dtype, dot_dtype
 from ..softmax import Softmax
 from .columns import column_scores, past_scores
 from .kernels import flash_forward, row_extents
@@ -262,8 +262,7 @@ def row_extents_of(valid: Tensor, window: int | None) -> tuple[Tensor, Tensor | 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, **given: Tensor | None) -> None:
     """Raises `ValueError` for what the kernels cannot take; `given` are further tensors by name."""
-    if query.dtype not in TRITON_DTYPES:
-        raise ValueError(f"the kernels support {list(TRITON_DTYPES)}, not {query.dtype}; use the reference.")
+    check_dtype(query.dtype)
     batch, query_heads, length, key_dim = query.shape
     kv_heads, value_dim = key.shape[1], value.shape[-1]
     if batch * kv_heads > LARGEST_GRID:

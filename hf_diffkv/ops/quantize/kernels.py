@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ..dequant import below, fields, gather_codes
-from ..narrow_kernel import narrow_metadata, pair_of, scale_and_zero, store_positions, store_scores
+from ..narrow_kernel import metadata_of, narrow_metadata, scale_and_zero, store_positions, store_scores
 
 
 @triton.constexpr_function
@@ -170,10 +170,7 @@ def read_tile(codes, metadata, active, dim, exists, TIER: tl.constexpr, IS_KEY: 
             word = tl.load(pointer, mask=active[:, None, None], other=0)
         else:
             word = tl.load(pointer + dim // (DIM // GROUPS), mask=mask, other=0)
-        if METADATA == 2:
-            scale, zero = scale_and_zero(word, BITS)
-        else:
-            scale, zero = pair_of(word)
+        scale, zero = metadata_of(word, METADATA, BITS)
         x = code.to(tl.float32) * scale + zero
     return x
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...pages import TierLayout
 from ...pages.segments import Contents
-from ..backend import INTERPRETER, launch
+from ..backend import INTERPRETER, launch, unit_stride
 from .kernels import copy_tokens_kernel, load_tokens_kernel, store_tokens_kernel
 
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -95,11 +95,6 @@ def check_dtype(dtype: torch.dtype) -> None:
 def dot_dtype(dtype: torch.dtype, target: str) -> tl.dtype:
     """What matrix products of `dtype` are computed in; the interpreter would round those of half precision."""
     return TRITON_DTYPES[torch.float32 if target == INTERPRETER else dtype]
-
-
-def unit_stride(x: Tensor) -> Tensor:
-    """`x` with elements of the last dimension next to each other."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def tile_tokens(tier: TierLayout) -> int:

@@ -7,8 +7,8 @@ import triton
 from torch import Tensor
 
 from ...pages import TierLayout
-from ..backend import device_of, launch
-from ..quantize.launch import NUM_WARPS, TILE_ELEMENTS, TRITON_DTYPES, dot_dtype, unit_stride
+from ..backend import device_of, launch, unit_stride
+from ..quantize.launch import NUM_WARPS, TILE_ELEMENTS, TRITON_DTYPES, dot_dtype
 from .kernels import feedback_kernel, moment_kernel, round_keys_kernel
 from .reference import DAMPING
 

@@ -10,9 +10,9 @@ import triton
 from torch import Tensor
 
 from ...pages import LayerRows
-from ..backend import device_of, launch
+from ..backend import device_of, launch, unit_stride
 from ..prompt_tokens import Placement, PromptTokens
-from ..quantize.launch import TRITON_DTYPES, check_dtype, dot_dtype, unit_stride
+from ..quantize.launch import TRITON_DTYPES, check_dtype, dot_dtype
 from ..rotation_kernel import INNER, NUM_WARPS, block_tokens, root
 from .kernels import advance_kernel, leave_window_kernel, store_new_kernel, take_pages_kernel
 from .offset_kernels import fix_offsets_kernel, sum_keys_kernel
