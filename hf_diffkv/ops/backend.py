@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..extras import install
 from ..native import library
-from ..pages import TierLayout
+from ..pages import LayerRows, TierLayout
 
 REFERENCE, KERNELS, NATIVE = BACKENDS = ("reference", "kernels", "native")
 # NVIDIA devices before it have less shared memory than the kernels take, and no bfloat16
@@ -145,6 +145,22 @@ def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, given: dict
     taken = {name: given[name] for name in kernel.arg_names if name in given}
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[grid](**{**taken, **more})
+
+
+def row_arguments(rows: LayerRows) -> dict[str, object]:
+    """A layer's rows as the kernels that store or move tokens name them."""
+    names = ("high_count", "low_count", "window_key", "window_value", "window_score", "window_start", "sink_end")
+    free_list, (high, low) = rows.free_list, rows.tiers
+    return {
+        **{name: getattr(rows, name) for name in (*names, "length", "heads", "batch", "width", "slots", "sink_slots")},
+        "pages": rows.pages,
+        "table": rows.page_table,
+        "rows": rows.count,
+        "ring": free_list.ring,
+        "state": free_list.state,
+        "HIGH": high,
+        "LOW": low,
+    }
 
 
 @cache

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from ...pages import LayerRows, PageLayout
-from ..backend import launch
+from ..backend import launch, row_arguments
 from ..quantize.launch import TRITON_DTYPES, check_dtype
 from ..rounding import ModelFeedback
 from .kernels import assign_pages_kernel, find_victims_kernel, plan_rows_kernel, tile_pages
@@ -60,20 +60,13 @@ def _move(
         victims = (scratch(splits, count, dtype=torch.float32), *scratch(2, splits, count))
     high_threshold, low_threshold = (None if each is None else each.reshape(-1).contiguous() for each in thresholds)
     given = {
+        **row_arguments(rows),
         **candidate._asdict(),
         "leaving": candidate.leaving.view(torch.uint8),
         "key_stride": candidate.key.stride(0),
         "value_stride": candidate.value.stride(0),
         "high_threshold": high_threshold,
         "low_threshold": low_threshold,
-        "pages": rows.pages,
-        "ring": rows.free_list.ring,
-        "state": rows.free_list.state,
-        "table": rows.page_table,
-        "high_count": rows.high_count,
-        "low_count": rows.low_count,
-        "rows": count,
-        "width": rows.width,
         **dict(zip(("victim_mean", "victim_position", "victim_index"), victims)),
         "splits": splits,
         "split_pages": split_pages,
@@ -82,8 +75,6 @@ def _move(
         "taken": scratch(1),
         "flag": flag,
         **_given(feedback, rows),
-        "HIGH": layout.high,
-        "LOW": layout.low,
         "HIGH_CAPACITY": layout.high.capacity,
         "LOW_CAPACITY": layout.low.capacity,
         "ONE_TIER": layout.one_tier,

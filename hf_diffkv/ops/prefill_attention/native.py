@@ -12,7 +12,7 @@ from ...pages import EarlierTokens, LayerRows
 from ...pages.rows import NO_PAST
 from ..backend import unit_stride
 from ..softmax import Softmax
-from .reference import observation, past_weight
+from .reference import scale_up
 
 
 def can_attend(query: Tensor, value: Tensor) -> bool:
@@ -71,9 +71,7 @@ def prefill_attention(
         block.stored = ctypes.addressof(step)
     call("prompt", block)
     if observed:
-        _, weight = observation(valid, batch, length, observed, query.device)
-        received[..., stored + before :] *= weight[:, None]
-        received[..., : stored + before] *= past_weight(valid, batch, length, observed, query.device).float()
+        scale_up(received, stored + before, valid, observed)
     return output.transpose(1, 2), received
 
 

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from ...pages import LayerRows
-from ..backend import device_of, launch, unit_stride
+from ..backend import device_of, launch, row_arguments, unit_stride
 from ..prompt_tokens import Placement, PromptTokens
 from ..quantize.launch import TRITON_DTYPES, check_dtype, dot_dtype
 from ..rotation_kernel import INNER, NUM_WARPS, block_tokens, root
@@ -85,28 +85,12 @@ def few_tokens(widest: int) -> int:
 def given_arguments(rows: LayerRows, new: PromptTokens, placement: Placement) -> dict[str, object]:
     """What kernels that store a prompt are given of rows, new tokens and how these are held, by their parameters."""
     new = replace(new, key=unit_stride(new.key), value=unit_stride(new.value))
-    layout, free_list, (high, low) = rows.layout, rows.free_list, rows.tiers
+    high, one_tier = rows.layout.high, rows.layout.one_tier
     return {
-        "pages": rows.pages,
-        "table": rows.page_table,
-        "width": rows.width,
-        "ring": free_list.ring,
-        "state": free_list.state,
-        "rows": rows.count,
-        "batch": rows.batch,
-        "heads": rows.heads,
-        "high_count": rows.high_count,
-        "low_count": None if layout.one_tier else rows.low_count,
-        "alpha_high": None if layout.one_tier else rows.alpha_high,
+        **row_arguments(rows),
+        "alpha_high": None if one_tier else rows.alpha_high,
         "alpha_low": rows.alpha_low,
-        "window_key": rows.window_key,
-        "window_value": rows.window_value,
-        "window_score": rows.window_score,
-        "slots": rows.slots,
-        "sink_slots": rows.sink_slots,
-        "length": rows.length,
-        "window_start": rows.window_start,
-        "sink_end": rows.sink_end,
+        "low_count": None if one_tier else rows.low_count,
         "invalid": rows.invalid.view(torch.uint8),
         "offset": rows.offset,
         "key": new.key,
@@ -121,8 +105,6 @@ def given_arguments(rows: LayerRows, new: PromptTokens, placement: Placement) ->
         "value_matrix": placement.value_rotation,
         **_strides("key", new.key),
         **_strides("value", new.value),
-        "HIGH": high,
-        "LOW": low,
         "DTYPE": TRITON_DTYPES[rows.dtype],
         "KEY_ROOT": root(high.key_dim),
         "VALUE_ROOT": root(high.value_dim),
