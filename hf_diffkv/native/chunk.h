@@ -1,15 +1,11 @@
 // Attention of one request's heads to some consecutive pieces of a row: logits, softmax relative to the largest of them,
 // weighted values. With key = scale * code + zero, logit = scale * (query . code) + zero * sum(query); values likewise.
 #pragma once
-#include <math.h>
-
-#include "groups.h"
 #include "rotation.h"
+#include "rows.h"
 
 namespace diffkv {
 namespace {
-
-constexpr float LOG2_E = 1.44269504088896341f;
 
 // A share of a row; its results stay in memory until all shares of the row are there.
 struct Chunk {
@@ -40,11 +36,7 @@ struct Work {
     const int64_t group = step.group, key = padded(step.format.tier[0].key.dim);
     const int64_t value = padded(step.format.tier[0].value.dim), widest = larger(key, value);
     const int64_t stride = round_up(tokens_at_most, 16) + 16;
-    int64_t used = 0;
-    auto take = [&](auto*& part, int64_t count) {
-      part = reinterpret_cast<decltype(part + 0)>(uintptr_t(memory) + used);
-      used += round_up(count * int64_t(sizeof(*part)), 64);
-    };
+    Places take = {memory, 0};
     take(pieces, pieces_at_most);
     take(query, group * key);
     take(query_sum, group);
@@ -75,7 +67,7 @@ struct Work {
       take(groups.product, group * PRODUCTS);
     }
 #endif
-    return used;
+    return take.used;
   }
 };
 
@@ -219,7 +211,7 @@ inline void value_sums(const Step& step, Work& work, const Piece* begin, const P
 // Scales and zero points of one side of all tokens; 1 and 0 where rows are not codes.
 inline void read_factors(const Piece* begin, const Piece* end, bool values, float* scale, float* zero) {
   for (const Piece* piece = begin; piece != end; piece++) {
-    const Side& side = values ? piece->tier->value : piece->tier->key;
+    const Side& side = piece->side(values);
     if (form_of(side) == CODES) {
       read_metadata(piece->page, side, 0, piece->count, scale, zero);
     } else {

@@ -15,11 +15,6 @@ struct Plan {
   int64_t victim;  // token that the candidate takes the place of, where it displaces one
 };
 
-struct Round {
-  const Compaction* round;
-  Plan* plans;
-};
-
 inline bool leaves(const Compaction& round, int64_t request) {
   if (round.leaving) return round.leaving[request] != 0;
   return round.length[request] - round.position[request] > round.window;
@@ -161,18 +156,10 @@ inline int64_t compact(const Compaction& round) {
       if (int64_t status = check_row(round.format, round.rows, row)) return status;
   Plan* plans = static_cast<Plan*>(call_scratch(round.row_count * int64_t(sizeof(Plan))));
   if (!plans) return NO_MEMORY;
-  Round work = {&round, plans};
-  const int threads = round.row_count < MIN_ROWS ? 1 : int(round.threads);
-  parallel(round.row_count, threads, [](void* context, int64_t row) {
-    const Round& work = *static_cast<Round*>(context);
-    work.plans[row] = plan_row(*work.round, row);
-  }, &work);
-  if (give_pages(round, plans)) {
-    parallel(round.row_count, threads, [](void* context, int64_t row) {
-      const Round& work = *static_cast<Round*>(context);
-      move_row(*work.round, work.plans[row], row);
-    }, &work);
-  }
+  const int64_t threads = round.row_count < MIN_ROWS ? 1 : round.threads;
+  each_task(round.row_count, threads, [&](int64_t row) { plans[row] = plan_row(round, row); });
+  if (give_pages(round, plans))
+    each_task(round.row_count, threads, [&](int64_t row) { move_row(round, plans[row], row); });
   if (round.advance)
     for (int64_t request = 0; request * round.heads < round.row_count; request++)
       round.advance[request] += leaves(round, request);

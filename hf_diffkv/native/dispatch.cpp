@@ -25,7 +25,8 @@ bool has_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
 bool has_bf16() { return has_vnni() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 
-const Choice* choices(int& count) {
+// The best choice, or the one of a name; null where it is not there.
+const Choice* find(const char* name) {
   static const Choice all[] = {
 #ifdef DIFFKV_AVX512BF16
       {"avx512bf16", &avx512bf16_kernels, has_bf16()},
@@ -41,15 +42,8 @@ const Choice* choices(int& count) {
 #endif
       {"portable", &portable_kernels, true},
   };
-  count = sizeof(all) / sizeof(all[0]);
-  return all;
-}
-
-const Choice* find(const char* name) {
-  int count;
-  const Choice* all = choices(count);
-  for (int i = 0; i < count; i++)
-    if (all[i].there && (!name || !strcmp(all[i].name, name))) return all + i;
+  for (const Choice& choice : all)
+    if (choice.there && (!name || !strcmp(choice.name, name))) return &choice;
   return nullptr;
 }
 

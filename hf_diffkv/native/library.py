@@ -1,4 +1,5 @@
-"""The native library: the structs of `abi.h`, field for field, how it is loaded where it was built, and calls of it."""
+"""The native library: the structs of `abi.h`, field for field (what they are is said there), how it is loaded where it
+was built, and calls of it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..pages import PageLayout, TierLayout
+from ..pages import LayerRows, PageLayout, TierLayout
 from .path import PATH
 
 INSTRUCTIONS = ("avx512bf16", "avx512vnni", "avx512", "avx2", "portable")
@@ -35,8 +36,6 @@ def _fields(**kinds: str) -> list[tuple[str, type]]:
 
 
 class Side(ctypes.Structure):
-    """Keys or values of one tier."""
-
     _fields_ = _fields(int="bits groups dim row offset metadata_offset metadata_bytes")
 
 
@@ -48,14 +47,10 @@ class Tier(ctypes.Structure):
 
 
 class Format(ctypes.Structure):
-    """A `PageLayout` and the model's dtype."""
-
     _fields_ = [*_fields(long="page_bytes", int="dtype tiers"), ("tier", Tier * MAX_TIERS)]
 
 
 class Rows(ctypes.Structure):
-    """Pages, table and counts."""
-
     _fields_ = [
         *_fields(pointer="pages", long="page_count", pointer2="table"),
         ("count", _pointer * MAX_TIERS),
@@ -85,8 +80,6 @@ class StepBlock(ctypes.Structure):
 
 
 class Compaction(ctypes.Structure):
-    """A round of compaction."""
-
     _fields_ = [
         ("format", Format),
         ("rows", Rows),
@@ -100,8 +93,6 @@ class Compaction(ctypes.Structure):
 
 
 class Transfer(ctypes.Structure):
-    """Tokens by page and slot."""
-
     _fields_ = [
         ("format", Format),
         *_fields(
@@ -116,8 +107,6 @@ class Transfer(ctypes.Structure):
 
 
 class Rounding(ctypes.Structure):
-    """Keys to be rounded."""
-
     _fields_ = [
         ("side", Side),
         *_fields(pointer="key row feedback rounded", long="count key_stride rows", int="source threads"),
@@ -125,14 +114,10 @@ class Rounding(ctypes.Structure):
 
 
 class Strided(ctypes.Structure):
-    """[batch, heads, tokens, dim]."""
-
     _fields_ = _fields(pointer="data", long="batch head token")
 
 
 class Prompt(ctypes.Structure):
-    """Many new tokens per request."""
-
     _fields_ = [
         *_fields(pointer="stored", long="batch heads group length before stored_tokens key_dim value_dim"),
         *((name, Strided) for name in ("query", "key", "value", "past_key", "past_value")),
@@ -167,21 +152,38 @@ def format_of_tier(tier: TierLayout, dtype: torch.dtype) -> Format:
     return Format(tier.page_bytes, DTYPES[dtype], 1, (Tier * MAX_TIERS)(_tier(tier)))
 
 
-def side_of_keys(tier: TierLayout) -> Side:
-    """The keys' part of a tier."""
-    return Side(
-        *(tier.k_bits, tier.k_groups, tier.key_dim, tier.key_row),
-        *(tier.key_offset, tier.key_metadata_offset, tier.key_metadata),
-    )
+def side_of(tier: TierLayout, name: str) -> Side:
+    """The part of a tier that is its "key" or "value"."""
+    numbers = (f"{name[0]}_bits", f"{name[0]}_groups", f"{name}_dim", f"{name}_row")
+    numbers += (f"{name}_offset", f"{name}_metadata_offset", f"{name}_metadata")
+    return Side(*(getattr(tier, number) for number in numbers))
 
 
 def _tier(tier: TierLayout) -> Tier:
-    value = Side(
-        *(tier.v_bits, tier.v_groups, tier.value_dim, tier.value_row),
-        *(tier.value_offset, tier.value_metadata_offset, tier.value_metadata),
-    )
     numbers = (tier.score_offset, tier.position_offset, tier.score_bytes, tier.position_bytes)
-    return Tier(side_of_keys(tier), value, tier.capacity, *numbers)
+    return Tier(side_of(tier, "key"), side_of(tier, "value"), tier.capacity, *numbers)
+
+
+def step_block(rows: LayerRows) -> StepBlock:
+    """What native code needs to know of a layer's rows.
+
+    It holds while the tensors stay where they are, but for the pages, which move when their pool grows.
+    """
+    block = StepBlock(format=format_of(rows.layout, rows.dtype), batch=rows.batch, heads=rows.heads, slots=rows.slots)
+    set_rows(block, rows)
+    block.window_key, block.window_value = address(rows.window_key), address(rows.window_value)
+    block.window_score, block.window_start = address(rows.window_score), address(rows.window_start)
+    block.length, block.sink_end, block.sink_slots = address(rows.length), address(rows.sink_end), rows.sink_slots
+    block.invalid = address(rows.invalid)
+    return block
+
+
+def set_rows(block: StepBlock | Compaction, rows: LayerRows) -> None:
+    """Says where pages, table and counts are."""
+    pages = rows.pages
+    block.rows.pages, block.rows.page_count = address(pages), pages.shape[0]
+    block.rows.table, block.rows.width = address(rows.page_table), rows.width
+    block.rows.count[0], block.rows.count[1] = map(address, rows.counts)
 
 
 class CorruptMemoryError(RuntimeError):
@@ -267,15 +269,6 @@ def check(status: int) -> None:
             "together. Call cache.reset() and start over."
         )
     raise MemoryError("there is no memory for the buffers of an attention step.")
-
-
-def with_rows(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """The tensor, or a copy of it, with the elements of its last dim side by side; and its strides."""
-    strides = tensor.stride()
-    if strides[-1] == 1:
-        return tensor, strides
-    tensor = tensor.contiguous()
-    return tensor, tensor.stride()
 
 
 def address(tensor: Tensor | None) -> int | None:

@@ -1,10 +1,25 @@
-// bfloat16 and float16 to and from float, bit for bit as PyTorch rounds. All functions of these headers are static, as
-// they are compiled once for each instruction set.
+// Numbers: bfloat16 and float16 to and from float, bit for bit as PyTorch rounds, and vectors of WIDTH floats, by
+// intrinsics where the compiler needs help. In vectors NaN only ever propagates. All functions of these headers are
+// static, as they are compiled once for each instruction set.
 #pragma once
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
 #include "abi.h"
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#define DIFFKV_WIDTH 16
+#elif defined(__AVX2__)
+#include <immintrin.h>
+#define DIFFKV_WIDTH 8
+#else
+#define DIFFKV_WIDTH 4
+#if defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+#endif
 
 // A function that stays one: as part of a larger one it would find too few registers for what it sums up.
 #define DIFFKV_ALONE __attribute__((noinline))
@@ -81,7 +96,160 @@ inline void with_dtype(int32_t dtype, Call call) {
   }
 }
 
+// Calls with every task, over threads.
+template <class Call>
+inline void each_task(int64_t tasks, int64_t threads, const Call& call) {
+  parallel(tasks, int(threads), [](void* context, int64_t task) { (*static_cast<const Call*>(context))(task); },
+           const_cast<Call*>(&call));
+}
+
+// Lays arrays out one after the other from `memory` on, or only counts their bytes where that is null.
+struct Places {
+  uint8_t* memory;
+  int64_t used;
+
+  template <class Number>
+  void operator()(Number*& part, int64_t count) {
+    part = reinterpret_cast<Number*>(uintptr_t(memory) + used);
+    used += (count * int64_t(sizeof(Number)) + 63) / 64 * 64;
+  }
+};
+
 inline int64_t element_bytes(int32_t dtype) { return dtype == FLOAT32 ? 4 : 2; }
+
+constexpr int WIDTH = DIFFKV_WIDTH;
+constexpr float LOG2_E = 1.44269504088896341f;
+// accumulators of a block: half of the registers
+constexpr int BLOCK = WIDTH == 16 ? 16 : 8;
+
+typedef float Floats __attribute__((vector_size(4 * DIFFKV_WIDTH)));
+typedef int32_t Ints __attribute__((vector_size(4 * DIFFKV_WIDTH)));
+typedef uint16_t Halves __attribute__((vector_size(2 * DIFFKV_WIDTH)));
+typedef uint8_t Bytes __attribute__((vector_size(DIFFKV_WIDTH)));
+
+template <class A>
+inline A smaller(A a, A b) {
+  return b < a ? b : a;
+}
+template <class A>
+inline A larger(A a, A b) {
+  return b > a ? b : a;
+}
+inline int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+inline Floats splat(float x) { return Floats{} + x; }
+inline Floats load(const float* p) {
+  Floats x;
+  memcpy(&x, p, sizeof(x));
+  return x;
+}
+inline void store(float* p, Floats x) { memcpy(p, &x, sizeof(x)); }
+inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
+inline Floats minimum(Floats a, Floats b) { return a < b ? a : b; }
+
+inline Floats fma(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__)
+  return _mm256_fmadd_ps(a, b, c);
+#elif defined(__ARM_NEON)
+  return vfmaq_f32(c, a, b);
+#else
+  return a * b + c;
+#endif
+}
+
+inline Floats load(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__)
+  return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+  Bytes x;
+  memcpy(&x, p, sizeof(x));
+  return __builtin_convertvector(x, Floats);
+#endif
+}
+
+inline Floats load(const bfloat16* p) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#else
+  Halves x;
+  memcpy(&x, p, sizeof(x));
+  return (Floats)(__builtin_convertvector(x, Ints) << 16);
+#endif
+}
+
+inline Floats load(const float16* p) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__)
+  return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+  Floats x;
+  for (int i = 0; i < WIDTH; i++) x[i] = to_float(p[i]);
+  return x;
+#endif
+}
+
+inline float sum(Floats x) {
+  float total = 0;
+  for (int i = 0; i < WIDTH; i++) total += x[i];
+  return total;
+}
+inline float largest(Floats x) {
+  float best = x[0];
+  for (int i = 1; i < WIDTH; i++) best = larger(best, x[i]);
+  return best;
+}
+inline float smallest(Floats x) {
+  float best = x[0];
+  for (int i = 1; i < WIDTH; i++) best = smaller(best, x[i]);
+  return best;
+}
+
+// Sums of BLOCK vectors.
+inline void sums(const Floats* a, float* out) {
+#if defined(__AVX512F__)
+  __m512 b[8], c[4];
+  for (int i = 0; i < 8; i++)
+    b[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
+  for (int i = 0; i < 4; i++) {
+    const __m512d x = (__m512d)b[2 * i], y = (__m512d)b[2 * i + 1];
+    c[i] = (__m512)_mm512_unpacklo_pd(x, y) + (__m512)_mm512_unpackhi_pd(x, y);
+  }
+  const __m512 d = _mm512_shuffle_f32x4(c[0], c[1], 0x88) + _mm512_shuffle_f32x4(c[0], c[1], 0xdd);
+  const __m512 e = _mm512_shuffle_f32x4(c[2], c[3], 0x88) + _mm512_shuffle_f32x4(c[2], c[3], 0xdd);
+  store(out, _mm512_shuffle_f32x4(d, e, 0x88) + _mm512_shuffle_f32x4(d, e, 0xdd));
+#elif defined(__AVX2__)
+  const __m256 x = _mm256_hadd_ps(_mm256_hadd_ps(a[0], a[1]), _mm256_hadd_ps(a[2], a[3]));
+  const __m256 y = _mm256_hadd_ps(_mm256_hadd_ps(a[4], a[5]), _mm256_hadd_ps(a[6], a[7]));
+  store(out, _mm256_permute2f128_ps(x, y, 0x20) + _mm256_permute2f128_ps(x, y, 0x31));
+#else
+  for (int i = 0; i < BLOCK; i++) out[i] = sum(a[i]);
+#endif
+}
+
+// 2^x for x up to 126; the relative error is about 1e-7. Below -126 the result is as small as a float gets.
+inline Floats exp2(Floats x) {
+  const Floats magic = splat(MAGIC);
+  x = minimum(maximum(x, splat(-126.f)), splat(126.f));
+  const Floats shifted = x + magic;
+  const Floats part = x - (shifted - magic);
+  const Ints whole = (Ints)shifted - (Ints)magic;
+  // fitted to 2^x on [-1/2, 1/2] for the least relative error, 2e-9 before rounding
+  Floats p = splat(1.53375768e-4f);
+  p = fma(p, part, splat(1.33998604e-3f));
+  p = fma(p, part, splat(9.61851953e-3f));
+  p = fma(p, part, splat(5.55032900e-2f));
+  p = fma(p, part, splat(2.40226466e-1f));
+  p = fma(p, part, splat(6.93147206e-1f));
+  p = fma(p, part, splat(1.f));
+  return p * (Floats)((whole + 127) << 23);
+}
 
 }  // namespace
 }  // namespace diffkv

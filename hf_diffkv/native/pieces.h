@@ -1,7 +1,7 @@
 // What a row holds, as pieces of consecutive tokens: its pages tier by tier, then its window: sinks, and the ring
 // from its oldest token on.
 #pragma once
-#include "page.h"
+#include "quantize.h"
 
 namespace diffkv {
 namespace {
@@ -13,6 +13,17 @@ struct Piece {
   float* window_score;
   int count, tier_index;
   int64_t first;  // index of its first token among those of its tier
+
+  const Side& side(bool values) const { return values ? tier->value : tier->key; }
+  const uint8_t* rows(bool values) const { return values ? value : key; }
+  // Keys or values of one token in float.
+  void read(bool values, int32_t dtype, int64_t slot, float* to) const {
+    const Side& from = side(values);
+    if (page)
+      decode_row(page, from, dtype, slot, to);
+    else
+      read_row(rows(values), dtype, slot * from.dim, from.dim, to);
+  }
 };
 
 // Sinks, and the ring before and behind the place where it wraps.
@@ -103,8 +114,8 @@ inline Piece piece_at(const Step& step, const Tier& window, const RowTokens& tok
 // values for the scores that are added to last. Into the second cache: the first is busy with what is computed on.
 DIFFKV_INLINE void prefetch(const Piece& piece, bool values) {
   const Tier& tier = *piece.tier;
-  const uint8_t* rows = values ? piece.value : piece.key;
-  const int bytes = (values ? tier.value.row : tier.key.row) * piece.count;
+  const uint8_t* rows = piece.rows(values);
+  const int bytes = piece.side(values).row * piece.count;
   for (int i = 0; i < bytes; i += 64) __builtin_prefetch(rows + i, 0, 2);
   if (!piece.page) return;
   if (values) {

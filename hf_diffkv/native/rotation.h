@@ -1,7 +1,7 @@
 // Rotation of channels as ops/rotation.py defines it: a sign for each channel, then the Hadamard matrix of each block,
 // whose size is the largest power of two that divides the dim, by a fast Walsh-Hadamard transform.
 #pragma once
-#include "simd.h"
+#include "numbers.h"
 
 namespace diffkv {
 namespace {

@@ -117,8 +117,7 @@ inline void round_block(const Rounding& keys, int64_t first, int count, KeyBlock
 inline int64_t round_keys(const Rounding& keys) {
   for (int64_t i = 0; i < keys.count; i++)
     if (keys.row[i] < 0 || keys.row[i] >= keys.rows) return BAD_COUNT;
-  auto run = [](void* context, int64_t task) {
-    const Rounding& keys = *static_cast<const Rounding*>(context);
+  each_task((keys.count + TASK_TOKENS - 1) / TASK_TOKENS, keys.threads, [&](int64_t task) {
     const int64_t end = smaller((task + 1) * TASK_TOKENS, keys.count);
     KeyBlock block;
     for (int64_t first = task * TASK_TOKENS; first < end;) {
@@ -127,8 +126,7 @@ inline int64_t round_keys(const Rounding& keys) {
       round_block(keys, first, count, block);
       first += count;
     }
-  };
-  parallel((keys.count + TASK_TOKENS - 1) / TASK_TOKENS, keys.threads, run, const_cast<Rounding*>(&keys));
+  });
   return OK;
 }
 

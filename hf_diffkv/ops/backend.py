@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..extras import install
 from ..native import library
-from ..pages import TierLayout
+from ..pages import LayerRows, TierLayout
 
 REFERENCE, KERNELS, NATIVE = BACKENDS = ("reference", "kernels", "native")
 # NVIDIA devices before it have less shared memory than the kernels take, and no bfloat16
@@ -101,6 +101,11 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def unit_stride(x: Tensor) -> Tensor:
+    """`x` with elements of the last dimension next to each other."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def device_of(device: torch.device) -> Device:
     """What kernels are launched on for tensors on `device`."""
     return _real_device(device) if _assumed is None else _assumed
@@ -118,17 +123,44 @@ def assume_device(device: Device) -> Iterator[None]:
 
 
 def without_autocast(op: Callable) -> Callable:
-    """For ops whose first argument is a tensor: they choose the dtypes they compute in, so autocast is off inside."""
+    """For ops whose first argument is a tensor or `LayerRows`: they choose the dtypes they compute in, so autocast is
+    off inside."""
 
     @wraps(op)
-    def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        device = tensor.device.type
+    def run(first: Any, *args: Any, **kwargs: Any) -> Any:
+        device = first.device.type
         if not torch.is_autocast_enabled(device):
-            return op(tensor, *args, **kwargs)
+            return op(first, *args, **kwargs)
         with torch.autocast(device, enabled=False):
-            return op(tensor, *args, **kwargs)
+            return op(first, *args, **kwargs)
 
     return run
+
+
+def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, given: dict[str, object], **more: object) -> None:
+    """Launches a Triton kernel with those of `given` that it has parameters for, and with all of `more`.
+
+    Triton launches on the current device, which need not be where a layer lives.
+    """
+    taken = {name: given[name] for name in kernel.arg_names if name in given}
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[grid](**{**taken, **more})
+
+
+def row_arguments(rows: LayerRows) -> dict[str, object]:
+    """A layer's rows as the kernels that store or move tokens name them."""
+    names = ("high_count", "low_count", "window_key", "window_value", "window_score", "window_start", "sink_end")
+    free_list, (high, low) = rows.free_list, rows.tiers
+    return {
+        **{name: getattr(rows, name) for name in (*names, "length", "heads", "batch", "width", "slots", "sink_slots")},
+        "pages": rows.pages,
+        "table": rows.page_table,
+        "rows": rows.count,
+        "ring": free_list.ring,
+        "state": free_list.state,
+        "HIGH": high,
+        "LOW": low,
+    }
 
 
 @cache

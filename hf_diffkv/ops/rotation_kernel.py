@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .backend import device_of
+from .backend import device_of, unit_stride
 from .quantize.kernels import stored_bits, tile_dims
-from .quantize.launch import NUM_WARPS, TILE_ELEMENTS, TRITON_DTYPES, dot_dtype, unit_stride
+from .quantize.launch import NUM_WARPS, TILE_ELEMENTS, TRITON_DTYPES, dot_dtype
 
 # channels that are multiplied at a time
 INNER = 32
@@ -58,13 +58,8 @@ def rotated_tile(rows, active, matrix, inner_stride, column_stride, ROOT: tl.con
 
 @triton.jit(
     do_not_specialize=[
-        "heads",
-        "tokens",
-        "inner_stride",
-        "column_stride",
-        "batch_stride",
-        "head_stride",
-        "token_stride",
+        *("heads", "tokens", "inner_stride", "column_stride"),
+        *("batch_stride", "head_stride", "token_stride"),
     ]
 )
 def rotate_kernel(

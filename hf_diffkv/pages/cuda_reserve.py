@@ -249,20 +249,16 @@ class CudaReservation(Reservation):
 
     def _extend(self, num_bytes: int) -> None:
         """Maps memory; takes it from PyTorch's cache if need be. Raises `MemoryError`."""
-        for last in (False, True):
-            try:
-                return self._memory.extend(num_bytes)
-            except CudaDriverError as error:
-                if error.code != _OUT_OF_MEMORY:
-                    raise
-                if last:
-                    raise MemoryError(
-                        f"{self.device} has no memory left for {num_bytes} bytes of cache; use a smaller batch, larger "
-                        "alpha_low, or set max_bytes."
-                    ) from error
-            give_back_dropped()
-            with capture_lock, torch.cuda.device(self.device):
-                torch.cuda.empty_cache()
+        if self._takes(num_bytes):
+            return
+        give_back_dropped()
+        with capture_lock, torch.cuda.device(self.device):
+            torch.cuda.empty_cache()
+        if not self._takes(num_bytes):
+            raise MemoryError(
+                f"{self.device} has no memory left for {num_bytes} bytes of cache; use a smaller batch, larger "
+                "alpha_low, or set max_bytes."
+            )
 
 
 def driver() -> Any:

@@ -6,7 +6,7 @@ A code's bits are, from the lowest up, fields of 8, 4, 2 and 1 bits, those that 
 are a field of 4 and one of 2. A row is the packed first fields of all D elements, then the packed second ones, and so
 on. Fields of b bits are packed in bit planes: with P = 8 / b, their byte j holds, from its lowest bits up, those of
 elements j, j + D/P, j + 2 D/P, ... so that a kernel unpacks with shifts and never shuffles. That is all of packing;
-`unpack` in ops/quantize/reference.py, ops/packed_rows.py and native/unpack.h read it. At 16 bits rows are elements of
+`unpack` in ops/quantize/reference.py, ops/dequant.py and native/quantize.h read it. At 16 bits rows are elements of
 the model's dtype, and metadata is absent. The rest is wide or narrow:
 
     metadata_bits          32                       16
@@ -155,9 +155,19 @@ class PageLayout:
             raise ValueError(f"there are no pages with metadata_bits={metadata_bits}, position_bytes={position_bytes}.")
         for name, precision in (("high", high), ("low", low)):
             _check_divides(name, precision, key_dim, value_dim)
-        numbers = (metadata_bits // 8, position_bytes)
-        rows = {p: _SegmentSizes.of(p, key_dim, value_dim, element_bytes, *numbers) for p in (high, low)}
-        smallest = rows[high].end(1 if page_bytes is not None else MIN_TOKENS)
+        number_bytes = metadata_bits // 8
+        sizes = {
+            precision: (
+                row_bytes(precision.k_bits, key_dim, element_bytes),
+                metadata_bytes(precision.k_bits, number_bytes) * precision.k_groups,
+                row_bytes(precision.v_bits, value_dim, element_bytes),
+                metadata_bytes(precision.v_bits, number_bytes) * precision.v_groups,
+                number_bytes if position_bytes else 0,
+                position_bytes,
+            )
+            for precision in (high, low)
+        }
+        smallest = _starts(sizes[high], 1 if page_bytes is not None else MIN_TOKENS)[-1]
         largest = max(TARGET_PAGE_BYTES, _round_up(smallest, PAGE_ALIGNMENT)) if page_bytes is None else page_bytes
         limit = largest // PAGE_ALIGNMENT * PAGE_ALIGNMENT
         if smallest > limit:
@@ -166,14 +176,14 @@ class PageLayout:
             )
         best, best_fill = 0, -1.0
         for size in range(_round_up(smallest, PAGE_ALIGNMENT), limit + 1, PAGE_ALIGNMENT):
-            fill = min(r.capacity(size) * r.token / size for r in rows.values())
+            fill = min(_capacity(each, size) * sum(each) / size for each in sizes.values())
             if fill > best_fill:
                 best, best_fill = size, fill
             if fill >= GOOD_FILL[metadata_bits]:
                 break
         return cls(
-            high=_tier(high, rows[high], key_dim, value_dim, best),
-            low=_tier(low, rows[low], key_dim, value_dim, best),
+            high=_tier(high, sizes[high], key_dim, value_dim, best),
+            low=_tier(low, sizes[low], key_dim, value_dim, best),
             page_bytes=best,
         )
 
@@ -195,53 +205,20 @@ class PageLayout:
         )
 
 
-@dataclass(frozen=True)
-class _SegmentSizes:
-    """Bytes one token takes in each of the six segments."""
+def _starts(sizes: tuple[int, ...], count: int) -> list[int]:
+    """Start of each segment for `count` tokens, then the end; `sizes` are bytes of a token in each of them."""
+    starts = [0]
+    for size in sizes:
+        starts.append(_round_up(starts[-1] + size * count, ROW_ALIGNMENT))
+    return starts
 
-    sizes: tuple[int, int, int, int, int, int]
 
-    @classmethod
-    def of(
-        cls,
-        precision: Precision,
-        key_dim: int,
-        value_dim: int,
-        element_bytes: int,
-        number_bytes: int,
-        position_bytes: int,
-    ) -> _SegmentSizes:
-        return cls(
-            (
-                row_bytes(precision.k_bits, key_dim, element_bytes),
-                metadata_bytes(precision.k_bits, number_bytes) * precision.k_groups,
-                row_bytes(precision.v_bits, value_dim, element_bytes),
-                metadata_bytes(precision.v_bits, number_bytes) * precision.v_groups,
-                number_bytes if position_bytes else 0,
-                position_bytes,
-            )
-        )
-
-    @property
-    def token(self) -> int:
-        return sum(self.sizes)
-
-    def starts(self, count: int) -> list[int]:
-        """Start of each segment for `count` tokens, then the end."""
-        starts = [0]
-        for size in self.sizes:
-            starts.append(_round_up(starts[-1] + size * count, ROW_ALIGNMENT))
-        return starts
-
-    def end(self, count: int) -> int:
-        return self.starts(count)[-1]
-
-    def capacity(self, page_bytes: int) -> int:
-        """Tokens that fit into a page."""
-        count = page_bytes // self.token
-        while self.end(count) > page_bytes:
-            count -= 1
-        return count
+def _capacity(sizes: tuple[int, ...], page_bytes: int) -> int:
+    """Tokens that fit into a page."""
+    count = page_bytes // sum(sizes)
+    while _starts(sizes, count)[-1] > page_bytes:
+        count -= 1
+    return count
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -265,9 +242,10 @@ def _per_byte(bits: int) -> int:
     return max(1, 8 // min(fields(bits)))
 
 
-def _tier(precision: Precision, rows: _SegmentSizes, key_dim: int, value_dim: int, page_bytes: int) -> TierLayout:
-    count = rows.capacity(page_bytes)
-    starts = rows.starts(count)
+def _tier(precision: Precision, sizes: tuple[int, ...], key_dim: int, value_dim: int, page_bytes: int) -> TierLayout:
+    capacity = _capacity(sizes, page_bytes)
+    key_row, key_metadata, value_row, value_metadata, score_bytes, position_bytes = sizes
+    places = ("key", "key_metadata", "value", "value_metadata", "score", "position")
     return TierLayout(
         k_bits=precision.k_bits,
         v_bits=precision.v_bits,
@@ -275,21 +253,16 @@ def _tier(precision: Precision, rows: _SegmentSizes, key_dim: int, value_dim: in
         v_groups=precision.v_groups,
         key_dim=key_dim,
         value_dim=value_dim,
-        capacity=count,
-        key_row=rows.sizes[0],
-        value_row=rows.sizes[2],
-        key_metadata=rows.sizes[1] // precision.k_groups,
-        value_metadata=rows.sizes[3] // precision.v_groups,
-        score_bytes=rows.sizes[4],
-        position_bytes=rows.sizes[5],
-        token_bytes=rows.token,
-        key_offset=starts[0],
-        key_metadata_offset=starts[1],
-        value_offset=starts[2],
-        value_metadata_offset=starts[3],
-        score_offset=starts[4],
-        position_offset=starts[5],
+        capacity=capacity,
+        key_row=key_row,
+        value_row=value_row,
+        key_metadata=key_metadata // precision.k_groups,
+        value_metadata=value_metadata // precision.v_groups,
+        score_bytes=score_bytes,
+        position_bytes=position_bytes,
+        token_bytes=sum(sizes),
         page_bytes=page_bytes,
+        **{f"{place}_offset": start for place, start in zip(places, _starts(sizes, capacity))},
     )
 
 

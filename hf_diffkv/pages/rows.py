@@ -25,17 +25,8 @@ HIGH, LOW = 0, 1
 PADDING_LEVEL, PRUNED_LEVEL, LOW_LEVEL, HIGH_LEVEL, WINDOW_LEVEL = -1, 0, 1, 2, 3
 # what has an entry for each request, beside its part of the page table
 ROW_STATE = (
-    "window_key",
-    "window_value",
-    "window_score",
-    "high_count",
-    "low_count",
-    "length",
-    "window_start",
-    "sink_end",
-    "alpha_high",
-    "alpha_low",
-    "key_offset",
+    *("window_key", "window_value", "window_score", "high_count", "low_count"),
+    *("length", "window_start", "sink_end", "alpha_high", "alpha_low", "key_offset"),
 )
 
 
@@ -125,9 +116,6 @@ class LayerRows:
     alpha_low: Tensor
     invalid: Tensor
 
-    def __post_init__(self) -> None:
-        self.check()
-
     @property
     def batch(self) -> int:
         return self.page_table.shape[0]
@@ -185,8 +173,7 @@ class LayerRows:
         """`key_offset`; None where keys are held as they are."""
         return self.key_offset if self.key_offset.shape[-1] else None
 
-    def check(self) -> None:
-        """Raises `ValueError`, naming the tensor, unless dtypes, shapes and devices fit and all is contiguous."""
+    def __post_init__(self) -> None:
         batch, heads, width = self.page_table.shape
         slots, rows, high = self.slots, (batch, heads), self.layout.high
         offsets = self.key_offset.dtype, (*rows, high.key_dim if self.key_offset.shape[-1] else 0)

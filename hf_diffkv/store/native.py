@@ -9,13 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ..native.library import Compaction, StepBlock, address
+from ..native.library import Compaction, StepBlock, address, step_block
 from ..ops.append.native import set_token
 from ..ops.compact.native import round_block, run, set_feedback
 from ..ops.decode_attention.native import attend
 from ..ops.rounding import ModelFeedback
 from ..ops.softmax import Softmax
-from ..ops.step import step_block
 from ..pages import KeptRows
 from .state import Store
 

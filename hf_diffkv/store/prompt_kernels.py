@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from ..ops.prompt_tokens import Placement, PromptTokens
-from ..ops.store_by_thresholds import store_by_thresholds
-from ..ops.store_uniform import store_uniform
 from ..pages.pool import FREE
 from .forms import PINNED_SUM, Entering
 from .state import Store
@@ -42,9 +40,13 @@ def store_by_kernels(store: Store, layer: int, new: Entering, received: Tensor |
     rows, tokens = store.rows(layer), forward.tokens_of(new)
     placement = forward.placement(store, layer, feedback)
     if received is None:
+        from ..ops.store_uniform.launch import store_uniform
+
         store_uniform(rows, tokens, placement, holds=forward.longest[layer] > 0)
     else:
         pin = (0, 0) if store.config.pin is None else store.config.pin
+        from ..ops.store_by_thresholds.launch import store_by_thresholds
+
         store_by_thresholds(rows, tokens, placement, received, pin, PINNED_SUM)
     store.forget_bounds()
     store.steps_since_compaction = 0

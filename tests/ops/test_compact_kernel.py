@@ -11,9 +11,9 @@ from test_compact_reference import Rewrite
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.compact import launch, reference
+from hf_diffkv.ops.compact.kernels import pair_ranks, sum_totals
 from hf_diffkv.ops.quantize import launch as quantize_launch
 from hf_diffkv.ops.quantize.reference import load_tokens, store_tokens
-from hf_diffkv.ops.scan import pair_ranks, sum_totals
 from hf_diffkv.ops.tiles import build_tiles
 from hf_diffkv.pages import HIGH, LOW, FreeList, PageLayout, column
 from hf_diffkv.pages.segments import Contents, segments

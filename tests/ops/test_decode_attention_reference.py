@@ -7,7 +7,7 @@ import torch
 from decode_cases import Case, DecodeTests
 
 from hf_diffkv.config import Precision
-from hf_diffkv.ops.decode_attention import reference_tier
+from hf_diffkv.ops.decode_attention import reference
 from hf_diffkv.pages import LOW, fields
 from hf_diffkv.precision import CODE_BITS
 
@@ -59,7 +59,7 @@ def test_more_than_six_thousand_tokens_in_a_head() -> None:
 
 @pytest.mark.parametrize("chunk_elements", [1, 2000])
 def test_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch, chunk_elements: int) -> None:
-    monkeypatch.setattr(reference_tier, "CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(reference, "CHUNK_ELEMENTS", chunk_elements)
     Case([300, 0, 17], [9, 250, 0], [1, 4, 5]).check()
 
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from hand_pages import lowest_field
 
-from hf_diffkv.ops import dequant, packed_rows
+from hf_diffkv.ops import dequant
 from hf_diffkv.ops.narrow_kernel import load_metadata
 from hf_diffkv.ops.quantize.reference import unpack as unpack_reference
 from hf_diffkv.precision import CODE_BITS
@@ -150,8 +150,8 @@ def load_kernel(packed, codes, BITS: tl.constexpr, FORM: tl.constexpr, DTYPE: tl
     PIECE: tl.constexpr = DIM // PIECES
     lane = tl.arange(0, LANES)
     rows = packed + tl.arange(0, 2) * (DIM * BITS // 8)
-    pieces = packed_rows.load_codes(rows, lane, lane < PIECE, PIECE == LANES, BITS, DIM, FORM, True, 0, DTYPE)
-    whole = packed_rows.stack_pieces(pieces, 0, PIECES).to(tl.float32)
+    pieces = dequant.load_codes(rows, lane, lane < PIECE, PIECE == LANES, BITS, DIM, FORM, True, 0, DTYPE)
+    whole = dequant.stack_pieces(pieces, 0, PIECES).to(tl.float32)
     column = tl.arange(0, PIECES * LANES)
     place = tl.arange(0, 2)[:, None] * DIM + column // LANES * PIECE + column % LANES
     tl.store(codes + place, whole, mask=(column % LANES < PIECE)[None, :])
@@ -160,7 +160,7 @@ def load_kernel(packed, codes, BITS: tl.constexpr, FORM: tl.constexpr, DTYPE: tl
 @triton.jit
 def gather_kernel(packed, codes, BITS: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr):
     lane = tl.arange(0, LANES)
-    tl.store(codes + lane, packed_rows.gather_codes(packed, lane, lane < DIM, BITS, DIM).to(tl.float32), lane < DIM)
+    tl.store(codes + lane, dequant.gather_codes(packed, lane, lane < DIM, BITS, DIM).to(tl.float32), lane < DIM)
 
 
 @pytest.mark.parametrize("dim", [8, 64, 80])

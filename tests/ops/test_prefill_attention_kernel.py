@@ -4,7 +4,7 @@ import torch
 from hand_past import attend_prompt, hand_past
 
 from hf_diffkv.ops.backend import use_backend
-from hf_diffkv.ops.prefill_attention import launch, past_launch, prefill_attention, reference, tiles
+from hf_diffkv.ops.prefill_attention import launch, prefill_attention, reference, tiles
 from hf_diffkv.ops.softmax import Softmax
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
@@ -30,7 +30,7 @@ def small_tiles(monkeypatch):
     """Many blocks at small lengths."""
     monkeypatch.setattr(launch, "forward_tile", lambda *_, **__: SMALL_TILE)
     monkeypatch.setattr(launch, "column_tile", lambda *_: SMALL_TILE)
-    monkeypatch.setattr(past_launch, "past_tile", lambda *_: SMALL_TILE)
+    monkeypatch.setattr(launch, "past_tile", lambda *_: SMALL_TILE)
 
 
 def make_inputs(batch, query_heads, kv_heads, length, key_dim, value_dim=None, *, past=None, dtype=torch.float32):
@@ -118,7 +118,7 @@ def test_many_blocks_and_group_sizes(group, length, small_tiles):
 def test_programs_may_share_a_group_or_walk_it(small_tiles, monkeypatch):
     inputs = make_inputs(1, 4, 1, 50, 16, past=41)
     shared = check(inputs)
-    monkeypatch.setattr(past_launch, "MANY_PROGRAMS", 0)
+    monkeypatch.setattr(launch, "MANY_PROGRAMS", 0)
     walked = check(inputs)
     for left, right in zip(shared, walked):
         assert torch.equal(left, right)
@@ -193,7 +193,7 @@ def test_a_window_reads_its_queries_only(small_tiles, monkeypatch):
         """Probabilities of queries before the window would be infinite."""
 
         def __init__(self, kernel):
-            self.kernel = kernel
+            self.kernel, self.arg_names = kernel, kernel.arg_names
 
         def __getitem__(self, grid):
             def run(**arguments):
@@ -203,7 +203,7 @@ def test_a_window_reads_its_queries_only(small_tiles, monkeypatch):
             return run
 
     monkeypatch.setattr(launch, "column_scores", SpoiltDenominators(launch.column_scores))
-    monkeypatch.setattr(past_launch, "past_scores", SpoiltDenominators(past_launch.past_scores))
+    monkeypatch.setattr(launch, "past_scores", SpoiltDenominators(launch.past_scores))
     assert_alike(attend(launch, **inputs), want, torch.float32)
 
 

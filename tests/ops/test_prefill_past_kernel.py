@@ -11,7 +11,7 @@ from test_prefill_attention_kernel import TOLERANCE, assert_alike, check, poison
 from test_prefill_attention_reference import dense, past_options
 
 from hf_diffkv.config import Precision
-from hf_diffkv.ops.prefill_attention import launch, past_launch, tiles
+from hf_diffkv.ops.prefill_attention import launch, tiles
 
 K8V4, K4V2, FULL = Precision(8, 4), Precision(4, 2), Precision(16, 16)
 
@@ -51,7 +51,7 @@ ROWS = {
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 @pytest.mark.sampled(100)
 def test_levels_and_splits(rows, splits, small_tiles, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(past_launch, "choose_splits", lambda *_: splits)
+    monkeypatch.setattr(launch, "choose_splits", lambda *_: splits)
     batch = len(rows[2])
     check_past(hand_past(*rows, key_dim=16), draw(batch, 2, 2, 19, 16))
 
@@ -61,7 +61,7 @@ def test_levels_and_splits(rows, splits, small_tiles, monkeypatch):  # noqa: F81
 @pytest.mark.sampled(100)
 def test_padding_and_the_observation_window(length, window, small_tiles, monkeypatch):  # noqa: F811
     """Padded queries may hold NaN; one request has no real token at all."""
-    monkeypatch.setattr(past_launch, "choose_splits", lambda *_: 2)
+    monkeypatch.setattr(launch, "choose_splits", lambda *_: 2)
     valid = torch.ones(3, length, dtype=torch.bool)
     valid[1, : length * 2 // 3] = False
     valid[2] = False
@@ -151,7 +151,7 @@ def test_group_sizes(group, small_tiles, monkeypatch):  # noqa: F811
     """Blocks of rows begin and end within a group."""
     held = hand_past([[20, 40]], [[70, 1]], [7], key_dim=16)
     shared = check_past(held, draw(1, 2, group, 11, 16))
-    monkeypatch.setattr(past_launch, "MANY_PROGRAMS", 0)
+    monkeypatch.setattr(launch, "MANY_PROGRAMS", 0)
     for left, right in zip(shared, check_past(held, draw(1, 2, group, 11, 16))):
         assert torch.equal(left, right)
 
@@ -167,8 +167,8 @@ def test_tokens_that_end_near_the_end_of_a_page_or_block(tokens, small_tiles):  
 @pytest.mark.slow
 def test_one_long_row_and_many_short(monkeypatch):
     """More than six thousand tokens in one head, in shares of several splits."""
-    monkeypatch.setattr(past_launch, "choose_splits", lambda *_: 5)
-    monkeypatch.setattr(past_launch, "past_tile", lambda *_: tiles.Tile(16, 512, 1, 1))
+    monkeypatch.setattr(launch, "choose_splits", lambda *_: 5)
+    monkeypatch.setattr(launch, "past_tile", lambda *_: tiles.Tile(16, 512, 1, 1))
     monkeypatch.setattr(launch, "column_tile", lambda *_: tiles.Tile(16, 512, 1, 1))
     held = hand_past([[2100], [3], [0]], [[4000], [0], [9]], [20, 1, 0], key_dim=8)
     assert held[0].tokens > 6000
@@ -205,7 +205,7 @@ def test_strided_queries():
     "programs, tokens, expected", [(8, 100, 1), (8, 100_000, 64), (1000, 100_000, 1), (128, 4096, 5)]
 )
 def test_splits_fill_a_device(programs, tokens, expected):
-    assert past_launch.choose_splits(programs, tokens, 132) == expected
+    assert launch.choose_splits(programs, tokens, 132) == expected
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from hf_diffkv.config import Precision
 from hf_diffkv.ops.compact import stored_tokens
 from hf_diffkv.ops.prompt_tokens import Placement, PromptTokens
 from hf_diffkv.ops.rotation import Rotation, rotation_matrix
-from hf_diffkv.ops.store_by_thresholds import store_by_thresholds
+from hf_diffkv.ops.store_by_thresholds.launch import store_by_thresholds
 from hf_diffkv.pages import HIGH, LOW, FreeList, PageLayout
 from hf_diffkv.pages.rows import held_tokens
 from hf_diffkv.pages.segments import segments

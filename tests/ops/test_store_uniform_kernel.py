@@ -12,7 +12,7 @@ import uniform_oracle
 from test_store_by_thresholds_kernel import PAGES, State, assert_alike
 
 from hf_diffkv.config import Precision
-from hf_diffkv.ops.store_uniform import store_uniform
+from hf_diffkv.ops.store_uniform.launch import store_uniform
 
 K5V4, K3V3 = Precision(5, 4), Precision(3, 3)
 # with two heads of two requests

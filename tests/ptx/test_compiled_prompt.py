@@ -13,7 +13,7 @@ from test_prefill_attention_reference import dense, past_options
 from test_prefill_past_kernel import ROWS, draw
 
 from hf_diffkv.config import Precision
-from hf_diffkv.ops.prefill_attention import launch, past_launch
+from hf_diffkv.ops.prefill_attention import launch
 
 K8V4, K4V2, K8V8, FULL = Precision(8, 4), Precision(4, 2), Precision(8, 8), Precision(16, 16)
 # relative errors of the output and of the attention received
@@ -87,7 +87,7 @@ def test_a_long_compressed_past(dim, dtype, emulator) -> None:
 @pytest.mark.sampled(100)
 @pytest.mark.slow
 def test_a_compressed_past(high, low, dim, dtype, rows, emulator, monkeypatch) -> None:
-    monkeypatch.setattr(past_launch, "choose_splits", lambda *_: 2)
+    monkeypatch.setattr(launch, "choose_splits", lambda *_: 2)
     held = hand_past(*ROWS[rows], high=high, low=low, key_dim=dim, dtype=dtype)
     check(draw(len(ROWS[rows][2]), 2, 2, 19, dim, dtype=dtype), past=held)
     if held[0].tokens:
@@ -133,7 +133,7 @@ def test_everything_at_once(dtype, dim, emulator) -> None:
 @pytest.mark.slow
 def test_the_order_of_blocks_does_not_matter(order, emulator, monkeypatch) -> None:
     """Several programs add to the same scores by atomic maxima; the first launch leaves them apart."""
-    monkeypatch.setattr(past_launch, "choose_splits", lambda *_: 3)
+    monkeypatch.setattr(launch, "choose_splits", lambda *_: 3)
     held = hand_past([[90, 3]], [[40, 0]], [9], key_dim=64, dtype=torch.float16)
     new = draw(1, 2, 2, 70, 64, dtype=torch.float16)
     first = attend_prompt(launch.prefill_attention, *new, scaling=0.125, past=held[0])

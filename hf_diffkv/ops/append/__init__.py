@@ -26,6 +26,7 @@ def append_token(rows: LayerRows, key: Tensor, value: Tensor, *, limit: float, v
     implementation.append_token(rows, key, value, limit=limit, valid=valid)
 
 
+@without_autocast
 def append_rotated(
     rows: LayerRows, key: Tensor, value: Tensor, query: Tensor | None, rotation: Rotation, **options: Any
 ) -> Tensor | None:
@@ -38,13 +39,6 @@ def append_rotated(
     Returns:
         `query` rotated, or None.
     """
-    return _append_rotated(key, value, query, rows, rotation, **options)
-
-
-@without_autocast
-def _append_rotated(
-    key: Tensor, value: Tensor, query: Tensor | None, rows: LayerRows, rotation: Rotation, **options: Any
-) -> Tensor | None:
     if use_kernels(key.device, key.dtype) and max(key.shape[2], value.shape[2]) <= WIDEST_ROTATED:
         from . import launch
 

@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...pages import LayerRows
-from ..backend import device_of
-from ..quantize.launch import check_dtype, dot_dtype, unit_stride
+from ..backend import device_of, unit_stride
+from ..quantize.launch import check_dtype, dot_dtype
 from ..rotation import Rotation
 from ..rotation_kernel import INNER, root
 from .kernels import append_kernel

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...native.library import StepBlock, address, call, with_rows
+from ...native.library import StepBlock, address, call, step_block
 from ...pages import LayerRows
-from ..step import step_block
+from ..backend import unit_stride
 
 
 def append_token(rows: LayerRows, key: Tensor, value: Tensor, *, limit: float, valid: Tensor | None = None) -> None:
@@ -26,9 +26,8 @@ def set_token(block: StepBlock, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
 
     Returns what must live until it has run.
     """
-    key, key_strides = with_rows(key)
-    value, value_strides = with_rows(value)
+    key, value = unit_stride(key), unit_stride(value)
     block.key, block.value = key.data_ptr(), value.data_ptr()
-    block.key_batch, block.key_head = key_strides[:2]
-    block.value_batch, block.value_head = value_strides[:2]
+    block.key_batch, block.key_head = key.stride()[:2]
+    block.value_batch, block.value_head = value.stride()[:2]
     return key, value

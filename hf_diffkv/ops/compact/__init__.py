@@ -24,6 +24,7 @@ __all__ = [
 ]
 
 
+@without_autocast
 def compact_step(
     rows: LayerRows,
     leaving: Tensor,
@@ -38,21 +39,14 @@ def compact_step(
 
     Args:
         bounds: what the host knows of the rows' lengths.
-        flag: int32 [1] on the device; becomes non-zero if the round had to be called off.
+        flag: int32 [1] on the device, errors are added to it and none is cleared. Bit 1: fewer pages were free than
+            needed; bit 2: the two ends of a row of the table would have met. The round was called off then: the
+            candidates are not stored, and nothing but the windows' start has changed. The reference leaves it alone.
+
+    Raises:
+        CorruptMemoryError: by native code, a table entry that is no page, or counts that do not fit the table; nothing
+            has changed.
     """
-    _compact_step(leaving, rows, high_threshold, low_threshold, bounds, flag, feedback)
-
-
-@without_autocast
-def _compact_step(
-    leaving: Tensor,
-    rows: LayerRows,
-    high_threshold: Tensor,
-    low_threshold: Tensor | None,
-    bounds: Bounds,
-    flag: Tensor,
-    feedback: ModelFeedback | None,
-) -> None:
     backend = choose(rows.device, rows.dtype, *rows.tiers)
     given = (rows, leaving, high_threshold, low_threshold)
     if backend == NATIVE:

@@ -8,6 +8,10 @@
 
 `plan` is int32 [4, rows]: index of the token written in the high and the low tier (-1: none), then the rank within the
 block of the page needed by each tier (-1: none).
+
+Ranks among all rows are prefix sums in two launches (DiffKV, section 5: coordination): the first ranks the rows within
+its block and stores the block's total, the second adds the totals of the blocks before. No program waits for another,
+so nothing depends on the order in which they run.
 """
 
 from __future__ import annotations
@@ -16,10 +20,42 @@ import triton
 import triton.language as tl
 
 from ..narrow_kernel import load_positions, load_scores
-from ..scan import pair_ranks, sum_totals
 
 FREE_LIST_EXHAUSTED = tl.constexpr(1)
 ROW_FULL = tl.constexpr(2)
+
+
+@triton.jit
+def pair_ranks(first, second):
+    """Ranks two sets of rows of one block with a single scan.
+
+    Args:
+        first, second: bool [BLOCK], BLOCK at most 32768.
+
+    Returns:
+        For each set the rank of every row (int32 [BLOCK], how many True come before it) and the total (int32).
+    """
+    packed = first.to(tl.int32) | (second.to(tl.int32) << 16)
+    inclusive = tl.cumsum(packed, 0)
+    total = tl.sum(packed, 0)
+    before = inclusive - packed
+    return before & 0xFFFF, before >> 16, total & 0xFFFF, total >> 16
+
+
+@triton.jit
+def sum_totals(totals, block, blocks, CHUNK: tl.constexpr):
+    """Sum of the totals (int32 [blocks]) of all blocks before `block`, and of all blocks."""
+    lane = tl.arange(0, CHUNK)
+    before = tl.zeros((CHUNK,), tl.int32)
+    every = tl.zeros((CHUNK,), tl.int32)
+    first = 0
+    while first < blocks:
+        index = first + lane
+        total = tl.load(totals + index, mask=index < blocks, other=0)
+        before += tl.where(index < block, total, 0)
+        every += total
+        first += CHUNK
+    return tl.sum(before, 0), tl.sum(every, 0)
 
 
 @triton.jit
@@ -115,13 +151,9 @@ def find_victims_kernel(
     split = tl.program_id(1)
     seen = tl.load(length + row)
     to_high, to_low = candidate_level(
-        tl.load(score + row),
-        tl.load(position + row),
-        tl.load(leaving + row),
-        seen,
-        tl.load(high_threshold + row),
+        tl.load(score + row), tl.load(position + row), tl.load(leaving + row), seen, tl.load(high_threshold + row),
         tl.load(low_threshold + row),
-    )
+    )  # fmt: skip
     entries = table + row.to(tl.int64) * width
     first = split * split_pages
     limit = tl.where(split == splits - 1, 2147483647, first + split_pages)
@@ -142,27 +174,10 @@ def find_victims_kernel(
 
 @triton.jit(do_not_specialize=["victim_position", "victim_index", "rows", "width", "splits"])
 def plan_rows_kernel(
-    high_count,
-    low_count,
-    score,
-    position,
-    leaving,
-    length,
-    high_threshold,
-    low_threshold,
-    victim_mean,
-    victim_position,
-    victim_index,
-    plan,
-    totals,
-    rows,
-    width,
-    splits,
-    HIGH_CAPACITY: tl.constexpr,
-    LOW_CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ONE_TIER: tl.constexpr,
-):
+    high_count, low_count, score, position, leaving, length, high_threshold, low_threshold, victim_mean,
+    victim_position, victim_index, plan, totals, rows, width, splits,
+    HIGH_CAPACITY: tl.constexpr, LOW_CAPACITY: tl.constexpr, BLOCK: tl.constexpr, ONE_TIER: tl.constexpr,
+):  # fmt: skip
     """Decides for BLOCK rows what is written where and which pages are lacking.
 
     totals: int32 [3, blocks], pages needed by the high and the low tier, and rows whose two ends would meet.
@@ -187,13 +202,9 @@ def plan_rows_kernel(
         high_limit = tl.load(high_threshold + row, mask=inside, other=0.0)
         low_limit = tl.load(low_threshold + row, mask=inside, other=0.0)
         to_high, to_low = candidate_level(
-            tl.load(score + row, mask=inside, other=0.0),
-            tl.load(position + row, mask=inside, other=0),
-            leaves,
-            tl.load(length + row, mask=inside, other=0),
-            high_limit,
-            low_limit,
-        )
+            tl.load(score + row, mask=inside, other=0.0), tl.load(position + row, mask=inside, other=0), leaves,
+            tl.load(length + row, mask=inside, other=0), high_limit, low_limit,
+        )  # fmt: skip
         least = tl.full((BLOCK,), float("inf"), tl.float32)
         oldest = tl.full((BLOCK,), 2147483647, tl.int32)
         victim = tl.zeros((BLOCK,), tl.int32)
@@ -234,22 +245,9 @@ def plan_rows_kernel(
 
 @triton.jit(do_not_specialize=["rows", "width"])
 def assign_pages_kernel(
-    ring,
-    state,
-    table,
-    high_count,
-    low_count,
-    plan,
-    totals,
-    taken,
-    flag,
-    rows,
-    width,
-    HIGH_CAPACITY: tl.constexpr,
-    LOW_CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    ring, state, table, high_count, low_count, plan, totals, taken, flag, rows, width,
+    HIGH_CAPACITY: tl.constexpr, LOW_CAPACITY: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Takes the pages of BLOCK rows from the free list: first all high pages in row order, then all low pages.
 
     If the pages are not there the whole round is called off: nothing changes and `flag` (int32 [1]) says why.

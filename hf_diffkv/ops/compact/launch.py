@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from functools import partial
 
 import torch
 import triton
 from torch import Tensor
 
 from ...pages import LayerRows, PageLayout
+from ..backend import launch, row_arguments
 from ..quantize.launch import TRITON_DTYPES, check_dtype
 from ..rounding import ModelFeedback
-from .candidates import Candidates, candidates
 from .kernels import assign_pages_kernel, find_victims_kernel, plan_rows_kernel, tile_pages
 from .move_kernel import move_tokens_kernel
+from .reference import Candidates, candidates
 
 SEARCH_TOKENS = 1024  # tokens a program of the victim search looks at in one go
 SEARCH_PROGRAMS = 4096  # long rows are split until about so many programs run
@@ -32,14 +33,7 @@ def compact_step(
     flag: Tensor,
     feedback: ModelFeedback | None = None,
 ) -> None:
-    """One round of Algorithm 1 for all rows; arguments are those of the reference, except for:
-
-    Args:
-        max_tokens: upper bound, known to the host, of the tokens of any row in one tier. It only balances the work.
-        flag: int32 [1] on the device, errors are added to it and none is cleared. Bit 1: fewer pages were free than
-            needed; bit 2: the two ends of a row of the table would have met. The round was called off then: the
-            candidates are not stored, and nothing but the windows' start has changed.
-    """
+    """Arguments as in the op; `max_tokens` bounds the tokens of any row in one tier, and only balances the work."""
     check_dtype(rows.dtype)
     if rows.count:
         _move(rows, candidates(rows, leaving), (high_threshold, low_threshold), max_tokens, flag, feedback)
@@ -49,100 +43,50 @@ def compact_step(
 def _move(
     rows: LayerRows,
     candidate: Candidates,
-    given: tuple[Tensor | None, Tensor | None],
+    thresholds: tuple[Tensor, Tensor | None],
     max_tokens: int,
     flag: Tensor,
     feedback: ModelFeedback | None,
 ) -> None:
-    key, value, score, position, leaving, length = candidate
-    leaving = leaving.view(torch.uint8)
-    pages, layout, free_list, device = rows.pages, rows.layout, rows.free_list, rows.device
-    thresholds = [None if each is None else each.reshape(-1).contiguous() for each in given]
-    given_feedback = _given(feedback, rows)
-    page_table, (high_count, low_count), width, rows = rows.page_table, rows.counts, rows.width, rows.count
+    layout, count, device = rows.layout, rows.count, rows.device
+    blocks = triton.cdiv(count, PLAN_ROWS)
+    splits, split_pages = _splits(layout, count, max_tokens) if layout.selects else (0, 0)
 
-    splits, split_pages = _splits(layout, rows, max_tokens) if layout.selects else (0, 0)
-    blocks = triton.cdiv(rows, PLAN_ROWS)
+    def scratch(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=device)
+
     victims = (None, None, None)
     if layout.selects:
-        mean = torch.empty(splits, rows, dtype=torch.float32, device=device)
-        victims = (mean, *torch.empty(2, splits, rows, dtype=torch.int32, device=device))
-    plan = torch.empty(4, rows, dtype=torch.int32, device=device)
-    totals = torch.empty(3, blocks, dtype=torch.int32, device=device)
-    taken = torch.empty(1, dtype=torch.int32, device=device)
-
+        victims = (scratch(splits, count, dtype=torch.float32), *scratch(2, splits, count))
+    high_threshold, low_threshold = (None if each is None else each.reshape(-1).contiguous() for each in thresholds)
+    given = {
+        **row_arguments(rows),
+        **candidate._asdict(),
+        "leaving": candidate.leaving.view(torch.uint8),
+        "key_stride": candidate.key.stride(0),
+        "value_stride": candidate.value.stride(0),
+        "high_threshold": high_threshold,
+        "low_threshold": low_threshold,
+        **dict(zip(("victim_mean", "victim_position", "victim_index"), victims)),
+        "splits": splits,
+        "split_pages": split_pages,
+        "plan": scratch(4, count),
+        "totals": scratch(3, blocks),
+        "taken": scratch(1),
+        "flag": flag,
+        **_given(feedback, rows),
+        "HIGH_CAPACITY": layout.high.capacity,
+        "LOW_CAPACITY": layout.low.capacity,
+        "ONE_TIER": layout.one_tier,
+        "DTYPE": TRITON_DTYPES[rows.dtype],
+    }
+    run = partial(launch, device=device, given=given)
+    if layout.selects:
+        run(find_victims_kernel, (count, splits), TOKENS=SEARCH_TOKENS, num_warps=4)
+    run(plan_rows_kernel, (blocks,), BLOCK=PLAN_ROWS, num_warps=4)
+    run(assign_pages_kernel, (blocks,), BLOCK=PLAN_ROWS, CHUNK=TOTALS_CHUNK, num_warps=4)
     move_rows = max(1, MOVE_ELEMENTS // triton.next_power_of_2(max(layout.high.key_dim, layout.high.value_dim)))
-    candidates = (score, position, leaving, length, *thresholds)
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        if layout.selects:
-            find_victims_kernel[(rows, splits)](
-                pages,
-                page_table,
-                high_count,
-                low_count,
-                *candidates,
-                *victims,
-                rows,
-                width,
-                splits,
-                split_pages,
-                HIGH=layout.high,
-                LOW=layout.low,
-                TOKENS=SEARCH_TOKENS,
-                num_warps=4,
-            )
-        plan_rows_kernel[(blocks,)](
-            high_count,
-            low_count,
-            *candidates,
-            *victims,
-            plan,
-            totals,
-            rows,
-            width,
-            splits,
-            **_plan_constants(layout),
-            ONE_TIER=layout.one_tier,
-            num_warps=4,
-        )
-        assign_pages_kernel[(blocks,)](
-            free_list.ring,
-            free_list.state,
-            page_table,
-            high_count,
-            low_count,
-            plan,
-            totals,
-            taken,
-            flag,
-            rows,
-            width,
-            **_plan_constants(layout),
-            CHUNK=TOTALS_CHUNK,
-            num_warps=4,
-        )
-        move_tokens_kernel[(triton.cdiv(rows, move_rows),)](
-            pages,
-            free_list.state,
-            page_table,
-            key,
-            value,
-            score,
-            position,
-            plan,
-            taken,
-            rows,
-            width,
-            key.stride(0),
-            value.stride(0),
-            **given_feedback,
-            HIGH=layout.high,
-            LOW=layout.low,
-            DTYPE=TRITON_DTYPES[key.dtype],
-            BLOCK=move_rows,
-            ONE_TIER=layout.one_tier,
-            num_warps=1,
-        )
+    run(move_tokens_kernel, (triton.cdiv(count, move_rows),), BLOCK=move_rows, num_warps=1)
 
 
 def _given(feedback: ModelFeedback | None, rows: LayerRows) -> dict[str, object]:
@@ -163,7 +107,3 @@ def _splits(layout: PageLayout, rows: int, max_tokens: int) -> tuple[int, int]:
     splits = max(1, min(tiles, SEARCH_PROGRAMS // rows))
     split_pages = triton.cdiv(tiles, splits) * tile
     return triton.cdiv(most, split_pages), split_pages
-
-
-def _plan_constants(layout: PageLayout) -> dict[str, int]:
-    return {"HIGH_CAPACITY": layout.high.capacity, "LOW_CAPACITY": layout.low.capacity, "BLOCK": PLAN_ROWS}

@@ -122,13 +122,9 @@ def move_tokens_kernel(
             moved_score = load_scores(high_base + HIGH.score_offset, high_slot, demoted, HIGH.score_bytes)
             moved_position = load_positions(high_base + HIGH.position_offset, high_slot, demoted, HIGH.position_bytes)
             write_scalars(
-                low_base,
-                low_slot,
-                tl.where(demoted, moved_score, own_score),
-                tl.where(demoted, moved_position, own_position),
-                to_low,
-                LOW,
-            )
+                low_base, low_slot, tl.where(demoted, moved_score, own_score),
+                tl.where(demoted, moved_position, own_position), to_low, LOW,
+            )  # fmt: skip
             # the victim has been read by all threads before any overwrites its slot
             tl.debug_barrier()
         elif not ONE_TIER:

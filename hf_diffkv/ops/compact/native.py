@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...native.library import Compaction, address, call, format_of
+from ...native.library import Compaction, address, call, format_of, set_rows
 from ...pages import LayerRows
 from ..rounding import ModelFeedback
 
@@ -19,16 +19,7 @@ def compact_step(
     flag: Tensor,
     feedback: ModelFeedback | None = None,
 ) -> None:
-    """Arguments as in the reference, except for:
-
-    Args:
-        flag: int32 [1]. Bit 1 is set where fewer pages are free than needed, bit 2 where the two ends of a row of the
-            table would have met. The round is called off then: the candidates are not stored, and nothing but the
-            windows' start changes.
-
-    Raises:
-        CorruptMemoryError: a table entry that is no page, or counts that do not fit the table; nothing has changed.
-    """
+    """Arguments as in the op."""
     block, leaving = round_block(rows, flag), leaving.contiguous()
     block.leaving = address(leaving)
     set_feedback(block, feedback)
@@ -42,13 +33,11 @@ def round_block(rows: LayerRows, flag: Tensor) -> Compaction:
     """
     block = Compaction(format=format_of(rows.layout, rows.dtype), row_count=rows.count, heads=rows.heads)
     block.slots, block.sink_slots = rows.slots, rows.sink_slots
-    block.rows.table, block.rows.width = address(rows.page_table), rows.width
-    block.rows.count[0], block.rows.count[1] = map(address, rows.counts)
+    set_rows(block, rows)
     block.key, block.value = address(rows.window_key), address(rows.window_value)
     block.score, block.length = address(rows.window_score), address(rows.length)
     block.position = block.advance = address(rows.window_start)
-    pages, free_list = rows.pages, rows.free_list
-    block.rows.pages, block.rows.page_count = address(pages), pages.shape[0]
+    free_list = rows.free_list
     block.ring, block.state, block.flag = address(free_list.ring), address(free_list.state), address(flag)
     return block
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...native.library import StepBlock, address, call, with_rows
+from ...native.library import StepBlock, address, call, step_block
 from ...pages import LayerRows
+from ..backend import unit_stride
 from ..softmax import Softmax
-from ..step import step_block
 from .held import Held
 
 
@@ -39,10 +39,10 @@ def attend(
         raise ValueError(
             f"query {tuple(shape)} must be [{block.batch}, a multiple of {block.heads} KV heads, {key_dim}]."
         )
-    query, strides = with_rows(query)
+    query = unit_stride(query)
     output = torch.empty(*shape[:-1], value_dim, dtype=query.dtype)
     block.query, block.output = query.data_ptr(), output.data_ptr()
-    block.query_batch, block.query_head = strides[:2]
+    block.query_batch, block.query_head = query.stride()[:2]
     block.group = shape[1] // block.heads
     block.scaling, block.softcap = softmax.scaling, softmax.softcap or 0.0
     block.threads = torch.get_num_threads()

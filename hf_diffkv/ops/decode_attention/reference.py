@@ -2,20 +2,31 @@
 
 Codes are converted to floats but never scaled one by one: with key = scale * code + zero,
     logit = scale * (query . code) + zero * sum(query),   output = sum(p * scale * code) + sum(p * zero).
+A tier takes two passes over its pages, keys then values, a few tiles at a time through buffers that stay in the
+processor's cache; everything between them works on the logits of all tiles at once.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from ...pages import HIGH, LOW, LayerRows
+from ...pages import HIGH, LOW, NULL_PAGE, LayerRows, column, fields
 from ...pages.rows import held_tokens
+from ...pages.segments import scale_and_zero, score_noise, score_of, score_segment, segment, stored_score
 from ..backend import compute_dtype
 from ..softmax import Softmax
 from ..tiles import Tiles
 from .held import Held
-from .reference_tier import Partials, TierAttention
+
+CHUNK_ELEMENTS = 1 << 18
+WORD_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)
+# exp(-40) of the largest weight is below rounding; products of smaller ones would be subnormal numbers, which are slow
+LOWEST_EXPONENT = -40.0
 
 
 def decode_attention(
@@ -108,3 +119,227 @@ def _window_received(logits: Tensor, log_total: Tensor, newest: Tensor, scoring:
     received = torch.exp(logits - log_total[..., None]).amax(1)
     counted = scoring[:, None] & ~newest.repeat_interleave(kv_heads, dim=0)
     return torch.where(counted, received, 0.0).float()
+
+
+@dataclass
+class Partials:
+    """Split softmax state of each row: peak and total [rows, group], weighted values [rows, group, value_dim]."""
+
+    peak: Tensor
+    total: Tensor
+    output: Tensor
+
+
+@dataclass
+class BitPlane:
+    """The same bits of all bytes of packed rows, many bytes to a word.
+
+    Attributes:
+        words: packed rows.
+        shift: from where the bits stand to where they belong, in bits to the left.
+        mask: selects them there.
+        codes: where they go, of the same shape.
+        add: whether what is there stays, the lower bits of the same codes.
+    """
+
+    words: Tensor
+    shift: int
+    mask: int
+    codes: Tensor
+    add: bool
+
+    def unpack(self) -> None:
+        if self.shift == 0:
+            bits = self.words
+        else:
+            bits = self.words << self.shift if self.shift > 0 else self.words >> -self.shift
+        if self.add:
+            self.codes.bitwise_or_(bits & self.mask)
+        else:
+            torch.bitwise_and(bits, self.mask, out=self.codes)
+
+
+class TierAttention:
+    """Attention to the tokens of one tier.
+
+    Args:
+        tier: `HIGH` or `LOW`.
+        tiles: pieces that cover all the tier's pages.
+    """
+
+    def __init__(self, rows: LayerRows, tier: int, tiles: Tiles) -> None:
+        self.tier, self.layout = tier, (rows.layout.high, rows.layout.low)[tier]
+        self.tiles, self.pages, self.dtype = tiles, rows.pages, rows.dtype
+        capacity, width = self.layout.capacity, rows.width
+        counts, tables = rows.counts[tier].view(-1), rows.page_table.view(-1, width)
+        page = tiles.first[:, None] + torch.arange(tiles.pages, device=tables.device)
+        entry = tables[tiles.row[:, None], column(tier, page.clamp(max=width - 1), width)]
+        self.ids = torch.where(page * capacity < counts[tiles.row, None], entry, NULL_PAGE).flatten().long()
+        token = page[tiles.full :, :, None] * capacity + torch.arange(capacity, device=tables.device)
+        self.absent = (token >= counts[tiles.row[tiles.full :], None, None]).flatten(1)
+
+    def attend(self, query: Tensor, merged: Partials, softcap: float | None) -> None:
+        """Adds this tier's tokens to `merged`; keeps the softmax weights for `received`.
+
+        Args:
+            query: [rows, group, key_dim], scaled.
+        """
+        row, absent = self.tiles.row, self.absent[:, None]
+        weights = self._logits(query[row])
+        if softcap is not None:
+            weights.div_(softcap).tanh_().mul_(softcap)
+        partial = weights[self.tiles.full :]
+        partial.masked_fill_(absent, -torch.inf)
+        peak = weights.amax(-1)
+        peak = torch.where(peak == -torch.inf, 0.0, peak)
+        weights.sub_(peak[..., None]).clamp_(min=LOWEST_EXPONENT).exp_()
+        partial.masked_fill_(absent, 0.0)
+        total, output = weights.sum(-1), self._output(weights)
+
+        self.peak, self.weights = peak, weights
+        highest = merged.peak.scatter_reduce(0, row[:, None].expand_as(peak), peak, "amax")
+        before = torch.exp(merged.peak - highest)
+        share = torch.exp(peak - highest[row])
+        merged.total = (merged.total * before).index_add_(0, row, total * share)
+        merged.output = (merged.output * before[..., None]).index_add_(0, row, output * share[..., None])
+        merged.peak = highest
+
+    def received(self, log_total: Tensor, scoring: Tensor) -> Tensor:
+        """Each token's largest probability within the group, float32 [tiles, tokens]. Called once, after `attend`.
+
+        Args:
+            log_total: [rows, group], logarithm of the softmax's denominator.
+            scoring: bool [rows].
+        """
+        row = self.tiles.row
+        share = self.peak - log_total[row]
+        share = torch.where(scoring[row, None] & (share > LOWEST_EXPONENT), torch.exp(share), 0.0)
+        return self.weights.mul_(share[..., None]).amax(1).float()
+
+    def add_scores(self, received: Tensor, length: Tensor) -> None:
+        """Adds what tokens received, float32 [tiles, tokens], to their sums; length: int64 [rows]."""
+        score = score_segment(self.pages, self.layout)
+        held, received = score.index_select(0, self.ids), received.view(self.ids.numel(), -1)
+        if self.layout.score_bytes == 4:
+            score.index_copy_(0, self.ids, held.add_(received))
+            return
+        index = self.tiles.first[:, None] * self.layout.capacity + torch.arange(
+            self.tiles.pages * self.layout.capacity, device=received.device
+        )
+        noise = score_noise(index, length[self.tiles.row, None], self.tier)
+        score.index_copy_(0, self.ids, stored_score(score_of(held) + received, noise.view_as(received)))
+
+    def _logits(self, query: Tensor) -> Tensor:
+        """[tiles, group, tokens] for queries [tiles, group, key_dim]."""
+        layout = self.layout
+        numbers = self._numbers(layout.key_offset, layout.key_row, layout.k_bits, layout.key_dim, query.dtype)
+        metadata = self._metadata(
+            layout.key_metadata_offset, layout.key_metadata, layout.k_bits, layout.k_groups, query.dtype
+        )
+        logits = query.new_empty(*query.shape[:2], self.tiles.pages * layout.capacity)
+        scaled = query * _factors(layout.key_dim, layout.k_bits, query)
+        for chunk, keys in numbers:
+            if metadata is None:
+                torch.bmm(scaled[chunk], keys.mT, out=logits[chunk])
+                continue
+            for group, dims in enumerate(_groups(layout.key_dim, layout.k_groups)):
+                out = logits[chunk] if group == 0 else torch.empty_like(logits[chunk])
+                torch.bmm(scaled[chunk, :, dims], keys[..., dims].mT, out=out).mul_(metadata[0][chunk, group, None])
+                if group:
+                    logits[chunk].add_(out)
+        if metadata is not None:
+            logits.baddbmm_(query.unflatten(-1, (layout.k_groups, -1)).sum(-1), metadata[1])
+        return logits
+
+    def _output(self, weights: Tensor) -> Tensor:
+        """Weighted values [tiles, group, value_dim] for weights [tiles, group, tokens]."""
+        layout, full = self.layout, self.tiles.full
+        numbers = self._numbers(layout.value_offset, layout.value_row, layout.v_bits, layout.value_dim, weights.dtype)
+        metadata = self._metadata(
+            layout.value_metadata_offset, layout.value_metadata, layout.v_bits, layout.v_groups, weights.dtype
+        )
+        output = weights.new_empty(*weights.shape[:2], layout.value_dim)
+        for chunk, values in numbers:
+            if metadata is None:
+                # zero times what nobody wrote need not be zero
+                absent = self.absent[max(chunk.start - full, 0) : max(chunk.stop - full, 0), :, None]
+                values[values.shape[0] - absent.shape[0] :].masked_fill_(absent, 0.0)
+                torch.bmm(weights[chunk], values, out=output[chunk])
+                continue
+            for group, dims in enumerate(_groups(layout.value_dim, layout.v_groups)):
+                scaled = weights[chunk] * metadata[0][chunk, group, None]
+                torch.bmm(scaled, values[..., dims], out=output[chunk, :, dims])
+        output.mul_(_factors(layout.value_dim, layout.v_bits, weights))
+        if metadata is not None:
+            output.unflatten(-1, (layout.v_groups, -1)).add_(torch.bmm(weights, metadata[1].mT)[..., None])
+        return output
+
+    def _metadata(self, offset: int, size: int, bits: int, groups: int, dtype: torch.dtype) -> Tensor | None:
+        """(scale, zero) as [2, tiles, groups, tokens], zero for absent tokens; None at 16 bits."""
+        if bits == 16:
+            return None
+        stored = torch.int16 if size == 2 else torch.float16
+        held = segment(self.pages, self.layout, offset, size * groups, stored).index_select(0, self.ids)
+        held = held.view(self.tiles.row.numel(), -1, groups, size // 2)
+        if size == 2:
+            held = torch.cat(scale_and_zero(held, bits), dim=-1)
+        metadata = held.permute(3, 0, 2, 1).to(dtype, memory_format=torch.contiguous_format)
+        metadata[:, self.tiles.full :].masked_fill_(self.absent[:, None], 0.0)
+        return metadata
+
+    def _numbers(
+        self, offset: int, row_bytes: int, bits: int, dim: int, dtype: torch.dtype
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Some tiles at a time: which, and their keys or values as [tiles, tokens, dim], to be overwritten by the next.
+
+        They are codes divided by `_factors`; at 16 bits they are the keys or values themselves.
+        """
+        count, pages, tokens = self.tiles.row.numel(), self.tiles.pages, self.tiles.pages * self.layout.capacity
+        stored = segment(self.pages, self.layout, offset, row_bytes, torch.uint8)
+        step = min(count, max(1, CHUNK_ELEMENTS // (tokens * dim)))
+        packed = stored.new_empty(step * pages, stored.shape[1])
+        numbers = torch.empty(step, tokens, dim, dtype=dtype, device=stored.device)
+        codes = packed.view(step, tokens, row_bytes)
+        planes: list[BitPlane] = []
+        if bits < 8:
+            codes = packed.new_empty(step, tokens, dim)
+            planes = _bit_planes(packed.view(step, tokens, row_bytes), codes, bits)
+        source = codes.view(self.dtype) if bits == 16 else codes
+        for start in range(0, count, step):
+            size = min(step, count - start)
+            rows = packed[: size * pages]
+            torch.index_select(stored, 0, self.ids[start * pages : (start + size) * pages], out=rows)
+            for plane in planes:
+                plane.unpack()
+            numbers.copy_(source)
+            yield slice(start, start + size), numbers[:size]
+
+
+def _bit_planes(rows: Tensor, codes: Tensor, bits: int) -> list[BitPlane]:
+    """The planes of packed rows [.., row bytes], in the order in which they are unpacked into `codes` [.., dim]."""
+    planes, start, done = [], 0, 0
+    for field in fields(bits):
+        size = codes.shape[-1] * field // 8
+        common = math.gcd(rows.shape[-1], start, size)
+        word = next(word for word in WORD_DTYPES if common % word.itemsize == 0)
+        words = rows[..., start : start + size].view(word)
+        # planes side by side are the elements in their order
+        for plane, part in enumerate(codes.view(word).chunk(8 // field, -1)):
+            # codes of one field stay at their bits, see `_factors`
+            shift = 0 if field == bits else done - field * plane
+            mask = bytes([(2**field - 1) << (field * plane + shift)]) * word.itemsize
+            planes.append(BitPlane(words, shift, int.from_bytes(mask, "little", signed=word.is_signed), part, done > 0))
+        start, done = start + size, done + field
+    return planes
+
+
+def _factors(dim: int, bits: int, like: Tensor) -> Tensor:
+    """What turns the numbers of `_numbers` into codes, [dim]."""
+    planes = max(1, 8 // bits) if len(fields(bits)) == 1 else 1
+    return like.new_tensor([2.0 ** (-bits * plane) for plane in range(planes)]).repeat_interleave(dim // planes)
+
+
+def _groups(dim: int, groups: int) -> list[slice]:
+    """The elements of every quantisation group."""
+    size = dim // groups
+    return [slice(start, start + size) for start in range(0, dim, size)]

@@ -14,9 +14,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..dequant import BIASED, EXACT, SUBNORMAL, code_bias, code_unit, fields, pieces
+from ..dequant import (
+    BIASED,
+    EXACT,
+    SUBNORMAL,
+    code_bias,
+    code_unit,
+    fields,
+    gather_codes,
+    load_codes,
+    load_lanes,
+    pieces,
+    stack_pieces,
+)
 from ..narrow_kernel import load_metadata, load_words, metadata_of
-from ..packed_rows import gather_codes, load_codes, load_lanes, stack_pieces
 
 # rows make way in the cache for logits and partial outputs, which the next kernel reads
 READ_ONCE = tl.constexpr("evict_first")

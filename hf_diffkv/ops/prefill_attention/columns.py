@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from ..decode_attention.rows import row_counts, window_slots
-from .kernels import load_extent, load_rows, soft_cap
-from .page_tiles import as_operand, key_tile, load_columns, page_rows, row_columns
+from .kernels import as_operand, load_extent, load_rows, soft_cap
+from .past_kernel import load_columns, page_rows, row_columns, tier_tile
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def receive(
 
     Args:
         j: positions of the keys. query, lse: first element of the head's rows. allowed: as in `attend`.
-        PARTS: how the columns of the keys are ordered, see page_tiles.py.
+        PARTS: how the columns of the keys are ordered, see past_kernel.py.
         CHECK: False: every query is real and, with CAUSAL, later than every key.
     """
     sums = tl.zeros_like(j).to(tl.float32)
@@ -219,13 +219,13 @@ def past_scores(
     if block < high_blocks:
         token = block * BLOCK_N + lane
         base, slot = page_rows(pages, table, tl.minimum(token, high - 1), 1, HIGH)
-        k = key_tile(base, slot, HIGH, KEY_WIDTH, KEY_PARTS, ELEMENT, DOT, MODE)
+        k = tier_tile(base, slot, HIGH, True, KEY_WIDTH, KEY_PARTS, ELEMENT, DOT, MODE)
         j = token
         real = token < high
     elif block < paged_blocks:
         token = (block - high_blocks) * BLOCK_N + lane
         base, slot = page_rows(pages, table + table_width - 1, tl.minimum(token, low - 1), -1, LOW)
-        k = key_tile(base, slot, LOW, KEY_WIDTH, KEY_PARTS, ELEMENT, DOT, MODE)
+        k = tier_tile(base, slot, LOW, True, KEY_WIDTH, KEY_PARTS, ELEMENT, DOT, MODE)
         j = high + token
         real = token < low
     else:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...pages import EarlierTokens
 from ...pages.rows import NO_PAST
 from ..softmax import Softmax
-from .reference import dense_tokens, observation, past_weight
+from .reference import dense_tokens, scale_up
 
 # finite, so that a row with nothing to attend has a logsumexp: one that vanishes beside any other
 HIDDEN = -1e30
@@ -111,9 +111,7 @@ def _attend(
     if window == 0:
         return output.flatten(1, 2), None
     if window is not None:
-        _, weight = observation(None, batch, length, window, query.device)
-        received[..., tokens:] *= weight[:, None]
-        received[..., :tokens] *= past_weight(None, batch, length, window, query.device).float()
+        scale_up(received, tokens, None, window)
     return output.flatten(1, 2), received
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .page_tiles import as_operand
-
 LARGEST = tl.constexpr(2147483647)
 
 
@@ -51,6 +49,14 @@ def row_extents(valid, extents, behind, length, window, WINDOW: tl.constexpr, BL
     tl.store(extents + row * 4 + 1, end)
     tl.store(extents + row * 4 + 2, scorer)
     tl.store(extents + row * 4 + 3, count)
+
+
+@triton.jit
+def as_operand(x, DOT: tl.constexpr):
+    """`x` in the dtype of the dots; the way from bf16 is through float32, the only one the interpreter gets right."""
+    if x.dtype != DOT:
+        x = x.to(tl.float32).to(DOT)
+    return x
 
 
 @triton.jit

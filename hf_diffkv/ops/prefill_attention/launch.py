@@ -1,26 +1,41 @@
-"""Launcher of the prompt attention kernels."""
+"""Launchers of the prompt attention kernels."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from math import e, log2
 
 import torch
 import triton
 from torch import Tensor
 
-from ...pages import EarlierTokens
+from ...pages import EarlierTokens, LayerRows
 from ...pages.rows import NO_PAST
-from ..backend import device_of
-from ..quantize.launch import TRITON_DTYPES, dot_dtype, unit_stride
+from ..backend import device_of, launch, unit_stride
+from ..quantize.launch import TRITON_DTYPES, check_dtype, dot_dtype
 from ..softmax import Softmax
-from .columns import column_scores
+from .columns import column_scores, past_scores
 from .kernels import flash_forward, row_extents
-from .past_launch import check_past, heads_per_program, past_state, score_past
-from .tiles import column_tile, extent_block, forward_tile, padded, strides
+from .past_kernel import past_forward
+from .tiles import (
+    Tile,
+    column_tile,
+    extent_block,
+    forward_tile,
+    padded,
+    past_constants,
+    past_dot,
+    past_tile,
+    strides,
+)
 
 # programs along the second and third axis of a launch
 LARGEST_GRID = 65535
+# programs that fill a large device a few times over
+MANY_PROGRAMS = 1024
+PROGRAMS_PER_PROCESSOR = 4
+# a split is at least so long
+MIN_SPLIT_TOKENS = 512
+MAX_PAST_SPLITS = 64
 
 
 def prefill_attention(
@@ -61,90 +76,166 @@ def prefill_attention(
     query, key, value = unit_stride(query), unit_stride(key), unit_stride(value)
     scale, cap = logit_factors(softmax.scaling, softmax.softcap)
     target = device_of(device).target
-    with _on(device):
-        extents = behind = past_extents = past_key = past_value = past_valid = None
-        if valid is not None:
-            valid = valid.contiguous().view(torch.uint8)
-            extents, behind = row_extents_of(valid, observed or None)
-        if dense:
-            past_key, past_value = past.key.contiguous(), past.value.contiguous()
-            past_valid = past.valid.contiguous().view(torch.uint8).view(batch * kv_heads, dense)
-            past_extents, _ = row_extents_of(past_valid, None)
-        allowed, allowed_strides = None, (0, 0)
-        if mask is not None:
-            allowed = unit_stride(mask).view(torch.uint8)
-            allowed_strides = (allowed.stride(0) if allowed.shape[0] > 1 else 0, allowed.stride(2))
-        common = dict(query=query, extents=extents, length=length, group=query_heads // kv_heads, scale=scale, cap=cap)
-        common |= strides("query", query)
-        partials = None
-        if stored:
-            partials = past_state(past.rows, stored, common, target)
-        tile = forward_tile(target, query.dtype, key_dim, value_dim, masked=mask is not None)
-        flash_forward[(triton.cdiv(length, tile.block_m), query_heads, batch)](
-            key=key,
-            value=value,
-            past_key=past_key,
-            past_value=past_value,
-            past_valid=past_valid,
-            past_extents=past_extents,
-            past_length=dense,
-            partial_output=None if partials is None else partials.output,
-            partial_peak=None if partials is None else partials.peak,
-            partial_total=None if partials is None else partials.total,
-            splits=0 if partials is None else partials.splits,
-            output=output,
-            lse=lse,
-            valid=valid,
-            allowed=allowed,
-            sinks=None if sinks is None else sinks.contiguous(),
-            **strides("key", key),
-            **strides("value", value),
-            **strides("output", output),
-            allowed_batch=allowed_strides[0],
-            allowed_query=allowed_strides[1],
-            KEY_DIM=key_dim,
-            VALUE_DIM=value_dim,
-            KEY_WIDTH=padded(key_dim),
-            VALUE_WIDTH=padded(value_dim),
-            DOT=dot_dtype(query.dtype, target),
-            **common,
+    extents = behind = past_extents = past_key = past_value = past_valid = None
+    if valid is not None:
+        valid = valid.contiguous().view(torch.uint8)
+        extents, behind = row_extents_of(valid, observed or None)
+    if dense:
+        past_key, past_value = past.key.contiguous(), past.value.contiguous()
+        past_valid = past.valid.contiguous().view(torch.uint8).view(batch * kv_heads, dense)
+        past_extents, _ = row_extents_of(past_valid, None)
+    allowed, allowed_strides = None, (0, 0)
+    if mask is not None:
+        allowed = unit_stride(mask).view(torch.uint8)
+        allowed_strides = (allowed.stride(0) if allowed.shape[0] > 1 else 0, allowed.stride(2))
+    common = {
+        "query": query,
+        "extents": extents,
+        "behind": behind,
+        "lse": lse,
+        "received": received,
+        "received_length": stored + dense + length,
+        "length": length,
+        "kv_heads": kv_heads,
+        "group": query_heads // kv_heads,
+        "scale": scale,
+        "cap": cap,
+        "window": observed,
+        "allowed_batch": allowed_strides[0],
+        "allowed_query": allowed_strides[1],
+        **strides("query", query),
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "KEY_WIDTH": padded(key_dim),
+        "VALUE_WIDTH": padded(value_dim),
+        "DOT": dot_dtype(query.dtype, target),
+        "WINDOW": observed is not None,
+    }
+    partials = {"partial_output": None, "partial_peak": None, "partial_total": None, "splits": 0}
+    if stored:
+        partials = past_state(past.rows, stored, common, target)
+    tile = forward_tile(target, query.dtype, key_dim, value_dim, masked=mask is not None)
+    launch(
+        flash_forward,
+        (triton.cdiv(length, tile.block_m), query_heads, batch),
+        device,
+        common,
+        key=key,
+        value=value,
+        past_key=past_key,
+        past_value=past_value,
+        past_valid=past_valid,
+        past_extents=past_extents,
+        past_length=dense,
+        output=output,
+        valid=valid,
+        allowed=allowed,
+        sinks=None if sinks is None else sinks.contiguous(),
+        **strides("key", key),
+        **strides("value", value),
+        **strides("output", output),
+        **partials,
+        **tile.options(),
+    )
+    if observed == 0:
+        return output, None
+    # its memory may serve what follows
+    del partials
+
+    tile = column_tile(target, query.dtype, key_dim)
+    if stored:
+        score_past(past.rows, stored, common, tile, target)
+    for keys, before in ((past_key, True), (key, False)):
+        if before and not dense:
+            continue
+        blocks = triton.cdiv(keys.shape[2], tile.block_n)
+        heads = heads_per_program(blocks * kv_heads * batch, query_heads // kv_heads)
+        launch(
+            column_scores,
+            (blocks, query_heads // heads, batch),
+            device,
+            common,
+            key=keys,
+            key_valid=past_valid if before else valid,
+            key_extents=past_extents if before else None,
+            allowed=None if before else allowed,
+            key_length=keys.shape[2],
+            received_offset=stored if before else stored + dense,
+            heads=heads,
+            **strides("key", keys),
+            PAST=before,
             **tile.options(),
         )
-        if observed == 0:
-            return output, None
-        # its memory may serve what follows
-        del partials
-
-        tile = column_tile(target, query.dtype, key_dim)
-        common |= dict(lse=lse, received=received, received_length=stored + dense + length, kv_heads=kv_heads)
-        common |= dict(window=observed, WINDOW=observed is not None)
-        common |= tile.options()
-        if stored:
-            score_past(past.rows, stored, common, target)
-        for keys, before in ((past_key, True), (key, False)):
-            if before and not dense:
-                continue
-            blocks = triton.cdiv(keys.shape[2], tile.block_n)
-            heads = heads_per_program(blocks * kv_heads * batch, query_heads // kv_heads)
-            column_scores[(blocks, query_heads // heads, batch)](
-                key=keys,
-                key_valid=past_valid if before else valid,
-                key_extents=past_extents if before else None,
-                behind=behind,
-                allowed=None if before else allowed,
-                key_length=keys.shape[2],
-                received_offset=stored if before else stored + dense,
-                heads=heads,
-                **strides("key", keys),
-                allowed_batch=allowed_strides[0],
-                allowed_query=allowed_strides[1],
-                KEY_DIM=key_dim,
-                KEY_WIDTH=padded(key_dim),
-                DOT=dot_dtype(query.dtype, target),
-                PAST=before,
-                **common,
-            )
     return output, received
+
+
+def past_state(rows: LayerRows, longest: int, common: dict[str, object], target: str) -> dict[str, object]:
+    """Attends what is stored from all queries; their softmax states after each split of it, as `flash_forward` takes
+    them.
+
+    Args:
+        longest: tokens of the longest row.
+        common: arguments shared with the other launches; query [batch, query_heads, Q, key_dim].
+        target: of the device, see `ops/backend.py`.
+    """
+    query, group, kv_heads = common["query"], common["group"], common["kv_heads"]
+    batch, _, length, _ = query.shape
+    tile = past_tile(target, query.dtype, rows.layout)
+    blocks = triton.cdiv(length * group, tile.block_m)
+    splits = choose_splits(blocks * batch * kv_heads, longest, device_of(query.device).processors)
+
+    def buffer(*shape: int) -> Tensor:
+        return torch.empty(splits, batch * kv_heads, length * group, *shape, dtype=torch.float32, device=query.device)
+
+    partials = {
+        "partial_output": buffer(rows.layout.high.value_dim),
+        "partial_peak": buffer(),
+        "partial_total": buffer(),
+        "splits": splits,
+    }
+    given = common | _stored(rows) | past_constants(rows.layout, query.dtype, target) | partials
+    # converted here, since the kernel would hold what it converts in registers
+    query = query.to(past_dot(rows.layout, query.dtype))
+    given |= {"query": query} | strides("query", query)
+    launch(past_forward, (blocks, splits, batch * kv_heads), query.device, given, **tile.options())
+    return partials
+
+
+def score_past(rows: LayerRows, longest: int, common: dict[str, object], tile: Tile, target: str) -> None:
+    """Adds to `received` what the stored tokens get; `common` as above, `tile` that of `column_scores`."""
+    query, group = common["query"], common["group"]
+    batch, query_heads = query.shape[:2]
+    # each level ends in a block of its own
+    blocks = triton.cdiv(longest, tile.block_n) + 2
+    heads = heads_per_program(blocks * batch * common["kv_heads"], group)
+    given = common | _stored(rows) | past_constants(rows.layout, query.dtype, target)
+    grid = (blocks, query_heads // heads, batch)
+    launch(past_scores, grid, query.device, given, heads=heads, DOT=common["DOT"], **tile.options())
+
+
+def heads_per_program(programs: int, group: int) -> int:
+    """Query heads a scoring program walks: its whole group, loading keys once, where that leaves enough programs."""
+    return group if programs >= MANY_PROGRAMS else 1
+
+
+def choose_splits(programs: int, tokens: int, processors: int) -> int:
+    """Splits of what is stored that fill a device of so many processors, none of them short."""
+    wanted = triton.cdiv(PROGRAMS_PER_PROCESSOR * processors, programs)
+    return max(1, min(wanted, tokens // MIN_SPLIT_TOKENS, MAX_PAST_SPLITS))
+
+
+def check_past(rows: LayerRows, query: Tensor, kv_heads: int, value_dim: int) -> None:
+    """Raises `ValueError` for stored tokens that these queries cannot attend to."""
+    if rows.dtype not in TRITON_DTYPES:
+        raise ValueError(f"window_key must be one of {list(TRITON_DTYPES)}, not {rows.dtype}.")
+    stored, needed = (rows.batch, rows.heads), (query.shape[0], kv_heads)
+    if stored != needed:
+        raise ValueError(f"what is stored has (requests, KV heads) {stored}, the new tokens have {needed}.")
+    stored, needed = (rows.layout.high.key_dim, rows.layout.high.value_dim), (query.shape[-1], value_dim)
+    if stored != needed:
+        raise ValueError(f"what is stored has head dimensions {stored}, the new tokens have {needed}.")
+    if rows.device != query.device:
+        raise ValueError(f"what is stored is on {rows.device}, the query on {query.device}.")
 
 
 def logit_factors(scaling: float, softcap: float | None) -> tuple[float, float | None]:
@@ -163,28 +254,15 @@ def row_extents_of(valid: Tensor, window: int | None) -> tuple[Tensor, Tensor | 
     rows, length = valid.shape
     extents = torch.empty(rows, 4, dtype=torch.int32, device=valid.device)
     behind = None if window is None else torch.empty(rows, length, dtype=torch.int32, device=valid.device)
-    row_extents[(rows,)](
-        valid=valid,
-        extents=extents,
-        behind=behind,
-        length=length,
-        window=window,
-        WINDOW=window is not None,
-        BLOCK=extent_block(length),
-        num_warps=4,
-    )
+    given = {"valid": valid, "extents": extents, "behind": behind, "length": length, "window": window}
+    constants = {"WINDOW": window is not None, "BLOCK": extent_block(length), "num_warps": 4}
+    launch(row_extents, (rows,), valid.device, given, **constants)
     return extents, behind
-
-
-def _on(device: torch.device) -> AbstractContextManager:
-    """Triton launches on the current device, which need not be where a layer lives."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, **given: Tensor | None) -> None:
     """Raises `ValueError` for what the kernels cannot take; `given` are further tensors by name."""
-    if query.dtype not in TRITON_DTYPES:
-        raise ValueError(f"the kernels support {list(TRITON_DTYPES)}, not {query.dtype}; use the reference.")
+    check_dtype(query.dtype)
     batch, query_heads, length, key_dim = query.shape
     kv_heads, value_dim = key.shape[1], value.shape[-1]
     if batch * kv_heads > LARGEST_GRID:
@@ -213,3 +291,20 @@ def _check(query: Tensor, key: Tensor, value: Tensor, softmax: Softmax, **given:
             raise ValueError(f"{name} is on {tensor.device}, the query on {query.device}.")
         if name in ("valid", "mask", "past_valid") and tensor.dtype != torch.bool:
             raise ValueError(f"{name} must be bool, not {tensor.dtype}.")
+
+
+def _stored(rows: LayerRows) -> dict[str, object]:
+    return {
+        "pages": rows.pages,
+        "page_table": rows.page_table,
+        "high_count": rows.high_count,
+        "low_count": rows.low_count,
+        "window_key": rows.window_key,
+        "window_value": rows.window_value,
+        "window_start": rows.window_start,
+        "past_length": rows.length,
+        "sink_end": rows.sink_end,
+        "table_width": rows.width,
+        "slots": rows.slots,
+        "sink_slots": rows.sink_slots,
+    }

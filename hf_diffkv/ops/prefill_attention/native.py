@@ -7,12 +7,12 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ...native.library import DTYPES, MAX_DIM, Prompt, Strided, address, call, library
+from ...native.library import DTYPES, MAX_DIM, Prompt, Strided, address, call, library, step_block
 from ...pages import EarlierTokens, LayerRows
 from ...pages.rows import NO_PAST
+from ..backend import unit_stride
 from ..softmax import Softmax
-from ..step import step_block
-from .reference import observation, past_weight
+from .reference import scale_up
 
 
 def can_attend(query: Tensor, value: Tensor) -> bool:
@@ -51,7 +51,7 @@ def prefill_attention(
     given = {"query": query, "key": key, "value": value}
     if before:
         given |= {"past_key": past.key, "past_value": past.value}
-    given = {name: _strided(tensor, query.dtype) for name, tensor in given.items()}
+    given = {name: unit_stride(tensor.to(query.dtype)) for name, tensor in given.items()}
     for name, tensor in given.items():
         setattr(block, name, Strided(address(tensor), *tensor.stride()[:3]))
     flags = {"valid": valid, "past_valid": past.valid if before else None}
@@ -71,16 +71,8 @@ def prefill_attention(
         block.stored = ctypes.addressof(step)
     call("prompt", block)
     if observed:
-        _, weight = observation(valid, batch, length, observed, query.device)
-        received[..., stored + before :] *= weight[:, None]
-        received[..., : stored + before] *= past_weight(valid, batch, length, observed, query.device).float()
+        scale_up(received, stored + before, valid, observed)
     return output.transpose(1, 2), received
-
-
-def _strided(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """With each token's numbers together, and of `dtype`."""
-    tensor = tensor.to(dtype)
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, rows: LayerRows | None) -> None:

@@ -70,7 +70,7 @@ def prefill_attention(
     output = torch.zeros(batch, query_heads, length, value.shape[-1], dtype=query.dtype, device=device)
     received = torch.zeros(batch, kv_heads, group, stored + length, dtype=dtype, device=device)
     grouped = query.unflatten(1, (kv_heads, group))
-    counting, weight = observation(valid, batch, length, observed, device)
+    counting = observation(valid, batch, length, observed, device)
     per_query = batch * group * (stored + length)
     block = max(1, min(length, MAX_QUERIES, BLOCK_ELEMENTS // per_query))
     heads = max(1, BLOCK_ELEMENTS // (per_query * block))
@@ -107,9 +107,8 @@ def prefill_attention(
     if observed == 0:
         return output, None
     received = received.amax(2)
-    if weight is not None:
-        received[..., stored:] *= weight[:, None]
-        received[..., :stored] *= past_weight(valid, batch, length, observed, device).to(dtype)
+    if observed is not None:
+        scale_up(received, stored, valid, observed)
     return output, received
 
 
@@ -161,18 +160,10 @@ def _softmax(logits: Tensor, hidden: list[tuple[slice, Tensor]], sink: Tensor | 
     return weights.div_(torch.where(total == 0, 1.0, total))
 
 
-def observation(
-    valid: Tensor | None, batch: int, length: int, window: int | None, device: torch.device
-) -> tuple[Tensor, Tensor | None]:
-    """Which queries score (bool [batch, Q]) and the factor that scales each new key's sum to all later queries."""
+def observation(valid: Tensor | None, batch: int, length: int, window: int | None, device: torch.device) -> Tensor:
+    """Which queries score, bool [batch, Q]."""
     real = torch.ones(batch, length, dtype=torch.bool, device=device) if valid is None else valid
-    if window is None:
-        return real, None
-    behind = _later(real)
-    observed = real & (behind < window)
-    counted = _later(observed)
-    weight = torch.where(counted > 0, behind.double() / counted.clamp(min=1), 0.0)
-    return observed, weight
+    return real if window is None else real & (_later(real) < window)
 
 
 def _later(real: Tensor) -> Tensor:
@@ -180,13 +171,20 @@ def _later(real: Tensor) -> Tensor:
     return real.flip(-1).cumsum(-1).flip(-1) - real.long()
 
 
-def past_weight(valid: Tensor | None, batch: int, length: int, window: int, device: torch.device) -> Tensor:
-    """The same factor for stored tokens, which every new query follows: float64 [batch, 1, 1]."""
-    if valid is None:
-        real = torch.full((batch,), length, device=device)
-    else:
-        real = valid.sum(-1)
-    return (real.double() / real.clamp(min=1, max=window))[:, None, None]
+def scale_up(received: Tensor, past: int, valid: Tensor | None, window: int) -> None:
+    """Scales sums over the last `window` queries up to all later ones, in place.
+
+    Args:
+        received: [batch, kv_heads, past + Q]; every query is later than the first `past` tokens.
+        valid: bool [batch, Q], or None.
+    """
+    batch, length, device = received.shape[0], received.shape[-1] - past, received.device
+    real, observed = (observation(valid, batch, length, most, device) for most in (None, window))
+    counted = _later(observed)
+    weight = torch.where(counted > 0, _later(real).double() / counted.clamp(min=1), 0.0)
+    received[..., past:] *= weight[:, None]
+    real = real.sum(-1)
+    received[..., :past] *= (real.double() / real.clamp(min=1, max=window))[:, None, None].to(received.dtype)
 
 
 def dense_tokens(past: EarlierTokens) -> tuple[Tensor, Tensor, Tensor] | None:

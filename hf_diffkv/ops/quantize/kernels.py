@@ -1,4 +1,4 @@
-"""Triton kernels that quantise tokens into pages and read them back (DiffKV, section 4).
+"""Triton kernels that quantise tokens into pages, read them back and copy them (DiffKV, section 4).
 
 A tile of tokens is held as [tokens, planes, bytes]: element (t, p, j) is dimension p * dim / planes + j of token t, so
 byte j of the packed row is the sum of its planes' shifted codes, and nothing is shuffled between planes and bytes.
@@ -12,9 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..dequant import below, fields
-from ..narrow_kernel import narrow_metadata, pair_of, scale_and_zero, store_positions, store_scores
-from ..packed_rows import gather_codes
+from ..dequant import below, fields, gather_codes
+from ..narrow_kernel import metadata_of, narrow_metadata, scale_and_zero, store_positions, store_scores
 
 
 @triton.constexpr_function
@@ -76,27 +75,20 @@ def read_input(rows, row, active, dim, exists, stride):
 
 
 @triton.jit
-def write_rows(
-    x,
-    dim,
-    exists,
-    codes,
-    metadata,
-    active,
-    DIM: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    METADATA: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """Quantises `x` (float32 [tokens, planes, WIDTH]) to the rows at `codes` and `metadata` (pointers [tokens]).
+def write_tile(x, codes, metadata, active, TIER: tl.constexpr, IS_KEY: tl.constexpr, DTYPE: tl.constexpr):
+    """Quantises a tile of keys or values of `tier_dims`, float32, to the rows at `codes` and `metadata`, see `rows_at`.
 
-    scale = (max - min) / (2^bits - 1) and zero = min are rounded to fp16, or where the METADATA of a group has 2 bytes
+    scale = (max - min) / (2^bits - 1) and zero = min are rounded to fp16, or where the metadata of a group has 2 bytes
     as `pages/segments.py` says, and codes are computed with the rounded pair.
     """
+    DIM: tl.constexpr = TIER.key_dim if IS_KEY else TIER.value_dim
+    BITS: tl.constexpr = TIER.k_bits if IS_KEY else TIER.v_bits
+    GROUPS: tl.constexpr = TIER.k_groups if IS_KEY else TIER.v_groups
+    METADATA: tl.constexpr = TIER.key_metadata if IS_KEY else TIER.value_metadata
+    WIDTH: tl.constexpr = padded_width(DIM, BITS)
     LEVELS: tl.constexpr = 2**BITS - 1
     GROUP_DIM: tl.constexpr = DIM // GROUPS
+    dim, exists = tile_dims(DIM, BITS, WIDTH)
     if BITS == 16:
         element = tl.arange(0, WIDTH)[None, :]
         bits = tl.reshape(stored_bits(x, DTYPE), (x.shape[0], WIDTH))
@@ -157,23 +149,17 @@ def write_field(code, codes, active, DIM: tl.constexpr, BITS: tl.constexpr, WIDT
 
 
 @triton.jit
-def read_rows(
-    codes,
-    metadata,
-    active,
-    dim,
-    exists,
-    DIM: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    METADATA: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """Dequantises elements `dim` (any [1, a, b]) of the rows at `codes` and `metadata` (pointers [tokens]), float32.
+def read_tile(codes, metadata, active, dim, exists, TIER: tl.constexpr, IS_KEY: tl.constexpr, DTYPE: tl.constexpr):
+    """Dequantises elements `dim` (any [1, a, b]) of the keys or values at `codes` and `metadata` (pointers [tokens]),
+    float32.
 
     code * scale is exact in float32 (8 and 11 significant bits), as are narrow zero points, so fusing the addition
     changes nothing.
     """
+    DIM: tl.constexpr = TIER.key_dim if IS_KEY else TIER.value_dim
+    BITS: tl.constexpr = TIER.k_bits if IS_KEY else TIER.v_bits
+    GROUPS: tl.constexpr = TIER.k_groups if IS_KEY else TIER.v_groups
+    METADATA: tl.constexpr = TIER.key_metadata if IS_KEY else TIER.value_metadata
     mask = active[:, None, None] & exists
     if BITS == 16:
         x = tl.load(codes.to(tl.pointer_type(DTYPE))[:, None, None] + dim, mask=mask, other=0.0).to(tl.float32)
@@ -184,34 +170,9 @@ def read_rows(
             word = tl.load(pointer, mask=active[:, None, None], other=0)
         else:
             word = tl.load(pointer + dim // (DIM // GROUPS), mask=mask, other=0)
-        if METADATA == 2:
-            scale, zero = scale_and_zero(word, BITS)
-        else:
-            scale, zero = pair_of(word)
+        scale, zero = metadata_of(word, METADATA, BITS)
         x = code.to(tl.float32) * scale + zero
     return x
-
-
-@triton.jit
-def write_tile(x, codes, metadata, active, TIER: tl.constexpr, IS_KEY: tl.constexpr, DTYPE: tl.constexpr):
-    """Quantises a tile of keys or values of `tier_dims` to the rows at `codes` and `metadata`, see `rows_at`."""
-    DIM: tl.constexpr = TIER.key_dim if IS_KEY else TIER.value_dim
-    BITS: tl.constexpr = TIER.k_bits if IS_KEY else TIER.v_bits
-    GROUPS: tl.constexpr = TIER.k_groups if IS_KEY else TIER.v_groups
-    METADATA: tl.constexpr = TIER.key_metadata if IS_KEY else TIER.value_metadata
-    WIDTH: tl.constexpr = padded_width(DIM, BITS)
-    dim, exists = tile_dims(DIM, BITS, WIDTH)
-    write_rows(x, dim, exists, codes, metadata, active, DIM, BITS, GROUPS, METADATA, WIDTH, DTYPE)
-
-
-@triton.jit
-def read_tile(codes, metadata, active, dim, exists, TIER: tl.constexpr, IS_KEY: tl.constexpr, DTYPE: tl.constexpr):
-    """Dequantises elements `dim` of keys or values, as `read_rows`."""
-    DIM: tl.constexpr = TIER.key_dim if IS_KEY else TIER.value_dim
-    BITS: tl.constexpr = TIER.k_bits if IS_KEY else TIER.v_bits
-    GROUPS: tl.constexpr = TIER.k_groups if IS_KEY else TIER.v_groups
-    METADATA: tl.constexpr = TIER.key_metadata if IS_KEY else TIER.value_metadata
-    return read_rows(codes, metadata, active, dim, exists, DIM, BITS, GROUPS, METADATA, DTYPE)
 
 
 @triton.jit
@@ -286,3 +247,61 @@ def load_tokens_kernel(
     codes, metadata = rows_at(base, place, TIER, False)
     x = read_tile(codes, metadata, active, dim, exists, TIER, False, DTYPE)
     tl.store(value + row * TIER.value_dim + dim, x, mask=inside & exists)
+
+
+@triton.constexpr_function
+def copied_word(row_bytes):
+    """The widest integers that rows of so many bytes consist of."""
+    return tl.uint32 if row_bytes % 4 == 0 else tl.uint16 if row_bytes % 2 == 0 else tl.uint8
+
+
+@triton.constexpr_function
+def copied_words(row_bytes):
+    return row_bytes // (4 if row_bytes % 4 == 0 else 2 if row_bytes % 2 == 0 else 1)
+
+
+@triton.constexpr_function
+def copied_lanes(row_bytes):
+    return triton.next_power_of_2(copied_words(row_bytes))
+
+
+@triton.jit
+def copy_rows(source, target, from_slot, to_slot, active, OFFSET: tl.constexpr, ROW_BYTES: tl.constexpr):
+    """Copies one segment's rows between pages (pointers [tokens]); segments start at multiples of 16 bytes."""
+    COUNT: tl.constexpr = copied_words(ROW_BYTES)
+    lane = tl.arange(0, copied_lanes(ROW_BYTES))[None, :]
+    mask = active[:, None] & (lane < COUNT)
+    source = (source + OFFSET).to(tl.pointer_type(copied_word(ROW_BYTES)))
+    target = (target + OFFSET).to(tl.pointer_type(copied_word(ROW_BYTES)))
+    row = tl.load(source[:, None] + (from_slot[:, None] * COUNT + lane), mask=mask)
+    tl.store(target[:, None] + (to_slot[:, None] * COUNT + lane), row, mask=mask)
+
+
+@triton.jit
+def copy_tile(source, target, from_slot, to_slot, active, TIER: tl.constexpr):
+    """Copies tokens between slots of pages (pointers [tokens]) with their metadata, scores and positions."""
+    copy_rows(source, target, from_slot, to_slot, active, TIER.key_offset, TIER.key_row)
+    copy_rows(source, target, from_slot, to_slot, active, TIER.value_offset, TIER.value_row)
+    if TIER.k_bits < 16:
+        BYTES: tl.constexpr = TIER.key_metadata * TIER.k_groups
+        copy_rows(source, target, from_slot, to_slot, active, TIER.key_metadata_offset, BYTES)
+    if TIER.v_bits < 16:
+        SIZE: tl.constexpr = TIER.value_metadata * TIER.v_groups
+        copy_rows(source, target, from_slot, to_slot, active, TIER.value_metadata_offset, SIZE)
+    if TIER.score_bytes > 0:
+        copy_rows(source, target, from_slot, to_slot, active, TIER.score_offset, TIER.score_bytes)
+        copy_rows(source, target, from_slot, to_slot, active, TIER.position_offset, TIER.position_bytes)
+
+
+@triton.jit(do_not_specialize=["count"])
+def copy_tokens_kernel(
+    pages, from_page, from_slot, to_page, to_slot, count, TIER: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Copies BLOCK tokens as they are stored, code for code. Grid: (cdiv(count, BLOCK),)."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    active = token < count
+    source = pages + tl.load(from_page + token, mask=active, other=0).to(tl.int64) * TIER.page_bytes
+    target = pages + tl.load(to_page + token, mask=active, other=0).to(tl.int64) * TIER.page_bytes
+    old = tl.load(from_slot + token, mask=active, other=0).to(tl.int32)
+    new = tl.load(to_slot + token, mask=active, other=0).to(tl.int32)
+    copy_tile(source, target, old, new, active, TIER)

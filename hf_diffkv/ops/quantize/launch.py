@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from typing import Any
 
 import torch
 import triton
@@ -11,9 +11,8 @@ from torch import Tensor
 
 from ...pages import TierLayout
 from ...pages.segments import Contents
-from ..backend import INTERPRETER
-from .copy_kernel import copy_tokens_kernel
-from .kernels import load_tokens_kernel, store_tokens_kernel
+from ..backend import INTERPRETER, launch, unit_stride
+from .kernels import copy_tokens_kernel, load_tokens_kernel, store_tokens_kernel
 
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 TILE_ELEMENTS = 2048
@@ -29,31 +28,22 @@ def store_tokens(
     Tokens sent to the null page are not written at all.
     """
     check_dtype(dtype)
-    count = page.numel()
     key, value, score, position = contents
     if score.dtype != torch.float32:
         raise ValueError(f"score must be float32, not {score.dtype}.")
-    if count == 0:
+    if page.numel() == 0:
         return
     key, value = unit_stride(key), unit_stride(value)
-    block = tile_tokens(tier)
-    with torch.cuda.device(pages.device) if pages.is_cuda else nullcontext():
-        store_tokens_kernel[(triton.cdiv(count, block),)](
-            pages,
-            page.contiguous(),
-            slot.contiguous(),
-            key,
-            value,
-            score.contiguous(),
-            position.contiguous(),
-            count,
-            key.stride(0),
-            value.stride(0),
-            TIER=tier,
-            DTYPE=TRITON_DTYPES[dtype],
-            BLOCK=block,
-            num_warps=NUM_WARPS,
-        )
+    _launch(
+        store_tokens_kernel,
+        *(pages, tier, page, slot, dtype),
+        key=key,
+        value=value,
+        score=score.contiguous(),
+        position=position.contiguous(),
+        key_stride=key.stride(0),
+        value_stride=value.stride(0),
+    )
 
 
 def load_tokens(
@@ -61,41 +51,34 @@ def load_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Reads tokens back: key [n, key_dim], value [n, value_dim] in float32; zeros for the null page."""
     check_dtype(dtype)
-    count = page.numel()
-    key = torch.empty(count, tier.key_dim, dtype=torch.float32, device=pages.device)
-    value = torch.empty(count, tier.value_dim, dtype=torch.float32, device=pages.device)
-    if count == 0:
-        return key, value
-    block = tile_tokens(tier)
-    with torch.cuda.device(pages.device) if pages.is_cuda else nullcontext():
-        load_tokens_kernel[(triton.cdiv(count, block),)](
-            pages,
-            page.contiguous(),
-            slot.contiguous(),
-            key,
-            value,
-            count,
-            TIER=tier,
-            DTYPE=TRITON_DTYPES[dtype],
-            BLOCK=block,
-            num_warps=NUM_WARPS,
-        )
+    key = torch.empty(page.numel(), tier.key_dim, dtype=torch.float32, device=pages.device)
+    value = torch.empty(page.numel(), tier.value_dim, dtype=torch.float32, device=pages.device)
+    if page.numel() > 0:
+        _launch(load_tokens_kernel, pages, tier, page, slot, dtype, key=key, value=value)
     return key, value
+
+
+def _launch(
+    kernel: Any, pages: Tensor, tier: TierLayout, page: Tensor, slot: Tensor, dtype: torch.dtype, **given: object
+) -> None:
+    """One launch for all tokens at (page, slot)."""
+    block, count = tile_tokens(tier), page.numel()
+    given |= {"pages": pages, "page": page.contiguous(), "slot": slot.contiguous(), "count": count}
+    constants = {"TIER": tier, "DTYPE": TRITON_DTYPES[dtype], "BLOCK": block, "num_warps": NUM_WARPS}
+    launch(kernel, (triton.cdiv(count, block),), pages.device, given, **constants)
 
 
 def move_tokens(
     pages: Tensor, tier: TierLayout, from_page: Tensor, from_slot: Tensor, to_page: Tensor, to_slot: Tensor
 ) -> None:
     """Copies tokens as they are stored, one launch for all rows; see the reference for the arguments."""
-    count = from_page.numel()
+    count, block = from_page.numel(), copy_block(tier)
     if count == 0:
         return
-    places = [place.contiguous() for place in (from_page, from_slot, to_page, to_slot)]
-    block = copy_block(tier)
-    with torch.cuda.device(pages.device) if pages.is_cuda else nullcontext():
-        copy_tokens_kernel[(triton.cdiv(count, block),)](
-            pages, *places, count, TIER=tier, BLOCK=block, num_warps=NUM_WARPS
-        )
+    places = {"from_page": from_page, "from_slot": from_slot, "to_page": to_page, "to_slot": to_slot}
+    given = {name: place.contiguous() for name, place in places.items()} | {"pages": pages, "count": count}
+    grid = (triton.cdiv(count, block),)
+    launch(copy_tokens_kernel, grid, pages.device, given, TIER=tier, BLOCK=block, num_warps=NUM_WARPS)
 
 
 def copy_block(tier: TierLayout) -> int:
@@ -112,11 +95,6 @@ def check_dtype(dtype: torch.dtype) -> None:
 def dot_dtype(dtype: torch.dtype, target: str) -> tl.dtype:
     """What matrix products of `dtype` are computed in; the interpreter would round those of half precision."""
     return TRITON_DTYPES[torch.float32 if target == INTERPRETER else dtype]
-
-
-def unit_stride(x: Tensor) -> Tensor:
-    """`x` with elements of the last dimension next to each other."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def tile_tokens(tier: TierLayout) -> int:

@@ -8,6 +8,7 @@ from torch import Tensor
 from ...native.library import DTYPES, Transfer, address, call, format_of_tier
 from ...pages import TierLayout
 from ...pages.segments import Contents
+from ..backend import unit_stride
 
 
 def store_tokens(
@@ -21,7 +22,7 @@ def store_tokens(
     key, value, score, position = contents
     if key.dtype != value.dtype or key.dtype not in DTYPES:
         key, value = key.float(), value.float()
-    key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
+    key, value = unit_stride(key), unit_stride(value)
     block, places = _block(pages, tier, dtype, page, slot)
     score, position = score.float().contiguous(), position.to(torch.int64).contiguous()
     block.key, block.value, block.source = address(key), address(value), DTYPES[key.dtype]

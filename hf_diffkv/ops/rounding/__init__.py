@@ -14,8 +14,7 @@ from ...pages import TierLayout
 from ..backend import KERNELS, NATIVE, choose, compute_dtype, use_kernels, without_autocast
 from ..rotation import tokens_at_once
 from . import native, reference
-from .model_feedback import ModelFeedback
-from .reference import DAMPING, LARGEST_BITS
+from .reference import DAMPING, LARGEST_BITS, ModelFeedback
 
 __all__ = ["LARGEST_BITS", "ModelFeedback", "feedback_of", "round_keys", "second_moment"]
 

@@ -117,19 +117,10 @@ def round_tile(x, dim, exists, matrix, DIM: tl.constexpr, BITS: tl.constexpr, GR
 
 @triton.jit(do_not_specialize=["count"])
 def round_keys_kernel(
-    key,
-    row,
-    feedback,
-    rounded,
-    count,
-    key_stride,
-    DIM: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    METADATA: tl.constexpr,
-    WIDTH: tl.constexpr,
+    key, row, feedback, rounded, count, key_stride,
+    DIM: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, METADATA: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Rounds BLOCK keys: float32 [count, DIM] of what they are to be quantised as. Grid: (cdiv(count, BLOCK),)."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     active = token < count

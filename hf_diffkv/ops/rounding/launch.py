@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 import triton
 from torch import Tensor
 
 from ...pages import TierLayout
-from ..backend import device_of
-from ..quantize.launch import NUM_WARPS, TILE_ELEMENTS, TRITON_DTYPES, dot_dtype, unit_stride
+from ..backend import device_of, launch, unit_stride
+from ..quantize.launch import NUM_WARPS, TILE_ELEMENTS, TRITON_DTYPES, dot_dtype
 from .kernels import feedback_kernel, moment_kernel, round_keys_kernel
 from .reference import DAMPING
 
@@ -29,20 +27,17 @@ def second_moment(query: Tensor, heads: int, valid: Tensor | None = None) -> Ten
     valid = None if valid is None else valid.contiguous().view(torch.uint8)
     parts = triton.cdiv(group * tokens, MOMENT_TOKENS * MOMENT_STEPS)
     moment = torch.empty(batch * heads, parts, dim, dim, dtype=torch.float32, device=query.device)
-    with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
-        moment_kernel[(batch * heads, parts)](
-            query,
-            valid,
-            moment,
-            heads,
-            group,
-            tokens,
-            parts,
-            *query.stride()[:3],
-            OPERAND=dot_dtype(query.dtype, device_of(query.device).target),
-            **_products(dim),
-            num_warps=MOMENT_WARPS,
-        )
+    given = {"query": query, "valid": valid, "moment": moment}
+    given |= {"heads": heads, "group": group, "tokens": tokens, "parts": parts}
+    given |= dict(zip(("query_batch", "query_head", "query_token"), query.stride()))
+    constants = {
+        "DIM": dim,
+        "WIDTH": triton.next_power_of_2(max(dim, 16)),
+        "OPERAND": dot_dtype(query.dtype, device_of(query.device).target),
+        "BLOCK": MOMENT_TOKENS,
+        "STEPS": MOMENT_STEPS,
+    }
+    launch(moment_kernel, (batch * heads, parts), query.device, given, **constants, num_warps=MOMENT_WARPS)
     return moment.sum(1)
 
 
@@ -54,8 +49,10 @@ def feedback_of(moment: Tensor, matrix: Tensor | None = None) -> Tensor:
         moment = matrix.mT @ moment @ matrix
     moment = moment.contiguous()
     feedback = torch.empty_like(moment)
-    with torch.cuda.device(moment.device) if moment.is_cuda else nullcontext():
-        feedback_kernel[(moment.shape[0],)](moment, feedback, **_matrix(moment.shape[1]), num_warps=FEEDBACK_WARPS)
+    rows, dim, _ = moment.shape
+    given = {"moment": moment, "feedback": feedback}
+    constants = {"DAMPING": DAMPING, "DIM": dim, "WIDTH": triton.next_power_of_2(dim), "num_warps": FEEDBACK_WARPS}
+    launch(feedback_kernel, (rows,), moment.device, given, **constants)
     return feedback
 
 
@@ -69,36 +66,17 @@ def round_keys(key: Tensor, row: Tensor, feedback: Tensor, tier: TierLayout) -> 
         )
     key = unit_stride(key)
     rounded = torch.empty(count, dim, dtype=torch.float32, device=key.device)
-    constants = _constants(tier)
-    with torch.cuda.device(key.device) if key.is_cuda else nullcontext():
-        round_keys_kernel[(triton.cdiv(count, constants["BLOCK"]),)](
-            key,
-            row.contiguous(),
-            feedback.float().contiguous(),
-            rounded,
-            count,
-            key.stride(0),
-            **constants,
-            num_warps=NUM_WARPS,
-        )
-    return rounded
-
-
-def _constants(tier: TierLayout) -> dict[str, int]:
-    width = triton.next_power_of_2(tier.key_dim)
-    return {
-        "DIM": tier.key_dim,
+    width = triton.next_power_of_2(dim)
+    block = max(1, TILE_ELEMENTS // width)
+    given = {"key": key, "row": row.contiguous(), "feedback": feedback.float().contiguous(), "rounded": rounded}
+    given |= {"count": count, "key_stride": key.stride(0)}
+    constants = {
+        "DIM": dim,
         "BITS": tier.k_bits,
         "GROUPS": tier.k_groups,
         "METADATA": tier.key_metadata,
         "WIDTH": width,
-        "BLOCK": max(1, TILE_ELEMENTS // width),
+        "BLOCK": block,
     }
-
-
-def _matrix(dim: int) -> dict[str, float]:
-    return {"DAMPING": DAMPING, "DIM": dim, "WIDTH": triton.next_power_of_2(dim)}
-
-
-def _products(dim: int) -> dict[str, int]:
-    return {"DIM": dim, "WIDTH": triton.next_power_of_2(max(dim, 16)), "BLOCK": MOMENT_TOKENS, "STEPS": MOMENT_STEPS}
+    launch(round_keys_kernel, (triton.cdiv(count, block),), key.device, given, **constants, num_warps=NUM_WARPS)
+    return rounded

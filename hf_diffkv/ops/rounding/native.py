@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...native.library import DTYPES, Rounding, address, call, side_of_keys
+from ...native.library import DTYPES, Rounding, address, call, side_of
 from ...pages import TierLayout
+from ..backend import unit_stride
 
 
 def round_keys(key: Tensor, row: Tensor, feedback: Tensor, tier: TierLayout) -> Tensor:
@@ -22,11 +23,10 @@ def round_keys(key: Tensor, row: Tensor, feedback: Tensor, tier: TierLayout) -> 
             f"key {tuple(key.shape)}, row {tuple(row.shape)} and feedback {tuple(feedback.shape)} must be "
             f"[n, {tier.key_dim}], [n] and [rows, {tier.key_dim}, {tier.key_dim}]."
         )
-    key = key if key.dtype in DTYPES else key.float()
-    key = key if key.stride(-1) == 1 else key.contiguous()
+    key = unit_stride(key if key.dtype in DTYPES else key.float())
     row, feedback = row.contiguous(), feedback.float().contiguous()
     rounded = torch.empty(count, dim)
-    block = Rounding(side=side_of_keys(tier), count=count, key_stride=key.stride(0), rows=feedback.shape[0])
+    block = Rounding(side=side_of(tier, "key"), count=count, key_stride=key.stride(0), rows=feedback.shape[0])
     block.key, block.row, block.feedback, block.rounded = (address(x) for x in (key, row, feedback, rounded))
     block.source, block.threads = DTYPES[key.dtype], torch.get_num_threads()
     call("round", block)

@@ -37,9 +37,8 @@ import triton
 import triton.language as tl
 
 from ... import pages
-from ..compact.kernels import column, mean_significance
+from ..compact.kernels import column, mean_significance, sum_totals
 from ..narrow_kernel import load_positions, load_scores, narrow_score, score_noise
-from ..scan import sum_totals
 from ..store_uniform.kernels import CAPACITY, FREE, LENGTHS, START, new_start
 
 PADDING_LEVEL, PRUNED_LEVEL = tl.constexpr(pages.PADDING_LEVEL), tl.constexpr(pages.PRUNED_LEVEL)

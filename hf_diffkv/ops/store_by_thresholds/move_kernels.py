@@ -9,17 +9,18 @@ import triton
 import triton.language as tl
 
 from ..narrow_kernel import load_positions, load_scores
-from ..quantize.copy_kernel import copy_rows
-from ..quantize.kernels import read_tile, rows_at, tier_dims, write_scalars
+from ..quantize.kernels import copy_tile, read_tile, rows_at, tier_dims, write_scalars
 from ..rotation_kernel import rounded
 from ..store_uniform.kernels import (
     keep_tile,
+    less,
     new_tile,
     new_tokens,
     page_tile,
     slot_of,
     stored_key,
     token_in_slot,
+    window_tile,
 )
 from .kernels import ADDED, COUNTS, HIGH_LEVEL, KEPT, LAYER, LOW_LEVEL, PADDING_LEVEL, kinds, raised_if_pinned
 
@@ -42,23 +43,6 @@ def target_of(entries, target, plan, high_count, low_count, row, rows, rank, act
     listed = tl.load(target + row.to(tl.int64) * past + first + rank, mask=active & (rank < inside), other=0)
     index = tl.where(rank < inside, listed, rank + kept)
     return place_of(entries, row, width, index, active, TIER, IS_LOW)
-
-
-@triton.jit
-def copy_tile(pages, from_page, from_slot, to_page, to_slot, active, TIER: tl.constexpr):
-    """Copies tokens within a tier as they are stored."""
-    source = pages + from_page * TIER.page_bytes
-    target = pages + to_page * TIER.page_bytes
-    copy_rows(source, target, from_slot, to_slot, active, TIER.key_offset, TIER.key_row)
-    copy_rows(source, target, from_slot, to_slot, active, TIER.value_offset, TIER.value_row)
-    if TIER.k_bits < 16:
-        BYTES: tl.constexpr = TIER.key_metadata * TIER.k_groups
-        copy_rows(source, target, from_slot, to_slot, active, TIER.key_metadata_offset, BYTES)
-    if TIER.v_bits < 16:
-        SIZE: tl.constexpr = TIER.value_metadata * TIER.v_groups
-        copy_rows(source, target, from_slot, to_slot, active, TIER.value_metadata_offset, SIZE)
-    copy_rows(source, target, from_slot, to_slot, active, TIER.score_offset, TIER.score_bytes)
-    copy_rows(source, target, from_slot, to_slot, active, TIER.position_offset, TIER.position_bytes)
 
 
 @triton.jit
@@ -98,7 +82,8 @@ def demote_kernel(
             entries, target, plan, high_count, low_count, row, rows, rank, sinks | moves, width, past, LOW, 1
         )
         page, slot = place_of(entries, row, width, token - high, moves, LOW, 1)
-        copy_tile(pages, page, slot, to_page, to_slot, moves, LOW)
+        source, target_page = pages + page * LOW.page_bytes, pages + to_page * LOW.page_bytes
+        copy_tile(source, target_page, slot, to_slot, moves, LOW)
         page, slot = place_of(entries, row, width, token, sinks, HIGH, 0)
         x = demoted_tile(pages, page, slot, sinks, HIGH, LOW, True, DTYPE)
         stored_key(x, pages, to_page, to_slot, feedback, row, sinks, LOW, DTYPE)
@@ -128,7 +113,8 @@ def close_kernel(
             entries, target, plan, high_count, low_count, row, rows, rank + added, moves, width, past, HIGH, 0
         )
         page, slot = place_of(entries, row, width, token, moves, HIGH, 0)
-        copy_tile(pages, page, slot, to_page, to_slot, moves, HIGH)
+        source, target_page = pages + page * HIGH.page_bytes, pages + to_page * HIGH.page_bytes
+        copy_tile(source, target_page, slot, to_slot, moves, HIGH)
 
 
 @triton.jit
@@ -148,22 +134,6 @@ def targets(
         entries, target, plan, high_count, low_count, row, rows, rank, is_low, width, past, LOW, 1
     )
     return is_high, high_page, high_slot, is_low, low_page, low_slot
-
-
-@triton.jit
-def window_tile(window, window_row, active, TIER: tl.constexpr, IS_KEY: tl.constexpr):
-    """A tile of what windows hold, [rows * slots, DIM]; window_row: int64 [tokens]."""
-    DIM: tl.constexpr = TIER.key_dim if IS_KEY else TIER.value_dim
-    dim, exists = tier_dims(TIER, IS_KEY)
-    mask = active[:, None, None] & exists
-    return tl.load(window + window_row[:, None, None] * DIM + dim, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def less(x, offset, row, TIER: tl.constexpr):
-    """A tile of keys of one row less its offset, float32 [rows, key_dim]."""
-    dim, exists = tier_dims(TIER, True)
-    return x - tl.load(offset + row.to(tl.int64) * TIER.key_dim + dim, mask=exists, other=0.0)
 
 
 @triton.jit(

@@ -188,19 +188,29 @@ def page_tile(x, pages, number, place, leaves, TIER: tl.constexpr, IS_KEY: tl.co
 
 
 @triton.jit
-def round_keys_tile(x, feedback, row, TIER: tl.constexpr):
-    """A tile of keys of one row, rounded by `feedback`."""
-    dim, exists = tier_dims(TIER, True)
-    matrix = feedback + row.to(tl.int64) * (TIER.key_dim * TIER.key_dim) + dim
-    return round_tile(x, dim, exists, matrix, TIER.key_dim, TIER.k_bits, TIER.k_groups, TIER.key_metadata)
-
-
-@triton.jit
 def stored_key(x, pages, number, place, feedback, row, leaves, TIER: tl.constexpr, DTYPE: tl.constexpr):
     """Quantises a tile of keys of one row, rounded by `feedback` where that is given and bits are few."""
     if feedback is not None and TIER.k_bits <= MOST_BITS:
-        x = round_keys_tile(x, feedback, row, TIER)
+        dim, exists = tier_dims(TIER, True)
+        matrix = feedback + row.to(tl.int64) * (TIER.key_dim * TIER.key_dim) + dim
+        x = round_tile(x, dim, exists, matrix, TIER.key_dim, TIER.k_bits, TIER.k_groups, TIER.key_metadata)
     page_tile(x, pages, number, place, leaves, TIER, True, DTYPE)
+
+
+@triton.jit
+def window_tile(window, window_row, active, TIER: tl.constexpr, IS_KEY: tl.constexpr):
+    """A tile of what windows hold, [rows * slots, DIM]; window_row: int64 [tokens]."""
+    DIM: tl.constexpr = TIER.key_dim if IS_KEY else TIER.value_dim
+    dim, exists = tier_dims(TIER, IS_KEY)
+    mask = active[:, None, None] & exists
+    return tl.load(window + window_row[:, None, None] * DIM + dim, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def less(x, offset, row, TIER: tl.constexpr):
+    """A tile of keys of one row less its offset, float32 [rows, key_dim]."""
+    dim, exists = tier_dims(TIER, True)
+    return x - tl.load(offset + row.to(tl.int64) * TIER.key_dim + dim, mask=exists, other=0.0)
 
 
 @triton.jit
@@ -262,8 +272,7 @@ def enter_tile(
     rows = key + request * key_batch + head * key_head + token.to(tl.int64) * key_token
     x, good = new_tile(rows, real, key_matrix, limit, KEY_ROOT, TIER, True, INNER, OPERAND)
     if offset is not None:
-        dim, exists = tier_dims(TIER, True)
-        x -= tl.load(offset + row.to(tl.int64) * TIER.key_dim + dim, mask=exists, other=0.0)
+        x = less(x, offset, row, TIER)
     x = rounded(x, DTYPE)
     keep_tile(x, window_key, slot, stays, TIER, True, DTYPE)
     stored_key(x, pages, number, place, feedback, row, leaves, TIER, DTYPE)
@@ -335,16 +344,12 @@ def leave_tile(
     number, place = page_of(table, row, width, token - sinks, leaves, TIER, IS_LOW)
     window_row = slot + row.to(tl.int64) * slots
 
-    dim, exists = tier_dims(TIER, True)
-    mask = there[:, None, None] & exists
-    x = tl.load(window_key + window_row[:, None, None] * TIER.key_dim + dim, mask=mask, other=0.0).to(tl.float32)
+    x = window_tile(window_key, window_row, there, TIER, True)
     if shift is not None:
-        x = rounded(x - tl.load(shift + row.to(tl.int64) * TIER.key_dim + dim, mask=exists, other=0.0), DTYPE)
+        x = rounded(less(x, shift, row, TIER), DTYPE)
         keep_tile(x, window_key, window_row, there & ~leaves, TIER, True, DTYPE)
     stored_key(x, pages, number, place, feedback, row, leaves, TIER, DTYPE)
-    dim, exists = tier_dims(TIER, False)
-    mask = leaves[:, None, None] & exists
-    x = tl.load(window_value + window_row[:, None, None] * TIER.value_dim + dim, mask=mask, other=0.0).to(tl.float32)
+    x = window_tile(window_value, window_row, leaves, TIER, False)
     page_tile(x, pages, number, place, leaves, TIER, False, DTYPE)
 
 

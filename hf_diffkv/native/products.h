@@ -1,13 +1,107 @@
-// Products with codes in integers (AVX-512 VNNI): queries and weights become two digits of seven bits each.
+// Products of a few heads with rows of keys and values: of any element type in float, and with codes in integers (AVX-512
+// VNNI), where queries and weights become two digits of seven bits each.
 #pragma once
-#include "simd.h"
+#include "numbers.h"
+#include "precision.h"
 
 namespace diffkv {
 namespace {
 
+template <int HEADS, class Element>
+inline void dot_heads(const Element* rows, int64_t stride, int count, const float* query, int64_t query_stride,
+                      int width, float* out, int64_t out_stride) {
+  constexpr int TOKENS = BLOCK / HEADS;
+  for (int first = 0; first < count; first += TOKENS) {
+    const Element* row[TOKENS];
+    for (int t = 0; t < TOKENS; t++) row[t] = rows + smaller(first + t, count - 1) * stride;
+    Floats total[BLOCK] = {};
+    for (int d = 0; d < width; d += WIDTH) {
+      Floats x[TOKENS];
+      for (int t = 0; t < TOKENS; t++) x[t] = load(row[t] + d);
+      for (int h = 0; h < HEADS; h++) {
+        const Floats q = load(query + h * query_stride + d);
+        for (int t = 0; t < TOKENS; t++) total[h * TOKENS + t] = fma(x[t], q, total[h * TOKENS + t]);
+      }
+    }
+    float products[BLOCK];
+    sums(total, products);
+    for (int h = 0; h < HEADS; h++)
+      memcpy(out + h * out_stride + first, products + h * TOKENS, TOKENS * sizeof(float));
+  }
+}
+
+// out[h, t] = query[h] . row[t] over `width` elements, a multiple of WIDTH; up to BLOCK - 1 numbers after the last
+// token of each head are overwritten.
+template <class Element>
+inline void dot_rows(const Element* rows, int64_t stride, int count, const float* query, int64_t query_stride,
+                     int heads, int width, float* out, int64_t out_stride) {
+  for (int h = 0; h < heads; h += 4) {
+    const float* q = query + h * query_stride;
+    float* to = out + h * out_stride;
+    switch (smaller(4, heads - h)) {
+      case 1: dot_heads<1>(rows, stride, count, q, query_stride, width, to, out_stride); break;
+      case 2: dot_heads<2>(rows, stride, count, q, query_stride, width, to, out_stride); break;
+      case 3: dot_heads<3>(rows, stride, count, q, query_stride, width, to, out_stride); break;
+      default: dot_heads<4>(rows, stride, count, q, query_stride, width, to, out_stride);
+    }
+  }
+}
+
+template <int HEADS, int VECTORS, class Element>
+inline void add_block(const Element* rows, int64_t stride, int count, const float* weight, int64_t weight_stride,
+                      float* out, int64_t out_stride) {
+  Floats total[HEADS][VECTORS];
+  for (int h = 0; h < HEADS; h++)
+    for (int v = 0; v < VECTORS; v++) total[h][v] = load(out + h * out_stride + v * WIDTH);
+  for (int t = 0; t < count; t++) {
+    Floats x[VECTORS];
+    for (int v = 0; v < VECTORS; v++) x[v] = load(rows + t * stride + v * WIDTH);
+    for (int h = 0; h < HEADS; h++) {
+      const Floats w = splat(weight[h * weight_stride + t]);
+      for (int v = 0; v < VECTORS; v++) total[h][v] = fma(x[v], w, total[h][v]);
+    }
+  }
+  for (int h = 0; h < HEADS; h++)
+    for (int v = 0; v < VECTORS; v++) store(out + h * out_stride + v * WIDTH, total[h][v]);
+}
+
+template <int HEADS, class Element>
+inline void add_heads(const Element* rows, int64_t stride, int count, const float* weight, int64_t weight_stride,
+                      int width, float* out, int64_t out_stride) {
+  constexpr int VECTORS = BLOCK / 4;
+  int d = 0;
+  for (; d + VECTORS * WIDTH <= width; d += VECTORS * WIDTH)
+    add_block<HEADS, VECTORS>(rows + d, stride, count, weight, weight_stride, out + d, out_stride);
+  for (; d < width; d += WIDTH) add_block<HEADS, 1>(rows + d, stride, count, weight, weight_stride, out + d, out_stride);
+}
+
+// out[h] += sum of weight[h, t] * row[t] over `width` elements, a multiple of WIDTH.
+template <class Element>
+inline void add_rows(const Element* rows, int64_t stride, int count, const float* weight, int64_t weight_stride,
+                     int heads, int width, float* out, int64_t out_stride) {
+  for (int h = 0; h < heads; h += 4) {
+    const float* w = weight + h * weight_stride;
+    float* to = out + h * out_stride;
+    switch (smaller(4, heads - h)) {
+      case 1: add_heads<1>(rows, stride, count, w, weight_stride, width, to, out_stride); break;
+      case 2: add_heads<2>(rows, stride, count, w, weight_stride, width, to, out_stride); break;
+      case 3: add_heads<3>(rows, stride, count, w, weight_stride, width, to, out_stride); break;
+      default: add_heads<4>(rows, stride, count, w, weight_stride, width, to, out_stride);
+    }
+  }
+}
+
 #if defined(__AVX512VNNI__)
 constexpr bool HAS_DIGITS = true;
 constexpr float LARGEST_QUERY = 16256.f, LARGEST_WEIGHT = 16383.f;
+
+// Calls with some heads at a time: how many, a `Constant` of MOST or a smaller power of two, and the first of them.
+template <int MOST, class Call>
+inline void each_heads(int heads, Call call) {
+  int h = 0;
+  for (; h + MOST <= heads; h += MOST) call(Constant<MOST>(), h);
+  if constexpr (MOST > 1) each_heads<MOST / 2>(heads - h, [&](auto count, int next) { call(count, h + next); });
+}
 
 // q = factor * (128 * upper + lower), both within [-127, 127]. Returns the factor.
 inline float query_digits(const float* query, int width, int8_t* upper, int8_t* lower) {
@@ -80,36 +174,20 @@ DIFFKV_ALONE void dot_digit_heads(const uint8_t* codes, int64_t stride, int64_t 
   }
 }
 
-template <int VECTORS>
-inline void dot_digit_vectors(const uint8_t* codes, int64_t stride, int64_t width, int count, const int8_t* upper,
-                              const int8_t* lower, const float* factor, int heads, float* out, int64_t out_stride) {
-  for (int h = 0; h < heads;) {
-    const int64_t at = h * width;
-    float* to = out + h * out_stride;
-    if (heads - h >= 4) {
-      dot_digit_heads<4, VECTORS>(codes, stride, width, count, upper + at, lower + at, factor + h, to, out_stride);
-      h += 4;
-    } else if (heads - h >= 2) {
-      dot_digit_heads<2, VECTORS>(codes, stride, width, count, upper + at, lower + at, factor + h, to, out_stride);
-      h += 2;
-    } else {
-      dot_digit_heads<1, VECTORS>(codes, stride, width, count, upper + at, lower + at, factor + h, to, out_stride);
-      h += 1;
-    }
-  }
-}
-
 // out[h, t] = query[h] . codes[t] over `width` codes, a multiple of 64: rows of codes are `stride` bytes apart, those of
 // digits `width`. Up to 15 numbers after the last token of each head are overwritten.
 inline void dot_digits(const uint8_t* codes, int64_t stride, int64_t width, int count, const int8_t* upper,
                        const int8_t* lower, const float* factor, int heads, float* out, int64_t out_stride) {
+  auto dot = [&](auto vectors) {
+    each_heads<4>(heads, [&](auto some, int h) {
+      dot_digit_heads<some.value, vectors.value>(codes, stride, width, count, upper + h * width, lower + h * width,
+                                                 factor + h, out + h * out_stride, out_stride);
+    });
+  };
   switch (width) {
-    case 64:
-      return dot_digit_vectors<1>(codes, stride, width, count, upper, lower, factor, heads, out, out_stride);
-    case 128:
-      return dot_digit_vectors<2>(codes, stride, width, count, upper, lower, factor, heads, out, out_stride);
-    default:
-      return dot_digit_vectors<0>(codes, stride, width, count, upper, lower, factor, heads, out, out_stride);
+    case 64: return dot(Constant<1>());
+    case 128: return dot(Constant<2>());
+    default: return dot(Constant<0>());
   }
 }
 
@@ -187,17 +265,10 @@ DIFFKV_ALONE void add_digit_heads(const uint8_t* quads, int64_t stride, int coun
 // out[h] += sum of weight[h, t] * codes[t], in the order of `transpose_quads`; heads' digits are `digits` apart.
 inline void add_digits(const uint8_t* quads, int64_t stride, int count, const int8_t* upper, const int8_t* lower,
                        int64_t digits, const float* factor, int heads, float* out, int64_t out_stride) {
-  for (int h = 0; h < heads;) {
-    const int64_t at = h * digits;
-    float* to = out + h * out_stride;
-    if (heads - h >= 2) {
-      add_digit_heads<2>(quads, stride, count, upper + at, lower + at, digits, factor + h, to, out_stride);
-      h += 2;
-    } else {
-      add_digit_heads<1>(quads, stride, count, upper + at, lower + at, digits, factor + h, to, out_stride);
-      h += 1;
-    }
-  }
+  each_heads<2>(heads, [&](auto some, int h) {
+    add_digit_heads<some.value>(quads, stride, count, upper + h * digits, lower + h * digits, digits, factor + h,
+                                out + h * out_stride, out_stride);
+  });
 }
 
 // out[d] += what stands in the order of `transpose_quads`.

@@ -1,10 +1,60 @@
-// Attention of the newest token of every request over pages and window, and what every token received from it. Rows are
-// cut into chunks along the sequence, so that one request with few heads keeps all threads busy.
+// One new token per request: it enters the window, then its query attends to pages and window, and what every token
+// received is added to its sum. Rows are cut into chunks along the sequence, so that one request with few heads keeps all
+// threads busy.
 #pragma once
 #include "chunk.h"
 
 namespace diffkv {
 namespace {
+
+// A row in the form in which it is held, rounded once; whether all of it is a number of at most `limit`.
+template <class Element>
+inline bool enter(const Element* from, Element* to, int dim, bool rotated, const float* offset, float limit) {
+  if (rotated || offset) {
+    float row[MAX_DIM];
+    for (int d = 0; d < dim; d++) row[d] = to_float(from[d]);
+    if (rotated) rotate(row, dim);
+    for (int d = 0; offset && d < dim; d++) row[d] -= offset[d];
+    for (int d = 0; d < dim; d++) from_float(row[d], to[d]);
+  } else {
+    memcpy(to, from, dim * sizeof(Element));
+  }
+  int bad = 0;
+  for (int d = 0; d < dim; d++) {
+    const float x = to_float(to[d]);
+    // a comparison with NaN is false
+    bad |= !(x <= limit) | !(x >= -limit);
+  }
+  return !bad;
+}
+
+inline void append(const Step& step) {
+  const Side &keys = step.format.tier[0].key, &values = step.format.tier[0].value;
+  bool good = true;
+  for (int64_t request = 0; request < step.batch; request++) {
+    if (step.valid && !step.valid[request]) continue;
+    const int64_t position = step.length[request];
+    const bool sink = step.sink_end && position < step.sink_end[request];
+    const int64_t slot = sink ? position : ring_slot(position, step.slots, step.sink_slots);
+    with_dtype(step.format.dtype, [&](auto element) {
+      using Element = decltype(element);
+      for (int64_t head = 0; head < step.heads; head++) {
+        const int64_t row = request * step.heads + head, at = row * step.slots + slot;
+        const float* offset = step.key_offset ? step.key_offset + row * keys.dim : nullptr;
+        const auto* key = static_cast<const Element*>(step.key) + request * step.key_batch + head * step.key_head;
+        const auto* value =
+            static_cast<const Element*>(step.value) + request * step.value_batch + head * step.value_head;
+        auto* held_key = static_cast<Element*>(step.window_key) + at * keys.dim;
+        auto* held_value = static_cast<Element*>(step.window_value) + at * values.dim;
+        good &= enter(key, held_key, keys.dim, step.rotate, offset, step.limit);
+        good &= enter(value, held_value, values.dim, step.rotate, nullptr, step.limit);
+        step.window_score[at] = 0;
+      }
+    });
+    step.length[request]++;
+  }
+  if (!good) *step.invalid = 1;
+}
 
 constexpr int64_t CHUNK_TOKENS = 1024, SMALLEST_CHUNK = 128, CHUNKS_PER_THREAD = 3;
 
@@ -31,18 +81,15 @@ struct Attention {
   int64_t count, most_pieces, most_tokens;
   bool failed;
 
-  int64_t plan(int64_t target, uint8_t* memory, int64_t& bytes);
+  int64_t plan(int64_t target, Places& take);
+  void attend(int64_t index);
+  void finish(int64_t index, Work& work) const;
 };
 
-// Cuts all rows; lays results out from `memory` on, or only counts where that is null.
-inline int64_t Attention::plan(int64_t target, uint8_t* memory, int64_t& bytes) {
+// Cuts all rows into `count` chunks, and lays their results out behind these.
+inline int64_t Attention::plan(int64_t target, Places& take) {
   const int64_t group = step->group, value = padded(step->format.tier[0].value.dim);
-  const int64_t first = memory ? round_up(count * int64_t(sizeof(Chunk)), 64) : 0;
-  bytes = first;
-  auto take = [&](float*& part, int64_t numbers) {
-    part = reinterpret_cast<float*>(uintptr_t(memory) + bytes);
-    bytes += round_up(numbers * int64_t(sizeof(float)), 64);
-  };
+  take(chunks, count);
   int64_t found = 0;
   most_pieces = most_tokens = 0;
   for (int64_t row = 0; row < step->batch * step->heads; row++) {
@@ -68,7 +115,7 @@ inline int64_t Attention::plan(int64_t target, uint8_t* memory, int64_t& bytes) 
       take(chunk.output, group * value);
       most_pieces = larger(most_pieces, chunk.pieces);
       most_tokens = larger(most_tokens, chunk.tokens);
-      if (memory) chunks[found] = chunk;
+      if (take.memory) chunks[found] = chunk;
       found++;
     }
   }
@@ -83,35 +130,34 @@ inline Work* buffers(const Attention& attention, Work& work) {
   return &work;
 }
 
-inline float shared_peak(const Step& step, const Chunk* chunks, int64_t count, int64_t row, int64_t head) {
-  float peak = step.sinks ? step.sinks[row % step.heads * step.group + head] * LOG2_E : -INFINITY;
-  for (int64_t c = 0; c < count; c++) peak = larger(peak, chunks[c].peak[head]);
-  return peak;
+// Of a row's softmax for one head: the largest logit, and 1 / the denominator relative to it.
+struct Shared {
+  float peak, inverse;
+};
+
+inline Shared shared_softmax(const Step& step, const Chunk* chunks, int64_t head) {
+  const float* logit = step.sinks ? step.sinks + chunks->row % step.heads * step.group + head : nullptr;
+  float peak = logit ? *logit * LOG2_E : -INFINITY;
+  for (int64_t c = 0; c < chunks->chunks; c++) peak = larger(peak, chunks[c].peak[head]);
+  float total = logit ? exp2f(*logit * LOG2_E - peak) : 0;
+  for (int64_t c = 0; c < chunks->chunks; c++) total += chunks[c].total[head] * exp2f(chunks[c].peak[head] - peak);
+  return {peak, total == 0 ? 1 : 1 / total};
 }
 
-// 1 / the softmax's denominator, relative to `peak`.
-inline float inverse_total(const Step& step, const Chunk* chunks, int64_t count, int64_t row, int64_t head,
-                           float peak) {
-  float total = step.sinks ? exp2f(step.sinks[row % step.heads * step.group + head] * LOG2_E - peak) : 0;
-  for (int64_t c = 0; c < count; c++) total += chunks[c].total[head] * exp2f(chunks[c].peak[head] - peak);
-  return total == 0 ? 1 : 1 / total;
-}
-
-inline void write_output(const Step& step, const Chunk* chunks, int64_t count, int64_t row) {
+inline void write_output(const Step& step, const Chunk* chunks) {
   const int dim = step.format.tier[0].value.dim;
   const int64_t stride = padded(dim);
   for (int64_t h = 0; h < step.group; h++) {
-    const float peak = shared_peak(step, chunks, count, row, h);
-    const float inverse = inverse_total(step, chunks, count, row, h, peak);
+    const Shared all = shared_softmax(step, chunks, h);
     float sums[MAX_DIM] = {};
-    for (int64_t c = 0; c < count; c++) {
-      const float share = exp2f(chunks[c].peak[h] - peak) * inverse;
+    for (int64_t c = 0; c < chunks->chunks; c++) {
+      const float share = exp2f(chunks[c].peak[h] - all.peak) * all.inverse;
       const float* part = chunks[c].output + h * stride;
       for (int d = 0; d < dim; d++) sums[d] += part[d] * share;
     }
     if (step.rotate) rotate_back(sums, dim);
     with_dtype(step.format.dtype, [&](auto element) {
-      auto* to = static_cast<decltype(element)*>(step.output) + (row * step.group + h) * dim;
+      auto* to = static_cast<decltype(element)*>(step.output) + (chunks->row * step.group + h) * dim;
       for (int d = 0; d < dim; d++) from_float(sums[d], to[d]);
     });
   }
@@ -123,9 +169,8 @@ inline void write_received(const Attention& attention, const Chunk& chunk, Work&
   const int64_t stride = chunk.stride();
   float* received = work.received;
   for (int64_t h = 0; h < step.group; h++) {
-    const float peak = shared_peak(step, chunks, chunk.chunks, chunk.row, h);
-    const float inverse = inverse_total(step, chunks, chunk.chunks, chunk.row, h, peak);
-    const Floats share = splat(exp2f(chunk.peak[h] - peak) * inverse);
+    const Shared all = shared_softmax(step, chunks, h);
+    const Floats share = splat(exp2f(chunk.peak[h] - all.peak) * all.inverse);
     for (int64_t t = 0; t < chunk.tokens; t += WIDTH) {
       const Floats got = load(chunk.weights + h * stride + t) * share;
       store(received + t, h == 0 ? got : maximum(load(received + t), got));
@@ -152,31 +197,22 @@ inline void write_received(const Attention& attention, const Chunk& chunk, Work&
   }
 }
 
-inline void finish_chunk(const Attention& attention, int64_t index, Work& work) {
-  const Chunk& chunk = attention.chunks[index];
-  if (chunk.weights) write_received(attention, chunk, work);
-  if (chunk.first_chunk == index)
-    write_output(*attention.step, attention.chunks + index, chunk.chunks, chunk.row);
+inline void Attention::finish(int64_t index, Work& work) const {
+  const Chunk& chunk = chunks[index];
+  if (chunk.weights) write_received(*this, chunk, work);
+  if (chunk.first_chunk == index) write_output(*step, chunks + index);
 }
 
-inline void run_attend(void* context, int64_t index) {
-  Attention& attention = *static_cast<Attention*>(context);
-  Chunk chunk = attention.chunks[index];
+inline void Attention::attend(int64_t index) {
+  Chunk chunk = chunks[index];
   Work work;
-  if (!buffers(attention, work)) {
-    attention.failed = true;
+  if (!buffers(*this, work)) {
+    failed = true;
     return;
   }
   if (!chunk.weights) chunk.weights = work.weight;
-  attend_chunk(*attention.step, attention.window, row_tokens(*attention.step, chunk.row), chunk, work);
-  if (chunk.chunks == 1) finish_chunk(attention, index, work);
-}
-
-inline void run_finish(void* context, int64_t index) {
-  Attention& attention = *static_cast<Attention*>(context);
-  Work work;
-  if (attention.chunks[index].chunks == 1 || attention.failed || !buffers(attention, work)) return;
-  finish_chunk(attention, index, work);
+  attend_chunk(*step, window, row_tokens(*step, chunk.row), chunk, work);
+  if (chunk.chunks == 1) finish(index, work);
 }
 
 // The step's table must have been checked.
@@ -195,19 +231,31 @@ inline int64_t attend(const Step& step) {
   Attention attention = {};
   attention.step = &step;
   attention.window = window_tier(step.format);
-  int64_t bytes;
-  attention.count = attention.plan(target, nullptr, bytes);
+  Places counted = {nullptr, 0};
+  attention.count = attention.plan(target, counted);
   if (!attention.count) return OK;
-  bytes += round_up(attention.count * int64_t(sizeof(Chunk)), 64);
-  uint8_t* memory = static_cast<uint8_t*>(call_scratch(bytes));
-  if (!memory) return NO_MEMORY;
-  attention.chunks = reinterpret_cast<Chunk*>(memory);
-  attention.plan(target, memory, bytes);
+  counted(attention.chunks, attention.count);
+  Places take = {static_cast<uint8_t*>(call_scratch(counted.used)), 0};
+  if (!take.memory) return NO_MEMORY;
+  attention.plan(target, take);
   bool split = false;
   for (int64_t c = 0; c < attention.count; c++) split |= attention.chunks[c].chunks > 1;
-  parallel(attention.count, step.threads, run_attend, &attention);
-  if (split) parallel(attention.count, step.threads, run_finish, &attention);
+  each_task(attention.count, step.threads, [&](int64_t index) { attention.attend(index); });
+  if (split)
+    each_task(attention.count, step.threads, [&](int64_t index) {
+      Work work;
+      if (attention.chunks[index].chunks == 1 || attention.failed || !buffers(attention, work)) return;
+      attention.finish(index, work);
+    });
   return attention.failed ? NO_MEMORY : OK;
+}
+
+inline int64_t run_step(const Step& step) {
+  for (int64_t row = 0; row < step.batch * step.heads; row++)
+    if (step.query && (!step.valid || step.valid[row / step.heads]))
+      if (int64_t status = check_row(step.format, step.rows, row)) return status;
+  if (step.key) append(step);
+  return step.query ? attend(step) : OK;
 }
 
 }  // namespace
