@@ -12,8 +12,7 @@ from ..pages import NULL_PAGE
 from ..pages.rows import ROW_STATE
 from ..store.compaction import settle
 from ..store.decode import planned_scratch, prepare_scratch
-from ..store.padding import Padding
-from ..store.state import Store, read_together
+from ..store.state import Padding, Store, read_together
 from ..store.step import bound_rows
 from .growing import GrowingTensor
 

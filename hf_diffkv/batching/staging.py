@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..pages import PageTable
 from ..pages.rows import ROW_STATE
-from ..store.padding import Padding
-from ..store.state import Store
+from ..store.state import Padding, Store
 from .reservations import ReservedPool
 
 

@@ -1,6 +1,6 @@
 """The attention and mask functions registered as `"diffkv"`.
 
-Keys and values that carry a `CompressedLayer` go to it; all others (training, other caches, sliding-window layers) take
+Keys and values that carry a `DiffKVLayer` go to it; all others (training, other caches, sliding-window layers) take
 ordinary dense attention, so a model may stay on `"diffkv"`.
 
 In a compiled forward the whole of a layer's attention is one opaque operator, `attend`, so that the forward compiles
@@ -23,7 +23,7 @@ from ..ops.softmax import Softmax
 from .dense import dense_attention
 from .errors import HandOverError
 from .handles import awaiting_layers, layer_of
-from .layer import DEFERRED, LAYER_TAG, CompressedLayer
+from .layer import DEFERRED, LAYER_TAG, DiffKVLayer
 
 # attribute of a mask that is causal with padding: the padding, [batch, keys]
 PADDING = "_diffkv_padding"
@@ -183,7 +183,7 @@ def _no_padding(padding: Tensor | None, queries: int) -> bool:
 
 
 def split_mask(
-    mask: Tensor | None, layer: CompressedLayer, tokens: int
+    mask: Tensor | None, layer: DiffKVLayer, tokens: int
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """What a mask says, each part None where it says nothing.
 
@@ -256,7 +256,7 @@ def attend(
 
 
 def attend_at(
-    layer: CompressedLayer,
+    layer: DiffKVLayer,
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -1,4 +1,4 @@
-"""The tokens of one forward while later layers of the model are still to read them."""
+"""What later layers of the model must see that read the tokens of a layer in one forward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..store import SharedRecording, SharedStep, SharedTokens, Store
 from .errors import HandOverError
 
 
@@ -17,14 +16,12 @@ class AwaitedTokens:
     """New tokens that further layers are to read.
 
     Attributes:
-        shared: attends from them, and stores them with the last reader.
         shape: of the keys, [batch, heads, tokens, key_dim].
         left: readers still to come.
         mask: the attention mask that the storing layer was given.
         thread: in which it attended.
     """
 
-    shared: SharedStep | SharedTokens | SharedRecording
     shape: torch.Size
     left: int
     mask: Tensor | None = None
@@ -59,28 +56,3 @@ class AwaitedTokens:
             return False
         # a look at the device, which steps of one token get by without
         return (mask.data_ptr(), mask.stride()) == (whole.data_ptr(), whole.stride()) or bool((mask == whole).all())
-
-
-def await_readers(
-    store: Store,
-    slot: int,
-    key: Tensor,
-    value: Tensor,
-    valid: Tensor | None,
-    mask: Tensor | None,
-    past: int,
-    readers: int,
-) -> AwaitedTokens:
-    """New tokens that `readers` later layers attend to. The other arguments as in `DiffKVLayer.attend`.
-
-    Raises:
-        ValueError: keys or values that are not finite.
-    """
-    shared: SharedStep | SharedTokens | SharedRecording
-    if store.recording:
-        shared = SharedRecording(store, slot, key, value, valid, mask, readers)
-    elif key.shape[2] == 1 and past > 0:
-        shared = SharedStep(store, slot, key, value, None if valid is None else valid[:, 0])
-    else:
-        shared = SharedTokens(store, slot, key, value, valid, mask)
-    return AwaitedTokens(shared, key.shape, readers)
