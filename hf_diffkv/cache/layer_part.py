@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..ops.softmax import Softmax
 from ..store import (
+    Read,
     Recorded,
     SharedRecording,
     SharedStep,
@@ -126,7 +127,7 @@ class LayerPart:
                 self.shared = self._share(key, value, valid, mask)
                 output = self.shared.attend(query, False, softmax)
             elif store.recording:
-                output = attend_recorded(store, self.slot, Recorded(query, key, value, valid, mask, softmax))
+                output = attend_recorded(store, self.slot, Recorded(key, value, valid, mask, (Read(query, softmax),)))
             elif tokens == 1 and self.seen > 1:
                 output = attend_token(*inputs, softmax, None if valid is None else valid[:, 0])
             else:

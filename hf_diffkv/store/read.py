@@ -108,7 +108,7 @@ def payload(store: Store) -> Payload:
     """Counts of all layers."""
     settle(store)
     none = torch.zeros(store.batch_size, dtype=torch.int64, device=store.device)
-    recorded = torch.stack([none if r is None else r.count() for r in store.recorded])
+    recorded = torch.stack([none if r is None else r.real().sum(-1) for r in store.recorded])
     window = (held_count(store) + recorded)[..., None].expand_as(store.high_count)
     return Payload(store.high_count.long(), store.low_count.long(), window, store.length + recorded)
 
@@ -187,8 +187,7 @@ def _recorded_tokens(store: Store, layer: int) -> list[tuple[Tensor, Tensor, Ten
     recorded = store.recorded[layer]
     if recorded is None:
         return []
-    shape = (store.batch_size, recorded.tokens)
-    valid = torch.ones(shape, dtype=torch.bool, device=store.device) if recorded.valid is None else recorded.valid
+    valid = recorded.real()
     position = store.length[layer][:, None] + valid.cumsum(-1) - 1
     valid, position = (t.repeat_interleave(store.num_heads, dim=0) for t in (valid, position))
     row, column = valid.nonzero(as_tuple=True)
