@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Union
 
 from ..cache.snapshot import Snapshot
-from .folder import FolderTier
-from .tiers import MemoryTier, Rank, choose_victims
+from .tiers import FolderTier, MemoryTier, Rank, choose_victims
 
 PrefixTier = Union[MemoryTier, FolderTier]
 

@@ -34,11 +34,10 @@ from ..compat import passing
 from ..config import DiffKVConfig
 from ..store import Store
 from .background import Background
-from .folder import FolderTier
 from .hierarchy import Hierarchy, PrefixTier, warn
 from .requests import Requests
 from .stats import ExpectedPrefix, PrefixEntry, PrefixStats
-from .tiers import MemoryTier
+from .tiers import FolderTier, MemoryTier
 from .tokens import as_tokens, digest, digests
 
 TOKEN_IDS = "input_ids"
@@ -268,11 +267,9 @@ class PrefixStore:
             slow = [name for name, tier in zip(names, tiers) if name is not None and tier not in (None, fast)]
             self._background.want(slow if load else [])
             loading = [name is not None and self._background.is_loading(name) for name in names]
-        lengths = [0 if entry is None else entry.length for entry in entries]
-        found = zip(tiers, loading, lengths)
         return [
-            ExpectedPrefix(None if tier is None else tier.name, tier is fast, coming, length)
-            for tier, coming, length in found
+            ExpectedPrefix(tier.name if tier else None, tier is fast, coming, entry.length if entry else 0)
+            for tier, coming, entry in zip(tiers, loading, entries)
         ]
 
     @property
