@@ -19,10 +19,10 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from ..cache.devices import TensorParallel
 from ..cache.diffkv_cache import resolve_config
 from ..cache.errors import HandOverError, UnsupportedModelError
-from ..cache.known_queries import moments_for
 from ..cache.registration import cache_fields, set_attention
 from ..compat import attention_of, can_switch
 from ..import_hook import PAGED_NAME
+from ..store.query_moments import moments_for
 from .beginnings import check_marks
 from .captured_steps import CapturedSteps, captures_steps
 from .engine import DiffKVBatchProcessor, scheduler_class

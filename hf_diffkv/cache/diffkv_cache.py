@@ -15,11 +15,11 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ..config.diffkv_config import DiffKVConfig, configuration_of
 from ..store import check_integrity, commit, fork_store, levels, move_rows, prepare_rows, read_tokens, settle
+from ..store.query_moments import moments_for
 from .devices import TensorParallel, are_apart, layer_devices
 from .errors import HandOverError, stopped_halfway
 from .held_tokens import HeldTokens
 from .io import load_cache, save_cache
-from .known_queries import moments_for
 from .layer import DiffKVLayer, LayerPart
 from .report import MemoryReport, in_short, memory_report
 from .snapshot import model_fingerprint

@@ -15,9 +15,9 @@ from safetensors.torch import load, load_file, save_file
 
 from ..config.diffkv_config import DiffKVConfig, configuration_of
 from ..config.files import new_folder
-from .contents import CacheContents
 from .devices import TensorParallel
 from .snapshot import (
+    CacheContents,
     CacheFileError,
     CacheT,
     Snapshot,

@@ -6,23 +6,58 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..config.diffkv_config import DiffKVConfig, configuration_of
+from ..config.head_groups import same_pages
 from ..pages import NULL_PAGE
 from ..pages.rows import ROW_STATE
 from ..store import KVHeads, Store, settle
-from .contents import CacheContents
-from .stores import Stores, same_pages
-
-CacheT = TypeVar("CacheT", bound=CacheContents)
+from .held_tokens import HeldTokens
+from .stores import Stores
 
 # what does not change the keys and values a model computes
 VOLATILE = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 WEIGHT_SAMPLES = 64
+
+
+class CacheContents(Protocol):
+    """A cache as what reports, copies and saves it knows it.
+
+    Attributes:
+        layers: Transformers' own and compressed ones, one for each layer of the model.
+        model_fingerprint: of the model's configuration (`snapshot.model_fingerprint`).
+    """
+
+    layers: list[Any]
+    stores: Stores
+    held_tokens: HeldTokens
+    config: DiffKVConfig
+    model_fingerprint: str
+
+    def compressed_layers(self) -> list[int]:
+        """Indices of the compressed layers."""
+
+    def placed(self) -> list[Any]:
+        """What takes the tokens of each group of heads (`Stores.groups`), in order; some layers have two."""
+
+    def levels(self, layer_idx: int) -> Tensor:
+        """int8 [batch, kv_heads, seen], as `DiffKVCache.levels`."""
+
+    def get_seq_length(self) -> int:
+        """Tokens seen."""
+
+    def attach(self, model: Any) -> None:
+        """Tells the cache over which devices and processes `model` is spread."""
+
+    def check_integrity(self) -> None:
+        """Raises `IntegrityError` where pages, counts and tables disagree."""
+
+
+CacheT = TypeVar("CacheT", bound=CacheContents)
 
 
 class CacheFileError(ValueError):
