@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..cache import graphs
-from ..cache.paged_attention import PackedCache
+from ..cache.attention import PackedCache
 from ..ops.backend import use_kernels
 from ..ops.softmax import Softmax
 from .engine_cache import ContinuousCache

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..cache.attention import PackedCache
 from ..cache.errors import HandOverError
-from ..cache.paged_attention import PackedCache
 from ..ops.softmax import Softmax
 from ..prefixes.stats import ExpectedPrefix
 from .beginnings import Beginnings

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
+from ..cache.attention import PackedCache
 from ..cache.dense import dense_attention
 from ..cache.errors import UnsupportedModelError
-from ..cache.paged_attention import PackedCache
 from ..config import DiffKVConfig
 from ..ops.softmax import Softmax
 from ..pages import PageLayout

@@ -14,10 +14,9 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..ops.softmax import Softmax
 from ..store import Store, attend_token, read_tokens
-from .awaited import AwaitedTokens
 from .errors import HandOverError, NotCapturableError
 from .handles import new_handle
-from .layer_part import LayerPart
+from .layer_part import AwaitedTokens, LayerPart
 from .split_heads import SplitHeads
 from .stores import Stores
 

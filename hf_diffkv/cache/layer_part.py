@@ -1,6 +1,9 @@
-"""What takes the tokens of a layer's heads that are held alike, and hands them to a store."""
+"""What takes the tokens of a layer's heads that are held alike, and what later layers must see that read them."""
 
 from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,6 +24,7 @@ from ..store import (
     hide_tokens,
 )
 from ..store.state import reads_are_free
+from .errors import HandOverError
 from .stores import Stores
 
 
@@ -165,3 +169,50 @@ class LayerPart:
         self.stores.seen[self.index] = 0
         self.store = self.shared = None
         self.slot = -1
+
+
+@dataclass
+class AwaitedTokens:
+    """New tokens that further layers are to read.
+
+    Attributes:
+        shape: of the keys, [batch, heads, tokens, key_dim].
+        left: readers still to come.
+        mask: the attention mask that the storing layer was given.
+        thread: in which it attended.
+    """
+
+    shape: torch.Size
+    left: int
+    mask: Tensor | None = None
+    thread: int = field(default_factory=threading.get_ident)
+
+    def check(self, query: Tensor, key: Tensor, mask: Tensor | None) -> None:
+        """Raises `HandOverError` unless a reader sees what the storing layer saw.
+
+        Args:
+            query: [batch, query_heads, n, key_dim] of the newest n tokens; the mask may be cut likewise.
+        """
+        count, earlier = query.shape[2], self.shape[2] - query.shape[2]
+        fits = earlier >= 0 and self.shape == key.shape and query.device == key.device
+        if not (fits and self._is_same(mask, count)):
+            raise HandOverError(
+                "a layer that reads the keys and values of an earlier layer has another attention mask, or runs on "
+                "another device; such a model cannot use DiffKVCache."
+            )
+        if count > 1 and earlier and mask is not None and mask.ndim == 4:
+            part = mask[..., -self.shape[2] :][..., :earlier]
+            if not bool((part == part[:, :, -1:]).all()):
+                raise HandOverError(
+                    "this attention mask hides some new tokens from some of the last ones only, where layers that "
+                    "read the keys and values of an earlier layer attend from those alone; pass logits_to_keep=0."
+                )
+
+    def _is_same(self, mask: Tensor | None, count: int) -> bool:
+        if mask is None or self.mask is None:
+            return mask is self.mask
+        whole = self.mask if mask.ndim == 2 or mask.shape[-2] != count else self.mask[..., -count:, :]
+        if mask.shape != whole.shape or mask.device != whole.device:
+            return False
+        # a look at the device, which steps of one token get by without
+        return (mask.data_ptr(), mask.stride()) == (whole.data_ptr(), whole.stride()) or bool((mask == whole).all())

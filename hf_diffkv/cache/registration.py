@@ -28,11 +28,10 @@ from ..compat import (
 )
 from ..config import DiffKVConfig
 from ..import_hook import NAME, PAGED_NAME, add_name, remove_name
-from .attention import diffkv_attention, diffkv_mask
+from .attention import diffkv_attention, diffkv_mask, paged_attention
 from .diffkv_cache import DiffKVCache
 from .errors import UnsupportedModelError
 from .graphs import DecodeStep, GraphRequest, wants_graphs
-from .paged_attention import paged_attention
 from .supported_models import check_attention, check_model_config
 
 _logger = logging.getLogger("hf_diffkv")
