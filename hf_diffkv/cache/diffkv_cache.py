@@ -110,13 +110,11 @@ class DiffKVCache(Cache):
         layer = self.layers[layer_idx]
         if self.stores.awaited is not None and layer_idx <= self._layer_of(self.stores.awaited):
             self.stores.check_read()
-        if isinstance(layer, DiffKVLayer) and layer.index == 0 and not self._in_graph():
+        # else the host learns nothing of this forward
+        told = not (torch.compiler.is_compiling() or self.stores.capturing)
+        if isinstance(layer, DiffKVLayer) and layer.index == 0 and told:
             self._check_stock_layers(layer_idx, layer.seen, key_states.shape[2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-    def _in_graph(self) -> bool:
-        """Whether the host learns nothing of this forward."""
-        return torch.compiler.is_compiling() or self.stores.capturing
 
     def _check_stock_layers(self, layer_idx: int, seen: int, tokens: int) -> None:
         """Raises unless Transformers' own layers stand where the first compressed one is, before its `tokens` come."""

@@ -93,21 +93,14 @@ def take_snapshot(cache: CacheContents, weights: str | None = None) -> Snapshot:
     Raises:
         ValueError: tokens that may still be taken back, or a layer of Transformers' own that cannot be copied so.
     """
-    tensors: dict[str, Tensor] = {}
-    compressed = cache.compressed_layers()
-    stores = [_describe_store(store, index, tensors) for index, store in enumerate(cache.stores.all)]
     places = {
-        str(part.index): [cache.stores.all.index(part.store), part.slot, part.seen]
+        part.index: (cache.stores.all.index(part.store), part.slot, part.seen)
         for part in cache.placed()
         if part.store is not None
     }
-    stock = {
-        str(layer_idx): _describe_stock(layer, f"layer{layer_idx}", tensors)
-        for layer_idx, layer in enumerate(cache.layers)
-        if layer_idx not in compressed
-    }
-    content = _content(cache.model_fingerprint, weights, cache.config, stores, places, stock)
-    return Snapshot(content, tensors)
+    compressed = cache.compressed_layers()
+    others = {index: layer for index, layer in enumerate(cache.layers) if index not in compressed}
+    return _snapshot(cache.stores.all, places, others, cache.config, cache.model_fingerprint, weights)
 
 
 def snapshot_of_request(
@@ -121,29 +114,35 @@ def snapshot_of_request(
         config: of that cache.
         model, weights: fingerprints of the model.
     """
-    tensors: dict[str, Tensor] = {}
-    described = [_describe_store(store, number, tensors) for number, store in enumerate(stores)]
     places = {
         index: (number, layer, store.seen)
         for number, store in enumerate(stores)
         for layer, index in enumerate(store.layers)
     }
-    by_layer = {str(index): list(places[index]) for index in sorted(places)}
-    stock = {str(index): _describe_stock(layer, f"layer{index}", tensors) for index, layer in others.items()}
-    return Snapshot(_content(model, weights, config, described, by_layer, stock), tensors)
+    return _snapshot(stores, dict(sorted(places.items())), others, config, model, weights)
 
 
-def _content(
-    model: str, weights: str | None, config: DiffKVConfig, stores: list, places: dict[str, list], stock: dict
-) -> dict[str, Any]:
-    return {
+def _snapshot(
+    stores: Sequence[Store],
+    places: dict[int, tuple[int, int, int]],
+    others: Mapping[int, Any],
+    config: DiffKVConfig,
+    model: str,
+    weights: str | None,
+) -> Snapshot:
+    """As `snapshot_of_request`; places: number of the store, layer in it and tokens seen, by group of heads."""
+    tensors: dict[str, Tensor] = {}
+    content = {
         "model": model,
         "weights": weights,
         "config": config.to_dict(),
-        "stores": stores,
-        "places": places,
-        "stock_layers": stock,
+        "stores": [_describe_store(store, number, tensors) for number, store in enumerate(stores)],
+        "places": {str(index): list(place) for index, place in places.items()},
+        "stock_layers": {
+            str(index): _describe_stock(layer, f"layer{index}", tensors) for index, layer in others.items()
+        },
     }
+    return Snapshot(content, tensors)
 
 
 def restore_snapshot(

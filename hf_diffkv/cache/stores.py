@@ -13,7 +13,6 @@ from ..config import DiffKVConfig
 from ..config.head_groups import HeadGroup, head_groups, same_pages
 from ..store import KVHeads, Store, begin_forward, drop_unused_layers, withdraw
 from ..store.query_moments import QueryMoments
-from ..store.state import LayerThreshold
 from .devices import TensorParallel, absent_layers, layer_devices
 from .errors import HandOverError, stopped_halfway
 
@@ -159,9 +158,10 @@ class Stores:
             store = self.make_store(index, self._layers_to_come(key.device, index), batch, heads)
             store.recording = self.recording
             self._make_room_beside(store)
-        alphas = (self._of_rank(alpha, store) for alpha in (config.alpha_high, config.alpha_low))
         store.place_layer(used, index)
-        store.set_thresholds(used, *alphas)
+        alphas = (config.alpha_high, config.alpha_low)
+        share = self.tensor_parallel.share
+        store.set_thresholds(used, *(share(a, store.num_heads) if isinstance(a, tuple) else a for a in alphas))
         self.assign(index, store, used)
         return self._places[index]
 
@@ -206,9 +206,6 @@ class Stores:
         if chosen is not None and len(self.tensor_parallel.share(chosen, heads)) != heads:
             raise wrong_heads(group.layer, len(chosen), heads)
         return group.config
-
-    def _of_rank(self, value: LayerThreshold, store: Store) -> LayerThreshold:
-        return self.tensor_parallel.share(value, store.num_heads) if isinstance(value, tuple) else value
 
     def starts_forward(self, index: int) -> bool:
         """Whether this layer is the first one of a forward: no other one is ahead of it."""

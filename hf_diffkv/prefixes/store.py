@@ -34,8 +34,7 @@ from ..compat import passing
 from ..config import DiffKVConfig
 from ..store import Store
 from .background import Background
-from .hierarchy import Hierarchy, PrefixTier, warn
-from .requests import Requests
+from .hierarchy import Hierarchy, PrefixTier, Requests, warn
 from .stats import ExpectedPrefix, PrefixEntry, PrefixStats
 from .tiers import FolderTier, MemoryTier
 from .tokens import as_tokens, digest, digests
@@ -395,11 +394,7 @@ class PrefixStore:
                     DiffKVCache, snapshot, self.model, layer_devices(self.model), self.model.device
                 )
             except (CacheFileError, FileNotFoundError) as error:
-                # another process may have removed it meanwhile
-                if tier.holds(name):
-                    self._tiers.disk_errors += 1
-                    warn(f"a stored prefix is damaged and is removed: {error}")
-                self._tiers.remove([name], [tier])
+                self._tiers.drop_damaged(name, tier, error, warn)
                 continue
             except OSError as error:
                 self._tiers.note_fault("a stored prefix cannot be read, its tokens are computed", error)

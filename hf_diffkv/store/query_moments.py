@@ -54,8 +54,8 @@ class QueryMoments:
 
     def __post_init__(self) -> None:
         for layer, triangle in enumerate(self.triangles):
-            fits = triangle.ndim == 2 and triangle.dtype == torch.bfloat16
-            if not fits or _triangle_size(_dim_of(triangle)) != triangle.shape[1] or not triangle.isfinite().all():
+            dim, fits = _dim_of(triangle), triangle.ndim == 2 and triangle.dtype == torch.bfloat16
+            if not fits or dim * (dim + 1) // 2 != triangle.shape[1] or not triangle.isfinite().all():
                 raise ValueError(
                     f"layer {layer} must be finite bfloat16 [heads, key_dim * (key_dim + 1) / 2], not "
                     f"{triangle.dtype} {list(triangle.shape)}."
@@ -194,10 +194,6 @@ def _triangle_of(moment: Tensor) -> Tensor:
     some = (ADDED_SHARE * mean)[:, None, None] * torch.eye(dim, dtype=torch.float64)
     row, column = torch.tril_indices(dim, dim)
     return torch.linalg.cholesky(moment + some)[:, row, column].to(torch.bfloat16)
-
-
-def _triangle_size(dim: int) -> int:
-    return dim * (dim + 1) // 2
 
 
 def _dim_of(triangle: Tensor) -> int:
