@@ -51,6 +51,7 @@ class DiffKVLayer(CacheLayerMixin):
         readers: how many later layers of the model read its keys and values as well.
 
     Attributes:
+        index: of its first group of heads.
         parts: what takes the tokens of each group of its heads.
         pending: keys and values of each group, until their queries come.
         awaited: the forward's tokens while readers are still to attend to them.
@@ -63,18 +64,16 @@ class DiffKVLayer(CacheLayerMixin):
 
     def __init__(self, stores: Stores, groups: Sequence[int], readers: int = 0) -> None:
         # not `CacheLayerMixin.__init__`, which sets what is looked up here
-        self.stores, self.readers = stores, readers
+        self.stores, self.readers, self.index = stores, readers, groups[0]
         self.parts = [LayerPart(stores, index, readers) for index in groups]
+        # those that begin together: all where later layers read the tokens; else a group begins when the one before it
+        # has attended, so that an error in the first can be undone
+        self._at_once = self.parts if readers else self.parts[:1]
         self._heads = SplitHeads([stores.groups[index] for index in groups]) if len(groups) > 1 else None
         self.pending: list[tuple[Tensor, Tensor]] | None = None
         self._shape: torch.Size | None = None
         self.awaited: AwaitedTokens | None = None
         self.handle = new_handle(self)
-
-    @property
-    def index(self) -> int:
-        """Of its first group of heads, among all groups (`Stores.groups`)."""
-        return self.parts[0].index
 
     @property
     def store(self) -> Store | None:
@@ -84,12 +83,12 @@ class DiffKVLayer(CacheLayerMixin):
     @property
     def seen(self) -> int:
         """Logical tokens seen: padding and pruned ones included."""
-        return self.parts[0].seen
+        return self.stores.seen[self.index]
 
     @property
     def is_initialized(self) -> bool:
-        """Whether every group of heads has a place."""
-        return all(part.store is not None for part in self.parts)
+        """Whether every group of heads has a place, of which the last one gets its own last."""
+        return self.parts[-1].store is not None
 
     @property
     def keys(self) -> Tensor | None:
@@ -178,14 +177,6 @@ class DiffKVLayer(CacheLayerMixin):
         self.pending, self._shape, self.stores.pending = pending, key.shape, self.index
         return _tagged(key_states, value_states, self)
 
-    @property
-    def _at_once(self) -> list[LayerPart]:
-        """Those that begin together: all where later layers read the tokens.
-
-        Else a group begins when the one before it has attended, so that an error in the first can be undone.
-        """
-        return self.parts if self.readers else self.parts[:1]
-
     def _may_fail_alone(self, tokens: int) -> bool:
         """Whether `update` can fail on one rank and not on another."""
         if not self.is_initialized:
@@ -239,10 +230,10 @@ class DiffKVLayer(CacheLayerMixin):
     ) -> Tensor:
         """What `attend` does, one group of heads after another, whatever becomes of errors."""
         pending, self.pending, self.stores.pending = self.pending, None, None
-        begun, outputs = self._at_once, []
+        outputs: list[Tensor] = []
         for given, (part, own_query, own_softmax) in zip(pending, self._by_part(softmax, query)):
             try:
-                if part not in begun:
+                if part not in self._at_once:
                     part.begin(*given)
                     part.see(query.shape[2])
                 part.hide(*given, valid, shown)

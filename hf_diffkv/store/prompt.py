@@ -126,11 +126,11 @@ class Past:
         longest = int((counts[HIGH] + counts[LOW] + window_count).max())
         if longest > 0:
             high, low = self.tokens
-            behind_window = (counts[HIGH] + counts[LOW]).long()
+            outside_window = (counts[HIGH] + counts[LOW]).long()
             self.ranks = [
                 (high.row, high.index),
                 (low.row, low.index + counts[HIGH].long()[low.row]),
-                (self.window_row, window_rank + behind_window[self.window_row]),
+                (self.window_row, window_rank + outside_window[self.window_row]),
             ]
         return longest
 

@@ -54,7 +54,8 @@ class QueryMoments:
 
     def __post_init__(self) -> None:
         for layer, triangle in enumerate(self.triangles):
-            dim, fits = _dim_of(triangle), triangle.ndim == 2 and triangle.dtype == torch.bfloat16
+            fits = triangle.ndim == 2 and triangle.dtype == torch.bfloat16
+            dim = _dim_of(triangle) if fits else 0
             if not fits or dim * (dim + 1) // 2 != triangle.shape[1] or not triangle.isfinite().all():
                 raise ValueError(
                     f"layer {layer} must be finite bfloat16 [heads, key_dim * (key_dim + 1) / 2], not "
