@@ -77,7 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
         with log_on_terminal("--quiet" in given):
-            code = hf_diffkv.main(given, prog_name=PROGRAM, standalone_mode=False, **_settings())
+            settings = {"terminal_width": width(), "help_option_names": ["-h", "--help"], "show_default": True}
+            code = hf_diffkv.main(given, prog_name=PROGRAM, standalone_mode=False, **settings)
         sys.stdout.flush()
         return code or 0
     except click.exceptions.NoArgsIsHelpError as error:
@@ -100,7 +101,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except EvaluationError as error:
         print(f"{PROGRAM}: {one_line(error)}", file=sys.stderr)
         return USAGE_ERROR
-
-
-def _settings() -> dict[str, Any]:
-    return {"terminal_width": width(), "help_option_names": ["-h", "--help"], "show_default": True}

@@ -11,7 +11,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 Wrap = Callable[[Callable], Callable]
@@ -315,8 +315,8 @@ class Wrapped:
     def wrap(self, owner: type, name: str, wrap: Wrap) -> None:
         """Puts `wrap(method)` in the place of a method of `owner` or its base class."""
         owner = next(base for base in owner.__mro__ if name in vars(base))
-        self.originals[owner, name] = getattr(owner, name)
-        wrapper: Any = wrap(self.originals[owner, name])
+        method = self.originals[owner, name] = getattr(owner, name)
+        wrapper: Any = wraps(method)(wrap(method))
         wrapper._diffkv = True
         setattr(owner, name, wrapper)
 

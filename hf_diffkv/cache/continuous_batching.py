@@ -5,7 +5,6 @@ The engine that does is a distribution of its own, hf-diffkv-serving.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +29,6 @@ def unregister() -> None:
 
 
 def _wrap(original: Callable) -> Callable:
-    @functools.wraps(original)
     def init(self: Any, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
         chosen = self.generation_config if generation_config is None else generation_config
         # a manager that was kept is used again, whatever is asked for

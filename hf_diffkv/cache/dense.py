@@ -35,17 +35,11 @@ def dense_attention(
     aligned = mask is None and causal and queries > 1
     if aligned and queries != keys:
         mask, aligned = _causal(queries, keys, query.device), False
+    if group > 1:
+        key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     if softcap is None and sinks is None:
-        return F.scaled_dot_product_attention(
-            query,
-            key.repeat_interleave(group, dim=1) if group > 1 else key,
-            value.repeat_interleave(group, dim=1) if group > 1 else value,
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=aligned,
-            scale=scaling,
-        )
-    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+        options = {"attn_mask": mask, "dropout_p": dropout, "is_causal": aligned, "scale": scaling}
+        return F.scaled_dot_product_attention(query, key, value, **options)
     logits = torch.matmul(query, key.mT) * scaling
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from numbers import Integral
 from typing import Any
 
@@ -14,16 +14,15 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..config.diffkv_config import DiffKVConfig, configuration_of
-from ..store import Store, check_integrity, commit, fork_store, levels, move_rows, prepare_rows, read_tokens, settle
+from ..store import check_integrity, commit, fork_store, levels, move_rows, prepare_rows, read_tokens, settle
+from ..store.query_moments import moments_for
 from .devices import TensorParallel, are_apart, layer_devices
 from .errors import HandOverError, stopped_halfway
 from .held_tokens import HeldTokens
 from .io import load_cache, save_cache
-from .known_queries import moments_for
-from .layer import CompressedLayer, DiffKVLayer
+from .layer import DiffKVLayer, LayerPart
 from .report import MemoryReport, in_short, memory_report
 from .snapshot import model_fingerprint
-from .split_layer import SplitLayer
 from .stores import Stores
 from .supported_models import cache_layers, check_attention, check_model_config, shared_layers
 from .usage import Usage
@@ -79,14 +78,12 @@ class DiffKVCache(Cache):
         super().__init__(layers=layers)
         self._find_moments(model)
 
-    def _new_layers(self) -> dict[int, CompressedLayer]:
+    def _new_layers(self) -> dict[int, DiffKVLayer]:
         """Empty ones for the groups of heads that there are, by their index in the model."""
-        made: dict[int, CompressedLayer] = {}
+        made = {}
         for index, layer_idx in enumerate(self._compressed_layers):
-            readers = len(self._readers.get(layer_idx, ()))
-            places = [place for place, group in enumerate(self.stores.groups) if group.layer == index]
-            parts = [DiffKVLayer(self.stores, place, readers) for place in places]
-            made[layer_idx] = parts[0] if len(parts) == 1 else SplitLayer(self.stores, parts, readers)
+            groups = [place for place, group in enumerate(self.stores.groups) if group.layer == index]
+            made[layer_idx] = DiffKVLayer(self.stores, groups, len(self._readers.get(layer_idx, ())))
         return made
 
     def _find_moments(self, model: Any) -> None:
@@ -113,13 +110,11 @@ class DiffKVCache(Cache):
         layer = self.layers[layer_idx]
         if self.stores.awaited is not None and layer_idx <= self._layer_of(self.stores.awaited):
             self.stores.check_read()
-        if isinstance(layer, CompressedLayer) and layer.index == 0 and not self._in_graph():
+        # else the host learns nothing of this forward
+        told = not (torch.compiler.is_compiling() or self.stores.capturing)
+        if isinstance(layer, DiffKVLayer) and layer.index == 0 and told:
             self._check_stock_layers(layer_idx, layer.seen, key_states.shape[2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-    def _in_graph(self) -> bool:
-        """Whether the host learns nothing of this forward."""
-        return torch.compiler.is_compiling() or self.stores.capturing
 
     def _check_stock_layers(self, layer_idx: int, seen: int, tokens: int) -> None:
         """Raises unless Transformers' own layers stand where the first compressed one is, before its `tokens` come."""
@@ -145,7 +140,7 @@ class DiffKVCache(Cache):
     def check_layers(self, model: Any) -> None:
         """Raises `ValueError` if `model` has other layers than the one this cache was made for."""
         text_config = config_of(model).get_text_config(decoder=True)
-        mine = [DynamicLayer if isinstance(layer, CompressedLayer) else type(layer) for layer in self.layers]
+        mine = [DynamicLayer if isinstance(layer, DiffKVLayer) else type(layer) for layer in self.layers]
         if mine != [type(layer) for layer in cache_layers(text_config)]:
             raise ValueError(
                 f"this cache was made for another model: its layers are not those of {type(model).__name__}; use "
@@ -169,7 +164,7 @@ class DiffKVCache(Cache):
                 self.layers[layer_idx] = layer
         for layer_idx, readers in self._readers.items():
             layer = self.layers[layer_idx]
-            if isinstance(layer, CompressedLayer) and layer.store is None and are_apart(model, (layer_idx, *readers)):
+            if isinstance(layer, DiffKVLayer) and layer.store is None and are_apart(model, (layer_idx, *readers)):
                 self.stores.kept_dense.update(part.index for part in layer.parts)
                 self.layers[layer_idx] = DynamicLayer()
         self.stores.attach(model, [self._layer_of(index) for index in range(self.stores.num_layers)])
@@ -177,11 +172,11 @@ class DiffKVCache(Cache):
 
     def compressed_layers(self) -> list[int]:
         """Indices of the layers this cache compresses."""
-        return [i for i, layer in enumerate(self.layers) if isinstance(layer, CompressedLayer)]
+        return [i for i, layer in enumerate(self.layers) if isinstance(layer, DiffKVLayer)]
 
-    def placed(self) -> list[DiffKVLayer]:
+    def placed(self) -> list[LayerPart]:
         """What takes the tokens of each group of heads (`Stores.groups`), in order; some layers have two."""
-        return [part for layer in self.layers if isinstance(layer, CompressedLayer) for part in layer.parts]
+        return [part for layer in self.layers if isinstance(layer, DiffKVLayer) for part in layer.parts]
 
     def _layer_of(self, index: int) -> int:
         """Index in the model of the layer that has a group of heads."""
@@ -197,16 +192,17 @@ class DiffKVCache(Cache):
 
         Under tensor parallelism, here and below, kv_heads are those of this rank.
         """
-        return self._together(layer_idx, [levels(*place) for place in self._places(layer_idx)])
+        layer = self._filled_layer(layer_idx)
+        return layer.together([levels(part.store, part.slot) for part in layer.parts])
 
     def dequantize(self, layer_idx: int) -> tuple[Tensor, Tensor, Tensor]:
         """keys and values [batch, kv_heads, seen, head_dim] (float32) and bool [batch, kv_heads, seen]: what is stored.
 
         Entries that are not stored are zero.
         """
-        tokens = [read_tokens(*place) for place in self._places(layer_idx)]
-        found = zip(*((each.keys, each.values, each.mask) for each in tokens))
-        keys, values, mask = (self._together(layer_idx, parts) for parts in found)
+        layer = self._filled_layer(layer_idx)
+        tokens = [read_tokens(part.store, part.slot) for part in layer.parts]
+        keys, values, mask = map(layer.together, zip(*((each.keys, each.values, each.mask) for each in tokens)))
         return keys, values, mask
 
     def significance(self, layer_idx: int) -> Tensor:
@@ -217,17 +213,16 @@ class DiffKVCache(Cache):
         Raises:
             ValueError: nothing in this layer is chosen by it, so no sums are kept.
         """
-        places = self._places(layer_idx)
-        group = self.stores.groups[self.layers[layer_idx].index]
+        layer = self._filled_layer(layer_idx)
         # under tensor parallelism the heads that choose tokens may be another rank's
-        if group.heads is None and not places[0][0].layout.selects:
+        if self.stores.groups[layer.index].heads is None and not layer.store.layout.selects:
             raise ValueError(
                 f"layer {layer_idx} of this cache keeps no significance, as every token of a head has one precision; "
                 "give DiffKVConfig two precisions with alpha_high above 0, or alpha_low above 0."
             )
-        scores = [(store, read_tokens(store, slot).score) for store, slot in places]
+        scores = [(part.store, read_tokens(part.store, part.slot).score) for part in layer.parts]
         parts = [score if store.layout.selects else torch.full_like(score, torch.nan) for store, score in scores]
-        return self._together(layer_idx, parts)
+        return layer.together(parts)
 
     def check_integrity(self) -> None:
         """Every page owned once, counts and tables agree; raises `IntegrityError` otherwise."""
@@ -238,27 +233,22 @@ class DiffKVCache(Cache):
         if self.stores.awaited is not None:
             raise HandOverError("a forward is under way; look at the cache when it has returned.")
 
-    def _together(self, layer_idx: int, parts: Sequence[Tensor]) -> Tensor:
-        """All heads of a layer, [batch, heads, ...], from those of each group."""
-        layer = self.layers[layer_idx]
-        return layer.heads.together(parts) if isinstance(layer, SplitLayer) else parts[0]
-
-    def _places(self, layer_idx: int) -> list[tuple[Store, int]]:
-        """Where a layer's tokens are: for each group of heads a store, and the slot in it."""
+    def _filled_layer(self, layer_idx: int) -> Any:
+        """A compressed layer that holds something. Raises `ValueError` where it is no such layer."""
         self._check_idle()
         if not isinstance(layer_idx, Integral):
             raise ValueError(f"layer_idx={layer_idx!r} must be an integer.")
         if not -len(self.layers) <= layer_idx < len(self.layers):
             raise ValueError(f"layer_idx={layer_idx} does not exist: this cache has {len(self.layers)} layers.")
         layer = self.layers[layer_idx]
-        if not isinstance(layer, CompressedLayer):
+        if not isinstance(layer, DiffKVLayer):
             raise ValueError(
                 f"layer {layer_idx} is a {type(layer).__name__}, which is not compressed; compressed layers are "
                 f"{self.compressed_layers()}."
             )
         if layer.store is None:
             raise ValueError(f"layer {layer_idx} holds nothing yet; run the model with this cache first.")
-        return [(part.store, part.slot) for part in layer.parts]
+        return layer
 
     def save_pretrained(self, save_directory: str | os.PathLike, model: Any = None) -> None:
         """Writes the cache as safetensors and JSON; with `model` its weights are checked when loading.
@@ -372,7 +362,7 @@ class DiffKVCache(Cache):
         for store in self.stores.all:
             move_rows(store, index)
         for layer in self.layers:
-            if not isinstance(layer, CompressedLayer):
+            if not isinstance(layer, DiffKVLayer):
                 stock(layer)
         self.held_tokens.select(index, self.get_seq_length())
 
@@ -416,9 +406,9 @@ class DiffKVCache(Cache):
             self.stores.broken = True
             raise
         for layer in self.layers:
-            if isinstance(layer, CompressedLayer):
+            if isinstance(layer, DiffKVLayer):
                 for part in layer.parts:
-                    part.see(tokens_to_remove if part.is_initialized else 0)
+                    part.see(0 if part.store is None else tokens_to_remove)
             elif tokens_to_remove < 0 or getattr(layer, "record_past", True):
                 layer.crop(tokens_to_remove)
         self.held_tokens.crop(seen, -tokens_to_remove)

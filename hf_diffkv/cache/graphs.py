@@ -27,7 +27,7 @@ from .compiled_forward import compiled_forward, not_compiled
 from .cuda_graph import CudaGraph
 from .diffkv_cache import DiffKVCache
 from .errors import NotCapturableError
-from .layer import CompressedLayer
+from .layer import DiffKVLayer
 
 _logger = logging.getLogger("hf_diffkv")
 # tables and buffers are made for the tokens to come, but not for more than so many at once
@@ -68,7 +68,7 @@ def wants_graphs(model: Any, cache: DiffKVCache) -> bool:
         and model not in _given_up
         and cache.stores.tensor_parallel.size == 1
         and len(set(getattr(model, "hf_device_map", {}).values())) <= 1
-        and all(isinstance(layer, CompressedLayer) or is_sliding(layer) for layer in cache.layers)
+        and all(isinstance(layer, DiffKVLayer) or is_sliding(layer) for layer in cache.layers)
         and (not any(map(is_sliding, cache.layers)) or SLIDING_GRAPHS.available())
         and not any(getattr(layer, "readers", 0) for layer in cache.layers)
         and not rotates_by_length(model)

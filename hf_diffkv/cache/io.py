@@ -15,9 +15,9 @@ from safetensors.torch import load, load_file, save_file
 
 from ..config.diffkv_config import DiffKVConfig, configuration_of
 from ..config.files import new_folder
-from .contents import CacheContents
 from .devices import TensorParallel
 from .snapshot import (
+    CacheContents,
     CacheFileError,
     CacheT,
     Snapshot,
@@ -166,14 +166,8 @@ def _checksum(content: dict[str, Any]) -> str:
 
 
 def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return (
-            hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _slow_digest(file)
-        )
-
-
-def _slow_digest(file: Any) -> str:
     digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
     return digest.hexdigest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,20 +13,11 @@ from transformers import cache_utils
 from transformers.cache_utils import CacheLayerMixin
 
 from ..ops.softmax import Softmax
-from ..store import (
-    Recorded,
-    Store,
-    attend_recorded,
-    attend_token,
-    attend_tokens,
-    begin_forward,
-    check_finite,
-    hide_tokens,
-    read_tokens,
-)
-from .awaited import AwaitedTokens, await_readers
+from ..store import Store, attend_token, read_tokens
 from .errors import HandOverError, NotCapturableError
 from .handles import new_handle
+from .layer_part import AwaitedTokens, LayerPart
+from .split_heads import SplitHeads
 from .stores import Stores
 
 LAYER_TAG = "_diffkv_layer"
@@ -33,7 +25,7 @@ LAYER_TAG = "_diffkv_layer"
 DEFERRED = "_diffkv_deferred"
 
 
-def _tagged(key: Tensor, value: Tensor, layer: CompressedLayer) -> tuple[Tensor, Tensor]:
+def _tagged(key: Tensor, value: Tensor, layer: DiffKVLayer) -> tuple[Tensor, Tensor]:
     """Fresh aliases, so that the caller's own tensors stay unmarked."""
     key, value = key.view_as(key), value.view_as(value)
     setattr(key, LAYER_TAG, layer)
@@ -50,41 +42,88 @@ def _as_attended(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return key.to(dtype), value.to(dtype)
 
 
-class CompressedLayer(CacheLayerMixin):
+class DiffKVLayer(CacheLayerMixin):
     """Stands for a layer of Transformers' own. `update` only announces tokens; the attention function stores them.
 
-    Attributes:
+    Args:
         stores: shared by all layers of the cache.
-        index: of its first group of heads, among all groups (`Stores.groups`).
+        groups: which of `Stores.groups` have its heads.
+        readers: how many later layers of the model read its keys and values as well.
+
+    Attributes:
+        index: of its first group of heads.
+        parts: what takes the tokens of each group of its heads.
+        pending: keys and values of each group, until their queries come.
+        awaited: the forward's tokens while readers are still to attend to them.
         handle: the number under which compiled graphs find it.
     """
 
     is_sliding = False
     is_compileable = False
     supports_early_init = False
-    stores: Stores
-    index: int
-    readers: int
-    handle: Tensor
-    store: Store | None
-    pending: Any
-    awaited: AwaitedTokens | None
+
+    def __init__(self, stores: Stores, groups: Sequence[int], readers: int = 0) -> None:
+        # not `CacheLayerMixin.__init__`, which sets what is looked up here
+        self.stores, self.readers, self.index = stores, readers, groups[0]
+        self.parts = [LayerPart(stores, index, readers) for index in groups]
+        # those that begin together: all where later layers read the tokens; else a group begins when the one before it
+        # has attended, so that an error in the first can be undone
+        self._at_once = self.parts if readers else self.parts[:1]
+        self._heads = SplitHeads([stores.groups[index] for index in groups]) if len(groups) > 1 else None
+        self.pending: list[tuple[Tensor, Tensor]] | None = None
+        self._shape: torch.Size | None = None
+        self.awaited: AwaitedTokens | None = None
+        self.handle = new_handle(self)
 
     @property
-    def parts(self) -> list[Any]:
-        """What takes the tokens of each group of its heads."""
-        raise NotImplementedError
+    def store(self) -> Store | None:
+        """Of its first group of heads, None while nothing is held."""
+        return self.parts[0].store
 
     @property
     def seen(self) -> int:
         """Logical tokens seen: padding and pruned ones included."""
         return self.stores.seen[self.index]
 
+    @property
+    def is_initialized(self) -> bool:
+        """Whether every group of heads has a place, of which the last one gets its own last."""
+        return self.parts[-1].store is not None
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Dense copy of what is stored, [batch, heads, seen, key_dim]; pruned tokens are zero."""
+        return self._dense("keys")
+
+    @property
+    def values(self) -> Tensor | None:
+        """The same of values, [batch, heads, seen, value_dim]."""
+        return self._dense("values")
+
+    def _dense(self, name: str) -> Tensor | None:
+        if not self.is_initialized:
+            return None
+        held = [getattr(read_tokens(part.store, part.slot), name).to(part.store.dtype) for part in self.parts]
+        return self.together(held)
+
+    def _by_part(self, softmax: Softmax, *tensors: Tensor) -> Iterable[tuple]:
+        """Each part with what is its own of tensors of all heads, and with the softmax of its query heads."""
+        if self._heads is None:
+            return [(self.parts[0], *tensors, softmax)]
+        return zip(self.parts, *map(self._heads.apart, tensors), self._heads.softmaxes(softmax))
+
+    def together(self, parts: Sequence[Tensor]) -> Tensor:
+        """[batch, heads, ...] of all heads, from those of each part."""
+        return parts[0] if self._heads is None else self._heads.together(parts)
+
     def __getattr__(self, name: str) -> Any:
         # `Cache.batch_size` expects layers without data to lack the attribute
-        if name == "batch_size" and self.__dict__.get("store") is not None:
+        if name == "batch_size" and "parts" in self.__dict__ and self.store is not None:
             return self.store.batch_size
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing is to be done: the parts find their places with their first tokens."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Announces new tokens.
@@ -123,12 +162,19 @@ class CompressedLayer(CacheLayerMixin):
         key, value = _as_attended(key_states, value_states)
         try:
             with self._in_step(key.device, self._may_fail_alone(key.shape[2])):
-                self.begin(key, value)
+                pending = [(key, value)]
+                if self._heads is not None:
+                    self._heads.check(key.shape[1])
+                    pending = list(zip(self._heads.apart(key), self._heads.apart(value)))
+                for part, given in zip(self._at_once, pending):
+                    part.begin(*given)
         except MemoryError:
             # what other layers or ranks have done for this forward cannot be undone from here
             self.stores.broken |= self.stores.tensor_parallel.size > 1 or not self.stores.starts_forward(self.index)
             raise
-        self.take(key, value)
+        for part in self._at_once:
+            part.see(key.shape[2])
+        self.pending, self._shape, self.stores.pending = pending, key.shape, self.index
         return _tagged(key_states, value_states, self)
 
     def _may_fail_alone(self, tokens: int) -> bool:
@@ -142,14 +188,6 @@ class CompressedLayer(CacheLayerMixin):
         """`TensorParallel.in_step` for work that may fail on one rank `alone`, which is the same on every rank."""
         parallel = self.stores.tensor_parallel
         return parallel.in_step(device) if alone and parallel.group is not None else nullcontext()
-
-    def begin(self, key: Tensor, value: Tensor) -> None:
-        """Has there be a place for new tokens, as `update` gets them, and starts the forward with the first layer."""
-        raise NotImplementedError
-
-    def take(self, key: Tensor, value: Tensor) -> None:
-        """Keeps new tokens until their queries come."""
-        raise NotImplementedError
 
     def attend(
         self,
@@ -179,19 +217,56 @@ class CompressedLayer(CacheLayerMixin):
         alone = self.stores.recording or tokens > 1 or self.seen == tokens
         try:
             with self._in_step(query.device, alone):
-                return self.store_pending(query, softmax, valid, mask, shown)
+                return self._store_pending(query, softmax, valid, mask, shown)
         except BaseException:
             self.pending = self.stores.pending = None
-            self.forget_awaited()
+            self._forget_awaited()
             if self.stores.abandon(self.index, tokens):
                 self.reset()
             raise
 
-    def store_pending(
+    def _store_pending(
         self, query: Tensor, softmax: Softmax, valid: Tensor | None, mask: Tensor | None, shown: Tensor | None
     ) -> Tensor:
-        """What `attend` does, whatever becomes of errors."""
-        raise NotImplementedError
+        """What `attend` does, one group of heads after another, whatever becomes of errors."""
+        pending, self.pending, self.stores.pending = self.pending, None, None
+        outputs: list[Tensor] = []
+        for given, (part, own_query, own_softmax) in zip(pending, self._by_part(softmax, query)):
+            try:
+                if part not in self._at_once:
+                    part.begin(*given)
+                    part.see(query.shape[2])
+                part.hide(*given, valid, shown)
+                outputs.append(part.attend(own_query, *given, own_softmax, valid, mask))
+            except BaseException:
+                # what earlier groups stored cannot be taken back
+                self.stores.broken |= bool(outputs)
+                raise
+        if self.readers:
+            self.awaited, self.stores.awaited = AwaitedTokens(self._shape, self.readers), self.index
+        return self.together(outputs)
+
+    def expect(self, mask: Tensor | None) -> None:
+        """Notes the attention mask of the tokens just attended, which readers still to come must have too."""
+        if self.awaited is not None:
+            self.awaited.mask = mask
+
+    def attend_captured(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softmax: Softmax
+    ) -> Tensor:
+        """What of `attend` happens on the device for one new token per request.
+
+        Args:
+            mask: bool [batch, 1, 1, 1], whether the new token is real; used where the step was given a mask.
+        """
+        if self.readers:
+            raise NotCapturableError("later layers of this model read the keys and values of an earlier one")
+        if self.stores.rehearsing:
+            return query.new_zeros(*query.shape[:3], value.shape[3])
+        valid = mask[:, 0, -1, -1] if self.stores.capturing_mask else None
+        inputs = self._by_part(softmax, query.to(key.dtype), key, value)
+        outputs = [attend_token(part.store, part.slot, *given, valid) for part, *given in inputs]
+        return self.together(outputs).to(query.dtype)
 
     def read(self, query: Tensor, key: Tensor, mask: Tensor | None, softmax: Softmax) -> Tensor:
         """Attention of a later layer that reads the keys and values of this one.
@@ -209,36 +284,46 @@ class CompressedLayer(CacheLayerMixin):
             HandOverError: no further layer should read them, or this one is not to see what the storing layer saw.
             MemoryError: the tokens do not fit.
         """
-        if self.awaited is None:
+        awaited = self.awaited
+        if awaited is None:
             raise HandOverError(
                 "a layer reads keys and values that are stored already: more layers share them than the model's "
                 "configuration says, so it cannot use DiffKVCache."
             )
         try:
             with self._in_step(query.device, self.stores.recording or key.shape[2] > 1):
-                return self.read_awaited(query, key, mask, softmax)
+                awaited.check(query, key, mask)
+                awaited.left -= 1
+                last = awaited.left == 0
+                if last:
+                    self.awaited = self.stores.awaited = None
+                inputs = self._by_part(softmax, query)
+                return self.together([part.read(own, own_softmax, last) for part, own, own_softmax in inputs])
         except BaseException:
             self.give_up()
             raise
 
-    def read_awaited(self, query: Tensor, key: Tensor, mask: Tensor | None, softmax: Softmax) -> Tensor:
-        """What `read` does, whatever becomes of errors."""
-        raise NotImplementedError
-
     def give_up(self) -> None:
         """Called when a reader failed: the layers before it have stored the forward's tokens already."""
-        self.forget_awaited()
+        self._forget_awaited()
         self.stores.broken = True
 
-    def forget_awaited(self) -> None:
+    def _forget_awaited(self) -> None:
         """Has no reader come any more."""
-        raise NotImplementedError
+        self.awaited = self.stores.awaited = None
+        for part in self.parts:
+            part.shared = None
 
-    def __deepcopy__(self, memo: dict) -> Any:
+    def reset(self) -> None:
+        """Forgets everything. The stores themselves are dropped by the cache."""
+        self.pending = self.awaited = None
+        for part in self.parts:
+            part.reset()
+
+    def __deepcopy__(self, memo: dict) -> DiffKVLayer:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
-        twin.handle = new_handle(twin)
+        twin.__setstate__({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         return twin
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -247,12 +332,9 @@ class CompressedLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> int:
         """See `seen`; what the layers here have seen for a layer that runs in another process."""
-        self._check_not_capturing()
-        return max(self.stores.seen) if self.index in self.stores.absent else self.seen
-
-    def _check_not_capturing(self) -> None:
         if self.stores.capturing:
             raise NotCapturableError("this model's forward asks for the length of the cache, which every step changes")
+        return max(self.stores.seen) if self.index in self.stores.absent else self.seen
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Length and offset of the keys a mask must cover."""
@@ -263,15 +345,13 @@ class CompressedLayer(CacheLayerMixin):
         """-1: no maximum."""
         return -1
 
-    def get_max_cache_shape(self) -> int:
-        """-1: no maximum (the older name)."""
-        return -1
+    # the older name
+    get_max_cache_shape = get_max_length
 
     def offload(self) -> None:
         raise NotImplementedError("DiffKV layers are not offloaded; the compressed cache stays on its device.")
 
-    def prefetch(self) -> None:
-        raise NotImplementedError("DiffKV layers are not offloaded; the compressed cache stays on its device.")
+    prefetch = offload
 
     @property
     def is_croppable(self) -> bool:
@@ -289,191 +369,3 @@ class CompressedLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         raise NotImplementedError("call batch_select_indices on the DiffKVCache: its layers share one store.")
-
-
-class DiffKVLayer(CompressedLayer):
-    """Stores and compresses the tokens of a layer, or of a group of its heads, in one store.
-
-    Args:
-        stores: shared by all layers of the cache.
-        index: which of `Stores.groups` this is.
-        readers: how many later layers of the model read its keys and values as well.
-    """
-
-    def __init__(self, stores: Stores, index: int, readers: int = 0) -> None:
-        super().__init__()
-        self.stores = stores
-        self.index = index
-        self.readers = readers
-        # the forward's tokens while readers are still to attend to them
-        self.awaited: AwaitedTokens | None = None
-        self.pending: tuple[Tensor, Tensor] | None = None
-        self.store: Store | None = None
-        self.slot = -1
-        self.handle = new_handle(self)
-
-    @property
-    def parts(self) -> list[DiffKVLayer]:
-        """This layer."""
-        return [self]
-
-    @property
-    def keys(self) -> Tensor | None:
-        """Dense copy of what is stored, [batch, heads, seen, key_dim]; pruned tokens are zero."""
-        return None if self.store is None else read_tokens(self.store, self.slot).keys.to(self.store.dtype)
-
-    @keys.setter
-    def keys(self, value: None) -> None:
-        """`CacheLayerMixin` initialises this name; there is nothing to keep."""
-
-    @property
-    def values(self) -> Tensor | None:
-        """Dense copy of what is stored, [batch, heads, seen, value_dim]; pruned tokens are zero."""
-        return None if self.store is None else read_tokens(self.store, self.slot).values.to(self.store.dtype)
-
-    @values.setter
-    def values(self, value: None) -> None:
-        """See `keys`."""
-
-    def begin(self, key: Tensor, value: Tensor) -> None:
-        """As `CompressedLayer.begin`."""
-        tokens = key.shape[2]
-        if not self.is_initialized:
-            self.stores.check_place(tokens)
-            self.lazy_initialization(key, value)
-        self._check(key, value)
-        if self.store.seen == self.seen:
-            if self.stores.starts_forward(self.index):
-                self.stores.begin(tokens)
-            else:
-                begin_forward(self.store, tokens)
-        self.stores.share_budget(self.store)
-
-    def take(self, key: Tensor, value: Tensor) -> None:
-        """As `CompressedLayer.take`."""
-        self.see(key.shape[2])
-        self.pending = (key, value)
-        self.stores.pending = self.index
-
-    def see(self, tokens: int) -> None:
-        """Counts `tokens` further tokens as seen, or fewer where they are negative."""
-        self.stores.seen[self.index] += tokens
-
-    def _check(self, key: Tensor, value: Tensor) -> None:
-        store = self.store
-        expected = (store.batch_size, store.num_heads, store.key_dim, store.value_dim)
-        given = (key.shape[0], key.shape[1], key.shape[3], value.shape[3])
-        if given[0] != expected[0]:
-            raise ValueError(
-                f"this cache holds {expected[0]} sequences but the model was called with {given[0]}; use a new "
-                "DiffKVCache for another batch, or call batch_repeat_interleave or batch_select_indices first."
-            )
-        if given != expected or key.dtype != store.dtype or key.device != store.device:
-            raise ValueError(
-                f"this cache was made for (batch, heads, key_dim, value_dim)={expected}, {store.dtype} on "
-                f"{store.device} but got {given}, {key.dtype} on {key.device}; use a new DiffKVCache."
-            )
-
-    def store_pending(
-        self, query: Tensor, softmax: Softmax, valid: Tensor | None, mask: Tensor | None, shown: Tensor | None
-    ) -> Tensor:
-        """As `CompressedLayer.store_pending`."""
-        key, value = self.pending
-        self.pending = self.stores.pending = None
-        if self.store.padding.length < self.seen:
-            self._hide(key, value, valid, shown)
-        return self._attend(query, key, value, valid, mask, softmax)
-
-    def _hide(self, key: Tensor, value: Tensor, valid: Tensor | None, shown: Tensor | None) -> None:
-        """Before the store's first layer attends: drops what the mask hides from now on."""
-        shown = self.store.check_shown(shown, key.shape[2])
-        if shown is not None:
-            check_finite(self.store, key, value, valid)
-            hide_tokens(self.store, shown)
-
-    def attend_captured(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        softmax: Softmax,
-    ) -> Tensor:
-        """What of `attend` happens on the device for one new token per request.
-
-        Args:
-            mask: bool [batch, 1, 1, 1], whether the new token is real; used where the step was given a mask.
-        """
-        if self.readers:
-            raise NotCapturableError("later layers of this model read the keys and values of an earlier one")
-        if self.stores.rehearsing:
-            return query.new_zeros(*query.shape[:3], value.shape[3])
-        valid = mask[:, 0, -1, -1] if self.stores.capturing_mask else None
-        output = attend_token(self.store, self.slot, query.to(key.dtype), key, value, softmax, valid)
-        return output.to(query.dtype)
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        valid: Tensor | None,
-        mask: Tensor | None,
-        softmax: Softmax,
-    ) -> Tensor:
-        store, tokens = self.store, key.shape[2]
-        given, query = query.dtype, query.to(key.dtype)
-        inputs = (store, self.slot, query, key, value)
-        with torch.no_grad():
-            if self.readers:
-                awaited = await_readers(store, self.slot, key, value, valid, mask, self.seen - tokens, self.readers)
-                output = awaited.shared.attend(query, False, softmax)
-                self.awaited, self.stores.awaited = awaited, self.index
-            elif store.recording:
-                recorded = Recorded(query, key, value, valid, mask, softmax)
-                output = attend_recorded(store, self.slot, recorded)
-            elif tokens == 1 and self.seen > 1:
-                output = attend_token(*inputs, softmax, None if valid is None else valid[:, 0])
-            else:
-                output = attend_tokens(*inputs, softmax, valid, mask)
-        if store.padding.length < self.seen:
-            store.padding.append(tokens, valid)
-        return output.to(given)
-
-    def expect(self, mask: Tensor | None) -> None:
-        """Notes the attention mask of the tokens just attended, which readers still to come must have too."""
-        if self.awaited is not None:
-            self.awaited.mask = mask
-
-    def read_awaited(self, query: Tensor, key: Tensor, mask: Tensor | None, softmax: Softmax) -> Tensor:
-        """As `CompressedLayer.read_awaited`."""
-        awaited = self.awaited
-        awaited.check(query, key, mask)
-        awaited.left -= 1
-        if awaited.left == 0:
-            self.awaited = self.stores.awaited = None
-        with torch.no_grad():
-            return awaited.shared.attend(query.to(self.store.dtype), awaited.left == 0, softmax).to(query.dtype)
-
-    def forget_awaited(self) -> None:
-        """Has no reader come any more."""
-        self.awaited = self.stores.awaited = None
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Finds the layer's place in a store that fits its device and shape."""
-        self.store, self.slot = self.stores.place(self.index, key_states, value_states)
-        self.is_initialized = True
-
-    def restore(self, seen: int) -> None:
-        """Takes up a place that was assigned while loading, `seen` tokens on."""
-        self.store, self.slot = self.stores.place_of(self.index)
-        self.stores.seen[self.index] = seen
-        self.is_initialized = True
-
-    def reset(self) -> None:
-        """Forgets everything. The store itself is dropped by the cache."""
-        self.stores.seen[self.index] = 0
-        self.pending = self.awaited = None
-        self.store = None
-        self.slot = -1
-        self.is_initialized = False

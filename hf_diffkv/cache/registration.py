@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import warnings
 from collections.abc import Callable, Mapping
@@ -28,11 +27,10 @@ from ..compat import (
 )
 from ..config import DiffKVConfig
 from ..import_hook import NAME, PAGED_NAME, add_name, remove_name
-from .attention import diffkv_attention, diffkv_mask
+from .attention import diffkv_attention, diffkv_mask, paged_attention
 from .diffkv_cache import DiffKVCache
 from .errors import UnsupportedModelError
 from .graphs import DecodeStep, GraphRequest, wants_graphs
-from .paged_attention import paged_attention
 from .supported_models import check_attention, check_model_config
 
 _logger = logging.getLogger("hf_diffkv")
@@ -165,7 +163,6 @@ def _check_prompt(cache: DiffKVCache, generation_config: Any, model_kwargs: dict
 
 
 def _wrap(original: Callable) -> Callable:
-    @functools.wraps(original)
     def prepare(self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if not _wrapped.originals:
             return original(self, generation_config, model_kwargs, *args, **kwargs)
@@ -218,7 +215,6 @@ def _wrap(original: Callable) -> Callable:
 def _wrap_criteria(original: Callable) -> Callable:
     """Has `generate()` ask for a compiled forward where steps are to be captured."""
 
-    @functools.wraps(original)
     def valid(self: Any, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
         cache = passed(model_kwargs)
         if isinstance(generation_config.compile_config, GraphRequest):
@@ -238,7 +234,6 @@ def _wrap_criteria(original: Callable) -> Callable:
 def _wrap_prefill(original: Callable) -> Callable:
     """Has `generate()` refuse a prompt that does not begin with the tokens its cache holds."""
 
-    @functools.wraps(original)
     def prefill(
         self: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
@@ -257,7 +252,6 @@ def _wrap_prefill(original: Callable) -> Callable:
 def _wrap_inputs(original: Callable) -> Callable:
     """Has a cache remember which tokens `generate()` gives it."""
 
-    @functools.wraps(original)
     def inputs(self: Any, input_ids: Any, next_sequence_length: int | None = None, *args: Any, **kwargs: Any) -> Any:
         cache, first = passed(kwargs), bool(kwargs.get("is_first_iteration"))
         embedded = first and kwargs.get("inputs_embeds") is not None
@@ -270,7 +264,6 @@ def _wrap_inputs(original: Callable) -> Callable:
 
 
 def _wrap_compiled_call(original: Callable) -> Callable:
-    @functools.wraps(original)
     def compiled_call(self: Any, compile_config: Any) -> Callable:
         if isinstance(compile_config, GraphRequest):
             return compile_config.step

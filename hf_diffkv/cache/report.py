@@ -9,7 +9,7 @@ import torch
 from ..config.head_groups import gathered
 from ..policy import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL
 from ..store import Store, payload
-from .contents import CacheContents
+from .snapshot import CacheContents
 
 # codes of `DiffKVCache.levels`
 LEVEL_CODES = {"high": HIGH_LEVEL, "low": LOW_LEVEL, "window": WINDOW_LEVEL, "pruned": PRUNED_LEVEL}

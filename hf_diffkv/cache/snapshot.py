@@ -6,23 +6,58 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..config.diffkv_config import DiffKVConfig, configuration_of
+from ..config.head_groups import same_pages
 from ..pages import NULL_PAGE
 from ..pages.rows import ROW_STATE
 from ..store import KVHeads, Store, settle
-from .contents import CacheContents
-from .stores import Stores, same_pages
-
-CacheT = TypeVar("CacheT", bound=CacheContents)
+from .held_tokens import HeldTokens
+from .stores import Stores
 
 # what does not change the keys and values a model computes
 VOLATILE = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 WEIGHT_SAMPLES = 64
+
+
+class CacheContents(Protocol):
+    """A cache as what reports, copies and saves it knows it.
+
+    Attributes:
+        layers: Transformers' own and compressed ones, one for each layer of the model.
+        model_fingerprint: of the model's configuration (`snapshot.model_fingerprint`).
+    """
+
+    layers: list[Any]
+    stores: Stores
+    held_tokens: HeldTokens
+    config: DiffKVConfig
+    model_fingerprint: str
+
+    def compressed_layers(self) -> list[int]:
+        """Indices of the compressed layers."""
+
+    def placed(self) -> list[Any]:
+        """What takes the tokens of each group of heads (`Stores.groups`), in order; some layers have two."""
+
+    def levels(self, layer_idx: int) -> Tensor:
+        """int8 [batch, kv_heads, seen], as `DiffKVCache.levels`."""
+
+    def get_seq_length(self) -> int:
+        """Tokens seen."""
+
+    def attach(self, model: Any) -> None:
+        """Tells the cache over which devices and processes `model` is spread."""
+
+    def check_integrity(self) -> None:
+        """Raises `IntegrityError` where pages, counts and tables disagree."""
+
+
+CacheT = TypeVar("CacheT", bound=CacheContents)
 
 
 class CacheFileError(ValueError):
@@ -58,21 +93,14 @@ def take_snapshot(cache: CacheContents, weights: str | None = None) -> Snapshot:
     Raises:
         ValueError: tokens that may still be taken back, or a layer of Transformers' own that cannot be copied so.
     """
-    tensors: dict[str, Tensor] = {}
-    compressed = cache.compressed_layers()
-    stores = [_describe_store(store, index, tensors) for index, store in enumerate(cache.stores.all)]
     places = {
-        str(part.index): [cache.stores.all.index(part.store), part.slot, part.seen]
+        part.index: (cache.stores.all.index(part.store), part.slot, part.seen)
         for part in cache.placed()
         if part.store is not None
     }
-    stock = {
-        str(layer_idx): _describe_stock(layer, f"layer{layer_idx}", tensors)
-        for layer_idx, layer in enumerate(cache.layers)
-        if layer_idx not in compressed
-    }
-    content = _content(cache.model_fingerprint, weights, cache.config, stores, places, stock)
-    return Snapshot(content, tensors)
+    compressed = cache.compressed_layers()
+    others = {index: layer for index, layer in enumerate(cache.layers) if index not in compressed}
+    return _snapshot(cache.stores.all, places, others, cache.config, cache.model_fingerprint, weights)
 
 
 def snapshot_of_request(
@@ -86,29 +114,35 @@ def snapshot_of_request(
         config: of that cache.
         model, weights: fingerprints of the model.
     """
-    tensors: dict[str, Tensor] = {}
-    described = [_describe_store(store, number, tensors) for number, store in enumerate(stores)]
     places = {
         index: (number, layer, store.seen)
         for number, store in enumerate(stores)
         for layer, index in enumerate(store.layers)
     }
-    by_layer = {str(index): list(places[index]) for index in sorted(places)}
-    stock = {str(index): _describe_stock(layer, f"layer{index}", tensors) for index, layer in others.items()}
-    return Snapshot(_content(model, weights, config, described, by_layer, stock), tensors)
+    return _snapshot(stores, dict(sorted(places.items())), others, config, model, weights)
 
 
-def _content(
-    model: str, weights: str | None, config: DiffKVConfig, stores: list, places: dict[str, list], stock: dict
-) -> dict[str, Any]:
-    return {
+def _snapshot(
+    stores: Sequence[Store],
+    places: dict[int, tuple[int, int, int]],
+    others: Mapping[int, Any],
+    config: DiffKVConfig,
+    model: str,
+    weights: str | None,
+) -> Snapshot:
+    """As `snapshot_of_request`; places: number of the store, layer in it and tokens seen, by group of heads."""
+    tensors: dict[str, Tensor] = {}
+    content = {
         "model": model,
         "weights": weights,
         "config": config.to_dict(),
-        "stores": stores,
-        "places": places,
-        "stock_layers": stock,
+        "stores": [_describe_store(store, number, tensors) for number, store in enumerate(stores)],
+        "places": {str(index): list(place) for index, place in places.items()},
+        "stock_layers": {
+            str(index): _describe_stock(layer, f"layer{index}", tensors) for index, layer in others.items()
+        },
     }
+    return Snapshot(content, tensors)
 
 
 def restore_snapshot(

@@ -10,18 +10,11 @@ import torch
 from torch import Tensor
 
 from ..config import DiffKVConfig
-from ..config.head_groups import HeadGroup, head_groups
+from ..config.head_groups import HeadGroup, head_groups, same_pages
 from ..store import KVHeads, Store, begin_forward, drop_unused_layers, withdraw
 from ..store.query_moments import QueryMoments
-from ..store.state import LayerThreshold
 from .devices import TensorParallel, absent_layers, layer_devices
 from .errors import HandOverError, stopped_halfway
-
-
-def same_pages(one: DiffKVConfig, other: DiffKVConfig) -> bool:
-    """Whether layers of both, as `DiffKVConfig.of_layer` has them, may be in one store."""
-    formats = [(config.high, config.low, config.selects) for config in (one, other)]
-    return formats[0] == formats[1]
 
 
 def wrong_heads(layer: int, given: int, heads: int) -> ValueError:
@@ -138,8 +131,8 @@ class Stores:
             store.moments = moments
 
     def _check_moments(self, moments: QueryMoments, index: int, store: Store) -> None:
-        ranks = self.tensor_parallel.size if self.groups[index].heads is None else 1
-        moments.check_layer(index, store.num_heads * ranks, store.key_dim)
+        measured = self.groups[index].measured(store.num_heads, self.tensor_parallel.size)
+        moments.check_layer(index, measured, store.key_dim)
 
     def place(self, index: int, key: Tensor, value: Tensor) -> tuple[Store, int]:
         """The store for a layer's keys and values, and the layer's index in it.
@@ -154,7 +147,7 @@ class Stores:
             )
         batch, heads = key.shape[0], KVHeads(key.shape[1], key.shape[3], value.shape[3], key.dtype, key.device)
         config = self.of_layer(index, key.shape[1])
-        first_head = self._first_head(index, heads)
+        first_head = self.groups[index].first_head(heads.num_heads, self.tensor_parallel.rank)
         fits = (store for store in self.all if self._fits(store, batch, heads, config))
         store = next((store for store in fits if store.first_head == first_head), None)
         used = 0 if store is None else self._used(store)
@@ -165,19 +158,16 @@ class Stores:
             store = self.make_store(index, self._layers_to_come(key.device, index), batch, heads)
             store.recording = self.recording
             self._make_room_beside(store)
-        alphas = (self._of_rank(alpha, store) for alpha in (config.alpha_high, config.alpha_low))
         store.place_layer(used, index)
-        store.set_thresholds(used, *alphas)
+        alphas = (config.alpha_high, config.alpha_low)
+        share = self.tensor_parallel.share
+        store.set_thresholds(used, *(share(a, store.num_heads) if isinstance(a, tuple) else a for a in alphas))
         self.assign(index, store, used)
         return self._places[index]
 
-    def _first_head(self, index: int, heads: KVHeads) -> int:
-        """Number of a layer's first head here, among those of which there are moments."""
-        return self.tensor_parallel.rank * heads.num_heads if self.groups[index].heads is None else 0
-
     def make_store(self, index: int, layers: int, batch_size: int, heads: KVHeads) -> Store:
         """A store for `layers` layers of this model, of which `index` is one; arguments as in `Store`."""
-        first_head = self._first_head(index, heads)
+        first_head = self.groups[index].first_head(heads.num_heads, self.tensor_parallel.rank)
         sizes = {"total_layers": self.num_layers, "first_head": first_head, "max_positions": self.max_positions}
         store = Store(self.groups[index].config, layers, batch_size, heads, **sizes)
         store.moments = self.moments
@@ -204,12 +194,10 @@ class Stores:
     def _layers_to_come(self, device: torch.device, index: int) -> int:
         """How many layers without a place may still ask for one on `device`, in pages as those of layer `index`."""
         open_layers = set(range(self.num_layers)) - set(self._places) - self.absent
-        group = self.groups[index]
-        alike = (i for i in open_layers if same_pages(self.groups[i].config, group.config))
-        open_layers = {i for i in alike if len(self.groups[i].heads or ()) == len(group.heads or ())}
+        alike = [layer for layer in open_layers if self.groups[layer].goes_with(self.groups[index])]
         if self.devices is not None:
-            open_layers = {index for index in open_layers if self.devices[index] == device}
-        return max(1, len(open_layers))
+            alike = [layer for layer in alike if self.devices[layer] == device]
+        return max(1, len(alike))
 
     def of_layer(self, index: int, heads: int) -> DiffKVConfig:
         """What holds for a layer of `heads` KV heads here. Raises `ValueError` where it has precisions for others."""
@@ -218,9 +206,6 @@ class Stores:
         if chosen is not None and len(self.tensor_parallel.share(chosen, heads)) != heads:
             raise wrong_heads(group.layer, len(chosen), heads)
         return group.config
-
-    def _of_rank(self, value: LayerThreshold, store: Store) -> LayerThreshold:
-        return self.tensor_parallel.share(value, store.num_heads) if isinstance(value, tuple) else value
 
     def starts_forward(self, index: int) -> bool:
         """Whether this layer is the first one of a forward: no other one is ahead of it."""

@@ -36,6 +36,18 @@ class HeadGroup:
         """How many they are, of a layer that has `num_heads` here."""
         return num_heads if self.heads is None else len(self.heads)
 
+    def goes_with(self, other: HeadGroup) -> bool:
+        """Whether both may be in one store."""
+        return len(self.heads or ()) == len(other.heads or ()) and same_pages(self.config, other.config)
+
+    def first_head(self, count: int, rank: int) -> int:
+        """Number of the first of `count` heads that rank `rank` has, among those of which there are moments."""
+        return rank * count if self.heads is None else 0
+
+    def measured(self, count: int, size: int) -> int:
+        """Of how many heads there are moments where each of `size` ranks has `count`."""
+        return size * count if self.heads is None else count
+
     def precisions(self, num_heads: int) -> tuple[tuple[Precision, ...], ...]:
         """For each of them the precisions that its stored tokens may have, of a layer that has `num_heads` here."""
         config, count = self.config, self.count(num_heads)
@@ -43,6 +55,11 @@ class HeadGroup:
             return (tuple(dict.fromkeys((config.high, config.low))),) * count
         alphas = config.alpha_high if isinstance(config.alpha_high, tuple) else (config.alpha_high,) * count
         return tuple((config.low if alpha == math.inf else config.high,) for alpha in alphas)
+
+
+def same_pages(one: DiffKVConfig, other: DiffKVConfig) -> bool:
+    """Whether layers of both, as `DiffKVConfig.of_layer` has them, may be in one store."""
+    return (one.high, one.low, one.selects) == (other.high, other.low, other.selects)
 
 
 def head_groups(config: DiffKVConfig, num_layers: int, rank: int = 0, size: int = 1) -> tuple[HeadGroup, ...]:

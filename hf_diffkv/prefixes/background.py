@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..cache.snapshot import CacheFileError, Snapshot
-from .hierarchy import Hierarchy
-from .requests import Requests
+from .hierarchy import Hierarchy, Requests
 from .tiers import MemoryTier, Rank
 
 # share of a tier of memory above which prefixes move down before they have to (CaR)
@@ -213,11 +212,7 @@ class Background:
             snapshot = first.moved(tier.get(name) if snapshot is None else snapshot)
         except (CacheFileError, FileNotFoundError) as error:
             with self._lock:
-                # another process may have removed it meanwhile
-                if tier.holds(name):
-                    tiers.disk_errors += 1
-                    _logger.warning("a stored prefix is damaged and is removed: %s", error)
-                tiers.remove([name], [tier])
+                tiers.drop_damaged(name, tier, error, _logger.warning)
             return
         except OSError as error:
             tiers.note_fault("a stored prefix cannot be read, its tokens are computed", error, _logger.warning)

@@ -1,16 +1,18 @@
-"""All tiers of a store: what moves up and down between them, and who gives way."""
+"""All tiers of a store: what moves up and down between them, who gives way, and the requests that decide it."""
 
 from __future__ import annotations
 
 import time
 import warnings
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Union
 
+from ..cache.diffkv_cache import DiffKVCache
 from ..cache.snapshot import Snapshot
-from .folder import FolderTier
-from .tiers import MemoryTier, Rank, choose_victims
+from .tiers import FolderTier, MemoryTier, Rank, choose_victims
 
 PrefixTier = Union[MemoryTier, FolderTier]
 
@@ -162,6 +164,13 @@ class Hierarchy:
             self._warned.add((message, error.errno))
             (say or warn)(f"{message}: {error}")
 
+    def drop_damaged(self, name: str, tier: PrefixTier, error: Exception, say: Callable[[str], None]) -> None:
+        """Removes from `tier` what could not be read there, and says so unless another process removed it meanwhile."""
+        if tier.holds(name):
+            self.disk_errors += 1
+            say(f"a stored prefix is damaged and is removed: {error}")
+        self.remove([name], [tier])
+
     def drop_lost(self, names: list[str]) -> None:
         """Forgets those of `names` that no tier holds."""
         for name in names:
@@ -230,3 +239,54 @@ class Hierarchy:
 def warn(message: str) -> None:
     """About files: the store goes on without them."""
     warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+class Requests:
+    """Requests that wait and that are under way, and the scores they give to prefixes.
+
+    CaR's score: a request adds 1 to the prefix it will use when it enters the look-ahead window, and 1 to the one
+    it uses when it is dispatched; when it is finished, both are taken back.
+    """
+
+    def __init__(self) -> None:
+        # hash of each announced prompt, and the prefix whose score it raised
+        self._window: list[tuple[str, Entry | None]] = []
+        self._running: weakref.WeakKeyDictionary[DiffKVCache, weakref.finalize] = weakref.WeakKeyDictionary()
+        # of requests that ended; a cache may be dropped at any moment, so its scores are not changed there
+        self._finished: deque[list[Entry]] = deque()
+
+    def announce(self, window: list[tuple[str, Entry | None]]) -> None:
+        """Replaces the window."""
+        for entry in _entries(self._window):
+            entry.score -= 1
+        for entry in _entries(window):
+            entry.score += 1
+        self._window = window
+
+    def dispatch(self, prompt: str, entry: Entry | None, cache: DiffKVCache) -> None:
+        """Notes that the request with the hash `prompt` runs with `cache`, on the prefix `entry`."""
+        raised = _entries([(prompt, entry)])
+        for one in raised:
+            one.score += 1
+        place = next((i for i, (announced, _) in enumerate(self._window) if announced == prompt), None)
+        raised += [] if place is None else _entries([self._window.pop(place)])
+        finalizer = weakref.finalize(cache, self._finished.append, raised)
+        finalizer.atexit = False
+        self._running[cache] = finalizer
+
+    def finish(self, cache: DiffKVCache) -> None:
+        """Notes that the request of `cache` ended, if there was one."""
+        finalizer = self._running.pop(cache, None)
+        if finalizer is not None:
+            finalizer()
+        self.settle()
+
+    def settle(self) -> None:
+        """Takes back what ended requests had added."""
+        while self._finished:
+            for entry in self._finished.popleft():
+                entry.score -= 1
+
+
+def _entries(window: list[tuple[str, Entry | None]]) -> list[Entry]:
+    return [entry for _, entry in window if entry is not None]

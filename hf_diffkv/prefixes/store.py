@@ -34,11 +34,9 @@ from ..compat import passing
 from ..config import DiffKVConfig
 from ..store import Store
 from .background import Background
-from .folder import FolderTier
-from .hierarchy import Hierarchy, PrefixTier, warn
-from .requests import Requests
+from .hierarchy import Hierarchy, PrefixTier, Requests, warn
 from .stats import ExpectedPrefix, PrefixEntry, PrefixStats
-from .tiers import MemoryTier
+from .tiers import FolderTier, MemoryTier
 from .tokens import as_tokens, digest, digests
 
 TOKEN_IDS = "input_ids"
@@ -268,11 +266,9 @@ class PrefixStore:
             slow = [name for name, tier in zip(names, tiers) if name is not None and tier not in (None, fast)]
             self._background.want(slow if load else [])
             loading = [name is not None and self._background.is_loading(name) for name in names]
-        lengths = [0 if entry is None else entry.length for entry in entries]
-        found = zip(tiers, loading, lengths)
         return [
-            ExpectedPrefix(None if tier is None else tier.name, tier is fast, coming, length)
-            for tier, coming, length in found
+            ExpectedPrefix(tier.name if tier else None, tier is fast, coming, entry.length if entry else 0)
+            for tier, coming, entry in zip(tiers, loading, entries)
         ]
 
     @property
@@ -398,11 +394,7 @@ class PrefixStore:
                     DiffKVCache, snapshot, self.model, layer_devices(self.model), self.model.device
                 )
             except (CacheFileError, FileNotFoundError) as error:
-                # another process may have removed it meanwhile
-                if tier.holds(name):
-                    self._tiers.disk_errors += 1
-                    warn(f"a stored prefix is damaged and is removed: {error}")
-                self._tiers.remove([name], [tier])
+                self._tiers.drop_damaged(name, tier, error, warn)
                 continue
             except OSError as error:
                 self._tiers.note_fault("a stored prefix cannot be read, its tokens are computed", error)

@@ -8,7 +8,7 @@ from .hide import hide_tokens
 from .prompt import attend_tokens
 from .read import Payload, check_integrity, levels, payload, read_tokens
 from .readers import SharedTokens
-from .recorded import Recorded
+from .recorded import Read, Recorded
 from .rollback import SharedRecording, attend_recorded, commit
 from .state import KVHeads, Store
 from .step import begin_forward, withdraw
@@ -16,6 +16,7 @@ from .step import begin_forward, withdraw
 __all__ = [
     "KVHeads",
     "Payload",
+    "Read",
     "Recorded",
     "SharedRecording",
     "SharedStep",

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..ops.backend import NATIVE
 from ..ops.compact import compact_step, least_mean
-from ..ops.rounding import ModelFeedback
 from ..pages import HIGH
 from ..policy import StepRows, relative_thresholds
 from . import native
@@ -47,31 +46,23 @@ def compact(store: Store) -> None:
 def compact_round(store: Store) -> None:
     """Sends the oldest token of every window that holds too many through Algorithm 1."""
     in_native_code, feedback = store.backend() == NATIVE, store.model_feedback
-    if not store.layout.selects:
-        rows = store.all_rows()
-        if in_native_code:
-            native.compact(store, rows.alpha_high, None, feedback)
-        else:
-            leaving = store.length - store.window_start > store.config.window
-            _compact(store, leaving, rows.alpha_high, None, feedback)
-        return
+    adapts = store.layout.selects and store.policy.adapts
     leaving = None
-    if store.policy.adapts or not in_native_code:
+    if adapts or not in_native_code:
         leaving = store.length - store.window_start > store.config.window
-    pin_candidates(store)
-    state = _step_rows(store)
-    high, low = _thresholds(store, state)
+    if store.layout.selects:
+        pin_candidates(store)
+        state = _step_rows(store)
+        high, low = _thresholds(store, state)
+    else:
+        high, low = store.all_rows().alpha_high, None
     if in_native_code:
         native.compact(store, high, low, feedback)
     else:
-        _compact(store, leaving, high, low, feedback)
-    if store.policy.adapts:
+        options = {"bounds": store.all_bounds, "flag": store.flag, "feedback": feedback}
+        compact_step(store.all_rows(), leaving.view(-1), high, low, **options)
+    if adapts:
         _adapt(store, state, leaving)
-
-
-def _compact(store: Store, leaving: Tensor, high: Tensor, low: Tensor | None, feedback: ModelFeedback | None) -> None:
-    options = {"bounds": store.all_bounds, "flag": store.flag, "feedback": feedback}
-    compact_step(store.all_rows(), leaving.view(-1), high, low, **options)
 
 
 def _step_rows(store: Store) -> StepRows:

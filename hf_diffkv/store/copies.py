@@ -53,9 +53,7 @@ def make_private(store: Store) -> None:
         pool, table = store.private_pages()
         store.pool.release(store.owned_pages())
         store.pool, store.table = pool, table
-        for name in ROW_STATE:
-            setattr(store, name, getattr(store, name).clone())
-        for name in ("flag", "invalid", "changed_past"):
+        for name in (*ROW_STATE, "flag", "invalid", "changed_past"):
             setattr(store, name, getattr(store, name).clone())
         store.padding = store.padding.copy()
         store.recorded = list(store.recorded)

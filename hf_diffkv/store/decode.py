@@ -109,9 +109,8 @@ def prepare_scratch(store: Store, query: Tensor, max_tokens: int = 0) -> Scratch
     Args:
         query: [batch, query_heads, key_dim], of which the shape counts.
     """
-    held = store.scratch
-    fits = held is not None and held.max_tokens >= max_tokens and held.output.shape[0] == store.rows_per_layer
-    if not fits:
+    held, rows = store.scratch, store.batch_size * store.num_heads
+    if held is None or held.max_tokens < max_tokens or held.output.shape[0] != rows:
         store.scratch = allocate_scratch(query, store.rows(0), _scratch_tokens(store, max_tokens, store.room))
     return store.scratch
 

@@ -61,12 +61,6 @@ def slots_of(store: Store, position: Tensor, sink_end: Tensor) -> Tensor:
     return rows.slots_of(position, sink_end, store.sink_slots, store.window_slots)
 
 
-def candidate_slots(store: Store) -> Tensor:
-    """Slot of the oldest token of every window, which is the next to leave: int64 [layers, batch, heads, 1]."""
-    slot = slots_of(store, store.window_start, store.sink_end)[:, :, None, None]
-    return slot.expand(-1, -1, store.num_heads, 1)
-
-
 def exact_tokens(store: Store, layer: int) -> tuple[Tensor, Tensor, Tensor]:
     """Slot, row and index, int64 [n] each, of those of one layer."""
     token = held_tokens(store, layer).repeat_interleave(store.num_heads, dim=0)
@@ -97,11 +91,11 @@ def pinned_sums(store: Store, score: Tensor, position: Tensor) -> Tensor:
 
 
 def pin_candidates(store: Store) -> None:
-    """The same for the oldest token of every window, in place; nothing where nothing is pinned."""
+    """The same for the oldest token of every window, the next to leave, in place; nothing where nothing is pinned."""
     if store.config.pin is None:
         return
     position = store.window_start[:, :, None, None]
-    slot = candidate_slots(store)
+    slot = slots_of(store, store.window_start, store.sink_end)[:, :, None, None].expand(-1, -1, store.num_heads, 1)
     score = store.window_score.gather(3, slot)
     store.window_score.scatter_(3, slot, pinned_sums(store, score, position))
 

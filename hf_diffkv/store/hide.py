@@ -30,7 +30,8 @@ def hide_tokens(store: Store, shown: Tensor) -> None:
     real = store.padding.mask()
     recorded = max((r.tokens for r in store.recorded if r is not None), default=0)
     stored = real.shape[1] - recorded
-    _hide_recorded(store, real[:, stored:] & shown[:, stored:])
+    recorded_and_shown = real[:, stored:] & shown[:, stored:]
+    store.recorded = [None if each is None else replace(each, valid=recorded_and_shown) for each in store.recorded]
     moved = _new_indices(real[:, :stored], shown[:, :stored])
     _hide_paged(store, moved)
     _hide_in_windows(store, moved)
@@ -48,12 +49,6 @@ def _new_indices(real: Tensor, shown: Tensor) -> Tensor:
     moved.scatter_(1, old, new)
     moved[:, columns] = -1
     return moved
-
-
-def _hide_recorded(store: Store, shown: Tensor) -> None:
-    for layer, recorded in enumerate(store.recorded):
-        if recorded is not None:
-            store.recorded[layer] = replace(recorded, valid=shown)
 
 
 def _share(before: Tensor, after: Tensor) -> Tensor:

@@ -14,15 +14,7 @@ from ..ops.quantize import load_tokens
 from ..ops.softmax import Softmax
 from ..pages import HIGH, LOW, EarlierTokens
 from ..pages.segments import score_noise, segments
-from ..policy import (
-    HIGH_LEVEL,
-    LOW_LEVEL,
-    PRUNED_LEVEL,
-    WINDOW_LEVEL,
-    ForwardRows,
-    Tokens,
-    mean_significance,
-)
+from ..policy import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL, ForwardRows, Tokens, mean_significance
 from .budget import Weighed, fit_layer
 from .forms import (
     Entering,
@@ -109,7 +101,8 @@ class Past:
     def __init__(self) -> None:
         self.tokens: tuple[StoredTokens, StoredTokens]
         self.earlier = EarlierTokens()
-        self.ranks: list[Tensor] = []
+        # row and rank of the tokens of each part: high, low, window
+        self.ranks: list[tuple[Tensor, Tensor]] = []
 
     @classmethod
     def read(cls, store: Store, layer: int, new: Entering) -> Past:
@@ -132,25 +125,18 @@ class Past:
         window_count = torch.bincount(self.window_row, minlength=rows)
         longest = int((counts[HIGH] + counts[LOW] + window_count).max())
         if longest > 0:
-            first = self.tokens[HIGH].index
-            second = self.tokens[LOW].index + counts[HIGH].long()[self.tokens[LOW].row]
-            third = window_rank + (counts[HIGH] + counts[LOW]).long()[self.window_row]
-            self.ranks = [first, second, third]
+            high, low = self.tokens
+            outside_window = (counts[HIGH] + counts[LOW]).long()
+            self.ranks = [
+                (high.row, high.index),
+                (low.row, low.index + counts[HIGH].long()[low.row]),
+                (self.window_row, window_rank + outside_window[self.window_row]),
+            ]
         return longest
-
-    def rows(self) -> list[Tensor]:
-        return [self.tokens[HIGH].row, self.tokens[LOW].row, self.window_row]
-
-    def window(self, store: Store, layer: int) -> tuple[Tensor, Tensor]:
-        slot = window_slot(store, layer, self.window_row, self.window_token)
-        key = store.window_key[layer].flatten(0, 1)[self.window_row, slot]
-        return key, store.window_value[layer].flatten(0, 1)[self.window_row, slot]
 
     def gather(self, received: Tensor, part: int) -> Tensor:
         """This forward's contribution to the tokens of one part (high, low, window); received: [rows, P + Q]."""
-        if not self.ranks:
-            return received.new_zeros(0)
-        return received[self.rows()[part], self.ranks[part]]
+        return received[self.ranks[part]] if self.ranks else received.new_zeros(0)
 
 
 def _window_tokens(store: Store, layer: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -255,11 +241,11 @@ def _candidates(
         received: [rows, P + Q]; None where nothing adds to sums.
     """
     heads, new_count = store.num_heads, source.key.shape[2]
-    slot = window_slot(store, layer, past.window_row, past.window_token)
-    score = store.window_score[layer].flatten(0, 1)[past.window_row, slot]
+    place = past.window_row, window_slot(store, layer, past.window_row, past.window_token)
+    states = (store.window_key, store.window_value, store.window_score)
+    held_key, held_value, score = (state[layer].flatten(0, 1)[place] for state in states)
     if received is not None:
         score = score + past.gather(received, 2)
-    held_key, held_value = past.window(store, layer)
     if offset is not None:
         shift = (offset - store.key_offset[layer]).flatten(0, 1)[past.window_row]
         held_key = (held_key - shift).to(held_key.dtype)
@@ -274,22 +260,16 @@ def _candidates(
     else:
         new_score = received[row, received.shape[1] - new_count + column]
     new_position = position[row // heads, column]
-    new = NewTokens(
-        row,
-        pinned_sums(store, new_score, new_position),
-        new_position,
-        (source,),
-        row * new_count + column,
-    )
-    return window.merge(new)
+    new_score = pinned_sums(store, new_score, new_position)
+    return window.merge(NewTokens(row, new_score, new_position, (source,), row * new_count + column))
 
 
 def _fill_window(store: Store, layer: int, tokens: NewTokens) -> None:
     slot = window_slot(store, layer, tokens.row, tokens.position)
     key, value = tokens.read(slice(None))
-    store.window_key[layer].flatten(0, 1)[tokens.row, slot] = key.to(store.dtype)
-    store.window_value[layer].flatten(0, 1)[tokens.row, slot] = value.to(store.dtype)
-    store.window_score[layer].flatten(0, 1)[tokens.row, slot] = tokens.score
+    states = (store.window_key, store.window_value, store.window_score)
+    for state, given in zip(states, (key, value, tokens.score)):
+        state[layer].flatten(0, 1)[tokens.row, slot] = given.to(state.dtype)
 
 
 def decide_levels(

@@ -37,8 +37,9 @@ def store_by_kernels(store: Store, layer: int, new: Entering, received: Tensor |
         if received is None:
             raise
         return False
-    rows, tokens = store.rows(layer), forward.tokens_of(new)
-    placement = forward.placement(store, layer, feedback)
+    rows, tokens = store.rows(layer), PromptTokens(new.key, new.value, forward.rank, forward.count)
+    centers = forward.centers[layer]
+    placement = Placement(store.config.window, store.value_limit, store.rotation, centers, feedback)
     if received is None:
         from ..ops.store_uniform.launch import store_uniform
 
@@ -149,15 +150,6 @@ class Forward:
                 self._provide_most(store, layer)
         finally:
             self.left.discard(layer)
-
-    def tokens_of(self, new: Entering) -> PromptTokens:
-        """A layer's new tokens as the ops take them."""
-        return PromptTokens(new.key, new.value, self.rank, self.count)
-
-    def placement(self, store: Store, layer: int, feedback: Tensor | None) -> Placement:
-        """How the layer holds them."""
-        centers = self.centers[layer]
-        return Placement(store.config.window, store.value_limit, store.rotation, centers, feedback)
 
     def _provide_most(self, store: Store, layer: int) -> None:
         need = self.pages[layer]

@@ -18,9 +18,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..config import DiffKVConfig
+from ..config.found import queries_of, tell_of_queries
 from ..config.head_groups import HeadGroup
 from ..ops.rotation import rotation_matrix
-from ..ops.rounding import feedback_of
+from ..ops.rounding import LARGEST_BITS, feedback_of
 
 MOMENTS_FORMAT = "query moments 1"
 # what a file says of them
@@ -53,7 +55,8 @@ class QueryMoments:
     def __post_init__(self) -> None:
         for layer, triangle in enumerate(self.triangles):
             fits = triangle.ndim == 2 and triangle.dtype == torch.bfloat16
-            if not fits or _triangle_size(_dim_of(triangle)) != triangle.shape[1] or not triangle.isfinite().all():
+            dim = _dim_of(triangle) if fits else 0
+            if not fits or dim * (dim + 1) // 2 != triangle.shape[1] or not triangle.isfinite().all():
                 raise ValueError(
                     f"layer {layer} must be finite bfloat16 [heads, key_dim * (key_dim + 1) / 2], not "
                     f"{triangle.dtype} {list(triangle.shape)}."
@@ -149,6 +152,33 @@ def _load(path: Path, changed: int, size: int) -> QueryMoments:
         raise ValueError(f"{path} does not hold the moments of a model's queries: {error}") from error
 
 
+def moments_for(model: Any, config: DiffKVConfig) -> QueryMoments | None:
+    """What generated keys are rounded by; None where nobody measured it, or where `config` rounds none.
+
+    Args:
+        model: a loaded model, or its configuration, for which only a file beside it is found.
+
+    Raises:
+        ValueError: a file that does not hold moments.
+    """
+    if not config.adaptive_rounding or not _has_few_bits(config):
+        return None
+    path = queries_of(model)
+    if path is None:
+        if config.head_precisions is not None:
+            tell_of_queries(model)
+        return None
+    return QueryMoments.load(path)
+
+
+def _has_few_bits(config: DiffKVConfig) -> bool:
+    layers = config.head_precisions or (None,)
+    chosen = {precision for layer in layers for precision in layer or (None,)}
+    if None in chosen:
+        chosen |= {config.high, config.low}
+    return min(precision.k_bits for precision in chosen if precision is not None) <= LARGEST_BITS
+
+
 def moment_of(triangle: Tensor) -> Tensor:
     """L L^T, float64 [heads, dim, dim]."""
     dim = _dim_of(triangle)
@@ -165,10 +195,6 @@ def _triangle_of(moment: Tensor) -> Tensor:
     some = (ADDED_SHARE * mean)[:, None, None] * torch.eye(dim, dtype=torch.float64)
     row, column = torch.tril_indices(dim, dim)
     return torch.linalg.cholesky(moment + some)[:, row, column].to(torch.bfloat16)
-
-
-def _triangle_size(dim: int) -> int:
-    return dim * (dim + 1) // 2
 
 
 def _dim_of(triangle: Tensor) -> int:

@@ -86,7 +86,9 @@ def read_tokens(store: Store, layer: int) -> LayerTokens:
     keys[row, position] = store.window_key[layer].flatten(0, 1)[row, slot].to(dtype)
     values[row, position] = store.window_value[layer].flatten(0, 1)[row, slot].to(dtype)
     score[row, position] = store.window_score[layer].flatten(0, 1)[row, slot]
-    keys, values = _as_the_model_had_them(store, layer, keys, values)
+    # in the model's channels
+    keys, values = (part.unflatten(0, (store.batch_size, store.num_heads)) for part in (keys, values))
+    keys, values = model_keys(store, layer, keys).flatten(0, 1), model_form(store, values).flatten(0, 1)
     for rows, position, recorded_keys, recorded_values in _recorded_tokens(store, layer):
         keys[rows, position], values[rows, position] = recorded_keys.to(dtype), recorded_values.to(dtype)
     absent = level <= PRUNED_LEVEL
@@ -98,17 +100,11 @@ def read_tokens(store: Store, layer: int) -> LayerTokens:
     )
 
 
-def _as_the_model_had_them(store: Store, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [rows, tokens, dim] as they are held, in the model's channels."""
-    keys, values = (part.unflatten(0, (store.batch_size, store.num_heads)) for part in (keys, values))
-    return model_keys(store, layer, keys).flatten(0, 1), model_form(store, values).flatten(0, 1)
-
-
 def payload(store: Store) -> Payload:
     """Counts of all layers."""
     settle(store)
     none = torch.zeros(store.batch_size, dtype=torch.int64, device=store.device)
-    recorded = torch.stack([none if r is None else r.count() for r in store.recorded])
+    recorded = torch.stack([none if r is None else r.real().sum(-1) for r in store.recorded])
     window = (held_count(store) + recorded)[..., None].expand_as(store.high_count)
     return Payload(store.high_count.long(), store.low_count.long(), window, store.length + recorded)
 
@@ -128,21 +124,19 @@ def check_integrity(store: Store) -> None:
         used = (count.view(rows, 1) + layout.capacity - 1) // layout.capacity
         mine = column(tier, entries, width) < used
         changing |= mine & (column(tier, entries, width) >= count.view(rows, 1) // layout.capacity)
-        _require(not bool((expected & mine).any()), "high and low pages of a row meet")
+        _require(not (expected & mine).any(), "high and low pages of a row meet")
         expected |= mine
-    _require(bool(((table != NULL_PAGE) == expected).all()), "a page table row disagrees with its counts")
+    _require(((table != NULL_PAGE) == expected).all(), "a page table row disagrees with its counts")
     free = store.pool.free_list.ids()
     owners = torch.bincount(table[expected], minlength=store.pool.capacity)
-    _require(
-        bool((owners[table[expected & changing].long()] == 1).all()), "a page that changes stands twice in a table"
-    )
+    _require((owners[table[expected & changing].long()] == 1).all(), "a page that changes stands twice in a table")
     owners *= 1 if store.twins is None else len(store.twins)
-    _require(bool((owners[free.long()] == 0).all()), "a free page is owned")
+    _require((owners[free.long()] == 0).all(), "a free page is owned")
     owned = torch.cat([owners.nonzero()[:, 0], free.long()]).sort().values
     everything = torch.arange(1, store.pool.capacity, device=store.device)
     _require(owned.shape == everything.shape and bool((owned == everything).all()), "a page is lost or owned twice")
     used = owners.nonzero()[:, 0]
-    _require(bool((store.pool.owners(used) == owners[used]).all()), "the owners of a page are counted wrongly")
+    _require((store.pool.owners(used) == owners[used]).all(), "the owners of a page are counted wrongly")
     _require(free.numel() == store.pool.free_list.free, "the free count disagrees with the free list")
     for layer in range(store.num_layers):
         _check_tokens(store, layer)
@@ -151,9 +145,9 @@ def check_integrity(store: Store) -> None:
 def _check_tokens(store: Store, layer: int) -> None:
     start, length, end = store.window_start[layer], store.length[layer], store.sink_end[layer]
     ring = store.window_slots - store.sink_slots
-    _require(bool((length - start <= ring).all()), "a window holds more tokens than it has slots")
+    _require((length - start <= ring).all(), "a window holds more tokens than it has slots")
     ordered = (0 <= end) & (end <= store.sink_slots) & (end <= start) & (start <= torch.maximum(length, end))
-    _require(bool(ordered.all()), "a window does not begin behind the sinks, or begins behind its end")
+    _require(ordered.all(), "a window does not begin behind the sinks, or begins behind its end")
     seen = torch.zeros(
         store.batch_size * store.num_heads, int(length.max()) + 1, dtype=torch.int32, device=store.device
     )
@@ -163,21 +157,19 @@ def _check_tokens(store: Store, layer: int) -> None:
         view = segments(store.pool.pages, layout)
         position = token_positions(store.rows(layer), tier, tokens)
         score = view.scores(tokens.page, tokens.slot)
-        _require(
-            bool(((position >= ends[tokens.row]) & (position < starts[tokens.row])).all()),
-            "a stored token has no valid position",
-        )
-        _require(bool((score.isfinite() & (score >= 0)).all()), "a stored token has no valid significance")
+        placed = (position >= ends[tokens.row]) & (position < starts[tokens.row])
+        _require(placed.all(), "a stored token has no valid position")
+        _require((score.isfinite() & (score >= 0)).all(), "a stored token has no valid significance")
         seen.index_put_((tokens.row, position), torch.ones_like(position, dtype=torch.int32), accumulate=True)
     _require(int(seen.max()) <= 1, "a token is stored twice")
     if not store.layout.selects:
         outside, low = (start - end)[:, None], store.low_heads[layer]
         expected = (outside.masked_fill(low, 0), outside.masked_fill(~low, 0))
         complete = (store.high_count[layer] == expected[HIGH]) & (store.low_count[layer] == expected[LOW])
-        _require(bool(complete.all()), "not every token outside the window is stored, though none is chosen")
+        _require(complete.all(), "not every token outside the window is stored, though none is chosen")
 
 
-def _require(condition: bool, message: str) -> None:
+def _require(condition: Tensor | bool, message: str) -> None:
     if not condition:
         raise IntegrityError(f"cache integrity: {message}.")
 
@@ -187,8 +179,7 @@ def _recorded_tokens(store: Store, layer: int) -> list[tuple[Tensor, Tensor, Ten
     recorded = store.recorded[layer]
     if recorded is None:
         return []
-    shape = (store.batch_size, recorded.tokens)
-    valid = torch.ones(shape, dtype=torch.bool, device=store.device) if recorded.valid is None else recorded.valid
+    valid = recorded.real()
     position = store.length[layer][:, None] + valid.cumsum(-1) - 1
     valid, position = (t.repeat_interleave(store.num_heads, dim=0) for t in (valid, position))
     row, column = valid.nonzero(as_tuple=True)

@@ -12,12 +12,7 @@ from ..ops.softmax import Softmax
 
 @dataclass(frozen=True)
 class Read:
-    """Queries of a later layer of the model that reads a layer's tokens as well, of the newest n of them.
-
-    Attributes:
-        query: [batch, query_heads, n, key_dim].
-        softmax: as in `Recorded`.
-    """
+    """Attention of a layer of the model from the newest n of some tokens; query: [batch, query_heads, n, key_dim]."""
 
     query: Tensor
     softmax: Softmax
@@ -39,19 +34,16 @@ class Recorded:
     """A layer's tokens that are not stored yet, as the model has them.
 
     Attributes:
-        query: [batch, query_heads, tokens, key_dim]; key, value: [batch, heads, tokens, dim].
+        key, value: [batch, heads, tokens, dim].
         valid: bool [batch, tokens] or None. mask: bool [batch, 1, tokens, tokens] or None.
-        softmax: of the attention.
-        reads: of the later layers that read these keys and values.
+        reads: of the layer itself, from all tokens, and of the later ones that read these keys and values.
     """
 
-    query: Tensor
     key: Tensor
     value: Tensor
     valid: Tensor | None
     mask: Tensor | None
-    softmax: Softmax
-    reads: tuple[Read, ...] = ()
+    reads: tuple[Read, ...]
 
     @property
     def tokens(self) -> int:
@@ -61,7 +53,6 @@ class Recorded:
         """The tokens [start, stop)."""
         return replace(
             self,
-            query=self.query[:, :, start:stop],
             key=self.key[:, :, start:stop],
             value=self.value[:, :, start:stop],
             valid=None if self.valid is None else self.valid[:, start:stop],
@@ -72,20 +63,17 @@ class Recorded:
     def followed_by(self, other: Recorded) -> Recorded:
         """Both together; `other` attends all of `self`."""
         return Recorded(
-            torch.cat([self.query, other.query], dim=2),
             torch.cat([self.key, other.key], dim=2),
             torch.cat([self.value, other.value], dim=2),
             self._joined_valid(other),
             self._joined_mask(other),
-            other.softmax,
             tuple(mine.followed_by(theirs, other.tokens) for mine, theirs in zip(self.reads, other.reads)),
         )
 
     def _joined_valid(self, other: Recorded) -> Tensor | None:
         if self.valid is None and other.valid is None:
             return None
-        ones = [torch.ones(r.key.shape[0], r.tokens, dtype=torch.bool, device=r.key.device) for r in (self, other)]
-        return torch.cat([one if r.valid is None else r.valid for r, one in zip((self, other), ones)], dim=1)
+        return torch.cat([self.real(), other.real()], dim=1)
 
     def _joined_mask(self, other: Recorded) -> Tensor | None:
         if self.mask is None and other.mask is None:
@@ -101,13 +89,12 @@ class Recorded:
     def detached(self) -> Recorded:
         """A copy that keeps no larger tensor alive."""
         reads = tuple(replace(read, query=read.query.clone()) for read in self.reads)
-        return replace(self, query=self.query.clone(), key=self.key.clone(), value=self.value.clone(), reads=reads)
+        return replace(self, key=self.key.clone(), value=self.value.clone(), reads=reads)
 
     def select(self, index: Tensor) -> Recorded:
         """The requests `index`, int64 [n]."""
         return replace(
             self,
-            query=self.query[index],
             key=self.key[index],
             value=self.value[index],
             valid=None if self.valid is None else self.valid[index],
@@ -115,14 +102,14 @@ class Recorded:
             reads=tuple(replace(read, query=read.query[index]) for read in self.reads),
         )
 
-    def count(self) -> Tensor:
-        """Real tokens of each request, int64 [batch]."""
+    def real(self) -> Tensor:
+        """bool [batch, tokens]: which are no padding."""
         if self.valid is None:
-            return torch.full((self.key.shape[0],), self.tokens, device=self.key.device)
-        return self.valid.sum(-1)
+            return torch.ones(self.key.shape[0], self.tokens, dtype=torch.bool, device=self.key.device)
+        return self.valid
 
     @property
     def bytes(self) -> int:
         """Bytes held until the next `commit`."""
-        tensors = [t for t in (self.query, self.key, self.value, self.valid, self.mask) if t is not None]
-        return sum(t.numel() * t.element_size() for t in [*tensors, *(read.query for read in self.reads)])
+        tensors = (self.key, self.value, self.valid, self.mask, *(read.query for read in self.reads))
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)

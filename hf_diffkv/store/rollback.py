@@ -38,19 +38,21 @@ def attend_recorded(store: Store, layer: int, new: Recorded) -> Tensor:
     check_finite(store, new.key, new.value, new.valid)
     if layer == 0:
         store.check_budget(new.bytes * store.num_layers)
-    before = store.recorded[layer]
-    together = new if before is None else before.followed_by(new)
-    entering = _entering(store, layer, together)
-    past = Past.read(store, layer, entering)
+    together, entering, past = _after_recorded(store, layer, new)
+    (read,) = together.reads
     key, value = entering.beside(past.earlier)
     options = {"valid": together.valid, "mask": together.mask}
-    output, _ = attend_beside(store, layer, past.earlier, together.query, key, value, new.softmax, **options)
+    output, _ = attend_beside(store, layer, past.earlier, read.query, key, value, read.softmax, **options)
     _keep(store, layer, together)
     return output[:, :, output.shape[2] - new.tokens :]
 
 
-def _entering(store: Store, layer: int, recorded: Recorded) -> Entering:
-    return Entering(store, layer, recorded.key, recorded.value, recorded.valid)
+def _after_recorded(store: Store, layer: int, new: Recorded) -> tuple[Recorded, Entering, Past]:
+    """What is recorded together with `new`, also as tokens that enter, and what is stored before them."""
+    before = store.recorded[layer]
+    together = new if before is None else before.followed_by(new)
+    entering = Entering(store, layer, together.key, together.value, together.valid)
+    return together, entering, Past.read(store, layer, entering)
 
 
 class SharedRecording:
@@ -72,22 +74,17 @@ class SharedRecording:
     ) -> None:
         check_finite(store, key, value, valid)
         self._store, self._layer, self._readers = store, layer, readers
-        self._new: Recorded | None = None
-        self._tokens = (key, value, valid, mask)
+        self._new = Recorded(key, value, valid, mask, ())
 
     def attend(self, query: Tensor, last: bool, softmax: Softmax) -> Tensor:
         """One layer's attention, from the newest tokens or all; the last one records them."""
         store, layer = self._store, self._layer
-        if self._new is None:
-            self._new = Recorded(query, *self._tokens, softmax)
+        first = not self._new.reads
+        self._new = replace(self._new, reads=(*self._new.reads, Read(query, softmax)))
+        if first:
             later = self._readers * query.numel() * query.element_size()
             store.check_budget(later + self._new.bytes * (store.num_layers if layer == 0 else 0))
-        else:
-            self._new = replace(self._new, reads=(*self._new.reads, Read(query, softmax)))
-        before = store.recorded[layer]
-        together = self._new if before is None else before.followed_by(self._new)
-        entering = _entering(store, layer, together)
-        past = Past.read(store, layer, entering)
+        together, entering, past = _after_recorded(store, layer, self._new)
         output, _ = attend_from_newest(store, layer, past, query, entering, together.mask, softmax)
         if last:
             _keep(store, layer, together)
@@ -142,6 +139,5 @@ def _store(store: Store, layer: int, recorded: Recorded, generation_step: bool) 
         shared = SharedTokens(store, layer, recorded.key, recorded.value, recorded.valid, recorded.mask)
     # a reader may have had queries of rejected tokens only
     reads = [read for read in recorded.reads if read.query.shape[2]]
-    shared.attend(recorded.query, last=not reads, softmax=recorded.softmax)
     for read in reads:
         shared.attend(read.query, last=read is reads[-1], softmax=read.softmax)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Union
@@ -20,7 +21,6 @@ from ..pages.layout import NARROW_POSITIONS
 from ..pages.rows import ROW_STATE
 from ..policy import Policy, make_policy
 from ..policy.diffkv import DiffKV
-from .padding import Padding
 from .query_moments import QueryMoments
 from .recorded import Recorded
 
@@ -57,6 +57,64 @@ class KVHeads:
     value_dim: int
     dtype: torch.dtype
     device: torch.device
+
+
+class Padding:
+    """Which logical positions of each request are real; costs nothing while there is no padding."""
+
+    def __init__(self, batch_size: int, device: torch.device) -> None:
+        self.batch_size, self.device = batch_size, device
+        self.length = 0
+        self._valid: Tensor | None = None
+
+    @property
+    def bytes(self) -> int:
+        return 0 if self._valid is None else self._valid.numel()
+
+    def append(self, tokens: int, valid: Tensor | None) -> None:
+        """Records `tokens` positions; valid: bool [batch, tokens], None where all are real."""
+        if valid is not None or self._valid is not None:
+            self._grow(self.length + tokens)
+            self._valid[:, self.length : self.length + tokens] = True if valid is None else valid
+        self.length += tokens
+
+    def _grow(self, length: int) -> None:
+        have = 0 if self._valid is None else self._valid.shape[1]
+        if length <= have:
+            return
+        grown = torch.ones(self.batch_size, math.ceil(length * 1.125), dtype=torch.bool, device=self.device)
+        if self._valid is not None:
+            grown[:, :have] = self._valid
+        self._valid = grown
+
+    def equals(self, mask: Tensor | None) -> Tensor | None:
+        """bool [] on the device: whether `mask` (bool [batch, length], None: all real) is this; None: it surely is."""
+        if self._valid is None:
+            return None if mask is None else mask.all()
+        known = self._valid[:, : self.length]
+        return known.all() if mask is None else (mask == known).all()
+
+    def replace(self, mask: Tensor) -> None:
+        """Makes `mask`, bool [batch, length], the real positions."""
+        self._grow(self.length)
+        self._valid[:, : self.length] = mask
+
+    def mask(self) -> Tensor:
+        """bool [batch, length]: real positions."""
+        if self._valid is None:
+            return torch.ones(self.batch_size, self.length, dtype=torch.bool, device=self.device)
+        return self._valid[:, : self.length]
+
+    def copy(self) -> Padding:
+        """The same, to be changed independently."""
+        twin = Padding(self.batch_size, self.device)
+        twin.length, twin._valid = self.length, None if self._valid is None else self._valid.clone()
+        return twin
+
+    def select(self, index: Tensor) -> None:
+        self.batch_size = index.numel()
+        if self._valid is not None:
+            self._valid = self._valid[index]
 
 
 class Store:
@@ -181,12 +239,8 @@ class Store:
         tensors += [self.layer_index, self.head_index, self.invalid, self.changed_past, self.key_offset]
         if self.scratch is not None:
             tensors += self.scratch.tensors()
-        return [*tensors, self.flag, *self.bound_tensors()]
-
-    def bound_tensors(self) -> list[Tensor]:
-        """What `all_bounds` and `layer_bounds` hold on the device."""
         bounds = [] if self.all_bounds is None else [*self.layer_bounds, self.all_bounds]
-        return [tensor for bound in bounds for tensor in bound.tensors()]
+        return [*tensors, self.flag, *(tensor for bound in bounds for tensor in bound.tensors())]
 
     @property
     def key_rotation(self) -> Tensor | None:
@@ -269,11 +323,6 @@ class Store:
         feedback = self.model_feedback
         held += [] if feedback is None else [feedback.matrix, feedback.layer, feedback.head]
         return (self.pool.address, *((tensor.data_ptr(), tensor.shape) for tensor in held))
-
-    @property
-    def rows_per_layer(self) -> int:
-        """Requests times KV heads."""
-        return self.batch_size * self.num_heads
 
     def backend(self) -> str:
         """What runs the ops on this store, one of `ops.backend.BACKENDS`."""
@@ -414,36 +463,6 @@ class Store:
                 f"{self.seen + tokens} tokens are beyond the model's max_position_embeddings and have positions that "
                 "16 bits cannot hold; use DiffKVConfig(metadata_bits=32)."
             )
-
-    def check_shown(self, shown: Tensor | None, tokens: int) -> Tensor | None:
-        """Compares a mask with what is stored, before a forward of `tokens` new tokens.
-
-        A step of one token is compared without waiting for the device, except on a CPU: `check_values` then raises
-        within a few steps.
-
-        Args:
-            shown: bool [batch, past], the tokens the mask shows; None where it shows all.
-
-        Returns:
-            `shown` if `hide_tokens` is to be called, None if nothing changes.
-
-        Raises:
-            ValueError: it shows a token that was padding or hidden before.
-        """
-        same = self.padding.equals(shown)
-        if same is None:
-            return None
-        if tokens == 1 and not self.recording and not reads_are_free(self.device):
-            self.changed_past |= ~same
-            return None
-        if bool(same):
-            return None
-        if shown is None or bool((shown & ~self.padding.mask()).any()):
-            raise ValueError(
-                "the attention mask shows tokens that were padding or hidden before, whose keys and values this cache "
-                "does not hold; pass an attention_mask with 0 wherever earlier ones had it, or use a new cache."
-            )
-        return shown
 
     def check_values(self) -> None:
         """Reads the device.

@@ -72,8 +72,13 @@ def refresh_if_due(store: Store) -> None:
 def refresh(store: Store) -> None:
     """Makes room for the next `refresh_steps` steps. Reads the device once, and once more where the pool grows."""
     lookahead = store.refresh_steps + store.config.compaction_interval
-    high, low, has_low, first_leave, free = _look(store, lookahead)
-    store.centers_soon = first_leave and store.config.center and len(store.uncentered) < store.num_layers
+    has_low = store.policy.has_low(store.alpha_high, store.alpha_low)
+    # whether the first token of some row can leave its window until then
+    leaves = (is_whole(store) & (store.length - store.window_start > store.config.window - lookahead)).any()
+    free = store.pool.free_list.state[FREE]
+    high, low, has_low, leaves, free = store.look(store.high_count, store.low_count, has_low, leaves, free)
+    has_low = has_low.astype(bool)
+    store.centers_soon = bool(leaves) and store.config.center and len(store.uncentered) < store.num_layers
     tiers = (store.layout.high.capacity, store.layout.low.capacity)
     growth = (np.where(has_low & (not store.layout.selects), 0, lookahead), np.where(has_low, lookahead, 0))
     more_pages = sum(
@@ -86,7 +91,7 @@ def refresh(store: Store) -> None:
         store.pool.free_list.reserve(store.table.table.numel())
     store.update_limit()
     try:
-        store.pool.ensure_free(more_pages, free)
+        store.pool.ensure_free(more_pages, int(free))
     except MemoryError:
         if store.config.max_bytes is None:
             raise
@@ -114,16 +119,3 @@ def bound_rows(store: Store, high: np.ndarray, low: np.ndarray, lookahead: int) 
 
     store.all_bounds = bounds(slice(None))
     store.layer_bounds = [bounds(layer) for layer in range(store.num_layers)]
-
-
-def _look(store: Store, lookahead: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool, int]:
-    """All the host wants to know, in one copy: high and low counts, where low ones may come, bool, free pages.
-
-    The first three are [layers, batch, heads]. The single bool is whether the first token of some row can leave
-    its window within `lookahead` tokens. Raises as `Store.check_values` does.
-    """
-    has_low = store.policy.has_low(store.alpha_high, store.alpha_low)
-    first_leave = (is_whole(store) & (store.length - store.window_start > store.config.window - lookahead)).any()
-    free = store.pool.free_list.state[FREE]
-    high, low, has_low, leave, free = store.look(store.high_count, store.low_count, has_low, first_leave, free)
-    return high, low, has_low.astype(bool), bool(leave), int(free)

@@ -12,9 +12,9 @@ from captured_steps import FIELDS, build
 from host_reads import HostReads
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
-from hf_diffkv.cache import graphs
+from hf_diffkv.cache import graphs, layer_part
 from hf_diffkv.compat import passing
-from hf_diffkv.store import Store, state
+from hf_diffkv.store import Store
 
 LOOK = ["cpu in read_together", "numpy in read_together"]
 
@@ -40,7 +40,7 @@ def ignore_the_interpreter(monkeypatch: pytest.MonkeyPatch, reads: HostReads) ->
 @pytest.mark.parametrize("batch, padding", [(1, False), (3, True)])
 @pytest.mark.slow
 def test_no_reads_between_two_refreshes(monkeypatch: pytest.MonkeyPatch, way: str, batch: int, padding: bool) -> None:
-    monkeypatch.setattr(state, "reads_are_free", lambda device: False)
+    monkeypatch.setattr(layer_part, "reads_are_free", lambda device: False)
     torch._dynamo.reset()
     model = build(1)
     model.set_attn_implementation("diffkv")

@@ -16,8 +16,7 @@ from runs import CONFIG, model_of, started
 
 from hf_diffkv import DiffKVCache, PrefixStore
 from hf_diffkv.prefixes import store as store_module
-from hf_diffkv.prefixes.folder import FolderTier
-from hf_diffkv.prefixes.tiers import MemoryTier
+from hf_diffkv.prefixes.tiers import FolderTier, MemoryTier
 
 LENGTH, PATIENCE = 6, 60
 

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from hf_diffkv import DiffKVConfig, PrefixStore
 from hf_diffkv.cache.io import JSON_NAME, TENSORS_NAME, save_snapshot
-from hf_diffkv.prefixes import folder as folder_module
-from hf_diffkv.prefixes.folder import PARTIAL
+from hf_diffkv.prefixes import tiers
+from hf_diffkv.prefixes.tiers import PARTIAL
 
 # what changes a file system, as `sys.addaudithook` calls it
 CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.utime", "os.truncate", "shutil.rmtree")
@@ -126,7 +126,7 @@ def test_a_full_disk(
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(folder_module, "save_snapshot", fail)
+        patched.setattr(tiers, "save_snapshot", fail)
         with pytest.warns(RuntimeWarning, match="cannot be written: .*(No space|code: 28)"):
             assert not store.insert(runs[1].ids, runs[1].cache)
         with warnings.catch_warnings():
@@ -175,7 +175,7 @@ def test_files_that_cannot_be_read(
         raise PermissionError(errno.EACCES, "Permission denied")
 
     with monkeypatch.context() as patched:
-        patched.setattr(folder_module, "load_snapshot", fail)
+        patched.setattr(tiers, "load_snapshot", fail)
         with pytest.warns(RuntimeWarning, match="cannot be read, its tokens are computed"):
             assert_finds(store, runs, 0)
     assert_finds(store, runs, 50)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_diffkv.cache import graphs
-from hf_diffkv.cache.paged_attention import PackedCache
+from hf_diffkv.cache.attention import PackedCache
 from hf_diffkv.ops.backend import use_kernels
 from hf_diffkv.ops.softmax import Softmax
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_diffkv.cache.attention import PackedCache
 from hf_diffkv.cache.errors import HandOverError
-from hf_diffkv.cache.paged_attention import PackedCache
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.prefixes.stats import ExpectedPrefix
 

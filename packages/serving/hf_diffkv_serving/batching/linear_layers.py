@@ -13,11 +13,13 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
+from hf_diffkv.compat import CACHE_NAMES
+
 # what such a module calls on a cache
 UPDATES = {"update_conv_state", "update_recurrent_state"}
 # scans that begin without a state even where one is there
 STATELESS_SCANS = {"mamba_selective_scan"}
-CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
+CACHE_ARGUMENTS = ("cache_params", *CACHE_NAMES)
 
 
 class LinearModule:

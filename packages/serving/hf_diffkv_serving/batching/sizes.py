@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
+from hf_diffkv.cache.attention import PackedCache
 from hf_diffkv.cache.dense import dense_attention
 from hf_diffkv.cache.errors import UnsupportedModelError
-from hf_diffkv.cache.paged_attention import PackedCache
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages import PageLayout

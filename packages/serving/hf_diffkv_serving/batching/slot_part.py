@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from hf_diffkv.cache.stores import Stores, same_pages
+from hf_diffkv.cache.stores import Stores
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.config.head_groups import HeadGroup
 from hf_diffkv.pages import NULL_PAGE
@@ -196,7 +196,7 @@ def make_parts(groups: Sequence[HeadGroup], shape: AttentionShape) -> list[SlotP
     """Parts of all groups of heads, as many of the same pages together, each with one slot."""
     together: list[list[int]] = []
     for index, mine in enumerate(groups):
-        part = next((part for part in together if _alike(groups[part[0]], mine)), None)
+        part = next((part for part in together if mine.goes_with(groups[part[0]])), None)
         if part is None:
             together.append([index])
         else:
@@ -206,7 +206,7 @@ def make_parts(groups: Sequence[HeadGroup], shape: AttentionShape) -> list[SlotP
         first = groups[indices[0]]
         count = first.count(shape.num_heads)
         heads = KVHeads(count, shape.key_dim, shape.value_dim, shape.dtype, shape.device)
-        first_head = shape.ranks.parallel.rank * count if first.heads is None else 0
+        first_head = first.first_head(count, shape.ranks.parallel.rank)
         known = {"total_layers": len(groups), "first_head": first_head, "max_positions": shape.max_positions}
         store = SlotStore(first.config, len(indices), 1, heads, **known)
         for layer, index in enumerate(indices):
@@ -215,9 +215,3 @@ def make_parts(groups: Sequence[HeadGroup], shape: AttentionShape) -> list[SlotP
         query_heads = shape.query_heads // shape.num_heads * count
         parts.append(SlotPart(store, query_heads, shape.ranks.alone))
     return parts
-
-
-def _alike(one: HeadGroup, other: HeadGroup) -> bool:
-    """Whether both may be in one store."""
-    heads = [(group.heads is None, len(group.heads or ())) for group in (one, other)]
-    return heads[0] == heads[1] and same_pages(one.config, other.config)

@@ -120,8 +120,8 @@ class Slots:
         moments.check_layers(len(self._of_layer))
         moments = moments.of_groups(self.groups)
         for index, (part, _) in self._places.items():
-            ranks = self.ranks.parallel.size if self.groups[index].heads is None else 1
-            moments.check_layer(index, part.store.num_heads * ranks, part.store.key_dim)
+            measured = self.groups[index].measured(part.store.num_heads, self.ranks.parallel.size)
+            moments.check_layer(index, measured, part.store.key_dim)
         for part in self.parts:
             part.store.moments = moments
 

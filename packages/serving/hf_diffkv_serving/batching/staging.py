@@ -11,8 +11,7 @@ from torch import Tensor
 
 from hf_diffkv.pages import PageTable
 from hf_diffkv.pages.rows import ROW_STATE
-from hf_diffkv.store.padding import Padding
-from hf_diffkv.store.state import Store
+from hf_diffkv.store.state import Padding, Store
 
 from .reservations import ReservedPool
 

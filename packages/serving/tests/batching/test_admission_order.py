@@ -78,7 +78,7 @@ def test_the_tier_is_known_without_loading(tmp_path: Path, monkeypatch: pytest.M
     PrefixStore(model, LOSSLESS, device_bytes=0, folder=tmp_path).prefill(first)
     store = PrefixStore(model, LOSSLESS, folder=tmp_path)
     store.prefill(second)
-    monkeypatch.setattr("hf_diffkv.prefixes.folder.load_snapshot", lambda *args: pytest.fail("it was read"))
+    monkeypatch.setattr("hf_diffkv.prefixes.tiers.load_snapshot", lambda *args: pytest.fail("it was read"))
     more, before = torch.tensor([5, 6]), store.stats
     found = store.look_ahead([torch.cat([ids, more]) for ids in (first, second, third)] + [second])
     assert found == [replace(SLOW, tokens=40), replace(RESIDENT, tokens=50), NONE, NONE]

@@ -1,0 +1,218 @@
+"""What takes the tokens of a layer's heads that are held alike, and what later layers must see that read them."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..ops.softmax import Softmax
+from ..store import (
+    Read,
+    Recorded,
+    SharedRecording,
+    SharedStep,
+    SharedTokens,
+    Store,
+    attend_recorded,
+    attend_token,
+    attend_tokens,
+    begin_forward,
+    check_finite,
+    hide_tokens,
+)
+from ..store.state import reads_are_free
+from .errors import HandOverError
+from .stores import Stores
+
+
+class LayerPart:
+    """A layer's heads, or a group of them, that are held alike: stores and compresses their tokens in one store.
+
+    Args:
+        stores: shared by all layers of the cache.
+        index: which of `Stores.groups` this is.
+        readers: how many later layers of the model read its keys and values as well.
+
+    Attributes:
+        shared: the forward's tokens while readers are still to attend to them.
+    """
+
+    def __init__(self, stores: Stores, index: int, readers: int) -> None:
+        self.stores, self.index, self.readers = stores, index, readers
+        self.store: Store | None = None
+        self.slot = -1
+        self.shared: SharedStep | SharedTokens | SharedRecording | None = None
+
+    @property
+    def seen(self) -> int:
+        """As `DiffKVLayer.seen`."""
+        return self.stores.seen[self.index]
+
+    def see(self, tokens: int) -> None:
+        """Counts `tokens` further tokens as seen, or fewer where they are negative."""
+        self.stores.seen[self.index] += tokens
+
+    def begin(self, key: Tensor, value: Tensor) -> None:
+        """Has there be a place for new tokens, and starts the forward with the first layer."""
+        tokens = key.shape[2]
+        if self.store is None:
+            self.stores.check_place(tokens)
+            self.store, self.slot = self.stores.place(self.index, key, value)
+        self._check(key, value)
+        if self.store.seen == self.seen:
+            if self.stores.starts_forward(self.index):
+                self.stores.begin(tokens)
+            else:
+                begin_forward(self.store, tokens)
+        self.stores.share_budget(self.store)
+
+    def _check(self, key: Tensor, value: Tensor) -> None:
+        store = self.store
+        expected = (store.batch_size, store.num_heads, store.key_dim, store.value_dim)
+        given = (key.shape[0], key.shape[1], key.shape[3], value.shape[3])
+        if given[0] != expected[0]:
+            raise ValueError(
+                f"this cache holds {expected[0]} sequences but the model was called with {given[0]}; use a new "
+                "DiffKVCache for another batch, or call batch_repeat_interleave or batch_select_indices first."
+            )
+        if given != expected or key.dtype != store.dtype or key.device != store.device:
+            raise ValueError(
+                f"this cache was made for (batch, heads, key_dim, value_dim)={expected}, {store.dtype} on "
+                f"{store.device} but got {given}, {key.dtype} on {key.device}; use a new DiffKVCache."
+            )
+
+    def hide(self, key: Tensor, value: Tensor, valid: Tensor | None, shown: Tensor | None) -> None:
+        """Before the store's first layer attends: drops what the mask hides from now on.
+
+        A step of one token is compared without waiting for the device, except on a CPU: the store then raises within a
+        few steps.
+
+        Args:
+            valid: bool [batch, tokens], new tokens that are real. shown: as in `DiffKVLayer.attend`.
+
+        Raises:
+            ValueError: the mask shows a token that was padding or hidden before, or new ones are not finite.
+        """
+        store = self.store
+        same = store.padding.equals(shown) if store.padding.length < self.seen else None
+        if same is None:
+            return
+        if key.shape[2] == 1 and not store.recording and not reads_are_free(store.device):
+            store.changed_past |= ~same
+            return
+        if bool(same):
+            return
+        if shown is None or bool((shown & ~store.padding.mask()).any()):
+            raise ValueError(
+                "the attention mask shows tokens that were padding or hidden before, whose keys and values this cache "
+                "does not hold; pass an attention_mask with 0 wherever earlier ones had it, or use a new cache."
+            )
+        check_finite(store, key, value, valid)
+        hide_tokens(store, shown)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        softmax: Softmax,
+        valid: Tensor | None,
+        mask: Tensor | None,
+    ) -> Tensor:
+        """As `DiffKVLayer.attend`, after `hide`."""
+        store, tokens = self.store, key.shape[2]
+        given, query = query.dtype, query.to(key.dtype)
+        inputs = (store, self.slot, query, key, value)
+        with torch.no_grad():
+            if self.readers:
+                self.shared = self._share(key, value, valid, mask)
+                output = self.shared.attend(query, False, softmax)
+            elif store.recording:
+                output = attend_recorded(store, self.slot, Recorded(key, value, valid, mask, (Read(query, softmax),)))
+            elif tokens == 1 and self.seen > 1:
+                output = attend_token(*inputs, softmax, None if valid is None else valid[:, 0])
+            else:
+                output = attend_tokens(*inputs, softmax, valid, mask)
+        if store.padding.length < self.seen:
+            store.padding.append(tokens, valid)
+        return output.to(given)
+
+    def _share(
+        self, key: Tensor, value: Tensor, valid: Tensor | None, mask: Tensor | None
+    ) -> SharedStep | SharedTokens | SharedRecording:
+        """New tokens that later layers read as well. Raises `ValueError` for keys or values that are not finite."""
+        inputs = (self.store, self.slot, key, value)
+        if self.store.recording:
+            return SharedRecording(*inputs, valid, mask, self.readers)
+        if key.shape[2] == 1 and self.seen > 1:
+            return SharedStep(*inputs, None if valid is None else valid[:, 0])
+        return SharedTokens(*inputs, valid, mask)
+
+    def read(self, query: Tensor, softmax: Softmax, last: bool) -> Tensor:
+        """As `DiffKVLayer.read`; `last`: no further layer reads these tokens."""
+        shared = self.shared
+        if last:
+            self.shared = None
+        with torch.no_grad():
+            return shared.attend(query.to(self.store.dtype), last, softmax).to(query.dtype)
+
+    def restore(self, seen: int) -> None:
+        """Takes up a place that was assigned while loading, `seen` tokens on."""
+        self.store, self.slot = self.stores.place_of(self.index)
+        self.stores.seen[self.index] = seen
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self.stores.seen[self.index] = 0
+        self.store = self.shared = None
+        self.slot = -1
+
+
+@dataclass
+class AwaitedTokens:
+    """New tokens that further layers are to read.
+
+    Attributes:
+        shape: of the keys, [batch, heads, tokens, key_dim].
+        left: readers still to come.
+        mask: the attention mask that the storing layer was given.
+        thread: in which it attended.
+    """
+
+    shape: torch.Size
+    left: int
+    mask: Tensor | None = None
+    thread: int = field(default_factory=threading.get_ident)
+
+    def check(self, query: Tensor, key: Tensor, mask: Tensor | None) -> None:
+        """Raises `HandOverError` unless a reader sees what the storing layer saw.
+
+        Args:
+            query: [batch, query_heads, n, key_dim] of the newest n tokens; the mask may be cut likewise.
+        """
+        count, earlier = query.shape[2], self.shape[2] - query.shape[2]
+        fits = earlier >= 0 and self.shape == key.shape and query.device == key.device
+        if not (fits and self._is_same(mask, count)):
+            raise HandOverError(
+                "a layer that reads the keys and values of an earlier layer has another attention mask, or runs on "
+                "another device; such a model cannot use DiffKVCache."
+            )
+        if count > 1 and earlier and mask is not None and mask.ndim == 4:
+            part = mask[..., -self.shape[2] :][..., :earlier]
+            if not bool((part == part[:, :, -1:]).all()):
+                raise HandOverError(
+                    "this attention mask hides some new tokens from some of the last ones only, where layers that "
+                    "read the keys and values of an earlier layer attend from those alone; pass logits_to_keep=0."
+                )
+
+    def _is_same(self, mask: Tensor | None, count: int) -> bool:
+        if mask is None or self.mask is None:
+            return mask is self.mask
+        whole = self.mask if mask.ndim == 2 or mask.shape[-2] != count else self.mask[..., -count:, :]
+        if mask.shape != whole.shape or mask.device != whole.device:
+            return False
+        # a look at the device, which steps of one token get by without
+        return (mask.data_ptr(), mask.stride()) == (whole.data_ptr(), whole.stride()) or bool((mask == whole).all())
