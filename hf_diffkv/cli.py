@@ -15,8 +15,7 @@ import click
 
 from . import __version__
 from .commands import COMMANDS, load
-from .commands.console import log_on_terminal, one_line, width
-from .commands.help import Context
+from .commands.console import Context, log_on_terminal, one_line, width
 from .evaluation.errors import EvaluationError
 
 USAGE_ERROR = 2

@@ -129,7 +129,7 @@ def parameters_of(function: Any) -> list[str] | None:
     return [name for name in inspect.signature(function).parameters if name != "self"]
 
 
-def _names(owner: str, *attributes: str, **functions: str) -> tuple[PrivateName, ...]:
+def names_of(owner: str, *attributes: str, **functions: str) -> tuple[PrivateName, ...]:
     """Attributes of `owner`, and its functions with their parameters."""
     of_functions = (PrivateName(owner, name, parameters) for name, parameters in functions.items())
     return (*(PrivateName(owner, name) for name in attributes), *of_functions)
@@ -140,24 +140,19 @@ CACHE_NAMES = ("past_key_values", "cache")
 _GENERATION_MIXIN = "transformers.generation.utils:GenerationMixin"
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
 _SLIDING = "transformers.cache_utils:DynamicSlidingWindowLayer"
-_CB = "transformers.generation.continuous_batching"
-_API, _ALLOCATORS = f"{_CB}.continuous_api", f"{_CB}.cache_allocators"
-_ALLOCATOR = f"{_ALLOCATORS}:SlidingAttentionCacheAllocator"
-_PROCESSORS = f"{_CB}.cb_logits_processors"
-_SERVING = "transformers.cli.serving"
 
 GENERATE = Feature(
     'generate() does not take cache_implementation="diffkv"; pass a DiffKVCache(model.config) and call '
     "model.set_attn_implementation('diffkv')",
-    _names(_GENERATION_MIXIN, _prepare_cache_for_generation="generation_config model_kwargs ..."),
+    names_of(_GENERATION_MIXIN, _prepare_cache_for_generation="generation_config model_kwargs ..."),
 )
 OWN_CACHE = Feature(
     "generate() takes a cache that it made itself for one of the user's, and looks for the end of a text more often",
-    _names(f"{_GENERATION_MIXIN}._prepare_cache_for_generation", "_is_user_defined"),
+    names_of(f"{_GENERATION_MIXIN}._prepare_cache_for_generation", "_is_user_defined"),
 )
 PROMPTS = Feature(
     "generate() does not compare a prompt with the tokens that a cache holds; pass prompts that continue them",
-    _names(
+    names_of(
         _GENERATION_MIXIN,
         _prefill="input_ids generation_config model_kwargs ...",
         prepare_inputs_for_generation="input_ids next_sequence_length ...",
@@ -165,19 +160,19 @@ PROMPTS = Feature(
 )
 MASK_LENGTH = Feature(
     "generate() does not compare prompts without padding with the length of a cache; pass prompts that continue it",
-    _names(f"{_GENERATION_MIXIN}.generate", "_mask_length"),
+    names_of(f"{_GENERATION_MIXIN}.generate", "_mask_length"),
     since=(5, 23),
 )
 GRAPHS = Feature(
     "decode steps on a CUDA device are not captured, which is slower",
     (
-        *_names(_GENERATION_MIXIN, _valid_auto_compile_criteria="model_kwargs generation_config"),
-        *_names(_MODEL, get_compiled_call="compile_config"),
+        *names_of(_GENERATION_MIXIN, _valid_auto_compile_criteria="model_kwargs generation_config"),
+        *names_of(_MODEL, get_compiled_call="compile_config"),
     ),
 )
 SLIDING_GRAPHS = Feature(
     "decode steps of models with sliding windows are not captured, which is slower",
-    _names(
+    names_of(
         _SLIDING,
         "cumulative_length",
         "record_past",
@@ -189,120 +184,26 @@ SLIDING_GRAPHS = Feature(
 ATTENTION = Feature(
     "the attention that a model has is not known, and not set back after it was switched to 'diffkv'; call "
     "model.set_attn_implementation",
-    _names("transformers.configuration_utils:PreTrainedConfig", "_attn_implementation"),
+    names_of("transformers.configuration_utils:PreTrainedConfig", "_attn_implementation"),
 )
 SWITCHING = Feature(
     "models whose attention cannot be switched are not refused when a cache is made for them",
-    _names(_MODEL, "_can_set_attn_implementation"),
+    names_of(_MODEL, "_can_set_attn_implementation"),
 )
 UNREGISTERING = Feature(
     "hf_diffkv.unregister() leaves its attention functions registered",
     (
-        *_names("transformers:AttentionInterface", "_global_mapping"),
-        *_names("transformers:AttentionMaskInterface", "_global_mapping"),
+        *names_of("transformers:AttentionInterface", "_global_mapping"),
+        *names_of("transformers:AttentionMaskInterface", "_global_mapping"),
     ),
 )
 STATEFUL = Feature(
     "several questions about one text are asked one after another, which is slower",
-    _names(_MODEL, "_is_stateful"),
+    names_of(_MODEL, "_is_stateful"),
 )
 BATCHING_BY_NAME = Feature(
     'continuous batching does not take cache_implementation="diffkv"; leave it out',
-    _names(_GENERATION_MIXIN, init_continuous_batching="generation_config ..."),
-)
-BATCHING = Feature(
-    'continuous batching does not go with cache_implementation="diffkv"; leave it out, or use generate()',
-    (
-        *_names(f"{_GENERATION_MIXIN}.init_continuous_batching", "_cached_continuous_batching_manager"),
-        *_names(
-            f"{_API}:ContinuousBatchingManager",
-            __init__="model generation_config continuous_batching_config workload_hints",
-            switch_to_cb_friendly_attn="model auto_switch_to_flash",
-            _create_batch_processor="",
-            _run_generation_loop="...",
-            _handle_critical_error="error batch_processor",
-            warmup="",
-            start="",
-            add_request="input_ids request_id max_new_tokens streaming record_timestamps eos_token_id ...",
-        ),
-        *_names(f"{_API}:OutputRouter", "result_handlers", deliver="output"),
-        *_names(f"{_API}:BackgroundThreadStatus", "fatal_error", record_fatal_error="error"),
-        *_names(
-            f"{_API}:ContinuousBatchProcessor",
-            __init__="cache config generation_config continuous_batching_config logit_processor input_queue "
-            "cancel_queue output_router background_thread_status model_device model_dtype scheduler distributed_helper",
-            _handle_request_error="error state",
-            _generation_step="model",
-            update_batch="",
-            reset="",
-        ),
-        *_names(
-            f"{_PROCESSORS}:ContinuousBatchingLogitsProcessor",
-            fill_defaults="int32_tensor",
-            prepare_tensor_args="requests_with_new_token",
-            __call__="scores tensor_arg",
-        ),
-        *_names(
-            f"{_PROCESSORS}:ContinuousBatchingLogitsProcessorList",
-            *("logits_processor", "tensors_required", "do_processing"),
-        ),
-        *_names(f"{_PROCESSORS}:ContinuousBatchingLogitsProcessorList._retrieve_processors_kwargs", "supported_keys"),
-        *_names(f"{_CB}.scheduler", "SCHEDULER_MAPPING"),
-        *_names(
-            f"{_CB}.scheduler:Scheduler",
-            __init__="cache safety_margin max_requests_per_batch",
-            add_waiting_request="state",
-            schedule_batch="token_budget cache_budget",
-            finish_request="request_id",
-            clear_cancelled_requests="",
-            reset="",
-            _get_waiting_candidates="",
-            _schedule_request="state request_tokens token_budget request_ids_to_remove_from_waiting",
-            _infer_request_tokens="state request_ids_to_remove_from_waiting",
-        ),
-        *_names(
-            f"{_ALLOCATORS}:CachePool",
-            __init__="num_sectors num_allocators num_reserved_sectors",
-            free_blocks="index block_ids",
-        ),
-        *_names(
-            _ALLOCATOR,
-            __init__="index config num_key_value_heads cache_dtype page_size layer_indices allow_block_sharing",
-            register_cache_tensor="bytes_per_sector non_trash_bytes cache_tensor pool",
-            allocate_cache_to_request="request_id past_length query_length",
-            get_read_indices="request_id past_length query_length",
-            get_write_indices="request_id past_length query_length",
-            get_seqlen_k="past_length query_length",
-            free_blocks="request_id no_cache",
-            fork_blocks="source_request_id dest_request_id past_length",
-            copy_blocks="source_block_ids dest_block_ids",
-            update="key_states value_states layer_idx read_index write_index",
-        ),
-        *_names(f"{_CB}.initialization", update_cb_config_after_cache_creation="cb_config num_blocks max_batch_tokens"),
-        *_names(f"{_CB}.initialization", "ATTN_TYPE_TO_ALLOCATOR", group_layers_by_attn_type="config"),
-        *_names(f"{_CB}.cache", "PagedAttentionCache"),
-        *_names(f"{_CB}.distributed:DistributedHelper", "tp_size", "cpu_comm_group"),
-        *_names(f"{_CB}.requests", "RequestStatus"),
-        *_names(
-            f"{_CB}.requests:RequestState",
-            *("request_id", "initial_tokens", "max_new_tokens", "num_children", "_new_tokens_limit", "_status"),
-            *("generated_tokens", "position_offset", "_eos_token_ids"),
-            *("logit_processor_kwargs", "logprobs", "_true_initial_tokens"),
-            to_generation_output="",
-            create_equivalent_initial_request="",
-        ),
-    ),
-    since=(5, 23),
-)
-SERVER = Feature(
-    "hf-diffkv serve does not work; use generate_batch",
-    _names(
-        f"{_SERVING}.utils",
-        *("ReasoningText", "ToolCall"),
-        build_response_parser="processor model input_ids tools",
-        response_events_to_chunks="events",
-    ),
-    since=(5, 23),
+    names_of(_GENERATION_MIXIN, init_continuous_batching="generation_config ..."),
 )
 
 

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 NAME = "diffkv"
-# attention of continuous batching
+# attention of continuous batching, which registers it (hf_diffkv_serving)
 PAGED_NAME = "diffkv_paged"
 CONFIGURATION = "transformers.generation.configuration_utils"
 GENERATION = "transformers.generation.utils"

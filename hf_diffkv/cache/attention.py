@@ -1,4 +1,4 @@
-"""The attention and mask functions registered as `"diffkv"`, and the attention behind continuous batching.
+"""The attention and mask functions registered as `"diffkv"`.
 
 Keys and values that carry a `DiffKVLayer` go to it; all others (training, other caches, sliding-window layers) take
 ordinary dense attention, so a model may stay on `"diffkv"`.
@@ -51,8 +51,6 @@ HARMLESS = {
     "tokenizer",
     "use_cache",
 }
-# what Transformers' engine passes along for caches of its own
-OF_THE_ENGINE = {"block_table", "logits_indices", "logits_processor_args", "read_index", "write_index"}
 
 
 class _NoGradient(torch.autograd.Function):
@@ -141,67 +139,6 @@ def diffkv_attention(
             layer.expect(attention_mask)
         if torch.is_grad_enabled():
             output = _NoGradient.apply(output, query, key, value)
-    return output.transpose(1, 2).contiguous(), None
-
-
-class PackedCache:
-    """Base of what the engine passes to the model as its cache, which has `attend` (`ContinuousCache`)."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
-        """Stores nothing yet, and adds itself to `kwargs`, with which the attention function is called.
-
-        Since release 5.24 a layer calls this; before, all that came with the forward reached the attention function.
-        """
-        kwargs["cache"] = self
-        return key_states, value_states
-
-
-def paged_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    cache: Any = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Transformers' attention interface; each request attends causally to its own tokens, which `cache` knows.
-
-    Args:
-        query: [1, query_heads, tokens, head_dim]; key and value likewise with KV heads.
-        cache: a `PackedCache`, which knows the layers that have a sliding window; perhaps it has `mask`, the one mask
-            that says nothing new.
-        kwargs: `softcap` and `s_aux` (logits of attention sinks); `dropout`, `is_causal` and `sliding_window` say
-            nothing new here.
-
-    Returns:
-        Output [1, tokens, query_heads, value_dim], and no attention weights.
-
-    Raises:
-        HandOverError: the cache did not come with the call, or an argument that this function cannot honour did.
-    """
-    name = type(module).__name__
-    if cache is None:
-        raise HandOverError(
-            f"{name} got no cache from the engine: either this forward is not its own (stop the manager before using "
-            "the model otherwise), or the model does not pass keyword arguments on to its attention and cannot be "
-            "batched continuously."
-        )
-    softcap, sinks, sliding_window = (kwargs.pop(name, None) for name in ("softcap", "s_aux", "sliding_window"))
-    if attention_mask is not None and attention_mask is getattr(cache, "mask", None):
-        attention_mask = None
-    given = {**kwargs, "attention_mask": attention_mask, "dropout": None, "is_causal": None}
-    unknown = sorted(k for k, v in given.items() if v is not None and k not in HARMLESS | OF_THE_ENGINE)
-    if unknown:
-        raise HandOverError(
-            f"{name} passes {unknown} to its attention function, which the compressed cache cannot honour here; leave "
-            'cache_implementation="diffkv" out.'
-        )
-    softmax = Softmax(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sinks)
-    output = cache.attend(module.layer_idx, query, key, value, softmax, sliding_window)
     return output.transpose(1, 2).contiguous(), None
 
 

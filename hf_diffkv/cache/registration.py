@@ -27,7 +27,7 @@ from ..compat import (
 )
 from ..config import DiffKVConfig
 from ..import_hook import NAME, PAGED_NAME, add_name, remove_name
-from .attention import diffkv_attention, diffkv_mask, paged_attention
+from .attention import diffkv_attention, diffkv_mask
 from .diffkv_cache import DiffKVCache
 from .errors import UnsupportedModelError
 from .graphs import DecodeStep, GraphRequest, wants_graphs
@@ -43,7 +43,6 @@ def register() -> None:
         return
     AttentionInterface.register(NAME, diffkv_attention)
     AttentionMaskInterface.register(NAME, diffkv_mask)
-    AttentionInterface.register(PAGED_NAME, paged_attention)
     if not GENERATE.available():
         remove_name()
         return

@@ -16,7 +16,7 @@ from ..evaluation.runner import run
 from ..evaluation.statistics import estimate
 from ..evaluation.tasks import Document, Task
 from ..evaluation.tasks.base import KL
-from .candidates import Candidate, Thresholds
+from .thresholds import Candidate, Thresholds
 
 
 @dataclass

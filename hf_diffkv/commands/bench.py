@@ -10,8 +10,7 @@ from typing import Any
 import click
 
 from ..evaluation.errors import EvaluationError
-from .console import megabytes, one_line, paragraph, progress, table
-from .help import Command
+from .console import Command, megabytes, one_line, paragraph, progress, table
 from .models import load_tokenizer, position_limit, supported_config, usable_device
 from .options import AtLeast, json_option, model_option, quiet_option, running_options
 

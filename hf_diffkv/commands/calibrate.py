@@ -11,13 +11,21 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ..calibration.candidates import Candidate, Thresholds, cheapest, closest, table
-from ..calibration.sweep import ALPHA_HIGH, ALPHA_LOW, Grid, sweep
+from ..calibration.thresholds import (
+    ALPHA_HIGH,
+    ALPHA_LOW,
+    Candidate,
+    Grid,
+    Thresholds,
+    cheapest,
+    closest,
+    sweep,
+    table,
+)
 from ..config.diffkv_config import with_calibration
 from ..config.files import CONFIG_NAME, QUERIES_NAME
 from ..evaluation.errors import EvaluationError
-from .console import Failure
-from .help import Command
+from .console import Command, Failure
 from .options import MAX_KL, AtLeast, Numbers, model_option, quiet_option, running_options
 
 DOCUMENTS, TEXT_LENGTH, TEXT_CONTINUED = 4, 1024, 256

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .console import Failure, entry, one_line, paragraph, progress, to_terminal
+from .console import Command, Failure, entry, one_line, paragraph, progress, to_terminal
 from .generate import sampling_of, sampling_options
-from .help import Command
 from .inspect import level_table, taken
 from .models import load_tokenizer, position_limit, supported_config, usable_device
 from .options import AtLeast, choice_of, config_for, config_options, model_option, quiet_option, running_options

@@ -1,4 +1,4 @@
-"""What commands write: progress to stderr, tables that fit the terminal, colours where they are wanted."""
+"""How commands show their help, and what they write: progress to stderr, tables that fit the terminal."""
 
 from __future__ import annotations
 
@@ -17,6 +17,25 @@ from ..evaluation.errors import one_line as one_line
 
 WIDEST = 100
 NARROWEST = 20
+# columns from which on there is room for help beside an option
+SIDE_BY_SIDE = 60
+
+
+class HelpFormatter(click.HelpFormatter):
+    """Puts help below options where there is no room beside them."""
+
+    def write_dl(self, rows: Sequence[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
+        super().write_dl(rows, col_max if self.width >= SIDE_BY_SIDE else 4, col_spacing)
+
+
+class Context(click.Context):
+    formatter_class = HelpFormatter
+
+
+class Command(click.Command):
+    """A command of `hf-diffkv`."""
+
+    context_class = Context
 
 
 class Failure(click.ClickException):

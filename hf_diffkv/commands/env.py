@@ -13,7 +13,7 @@ import click
 
 from .. import __version__
 from ..native.path import instructions_at
-from .help import Command
+from .console import Command
 from .options import json_option
 
 VERSIONED = ("hf-diffkv", "torch", "transformers", "accelerate", "triton", "safetensors", "numpy")

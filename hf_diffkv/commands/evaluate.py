@@ -9,8 +9,7 @@ from typing import Any
 import click
 
 from ..evaluation.errors import EvaluationError
-from .console import progress
-from .help import Command
+from .console import Command, progress
 from .models import position_limit
 from .options import AtLeast, model_option, quiet_option, running_options
 

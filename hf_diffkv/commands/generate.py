@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..evaluation.models import SMALLEST_MODEL, hide_progress_bars, resolve_model
-from .console import Failure, colours, megabytes, paragraph, progress, table, to_terminal
+from .console import Command, Failure, colours, megabytes, paragraph, progress, table, to_terminal
 from .env import versions
-from .help import Command
 from .models import load_tokenizer, position_limit, supported_config, usable_device
 from .options import (
     AtLeast,

@@ -12,8 +12,7 @@ import click
 
 from ..evaluation.models import SMALLEST_MODEL, load_model, resolve_model
 from ..plot.palette import LEVELS, PAPER, TERMINAL, ink_on
-from .console import colours, megabytes, paragraph, progress, table
-from .help import Command
+from .console import Command, colours, megabytes, paragraph, progress, table
 from .models import load_tokenizer, position_limit, supported_config
 from .options import (
     choice_of,

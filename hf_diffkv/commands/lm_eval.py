@@ -7,7 +7,7 @@ import sys
 
 import click
 
-from .help import Command
+from .console import Command
 
 USAGE = """The model hf-diffkv is the harness's hf with a cache that you choose. Its --model_args, beside those of hf:
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..evaluation.models import resolve_model
-from .console import Failure, megabytes, one_line, paragraph, progress, table
-from .help import Command
+from .console import Command, Failure, megabytes, one_line, paragraph, progress, table
 from .models import supported_config
 from .options import (
     AtLeast,

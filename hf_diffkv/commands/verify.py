@@ -9,8 +9,7 @@ from typing import Any
 
 import click
 
-from .console import Failure, paragraph, progress, table
-from .help import Command
+from .console import Command, Failure, paragraph, progress, table
 from .models import load_tokenizer, position_limit, supported_config, usable_device
 from .options import (
     MAX_KL,

@@ -13,9 +13,18 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
-from hf_diffkv.calibration.candidates import Candidate, Thresholds, cheapest, closest, table
-from hf_diffkv.calibration.sweep import ALPHA_HIGH, ALPHA_LOW, Grid, sweep
 from hf_diffkv.calibration.texts import MATH, read_pieces
+from hf_diffkv.calibration.thresholds import (
+    ALPHA_HIGH,
+    ALPHA_LOW,
+    Candidate,
+    Grid,
+    Thresholds,
+    cheapest,
+    closest,
+    sweep,
+    table,
+)
 from hf_diffkv.cli import main
 from hf_diffkv.compat import passing
 from hf_diffkv.config.files import CONFIG_NAME

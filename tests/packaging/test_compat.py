@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hf_diffkv_serving import compat as serving
 from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.utils import GenerationMixin
 from transformers.modeling_utils import PreTrainedModel
@@ -18,7 +19,8 @@ import hf_diffkv
 from hf_diffkv import DiffKVCache, DiffKVConfig, compat
 from hf_diffkv.compat import Feature, PrivateName, passing
 
-FEATURES = {name: feature for name, feature in vars(compat).items() if isinstance(feature, Feature)}
+NAMED = {**vars(compat), **vars(serving)}
+FEATURES = {name: feature for name, feature in NAMED.items() if isinstance(feature, Feature)}
 # asked for by whoever imports these; all others are asked for by what uses them
 REQUIRED = {"BATCHING": "hf_diffkv_serving.batching.engine_names", "SERVER": "hf_diffkv_serving.server.parts"}
 CASES = [(label, name) for label, feature in FEATURES.items() if label not in REQUIRED for name in feature.names]

@@ -6,8 +6,7 @@ import importlib.util
 
 import click
 
-from hf_diffkv.commands.console import Failure, one_line, progress
-from hf_diffkv.commands.help import Command
+from hf_diffkv.commands.console import Command, Failure, one_line, progress
 from hf_diffkv.commands.models import supported_config
 from hf_diffkv.commands.options import AtLeast, model_option, preset_option
 from hf_diffkv.extras import install

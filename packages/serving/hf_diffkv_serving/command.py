@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hf_diffkv.commands.console import Failure, megabytes, one_line, paragraph
+from hf_diffkv.commands.console import Command, Failure, megabytes, one_line, paragraph
 from hf_diffkv.commands.generate import SAMPLING
-from hf_diffkv.commands.help import Command
 from hf_diffkv.commands.models import load_tokenizer, position_limit, supported_config, usable_device
 from hf_diffkv.commands.options import (
     AtLeast,

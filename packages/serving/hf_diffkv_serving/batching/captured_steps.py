@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from hf_diffkv.cache import graphs
-from hf_diffkv.cache.attention import PackedCache
 from hf_diffkv.ops.backend import use_kernels
 from hf_diffkv.ops.softmax import Softmax
 
+from .attention import PackedCache
 from .engine_cache import ContinuousCache
 
 _logger = logging.getLogger("hf_diffkv")

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from hf_diffkv.compat import BATCHING, Feature, PrivateName, parameters_of
+from hf_diffkv.compat import Feature, PrivateName, parameters_of
 
+from ..compat import BATCHING
 from .captured_steps import CapturedSteps
 from .engine_cache import ContinuousCache
 from .engine_names import (

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_diffkv.cache.attention import PackedCache
 from hf_diffkv.cache.errors import HandOverError
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.prefixes.stats import ExpectedPrefix
 
+from .attention import PackedCache
 from .beginnings import Beginnings
 from .first_tokens import FirstTokens
 from .slots import Slots

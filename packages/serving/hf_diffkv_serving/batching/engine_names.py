@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 # ruff: noqa: E402
-from hf_diffkv.compat import BATCHING
+from ..compat import BATCHING
 
 BATCHING.require()
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig
 
 from hf_diffkv.cache.devices import TensorParallel
 from hf_diffkv.cache.diffkv_cache import resolve_config
@@ -24,6 +24,7 @@ from hf_diffkv.compat import attention_of, can_switch
 from hf_diffkv.import_hook import PAGED_NAME
 from hf_diffkv.store.query_moments import moments_for
 
+from .attention import paged_attention
 from .beginnings import check_marks
 from .captured_steps import CapturedSteps, captures_steps
 from .engine import DiffKVBatchProcessor, scheduler_class
@@ -116,6 +117,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         if current != PAGED_NAME:
             if not can_switch(model):
                 raise ValueError(f"the attention of {type(model).__name__} cannot be switched to {PAGED_NAME!r}.")
+            AttentionInterface.register(PAGED_NAME, paged_attention)
             set_attention(model, PAGED_NAME)
             self._attention = current
         self._take_over()

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from hf_diffkv.cache.attention import PackedCache
 from hf_diffkv.cache.dense import dense_attention
 from hf_diffkv.cache.errors import UnsupportedModelError
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages import PageLayout
 
+from .attention import PackedCache
 from .linear_layers import LinearModule
 from .servable import ModelLayers, unservable
 from .shapes import AttentionShape

@@ -16,7 +16,7 @@ try:
 except ImportError as error:
     raise ImportError(f"a server needs packages that are not installed: {install('serve')}.") from error
 
-from hf_diffkv.compat import SERVER
+from ..compat import SERVER
 
 SERVER.require()
 

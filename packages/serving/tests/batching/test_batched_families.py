@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, LINEAR
+from hf_diffkv_serving.compat import BATCHING
 from test_families import build
 from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
@@ -14,7 +15,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cache.devices import TensorParallel
 from hf_diffkv.cache.errors import HandOverError, UnsupportedModelError
-from hf_diffkv.compat import BATCHING, passing
+from hf_diffkv.compat import passing
 
 LENGTHS, NEW = (5, 150, 1, 70), 12
 LOSSLESS = DiffKVConfig.lossless(window=8)

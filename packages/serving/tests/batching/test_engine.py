@@ -13,6 +13,7 @@ from hf_diffkv_serving.batching import engine as continuous_engine
 from hf_diffkv_serving.batching.engine_cache import ContinuousCache
 from hf_diffkv_serving.batching.shapes import AttentionShape
 from hf_diffkv_serving.batching.slots import Slots
+from hf_diffkv_serving.compat import BATCHING
 from tiny_models import tiny_model
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching import (
@@ -25,7 +26,6 @@ from transformers.generation.continuous_batching import (
 )
 
 from hf_diffkv import DiffKVConfig
-from hf_diffkv.compat import BATCHING
 
 ENGINE = "hf_diffkv_serving.batching.engine"
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from hf_diffkv_serving.compat import SERVER
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_diffkv.compat import SERVER
 from hf_diffkv.evaluation.models import TINY_LM
 
 httpx = pytest.importorskip("httpx")
