@@ -16,8 +16,7 @@ from ..ops.softmax import Softmax
 from ..store import Store, attend_token, read_tokens
 from .errors import HandOverError, NotCapturableError
 from .handles import new_handle
-from .layer_part import AwaitedTokens, LayerPart
-from .split_heads import SplitHeads
+from .layer_part import AwaitedTokens, LayerPart, SplitHeads
 from .stores import Stores
 
 LAYER_TAG = "_diffkv_layer"

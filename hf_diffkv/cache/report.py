@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..config.head_groups import gathered
-from ..policy import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL
+from ..pages import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL
 from ..store import Store, payload
 from .snapshot import CacheContents
 

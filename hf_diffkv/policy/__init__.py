@@ -9,7 +9,6 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
-from ..pages import HIGH_LEVEL, LOW_LEVEL, PADDING_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL
 from .base import (
     ForwardRows,
     Levels,
@@ -58,12 +57,7 @@ def _meant(given: Any, known: Any) -> str:
 
 
 __all__ = [
-    "HIGH_LEVEL",
-    "LOW_LEVEL",
-    "PADDING_LEVEL",
     "POLICIES",
-    "PRUNED_LEVEL",
-    "WINDOW_LEVEL",
     "Levels",
     "Policy",
     "ForwardRows",

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ..ops.compact import Given, NewTokens, StoredTokens, rewrite_rows, stored_tokens
-from ..pages import HIGH, LOW
+from ..pages import HIGH, HIGH_LEVEL, LOW, LOW_LEVEL, PRUNED_LEVEL
 from ..pages.segments import segments
-from ..policy import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL, levels_between, mean_significance
+from ..policy import levels_between, mean_significance
 from .state import Store
 
 LOW_SHARE = 0.1

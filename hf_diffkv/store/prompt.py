@@ -12,9 +12,9 @@ from ..ops.compact import Given, NewTokens, StoredTokens, rewrite_rows, stored_t
 from ..ops.prefill_attention import prefill_attention
 from ..ops.quantize import load_tokens
 from ..ops.softmax import Softmax
-from ..pages import HIGH, LOW, EarlierTokens
+from ..pages import HIGH, HIGH_LEVEL, LOW, LOW_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL, EarlierTokens
 from ..pages.segments import score_noise, segments
-from ..policy import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL, ForwardRows, Tokens, mean_significance
+from ..policy import ForwardRows, Tokens, mean_significance
 from .budget import Weighed, fit_layer
 from .forms import (
     Entering,

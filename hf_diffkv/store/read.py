@@ -10,9 +10,8 @@ from torch import Tensor
 from ..ops.backend import compute_dtype
 from ..ops.compact import stored_tokens, token_positions
 from ..ops.quantize import load_tokens
-from ..pages import HIGH, LOW, NULL_PAGE, column
+from ..pages import HIGH, HIGH_LEVEL, LOW, LOW_LEVEL, NULL_PAGE, PADDING_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL, column
 from ..pages.segments import segments
-from ..policy import HIGH_LEVEL, LOW_LEVEL, PADDING_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL
 from .compaction import settle
 from .forms import exact_tokens, held_count, model_form, model_keys
 from .state import Store

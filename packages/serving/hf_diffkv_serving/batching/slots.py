@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_diffkv.cache.split_heads import SplitHeads
+from hf_diffkv.cache.layer_part import SplitHeads
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store.compaction import settle
