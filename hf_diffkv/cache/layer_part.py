@@ -1,4 +1,4 @@
-"""A layer's heads that are held alike: what takes their tokens, tensors taken apart for them, and what readers must see."""
+"""A layer's heads that are held alike: what takes their tokens, tensors apart for them, and what readers must see."""
 
 from __future__ import annotations
 
