@@ -97,7 +97,6 @@ def test_steps_of_one_token_hide_as_well(name: str, options: dict) -> None:
 
 @pytest.mark.parametrize("interval", [1, 3])
 @pytest.mark.parametrize("name", THRESHOLDS)
-@pytest.mark.sampled(100)
 @pytest.mark.slow
 def test_compressed_tokens_equal_the_simulation_without_the_hidden_ones(name: str, interval: int) -> None:
     alpha_high, alpha_low = THRESHOLDS[name]

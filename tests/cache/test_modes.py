@@ -242,7 +242,6 @@ def test_assisted_decoding(name: str, where: str, crops: list[tuple[int, int]]) 
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.sampled(6)
 @pytest.mark.slow
 def test_assisted_sampling(name: str, crops: list[tuple[int, int]]) -> None:
     model, assistant = tiny_model(name, "eager"), noisy(tiny_model(name, "eager"), 0.3)

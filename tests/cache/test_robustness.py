@@ -19,7 +19,6 @@ LENGTHS = (90, 33, 1, 64)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-@pytest.mark.sampled(100)
 @pytest.mark.slow
 def test_six_threads_on_one_model(name: str) -> None:
     """Six caches, filled at the same time, hold what they hold when filled one after the other."""
@@ -159,7 +158,6 @@ def test_an_interrupted_prompt() -> None:
 
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-@pytest.mark.sampled(100)
 @pytest.mark.slow
 def test_compiled_steps_equal_eager_ones(name: str, padding: bool) -> None:
     """One graph per step, whatever the length; a graph break would raise."""

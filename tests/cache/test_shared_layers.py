@@ -72,7 +72,6 @@ def test_generation_equals_the_simulation(name: str, chunk: int | None) -> None:
 
 
 @both
-@pytest.mark.sampled(100)
 @pytest.mark.slow
 def test_lossless_generation_equals_a_dynamic_cache(name: str) -> None:
     model = model_of(name, "sdpa")

@@ -122,7 +122,6 @@ def test_tokens_are_rotated_and_appended(emulator) -> None:
         (FULL, K8V4, 80, torch.float32),
     ],
 )
-@pytest.mark.sampled(100)
 @pytest.mark.slow
 def test_levels_are_compacted(high, low, dim, dtype, emulator) -> None:
     layout = small_layout(high, low, dim, dim, 4096, dtype.itemsize)
@@ -134,7 +133,6 @@ def test_levels_are_compacted(high, low, dim, dtype, emulator) -> None:
 
 
 @cases("order", ["ascending", "descending"], ["random"])
-@pytest.mark.sampled(100)
 @pytest.mark.slow
 def test_many_blocks_of_rows_in_any_order(order, emulator) -> None:
     """More rows than one block plans, and rows that are searched in splits."""

@@ -84,7 +84,6 @@ def test_a_long_compressed_past(dim, dtype, emulator) -> None:
         (Precision(8, 4, 4, 4), Precision(4, 2, 4, 4), 128, torch.bfloat16, "both levels and a window"),
     ],
 )
-@pytest.mark.sampled(100)
 @pytest.mark.slow
 def test_a_compressed_past(high, low, dim, dtype, rows, emulator, monkeypatch) -> None:
     monkeypatch.setattr(past_launch, "choose_splits", lambda *_: 2)

@@ -74,7 +74,6 @@ def test_rotated_rows_and_sinks(sinks: int, window: int, lengths: tuple[int, int
     [("h2o", {"minimum": 4}, H2O(minimum=4)), ("share", {"prune": 0.3}, Share(0, prune=0.3))],
     ids=["h2o", "share"],
 )
-@pytest.mark.sampled(100)
 @pytest.mark.slow
 def test_thresholds_that_policies_set(policy: str, options: dict, rule: Rule) -> None:
     config = DiffKVConfig(policy=policy, policy_options=options, window=8, page_bytes=1024)

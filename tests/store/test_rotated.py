@@ -97,7 +97,6 @@ def test_large_tensors_go_in_parts() -> None:
 
 
 @pytest.mark.parametrize("fields", EACH, ids=ids)
-@pytest.mark.sampled(100)
 @pytest.mark.slow
 def test_every_step_of_a_ragged_batch(fields: dict) -> None:
     pair = RotatedPair(DiffKVConfig(**MIXED, **fields), len(LENGTHS), heads=2, group=2, dim=16)

@@ -109,7 +109,6 @@ def test_what_cannot_be_stored_is_seen_at_the_next_look(how: str, wrong: str, mo
 
 
 @pytest.mark.parametrize("name", ["balanced", "quality"])
-@pytest.mark.sampled(10)
 @pytest.mark.slow
 def test_launches_and_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After attention at most 12 launches a layer; the device is read once a forward, by its first layer."""
