@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from captured_steps import build, run
+from captured_steps import assert_alike, build, padded
 from recorded_graph import RecordedGraph
 from safetensors.torch import load_file, save_file
 from simulated_attention import simulated
@@ -95,13 +95,9 @@ def test_autocast_leaves_the_rotation_alone(name: str) -> None:
 def test_captured_steps_through_the_end_of_the_window(steps, interval: int) -> None:
     """Centring a row runs from Python; before it and after it steps are replayed."""
     pytest.importorskip("triton")
-    model = build(1)
-    tokens = torch.randint(0, 96, (2, 3), generator=torch.Generator().manual_seed(1))
-    mask = torch.tensor([[1, 1, 1], [0, 1, 1]])
+    tokens, mask = padded(1, 1, 3)
     fields = {"compaction_interval": interval, "window": 10, **BOTH}
-    expected, eager = run(model, False, tokens, 24, fields, attention_mask=mask)
-    got, cache = run(model, True, tokens, 24, fields, attention_mask=mask)
-    assert torch.equal(got, expected)
+    cache, eager = assert_alike(build(1), tokens, 24, fields, attention_mask=mask)
     (step,) = steps
     assert step.replays > 8 and step.captures <= 2, (step.replays, step.captures)
     assert len(RecordedGraph.made) == step.captures

@@ -2,6 +2,7 @@ import interpreted  # noqa: F401
 import pytest
 import torch
 from hand_past import attend_prompt, hand_past
+from test_prefill_attention_reference import dense
 
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.prefill_attention import launch, past_launch, prefill_attention, reference, tiles
@@ -86,18 +87,6 @@ def check(inputs, dtype=torch.float32):
     return got
 
 
-def dense(query, key, value, scaling):
-    """Attention and received attention of one prompt with every matrix written out, float32."""
-    group = query.shape[1] // key.shape[1]
-    key, value = (x.float().repeat_interleave(group, 1) for x in (key, value))
-    length = query.shape[2]
-    logits = query.float() @ key.mT * scaling
-    causal = torch.ones(length, length).tril().bool()
-    probabilities = logits.masked_fill(~causal, -torch.inf).softmax(-1)
-    received = probabilities.tril(-1).sum(2)
-    return probabilities @ value, received.unflatten(1, (-1, group)).amax(2)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("length", [1, 2, 65, 130])
 @pytest.mark.sampled(4)
@@ -177,11 +166,10 @@ def test_one_long_and_many_short_requests(small_tiles):
     output, received = check(inputs, torch.float16)
     for row, length in enumerate(lengths):
         if length:
-            alone = {name: inputs[name][row : row + 1, :, -length:] for name in ("query", "key", "value")}
-            want = dense(**alone, scaling=inputs["scaling"])
-            got = output[row : row + 1, :, -length:], received[row : row + 1, :, -length:]
-            assert relative_error(got[0], want[0]) < 1e-3
-            assert relative_error(got[1], want[1]) < 1e-3 or length == 1
+            part = (slice(row, row + 1), slice(None), slice(-length, None))
+            want = dense(*(inputs[name][part] for name in ("query", "key", "value")), inputs["scaling"])
+            assert relative_error(output[part], want[0]) < 1e-3
+            assert relative_error(received[part], want[1]) < 1e-3 or length == 1
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 import interpreted  # noqa: F401
 import pytest
 import torch
+from decode_cases import NARROW
 
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.backend import BACKENDS, use_backend
@@ -10,9 +11,6 @@ from hf_diffkv.pages.segments import Contents, segments
 from hf_diffkv.precision import CODE_BITS, SUPPORTED_BITS
 
 PAGES = 7
-
-
-NARROW = [{"metadata_bits": 16, "position_bytes": 2}, {"metadata_bits": 16}]
 
 
 def tier_of(precision, key_dim, value_dim, element_bytes=2, **numbers):
@@ -31,6 +29,17 @@ def make_tokens(tier, count, dtype, seed=0):
     return page, slot, Contents(key, value, score, position)
 
 
+def random_moves(tier):
+    """Pages of random bytes; pages and slots from where tokens move, and those to where."""
+    generator = torch.Generator().manual_seed(0)
+    pages = torch.randint(0, 256, (PAGES, tier.page_bytes), generator=generator, dtype=torch.uint8)
+    places = torch.randperm(PAGES * tier.capacity, generator=generator)
+    count = min(places.numel() // 2, 2 * launch.copy_block(tier) + 1)
+    return pages, [
+        part for place in places[: 2 * count].view(2, -1) for part in (place // tier.capacity, place % tier.capacity)
+    ]
+
+
 def poisoned(tier):
     return torch.full((PAGES, tier.page_bytes), 0xFF, dtype=torch.uint8)
 
@@ -44,6 +53,12 @@ def assert_stored_alike(tier, tokens, dtype):
     return pages
 
 
+def assert_read_alike(pages, tier, tokens, dtype):
+    read, expected = (op.load_tokens(pages, tier, *tokens[:2], dtype) for op in (launch, reference))
+    for got, want in zip(read, expected):
+        assert got.dtype == torch.float32 and torch.equal(got, want)
+
+
 @pytest.mark.parametrize("numbers", NARROW, ids=str)
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
 @pytest.mark.sampled(6)
@@ -53,9 +68,7 @@ def test_narrow_pages_are_byte_identical_to_the_reference(bits, numbers):
         tokens = make_tokens(tier, 37, torch.float16)
         tokens[2].score[:6] = torch.tensor([0.0, 2.0**-46, 3e5, 1 + 2.0**-11, 1 + 3 * 2.0**-11, 1e-38])
         pages = assert_stored_alike(tier, tokens, torch.float16)
-        read = launch.load_tokens(pages, tier, tokens[0], tokens[1], torch.float16)
-        for got, want in zip(read, reference.load_tokens(pages, tier, tokens[0], tokens[1], torch.float16)):
-            assert torch.equal(got, want)
+        assert_read_alike(pages, tier, tokens, torch.float16)
         half = tokens[0].numel() // 2
         moves = [part for half in (slice(half), slice(half, 2 * half)) for part in (tokens[0][half], tokens[1][half])]
         expected = pages.clone()
@@ -70,12 +83,7 @@ def test_narrow_pages_are_byte_identical_to_the_reference(bits, numbers):
 def test_every_pair_of_bits_is_byte_identical_to_the_reference(k_bits, v_bits):
     tier = tier_of(Precision(k_bits, v_bits), 64, 64)
     tokens = make_tokens(tier, 37, torch.float16)
-    pages = assert_stored_alike(tier, tokens, torch.float16)
-
-    read = launch.load_tokens(pages, tier, tokens[0], tokens[1], torch.float16)
-    expected = reference.load_tokens(pages, tier, tokens[0], tokens[1], torch.float16)
-    for got, want in zip(read, expected):
-        assert got.dtype == torch.float32 and torch.equal(got, want)
+    assert_read_alike(assert_stored_alike(tier, tokens, torch.float16), tier, tokens, torch.float16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -96,11 +104,7 @@ def test_every_pair_of_bits_is_byte_identical_to_the_reference(k_bits, v_bits):
 def test_dims_groups_and_dtypes(precision, key_dim, value_dim, dtype):
     tier = tier_of(precision, key_dim, value_dim, dtype.itemsize)
     tokens = make_tokens(tier, 11, dtype)
-    pages = assert_stored_alike(tier, tokens, dtype)
-    read = launch.load_tokens(pages, tier, tokens[0], tokens[1], dtype)
-    expected = reference.load_tokens(pages, tier, tokens[0], tokens[1], dtype)
-    for got, want in zip(read, expected):
-        assert torch.equal(got, want)
+    assert_read_alike(assert_stored_alike(tier, tokens, dtype), tier, tokens, dtype)
 
 
 @pytest.mark.parametrize("numbers", [{}, *NARROW], ids=str)
@@ -208,14 +212,7 @@ def test_bad_inputs_are_named():
 )
 def test_moved_tokens_keep_every_byte(precision, key_dim, value_dim, element_bytes):
     tier = tier_of(precision, key_dim, value_dim, element_bytes)
-    generator = torch.Generator().manual_seed(0)
-    pages = torch.randint(0, 256, (PAGES, tier.page_bytes), generator=generator, dtype=torch.uint8)
-    places = torch.randperm(PAGES * tier.capacity, generator=generator)
-    count = min(places.numel() // 2, 2 * launch.copy_block(tier) + 1)
-    source, target = places[:count], places[count : 2 * count]
-    moves = [
-        f(place) for place in (source, target) for f in (lambda p: p // tier.capacity, lambda p: p % tier.capacity)
-    ]
+    pages, moves = random_moves(tier)
     expected, before = pages.clone(), pages.clone()
     reference.move_tokens(expected, tier, *moves)
     launch.move_tokens(pages, tier, *moves)

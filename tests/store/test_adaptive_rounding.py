@@ -6,6 +6,7 @@ import pytest
 import torch
 from simulated_storage import adapted_round_trip
 from test_compressed import Pair, left_padding
+from test_rotated import noted_draws
 from test_shared import SharedPair
 from torch import Tensor
 
@@ -42,12 +43,6 @@ class DirectedPair(Directed, Pair):
     token_tolerance = 1e-5
 
 
-class NotingPair(DirectedPair):
-    def draw(self, heads: int, tokens: int) -> Tensor:
-        self.drawn = [*getattr(self, "drawn", []), super().draw(heads, tokens)]
-        return self.drawn[-1]
-
-
 class DirectedShared(Directed, SharedPair):
     token_tolerance = 1e-5
 
@@ -78,8 +73,7 @@ def test_only_keys_of_few_bits_that_a_prompt_stores_change() -> None:
             config = DiffKVConfig(high, high, window=8, sinks=0, adaptive_rounding=adaptive, **UNIFORM)
             pair = DirectedPair(config, 1, heads=2, group=2, dim=16)
             pair.forward(40)
-            for _ in range(12):
-                pair.forward(1)
+            pair.steps(12)
             found.append(read_tokens(pair.store, 0))
     plain_eight, plain_four, eight, four = found
     assert torch.equal(plain_eight.keys, eight.keys)
@@ -93,9 +87,10 @@ def test_logits_of_the_prompts_queries_change_less() -> None:
     errors = {}
     for adaptive in (False, True):
         config = DiffKVConfig(Precision(4, 4), Precision(4, 4), window=8, adaptive_rounding=adaptive, **UNIFORM)
-        pair = NotingPair(config, 2, heads=2, group=2, dim=16)
+        pair = DirectedPair(config, 2, heads=2, group=2, dim=16)
+        drawn = noted_draws(pair)
         pair.forward(300)
-        query, key, _ = pair.drawn
+        query, key, _ = drawn
         wrong = read_tokens(pair.store, 0).keys.double() - key
         errors[adaptive] = float((query.unflatten(1, (2, 2)) @ wrong[:, :, None].mT).square().mean())
     assert errors[True] < 0.8 * errors[False]

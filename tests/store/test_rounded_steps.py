@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from given_stores import new_store
+from given_stores import attend, begin, new_store
 from native_code import SETS
 from simulated_storage import adapted_round_trip, round_trip
 from test_adaptive_rounding import CASES, DirectedPair
@@ -20,7 +20,7 @@ from hf_diffkv.native.library import use_instructions
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.rounding import ModelFeedback
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import attend_token, attend_tokens, begin_forward, fork_store, read_tokens, select_rows, settle
+from hf_diffkv.store import fork_store, read_tokens, select_rows, settle
 from hf_diffkv.store.query_moments import QueryMoments, moment_of
 from hf_diffkv.store.state import Store
 
@@ -86,14 +86,11 @@ class Steps:
 
     def feed(self, tokens: int, name: str = "reference") -> None:
         for _ in range(tokens):
-            first = self.store.seen == 0
-            begin_forward(self.store, 1)
-            self.store.padding.append(1, None)
+            begin(self.store, 1)
             for layer in range(2):
-                query, key, value = (self.draw(heads) for heads in (4, self.heads, self.heads))
-                self.keys[layer].append(key)
-                attend = attend_tokens if first else attend_token
-                attend(self.store, layer, query, key, value, Softmax(1.0))
+                states = [self.draw(heads) for heads in (4, self.heads, self.heads)]
+                self.keys[layer].append(states[1])
+                attend(self.store, layer, states, Softmax(1.0))
             compact_by(name, self.store)
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from given_stores import new_store
+from given_stores import attend, begin, new_store
 from safetensors.torch import load_file, save_file
 from test_compressed import Pair, left_padding
 from test_policies import CASES, PLACE
-from test_rotated import RotatedPair, RotatedSharedPair
+from test_rotated import RotatedPair, RotatedSharedPair, noted_draws
 from tiny_models import ragged_prompts, tiny_model
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -23,17 +23,7 @@ from hf_diffkv.compat import passing
 from hf_diffkv.native.library import library
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages.rows import held_count, held_tokens, slots_of
-from hf_diffkv.store import (
-    attend_token,
-    attend_tokens,
-    begin_forward,
-    check_integrity,
-    fork_store,
-    hide_tokens,
-    read_tokens,
-    select_rows,
-    settle,
-)
+from hf_diffkv.store import check_integrity, fork_store, hide_tokens, read_tokens, select_rows, settle
 
 MIXED = {"alpha_high": 1.0, "alpha_low": 0.5}
 WINDOW_LEVEL = 3
@@ -83,9 +73,7 @@ def test_nothing_is_left_but_sinks_and_window(chunks: tuple[int, ...]) -> None:
     """Everything else is pruned, and what is left is bit for bit what was fed."""
     config = DiffKVConfig.paper(alpha_high=1e6, alpha_low=1e6, window=5, sinks=4)
     pair = Pair(config, 2, heads=2, group=2, dim=16)
-    fed: list[Tensor] = []
-    draw = pair.draw
-    pair.draw = lambda heads, tokens: fed.append(draw(heads, tokens)) or fed[-1]
+    fed = noted_draws(pair)
     for tokens in chunks:
         pair.forward(tokens)
     held = read_tokens(pair.store, 0)
@@ -113,8 +101,7 @@ def test_hidden_sinks(sinks: int, tokens: int, steps: int, shown: str) -> None:
     config = DiffKVConfig(**MIXED, window=8, sinks=sinks)
     pair = RotatedPair(config, 3, heads=2, group=2, dim=16)
     pair.forward(tokens, left_padding((tokens, tokens - 3, 4)))
-    for _ in range(steps):
-        pair.forward(1)
+    pair.steps(steps)
     settle(pair.store)
     columns = torch.arange(pair.store.seen)
     index = pair.simulation._index
@@ -166,24 +153,15 @@ def test_a_budget_never_takes_sinks(interval: int) -> None:
         for limit in ({}, {"max_bytes": 30_000})
     )
     for pair in (free, tight):
-        pair.simulation.forward = lambda query, key, value, **options: query.new_zeros(0)
-        pair.forward = lambda tokens, pair=pair: feed(pair, tokens)
         for tokens in (300, *[1] * 150):
-            pair.forward(tokens)
+            begin(pair.store, tokens)
+            states = [pair.draw(heads, tokens) for heads in (4, 2, 2)]
+            attend(pair.store, 0, states, Softmax(0.25))
         check_integrity(pair.store)
     assert tight.store.bytes <= 30_000 < free.store.bytes
     assert (read_tokens(tight.store, 0).levels == 0).any()
     mine, theirs = (read_tokens(pair.store, 0) for pair in (tight, free))
     assert exact(tight)[:, :, :4].all() and torch.equal(mine.keys[:, :, :4], theirs.keys[:, :, :4])
-
-
-def feed(pair: Pair, tokens: int) -> None:
-    """A forward without a simulation beside it."""
-    first = pair.store.seen == 0
-    states = (pair.draw(heads, tokens) for heads in (pair.heads * pair.group, pair.heads, pair.heads))
-    begin_forward(pair.store, tokens)
-    pair.store.padding.append(tokens, None)
-    (attend_token if tokens == 1 and not first else attend_tokens)(pair.store, 0, *states, softmax=Softmax(0.25))
 
 
 def test_memory_counts_sinks() -> None:
