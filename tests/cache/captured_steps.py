@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tiny_models import tiny_model
+from tiny_models import greedy, tiny_model
 from transformers import PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
@@ -24,16 +24,8 @@ def build(layers: int, **options: object) -> PreTrainedModel:
 
 
 def generate(model, tokens: torch.Tensor, cache: DiffKVCache, new: int, **options: object) -> torch.Tensor:
-    options = {"attention_mask": torch.ones_like(tokens), **options}
-    return model.generate(
-        tokens,
-        **passing(cache),
-        max_new_tokens=new,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **options,
-    )
+    mask = options.pop("attention_mask", torch.ones_like(tokens))
+    return greedy(model, tokens, mask, new, **passing(cache), **options)
 
 
 def run(model, captured: bool, tokens: torch.Tensor, new: int, fields: dict | None = None, **options: object):
