@@ -24,8 +24,11 @@ from hf_diffkv.ops.softmax import Softmax
 # Transformers 5.17's own sliding layers return more keys than their mask has if nothing is cropped between two forwards
 SLIDING_LAYERS_RECORD = Version(transformers.__version__) >= Version("5.18")
 CONFIG = DiffKVConfig.paper(alpha_high=1.0, alpha_low=0.5, window=16, sinks=4)
-# under which these models keep many tokens at every level: alpha_high and alpha_low
-THRESHOLDS = {"llama": (1.0, 0.5), "gemma2": (1.2, 0.8), "gpt_oss": (0.8, 0.2)}
+# under which these models keep many tokens at every level
+THRESHOLDS = {
+    name: {"alpha_high": high, "alpha_low": low}
+    for name, high, low in (("llama", 1.0, 0.5), ("gemma2", 1.2, 0.8), ("gpt_oss", 0.8, 0.2))
+}
 
 
 def model_of(name: str = "llama", attention: str = "diffkv", **options: Any) -> PreTrainedModel:
@@ -90,11 +93,10 @@ def started(
 
 
 def contents(cache: DiffKVCache) -> list[Tensor]:
-    """Levels, keys, values and, where there are any, sums of every compressed layer, copied."""
+    """Levels, keys, values, what is stored and, where there are any, sums of every compressed layer, copied."""
     found = []
     for index, layer_idx in enumerate(cache.compressed_layers()):
-        keys, values, _ = cache.dequantize(layer_idx)
-        found += [cache.levels(layer_idx).clone(), keys, values]
+        found += [cache.levels(layer_idx).clone(), *cache.dequantize(layer_idx)]
         found += [cache.significance(layer_idx)] if cache.config.of_layer(index).selects else []
     return found
 

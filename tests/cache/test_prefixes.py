@@ -11,14 +11,13 @@ import pytest
 import torch
 from runs import (
     CONFIG,
+    Followed,
     Run,
     assert_close_contents,
     assert_equal_contents,
-    assert_equals_simulation,
     captured,
     contents,
     model_of,
-    simulation_of,
     started,
     tokens,
 )
@@ -202,25 +201,11 @@ TURNS = [(5, 1, 30, 17), (0, 9, 2, 40), (3, 3, 3, 3), (25, 0, 0, 1), (1, 60, 8, 
 def test_many_uneven_turns_equal_the_simulation(name: str) -> None:
     """Some requests say nothing in a turn, others a lot; answers of several tokens between the turns."""
     with captured() as layers:
-        run = started(model_of(name), LENGTHS)
+        followed = Followed(started(model_of(name), LENGTHS), layers, CONFIG)
         for turn, lengths in enumerate(TURNS):
-            more, mask = ragged_prompts(lengths, seed=turn)
-            run.feed(more, mask)
-            run.cache.check_integrity()
-            run.steps(tokens(4, 6, turn))
-            run.cache.check_integrity()
-    sizes = [max(LENGTHS)] + [size for lengths in TURNS for size in (max(lengths), *[1] * 6)]
-    simulations = {}
-    for index, layer in layers.items():
-        simulations[index], start = simulation_of(CONFIG, layer), 0
-        for size in sizes:
-            query, key, value, valid, output = layer.part(start, start + size)
-            expected = simulations[index].forward(query, key, value, valid=valid, **layer.options)
-            real = valid[:, None, :, None].expand_as(output)
-            torch.testing.assert_close(output[real], expected[real], rtol=1e-6, atol=1e-6)
-            start += size
-        assert start == run.ids.shape[1]
-    assert_equals_simulation(run.cache, simulations)
+            followed.feed(*ragged_prompts(lengths, seed=turn))
+            for step in tokens(4, 6, turn).split(1, dim=1):
+                followed.feed(step)
 
 
 FULL = Precision(16, 16)

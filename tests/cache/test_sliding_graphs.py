@@ -15,7 +15,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 from hf_diffkv import DiffKVCache
 
-pytestmark = pytest.mark.usefixtures("recorded")
+pytestmark = [pytest.mark.usefixtures("recorded"), pytest.mark.slow]
 SIZE = {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 6}
 
 
@@ -35,7 +35,6 @@ def assert_same_windows(cache: DiffKVCache, expected: DiffKVCache) -> None:
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
-@pytest.mark.slow
 def test_the_same_text_and_windows(steps, name: str) -> None:
     model = sliding_model(name)
     if name == "gpt_oss":
@@ -48,7 +47,6 @@ def test_the_same_text_and_windows(steps, name: str) -> None:
 
 
 @pytest.mark.parametrize("padding, replays", [(False, 5), (True, 2)])
-@pytest.mark.slow
 def test_a_window_that_fills_up_on_the_way(steps, padding: bool, replays: int) -> None:
     """Steps run from Python until it is full and a token of every row has left the exact ones, which fixes its offset;
     padding may still be in it then."""
@@ -59,7 +57,6 @@ def test_a_window_that_fills_up_on_the_way(steps, padding: bool, replays: int) -
     assert_same_windows(cache, eager)
 
 
-@pytest.mark.slow
 def test_a_compiled_forward(steps) -> None:
     torch._dynamo.reset()
     model = sliding_model("gemma2")
@@ -70,7 +67,6 @@ def test_a_compiled_forward(steps) -> None:
     assert_same_windows(cache, eager)
 
 
-@pytest.mark.slow
 def test_layers_of_another_kind_are_not_captured(steps, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     """Whose mask a captured step would have to know."""
     model = sliding_model("gemma2")
@@ -83,7 +79,6 @@ def test_layers_of_another_kind_are_not_captured(steps, monkeypatch: pytest.Monk
     assert steps and not RecordedGraph.made and not caplog.records
 
 
-@pytest.mark.slow
 def test_a_failed_warm_up_leaves_the_windows(steps, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     model = sliding_model("gemma2")
     tokens, mask = ragged_prompts((10, 7))

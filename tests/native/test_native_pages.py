@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import numpy as np
 import pytest
+import test_compact_kernel
+import test_quantize_kernel
 import torch
 from native_code import needs_native
 from test_append import assert_alike as assert_appended_alike
 from test_append import state as window_state
-from test_compact_kernel import State, run_reference, small_layout, unservable
-from test_quantize_kernel import NARROW, PAGES, make_tokens, poisoned, tier_of
+from test_compact_kernel import State, assert_alike, small_layout, unservable
+from test_quantize_kernel import NARROW, PAGES, assert_read_alike, make_tokens, poisoned, tier_of
 
 from hf_diffkv.native.library import CorruptMemoryError
 from hf_diffkv.ops.append import native as append_native
@@ -28,14 +31,9 @@ K8V4, K4V2 = Precision(8, 4), Precision(4, 2)
 
 
 def assert_stored_alike(tier, tokens, dtype) -> torch.Tensor:
-    pages, expected = poisoned(tier), poisoned(tier)
-    native.store_tokens(pages, tier, *tokens, dtype)
     with use_backend("reference"):
-        reference.store_tokens(expected, tier, *tokens, dtype)
-    assert torch.equal(pages, expected)
-    got = native.load_tokens(pages, tier, tokens[0], tokens[1], dtype)
-    for read, want in zip(got, reference.load_tokens(pages, tier, tokens[0], tokens[1], dtype)):
-        assert read.dtype == torch.float32 and torch.equal(read, want)
+        pages = test_quantize_kernel.assert_stored_alike(tier, tokens, dtype, native)
+        assert_read_alike(pages, tier, tokens, dtype, native)
     return pages
 
 
@@ -170,23 +168,7 @@ def compact(state: State, candidates: tuple, limits: tuple) -> int:
     return int(flag)
 
 
-def assert_alike(got: State, expected: State) -> None:
-    for name in ("high_count", "low_count", "table"):
-        assert torch.equal(getattr(got, name), getattr(expected, name)), name
-    assert torch.equal(got.free_list.state, expected.free_list.state)
-    assert torch.equal(got.free_list.ring, expected.free_list.ring)
-    assert torch.equal(got.pages[1:], expected.pages[1:])
-    assert (got.pages[0] == 0xFF).all()
-
-
-def assert_steps_alike(state: State, steps: int, **thresholds: float) -> None:
-    expected = state.clone()
-    for _ in range(steps):
-        candidates, limits = state.candidates(), state.thresholds(**thresholds)
-        assert compact(state, candidates, limits) == 0
-        with use_backend("reference"):
-            run_reference(expected, candidates, limits)
-        assert_alike(state, expected)
+assert_steps_alike = functools.partial(test_compact_kernel.assert_steps_alike, run=compact)
 
 
 @pytest.mark.parametrize("numbers", [{}, *NARROW], ids=str)

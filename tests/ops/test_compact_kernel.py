@@ -134,7 +134,8 @@ class State:
             window_start=position.clone(),
             length=length,
         )
-        op.compact_step(rows, leaving, *map(self.by_head, thresholds), **options)
+        thresholds = [None if each is None else self.by_head(each) for each in thresholds]
+        op.compact_step(rows, leaving, *thresholds, **options)
         assert torch.equal(rows.window_start, position + leaving)
 
     def token(self, row):
@@ -177,14 +178,13 @@ def assert_alike(got, expected):
     assert (got.pages[0] == 0xFF).all()
 
 
-def assert_steps_alike(state, steps, **thresholds):
+def assert_steps_alike(state, steps, run=run_kernel, **thresholds):
     expected = state.clone()
     for _ in range(steps):
-        candidates = state.candidates()
-        limits = state.thresholds(**thresholds)
-        flag = run_kernel(state, candidates, limits)
-        run_reference(expected, candidates, limits)
-        assert int(flag) == 0
+        candidates, limits = state.candidates(), state.thresholds(**thresholds)
+        assert int(run(state, candidates, limits)) == 0
+        with use_backend("reference"):
+            run_reference(expected, candidates, limits)
         assert_alike(state, expected)
 
 

@@ -133,8 +133,8 @@ def test_padding_may_hold_anything(garbage: float) -> None:
     expected = attend_prompt(prefill_attention, query, key, value, scaling=0.25, valid=RAGGED)
     for tensor in (query, key, value):
         tensor.masked_fill_(~RAGGED[:, None, :, None], garbage)
-    for got, want in zip(attend_prompt(prefill_attention, query, key, value, scaling=0.25, valid=RAGGED), expected):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    got = attend_prompt(prefill_attention, query, key, value, scaling=0.25, valid=RAGGED)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
 LOSSLESS = Precision(16, 16)

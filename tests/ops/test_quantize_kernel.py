@@ -44,17 +44,17 @@ def poisoned(tier):
     return torch.full((PAGES, tier.page_bytes), 0xFF, dtype=torch.uint8)
 
 
-def assert_stored_alike(tier, tokens, dtype):
+def assert_stored_alike(tier, tokens, dtype, op=launch):
     pages, expected = poisoned(tier), poisoned(tier)
-    launch.store_tokens(pages, tier, *tokens, dtype)
+    op.store_tokens(pages, tier, *tokens, dtype)
     reference.store_tokens(expected, tier, *tokens, dtype)
     assert torch.equal(pages[1:], expected[1:])
     assert (pages[0] == 0xFF).all()
     return pages
 
 
-def assert_read_alike(pages, tier, tokens, dtype):
-    read, expected = (op.load_tokens(pages, tier, *tokens[:2], dtype) for op in (launch, reference))
+def assert_read_alike(pages, tier, tokens, dtype, op=launch):
+    read, expected = (each.load_tokens(pages, tier, *tokens[:2], dtype) for each in (op, reference))
     for got, want in zip(read, expected):
         assert got.dtype == torch.float32 and torch.equal(got, want)
 

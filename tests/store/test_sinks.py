@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from given_stores import attend, begin, new_store
-from safetensors.torch import load_file, save_file
+from runs import assert_equal_contents
+from saved_files import without, write_as_before
 from test_compressed import Pair, left_padding
 from test_policies import CASES, PLACE
 from test_rotated import RotatedPair, RotatedSharedPair, noted_draws
@@ -18,7 +17,6 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, IntegrityError, Precision
-from hf_diffkv.cache.io import JSON_NAME, TENSORS_NAME, _checksum
 from hf_diffkv.compat import passing
 from hf_diffkv.native.library import library
 from hf_diffkv.ops.softmax import Softmax
@@ -198,24 +196,12 @@ def test_saved_caches(sinks: int, tmp_path: Path) -> None:
     text = generate(model, cache, ids, mask, 6)
     cache.save_pretrained(tmp_path)
     if not sinks:
-        before_there_were_sinks(tmp_path)
+        write_as_before(tmp_path, 2, ["sinks"], without("sink_end"))
     loaded = DiffKVCache.from_pretrained(tmp_path, model)
     assert loaded.config == cache.config
     mask = torch.cat([mask, torch.ones(2, 6, dtype=mask.dtype)], 1)
     assert torch.equal(*(generate(model, each, text, mask, 20) for each in (cache, loaded)))
-    for layer_idx in range(2):
-        for mine, theirs in zip(cache.dequantize(layer_idx), loaded.dequantize(layer_idx)):
-            assert torch.equal(mine, theirs)
-
-
-def before_there_were_sinks(folder: Path) -> None:
-    tensors = load_file(folder / TENSORS_NAME)
-    save_file({name: tensor for name, tensor in tensors.items() if "sink_end" not in name}, folder / TENSORS_NAME)
-    content = json.loads((folder / JSON_NAME).read_text())
-    del content["checksum"], content["config"]["sinks"]
-    digest = hashlib.sha256((folder / TENSORS_NAME).read_bytes()).hexdigest()
-    content |= {"format_version": 2, "sha256": digest}
-    (folder / JSON_NAME).write_text(json.dumps({**content, "checksum": _checksum(content)}))
+    assert_equal_contents(cache, loaded)
 
 
 def test_beams_of_a_padded_batch() -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
+import interpreted  # noqa: F401
 import pytest
 import torch
 import uniform_oracle
 from given_stores import new_store
-from launches import Launches, mark_attention
+from launches import FIRST_READS, turns_of_layers
 from simulated_storage import rotation
 from test_compressed import left_padding
 from test_rotated import RotatedPair, held_offset
@@ -19,10 +16,6 @@ from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store import Store, attend_tokens, begin_forward, check_integrity
-
-triton = pytest.importorskip("triton")
-if not triton.knobs.runtime.interpret:
-    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 
 K5V3 = Precision(5, 3)
 FEW_BITS = {"high": Precision(4, 3, 2, 1), "low": Precision(4, 3, 2, 1), "sinks": 2}
@@ -128,25 +121,9 @@ def test_launches_and_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def launches_of_turns(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """What the second layer of two requests launches after attention, for a prompt and two turns."""
-    counter, found = Launches(monkeypatch), []
-    mark_attention(counter, monkeypatch)
-    with use_backend("kernels"), torch.no_grad():
-        # all stay in the window; they leave it and rows are centred; a turn over what is stored
-        for turn, tokens in enumerate((6, 20, 12)):
-            begin_forward(store, tokens)
-            valid = left_padding((tokens, tokens - 2)) if turn == 1 else None
-            for layer in range(2):
-                inputs = [torch.randn(2, heads, tokens, 32) for heads in (2, 1, 1)]
-                counter.phase = "before"
-                counter.launched.clear()
-                counter.reads.clear()
-                with counter:
-                    attend_tokens(store, layer, *inputs, softmax=Softmax(0.2), valid=valid)
-                after = [what for phase, what in counter.launched if phase == "after"]
-                reads = [what for phase, what in counter.reads if phase != "attention"]
-                assert "store_new_kernel" in after
-                # a forward's one copy to the host
-                assert reads == (["cpu in read_together", "numpy in read_together"] if layer == 0 else [])
-            found.append(after)
-    check_integrity(store)
+    found = []
+    for layer, after, reads in turns_of_layers(store, 32, monkeypatch):
+        assert "store_new_kernel" in after
+        assert reads == (FIRST_READS if layer == 0 else [])
+        found += [after] if layer == 1 else []
     return found
