@@ -41,7 +41,7 @@ def assert_same(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) 
     torch.testing.assert_close(actual[1], expected[1], rtol=1e-5, atol=1e-5)
 
 
-def assert_same_state(cache: DiffKVCache, simulation: SimulatedAttention, least: int = 50) -> None:
+def assert_same_state(cache: DiffKVCache, simulation: SimulatedAttention, least: int) -> None:
     """Levels, keys, values and sums of every compressed layer; at least `least` tokens at each level."""
     cache.check_integrity()
     assert cache.compressed_layers() == sorted(simulation.layers)

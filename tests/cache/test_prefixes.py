@@ -213,10 +213,10 @@ FULL = Precision(16, 16)
 HUNGRY = DiffKVConfig(FULL, FULL, alpha_high=1.0, alpha_low=0.0, window=1, page_bytes=512)
 
 
-def assert_lossless_steps(runs: list[Run], steps: int) -> None:
-    """Steps of all runs in turns; each says what a model without a cache says."""
+def assert_lossless_steps(runs: list[Run]) -> None:
+    """20 steps of all runs in turns; each says what a model without a cache says."""
     dense = model_of(attention="sdpa")
-    for step in range(steps):
+    for step in range(20):
         for number, run in enumerate(runs):
             logits = run.feed(tokens(1, 1, 100 * step + number))[:, -1]
             with torch.no_grad():
@@ -232,7 +232,7 @@ def test_forks_that_decode_in_turns_leave_each_other_pages(before: int) -> None:
     """Pages that one fork made ready for its next steps are not taken by another."""
     run = started(model_of(), (20,), HUNGRY)
     run.steps(tokens(1, before + 1))
-    assert_lossless_steps([run, *(run.on(cache) for cache in run.cache.fork(4))], 20)
+    assert_lossless_steps([run, *(run.on(cache) for cache in run.cache.fork(4))])
 
 
 @pytest.mark.parametrize("before", [0, 3, 7])
@@ -241,4 +241,4 @@ def test_a_copy_of_a_fork_has_pages_for_its_next_steps(before: int) -> None:
     run = started(model_of(), (20,), HUNGRY)
     fork = run.on(run.cache.fork(1)[0])
     fork.steps(tokens(1, before + 1))
-    assert_lossless_steps([fork.on(copy.deepcopy(fork.cache))], 20)
+    assert_lossless_steps([fork.on(copy.deepcopy(fork.cache))])

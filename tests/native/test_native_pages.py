@@ -27,7 +27,7 @@ from hf_diffkv.precision import SUPPORTED_BITS, Precision
 
 pytestmark = [needs_native, pytest.mark.usefixtures("instructions")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-K8V4, K4V2 = Precision(8, 4), Precision(4, 2)
+K8V4 = Precision(8, 4)
 
 
 def assert_stored_alike(tier, tokens, dtype) -> torch.Tensor:

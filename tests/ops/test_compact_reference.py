@@ -229,7 +229,7 @@ def test_equal_thresholds_never_use_the_low_tier() -> None:
 class Rewrite:
     """A random rewrite of random rows, and the tokens it should leave."""
 
-    def __init__(self, seed: int, extra: int = 200, max_pages: int | None = None, keep_share: float = 0.6) -> None:
+    def __init__(self, seed: int, extra: int = 200, max_pages: int | None = None) -> None:
         rng = np.random.default_rng(seed)
         count = 25
         high = rng.integers(0, 4 * LAYOUT.high.capacity, count).tolist()
@@ -238,7 +238,7 @@ class Rewrite:
         self.expected: list[list[Token]] = []
         keep, demoted, new = ([], []), [], ([], [])
         for row in range(count):
-            share = (0.0, 1.0, keep_share)[int(rng.integers(3))]
+            share = (0.0, 1.0, 0.6)[int(rng.integers(3))]
             after = []
             for token in rows.tokens[row]:
                 stays = bool(rng.random() < share)

@@ -198,15 +198,14 @@ def untouched(before, after):
     return torch.equal(before.rows.pages[mask], after.rows.pages[mask])
 
 
-def assert_like_reference(case, *, tolerance=None, **options):
+def assert_like_reference(case, **options):
     kernel_options = {key: options.pop(key) for key in ("splits", "block", "scratch", "operand") if key in options}
-    tolerance = tolerance or TOLERANCE[case.query.dtype]
     mine, oracle = case.copy(), case.copy()
     got = run_kernel(mine, **kernel_options, **options)
     want = run_reference(oracle, **options)
     assert got.dtype == want.dtype and got.shape == want.shape
     assert torch.isfinite(got).all()
-    assert relative_error(got, want) < tolerance
+    assert relative_error(got, want) < TOLERANCE[case.query.dtype]
     expected = gains(case, oracle)
     if case.layout.high.score_bytes == 4:
         assert relative_error(gains(case, mine), expected) < 1e-3

@@ -17,8 +17,8 @@ def tier_of(precision, key_dim, value_dim, element_bytes=2, **numbers):
     return PageLayout.build(precision, precision, key_dim, value_dim, element_bytes, page_bytes=4096, **numbers).high
 
 
-def make_tokens(tier, count, dtype, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+def make_tokens(tier, count, dtype):
+    generator = torch.Generator().manual_seed(0)
     count = min(count, (PAGES - 1) * tier.capacity)
     key = torch.randn(count, tier.key_dim, generator=generator).mul(5).to(dtype)
     value = torch.randn(count, tier.value_dim, generator=generator).to(dtype)

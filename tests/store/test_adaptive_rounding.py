@@ -102,12 +102,12 @@ def tier_of(name: str, dim: int, metadata_bits: int = 16) -> TierLayout:
     return PageLayout.build(precision, precision, dim, dim, 2, page_bytes=4096, **numbers).high
 
 
-def keys_and_queries(dim: int, dtype: torch.dtype, rows: int = 3) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys [n, dim] and their rows, and queries [1, rows, 70, dim] whose channels belong together."""
+def keys_and_queries(dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys [n, dim] and their rows, and queries [1, 3, 70, dim] whose channels belong together."""
     generator = torch.Generator().manual_seed(dim)
     mixed = torch.randn(dim, dim, generator=generator) * torch.logspace(1, -1, dim)
-    query = torch.randn(1, rows, 70, dim, generator=generator) @ mixed
-    row = torch.arange(rows).repeat_interleave(torch.tensor([21, 1, 16]))
+    query = torch.randn(1, 3, 70, dim, generator=generator) @ mixed
+    row = torch.arange(3).repeat_interleave(torch.tensor([21, 1, 16]))
     key = torch.randn(row.numel(), dim, generator=generator) + torch.linspace(-1, 1, dim)
     key[3], key[4], key[5, 0] = 0.25, 0.0, 100.0
     return key.to(dtype), row, query

@@ -28,16 +28,16 @@ from hf_diffkv.store.state import Store
 BACKENDS = ["reference", pytest.param("kernels", marks=pytest.mark.slow), *SETS[:1], *SETS[1:][-1:]]
 
 
-def moments_of(layers: int, heads: int, dim: int, seed: int = 0) -> list[Tensor]:
+def moments_of(layers: int, heads: int, dim: int) -> list[Tensor]:
     """Of queries whose channels belong together, other ones in every layer and head."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     mixed = torch.randn(layers, heads, dim, dim, generator=generator, dtype=torch.float64)
     query = mixed * torch.logspace(0.5, -0.5, dim, dtype=torch.float64)
     return list(query @ query.mT / dim)
 
 
-def query_moments(layers: int, heads: int, dim: int) -> QueryMoments:
-    return QueryMoments.of("llama", "0" * 16, "1" * 16, moments_of(layers, heads, dim))
+def query_moments(layers: int, heads: int) -> QueryMoments:
+    return QueryMoments.of("llama", "0" * 16, "1" * 16, moments_of(layers, heads, 16))
 
 
 def backend(name: str) -> AbstractContextManager:
@@ -59,7 +59,7 @@ def compact_by(name: str, store: Store) -> None:
 def test_steps_equal_the_simulation(case: str, interval: int) -> None:
     """A prompt, steps, a turn, more steps; the second layer of three."""
     fields = {"window": 8, "sinks": 2, "adaptive_rounding": True, "compaction_interval": interval}
-    config, options = DiffKVConfig(**fields, **CASES[case]), {"place": (1, 3), "moments": query_moments(3, 2, 16)}
+    config, options = DiffKVConfig(**fields, **CASES[case]), {"place": (1, 3), "moments": query_moments(3, 2)}
     pair = DirectedPair(config, 2, heads=2, group=2, dim=16, **options)
     pair.follow(20, *[1] * 10, 9, *[1] * 4, valid=left_padding((20, 0)))
 
@@ -115,7 +115,7 @@ STORES = {
 @pytest.mark.parametrize("case", STORES)
 def test_every_backend_rounds_each_head_by_its_own_factor(case: str, name: str, dtype: torch.dtype) -> None:
     fields, precisions = STORES[case]
-    moments = query_moments(3, 2, 16)
+    moments = query_moments(3, 2)
     feedback = moments.feedback(2, 16, False, torch.device("cpu")).double()
     steps = Steps(DiffKVConfig(**PLAIN, **fields), moments, dtype)
     with backend(name):
@@ -143,7 +143,7 @@ def test_victims_are_rounded_again_when_they_fall(name: str) -> None:
     """Two levels in float32; the store is compared with the simulation in all but what is next to a tie."""
     fields = {"window": 6, "sinks": 0, "adaptive_rounding": True, "alpha_high": 1.0, "alpha_low": 0.3}
     config = DiffKVConfig(K5V4, Precision(3, 2), **fields)
-    pair = DirectedPair(config, 2, heads=2, group=2, dim=16, dtype=torch.float32, moments=query_moments(1, 2, 16))
+    pair = DirectedPair(config, 2, heads=2, group=2, dim=16, dtype=torch.float32, moments=query_moments(1, 2))
     pair.tolerance = 0.05
     with use_backend("reference"):
         pair.forward(30)
@@ -168,7 +168,7 @@ def test_nothing_changes_without_moments_or_without_the_option(name: str) -> Non
             steps.feed(8, name)
         return [steps.stored(layer)[1] for layer in range(2)]
 
-    moments = query_moments(3, 2, 16)
+    moments = query_moments(3, 2)
     plain = keys(None, adaptive_rounding=False)
     for same in (keys(None), keys(moments, adaptive_rounding=False)):
         assert all(map(torch.equal, plain, same))
@@ -181,7 +181,7 @@ def rounded_keys(store: Store) -> Tensor:
 
 def test_forks_and_moved_rows_go_on_alike() -> None:
     """What rounds belongs to the model: rows, forks and their copies find it where it was."""
-    steps = Steps(DiffKVConfig(**PLAIN, **STORES["two tiers"][0]), query_moments(3, 2, 16))
+    steps = Steps(DiffKVConfig(**PLAIN, **STORES["two tiers"][0]), query_moments(3, 2))
     steps.feed(12)
     twin = fork_store(steps.store)
     before = steps.store.bytes_beside_pool()
@@ -201,7 +201,7 @@ def test_forks_and_moved_rows_go_on_alike() -> None:
 
 
 def test_a_rank_takes_the_factors_of_its_heads() -> None:
-    moments = query_moments(2, 4, 16)
+    moments = query_moments(2, 4)
     fields = {"high": K4V3, "low": K4V3, "alpha_high": 0.0, "adaptive_rounding": True}
     store = new_store(DiffKVConfig(**fields), 2, 3, 2, 16, 16, torch.float32, torch.device("cpu"), first_head=2)
     store.moments = moments
@@ -252,7 +252,7 @@ def test_layers_of_several_shapes() -> None:
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    moments = query_moments(2, 3, 16)
+    moments = query_moments(2, 3)
     with pytest.raises(ValueError, match="are of 2 layers, but 5 layers of this model are compressed; measure"):
         moments.check_layers(5)
     with pytest.raises(ValueError, match="are of 3 KV heads of 16 in layer 1, but that layer has 3 of 32"):
