@@ -14,14 +14,14 @@ from native_code import needs_native
 from test_append import assert_alike as assert_appended_alike
 from test_append import state as window_state
 from test_compact_kernel import State, assert_alike, small_layout, unservable
-from test_quantize_kernel import NARROW, PAGES, assert_read_alike, make_tokens, poisoned, tier_of
+from test_quantize_kernel import NARROW, PAGES, assert_moved_alike, assert_read_alike, make_tokens, poisoned, tier_of
 
 from hf_diffkv.native.library import CorruptMemoryError
 from hf_diffkv.ops.append import native as append_native
 from hf_diffkv.ops.append import reference as append_reference
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.compact import native as compact_native
-from hf_diffkv.ops.quantize import native, reference
+from hf_diffkv.ops.quantize import native
 from hf_diffkv.pages import LOW
 from hf_diffkv.precision import SUPPORTED_BITS, Precision
 
@@ -30,11 +30,10 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 K8V4 = Precision(8, 4)
 
 
-def assert_stored_alike(tier, tokens, dtype) -> torch.Tensor:
+def assert_stored_alike(tier, tokens, dtype) -> None:
     with use_backend("reference"):
         pages = test_quantize_kernel.assert_stored_alike(tier, tokens, dtype, native)
         assert_read_alike(pages, tier, tokens, dtype, native)
-    return pages
 
 
 @pytest.mark.parametrize("v_bits", SUPPORTED_BITS)
@@ -118,12 +117,7 @@ def test_tokens_move_code_for_code(precision: Precision, numbers: dict) -> None:
     tokens = make_tokens(tier, 60, torch.float16)
     pages = poisoned(tier)
     native.store_tokens(pages, tier, *tokens, torch.float16)
-    expected = pages.clone()
-    half = tokens[0].numel() // 2
-    moves = (tokens[0][:half], tokens[1][:half], tokens[0][half : 2 * half], tokens[1][half : 2 * half])
-    native.move_tokens(pages, tier, *moves)
-    reference.move_tokens(expected, tier, *moves)
-    assert torch.equal(pages, expected)
+    assert_moved_alike(pages, tier, tokens, native)
 
 
 @pytest.mark.parametrize("page, slot", [(-1, 0), (PAGES, 0), (1, -1), (1, 10**6)])

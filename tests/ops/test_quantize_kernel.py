@@ -59,6 +59,16 @@ def assert_read_alike(pages, tier, tokens, dtype, op=launch):
         assert got.dtype == torch.float32 and torch.equal(got, want)
 
 
+def assert_moved_alike(pages, tier, tokens, op=launch):
+    """The first half of the tokens go to where the others are."""
+    page, slot = (places[: len(places) // 2 * 2].view(2, -1) for places in tokens[:2])
+    moves = page[0], slot[0], page[1], slot[1]
+    expected = pages.clone()
+    op.move_tokens(pages, tier, *moves)
+    reference.move_tokens(expected, tier, *moves)
+    assert torch.equal(pages, expected)
+
+
 @pytest.mark.parametrize("numbers", NARROW, ids=str)
 @pytest.mark.parametrize("bits", SUPPORTED_BITS)
 @pytest.mark.sampled(6)
@@ -69,12 +79,7 @@ def test_narrow_pages_are_byte_identical_to_the_reference(bits, numbers):
         tokens[2].score[:6] = torch.tensor([0.0, 2.0**-46, 3e5, 1 + 2.0**-11, 1 + 3 * 2.0**-11, 1e-38])
         pages = assert_stored_alike(tier, tokens, torch.float16)
         assert_read_alike(pages, tier, tokens, torch.float16)
-        half = tokens[0].numel() // 2
-        moves = [part for half in (slice(half), slice(half, 2 * half)) for part in (tokens[0][half], tokens[1][half])]
-        expected = pages.clone()
-        launch.move_tokens(pages, tier, *moves)
-        reference.move_tokens(expected, tier, *moves)
-        assert torch.equal(pages, expected)
+        assert_moved_alike(pages, tier, tokens)
 
 
 @pytest.mark.parametrize("v_bits", SUPPORTED_BITS)

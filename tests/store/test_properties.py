@@ -8,6 +8,7 @@ from given_stores import attend, begin, new_store
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from runs import contents
 from tiny_models import tiny_model
 
 from hf_diffkv import DiffKVCache
@@ -206,15 +207,13 @@ def test_a_refused_prompt_leaves_the_whole_cache_as_it_was() -> None:
     tokens = torch.randint(50, (1, 800))
     with torch.no_grad():
         model(tokens[:, :200], **passing(cache))
-        before = [(cache.levels(layer), *cache.dequantize(layer)) for layer in range(2)]
+        before = contents(cache)
         pool = cache.stores.all[0].pool
         pool.max_pages = pool.capacity + 1
         with pytest.raises(MemoryError, match="limit"):
             model(tokens[:, 200:], **passing(cache))
         assert cache.get_seq_length() == 200
-        for layer in range(2):
-            after = (cache.levels(layer), *cache.dequantize(layer))
-            assert all(torch.equal(was, now) for was, now in zip(before[layer], after))
+        torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
         pool.max_pages = None
         model(tokens[:, 200:201], **passing(cache))
     cache.check_integrity()
