@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+from torch import Tensor
 
 from hf_diffkv.config import DiffKVConfig
-from hf_diffkv.store import KVHeads, Store
+from hf_diffkv.ops.softmax import Softmax
+from hf_diffkv.store import KVHeads, Store, attend_token, attend_tokens, begin_forward
 
 
 def new_store(config: DiffKVConfig, layers: int, batch: int, *heads: object, **sizes: object) -> Store:
     """A store; `heads` are fields of `KVHeads`, of which dtype and device may be left out: float32 on a CPU."""
     rest = (torch.float32, torch.device("cpu"))[len(heads) - 3 :]
     return Store(config, layers, batch, KVHeads(*heads, *rest), **sizes)
+
+
+def begin(store: Store, tokens: int, valid: Tensor | None = None) -> None:
+    """A forward of new tokens, of which some may be padding."""
+    begin_forward(store, tokens)
+    store.padding.append(tokens, valid)
+
+
+def attend(store: Store, layer: int, states: Iterable[Tensor], softmax: Softmax, valid: Tensor | None = None) -> Tensor:
+    """Query, key and value of what has begun: a step where it is one token behind others, else a prompt or turn."""
+    query, key, value = states
+    if query.shape[2] == 1 and store.seen > 1:
+        return attend_token(store, layer, query, key, value, softmax, None if valid is None else valid[:, 0])
+    return attend_tokens(store, layer, query, key, value, softmax, valid)

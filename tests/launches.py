@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from host_reads import HostReads
 from triton.runtime.interpreter import GridExecutor
 
 from hf_diffkv.ops.backend import use_backend
-from hf_diffkv.store import prompt
+from hf_diffkv.ops.softmax import Softmax
+from hf_diffkv.store import Store, attend_tokens, begin_forward, check_integrity, prompt
+
+# what the first layer of a forward reads, in one copy to the host
+FIRST_READS = ["cpu in read_together", "numpy in read_together"]
 
 # they only allocate, or tell what is known without the device
 NO_LAUNCH = {
@@ -76,6 +82,37 @@ def mark_attention(counter: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(prompt, "prefill_attention", marked)
+
+
+def turns_of_layers(
+    store: Store, dim: int, monkeypatch: pytest.MonkeyPatch, free: int = 0
+) -> Iterator[tuple[int, list[str], list[str]]]:
+    """A prompt and two turns of two requests by kernels.
+
+    Args:
+        free: pages that are free before each layer.
+
+    Yields:
+        The layer, what it launches after attention, and what it reads, that of attention aside.
+    """
+    counter = Launches(monkeypatch)
+    mark_attention(counter, monkeypatch)
+    with use_backend("kernels"), torch.no_grad():
+        # all stay in the window; they leave it and rows are centred; a turn over what is stored
+        for turn, tokens in enumerate((6, 20, 12)):
+            begin_forward(store, tokens)
+            valid = torch.arange(tokens) >= torch.tensor([[0], [2]]) if turn == 1 else None
+            for layer in range(2):
+                inputs = [torch.randn(2, heads, tokens, dim) for heads in (2, 1, 1)]
+                store.pool.ensure_free(free)
+                counter.phase = "before"
+                counter.launched.clear()
+                counter.reads.clear()
+                with counter:
+                    attend_tokens(store, layer, *inputs, softmax=Softmax(0.2), valid=valid)
+                after = [what for phase, what in counter.launched if phase == "after"]
+                yield layer, after, [what for phase, what in counter.reads if phase != "attention"]
+    check_integrity(store)
 
 
 def launches(func: Any) -> bool:

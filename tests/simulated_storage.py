@@ -3,7 +3,10 @@
 It shares no code with the package, as `dense_simulation` does not.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +20,10 @@ class SimPrecision:
     v_bits: int
     k_groups: int = 1
     v_groups: int = 1
+
+    @classmethod
+    def of(cls, precision: Any) -> SimPrecision:
+        return cls(precision.k_bits, precision.v_bits, precision.k_groups, precision.v_groups)
 
 
 def quantise(x: Tensor, bits: int, groups: int = 1) -> tuple[Tensor, Tensor, Tensor]:

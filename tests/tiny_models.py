@@ -103,15 +103,8 @@ def _gain(path: str, sharpness: float) -> float:
 
 def greedy(model: PreTrainedModel, ids: Tensor, mask: Tensor, tokens: int, **options: Any) -> Any:
     """What `generate()` returns of greedy decoding, logits included."""
-    return model.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=tokens,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **options,
-    )
+    options = {"max_new_tokens": tokens, "return_dict_in_generate": True, "output_logits": True, **options}
+    return model.generate(ids, attention_mask=mask, do_sample=False, **options)
 
 
 def ragged_prompts(lengths: tuple[int, ...], seed: int = 0) -> tuple[Tensor, Tensor]:

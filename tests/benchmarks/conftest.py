@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -14,15 +15,28 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-
-    def load(name: str) -> ModuleType:
-        return importlib.import_module(name)
-
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    for folder in (FOLDER / "quality", FOLDER):
+        monkeypatch.syspath_prepend(str(folder))
     threads = torch.get_num_threads()
-    yield load
+    yield importlib.import_module
     # scripts choose their own
     torch.set_num_threads(threads)
-    for path in FOLDER.glob("*.py"):
+    for path in FOLDER.rglob("*.py"):
         sys.modules.pop(path.stem, None)
+
+
+@pytest.fixture
+def documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType, str, Callable], str]:
+    """Has a report written between its marks in a document; what stands there then."""
+
+    def report(module: ModuleType, mark: str, write: Callable[[], None]) -> str:
+        document = tmp_path / "document.md"
+        document.write_text(f"before\n<!-- {mark} -->\nold\n<!-- end -->\nafter\n")
+        monkeypatch.setattr(module, "DOCUMENT", document)
+        write()
+        text = document.read_text()
+        assert text.startswith("before\n") and text.endswith("<!-- end -->\nafter\n") and "old" not in text
+        return text
+
+    return report

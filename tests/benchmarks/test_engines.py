@@ -54,6 +54,11 @@ def unified_attention(q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_s
         out[request] = attend(q[request], *(side[pages].flatten(0, 1)[tokens] for side in (k, v)))
 
 
+def rows_of(script, folder: Path) -> list[dict]:
+    options = ["--device", "cpu", "--tiny", "--models", "llama-3-8b", "--configs", "K8V4", "--repeats", "2"]
+    return script("attention_gpu").main([*options, "--output", str(folder / "attention_gpu.jsonl")]).rows
+
+
 def test_every_project_gets_what_it_takes(script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The outputs are checked by the benchmark itself, against float32."""
     path = "vllm.v1.attention.ops.triton_unified_attention"
@@ -63,10 +68,9 @@ def test_every_project_gets_what_it_takes(script, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Wrapper))
     interface = SimpleNamespace(flash_attn_with_kvcache=flash_attn_with_kvcache)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", interface)
-    options = ["--device", "cpu", "--tiny", "--models", "llama-3-8b", "--configs", "K8V4", "--repeats", "2"]
-    session = script("attention_gpu").main([*options, "--output", str(tmp_path / "attention_gpu.jsonl")])
-    found = {row["name"]: row for row in session.rows}
-    assert not [row for row in session.rows if "failed" in row or "left_out" in row]
+    rows = rows_of(script, tmp_path)
+    found = {row["name"]: row for row in rows}
+    assert not [row for row in rows if "failed" in row or "left_out" in row]
     for kind, name, _, narrow in script("engines").ENGINES:
         assert found[name]["kind"] == kind and found[name]["us"] > 0
         assert found[name]["error"] < 1e-5
@@ -80,9 +84,7 @@ def test_what_is_not_there_or_fails_is_a_line(script, monkeypatch: pytest.Monkey
     for name in ("flashinfer", "vllm"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", SimpleNamespace(flash_attn_with_kvcache=older))
-    options = ["--device", "cpu", "--tiny", "--models", "llama-3-8b", "--configs", "K8V4", "--repeats", "2"]
-    session = script("attention_gpu").main([*options, "--output", str(tmp_path / "attention_gpu.jsonl")])
-    found = {row["name"]: row for row in session.rows}
+    found = {row["name"]: row for row in rows_of(script, tmp_path)}
     assert all("not installed" in found[name]["left_out"] for name in ("FlashInfer", "FP8, FlashInfer", "vLLM, Triton"))
     assert "pack_gqa" in found["FlashAttention-3"]["failed"]
     assert found["K8V4"]["us"] > 0 and found["FP8, converted, then PyTorch"]["us"] > 0

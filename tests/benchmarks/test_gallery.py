@@ -18,11 +18,8 @@ PAGE = ROOT / "docs" / "gallery.html"
 
 
 @pytest.fixture
-def gallery(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "quality"))
-    import gallery
-
-    return gallery
+def gallery(script) -> Any:
+    return script("gallery")
 
 
 def rows(page: str) -> list[dict[str, str]]:
@@ -115,11 +112,8 @@ def test_the_page_in_a_browser(width: int, scheme: str) -> None:
         assert shown("method") == ["quanto:4"]
         page.locator("#plot circle").click()
         (row,) = expected(model="smollm2", task="dictionary", method="quanto:4")
-        assert (
-            page.locator("#said")
-            .inner_text()
-            .startswith(f"quanto:4, dictionary: {float(row['bytes']):.1f} % of the bytes")
-        )
+        said = page.locator("#said").inner_text()
+        assert said.startswith(f"quanto:4, dictionary: {float(row['bytes']):.1f} % of the bytes")
         page.get_by_label("method has").fill("")
         page.get_by_label("task").select_option("text")
         # a text has no answers, so the plot is of KL, without the dense cache

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def document(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "quality"))
-    import document
-
-    return document
-
-
 @pytest.mark.parametrize("name", ["README.md", "docs/quality.md"])
-def test_tables_are_what_the_results_give(document: Any, name: str) -> None:
+def test_tables_are_what_the_results_give(script, name: str) -> None:
+    document = script("document")
     text = (ROOT / name).read_text()
     blocks = [*document.BLOCK.findall(text), *document.LEVELS_BLOCK.findall(text)]
     assert len(blocks) == text.count("<!-- end -->") > 0

@@ -19,9 +19,7 @@ TOKEN = 6 * 2 * 64 * 2 * 2
 
 
 @pytest.mark.slow
-def test_engines_take_turns_at_equal_bytes(
-    script, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_take_turns_at_equal_bytes(script, documented, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     output = tmp_path / "serving.jsonl"
     script("serving").main([*OPTIONS, "--threads", "1", "--output", str(output)])
     rows = [json.loads(line) for line in output.read_text().splitlines()]
@@ -34,12 +32,8 @@ def test_engines_take_turns_at_equal_bytes(
         assert row["tokens_per_second"] * row["seconds"] == pytest.approx(row["new_tokens"])
     assert all(row["seconds"][0] > 0 for row in rows[3:])
     assert "| tiny-lm | 100 | DiffKV, default |" in capsys.readouterr().out
-    document = tmp_path / "serving.md"
-    document.write_text("before\n<!-- serving -->\nold\n<!-- end -->\nafter\n")
-    monkeypatch.setattr(script("report_serving"), "DOCUMENT", document)
-    script("serving").main(["--report", "--document", "--output", str(output)])
-    text = document.read_text()
-    assert text.startswith("before\n") and text.endswith("<!-- end -->\nafter\n") and "old" not in text
+    report = ["--report", "--document", "--output", str(output)]
+    text = documented(script("report_serving"), "serving", lambda: script("serving").main(report))
     assert all(f"| {engine} |" in text for engine in ENGINES)
 
 

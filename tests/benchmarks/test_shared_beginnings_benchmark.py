@@ -30,7 +30,7 @@ def test_traffic_is_what_is_said(script) -> None:
 
 
 @pytest.mark.slow
-def test_ways_are_measured_and_reported(script, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ways_are_measured_and_reported(script, documented, tmp_path: Path, capsys, monkeypatch) -> None:
     module = script("shared_beginnings")
     monkeypatch.setattr(module, "TEXTS", 1)
     monkeypatch.setattr(module, "LONG", (100, 120))
@@ -42,10 +42,6 @@ def test_ways_are_measured_and_reported(script, tmp_path: Path, capsys, monkeypa
     assert rows["marked"]["reused_tokens"] == rows["marked"]["shared_tokens"] > 0
     assert rows["marked"]["same_answers"] == 8 and rows["marked"]["later"] == 3
     assert all(row["held_bytes"] > 0 for row in rows.values())
-    document = tmp_path / "serving.md"
-    document.write_text("before\n<!-- shared beginnings -->\nold\n<!-- end -->\nafter\n")
-    monkeypatch.setattr(module, "DOCUMENT", document)
-    module.main(["--report", "--document", "--output", str(output)])
-    text = document.read_text()
-    assert text.startswith("before\n") and text.endswith("<!-- end -->\nafter\n") and "old" not in text
+    report = ["--report", "--document", "--output", str(output)]
+    documented(module, "shared beginnings", lambda: module.main(report))
     assert "| tiny-lm | 0.05 | marked | 100% |" in capsys.readouterr().out

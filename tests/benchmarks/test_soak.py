@@ -20,7 +20,7 @@ OPTIONS = ["--seconds=10", "--requests=60", "--prompts=6", "--longest=200", "--n
 
 
 @pytest.mark.slow
-def test_a_short_soak(script, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_soak(script, documented, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     output, folder = tmp_path / "soak.jsonl", tmp_path / "files"
     script("soak").main([*OPTIONS, "--output", str(output), "--folder", str(folder)])
     row = json.loads(output.read_text())
@@ -31,13 +31,9 @@ def test_a_short_soak(script, tmp_path: Path, capsys: pytest.CaptureFixture, mon
     assert row["compared"] > 10 and row["generated_tokens"] > 60 and row["prompt_tokens"] > 600
     assert len(row["memory"]) == 2 and all(each["most"] > 100 for each in row["memory"])
     assert list((folder / "prefixes").iterdir())
-    document = tmp_path / "serving.md"
-    document.write_text("before\n<!-- soak -->\nold\n<!-- end -->\nafter\n")
-    monkeypatch.setattr(script("report_soak"), "DOCUMENT", document)
     capsys.readouterr()
-    script("soak").main(["--report", "--document", "--output", str(output)])
-    text = document.read_text()
-    assert text.startswith("before\n") and text.endswith("<!-- end -->\nafter\n") and "old" not in text
+    report = ["--report", "--document", "--output", str(output)]
+    text = documented(script("report_soak"), "soak", lambda: script("soak").main(report))
     assert "| lost, different, without an end, or otherwise wrong | 0 |" in text
     assert capsys.readouterr().out.strip() in text
 
@@ -69,6 +65,19 @@ class Said:
         return "5305", "length"
 
 
+def sent(script, answer: Any, way: str, restarting: bool = False) -> Any:
+    """What a client makes of the answers to a prompt."""
+
+    async def send() -> Any:
+        prompt = script("soak_prompts").Prompt("a", False, 1, (5,))
+        asking = script("soak_clients").Clients("http://here", [prompt], Said(), 100, 1, seed=0)
+        asking._http = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://here")
+        asking.restarting = restarting
+        return await asking.send(way)
+
+    return asyncio.run(send())
+
+
 @pytest.mark.parametrize(
     ("status", "content", "restarting", "wrong", "cut"),
     [
@@ -89,21 +98,12 @@ class Said:
 def test_what_is_wrong_is_found(
     script, status: int, content: Any, restarting: bool, wrong: str | None, cut: bool, stream: bool
 ) -> None:
-    clients, prompts = script("soak_clients"), script("soak_prompts")
-
     def answer(request: Any) -> Any:
         if status != 200 or not json.loads(request.content)["stream"]:
             return httpx.Response(status, json=content, headers={"retry-after": "1"})
         return httpx.Response(200, text=f"data: {json.dumps(content)}\n\ndata: [DONE]\n\n")
 
-    async def send() -> Any:
-        prompt = prompts.Prompt("a", False, 1, (5,))
-        asking = clients.Clients("http://here", [prompt], Said(), 100, 1, seed=0)
-        asking._http = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://here")
-        asking.restarting = restarting
-        return await asking.send("stream" if stream else "whole")
-
-    outcome = asyncio.run(send())
+    outcome = sent(script, answer, "stream" if stream else "whole", restarting)
     if stream and content == {"choices": []}:
         wrong = "without a reason"
     assert (outcome.status, outcome.cut) == (status, cut)
@@ -111,14 +111,6 @@ def test_what_is_wrong_is_found(
 
 
 def test_a_stream_without_its_end_is_wrong(script) -> None:
-    clients, prompts = script("soak_clients"), script("soak_prompts")
     chunk = {"choices": [{"text": "5305", "finish_reason": "length"}]}
-
-    async def send() -> Any:
-        prompt = prompts.Prompt("a", False, 1, (5,))
-        asking = clients.Clients("http://here", [prompt], Said(), 100, 1, seed=0)
-        reply = httpx.MockTransport(lambda request: httpx.Response(200, text=f"data: {json.dumps(chunk)}\n\n"))
-        asking._http = httpx.AsyncClient(transport=reply, base_url="http://here")
-        return await asking.send("stream")
-
-    assert "without its last event" in asyncio.run(send()).wrong
+    reply = httpx.Response(200, text=f"data: {json.dumps(chunk)}\n\n")
+    assert "without its last event" in sent(script, lambda request: reply, "stream").wrong

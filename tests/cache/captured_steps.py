@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from tiny_models import tiny_model
+from tiny_models import greedy, tiny_model
 from transformers import PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
@@ -22,16 +24,8 @@ def build(layers: int, **options: object) -> PreTrainedModel:
 
 
 def generate(model, tokens: torch.Tensor, cache: DiffKVCache, new: int, **options: object) -> torch.Tensor:
-    options = {"attention_mask": torch.ones_like(tokens), **options}
-    return model.generate(
-        tokens,
-        **passing(cache),
-        max_new_tokens=new,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **options,
-    )
+    mask = options.pop("attention_mask", torch.ones_like(tokens))
+    return greedy(model, tokens, mask, new, **passing(cache), **options)
 
 
 def run(model, captured: bool, tokens: torch.Tensor, new: int, fields: dict | None = None, **options: object):
@@ -39,3 +33,29 @@ def run(model, captured: bool, tokens: torch.Tensor, new: int, fields: dict | No
     output = generate(model, tokens, cache, new, **options)
     cache.check_integrity()
     return torch.stack(output.logits, 1), cache
+
+
+def padded(seed: int, padding: int, count: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two prompts, of which the second begins with padding, and their mask."""
+    tokens = torch.randint(0, 96, (2, count), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(tokens)
+    mask[1, :padding] = 0
+    return tokens, mask
+
+
+def assert_alike(
+    model, tokens: torch.Tensor, new: int, fields: dict | None = None, compile_config: Any = None, **options: object
+) -> tuple[DiffKVCache, DiffKVCache]:
+    """Captured steps, compiled ones too, say what steps from Python do; the caches of both."""
+    expected, eager = run(model, False, tokens, new, fields, **options)
+    options |= {"compile_config": compile_config} if compile_config else {}
+    got, cache = run(model, True, tokens, new, fields, **options)
+    assert torch.equal(got, expected)
+    return cache, eager
+
+
+def assert_same_levels(cache: DiffKVCache, expected: DiffKVCache) -> None:
+    """And sums."""
+    for index in cache.compressed_layers():
+        assert torch.equal(cache.levels(index), expected.levels(index))
+        assert torch.equal(cache.significance(index), expected.significance(index))

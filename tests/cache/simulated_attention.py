@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from dense_simulation import LayerSimulation
-from simulated_storage import SimPrecision
+from runs import empty_simulation
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from hf_diffkv import DiffKVConfig, Precision
+from hf_diffkv import DiffKVConfig
 
 NAME = "simulated_diffkv"
 
@@ -69,22 +69,9 @@ class SimulatedAttention:
     def _simulation(self, layer_idx: int, key: Tensor) -> LayerSimulation:
         if layer_idx not in self.layers:
             config = self.config
-            self.layers[layer_idx] = LayerSimulation(
-                key.shape[0],
-                key.shape[1],
-                key.shape[3],
-                high=_sim_precision(config.high),
-                low=_sim_precision(config.low),
-                alpha_high=_of_layer(config.alpha_high, len(self.layers)),
-                alpha_low=_of_layer(config.alpha_low, len(self.layers)),
-                window=config.window,
-                compaction_interval=config.compaction_interval,
-                observation_window=config.observation_window,
-                dtype=key.dtype,
-                sinks=config.sinks,
-                rotate=config.rotate,
-                center=config.center,
-            )
+            alphas = (_of_layer(alpha, len(self.layers)) for alpha in (config.alpha_high, config.alpha_low))
+            options = {"rotate": config.rotate, "center": config.center}
+            self.layers[layer_idx] = empty_simulation(config, key, *alphas, **options)
         return self.layers[layer_idx]
 
 
@@ -125,10 +112,6 @@ def dense_attention(
     exact = softcap is None and sinks is None
     weights = logits.softmax(-1, dtype=None if exact else torch.float32).nan_to_num(0.0).to(value.dtype)
     return weights[..., : key.shape[2]] @ value.repeat_interleave(group, 1)
-
-
-def _sim_precision(precision: Precision) -> SimPrecision:
-    return SimPrecision(precision.k_bits, precision.v_bits, precision.k_groups, precision.v_groups)
 
 
 def _of_layer(threshold: Any, index: int) -> Any:

@@ -7,7 +7,7 @@ import logging
 import interpreted  # noqa: F401
 import pytest
 import torch
-from captured_steps import FIELDS, build, generate, run
+from captured_steps import FIELDS, assert_alike, assert_same_levels, build, generate, padded, run
 from recorded_graph import RecordedGraph, RepeatedWork
 from transformers import CompileConfig
 
@@ -30,10 +30,7 @@ def forgotten():
 
 
 def prompt(seed: int, padding: int = 0) -> dict[str, torch.Tensor]:
-    tokens = torch.randint(0, 96, (2, 10), generator=torch.Generator().manual_seed(seed))
-    mask = torch.ones_like(tokens)
-    mask[1, :padding] = 0
-    return {"tokens": tokens, "attention_mask": mask}
+    return dict(zip(("tokens", "attention_mask"), padded(seed, padding, 10)))
 
 
 def compiled_graphs() -> int:
@@ -46,16 +43,12 @@ def test_the_same_text_from_a_compiled_forward(steps, padding: int) -> None:
     """One graph and one capture, whatever is refreshed and grows; another cache uses the same graph."""
     model = build(2)
     given = prompt(1, padding)
-    expected, eager = run(model, False, new=8, **given)
     torch._dynamo.utils.counters.clear()
-    got, cache = run(model, True, new=8, compile_config=EAGER, **given)
-    assert torch.equal(got, expected)
+    cache, eager = assert_alike(model, new=8, compile_config=EAGER, **given)
     (step,) = steps
     assert step.compiled and step.captures == 1 and step.replays == 6
     assert compiled_graphs() == 1
-    for index in cache.compressed_layers():
-        assert torch.equal(cache.levels(index), eager.levels(index))
-        assert torch.equal(cache.significance(index), eager.significance(index))
+    assert_same_levels(cache, eager)
     run(model, True, new=3, compile_config=EAGER, **given)
     assert steps[1].compiled and steps[1].captures == 1
     assert compiled_graphs() == 1

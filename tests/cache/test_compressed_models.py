@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs import THRESHOLDS
 from simulated_attention import SimulatedAttention, simulated
 from tiny_models import VOCABULARY, greedy, ragged_prompts, tiny_model
 from torch import Tensor
@@ -16,12 +17,7 @@ from hf_diffkv.compat import passing
 
 LENGTHS = (1, 2, 63, 64, 65, 128, 192, 300)
 NEW_TOKENS = 150
-# thresholds under which these models keep many tokens at every level
-CONFIGS = {
-    "llama": DiffKVConfig(alpha_high=1.0, alpha_low=0.5),
-    "gemma2": DiffKVConfig(alpha_high=1.2, alpha_low=0.8),
-    "gpt_oss": DiffKVConfig(alpha_high=0.8, alpha_low=0.2),
-}
+CONFIGS = {name: DiffKVConfig(**thresholds) for name, thresholds in THRESHOLDS.items()}
 OLDER_TURN, NEWER_TURN = 40, 30
 
 
@@ -33,12 +29,19 @@ def generate(
     return result.sequences, torch.stack(result.logits)
 
 
+def assert_go_on_alike(model: PreTrainedModel, caches: list[DiffKVCache], text: Tensor, mask: Tensor) -> None:
+    """A second call says the same with each; mask: of the prompts that `text` begins with."""
+    mask = torch.nn.functional.pad(mask, (0, text.shape[1] - mask.shape[1]), value=1)
+    (sequences, logits), *others = (generate(model, cache, text, mask, 20) for cache in caches)
+    assert all(torch.equal(sequences, other[0]) and torch.equal(logits, other[1]) for other in others)
+
+
 def assert_same(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
     assert torch.equal(actual[0], expected[0])
     torch.testing.assert_close(actual[1], expected[1], rtol=1e-5, atol=1e-5)
 
 
-def assert_same_state(cache: DiffKVCache, simulation: SimulatedAttention, least: int = 50) -> None:
+def assert_same_state(cache: DiffKVCache, simulation: SimulatedAttention, least: int) -> None:
     """Levels, keys, values and sums of every compressed layer; at least `least` tokens at each level."""
     cache.check_integrity()
     assert cache.compressed_layers() == sorted(simulation.layers)
@@ -55,18 +58,25 @@ def assert_same_state(cache: DiffKVCache, simulation: SimulatedAttention, least:
         assert min(counts) >= least, counts
 
 
+def assert_generates_as_simulated(
+    model: PreTrainedModel, config: DiffKVConfig, prompts: tuple[Tensor, Tensor], new: int, least: int, **options: Any
+) -> tuple[DiffKVCache, Tensor]:
+    """Text and logits after prompts and mask, and what is then stored; returns the cache and the text."""
+    with simulated(model, config) as simulation:
+        expected = generate(model, DynamicCache(config=model.config), *prompts, new, **options)
+    cache = DiffKVCache(model.config, config)
+    assert_same(generate(model, cache, *prompts, new, **options), expected)
+    assert_same_state(cache, simulation, least)
+    return cache, expected[0]
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.slow
 def test_generation_equals_the_simulation(name: str) -> None:
-    model, config = tiny_model(name, dtype=torch.float64, attention="eager"), CONFIGS[name]
-    ids, mask = ragged_prompts(LENGTHS)
-    with simulated(model, config) as simulation:
-        expected = generate(model, DynamicCache(config=model.config), ids, mask, NEW_TOKENS)
-    cache = DiffKVCache(model.config, config)
-    assert_same(generate(model, cache, ids, mask, NEW_TOKENS), expected)
-    assert_same_state(cache, simulation)
-    exact = generate(model, DynamicCache(config=model.config), ids, mask, NEW_TOKENS)
-    assert not torch.equal(exact[0], expected[0]), "compression changed nothing, so this comparison proves nothing"
+    model, prompts = tiny_model(name, dtype=torch.float64, attention="eager"), ragged_prompts(LENGTHS)
+    _, expected = assert_generates_as_simulated(model, CONFIGS[name], prompts, NEW_TOKENS, least=50)
+    exact, _ = generate(model, DynamicCache(config=model.config), *prompts, NEW_TOKENS)
+    assert not torch.equal(exact, expected), "compression changed nothing, so this comparison proves nothing"
 
 
 def assert_turns(
@@ -119,12 +129,8 @@ OTHER_CONFIGS = [
 @pytest.mark.sampled(100)
 def test_configurations_and_chunked_prompts(config: DiffKVConfig, chunk: int | None) -> None:
     model = tiny_model("llama", dtype=torch.float64, attention="eager")
-    ids, mask = ragged_prompts((130, 1, 77, 16))
-    with simulated(model, config) as simulation:
-        expected = generate(model, DynamicCache(config=model.config), ids, mask, 40, prefill_chunk_size=chunk)
-    cache = DiffKVCache(model.config, config)
-    assert_same(generate(model, cache, ids, mask, 40, prefill_chunk_size=chunk), expected)
-    assert_same_state(cache, simulation, least=8)
+    prompts = ragged_prompts((130, 1, 77, 16))
+    assert_generates_as_simulated(model, config, prompts, 40, least=8, prefill_chunk_size=chunk)
 
 
 def test_rows_that_pause_equal_the_simulation() -> None:

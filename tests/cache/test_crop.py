@@ -34,9 +34,7 @@ LENGTHS = (90, 33, 1, 64)
 @pytest.mark.parametrize("interval", [1, 3])
 @pytest.mark.sampled(100)
 def test_crop_equals_the_simulation_of_accepted_tokens(name: str, interval: int) -> None:
-    alpha_high, alpha_low = THRESHOLDS[name]
-    thresholds = {"alpha_high": alpha_high, "alpha_low": alpha_low}
-    config = DiffKVConfig.paper(**thresholds, window=16, sinks=4, compaction_interval=interval)
+    config = DiffKVConfig.paper(**THRESHOLDS[name], window=16, sinks=4, compaction_interval=interval)
     with captured() as layers:
         run = started(model_of(name), LENGTHS, config)
         run.cache.activate_past_recording()

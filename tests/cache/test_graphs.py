@@ -8,7 +8,17 @@ from collections import Counter
 import interpreted  # noqa: F401
 import pytest
 import torch
-from captured_steps import FIELDS, HEAD_PRECISIONS, SPLIT, build, generate, run
+from captured_steps import (
+    FIELDS,
+    HEAD_PRECISIONS,
+    SPLIT,
+    assert_alike,
+    assert_same_levels,
+    build,
+    generate,
+    padded,
+    run,
+)
 from recorded_graph import RecordedGraph
 from transformers import AutoTokenizer
 from triton.runtime.interpreter import InterpretedFunction
@@ -31,15 +41,8 @@ def model():
 @pytest.mark.parametrize("interval", [1, 3])
 @pytest.mark.slow
 def test_the_same_text_across_refreshes_and_growth(steps, interval: int) -> None:
-    model = build(2)
-    tokens = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(tokens)
-    mask[1, :5] = 0
-    fields = {"compaction_interval": interval}
-    expected, eager = run(model, False, tokens, 12, fields, attention_mask=mask)
-    assert not steps
-    got, cache = run(model, True, tokens, 12, fields, attention_mask=mask)
-    assert torch.equal(got, expected)
+    tokens, mask = padded(1, 5)
+    cache, eager = assert_alike(build(2), tokens, 12, {"compaction_interval": interval}, attention_mask=mask)
     (step,) = steps
     # one step runs from Python and none is captured again: with and without a compaction at most
     assert step.replays == 10 and step.captures <= 2
@@ -49,9 +52,7 @@ def test_the_same_text_across_refreshes_and_growth(steps, interval: int) -> None
     assert cache.get_seq_length() == eager.get_seq_length() == 23
     for name in STATE:
         assert torch.equal(getattr(store, name), getattr(other, name)), name
-    for index in cache.compressed_layers():
-        assert torch.equal(cache.levels(index), eager.levels(index))
-        assert torch.equal(cache.significance(index), eager.significance(index))
+    assert_same_levels(cache, eager)
 
 
 @pytest.mark.parametrize(
@@ -66,11 +67,8 @@ def test_the_same_text_across_refreshes_and_growth(steps, interval: int) -> None
 )
 @pytest.mark.slow
 def test_policies_are_captured(steps, layers: int, fields: dict) -> None:
-    model = build(layers)
     tokens = torch.randint(0, 96, (1, 9), generator=torch.Generator().manual_seed(1))
-    expected, eager = run(model, False, tokens, 7, fields)
-    got, cache = run(model, True, tokens, 7, fields)
-    assert torch.equal(got, expected)
+    cache, eager = assert_alike(build(layers), tokens, 7, fields)
     assert steps[0].replays == 5
     store, other = cache.stores.all[0], eager.stores.all[0]
     for name in ("high_count", "low_count", "window_start", "alpha_high", "alpha_low"):
@@ -82,13 +80,8 @@ def test_policies_are_captured(steps, layers: int, fields: dict) -> None:
 def test_layers_of_several_precisions(steps, fields: dict, count: int) -> None:
     """Layers of each pair have a store of their own, and so have heads of a layer that choose tokens and the others."""
     model = build(3, num_key_value_heads=2)
-    tokens = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(tokens)
-    mask[1, :5] = 0
-    fields = {"compaction_interval": 3, **fields}
-    expected, eager = run(model, False, tokens, 12, fields, attention_mask=mask)
-    got, cache = run(model, True, tokens, 12, fields, attention_mask=mask)
-    assert torch.equal(got, expected)
+    tokens, mask = padded(1, 5)
+    cache, eager = assert_alike(model, tokens, 12, {"compaction_interval": 3, **fields}, attention_mask=mask)
     (step,) = steps
     assert step.replays == 10 and step.captures <= 2
     assert cache.get_seq_length() == eager.get_seq_length() == 23
@@ -99,27 +92,29 @@ def test_layers_of_several_precisions(steps, fields: dict, count: int) -> None:
             assert torch.equal(getattr(store, name), getattr(other, name)), name
 
 
-@pytest.mark.slow
-def test_several_stores_launch_no_more_for_a_layer(steps, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each store has a compaction of its own, and each layer what it would have in one store."""
-    model = build(2)
-    launched: list[str] = []
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, tuple]]:
+    """Of every launch whether it was captured, and its `form`."""
+    found: list[tuple[bool, tuple]] = []
     launch = InterpretedFunction.run
 
     def note(self: InterpretedFunction, *args: object, grid: object, warmup: bool, **kwargs: object) -> object:
-        if RecordedGraph.current is not None:
-            launched.append(self.__name__)
+        found.append((RecordedGraph.current is not None, form(self, args, kwargs)))
         return launch(self, *args, grid=grid, warmup=warmup, **kwargs)
 
     monkeypatch.setattr(InterpretedFunction, "run", note)
+    return found
+
+
+@pytest.mark.slow
+def test_several_stores_launch_no_more_for_a_layer(steps, launched: list) -> None:
+    """Each store has a compaction of its own, and each layer what it would have in one store."""
+    model = build(2)
     tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(8))
     found = []
     for chosen in (["K8V4"], ["K4V4"]):
-        fields = {"head_precisions": [["K8V4"], chosen]}
-        expected, _ = run(model, False, tokens, 4, fields)
-        got, cache = run(model, True, tokens, 4, fields)
-        assert torch.equal(got, expected)
-        found.append((len(cache.stores.all), Counter(launched)))
+        cache, _ = assert_alike(model, tokens, 4, {"head_precisions": [["K8V4"], chosen]})
+        found.append((len(cache.stores.all), Counter(name for captured, (name, _) in launched if captured)))
         launched.clear()
     (one, of_one), (two, of_two) = found
     assert (one, two) == (1, 2) and [step.captures for step in steps] == [1, 1]
@@ -151,18 +146,14 @@ def test_room_that_runs_out_is_made_and_captured_again(model, steps, monkeypatch
     monkeypatch.setattr(graphs, "MOST_TOKENS_AHEAD", 1)
     monkeypatch.setattr("hf_diffkv.store.decode.SCRATCH_TOKENS", 8)
     tokens = torch.randint(0, 96, (1, 6), generator=torch.Generator().manual_seed(2))
-    expected, _ = run(model, False, tokens, 16)
-    got, _ = run(model, True, tokens, 16)
-    assert torch.equal(got, expected)
+    assert_alike(model, tokens, 16)
     assert steps[0].captures > 1 and steps[0].replays + steps[0].captures <= 15
 
 
 @pytest.mark.slow
 def test_a_pool_that_grows_under_a_budget_needs_no_other_capture(model, steps) -> None:
     tokens = torch.randint(0, 96, (1, 20), generator=torch.Generator().manual_seed(3))
-    expected, _ = run(model, False, tokens, 12, {"max_bytes": 6000})
-    got, cache = run(model, True, tokens, 12, {"max_bytes": 6000})
-    assert torch.equal(got, expected)
+    cache, _ = assert_alike(model, tokens, 12, {"max_bytes": 6000})
     assert steps[0].captures == 1 and steps[0].replays == 10
     assert cache.memory().bytes <= 6000 and cache.stores.all[0].pool.capacity > 2
 
@@ -185,14 +176,7 @@ def test_a_second_turn_and_a_fork(model, steps) -> None:
     assert [step.replays for step in steps] == [4, 4, 4]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_beams": 2},
-        {"prompt_lookup_num_tokens": 2},
-    ],
-    ids=lambda options: next(iter(options)),
-)
+@pytest.mark.parametrize("options", [{"num_beams": 2}, {"prompt_lookup_num_tokens": 2}], ids=str)
 @pytest.mark.slow
 def test_what_is_not_captured_runs_from_python(model, steps, options: dict) -> None:
     tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(5))
@@ -212,9 +196,7 @@ def test_stop_strings_are_captured(model, steps) -> None:
     tokenizer = AutoTokenizer.from_pretrained(TINY_LM)
     tokens = torch.randint(0, 96, (1, 10), generator=torch.Generator().manual_seed(5))
     options = {"stop_strings": ["no model writes this"], "tokenizer": tokenizer}
-    expected, _ = run(model, False, tokens, 6, **options)
-    got, _ = run(model, True, tokens, 6, **options)
-    assert torch.equal(got, expected)
+    assert_alike(model, tokens, 6, **options)
     assert steps[-1].replays == 4
 
 
@@ -326,24 +308,17 @@ def form(kernel: InterpretedFunction, args: tuple, kwargs: dict) -> tuple:
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.sampled(100)
-def test_a_capture_compiles_nothing(model, steps, monkeypatch: pytest.MonkeyPatch, masked: bool, batch: int) -> None:
+def test_a_capture_compiles_nothing(model, steps, launched: list, masked: bool, batch: int) -> None:
     """What it launches was compiled for the step from Python before it, and loaded, which a capture forbids."""
-    forms: dict[bool, set] = {False: set(), True: set()}
-    launch = InterpretedFunction.run
-
-    def note(self: InterpretedFunction, *args: object, grid: object, warmup: bool, **kwargs: object) -> object:
-        forms[RecordedGraph.current is not None].add(form(self, args, kwargs))
-        return launch(self, *args, grid=grid, warmup=warmup, **kwargs)
-
-    monkeypatch.setattr(InterpretedFunction, "run", note)
     tokens = torch.randint(0, 96, (batch, 10), generator=torch.Generator().manual_seed(8))
     mask = torch.ones_like(tokens)
     if masked:
         mask[0, :3] = 0
     run(model, True, tokens, 3, attention_mask=mask)
     assert steps[0].captures == 1
-    assert {name for name, _ in forms[True]} > {"append_kernel", "attend_kernel", "move_tokens_kernel"}
-    assert forms[True] <= forms[False]
+    before, captured = ({form for inside, form in launched if inside is wanted} for wanted in (False, True))
+    assert {name for name, _ in captured} > {"append_kernel", "attend_kernel", "move_tokens_kernel"}
+    assert captured <= before
 
 
 @pytest.mark.slow

@@ -72,8 +72,7 @@ def test_a_conversation_of_uneven_answers(name: str, interval: int) -> None:
     expected = talk(DynamicCache(config=model.config))
     assert sum(int((answer == PAD).sum()) for answer in expected) > 40, "all rows ended together"
     cache = lossless(model, compaction_interval=interval)
-    for mine, theirs in zip(talk(cache), expected):
-        assert torch.equal(mine, theirs)
+    torch.testing.assert_close(talk(cache), expected, rtol=0, atol=0)
     cache.check_integrity()
 
 
@@ -97,12 +96,9 @@ def test_steps_of_one_token_hide_as_well(name: str, options: dict) -> None:
 
 @pytest.mark.parametrize("interval", [1, 3])
 @pytest.mark.parametrize("name", THRESHOLDS)
-@pytest.mark.sampled(100)
 @pytest.mark.slow
 def test_compressed_tokens_equal_the_simulation_without_the_hidden_ones(name: str, interval: int) -> None:
-    alpha_high, alpha_low = THRESHOLDS[name]
-    thresholds = {"alpha_high": alpha_high, "alpha_low": alpha_low}
-    config = DiffKVConfig.paper(**thresholds, window=16, sinks=4, compaction_interval=interval)
+    config = DiffKVConfig.paper(**THRESHOLDS[name], window=16, sinks=4, compaction_interval=interval)
     with captured() as layers:
         run = started(model_of(name), LENGTHS, config)
         followed = Followed(run, layers, config)

@@ -51,7 +51,6 @@ def run(program: str) -> None:
         "hf_diffkv.training",
     ],
 )
-@pytest.mark.sampled(100)
 @pytest.mark.slow
 def test_registered_whatever_is_imported_first(first: str) -> None:
     run(f"import {first}\nassert registered() == [True] * 4\nassert not hooks()")

@@ -17,6 +17,7 @@ from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
 from hf_diffkv.compat import passing
 from hf_diffkv.evaluation.models import TINY_LM
 
+pytestmark = pytest.mark.oldest
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt_oss")
 LENGTHS = (90, 33, 64)
 NEW_TOKENS = 24
@@ -38,10 +39,15 @@ def said(model: PreTrainedModel, ids: Tensor | None = None, mask: Tensor | None 
     return model.generate(ids, attention_mask=mask, **options)
 
 
+def dense(model: PreTrainedModel, *prompt: Tensor, **options: Any) -> Tensor:
+    """What it says with Transformers' own cache and attention."""
+    model.set_attn_implementation("eager")
+    return said(model, *prompt, **passing(DynamicCache(config=model.config)), **options)
+
+
 def assert_same_tokens(model: PreTrainedModel, *prompt: Tensor, **options: Any) -> Tensor:
     """With a cache that was made for it, and with one that `generate` makes; returns the sequences."""
-    model.set_attn_implementation("eager")
-    expected = said(model, *prompt, **passing(DynamicCache(config=model.config)), **options)
+    expected = dense(model, *prompt, **options)
     # low and high are both exact here, so tokens move between tiers but lose nothing
     two_tiers = {"low": Precision(16, 16, 2, 2), "alpha_high": 1.0}
     cache = DiffKVCache(model.config, DiffKVConfig.lossless(window=8, compaction_interval=2, **two_tiers))
@@ -66,7 +72,6 @@ MODES = {
 }
 
 
-@pytest.mark.oldest
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.sampled(16)
@@ -75,7 +80,6 @@ def test_modes(name: str, mode: str) -> None:
     assert sequences.shape[1] == max(LENGTHS) + NEW_TOKENS
 
 
-@pytest.mark.oldest
 def test_stop_strings() -> None:
     """Transformers passes the tokenizer on to attention."""
     model, tokenizer = tiny_model("llama", "eager"), AutoTokenizer.from_pretrained(TINY_LM)
@@ -87,7 +91,6 @@ def test_stop_strings() -> None:
     assert sequences.shape[1] <= max(LENGTHS) + 10
 
 
-@pytest.mark.oldest
 @pytest.mark.parametrize("mode", ["greedy", "beam search", "sampling"])
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.sampled(16)
@@ -101,7 +104,6 @@ def test_requests_that_finish_early(name: str, mode: str) -> None:
     assert len({int((row != PAD).sum()) for row in new}) > 1, "all requests stopped together"
 
 
-@pytest.mark.oldest
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.sampled(100)
 def test_inputs_embeds(name: str) -> None:
@@ -126,7 +128,6 @@ class Collected(BaseStreamer):
         self.ended = True
 
 
-@pytest.mark.oldest
 @pytest.mark.parametrize("options", [{}, {"prompt_lookup_num_tokens": 4}], ids=["greedy", "lookup"])
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.sampled(4)
@@ -136,8 +137,7 @@ def test_streaming(name: str, options: dict[str, Any]) -> None:
     streamer = Collected()
     cache = DiffKVCache(model.config, DiffKVConfig.lossless())
     sequences = said(model, ids, mask, **passing(cache), streamer=streamer, **options)
-    model.set_attn_implementation("eager")
-    expected = said(model, ids, mask, **passing(DynamicCache(config=model.config)))
+    expected = dense(model, ids, mask)
     assert torch.equal(sequences, expected)
     assert streamer.ended and len(streamer.parts) > 2
     assert torch.equal(torch.cat(streamer.parts), expected[0])
@@ -153,7 +153,6 @@ class StopsAt(StoppingCriteria):
         return torch.isin(input_ids[:, -1], self.stops)
 
 
-@pytest.mark.oldest
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.sampled(100)
 def test_custom_stopping_criteria(name: str) -> None:
@@ -186,13 +185,12 @@ def crops(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
     yield seen
 
 
-def assert_both_happened(crops: list[tuple[int, int]], limit: int = 40) -> None:
+def assert_both_happened(crops: list[tuple[int, int]]) -> None:
     """Some drafts were rejected, others accepted (the first token of a forward is never a draft)."""
     assert any(rejected > 0 for _, rejected in crops), crops
-    assert any(1 < accepted < limit for accepted, _ in crops), crops
+    assert any(1 < accepted < 40 for accepted, _ in crops), crops
 
 
-@pytest.mark.oldest
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampling"])
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.sampled(100)
@@ -203,9 +201,17 @@ def test_prompt_lookup(name: str, sample: bool, crops: list[tuple[int, int]]) ->
     assert_both_happened(crops)
 
 
-def noisy(model: PreTrainedModel, share: float = 0.05) -> PreTrainedModel:
-    """The model with its weights disturbed a little: mostly of the same opinion."""
-    generator = torch.Generator().manual_seed(3)
+def dense_or_skip(model: PreTrainedModel, *prompt: Tensor, **options: Any) -> Tensor:
+    try:
+        return dense(model, *prompt, **options)
+    except RuntimeError as error:
+        # sliding windows with eager attention, on 5.17
+        pytest.skip(f"this release of transformers cannot do it with its own caches: {error}")
+
+
+def noisy(name: str, share: float = 0.05) -> PreTrainedModel:
+    """The tiny model with its weights disturbed a little: mostly of the same opinion."""
+    model, generator = tiny_model(name, "eager"), torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
@@ -213,23 +219,16 @@ def noisy(model: PreTrainedModel, share: float = 0.05) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.oldest
 @pytest.mark.parametrize("where", ["main", "assistant", "both"])
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.sampled(100)
 def test_assisted_decoding(name: str, where: str, crops: list[tuple[int, int]]) -> None:
-    model, assistant = tiny_model(name, "eager"), noisy(tiny_model(name, "eager"))
+    model, assistant = tiny_model(name, "eager"), noisy(name)
     ids, mask = ragged_prompts((60,))
-    for each in (model, assistant):
-        each.set_attn_implementation("eager")
     options = {"max_new_tokens": 40}
-    plain = said(model, ids, mask, **passing(DynamicCache(config=model.config)), **options)
+    plain = dense(model, ids, mask, **options)
     options["assistant_model"] = assistant
-    try:
-        expected = said(model, ids, mask, **passing(DynamicCache(config=model.config)), **options)
-    except RuntimeError as error:
-        # Gemma 2 with eager attention, on 5.17
-        pytest.skip(f"this release of transformers cannot do it with its own caches: {error}")
+    expected = dense_or_skip(model, ids, mask, **options)
     assert torch.equal(expected, plain)
     assert not crops
 
@@ -240,22 +239,14 @@ def test_assisted_decoding(name: str, where: str, crops: list[tuple[int, int]]) 
     assert_both_happened(crops)
 
 
-@pytest.mark.oldest
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.sampled(6)
 @pytest.mark.slow
 def test_assisted_sampling(name: str, crops: list[tuple[int, int]]) -> None:
-    model, assistant = tiny_model(name, "eager"), noisy(tiny_model(name, "eager"), 0.3)
+    model, assistant = tiny_model(name, "eager"), noisy(name, 0.3)
     ids, mask = ragged_prompts((60,))
     # the assistant gets no mask, so Transformers takes every padding id that was sampled for padding
     options = {"assistant_model": assistant, "do_sample": True, "max_new_tokens": 40, "suppress_tokens": [PAD]}
-    for each in (model, assistant):
-        each.set_attn_implementation("eager")
-    try:
-        expected = said(model, ids, mask, **passing(DynamicCache(config=model.config)), **options)
-    except RuntimeError as error:
-        # sliding windows with eager attention, on 5.17
-        pytest.skip(f"this release of transformers cannot do it with its own caches: {error}")
+    expected = dense_or_skip(model, ids, mask, **options)
     assistant.generation_config.update(**LOSSLESS)
     assert torch.equal(said(model, ids, mask, **LOSSLESS, **options), expected)
     assert_both_happened(crops)
@@ -269,15 +260,13 @@ def test_early_exit(name: str, crops: list[tuple[int, int]]) -> None:
     """The model's own first layers draft."""
     model = tiny_model(name, "eager")
     ids, mask = repeated_prompt()
-    model.set_attn_implementation("eager")
-    expected = said(model, ids, mask, **passing(DynamicCache(config=model.config)))
+    expected = dense(model, ids, mask)
     for caches in (passing(DiffKVCache(model.config, DiffKVConfig.lossless(window=8))), LOSSLESS):
         crops.clear()
         assert torch.equal(said(model, ids, mask, assistant_early_exit=1, **caches), expected)
         assert any(rejected > 0 for _, rejected in crops), crops
 
 
-@pytest.mark.oldest
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.sampled(100)
 def test_two_turns(name: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_compressed_models import generate
+from test_compressed_models import assert_go_on_alike, generate
 from test_weights import QUESTIONS, TEXT, TINY_LM, answers
 from tiny_models import ragged_prompts, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -119,6 +119,4 @@ def test_a_saved_cache_goes_on_alike(config: DiffKVConfig, tmp_path: Path) -> No
         description.write_text(json.dumps({**content, "checksum": _checksum(content)}))
     loaded = DiffKVCache.from_pretrained(tmp_path, model)
     assert loaded.config == config
-    mask = torch.cat([mask, torch.ones(2, 6, dtype=mask.dtype)], 1)
-    both = [generate(model, each, text, mask, 20) for each in (cache, loaded)]
-    assert torch.equal(both[0][0], both[1][0]) and torch.equal(both[0][1], both[1][1])
+    assert_go_on_alike(model, [cache, loaded], text, mask)

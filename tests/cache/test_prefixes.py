@@ -11,14 +11,13 @@ import pytest
 import torch
 from runs import (
     CONFIG,
+    Followed,
     Run,
     assert_close_contents,
     assert_equal_contents,
-    assert_equals_simulation,
     captured,
     contents,
     model_of,
-    simulation_of,
     started,
     tokens,
 )
@@ -202,25 +201,11 @@ TURNS = [(5, 1, 30, 17), (0, 9, 2, 40), (3, 3, 3, 3), (25, 0, 0, 1), (1, 60, 8, 
 def test_many_uneven_turns_equal_the_simulation(name: str) -> None:
     """Some requests say nothing in a turn, others a lot; answers of several tokens between the turns."""
     with captured() as layers:
-        run = started(model_of(name), LENGTHS)
+        followed = Followed(started(model_of(name), LENGTHS), layers, CONFIG)
         for turn, lengths in enumerate(TURNS):
-            more, mask = ragged_prompts(lengths, seed=turn)
-            run.feed(more, mask)
-            run.cache.check_integrity()
-            run.steps(tokens(4, 6, turn))
-            run.cache.check_integrity()
-    sizes = [max(LENGTHS)] + [size for lengths in TURNS for size in (max(lengths), *[1] * 6)]
-    simulations = {}
-    for index, layer in layers.items():
-        simulations[index], start = simulation_of(CONFIG, layer), 0
-        for size in sizes:
-            query, key, value, valid, output = layer.part(start, start + size)
-            expected = simulations[index].forward(query, key, value, valid=valid, **layer.options)
-            real = valid[:, None, :, None].expand_as(output)
-            torch.testing.assert_close(output[real], expected[real], rtol=1e-6, atol=1e-6)
-            start += size
-        assert start == run.ids.shape[1]
-    assert_equals_simulation(run.cache, simulations)
+            followed.feed(*ragged_prompts(lengths, seed=turn))
+            for step in tokens(4, 6, turn).split(1, dim=1):
+                followed.feed(step)
 
 
 FULL = Precision(16, 16)
@@ -228,10 +213,10 @@ FULL = Precision(16, 16)
 HUNGRY = DiffKVConfig(FULL, FULL, alpha_high=1.0, alpha_low=0.0, window=1, page_bytes=512)
 
 
-def assert_lossless_steps(runs: list[Run], steps: int) -> None:
-    """Steps of all runs in turns; each says what a model without a cache says."""
+def assert_lossless_steps(runs: list[Run]) -> None:
+    """20 steps of all runs in turns; each says what a model without a cache says."""
     dense = model_of(attention="sdpa")
-    for step in range(steps):
+    for step in range(20):
         for number, run in enumerate(runs):
             logits = run.feed(tokens(1, 1, 100 * step + number))[:, -1]
             with torch.no_grad():
@@ -247,7 +232,7 @@ def test_forks_that_decode_in_turns_leave_each_other_pages(before: int) -> None:
     """Pages that one fork made ready for its next steps are not taken by another."""
     run = started(model_of(), (20,), HUNGRY)
     run.steps(tokens(1, before + 1))
-    assert_lossless_steps([run, *(run.on(cache) for cache in run.cache.fork(4))], 20)
+    assert_lossless_steps([run, *(run.on(cache) for cache in run.cache.fork(4))])
 
 
 @pytest.mark.parametrize("before", [0, 3, 7])
@@ -256,4 +241,4 @@ def test_a_copy_of_a_fork_has_pages_for_its_next_steps(before: int) -> None:
     run = started(model_of(), (20,), HUNGRY)
     fork = run.on(run.cache.fork(1)[0])
     fork.steps(tokens(1, before + 1))
-    assert_lossless_steps([fork.on(copy.deepcopy(fork.cache))], 20)
+    assert_lossless_steps([fork.on(copy.deepcopy(fork.cache))])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import os
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -56,21 +56,15 @@ def contents(cache: DiffKVCache) -> list[Tensor]:
 
 def in_child(work: Callable[[], list[int]]) -> list[int]:
     """What `work` returns in a forked process."""
-    receive, send = os.pipe()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            os.write(send, bytes(work()))
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    os.close(send)
-    with os.fdopen(receive, "rb") as pipe:
-        tokens = list(pipe.read())
-    assert os.waitpid(child, 0)[1] == 0
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: send.send(work()))
+    child.start()
+    # so that a child that dies without an answer is noticed
+    send.close()
+    tokens = receive.recv()
+    child.join()
+    assert child.exitcode == 0
     return tokens
 
 

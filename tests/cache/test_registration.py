@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers.generation.configuration_utils as generation_configuration
 from programs import run_program
-from tiny_models import PAD, ragged_prompts, tiny_model
+from tiny_models import PAD, greedy, ragged_prompts, tiny_model
 from torch import Tensor
 from transformers import (
     AttentionInterface,
@@ -35,16 +35,7 @@ STOCK = {"llama": "sdpa", "qwen3_moe": "sdpa", "gemma2": "eager", "gpt_oss": "ea
 
 
 def generate(model: PreTrainedModel, **options: Any) -> Any:
-    ids, mask = ragged_prompts(LENGTHS)
-    return model.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=12,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **options,
-    )
+    return greedy(model, *ragged_prompts(LENGTHS), 12, **options)
 
 
 # registration

@@ -19,7 +19,6 @@ LENGTHS = (90, 33, 1, 64)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-@pytest.mark.sampled(100)
 @pytest.mark.slow
 def test_six_threads_on_one_model(name: str) -> None:
     """Six caches, filled at the same time, hold what they hold when filled one after the other."""
@@ -98,10 +97,14 @@ def test_an_exception_in_a_stopping_criterion(error: type[BaseException], option
     assert_can_be_reused(model, cache)
 
 
+def interrupt(*args: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def assert_can_be_reused(model: PreTrainedModel, cache: DiffKVCache) -> None:
     cache.reset()
     assert cache.memory().bytes == 0 and cache.get_seq_length() == 0
-    again, fresh = started(model, LENGTHS, cache=cache), started(model, LENGTHS)
+    again, fresh = started(model, LENGTHS, cache=cache), started(model, LENGTHS, cache.config)
     assert torch.equal(again.steps(tokens(4, 20)), fresh.steps(tokens(4, 20)))
     assert_equal_contents(again.cache, fresh.cache)
 
@@ -120,9 +123,6 @@ def test_an_interrupt_in_the_middle_of_a_forward(place: str, count: int, recordi
     if recording:
         run.cache.activate_past_recording()
 
-    def interrupt(*args: Any) -> None:
-        raise KeyboardInterrupt
-
     layer = model.model.layers[2]
     hook = (
         layer.register_forward_pre_hook(interrupt)
@@ -136,17 +136,11 @@ def test_an_interrupt_in_the_middle_of_a_forward(place: str, count: int, recordi
     with pytest.raises(Exception, match=r"reset\(\)"):
         run.feed(tokens(4, count, 2))
     run.cache.check_integrity()
-    run.cache.reset()
-    again, fresh = started(model, LENGTHS, config, cache=run.cache), started(model, LENGTHS, config)
-    assert torch.equal(again.steps(tokens(4, 20)), fresh.steps(tokens(4, 20)))
-    assert_equal_contents(again.cache, fresh.cache)
+    assert_can_be_reused(model, run.cache)
 
 
 def test_an_interrupted_prompt() -> None:
     model = model_of("gemma2", num_hidden_layers=4, layer_types=["full_attention", "sliding_attention"] * 2)
-
-    def interrupt(*args: Any) -> None:
-        raise KeyboardInterrupt
 
     hook = model.model.layers[2].register_forward_pre_hook(interrupt)
     cache = DiffKVCache(model.config, CONFIG)
@@ -159,7 +153,6 @@ def test_an_interrupted_prompt() -> None:
 
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-@pytest.mark.sampled(100)
 @pytest.mark.slow
 def test_compiled_steps_equal_eager_ones(name: str, padding: bool) -> None:
     """One graph per step, whatever the length; a graph break would raise."""

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from captured_steps import build, run
+from captured_steps import assert_alike, build, padded
 from recorded_graph import RecordedGraph
-from safetensors.torch import load_file, save_file
-from simulated_attention import simulated
-from test_compressed_models import assert_same, assert_same_state, assert_turns, generate
+from saved_files import without, write_as_before
+from test_compressed_models import assert_generates_as_simulated, assert_go_on_alike, assert_turns, generate
 from tiny_models import ragged_prompts, tiny_model
 from transformers import DynamicCache
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
-from hf_diffkv.cache.io import JSON_NAME, TENSORS_NAME, _checksum
 from hf_diffkv.compat import passing
 
 BOTH = {"rotate": True, "center": True}
@@ -51,13 +47,8 @@ def test_two_turns_equal_the_simulation(name: str) -> None:
 @pytest.mark.parametrize("chunk", [10, 50])
 @pytest.mark.sampled(100)
 def test_chunked_prompts(chunk: int) -> None:
-    model, config = tiny_model("llama", dtype=torch.float64, attention="eager"), CONFIGS["llama"]
-    ids, mask = ragged_prompts((130, 1, 77, 16))
-    with simulated(model, config) as simulation:
-        expected = generate(model, DynamicCache(config=model.config), ids, mask, 20, prefill_chunk_size=chunk)
-    cache = DiffKVCache(model.config, config)
-    assert_same(generate(model, cache, ids, mask, 20, prefill_chunk_size=chunk), expected)
-    assert_same_state(cache, simulation, least=8)
+    model, prompts = tiny_model("llama", dtype=torch.float64, attention="eager"), ragged_prompts((130, 1, 77, 16))
+    assert_generates_as_simulated(model, CONFIGS["llama"], prompts, 20, least=8, prefill_chunk_size=chunk)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
@@ -95,13 +86,9 @@ def test_autocast_leaves_the_rotation_alone(name: str) -> None:
 def test_captured_steps_through_the_end_of_the_window(steps, interval: int) -> None:
     """Centring a row runs from Python; before it and after it steps are replayed."""
     pytest.importorskip("triton")
-    model = build(1)
-    tokens = torch.randint(0, 96, (2, 3), generator=torch.Generator().manual_seed(1))
-    mask = torch.tensor([[1, 1, 1], [0, 1, 1]])
+    tokens, mask = padded(1, 1, 3)
     fields = {"compaction_interval": interval, "window": 10, **BOTH}
-    expected, eager = run(model, False, tokens, 24, fields, attention_mask=mask)
-    got, cache = run(model, True, tokens, 24, fields, attention_mask=mask)
-    assert torch.equal(got, expected)
+    cache, eager = assert_alike(build(1), tokens, 24, fields, attention_mask=mask)
     (step,) = steps
     assert step.replays > 8 and step.captures <= 2, (step.replays, step.captures)
     assert len(RecordedGraph.made) == step.captures
@@ -141,9 +128,7 @@ def test_a_saved_cache_continues_identically(interval: int, tmp_path: Path) -> N
     loaded = DiffKVCache.from_pretrained(tmp_path, model)
     assert loaded.config == config
     assert torch.equal(offsets(loaded), offsets(cache)) and offsets(loaded)[:, 0].any()
-    mask = torch.cat([mask, torch.ones(2, 6, dtype=mask.dtype)], 1)
-    both = [generate(model, each, text, mask, 20) for each in (cache, loaded)]
-    assert torch.equal(both[0][0], both[1][0]) and torch.equal(both[0][1], both[1][1])
+    assert_go_on_alike(model, [cache, loaded], text, mask)
     assert torch.equal(offsets(loaded), offsets(cache)) and offsets(loaded)[:, 1].any()
 
 
@@ -155,20 +140,10 @@ def test_a_cache_saved_by_0_1_is_what_it_was(tmp_path: Path) -> None:
     cache = DiffKVCache(model.config, config)
     text, _ = generate(model, cache, ids, mask, 6)
     cache.save_pretrained(tmp_path)
-    path, description = tmp_path / TENSORS_NAME, tmp_path / JSON_NAME
-    tensors = load_file(path)
-    known = {name: tensor for name, tensor in tensors.items() if not name.endswith(("key_offset", "sink_end"))}
-    save_file(known, path)
-    content = json.loads(description.read_text())
-    del content["checksum"], content["config"]["rotate"], content["config"]["center"]
-    del content["config"]["sinks"], content["config"]["metadata_bits"]
-    content |= {"format_version": 1, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-    description.write_text(json.dumps({**content, "checksum": _checksum(content)}))
+    write_as_before(tmp_path, 1, ["rotate", "center", "sinks", "metadata_bits"], without("key_offset", "sink_end"))
     loaded = DiffKVCache.from_pretrained(tmp_path, model)
     assert loaded.config == cache.config
-    mask = torch.cat([mask, torch.ones(2, 6, dtype=mask.dtype)], 1)
-    both = [generate(model, each, text, mask, 20) for each in (cache, loaded)]
-    assert torch.equal(both[0][0], both[1][0]) and torch.equal(both[0][1], both[1][1])
+    assert_go_on_alike(model, [cache, loaded], text, mask)
 
 
 def test_beams_and_assisted_decoding() -> None:

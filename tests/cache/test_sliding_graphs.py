@@ -8,14 +8,14 @@ from typing import Any
 import interpreted  # noqa: F401
 import pytest
 import torch
-from captured_steps import run
+from captured_steps import assert_alike, run
 from recorded_graph import RecordedGraph
 from tiny_models import ragged_prompts, tiny_model
 from transformers import CompileConfig, PreTrainedModel
 
 from hf_diffkv import DiffKVCache
 
-pytestmark = pytest.mark.usefixtures("recorded")
+pytestmark = [pytest.mark.usefixtures("recorded"), pytest.mark.slow]
 SIZE = {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 6}
 
 
@@ -35,48 +35,38 @@ def assert_same_windows(cache: DiffKVCache, expected: DiffKVCache) -> None:
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
-@pytest.mark.slow
 def test_the_same_text_and_windows(steps, name: str) -> None:
     model = sliding_model(name)
     if name == "gpt_oss":
         model.set_experts_implementation("batched_mm")  # as on a GPU
     tokens, mask = ragged_prompts((10, 7))
-    expected, eager = run(model, False, tokens, 9, attention_mask=mask)
-    got, cache = run(model, True, tokens, 9, attention_mask=mask)
-    assert torch.equal(got, expected)
+    cache, eager = assert_alike(model, tokens, 9, attention_mask=mask)
     (step,) = steps
     assert step.captures == 1 and step.replays == 7
     assert_same_windows(cache, eager)
 
 
 @pytest.mark.parametrize("padding, replays", [(False, 5), (True, 2)])
-@pytest.mark.slow
 def test_a_window_that_fills_up_on_the_way(steps, padding: bool, replays: int) -> None:
     """Steps run from Python until it is full and a token of every row has left the exact ones, which fixes its offset;
     padding may still be in it then."""
     model = sliding_model("qwen3")
     tokens, mask = ragged_prompts((4, 1 if padding else 4))
-    expected, eager = run(model, False, tokens, 8, attention_mask=mask)
-    got, cache = run(model, True, tokens, 8, attention_mask=mask)
-    assert torch.equal(got, expected)
+    cache, eager = assert_alike(model, tokens, 8, attention_mask=mask)
     assert steps[0].captures == 1 and steps[0].replays == replays
     assert_same_windows(cache, eager)
 
 
-@pytest.mark.slow
 def test_a_compiled_forward(steps) -> None:
     torch._dynamo.reset()
     model = sliding_model("gemma2")
     tokens, mask = ragged_prompts((10, 7))
-    expected, eager = run(model, False, tokens, 6, attention_mask=mask)
     asked = CompileConfig(backend="eager", fullgraph=True)
-    got, cache = run(model, True, tokens, 6, attention_mask=mask, compile_config=asked)
-    assert torch.equal(got, expected)
+    cache, eager = assert_alike(model, tokens, 6, compile_config=asked, attention_mask=mask)
     assert steps[0].compiled and steps[0].captures == 1 and steps[0].replays == 4
     assert_same_windows(cache, eager)
 
 
-@pytest.mark.slow
 def test_layers_of_another_kind_are_not_captured(steps, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     """Whose mask a captured step would have to know."""
     model = sliding_model("gemma2")
@@ -89,7 +79,6 @@ def test_layers_of_another_kind_are_not_captured(steps, monkeypatch: pytest.Monk
     assert steps and not RecordedGraph.made and not caplog.records
 
 
-@pytest.mark.slow
 def test_a_failed_warm_up_leaves_the_windows(steps, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     model = sliding_model("gemma2")
     tokens, mask = ragged_prompts((10, 7))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs import assert_equal_contents
 from tiny_models import ragged_prompts, tiny_model
 from torch import Tensor
 from transformers import (
@@ -149,11 +150,7 @@ def test_autocast_changes_nothing_inside(
         return  # rows are reordered and tokens taken back between the calls
     again = DiffKVCache(model.config, config)
     replay.on(again)
-    for layer in cache.compressed_layers():
-        assert torch.equal(again.levels(layer), cache.levels(layer))
-        for mine, theirs in zip(again.dequantize(layer), cache.dequantize(layer)):
-            assert torch.equal(mine, theirs)
-        assert torch.equal(again.significance(layer), cache.significance(layer))
+    assert_equal_contents(again, cache)
 
 
 # quantised weights

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache
+from greedy_jobs import greedy_job
+from tiny_models import tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cli import main
@@ -29,19 +31,8 @@ CONFIG = DiffKVConfig(alpha_high=2.0, alpha_low=0.5, window=32)
 TURNS = ["@oak=5305\nkey_dim: int, value_dim: int\n" * 6 + "?oak=", "?elm=", "x"]
 
 
-def job(cache: str, **changes) -> Job:
-    base = Job(
-        cache=cache,
-        model=str(TINY_LM),
-        turns=TURNS,
-        max_new_tokens=5,
-        config=CONFIG.to_dict(),
-        dtype="auto",
-        device="cpu",
-        seed=0,
-        sample=False,
-    )
-    return dataclasses.replace(base, **changes)
+def job(cache: str) -> Job:
+    return greedy_job(cache, TINY_LM, TURNS, 5, CONFIG.to_dict(), dtype="auto")
 
 
 def generate_turns(cache) -> tuple[list[list[int]], int]:
@@ -155,17 +146,20 @@ def run_of(generated: list[list[int]], **changes) -> FinishedRun:
 
 
 @pytest.mark.parametrize(
-    "first, second, expected",
+    "first, second, agreement, same",
     [
-        ([[1, 2, 3]], [[1, 2, 3]], (3, 3, 3)),
-        ([[1, 2, 3]], [[9, 2, 3]], (3, 0, 2)),
-        ([[1, 2, 3, 4]], [[1, 2]], (4, 2, 2)),
-        ([[1, 2], [3, 4]], [[1], [3, 5]], (4, 1, 2)),
+        ([[1, 2, 3]], [[1, 2, 3]], (3, 3, 3), None),
+        ([[1, 2, 3]], [[9, 2, 3]], (3, 0, 2), 0),
+        ([[1, 2, 3, 4]], [[1, 2]], (4, 2, 2), 2),
+        ([[1, 2], [3, 4]], [[1], [3, 5]], (4, 1, 2), 1),
+        ([[1, 2], [3, 4]], [[1, 2], [3, 5]], (4, 3, 3), 3),
     ],
 )
-def test_agreement(first, second, expected) -> None:
-    assert dataclasses.astuple(Agreement.of(first, second)) == expected
-    assert dataclasses.astuple(Agreement.of(second, first)) == expected
+def test_tokens_compared(first: list, second: list, agreement: tuple, same: int | None) -> None:
+    """How many agree, and how many stand before a difference, whichever of the two comes first."""
+    for one, other in ((first, second), (second, first)):
+        assert dataclasses.astuple(Agreement.of(one, other)) == agreement
+        assert same_tokens(run_of(one), run_of(other)) == same
 
 
 def test_comparison_tells_what_is_unknown_and_what_differs() -> None:
@@ -205,20 +199,6 @@ def test_narrow_terminals_get_a_line_for_each_figure(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    "first, second, expected",
-    [
-        ([[1, 2, 3]], [[1, 2, 3]], None),
-        ([[1, 2, 3]], [[9, 2, 3]], 0),
-        ([[1, 2, 3, 4]], [[1, 2]], 2),
-        ([[1, 2], [3, 4]], [[1, 2], [3, 5]], 3),
-    ],
-)
-def test_tokens_before_a_difference(first, second, expected) -> None:
-    assert same_tokens(run_of(first), run_of(second)) == expected
-    assert same_tokens(run_of(second), run_of(first)) == expected
-
-
-@pytest.mark.parametrize(
     "old, new, share, marked",
     [
         ("a b", "a b", 1.0, "a b"),
@@ -255,36 +235,29 @@ def test_peak_memory_remembers_what_was_freed() -> None:
     assert highest > above
 
 
-def test_text_that_just_fits_is_not_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    started = []
-    monkeypatch.setattr(compare, "run_in_fresh_process", lambda job: started.append(job) or run_of([[1]]))
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Job]]:
+    """Jobs that are noted instead of run, by where they would run."""
+    jobs: dict[str, list[Job]] = {"run_in_fresh_process": [], "execute_here": []}
+    for name, noted in jobs.items():
+        monkeypatch.setattr(compare, name, lambda job, noted=noted: noted.append(job) or run_of([[1]], dense_bytes=1))
+    return jobs
+
+
+def test_text_that_just_fits_is_not_refused(started: dict, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    arguments = ["generate", "--prompt", "a" * 2000, "--then", "b" * 1968]
-    assert main(arguments) == 0
-    assert [job.cache for job in started] == [DIFFKV, DYNAMIC]
+    assert main(["generate", "--prompt", "a" * 2000, "--then", "b" * 1968]) == 0
+    assert [job.cache for job in started["run_in_fresh_process"]] == [DIFFKV, DYNAMIC]
     # without --output nothing is written
     assert not list(tmp_path.iterdir())
 
 
-def test_options_reach_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = []
-    monkeypatch.setattr(compare, "run_in_fresh_process", lambda job: started.append(job) or run_of([[1]]))
+def test_options_reach_the_runs(started: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("caf\u00e9\n".encode())))
-    sampling = ["--sample", "--seed", "3", "--temperature", "0.7", "--top-p", "0.9", "--top-k", "5"]
-    format_options = [
-        "--high",
-        "k8v8",
-        "--rotate",
-        "--no-center",
-        "--window",
-        "9",
-        "--sinks",
-        "2",
-        "--max-bytes",
-        "1.5MiB",
-    ]
-    assert main(["generate", "-", *sampling, *format_options, "--alpha-low", "0.5", "--quiet"]) == 0
-    diffkv, dense = started
+    sampling = "--sample --seed 3 --temperature 0.7 --top-p 0.9 --top-k 5".split()
+    fields = "--high k8v8 --rotate --no-center --window 9 --sinks 2 --max-bytes 1.5MiB --alpha-low 0.5".split()
+    assert main(["generate", "-", *sampling, *fields, "--quiet"]) == 0
+    diffkv, dense = started["run_in_fresh_process"]
     assert diffkv.turns == ["caf\u00e9"] and diffkv.quiet and not diffkv.echo and diffkv.stream
     assert (diffkv.sample, diffkv.seed) == (True, 3)
     assert diffkv.sampling == {"temperature": 0.7, "top_p": 0.9, "top_k": 5}
@@ -295,14 +268,12 @@ def test_options_reach_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dataclasses.replace(dense, cache=DIFFKV, stream=True) == diffkv
 
 
-def test_lossless_and_saved_configurations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    started = []
-    monkeypatch.setattr(compare, "execute_here", lambda job: started.append(job) or run_of([[1]], dense_bytes=1))
+def test_lossless_and_saved_configurations(started: dict, tmp_path: Path) -> None:
     DiffKVConfig(alpha_high=3.0, window=17).save_pretrained(tmp_path)
     arguments = ["generate", "text", "--no-compare", "--quiet"]
     assert main([*arguments, "--lossless", "--window", "5"]) == 0
     assert main([*arguments, "--config", str(tmp_path), "--alpha-low", "0.25"]) == 0
-    configs = [DiffKVConfig.from_dict(job.config) for job in started]
+    configs = [DiffKVConfig.from_dict(job.config) for job in started["execute_here"]]
     assert configs[0] == DiffKVConfig.lossless(window=5)
     assert configs[1] == DiffKVConfig(alpha_high=3.0, window=17, alpha_low=0.25)
 
@@ -318,25 +289,7 @@ def test_json_of_one_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_model_that_cannot_be_compressed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    config = DeepseekV3Config(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        n_routed_experts=4,
-        n_group=1,
-        topk_group=1,
-        num_experts_per_tok=2,
-        kv_lora_rank=8,
-        q_lora_rank=8,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-    )
-    DeepseekV3ForCausalLM(config).save_pretrained(tmp_path / "model")
+    tiny_model("deepseek_v3").save_pretrained(tmp_path / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY_LM / name, tmp_path / "model" / name)
     arguments = ["generate", "--model", str(tmp_path / "model"), "--prompt", "abc", "--output", str(tmp_path / "out")]

@@ -18,11 +18,13 @@ import pytest
 from hf_diffkv.evaluation.models import TINY_LM
 
 ROOT = Path(__file__).parents[2]
-CTRL_C, CTRL_D = "\x03", "\x04"
+CTRL_C = "\x03"
 COLOUR = re.compile(r"\x1b\[\d[\d;]*m")
 # control sequences of line editing, which say nothing of colours
 EDITING = re.compile(r"\x1b\[[?\d;]*[a-zA-Z]|\r")
 PROMPT = (TINY_LM.parents[1] / "prompts" / "recall.txt").read_text()[:600]
+
+pytestmark = pytest.mark.slow
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -83,28 +85,26 @@ class Terminal:
         return EDITING.sub("", self.text).split("\n")
 
 
-@pytest.mark.slow
-def test_generate_is_interrupted_in_one_line(tmp_path: Path) -> None:
-    arguments = ["generate", PROMPT, "--max-new-tokens", "3000", "--output", "out"]
-    terminal = Terminal(tmp_path, *arguments, NO_COLOR="1")
-    terminal.wait_for(re.escape(PROMPT[-10:].splitlines()[-1]))
-    terminal.type(CTRL_C)
-    assert terminal.finish() == 130
-    assert terminal.lines[-2:] == ["hf-diffkv: interrupted.", ""]
-    assert "Traceback" not in terminal.text and not COLOUR.search(terminal.text)
-    assert not (tmp_path / "out" / "figures.json").exists()
-
-
-@pytest.mark.slow
-def test_a_run_in_this_process_is_interrupted_in_one_line(tmp_path: Path) -> None:
-    terminal = Terminal(tmp_path, "generate", PROMPT, "--max-new-tokens", "3000", "--no-compare")
+def interrupted(folder: Path, *options: str, **environment: str) -> Terminal:
+    """`generate`, ended by Ctrl-C while it writes, which it says in one line."""
+    terminal = Terminal(folder, "generate", PROMPT, "--max-new-tokens", "3000", *options, **environment)
     terminal.wait_for(re.escape(PROMPT[-10:].splitlines()[-1]))
     terminal.type(CTRL_C)
     assert terminal.finish() == 130
     assert terminal.lines[-2:] == ["hf-diffkv: interrupted.", ""] and "Traceback" not in terminal.text
+    return terminal
 
 
-@pytest.mark.slow
+def test_generate_is_interrupted_in_one_line(tmp_path: Path) -> None:
+    terminal = interrupted(tmp_path, "--output", "out", NO_COLOR="1")
+    assert not COLOUR.search(terminal.text)
+    assert not (tmp_path / "out" / "figures.json").exists()
+
+
+def test_a_run_in_this_process_is_interrupted_in_one_line(tmp_path: Path) -> None:
+    interrupted(tmp_path, "--no-compare")
+
+
 def test_a_talk_outlives_ctrl_c(tmp_path: Path) -> None:
     """An answer that is stopped leaves a cache that goes on."""
     terminal = Terminal(tmp_path, "chat", "--model", "tiny-lm", "--plain", "--max-new-tokens", "3000", NO_COLOR="1")
@@ -137,7 +137,6 @@ def test_a_talk_outlives_ctrl_c(tmp_path: Path) -> None:
     assert said and not [line for line in said if len(line) > 40]
 
 
-@pytest.mark.slow
 def test_inspect_colours_the_text(tmp_path: Path) -> None:
     text = PROMPT[:300]
     terminal = Terminal(tmp_path, "inspect", text)
@@ -147,7 +146,6 @@ def test_inspect_colours_the_text(tmp_path: Path) -> None:
     assert all(len(line) <= 40 for line in shown.removesuffix(f"{text}\n").splitlines() if "Loading" not in line)
 
 
-@pytest.mark.slow
 def test_a_reader_that_has_had_enough(tmp_path: Path) -> None:
     """As `hf-diffkv generate ... | head -c 1`."""
     command = [sys.executable, "-m", "hf_diffkv", "generate", PROMPT, "--max-new-tokens", "3000"]

@@ -7,9 +7,11 @@ turn, so that what one of them leaves behind shows in the next.
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -49,27 +51,21 @@ def prompts() -> tuple[torch.Tensor, torch.Tensor]:
     return ids * mask, mask
 
 
-def sums(cache: DiffKVCache, layer_idx: int) -> torch.Tensor:
-    """-1 for heads that keep none."""
-    return cache.significance(layer_idx).nan_to_num(-1.0)
-
-
 def contents(cache: DiffKVCache) -> dict[str, Any]:
     """Levels, sums, keys and values of all layers, and what is reported."""
     cache.check_integrity()
     layers = cache.compressed_layers()
-    return {
+    found = {
         "levels": torch.stack([cache.levels(i) for i in layers]),
         "keys": torch.stack([cache.dequantize(i)[0] for i in layers]),
         "values": torch.stack([cache.dequantize(i)[1] for i in layers]),
-        **(
-            {"sums": torch.stack([cache.significance(i).nan_to_num(-1.0) for i in layers])}
-            if cache.config.selects
-            else {}
-        ),
         "tokens": cache.memory().tokens,
         "dense_bytes": cache.memory().dense_bytes,
     }
+    if cache.config.selects:
+        # heads that choose nothing keep none
+        found["sums"] = torch.stack([cache.significance(i).nan_to_num(-1.0) for i in layers])
+    return found
 
 
 def dense(model: PreTrainedModel) -> torch.Tensor:
@@ -97,9 +93,7 @@ def saved_and_loaded(model: PreTrainedModel, folder: Path) -> torch.Tensor:
     cache.save_pretrained(folder, model)
     loaded = DiffKVCache.from_pretrained(folder, model)
     before, after = contents(cache), contents(loaded)
-    assert "sums" in before and all(
-        torch.equal(before[name], after[name]) for name in ("levels", "keys", "values", "sums")
-    )
+    assert all(torch.equal(before[name], after[name]) for name in ("levels", "keys", "values", "sums"))
     mask = torch.cat([mask, torch.ones(2, text.shape[1] - mask.shape[1], dtype=mask.dtype)], 1)
     return model.generate(text, attention_mask=mask, **passing(loaded), **GREEDY)
 
@@ -110,12 +104,9 @@ def called(model: PreTrainedModel) -> dict[str, Any]:
     model.set_attn_implementation("diffkv")
     cache = DiffKVCache(model.config, **PER_HEAD)
     if dist.is_initialized():
-        try:
+        # a cache that knows nothing of ranks has thresholds of another number of heads
+        with pytest.raises(ValueError, match="attach"):
             model(ids, **passing(cache))
-        except ValueError as error:
-            assert "attach" in str(error), error
-        else:
-            raise AssertionError("a cache that knows nothing of ranks took thresholds of another number of heads")
         cache.reset()
         cache.attach(model)
     with torch.no_grad():
@@ -132,19 +123,12 @@ def stopped_together(model: PreTrainedModel) -> list[str]:
     messages = []
 
     def stops(kind: type[Exception], cache: DiffKVCache, broken: bool, work: Any) -> None:
-        try:
+        with pytest.raises(kind) as stopped:
             work(cache)
-        except kind as error:
-            messages.append(str(error))
-        else:
-            raise AssertionError("both ranks must stop")
+        messages.append(str(stopped.value))
         # both ranks agree on whether the cache can go on; if not, only reset() helps
-        try:
+        with pytest.raises(HandOverError, match=r"reset\(\)") if broken else nullcontext():
             generate(cache)
-        except HandOverError as error:
-            assert broken and "reset()" in str(error), error
-        else:
-            assert not broken
         cache.reset()
         assert torch.equal(generate(cache), expected)
 
@@ -230,12 +214,8 @@ def staged(folder: Path, saved: Path) -> dict[str, dict[str, Any]]:
         found[name] = {"text": text, "levels": cache.levels(rank), "keys": cache.dequantize(rank)[0]}
         cache.save_pretrained(saved / f"{name}{rank}")
         dist.barrier()
-        try:
+        with pytest.raises(CacheFileError, match="folder for each rank"):
             DiffKVCache.from_pretrained(saved / f"{name}{1 - rank}", model)
-        except CacheFileError as error:
-            assert "folder for each rank" in str(error), error
-        else:
-            raise AssertionError("layers of another process were loaded")
         loaded = DiffKVCache.from_pretrained(saved / f"{name}{rank}", model)
         assert torch.equal(loaded.levels(rank), cache.levels(rank))
     return found

@@ -209,7 +209,6 @@ def test_a_prefix_kept_for_two_devices(model: PreTrainedModel, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("max_bytes", [250_000, 400_000])
-@pytest.mark.sampled(100)
 @pytest.mark.slow
 def test_stores_of_one_device_share_its_budget(model: PreTrainedModel, max_bytes: int) -> None:
     config = DiffKVConfig(alpha_high=1.0, alpha_low=0.0, window=16, page_bytes=512, max_bytes=max_bytes)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from invented import add_invented
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -51,6 +52,12 @@ def llama() -> Any:
 def gemma() -> Any:
     """Random, a layer with a sliding window of 24 and one without."""
     return tiny_model("gemma3_text")
+
+
+@pytest.fixture
+def invented(names: None) -> None:
+    """A task and methods that need no model."""
+    add_invented()
 
 
 @pytest.fixture

@@ -6,11 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from greedy_jobs import greedy_job
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from hf_diffkv import DiffKVConfig
 from hf_diffkv.evaluation.models import TINY_LM
-from hf_diffkv.evaluation.side_by_side import DIFFKV, DYNAMIC, Job, execute
+from hf_diffkv.evaluation.side_by_side import DIFFKV, DYNAMIC, execute
 from hf_diffkv.evaluation.talk import chat_turns
 
 WITH_ROLES = (
@@ -63,20 +64,8 @@ def test_a_talk_is_what_the_template_makes_of_it(
     tokenizer.save_pretrained(folder)
     GenerationConfig(eos_token_id=NEWLINE, pad_token_id=0).save_pretrained(folder)
     messages = [PROMPT, "?ash=", "?elm="]
-    job = Job(
-        cache=cache,
-        model=str(folder),
-        turns=messages,
-        max_new_tokens=max_new_tokens,
-        config=DiffKVConfig(window=16).to_dict(),
-        dtype="float32",
-        device="cpu",
-        seed=0,
-        sample=False,
-        chat=True,
-        stream=True,
-    )
-    run = execute(job)
+    config = DiffKVConfig(window=16).to_dict()
+    run = execute(greedy_job(cache, folder, messages, max_new_tokens, config, chat=True, stream=True))
     assert [ids[-1] == NEWLINE for ids in run.generated] == [max_new_tokens == 9] * 3
     answers = [tokenizer.decode(ids).removesuffix("\n") for ids in run.generated]
     assert answers == [number[:max_new_tokens] for number in ("5305", "8642", "1177")]

@@ -8,17 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from invented import GOOD, TASK, Invented, add_invented
+from invented import GOOD, TASK, Invented
 
 from hf_diffkv.cli import INTERRUPTED, USAGE_ERROR, main
 from hf_diffkv.commands.evaluate import _tasks
 from hf_diffkv.evaluation import runner
 from hf_diffkv.evaluation.tasks import suites
 
-
-@pytest.fixture(autouse=True)
-def registered(names: None) -> None:
-    add_invented()
+pytestmark = pytest.mark.usefixtures("invented")
 
 
 def evaluate(output: Path, *options: str, tasks: str = TASK, methods: str = f"dense,{GOOD}") -> int:

@@ -59,7 +59,6 @@ def test_all_have_figures(records: dict) -> None:
 
 
 @pytest.mark.parametrize("task", TASK_NAMES)
-@pytest.mark.sampled(100)
 @pytest.mark.slow
 def test_lossless_is_as_good_as_dense(task: str, records: dict) -> None:
     dense, lossless = records[task, "dense"], records[task, LOSSLESS]

@@ -29,10 +29,6 @@ EAGER = "kvpress:observed-attention+0"
 # another name for the same
 AGAIN = f"kvpress:random+{RATIO}0"
 
-needs_kvpress = pytest.mark.skipif(
-    isolated.find_python("kvpress") is None, reason="the environment of kvpress has not been made: make kvpress"
-)
-
 
 @pytest.mark.parametrize(
     ("text", "said"),
@@ -84,6 +80,8 @@ def code(tokenizer: Any) -> Document:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> RunFolder:
+    if isolated.find_python("kvpress") is None:
+        pytest.skip("the environment of kvpress has not been made: make kvpress")
     found = RunFolder(tmp_path_factory.mktemp("run"), {"model": str(TINY_LM), "dtype": "float32", "seed": 0})
     tasks = [(get_task("key-value"), [recall(tokenizer)]), (get_task("text"), [code(tokenizer)])]
     methods = [get_method(label) for label in [*LABELS, *NONE, *ADAKV, EAGER, AGAIN]]
@@ -99,7 +97,6 @@ def records(folder: RunFolder) -> dict[tuple[str, str], Record]:
 TASKS = ("key-value", "text")
 
 
-@needs_kvpress
 def test_everything_ran(records: dict) -> None:
     assert {key: record.error for key, record in records.items()} == {
         (task, label): None for task in TASKS for label in [*LABELS, *NONE, *ADAKV, EAGER, AGAIN]
@@ -107,7 +104,6 @@ def test_everything_ran(records: dict) -> None:
     assert {record.environment["kvpress"] for record in records.values()} == {"0.5.5"}
 
 
-@needs_kvpress
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("label", NONE)
 def test_a_share_of_0_is_the_dense_cache(task: str, label: str, records: dict) -> None:
@@ -120,7 +116,6 @@ def test_a_share_of_0_is_the_dense_cache(task: str, label: str, records: dict) -
     assert kl <= (1e-6 * count if "adakv" in label and task == "key-value" else 0.0)
 
 
-@needs_kvpress
 def test_its_dense_cache_is_ours(records: dict, tokenizer: Any) -> None:
     """Another Transformers, the same documents: the same distributions."""
     model = AutoModelForCausalLM.from_pretrained(TINY_LM, dtype=torch.float32).eval()
@@ -133,7 +128,6 @@ def test_its_dense_cache_is_ours(records: dict, tokenizer: Any) -> None:
         assert found.digest == document.digest
 
 
-@needs_kvpress
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("label", LABELS)
 def test_bytes_are_those_of_the_tokens_kept(task: str, label: str, records: dict) -> None:
@@ -143,7 +137,6 @@ def test_bytes_are_those_of_the_tokens_kept(task: str, label: str, records: dict
     assert record.metrics["kl"][0] > 1e-3
 
 
-@needs_kvpress
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("label", ADAKV)
 def test_hidden_tokens_count_as_removed(task: str, label: str, records: dict) -> None:
@@ -153,19 +146,16 @@ def test_hidden_tokens_count_as_removed(task: str, label: str, records: dict) ->
     assert record.metrics["kl"][0] > 1e-3
 
 
-@needs_kvpress
 def test_a_press_takes_its_numbers(records: dict) -> None:
     usual = f"kvpress:snapkv+{RATIO}"
     assert records["text", f"{usual}+window_size=16"].metrics["kl"] != records["text", usual].metrics["kl"]
 
 
-@needs_kvpress
 def test_a_random_press_draws_the_same_again(records: dict) -> None:
     for task in TASKS:
         assert records[task, AGAIN].metrics == records[task, f"kvpress:random+{RATIO}"].metrics
 
 
-@needs_kvpress
 def test_facts_are_lost(records: dict) -> None:
     right, known = records["key-value", NONE[0]].metrics["right"]
     assert right == known >= 3
@@ -175,7 +165,6 @@ def test_facts_are_lost(records: dict) -> None:
         assert records["key-value", f"kvpress:{press}+{RATIO}"].metrics["right"][0] < known
 
 
-@needs_kvpress
 def test_it_goes_on_where_it_was(folder: RunFolder, tokenizer: Any) -> None:
     path = folder.folder / "environments" / "kvpress" / "records.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)

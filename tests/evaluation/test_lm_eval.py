@@ -226,14 +226,8 @@ ROWS = {
     ),
     "mmlu_pro_law": (
         "mmlu_pro/mmlu_pro_law",
-        {
-            "question": "Which letter?",
-            "options": ["x", "y"],
-            "answer": "A",
-            "answer_index": 0,
-            "cot_content": "",
-            "category": "law",
-        },
+        {"question": "Which letter?", "options": ["x", "y"], "answer": "A", "answer_index": 0}
+        | {"cot_content": "", "category": "law"},
     ),
     "gpqa_diamond_cot_zeroshot": (
         "gpqa/cot_zeroshot/gpqa_diamond_cot_zeroshot",

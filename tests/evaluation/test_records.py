@@ -45,6 +45,14 @@ def test_written_and_read(tmp_path: Path) -> None:
     assert len(folder.path.read_text().splitlines()) == 2
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    """Of one record."""
+    folder = RunFolder(tmp_path, SETTINGS)
+    folder.add(RECORD)
+    return folder
+
+
 def test_the_last_of_one_key_counts(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, SETTINGS)
     again = dataclasses.replace(FAILED, error=None, bytes=50)
@@ -57,9 +65,7 @@ def test_the_last_of_one_key_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 20])
-def test_half_a_line_is_mended(tmp_path: Path, cut: int) -> None:
-    folder = RunFolder(tmp_path, SETTINGS)
-    folder.add(RECORD)
+def test_half_a_line_is_mended(folder: RunFolder, tmp_path: Path, cut: int) -> None:
     folder.add(FAILED)
     folder.path.write_bytes(folder.path.read_bytes()[:-cut])
     folder = RunFolder(tmp_path, SETTINGS)
@@ -82,9 +88,7 @@ def test_half_of_the_first_line_is_mended(tmp_path: Path) -> None:
         ("batch", 4, "a run with batch=None, not 4"),
     ],
 )
-def test_other_settings_are_refused(tmp_path: Path, name: str, value: object, said: str) -> None:
-    folder = RunFolder(tmp_path, SETTINGS)
-    folder.add(RECORD)
+def test_other_settings_are_refused(folder: RunFolder, tmp_path: Path, name: str, value: object, said: str) -> None:
     with pytest.raises(EvaluationError, match=re.escape(said)):
         RunFolder(tmp_path, {**SETTINGS, name: value})
     assert same(folder.records(), [RECORD])
@@ -104,9 +108,7 @@ def test_damaged_settings(tmp_path: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("line", [b"{not json", b"[1, 2]", b'{"method": "dense"}', b'{"unknown": 1}', b"\xff\xfe"])
-def test_damaged_records(tmp_path: Path, line: bytes) -> None:
-    folder = RunFolder(tmp_path, SETTINGS)
-    folder.add(RECORD)
+def test_damaged_records(folder: RunFolder, line: bytes) -> None:
     with open(folder.path, "ab") as file:
         file.write(line + b"\n")
     folder.add(FAILED)
@@ -128,9 +130,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         read_records([tmp_path / "none.jsonl"])
 
 
-def test_records_of_other_environments_join(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path, SETTINGS)
-    folder.add(RECORD)
+def test_records_of_other_environments_join(folder: RunFolder, tmp_path: Path) -> None:
     elsewhere = dataclasses.replace(RECORD, method="kvpress:snapkv+0.5")
     RunFolder(tmp_path / "environments" / "kvpress", SETTINGS).add(elsewhere)
     # another run that happens to lie within

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from invented import BAD, GOOD, TASK, add_invented
+from invented import BAD, GOOD, TASK
 from matplotlib.image import imread
 
 from hf_diffkv.evaluation.records import Record
@@ -14,10 +14,7 @@ from hf_diffkv.evaluation.report import format_estimate, markdown, plot_tasks, r
 from hf_diffkv.evaluation.statistics import Estimate
 from hf_diffkv.evaluation.tasks.base import KL, PERPLEXITY, RIGHT
 
-
-@pytest.fixture(autouse=True)
-def registered(names: None) -> None:
-    add_invented()
+pytestmark = pytest.mark.usefixtures("invented")
 
 
 def record(method: str, index: int, right: float, kl: float, held: int, dense: int, **fields) -> Record:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from invented import BAD, DENSE_BYTES, GOOD, MODEL, TASK, Invented, add_invented
+from invented import BAD, DENSE_BYTES, GOOD, MODEL, TASK, Invented
 
 from hf_diffkv.evaluation.errors import EvaluationError
 from hf_diffkv.evaluation.methods import get_method
@@ -15,12 +15,9 @@ from hf_diffkv.evaluation.runner import check_fits, documents_of, run
 from hf_diffkv.evaluation.tasks import Document, get_task
 from hf_diffkv.evaluation.tasks.base import Source
 
+pytestmark = pytest.mark.usefixtures("invented")
+
 SETTINGS = {"model": "none"}
-
-
-@pytest.fixture(autouse=True)
-def registered(names: None) -> None:
-    add_invented()
 
 
 def go(path: Path, *labels: str, count: int = 3, retry: bool = False) -> RunFolder:

@@ -61,26 +61,25 @@ def test_asked_at_once_equals_the_model_without_a_cache(label: str, llama: Any) 
         torch.testing.assert_close(logits, without_cache(llama, PROMPT + text, len(text)), **TOLERANCE)
 
 
+def ask_all(model: Any, label: str, forwards: int) -> list[torch.Tensor]:
+    """What is asked in so many forwards, which equals branches."""
+    session = after_prompt(model, label)
+    separate = [session.branch().forward(text, keep=len(text)) for text in TEXTS]
+    with counted_forwards(model) as counted:
+        asked = session.ask(TEXTS)
+    assert len(counted) == forwards
+    torch.testing.assert_close(asked, separate, **TOLERANCE)
+    return asked
+
+
 @pytest.mark.parametrize("label", EXACT + LOSSY)
 def test_asked_at_once_equals_branches(label: str, llama: Any) -> None:
-    session = after_prompt(llama, label)
-    separate = [session.branch().forward(text, keep=len(text)) for text in TEXTS]
-    with counted_forwards(llama) as forwards:
-        at_once = session.ask(TEXTS)
-    assert len(forwards) == 1
-    for found, expected in zip(at_once, separate):
-        torch.testing.assert_close(found, expected, **TOLERANCE)
+    ask_all(llama, label, 1)
 
 
 @pytest.mark.parametrize("label", [*EXACT, "diffkv", "diffkv:K4V2+window=16"])
 def test_sliding_windows_are_asked_one_by_one(label: str, gemma: Any) -> None:
-    session = after_prompt(gemma, label)
-    separate = [session.branch().forward(text, keep=len(text)) for text in TEXTS]
-    with counted_forwards(gemma) as forwards:
-        asked = session.ask(TEXTS)
-    assert len(forwards) == len(TEXTS)
-    for found, expected, text in zip(asked, separate, TEXTS):
-        torch.testing.assert_close(found, expected, **TOLERANCE)
+    for found, text in zip(ask_all(gemma, label, len(TEXTS)), TEXTS):
         if label in EXACT:
             torch.testing.assert_close(found, without_cache(gemma, PROMPT + text, len(text)), **TOLERANCE)
 

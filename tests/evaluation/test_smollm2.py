@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from greedy_jobs import greedy_job
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.compat import passing
-from hf_diffkv.evaluation.side_by_side import DYNAMIC, Job, execute
+from hf_diffkv.evaluation.side_by_side import DYNAMIC, execute
 
 ROOT = Path(__file__).parents[2]
 HANDBOOK = ROOT / "examples" / "prompts" / "museum.txt"
@@ -41,18 +42,9 @@ def test_the_dense_cache_answers_the_questions_of_the_demo(smollm2: Path) -> Non
     recipe = re.search(r"^demo-smollm2:.*?^$", (ROOT / "Makefile").read_text(), re.MULTILINE | re.DOTALL)[0]
     answers = re.search(r'"Right answers: (.*?)"', recipe)[1].split(", ")
     questions = re.findall(r'--then "(.*?)"', recipe)
-    job = Job(
-        cache=DYNAMIC,
-        model=str(smollm2),
-        turns=[HANDBOOK.read_text().removesuffix("\n"), *questions],
-        max_new_tokens=int(re.search(r"--max-new-tokens (\d+)", recipe)[1]),
-        config={},
-        dtype="float32",
-        device="cpu",
-        seed=0,
-        sample=False,
-        chat=True,
-    )
+    turns = [HANDBOOK.read_text().removesuffix("\n"), *questions]
+    max_new_tokens = int(re.search(r"--max-new-tokens (\d+)", recipe)[1])
+    job = greedy_job(DYNAMIC, smollm2, turns, max_new_tokens, {}, chat=True)
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     written = [tokenizer.decode(ids) for ids in execute(job).generated]
     assert len(written) == len(answers) == 5

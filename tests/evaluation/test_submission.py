@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from invented import GOOD, TASK, Invented, add_invented
+from invented import GOOD, TASK, Invented
 
 from hf_diffkv.cli import USAGE_ERROR, main
 from hf_diffkv.evaluation.errors import EvaluationError
@@ -27,17 +27,12 @@ RUN = {"format": 1, "model": "a/b", "dtype": "bfloat16", "seed": 0, "sample": Fa
 CONTENT = {**RUN, "entries": [ENTRY, {**ENTRY, "method": "mine"}]}
 
 
-@pytest.fixture
-def registered(names: None) -> None:
-    add_invented()
-
-
 def evaluate(folder: Path, *options: str) -> int:
     given = ["--model", "tiny-lm", "--tasks", TASK, "--methods", f"dense,{GOOD}", "--output", str(folder / "run")]
     return main(["evaluate", *given, "--submit", str(folder / "mine.json"), "--quiet", *options])
 
 
-def test_what_a_run_submits(registered: None, tmp_path: Path) -> None:
+def test_what_a_run_submits(invented: None, tmp_path: Path) -> None:
     assert evaluate(tmp_path, "--documents", "2", "--seed", "3") == 0
     records = [json.loads(line) for line in (tmp_path / "run" / "records.jsonl").read_text().splitlines()]
     found = read_submission(tmp_path / "mine.json")
@@ -60,7 +55,7 @@ def test_what_a_run_submits(registered: None, tmp_path: Path) -> None:
     assert good.environment == mine[0]["environment"] and good.environment["device"]
 
 
-def test_methods_that_failed_are_left_out(registered: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_methods_that_failed_are_left_out(invented: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Invented.raising[GOOD, "invented-1"] = RuntimeError("too big")
     try:
         assert evaluate(tmp_path) == 0

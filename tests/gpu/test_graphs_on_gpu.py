@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from device_waits import no_waits
 from test_models_on_gpu import build
 from tiny_models import greedy
 from torch import Tensor
@@ -98,16 +99,9 @@ def test_no_replay_waits_between_refreshes(device, compiled: bool, steps: int = 
             positions = torch.full((2, 1), PROMPT + index, device=device)
             quiet = cache.stores.all[0].steps_left > 0 and index > 2
             torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error" if quiet else "default")
-            try:
-                step(
-                    input_ids=token,
-                    attention_mask=mask[:, : PROMPT + 1 + index],
-                    position_ids=positions,
-                    **passing(cache),
-                )
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+            seen = mask[:, : PROMPT + 1 + index]
+            with no_waits(quiet):
+                step(input_ids=token, attention_mask=seen, position_ids=positions, **passing(cache))
             checked += quiet
     assert checked > steps // 2 and step.replays > 3 * steps // 4 and step.compiled == compiled
     cache.check_integrity()

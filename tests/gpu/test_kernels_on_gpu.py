@@ -73,8 +73,7 @@ def test_decode_attention(device, high, low, dim, group, batch, tokens, dtype) -
     expected, expected_scores = attend(rows, query if high is FULL else query.float(), "reference")
     assert relative(output, expected) < LIMITS[dtype]
     before = [rows.held.window_score]
-    for got, want in zip(scores, expected_scores):
-        torch.testing.assert_close(got, want, rtol=1e-3, atol=LIMITS[dtype])
+    torch.testing.assert_close(scores, expected_scores, rtol=1e-3, atol=LIMITS[dtype])
     # the step must have added something
     assert not torch.equal(scores[0], before[0])
 
@@ -98,8 +97,7 @@ def test_pages_beyond_two_gigabytes(device) -> None:
     rows = rows.behind(BEYOND)
     output, scores = attend(rows, query, "kernels")
     assert torch.equal(output, expected)
-    for got, want in zip(scores, expected_scores):
-        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(scores, expected_scores)
     layout, pages = rows.layout.high, rows.held.pages
     page = torch.tensor([pages.shape[0] - 1, BEYOND // rows.layout.page_bytes + 100], device=device)
     slot = torch.tensor([layout.capacity - 1, 0], device=device)
@@ -227,8 +225,7 @@ def test_prompt_attention_over_pages_beyond_two_gigabytes(device, tokens=(500, 9
     rows = rows.behind(BEYOND)
     with use_backend("kernels"):
         got = prefill_attention(query, key, value, Softmax(0.1), past=stored_past(rows))
-    for left, right in zip(got, expected):
-        assert torch.equal(left, right)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 def test_compaction(device, heads: int = 8, batch: int = 64) -> None:
@@ -254,5 +251,4 @@ def test_compaction(device, heads: int = 8, batch: int = 64) -> None:
         everything = torch.cat([used, held.free_list.ids().to(used.dtype)]).sort().values
         assert torch.equal(everything.cpu(), torch.arange(1, held.pages.shape[0], dtype=used.dtype))
         states[backend] = held.counts
-    for got, expected in zip(states["kernels"], states["reference"]):
-        assert torch.equal(got, expected)
+    torch.testing.assert_close(states["kernels"], states["reference"], rtol=0, atol=0)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
+from device_waits import no_waits
 from given_stores import new_store
 from torch import Tensor
 
@@ -20,16 +18,6 @@ from hf_diffkv.store import attend_tokens, begin_forward, check_integrity, read_
 def relative(got: Tensor, expected: Tensor) -> float:
     assert bool(got.isfinite().all())
     return float((got.double() - expected.double()).norm() / expected.double().norm())
-
-
-@contextmanager
-def no_waits(checked: bool) -> Iterator[None]:
-    """Makes every wait of the host for the device an error."""
-    torch.cuda.set_sync_debug_mode("error" if checked else "default")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def by_both(

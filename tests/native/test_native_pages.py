@@ -2,41 +2,38 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import numpy as np
 import pytest
+import test_compact_kernel
+import test_quantize_kernel
 import torch
 from native_code import needs_native
 from test_append import assert_alike as assert_appended_alike
 from test_append import state as window_state
-from test_compact_kernel import State, run_reference, small_layout, unservable
-from test_quantize_kernel import NARROW, PAGES, make_tokens, poisoned, tier_of
+from test_compact_kernel import State, assert_alike, small_layout, unservable
+from test_quantize_kernel import NARROW, PAGES, assert_moved_alike, assert_read_alike, make_tokens, poisoned, tier_of
 
 from hf_diffkv.native.library import CorruptMemoryError
 from hf_diffkv.ops.append import native as append_native
 from hf_diffkv.ops.append import reference as append_reference
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.compact import native as compact_native
-from hf_diffkv.ops.quantize import native, reference
+from hf_diffkv.ops.quantize import native
 from hf_diffkv.pages import LOW
 from hf_diffkv.precision import SUPPORTED_BITS, Precision
 
 pytestmark = [needs_native, pytest.mark.usefixtures("instructions")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-K8V4, K4V2 = Precision(8, 4), Precision(4, 2)
+K8V4 = Precision(8, 4)
 
 
-def assert_stored_alike(tier, tokens, dtype) -> torch.Tensor:
-    pages, expected = poisoned(tier), poisoned(tier)
-    native.store_tokens(pages, tier, *tokens, dtype)
+def assert_stored_alike(tier, tokens, dtype) -> None:
     with use_backend("reference"):
-        reference.store_tokens(expected, tier, *tokens, dtype)
-    assert torch.equal(pages, expected)
-    got = native.load_tokens(pages, tier, tokens[0], tokens[1], dtype)
-    for read, want in zip(got, reference.load_tokens(pages, tier, tokens[0], tokens[1], dtype)):
-        assert read.dtype == torch.float32 and torch.equal(read, want)
-    return pages
+        pages = test_quantize_kernel.assert_stored_alike(tier, tokens, dtype, native)
+        assert_read_alike(pages, tier, tokens, dtype, native)
 
 
 @pytest.mark.parametrize("v_bits", SUPPORTED_BITS)
@@ -120,12 +117,7 @@ def test_tokens_move_code_for_code(precision: Precision, numbers: dict) -> None:
     tokens = make_tokens(tier, 60, torch.float16)
     pages = poisoned(tier)
     native.store_tokens(pages, tier, *tokens, torch.float16)
-    expected = pages.clone()
-    half = tokens[0].numel() // 2
-    moves = (tokens[0][:half], tokens[1][:half], tokens[0][half : 2 * half], tokens[1][half : 2 * half])
-    native.move_tokens(pages, tier, *moves)
-    reference.move_tokens(expected, tier, *moves)
-    assert torch.equal(pages, expected)
+    assert_moved_alike(pages, tier, tokens, native)
 
 
 @pytest.mark.parametrize("page, slot", [(-1, 0), (PAGES, 0), (1, -1), (1, 10**6)])
@@ -170,23 +162,7 @@ def compact(state: State, candidates: tuple, limits: tuple) -> int:
     return int(flag)
 
 
-def assert_alike(got: State, expected: State) -> None:
-    for name in ("high_count", "low_count", "table"):
-        assert torch.equal(getattr(got, name), getattr(expected, name)), name
-    assert torch.equal(got.free_list.state, expected.free_list.state)
-    assert torch.equal(got.free_list.ring, expected.free_list.ring)
-    assert torch.equal(got.pages[1:], expected.pages[1:])
-    assert (got.pages[0] == 0xFF).all()
-
-
-def assert_steps_alike(state: State, steps: int, **thresholds: float) -> None:
-    expected = state.clone()
-    for _ in range(steps):
-        candidates, limits = state.candidates(), state.thresholds(**thresholds)
-        assert compact(state, candidates, limits) == 0
-        with use_backend("reference"):
-            run_reference(expected, candidates, limits)
-        assert_alike(state, expected)
+assert_steps_alike = functools.partial(test_compact_kernel.assert_steps_alike, run=compact)
 
 
 @pytest.mark.parametrize("numbers", [{}, *NARROW], ids=str)

@@ -17,6 +17,12 @@ from hf_diffkv.pages import LayerRows, PageLayout
 
 K8V4, K4V2 = Precision(8, 4), Precision(4, 2)
 NARROW = [{"metadata_bits": 16, "position_bytes": 2}, {"metadata_bits": 16}]
+NARROW_PAIRS = [
+    (K8V4, K4V2),
+    (Precision(6, 4), Precision(5, 3)),
+    (Precision(16, 4, 1, 2), Precision(1, 8, 2, 1)),
+    (Precision(4, 2, 2, 4), Precision(3, 1, 4, 1)),
+]
 
 
 class Case:
@@ -228,16 +234,7 @@ class DecodeTests:
         self.Case([5, 0, 30], [9, 33, 0], [1, 4, 5], precisions=(high, low), dtype=dtype, page_bytes=1024).check()
 
     @pytest.mark.parametrize("numbers", NARROW, ids=str)
-    @pytest.mark.parametrize(
-        "high, low",
-        [
-            (K8V4, K4V2),
-            (Precision(6, 4), Precision(5, 3)),
-            (Precision(16, 4, 1, 2), Precision(1, 8, 2, 1)),
-            (Precision(4, 2, 2, 4), Precision(3, 1, 4, 1)),
-        ],
-        ids=lambda precision: precision.name,
-    )
+    @pytest.mark.parametrize("high, low", NARROW_PAIRS, ids=lambda precision: precision.name)
     @pytest.mark.sampled(40)
     def test_narrow_pages(
         self, high: Precision, low: Precision, numbers: dict, dtype: torch.dtype, threads: None

@@ -77,19 +77,14 @@ def quantise_row(row: np.ndarray, bits: int, groups: int, narrow: bool = False) 
     """Codes of all elements of a float32 row and the metadata of each group."""
     codes, metadata = [], []
     for part in np.split(row.astype(np.float32), groups):
-        if narrow:
-            metadata.append(narrow_metadata(part.min(), part.max(), bits))
-            scale, zero = map(np.float32, scale_and_zero(metadata[-1], bits))
-            for x in part:
-                code = 0 if scale == 0 else np.rint((x - zero) / scale)
-                codes.append(int(min(max(code, 0), 2**bits - 1)))
-            continue
         low, high = part.min(), part.max()
-        zero = np.float16(low)
-        scale = np.float16((high - low) / np.float32(2**bits - 1))
-        metadata.append((scale, zero))
+        if narrow:
+            metadata.append(narrow_metadata(low, high, bits))
+        else:
+            metadata.append((np.float16((high - low) / np.float32(2**bits - 1)), np.float16(low)))
+        scale, zero = map(np.float32, scale_and_zero(metadata[-1], bits))
         for x in part:
-            code = 0 if scale == 0 else np.rint((x - np.float32(zero)) / np.float32(scale))
+            code = 0 if scale == 0 else np.rint((x - zero) / scale)
             codes.append(int(min(max(code, 0), 2**bits - 1)))
     return codes, metadata
 
@@ -135,21 +130,9 @@ def _raw(row: np.ndarray, dtype: torch.dtype) -> bytes:
 
 def _sides(tier: TierLayout) -> tuple[tuple[int, int, int, int, int, bool], ...]:
     """Bits, groups, bytes of a row, offsets of rows and metadata, and whether the metadata is narrow."""
-    narrow = tier.score_bytes == 2
-    return (
-        (
-            tier.k_bits,
-            tier.k_groups,
-            tier.key_row,
-            tier.key_offset,
-            tier.key_metadata_offset,
-            narrow and tier.k_bits <= 6,
-        ),
-        (
-            *(tier.v_bits, tier.v_groups, tier.value_row, tier.value_offset, tier.value_metadata_offset),
-            narrow and tier.v_bits <= 6,
-        ),
-    )
+    key = (tier.k_bits, tier.k_groups, tier.key_row, tier.key_offset, tier.key_metadata_offset)
+    value = (tier.v_bits, tier.v_groups, tier.value_row, tier.value_offset, tier.value_metadata_offset)
+    return tuple((*side, tier.score_bytes == 2 and side[0] <= 6) for side in (key, value))
 
 
 def read_metadata(page: np.ndarray, offset: int, slot: int, groups: int, narrow: bool) -> list[Metadata]:

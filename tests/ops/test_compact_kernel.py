@@ -1,3 +1,4 @@
+import copy
 from types import SimpleNamespace
 
 import interpreted  # noqa: F401
@@ -7,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from test_compact_reference import Rewrite
+from test_quantize_kernel import NARROW
 
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.backend import use_backend
@@ -25,6 +27,9 @@ CPU = torch.device("cpu")
 
 class State:
     """Rows of stored tokens in pages of their own, with a free list that has already turned around once."""
+
+    # of rows: requests and heads
+    shape = (-1, 1)
 
     def __init__(self, layout, high_counts, low_counts, dtype=torch.float16, seed=0, spare=6, scores=None):
         self.layout, self.dtype = layout, dtype
@@ -83,8 +88,7 @@ class State:
         return mean * later
 
     def clone(self):
-        other = object.__new__(State)
-        other.__dict__.update(self.__dict__)
+        other = copy.copy(self)
         for name in ("pages", "table", "high_count", "low_count", "length"):
             setattr(other, name, getattr(self, name).clone())
         other.free_list = FreeList(CPU)
@@ -111,36 +115,34 @@ class State:
     def thresholds(self, high=1.5, low=0.75):
         return (high / self.length).float(), (low / self.length).float()
 
-    def rows(self, key, value, score, position, length):
-        """What `compact_step` takes: one head, and windows that hold a candidate each."""
-        return given_rows(
+    def by_head(self, of_rows):
+        return of_rows.unflatten(0, self.shape) if len(of_rows) else of_rows[:, None]
+
+    def compact(self, op, candidates, thresholds, **options):
+        """A round by one of the ops, over windows that hold a candidate each, and start later then."""
+        key, value, score, *of_rows = map(self.by_head, candidates)
+        position, leaving, length = (each[:, 0].contiguous() for each in of_rows)
+        rows = given_rows(
             self.layout,
-            key[:, None, None],
-            value[:, None, None],
+            key[:, :, None],
+            value[:, :, None],
             pool=SimpleNamespace(pages=self.pages, free_list=self.free_list),
-            page_table=self.table[:, None],
-            high_count=self.high_count[:, None],
-            low_count=self.low_count[:, None],
-            window_score=score[:, None, None],
+            page_table=self.by_head(self.table),
+            high_count=self.by_head(self.high_count),
+            low_count=self.by_head(self.low_count),
+            window_score=score[:, :, None],
             window_start=position.clone(),
             length=length,
         )
-
-    def compact(self, op, candidates, thresholds, **options):
-        """A round by one of the ops, which also has the windows start later."""
-        *contents, leaving, length = candidates
-        rows = self.rows(*contents, length)
-        thresholds = [None if each is None else each[:, None] for each in thresholds]
+        thresholds = [None if each is None else self.by_head(each) for each in thresholds]
         op.compact_step(rows, leaving, *thresholds, **options)
-        assert torch.equal(rows.window_start, candidates[3] + leaving)
+        assert torch.equal(rows.window_start, position + leaving)
 
     def token(self, row):
         """All stored tokens of a row: {position: (tier, score, key, value)}."""
         found = {}
-        for tier, tier_layout, counts in (
-            (HIGH, self.layout.high, self.high_count),
-            (LOW, self.layout.low, self.low_count),
-        ):
+        tiers = ((HIGH, self.layout.high, self.high_count), (LOW, self.layout.low, self.low_count))
+        for tier, tier_layout, counts in tiers:
             index = torch.arange(int(counts[row]))
             page = self.table[row, column(tier, index // tier_layout.capacity, self.table.shape[1])].long()
             slot = index % tier_layout.capacity
@@ -168,27 +170,22 @@ def run_reference(state, candidates, thresholds):
 
 
 def assert_alike(got, expected):
-    assert torch.equal(got.high_count, expected.high_count)
-    assert torch.equal(got.low_count, expected.low_count)
+    for name in ("high_count", "low_count", "table"):
+        assert torch.equal(getattr(got, name), getattr(expected, name)), name
     assert torch.equal(got.free_list.state, expected.free_list.state)
     assert torch.equal(got.free_list.ring, expected.free_list.ring)
-    assert torch.equal(got.table, expected.table)
     assert torch.equal(got.pages[1:], expected.pages[1:])
     assert (got.pages[0] == 0xFF).all()
 
 
-def assert_steps_alike(state, steps, **thresholds):
+def assert_steps_alike(state, steps, run=run_kernel, **thresholds):
     expected = state.clone()
     for _ in range(steps):
-        candidates = state.candidates()
-        limits = state.thresholds(**thresholds)
-        flag = run_kernel(state, candidates, limits)
-        run_reference(expected, candidates, limits)
-        assert int(flag) == 0
+        candidates, limits = state.candidates(), state.thresholds(**thresholds)
+        assert int(run(state, candidates, limits)) == 0
+        with use_backend("reference"):
+            run_reference(expected, candidates, limits)
         assert_alike(state, expected)
-
-
-NARROW = [{"metadata_bits": 16, "position_bytes": 2}, {"metadata_bits": 16}]
 
 
 def small_layout(high=K8V4, low=K4V2, key_dim=32, value_dim=32, page_bytes=1024, element_bytes=2, **numbers):
@@ -291,12 +288,9 @@ def test_against_a_dense_simulation_of_algorithm_1():
         stored = state.token(row)
         assert {p: t[0] for p, t in stored.items()} == {p: t[0] for p, t in dense[row].items()}
         for p, (tier, score, key, value) in stored.items():
-            precision = (K8V4, K4V2)[tier]
-            assert score == dense[row][p][1]
-            for got, want, bits in (
-                (key, dense[row][p][2], precision.k_bits),
-                (value, dense[row][p][3], precision.v_bits),
-            ):
+            precision, (_, wanted_score, *wanted) = (K8V4, K4V2)[tier], dense[row][p]
+            assert score == wanted_score
+            for got, want, bits in zip((key, value), wanted, (precision.k_bits, precision.v_bits)):
                 want = want.float()
                 # demoted tokens were quantised twice
                 bound = float(want.max() - want.min()) / (2**bits - 1) + 0.05
@@ -443,21 +437,7 @@ def test_rewriting_moves_tokens_by_the_kernel(monkeypatch):
 class HeadsOfOneRequest(State):
     """Its rows are the heads of a single request, which have one length."""
 
-    def compact(self, op, candidates, thresholds, **options):
-        key, value, score, position, leaving, length = candidates
-        rows = given_rows(
-            self.layout,
-            key[None, :, None],
-            value[None, :, None],
-            pool=SimpleNamespace(pages=self.pages, free_list=self.free_list),
-            page_table=self.table[None],
-            high_count=self.high_count[None],
-            low_count=self.low_count[None],
-            window_score=score[None, :, None],
-            window_start=position[:1].clone(),
-            length=length[:1],
-        )
-        op.compact_step(rows, leaving[:1], *(each[None] for each in thresholds), **options)
+    shape = (1, -1)
 
 
 def test_heads_of_one_request():

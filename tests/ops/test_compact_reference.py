@@ -80,6 +80,10 @@ class Rows:
     def draw(self) -> torch.Tensor:
         return torch.from_numpy(self.rng.normal(size=DIM)).to(DTYPE)
 
+    def candidate(self, score: float, length: int) -> Token:
+        """The newest token but one of a row."""
+        return Token(HIGH, self.draw().numpy(), self.draw().numpy(), score, length - 2)
+
     def read(self, row: int) -> list[Token]:
         return [Token(*token) for token in self.store.read_row(row)]
 
@@ -152,10 +156,8 @@ def test_every_branch_of_algorithm_one() -> None:
     low_threshold = [(0.2, 1.0)[row % 2] / n for row, n in enumerate(rows.length)]
     candidates, leaving = [], (rng.random(count) < 0.9).tolist()
     for row in range(count):
-        mean = rng.uniform(0.0, 3.0) / rows.length[row]
-        position = rows.length[row] - 2
-        score = float(np.float32(mean))
-        candidates.append(Token(HIGH, rows.draw().numpy(), rows.draw().numpy(), score, position))
+        mean = float(np.float32(rng.uniform(0.0, 3.0) / rows.length[row]))
+        candidates.append(rows.candidate(mean, rows.length[row]))
     free_before = rows.pool.free_list.free
     run_step(rows, candidates, leaving, high_threshold, low_threshold)
 
@@ -192,7 +194,7 @@ def test_ties_go_to_the_oldest(tier: int) -> None:
     counts = [[0] * 8, [0] * 8]
     counts[tier] = [count] * 8
     rows = Rows(*counts, lambda row, _, index: 2.0**-9 if (index * 7 + row) % 5 < 2 else 2.0**-6, extra=8)
-    candidates = [Token(HIGH, rows.draw().numpy(), rows.draw().numpy(), 2.0**-5, n - 2) for n in rows.length]
+    candidates = [rows.candidate(2.0**-5, n) for n in rows.length]
     thresholds = [2.0**-5 if tier == HIGH else 1.0] * 8, [2.0**-8] * 8
     run_step(rows, candidates, [True] * 8, *thresholds)
     expected = []
@@ -206,7 +208,7 @@ def test_ties_go_to_the_oldest(tier: int) -> None:
 
 def test_nothing_leaves() -> None:
     rows = Rows([3, 20], [9, 0], lambda *_: None, extra=4)
-    candidates = [Token(HIGH, rows.draw().numpy(), rows.draw().numpy(), 1.0, n - 2) for n in rows.length]
+    candidates = [rows.candidate(1.0, n) for n in rows.length]
     free = rows.pool.free_list.ids().tolist()
     run_step(rows, candidates, [False, False], [0.0, 0.0], [0.0, 0.0])
     rows.check(rows.tokens)
@@ -216,25 +218,18 @@ def test_nothing_leaves() -> None:
 def test_equal_thresholds_never_use_the_low_tier() -> None:
     count = 40
     rows = Rows([10] * count, [0] * count, lambda *_: None, extra=2 * count)
-    candidates = [
-        Token(HIGH, rows.draw().numpy(), rows.draw().numpy(), float(rows.rng.uniform(0, 2) / n), n - 2)
-        for n in rows.length
-    ]
+    candidates = [rows.candidate(float(rows.rng.uniform(0, 2) / n), n) for n in rows.length]
     threshold = [1.0 / n for n in rows.length]
     run_step(rows, candidates, [True] * count, threshold, threshold)
     assert not rows.low_count.any()
-    rows.check(
-        [
-            algorithm_one(tokens, candidate, n, t, t)[0]
-            for tokens, candidate, n, t in zip(rows.tokens, candidates, rows.length, threshold)
-        ]
-    )
+    given = zip(rows.tokens, candidates, rows.length, threshold, threshold)
+    rows.check([algorithm_one(*each)[0] for each in given])
 
 
 class Rewrite:
     """A random rewrite of random rows, and the tokens it should leave."""
 
-    def __init__(self, seed: int, extra: int = 200, max_pages: int | None = None, keep_share: float = 0.6) -> None:
+    def __init__(self, seed: int, extra: int = 200, max_pages: int | None = None) -> None:
         rng = np.random.default_rng(seed)
         count = 25
         high = rng.integers(0, 4 * LAYOUT.high.capacity, count).tolist()
@@ -243,7 +238,7 @@ class Rewrite:
         self.expected: list[list[Token]] = []
         keep, demoted, new = ([], []), [], ([], [])
         for row in range(count):
-            share = (0.0, 1.0, keep_share)[int(rng.integers(3))]
+            share = (0.0, 1.0, 0.6)[int(rng.integers(3))]
             after = []
             for token in rows.tokens[row]:
                 stays = bool(rng.random() < share)
@@ -262,6 +257,11 @@ class Rewrite:
         self.demoted = torch.tensor(demoted, dtype=torch.bool)
         self.new = tuple(_new_tokens(part) for part in new)
 
+    def pages_needed(self) -> int:
+        """For the tokens it should leave."""
+        counts = [(sum(t.tier == tier for t in tokens), tier) for tokens in self.expected for tier in (HIGH, LOW)]
+        return sum(-(-count // TIERS[tier].capacity) for count, tier in counts)
+
     def run(self) -> None:
         rows = self.rows
         stored = tuple(stored_tokens(rows.layer(), tier) for tier in (HIGH, LOW))
@@ -269,9 +269,7 @@ class Rewrite:
 
 
 def _new_tokens(tokens: list[tuple[int, Token]]) -> NewTokens:
-    key, value = (
-        np.array(part).reshape(-1, DIM) for part in ([t.key for _, t in tokens], [t.value for _, t in tokens])
-    )
+    key, value = np.array([(t.key, t.value) for _, t in tokens]).reshape(-1, 2, DIM).swapaxes(0, 1)
     return NewTokens.of(
         torch.tensor([row for row, _ in tokens], dtype=torch.int64),
         Given(torch.tensor(key, dtype=DTYPE), torch.tensor(value, dtype=DTYPE)),
@@ -303,13 +301,8 @@ def test_rewriting_gives_back_what_is_no_longer_needed() -> None:
 def test_pages_given_back_serve_the_same_rewrite() -> None:
     """A full pool: what some rows give up is exactly what others, or other tiers, take."""
     rewrite = Rewrite(3, extra=0)
-    capacity = rewrite.rows.pool.capacity
-    have = capacity - 1
-    need = sum(
-        -(-sum(t.tier == tier for t in tokens) // TIERS[tier].capacity)
-        for tokens in rewrite.expected
-        for tier in (HIGH, LOW)
-    )
+    have = rewrite.rows.pool.capacity - 1
+    need = rewrite.pages_needed()
     rewrite.run()
     rewrite.rows.check(rewrite.expected)
     assert rewrite.rows.pool.capacity == 1 + max(have, need)
@@ -319,13 +312,9 @@ def test_pages_given_back_serve_the_same_rewrite() -> None:
 @pytest.mark.slow
 def test_without_room_nothing_changes(missing: int) -> None:
     """With one page less than the result needs the rewrite fails before it writes; with all of them it works."""
-    have = Rewrite(2, extra=0).rows.pool.capacity - 1
-    need = sum(
-        -(-sum(t.tier == tier for t in tokens) // TIERS[tier].capacity)
-        for tokens in Rewrite(2, extra=0).expected
-        for tier in (HIGH, LOW)
-    )
-    assert need > have
+    rewrite = Rewrite(2, extra=0)
+    need = rewrite.pages_needed()
+    assert need > rewrite.rows.pool.capacity - 1
     rewrite = Rewrite(2, extra=0, max_pages=1 + need - missing)
     rows = rewrite.rows
     if not missing:
@@ -338,6 +327,5 @@ def test_without_room_nothing_changes(missing: int) -> None:
         rewrite.run()
     assert state == (rows.pool.capacity, rows.pool.free_list.state.tolist())
     after = (rows.pool.pages[: rows.pool.capacity], rows.table, rows.high_count, rows.low_count)
-    for was, now in zip(before, after):
-        assert torch.equal(was, now)
+    torch.testing.assert_close(list(after), before, rtol=0, atol=0)
     rows.check(rows.tokens)

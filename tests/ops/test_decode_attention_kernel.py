@@ -3,10 +3,12 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import interpreted  # noqa: F401
+import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from hand_decode import stored_by_hand
+from decode_cases import NARROW, NARROW_PAIRS
+from hand_pages import read_token
 
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.decode_attention import launch, reference
@@ -154,6 +156,17 @@ def relative_error(got, want):
     return float((got.float() - want.float()).norm() / want.float().norm().clamp(min=1e-30))
 
 
+def stored_by_hand(rows, row, dtype):
+    """Dense keys and values of a row's pages, high tokens then low ones, straight from the page format's definition."""
+    found, table = [], rows.page_table.view(-1, rows.width)[row]
+    for tier, layout in ((HIGH, rows.layout.high), (LOW, rows.layout.low)):
+        for token in range(int(rows.counts[tier].view(-1)[row])):
+            entry, slot = divmod(token, layout.capacity)
+            page = rows.pages[int(table[entry if tier == HIGH else rows.width - 1 - entry])]
+            found.append(read_token(page.numpy(), layout, slot, dtype)[:2])
+    return [torch.from_numpy(np.stack(part)).float() for part in zip(*found)]
+
+
 def gains(before, after):
     """What the scores of all attended tokens gained: pages [tiers][tokens] and window."""
     result = []
@@ -185,15 +198,14 @@ def untouched(before, after):
     return torch.equal(before.rows.pages[mask], after.rows.pages[mask])
 
 
-def assert_like_reference(case, *, tolerance=None, **options):
+def assert_like_reference(case, **options):
     kernel_options = {key: options.pop(key) for key in ("splits", "block", "scratch", "operand") if key in options}
-    tolerance = tolerance or TOLERANCE[case.query.dtype]
     mine, oracle = case.copy(), case.copy()
     got = run_kernel(mine, **kernel_options, **options)
     want = run_reference(oracle, **options)
     assert got.dtype == want.dtype and got.shape == want.shape
     assert torch.isfinite(got).all()
-    assert relative_error(got, want) < tolerance
+    assert relative_error(got, want) < TOLERANCE[case.query.dtype]
     expected = gains(case, oracle)
     if case.layout.high.score_bytes == 4:
         assert relative_error(gains(case, mine), expected) < 1e-3
@@ -216,16 +228,10 @@ def test_common_precisions_match_the_reference(precisions, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("numbers", [{"metadata_bits": 16, "position_bytes": 2}, {"metadata_bits": 16}], ids=str)
+@pytest.mark.parametrize("numbers", NARROW, ids=str)
 @pytest.mark.parametrize(
     "high, low",
-    [
-        (K8V4, K4V2),
-        (Precision(6, 4), Precision(5, 3)),
-        (Precision(16, 4, 1, 2), Precision(1, 8, 2, 1)),
-        (Precision(4, 2, 2, 4), Precision(3, 1, 4, 1)),
-        (Precision(4, 5, 4, 8), Precision(2, 3, 8, 8)),
-    ],
+    [*NARROW_PAIRS, (Precision(4, 5, 4, 8), Precision(2, 3, 8, 8))],
     ids=lambda precision: precision.name,
 )
 @pytest.mark.sampled(100)
@@ -381,7 +387,7 @@ def test_matches_dense_attention_in_float32(dtype, high, low):
     new, old = (segments(each.rows.pages, case.layout.high).score for each in (mine, case))
     slot = torch.arange(int(held.window_start[0]), int(held.length[0])) % held.slots
     for row in range(2):
-        keys, values = stored_by_hand(held, row)
+        keys, values = stored_by_hand(held, row, dtype)
         keys = torch.cat([keys, held.window_key[0, row, slot].float()])
         values = torch.cat([values, held.window_value[0, row, slot].float()])
         query = case.query[0].float().view(2, 3, -1)[row]

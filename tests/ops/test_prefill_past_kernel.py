@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from decode_cases import NARROW
 from hand_past import attend_prompt, hand_past
-from test_prefill_attention_kernel import TOLERANCE, assert_alike, check, poisoned_buffers, small_tiles  # noqa: F401
+from test_prefill_attention_kernel import assert_alike, check, make_inputs, poisoned_buffers, small_tiles  # noqa: F401
 from test_prefill_attention_reference import dense, past_options
 
 from hf_diffkv.config import Precision
@@ -16,14 +17,9 @@ from hf_diffkv.ops.prefill_attention import launch, tiles
 K8V4, K4V2, FULL = Precision(8, 4), Precision(4, 2), Precision(16, 16)
 
 
-def draw(batch, heads, group, length, key_dim, value_dim=None, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(length)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator).to(dtype)
-
-    query = 2 * normal(batch, heads * group, length, key_dim)
-    return query, normal(batch, heads, length, key_dim), normal(batch, heads, length, value_dim or key_dim)
+def draw(batch, heads, group, *dims, **options):
+    inputs = make_inputs(batch, heads * group, heads, *dims, **options)
+    return inputs["query"], inputs["key"], inputs["value"]
 
 
 def check_past(held, new, dtype=torch.float32, **options):
@@ -98,7 +94,7 @@ def test_precisions(high, low, small_tiles):  # noqa: F811
     check_past(hand_past([[37]], [[60]], [5], high=high, low=low, key_dim=16), draw(1, 1, 2, 5, 16))
 
 
-@pytest.mark.parametrize("numbers", [{"metadata_bits": 16, "position_bytes": 2}, {"metadata_bits": 16}], ids=str)
+@pytest.mark.parametrize("numbers", NARROW, ids=str)
 @pytest.mark.parametrize("high, low", [*PAIRS[:1], *PAIRS[6:]], ids=lambda p: f"{p.name}-{p.k_groups}{p.v_groups}")
 @pytest.mark.sampled(100)
 def test_narrow_pages(high, low, numbers, small_tiles):  # noqa: F811
@@ -116,17 +112,8 @@ def test_low_precision_models(high, dtype):
 @pytest.mark.parametrize(
     "key_dim, value_dim",
     [
-        (8, 8),
-        (16, 40),
-        (24, 16),
-        (64, 64),
-        (80, 80),
-        (96, 96),
-        (128, 64),
-        (256, 256),
-        (512, 512),
-        (72, 112),
-        (192, 128),
+        *((dim, dim) for dim in (8, 64, 80, 96, 256, 512)),
+        *((16, 40), (24, 16), (128, 64), (72, 112), (192, 128)),
     ],
 )
 @pytest.mark.sampled(100)
@@ -152,8 +139,8 @@ def test_group_sizes(group, small_tiles, monkeypatch):  # noqa: F811
     held = hand_past([[20, 40]], [[70, 1]], [7], key_dim=16)
     shared = check_past(held, draw(1, 2, group, 11, 16))
     monkeypatch.setattr(launch, "MANY_PROGRAMS", 0)
-    for left, right in zip(shared, check_past(held, draw(1, 2, group, 11, 16))):
-        assert torch.equal(left, right)
+    walked = check_past(held, draw(1, 2, group, 11, 16))
+    torch.testing.assert_close(shared, walked, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("tokens", [-1, 0, 1])
@@ -197,8 +184,7 @@ def test_strided_queries():
     query, key, value = draw(1, 2, 2, 6, 16)
     expected = check_past(held, (query, key, value))
     got = check_past(held, (query.transpose(1, 2).contiguous().transpose(1, 2), key, value))
-    for left, right in zip(expected, got):
-        assert torch.equal(left, right)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 import interpreted  # noqa: F401
 import pytest
 import torch
+from decode_cases import NARROW
 
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.backend import BACKENDS, use_backend
@@ -12,15 +13,12 @@ from hf_diffkv.precision import CODE_BITS, SUPPORTED_BITS
 PAGES = 7
 
 
-NARROW = [{"metadata_bits": 16, "position_bytes": 2}, {"metadata_bits": 16}]
-
-
 def tier_of(precision, key_dim, value_dim, element_bytes=2, **numbers):
     return PageLayout.build(precision, precision, key_dim, value_dim, element_bytes, page_bytes=4096, **numbers).high
 
 
-def make_tokens(tier, count, dtype, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+def make_tokens(tier, count, dtype):
+    generator = torch.Generator().manual_seed(0)
     count = min(count, (PAGES - 1) * tier.capacity)
     key = torch.randn(count, tier.key_dim, generator=generator).mul(5).to(dtype)
     value = torch.randn(count, tier.value_dim, generator=generator).to(dtype)
@@ -31,17 +29,44 @@ def make_tokens(tier, count, dtype, seed=0):
     return page, slot, Contents(key, value, score, position)
 
 
+def random_moves(tier):
+    """Pages of random bytes; pages and slots from where tokens move, and those to where."""
+    generator = torch.Generator().manual_seed(0)
+    pages = torch.randint(0, 256, (PAGES, tier.page_bytes), generator=generator, dtype=torch.uint8)
+    places = torch.randperm(PAGES * tier.capacity, generator=generator)
+    count = min(places.numel() // 2, 2 * launch.copy_block(tier) + 1)
+    return pages, [
+        part for place in places[: 2 * count].view(2, -1) for part in (place // tier.capacity, place % tier.capacity)
+    ]
+
+
 def poisoned(tier):
     return torch.full((PAGES, tier.page_bytes), 0xFF, dtype=torch.uint8)
 
 
-def assert_stored_alike(tier, tokens, dtype):
+def assert_stored_alike(tier, tokens, dtype, op=launch):
     pages, expected = poisoned(tier), poisoned(tier)
-    launch.store_tokens(pages, tier, *tokens, dtype)
+    op.store_tokens(pages, tier, *tokens, dtype)
     reference.store_tokens(expected, tier, *tokens, dtype)
     assert torch.equal(pages[1:], expected[1:])
     assert (pages[0] == 0xFF).all()
     return pages
+
+
+def assert_read_alike(pages, tier, tokens, dtype, op=launch):
+    read, expected = (each.load_tokens(pages, tier, *tokens[:2], dtype) for each in (op, reference))
+    for got, want in zip(read, expected):
+        assert got.dtype == torch.float32 and torch.equal(got, want)
+
+
+def assert_moved_alike(pages, tier, tokens, op=launch):
+    """The first half of the tokens go to where the others are."""
+    page, slot = (places[: len(places) // 2 * 2].view(2, -1) for places in tokens[:2])
+    moves = page[0], slot[0], page[1], slot[1]
+    expected = pages.clone()
+    op.move_tokens(pages, tier, *moves)
+    reference.move_tokens(expected, tier, *moves)
+    assert torch.equal(pages, expected)
 
 
 @pytest.mark.parametrize("numbers", NARROW, ids=str)
@@ -53,15 +78,8 @@ def test_narrow_pages_are_byte_identical_to_the_reference(bits, numbers):
         tokens = make_tokens(tier, 37, torch.float16)
         tokens[2].score[:6] = torch.tensor([0.0, 2.0**-46, 3e5, 1 + 2.0**-11, 1 + 3 * 2.0**-11, 1e-38])
         pages = assert_stored_alike(tier, tokens, torch.float16)
-        read = launch.load_tokens(pages, tier, tokens[0], tokens[1], torch.float16)
-        for got, want in zip(read, reference.load_tokens(pages, tier, tokens[0], tokens[1], torch.float16)):
-            assert torch.equal(got, want)
-        half = tokens[0].numel() // 2
-        moves = [part for half in (slice(half), slice(half, 2 * half)) for part in (tokens[0][half], tokens[1][half])]
-        expected = pages.clone()
-        launch.move_tokens(pages, tier, *moves)
-        reference.move_tokens(expected, tier, *moves)
-        assert torch.equal(pages, expected)
+        assert_read_alike(pages, tier, tokens, torch.float16)
+        assert_moved_alike(pages, tier, tokens)
 
 
 @pytest.mark.parametrize("v_bits", SUPPORTED_BITS)
@@ -70,12 +88,7 @@ def test_narrow_pages_are_byte_identical_to_the_reference(bits, numbers):
 def test_every_pair_of_bits_is_byte_identical_to_the_reference(k_bits, v_bits):
     tier = tier_of(Precision(k_bits, v_bits), 64, 64)
     tokens = make_tokens(tier, 37, torch.float16)
-    pages = assert_stored_alike(tier, tokens, torch.float16)
-
-    read = launch.load_tokens(pages, tier, tokens[0], tokens[1], torch.float16)
-    expected = reference.load_tokens(pages, tier, tokens[0], tokens[1], torch.float16)
-    for got, want in zip(read, expected):
-        assert got.dtype == torch.float32 and torch.equal(got, want)
+    assert_read_alike(assert_stored_alike(tier, tokens, torch.float16), tier, tokens, torch.float16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -96,11 +109,7 @@ def test_every_pair_of_bits_is_byte_identical_to_the_reference(k_bits, v_bits):
 def test_dims_groups_and_dtypes(precision, key_dim, value_dim, dtype):
     tier = tier_of(precision, key_dim, value_dim, dtype.itemsize)
     tokens = make_tokens(tier, 11, dtype)
-    pages = assert_stored_alike(tier, tokens, dtype)
-    read = launch.load_tokens(pages, tier, tokens[0], tokens[1], dtype)
-    expected = reference.load_tokens(pages, tier, tokens[0], tokens[1], dtype)
-    for got, want in zip(read, expected):
-        assert torch.equal(got, want)
+    assert_read_alike(assert_stored_alike(tier, tokens, dtype), tier, tokens, dtype)
 
 
 @pytest.mark.parametrize("numbers", [{}, *NARROW], ids=str)
@@ -208,14 +217,7 @@ def test_bad_inputs_are_named():
 )
 def test_moved_tokens_keep_every_byte(precision, key_dim, value_dim, element_bytes):
     tier = tier_of(precision, key_dim, value_dim, element_bytes)
-    generator = torch.Generator().manual_seed(0)
-    pages = torch.randint(0, 256, (PAGES, tier.page_bytes), generator=generator, dtype=torch.uint8)
-    places = torch.randperm(PAGES * tier.capacity, generator=generator)
-    count = min(places.numel() // 2, 2 * launch.copy_block(tier) + 1)
-    source, target = places[:count], places[count : 2 * count]
-    moves = [
-        f(place) for place in (source, target) for f in (lambda p: p // tier.capacity, lambda p: p % tier.capacity)
-    ]
+    pages, moves = random_moves(tier)
     expected, before = pages.clone(), pages.clone()
     reference.move_tokens(expected, tier, *moves)
     launch.move_tokens(pages, tier, *moves)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import os
 from dataclasses import replace
 from types import SimpleNamespace
 
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
+import interpreted  # noqa: F401
 import pytest
 import thresholds_oracle
 import torch
@@ -23,10 +21,6 @@ from hf_diffkv.pages import HIGH, LOW, FreeList, PageLayout
 from hf_diffkv.pages.rows import held_tokens
 from hf_diffkv.pages.segments import segments
 from tools.kernels.rows import given_rows
-
-triton = pytest.importorskip("triton")
-if not triton.knobs.runtime.interpret:
-    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 
 K8V4, K4V2 = Precision(8, 4), Precision(4, 2)
 WINDOW, WIDTH, PAGES = 6, 40, 200

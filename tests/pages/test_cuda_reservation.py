@@ -59,18 +59,16 @@ class FakeDriver:
         if self.unavailable:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
-    def _cuMemGetAllocationGranularity(self, out, properties, option) -> int:
+    def _cuMemGetAllocationGranularity(self, out, properties, option) -> None:
         assert (properties._obj.type, properties._obj.location.type, properties._obj.location.id) == (1, 1, 0)
         assert ctypes.sizeof(properties._obj) == 32
         out._obj.value = GRANULARITY
-        return 0
 
-    def _cuMemAddressReserve(self, out, size, alignment, address, flags) -> int:
+    def _cuMemAddressReserve(self, out, size, alignment, address, flags) -> None:
         assert size.value % GRANULARITY == 0
         self._host.append(mmap.mmap(-1, size.value))
         out._obj.value = ctypes.addressof(ctypes.c_char.from_buffer(self._host[-1]))
         self.reserved[out._obj.value] = size.value
-        return 0
 
     def _cuMemCreate(self, out, size, properties, flags) -> int:
         assert size.value % GRANULARITY == 0
@@ -80,34 +78,29 @@ class FakeDriver:
         self.handles[out._obj.value] = size.value
         return 0
 
-    def _cuMemMap(self, start, size, offset, handle, flags) -> int:
+    def _cuMemMap(self, start, size, offset, handle, flags) -> None:
         assert self.handles[handle.value] == size.value and offset.value == 0
         base = max(address for address in self.reserved if address <= start.value)
         assert start.value + size.value <= base + self.reserved[base]
         assert all(start.value >= at + length or at >= start.value + size.value
                    for at, (length, _) in self.mappings.items())  # fmt: skip
         self.mappings[start.value] = (size.value, handle.value)
-        return 0
 
-    def _cuMemSetAccess(self, start, size, access, count) -> int:
+    def _cuMemSetAccess(self, start, size, access, count) -> None:
         assert self.mappings[start.value][0] == size.value and count.value == 1
         assert (access._obj.location.type, access._obj.location.id, access._obj.flags) == (1, 0, 3)
         self.accessible.add(start.value)
-        return 0
 
-    def _cuMemUnmap(self, start, size) -> int:
+    def _cuMemUnmap(self, start, size) -> None:
         assert self.mappings.pop(start.value)[0] == size.value
         self.accessible.discard(start.value)
-        return 0
 
-    def _cuMemRelease(self, handle) -> int:
+    def _cuMemRelease(self, handle) -> None:
         del self.handles[handle.value]
-        return 0
 
-    def _cuMemAddressFree(self, address, size) -> int:
+    def _cuMemAddressFree(self, address, size) -> None:
         assert self.reserved.pop(address.value) == size.value
         assert not any(address.value <= start < address.value + size.value for start in self.mappings)
-        return 0
 
 
 @pytest.fixture

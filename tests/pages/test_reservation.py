@@ -91,10 +91,6 @@ def test_commit_never_shrinks(kind: type[Reservation]) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 def test_mapped_memory_grows_in_place_and_costs_what_is_touched() -> None:
-    def resident() -> int:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
     before = resident()
     memory = MappedReservation(CPU)
     address = memory.tensor.data_ptr()

@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,12 @@ def tiers(store: PrefixStore) -> dict[str, int]:
     return {tier: found.count(tier) for tier in set(found)}
 
 
+def settled(store: PrefixStore) -> dict[str, int]:
+    """The same once nothing is under way."""
+    store.flush()
+    return tiers(store)
+
+
 class Gate:
     """In place of a method of all objects of a class: calls wait until it is opened."""
 
@@ -85,19 +92,16 @@ def test_above_90_percent_the_coldest_move_down(stage: Stage) -> None:
     store = stage.store(room=20, host=10)
     store.start()
     stage.insert(store, *range(18))
-    store.flush()
-    assert tiers(store) == {"device": 18} and store.stats.offloaded == 0
+    assert settled(store) == {"device": 18} and store.stats.offloaded == 0
     store.lookup(stage.ids(0))
     store.look_ahead([stage.ids(1)])
     stage.insert(store, 18, 19)
-    store.flush()
-    assert tiers(store) == {"device": 18, "host": 2} and store.stats.offloaded == 2
+    assert settled(store) == {"device": 18, "host": 2} and store.stats.offloaded == 2
     held = {name: store.look_ahead([stage.ids(name)], load=False)[0].tier for name in range(20)}
     assert [name for name in held if held[name] == "host"] == [2, 3]
     stage.insert(store, *range(20, 30))
-    store.flush()
     # the host keeps nine of ten as well
-    assert tiers(store) == {"device": 18, "host": 9, "disk": 3}
+    assert settled(store) == {"device": 18, "host": 9, "disk": 3}
     store.stop()
     for name in range(30):
         assert store.lookup(stage.ids(name)).get_seq_length() == LENGTH
@@ -113,8 +117,7 @@ def test_nobody_waits_for_a_file_that_is_written(stage: Stage, monkeypatch: pyte
     assert store.lookup(stage.ids(0)).get_seq_length() == LENGTH
     assert tiers(store) == {"device": 10}
     gate.open.set()
-    store.flush()
-    assert tiers(store) == {"device": 9, "disk": 1}
+    assert settled(store) == {"device": 9, "disk": 1}
     resident = [store.look_ahead([stage.ids(name)], load=False)[0].resident for name in range(3)]
     assert resident == [True, False, True]
 
@@ -162,27 +165,21 @@ def damage(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path.write_bytes(path.read_bytes()[:-9])
 
 
-def fail(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreadable(self: FolderTier, name: str) -> None:
-        raise OSError("the disk is gone")
+def fails(error: Exception, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(self: FolderTier, name: str) -> None:
+        raise error
 
-    monkeypatch.setattr(FolderTier, "get", unreadable)
-
-
-def break_down(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: FolderTier, name: str) -> None:
-        raise RuntimeError("nobody thought of this")
-
-    monkeypatch.setattr(FolderTier, "get", broken)
+    monkeypatch.setattr(FolderTier, "get", get)
 
 
 @pytest.mark.parametrize(
     ("spoil", "message", "left"),
     [
         (damage, "damaged and is removed", 0),
-        (fail, "the disk is gone", 1),
-        (break_down, "could not be moved", 1),
+        (partial(fails, OSError("the disk is gone")), "the disk is gone", 1),
+        (partial(fails, RuntimeError("nobody thought of this")), "could not be moved", 1),
     ],
+    ids=["damaged", "unreadable", "broken"],
 )
 def test_what_cannot_be_loaded_is_logged_and_computed(
     stage: Stage,
@@ -225,11 +222,9 @@ def test_what_cannot_be_written_stays_in_memory(
         assert len(caplog.records) == 1 and "no space left" in caplog.text
     assert tiers(store) == {"device": 10}
     store.lookup(stage.ids(3))
-    store.flush()
-    assert tiers(store) == {"device": 10} and store.stats.offloaded == 0
+    assert settled(store) == {"device": 10} and store.stats.offloaded == 0
     stage.insert(store, 10)
-    store.flush()
-    assert tiers(store) == {"device": 9, "disk": 2}
+    assert settled(store) == {"device": 9, "disk": 2}
 
 
 def test_stopping_waits_for_what_is_written(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,8 +247,7 @@ def test_stopping_waits_for_what_is_written(stage: Stage, monkeypatch: pytest.Mo
     store.stop()
     store.start()
     stage.insert(store, 10)
-    store.flush()
-    assert tiers(store) == {"device": 9, "disk": 2}
+    assert settled(store) == {"device": 9, "disk": 2}
     thread = store._background._thread
     stage.made.clear()
     del store
@@ -285,8 +279,7 @@ def test_what_was_brought_up_goes_when_nobody_waits_for_it(
     store = stage.store(room=3)
     store.start()
     stage.insert(store, 0, 1, 2)
-    store.flush()
-    assert tiers(store) == {"device": 2, "disk": 1}
+    assert settled(store) == {"device": 2, "disk": 1}
     gate = Gate(monkeypatch, FolderTier, "get")
     store.look_ahead([stage.ids(0)])
     assert gate.reached.wait(PATIENCE)
@@ -312,8 +305,7 @@ def test_what_was_used_while_it_moved_is_tried_again(stage: Stage, monkeypatch: 
     used = [store.lookup(stage.ids(name)) for name in (1, 2)]
     store.lookup(stage.ids(0))
     gate.open.set()
-    store.flush()
-    assert tiers(store) == {"device": 2, "host": 1}
+    assert settled(store) == {"device": 2, "host": 1}
     assert [cache.get_seq_length() for cache in used] == [LENGTH] * 2
 
 
@@ -324,11 +316,9 @@ def test_what_found_no_room_below_is_tried_again(stage: Stage) -> None:
     assert tiers(store) == {"device": 3, "host": 2}
     store.look_ahead([stage.ids(0), stage.ids(1)], load=False)
     store.start()
-    store.flush()
-    assert tiers(store) == {"device": 3, "host": 2}
+    assert settled(store) == {"device": 3, "host": 2}
     store.look_ahead([])
-    store.flush()
-    assert tiers(store) == {"device": 2, "host": 1, "disk": 2}
+    assert settled(store) == {"device": 2, "host": 1, "disk": 2}
 
 
 def test_threads_and_the_background(stage: Stage) -> None:

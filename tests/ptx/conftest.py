@@ -39,24 +39,18 @@ def poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoned)
 
 
-@pytest.fixture(params=["sm_80", "sm_90"] if ALL else ["sm_80"])
-def emulator(
-    request: pytest.FixtureRequest, compiler_for: Callable[[str], Compiler], poisoned_buffers: None
-) -> Iterator[Emulator]:
-    """Launches are executed from compiled code."""
-    with Emulator(compiler_for(request.param)).active() as made:
-        yield made
+def emulator_of(targets: list[str]) -> Callable:
+    """A fixture by which launches are executed from compiled code."""
+
+    @pytest.fixture(params=targets)
+    def emulator(
+        request: pytest.FixtureRequest, compiler_for: Callable[[str], Compiler], poisoned_buffers: None
+    ) -> Iterator[Emulator]:
+        with Emulator(compiler_for(request.param)).active() as made:
+            yield made
+
+    return emulator
 
 
-@pytest.fixture
-def ampere(compiler_for: Callable[[str], Compiler], poisoned_buffers: None) -> Iterator[Emulator]:
-    """The same, for sm_80 alone."""
-    with Emulator(compiler_for("sm_80")).active() as made:
-        yield made
-
-
-@pytest.fixture
-def hopper(compiler_for: Callable[[str], Compiler], poisoned_buffers: None) -> Iterator[Emulator]:
-    """The same, for sm_90 alone."""
-    with Emulator(compiler_for("sm_90")).active() as made:
-        yield made
+emulator = emulator_of(["sm_80", "sm_90"] if ALL else ["sm_80"])
+ampere, hopper = emulator_of(["sm_80"]), emulator_of(["sm_90"])

@@ -80,7 +80,6 @@ def check(case: Case, splits: int | None = 3, **options: object) -> torch.Tensor
         (Precision(16, 8), Precision(2, 16), 64, 4, torch.bfloat16),
     ],
 )
-@pytest.mark.sampled(100)
 @pytest.mark.slow
 def test_levels_and_window(high, low, dim, group, dtype, emulator) -> None:
     check(make_case(*ROWS, high=high, low=low, key_dim=dim, group=group, dtype=dtype))

@@ -7,8 +7,17 @@ import torch
 from selection import cases
 from test_append import CPU, rotated_by_hand, state
 from test_append import assert_alike as assert_appended_alike
-from test_compact_kernel import K4V2, K8V4, State, assert_alike, assert_steps_alike, run_kernel, small_layout
-from test_quantize_kernel import assert_stored_alike, make_tokens, tier_of
+from test_compact_kernel import (
+    K4V2,
+    K8V4,
+    State,
+    assert_alike,
+    assert_steps_alike,
+    run_kernel,
+    small_layout,
+    unservable,
+)
+from test_quantize_kernel import assert_stored_alike, make_tokens, random_moves, tier_of
 
 from hf_diffkv.config import Precision
 from hf_diffkv.ops.append import launch as append
@@ -64,14 +73,7 @@ def test_tokens_are_stored_and_read(precision, dim, dtype, emulator) -> None:
 )
 def test_tokens_are_copied(precision, key_dim, value_dim, emulator) -> None:
     tier = tier_of(precision, key_dim, value_dim)
-    pages = torch.randint(0, 256, (7, tier.page_bytes), generator=torch.Generator().manual_seed(0)).byte()
-    places = torch.randperm(7 * tier.capacity, generator=torch.Generator().manual_seed(1))
-    count = min(places.numel() // 2, 2 * launch.copy_block(tier) + 1)
-    moves = [
-        f(x)
-        for x in places[: 2 * count].view(2, -1)
-        for f in (lambda p: p // tier.capacity, lambda p: p % tier.capacity)
-    ]
+    pages, moves = random_moves(tier)
     expected = pages.clone()
     reference.move_tokens(expected, tier, *moves)
     launch.move_tokens(pages, tier, *moves)
@@ -122,7 +124,6 @@ def test_tokens_are_rotated_and_appended(emulator) -> None:
         (FULL, K8V4, 80, torch.float32),
     ],
 )
-@pytest.mark.sampled(100)
 @pytest.mark.slow
 def test_levels_are_compacted(high, low, dim, dtype, emulator) -> None:
     layout = small_layout(high, low, dim, dim, 4096, dtype.itemsize)
@@ -134,7 +135,6 @@ def test_levels_are_compacted(high, low, dim, dtype, emulator) -> None:
 
 
 @cases("order", ["ascending", "descending"], ["random"])
-@pytest.mark.sampled(100)
 @pytest.mark.slow
 def test_many_blocks_of_rows_in_any_order(order, emulator) -> None:
     """More rows than one block plans, and rows that are searched in splits."""
@@ -153,11 +153,7 @@ def test_many_blocks_of_rows_in_any_order(order, emulator) -> None:
 
 
 def test_a_round_that_cannot_be_served_is_called_off(emulator) -> None:
-    layout = small_layout()
-    full = layout.high.capacity
-    made = State(layout, [full, full, 3], [0, 0, 0], seed=9, scores=1e6)
-    candidates = made.candidates(mean=[2.0, 2.0, 2.0])
-    made.free_list.state[1] = 1
+    made, candidates = unservable("free list")
     before = made.clone()
     assert int(run_kernel(made, candidates, made.thresholds())) == 1
     assert_alike(made, before)

@@ -84,7 +84,6 @@ def test_a_long_compressed_past(dim, dtype, emulator) -> None:
         (Precision(8, 4, 4, 4), Precision(4, 2, 4, 4), 128, torch.bfloat16, "both levels and a window"),
     ],
 )
-@pytest.mark.sampled(100)
 @pytest.mark.slow
 def test_a_compressed_past(high, low, dim, dtype, rows, emulator, monkeypatch) -> None:
     monkeypatch.setattr(launch, "choose_splits", lambda *_: 2)
@@ -138,5 +137,5 @@ def test_the_order_of_blocks_does_not_matter(order, emulator, monkeypatch) -> No
     new = draw(1, 2, 2, 70, 64, dtype=torch.float16)
     first = attend_prompt(launch.prefill_attention, *new, scaling=0.125, past=held[0])
     emulator.order = order
-    for mine, expected in zip(attend_prompt(launch.prefill_attention, *new, scaling=0.125, past=held[0]), first):
-        assert torch.equal(mine, expected)
+    second = attend_prompt(launch.prefill_attention, *new, scaling=0.125, past=held[0])
+    torch.testing.assert_close(second, first, rtol=0, atol=0)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from simulated_storage import adapted_round_trip
 from test_compressed import Pair, left_padding
+from test_rotated import noted_draws
 from test_shared import SharedPair
 from torch import Tensor
 
@@ -42,12 +43,6 @@ class DirectedPair(Directed, Pair):
     token_tolerance = 1e-5
 
 
-class NotingPair(DirectedPair):
-    def draw(self, heads: int, tokens: int) -> Tensor:
-        self.drawn = [*getattr(self, "drawn", []), super().draw(heads, tokens)]
-        return self.drawn[-1]
-
-
 class DirectedShared(Directed, SharedPair):
     token_tolerance = 1e-5
 
@@ -78,8 +73,7 @@ def test_only_keys_of_few_bits_that_a_prompt_stores_change() -> None:
             config = DiffKVConfig(high, high, window=8, sinks=0, adaptive_rounding=adaptive, **UNIFORM)
             pair = DirectedPair(config, 1, heads=2, group=2, dim=16)
             pair.forward(40)
-            for _ in range(12):
-                pair.forward(1)
+            pair.steps(12)
             found.append(read_tokens(pair.store, 0))
     plain_eight, plain_four, eight, four = found
     assert torch.equal(plain_eight.keys, eight.keys)
@@ -93,9 +87,10 @@ def test_logits_of_the_prompts_queries_change_less() -> None:
     errors = {}
     for adaptive in (False, True):
         config = DiffKVConfig(Precision(4, 4), Precision(4, 4), window=8, adaptive_rounding=adaptive, **UNIFORM)
-        pair = NotingPair(config, 2, heads=2, group=2, dim=16)
+        pair = DirectedPair(config, 2, heads=2, group=2, dim=16)
+        drawn = noted_draws(pair)
         pair.forward(300)
-        query, key, _ = pair.drawn
+        query, key, _ = drawn
         wrong = read_tokens(pair.store, 0).keys.double() - key
         errors[adaptive] = float((query.unflatten(1, (2, 2)) @ wrong[:, :, None].mT).square().mean())
     assert errors[True] < 0.8 * errors[False]
@@ -107,12 +102,12 @@ def tier_of(name: str, dim: int, metadata_bits: int = 16) -> TierLayout:
     return PageLayout.build(precision, precision, dim, dim, 2, page_bytes=4096, **numbers).high
 
 
-def keys_and_queries(dim: int, dtype: torch.dtype, rows: int = 3) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys [n, dim] and their rows, and queries [1, rows, 70, dim] whose channels belong together."""
+def keys_and_queries(dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys [n, dim] and their rows, and queries [1, 3, 70, dim] whose channels belong together."""
     generator = torch.Generator().manual_seed(dim)
     mixed = torch.randn(dim, dim, generator=generator) * torch.logspace(1, -1, dim)
-    query = torch.randn(1, rows, 70, dim, generator=generator) @ mixed
-    row = torch.arange(rows).repeat_interleave(torch.tensor([21, 1, 16]))
+    query = torch.randn(1, 3, 70, dim, generator=generator) @ mixed
+    row = torch.arange(3).repeat_interleave(torch.tensor([21, 1, 16]))
     key = torch.randn(row.numel(), dim, generator=generator) + torch.linspace(-1, 1, dim)
     key[3], key[4], key[5, 0] = 0.25, 0.0, 100.0
     return key.to(dtype), row, query

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from given_stores import new_store
+from given_stores import attend, begin, new_store
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -19,7 +19,7 @@ from hf_diffkv.ops.prefill_attention import prefill_attention
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages import PageLayout
 from hf_diffkv.pages.reserve import Reservation
-from hf_diffkv.store import Store, attend_token, attend_tokens, begin_forward, check_integrity, payload, select_rows
+from hf_diffkv.store import Store, check_integrity, payload, select_rows
 
 TOKENS, HEADS, LAYERS, DIM, SINKS = 4096, 2, 2, 128, 4
 CPU = torch.device("cpu")
@@ -55,11 +55,6 @@ def draw(tokens: int, seed: int, heads: int = HEADS, dim: int = DIM, batch: int 
     return torch.randn(3, batch, heads, tokens, dim, generator=generator).to(torch.bfloat16)
 
 
-def forward(store: Store, layer: int, states: Tensor) -> Tensor:
-    attend = attend_token if states.shape[3] == 1 and store.seen > 1 else attend_tokens
-    return attend(store, layer, *states, softmax=Softmax(states.shape[-1] ** -0.5))
-
-
 def run_cache(cache: DiffKVCache, tokens: int, seed: int) -> None:
     for layer in range(LAYERS):
         query, key, value = draw(tokens, seed + layer)
@@ -76,8 +71,7 @@ def model_config() -> LlamaConfig:
 def medians() -> tuple[tuple[float, ...], ...]:
     """Per layer and head the alpha_high that half the tokens outside the window reach."""
     store = new_store(DiffKVConfig(alpha_high=1e9), LAYERS, 1, HEADS, DIM, DIM, torch.bfloat16, CPU)
-    begin_forward(store, TOKENS)
-    store.padding.append(TOKENS, None)
+    begin(store, TOKENS)
     outside = slice(SINKS, TOKENS - 64)
     position = torch.arange(TOKENS)[outside]
     result = []
@@ -101,27 +95,27 @@ def check_bytes(cache: DiffKVCache, share: float) -> None:
     assert pages + window < report.bytes < pages + window + 0.005 * dense
 
 
-def test_half_high_half_low_is_under_36_percent_of_dense() -> None:
-    cache = DiffKVCache(model_config(), alpha_high=medians(), alpha_low=0.0)
+def check_prompt_and_steps(alpha_high: object, share: float) -> dict[str, int]:
+    """Bytes after a prompt and after steps; returns how many tokens the prompt left at each level."""
+    cache = DiffKVCache(model_config(), alpha_high=alpha_high, alpha_low=0.0)
     run_cache(cache, TOKENS, seed=0)
     counts = cache.memory().tokens
-    assert counts["pruned"] == 0 and counts["window"] == (SINKS + 64) * LAYERS * HEADS
-    assert abs(counts["high"] - counts["low"]) <= 0.01 * counts["high"]
-    check_bytes(cache, 0.36)
+    check_bytes(cache, share)
     for step in range(3):
         run_cache(cache, 1, seed=100 + LAYERS * step)
-    check_bytes(cache, 0.36)
+    check_bytes(cache, share)
     cache.check_integrity()
+    return counts
+
+
+def test_half_high_half_low_is_under_36_percent_of_dense() -> None:
+    counts = check_prompt_and_steps(medians(), 0.36)
+    assert counts["pruned"] == 0 and counts["window"] == (SINKS + 64) * LAYERS * HEADS
+    assert abs(counts["high"] - counts["low"]) <= 0.01 * counts["high"]
 
 
 def test_low_alone_is_under_26_percent_of_dense() -> None:
-    cache = DiffKVCache(model_config(), alpha_high=1e9, alpha_low=0.0)
-    run_cache(cache, TOKENS, seed=0)
-    assert cache.memory().tokens["high"] == 0
-    check_bytes(cache, 0.26)
-    for step in range(3):
-        run_cache(cache, 1, seed=100 + LAYERS * step)
-    check_bytes(cache, 0.26)
+    assert check_prompt_and_steps(1e9, 0.26)["high"] == 0
 
 
 @pytest.mark.parametrize(
@@ -150,10 +144,9 @@ def small_store(batch: int = 2, **options) -> Store:
 
 
 def run(store: Store, tokens: int, seed: int) -> None:
-    begin_forward(store, tokens)
-    store.padding.append(tokens, None)
+    begin(store, tokens)
     for layer in range(store.num_layers):
-        forward(store, layer, 3 * draw(tokens, 2 * seed + layer, 2, 8, store.batch_size))
+        attend(store, layer, 3 * draw(tokens, 2 * seed + layer, 2, 8, store.batch_size), Softmax(8**-0.5))
 
 
 def pages_needed(store: Store) -> int:

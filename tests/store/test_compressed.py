@@ -64,8 +64,8 @@ class Pair:
             batch,
             heads,
             dim,
-            high=_sim(config.high),
-            low=_sim(config.low),
+            high=SimPrecision.of(config.high),
+            low=SimPrecision.of(config.low),
             alpha_high=list(alpha_high) if isinstance(alpha_high, tuple) else alpha_high,
             alpha_low=list(alpha_low) if isinstance(alpha_low, tuple) else alpha_low,
             window=config.window,
@@ -144,6 +144,11 @@ class Pair:
         sums = self.simulation.sums() * self.store.config.selects
         torch.testing.assert_close(tokens.score, sums, rtol=self.score_tolerance, atol=1e-6)
 
+    def steps(self, count: int) -> None:
+        """Forwards of one token."""
+        for _ in range(count):
+            self.forward(1)
+
     def follow(self, *tokens: int, valid: torch.Tensor | None = None) -> None:
         """Forwards of so many tokens, each compared; `valid` is of the first."""
         for count in tokens:
@@ -156,10 +161,6 @@ class Pair:
         held = self.simulation.levels()
         counts = {level: int((held == level).sum()) for level in levels}
         assert min(counts.values()) > least, counts
-
-
-def _sim(precision: Precision) -> SimPrecision:
-    return SimPrecision(precision.k_bits, precision.v_bits, precision.k_groups, precision.v_groups)
 
 
 def left_padding(lengths: tuple[int, ...]) -> torch.Tensor:
@@ -201,8 +202,7 @@ def test_low_precision_models(dtype: torch.dtype, prompts: str, steps: str) -> N
         pair.output_tolerance = 5 * 2**-13
         pair.score_tolerance = 2**-11
     with nullcontext() if steps == "digits" or library.library() is None else library.use_instructions("portable"):
-        for _ in range(40):
-            pair.forward(1)
+        pair.steps(40)
     pair.compare()
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from given_stores import new_store
+from given_stores import attend, begin, new_store
 from host_reads import HostReads
+from test_compressed import left_padding
 from tiny_models import tiny_model
 from torch import Tensor
 
@@ -17,16 +18,7 @@ from hf_diffkv.compat import passing
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages import PagePool
-from hf_diffkv.store import (
-    Store,
-    attend_token,
-    attend_tokens,
-    begin_forward,
-    check_integrity,
-    payload,
-    read_tokens,
-    select_rows,
-)
+from hf_diffkv.store import Store, check_integrity, payload, read_tokens, select_rows
 
 CPU = torch.device("cpu")
 FULL = Precision(16, 16)
@@ -61,17 +53,17 @@ class Run:
         return normal(self.heads * self.group, 2.0), normal(self.heads, 1.0), normal(self.heads, 1.0)
 
     def attend(self, layer: int, states: tuple[Tensor, Tensor, Tensor], valid: Tensor | None = None) -> Tensor:
-        if states[0].shape[2] == 1 and self.store.seen > 1:
-            valid = None if valid is None else valid[:, 0]
-            return attend_token(self.store, layer, *states, softmax=Softmax(self.dim**-0.5), valid=valid)
-        return attend_tokens(self.store, layer, *states, softmax=Softmax(self.dim**-0.5), valid=valid)
+        return attend(self.store, layer, states, Softmax(self.dim**-0.5), valid)
+
+    def steps(self, count: int, check: bool = True) -> None:
+        for _ in range(count):
+            self.forward(1, check=check)
 
     def forward(self, tokens: int, valid: Tensor | None = None, check: bool = True) -> list[tuple[Tensor, ...]]:
         """Runs all layers; returns what they were fed."""
         store, fed = self.store, []
         before = [read_tokens(store, layer) if store.seen else None for layer in range(store.num_layers)]
-        begin_forward(store, tokens)
-        store.padding.append(tokens, valid)
+        begin(store, tokens, valid)
         for layer in range(store.num_layers):
             states = self.draw(tokens)
             fed.append(states)
@@ -129,10 +121,6 @@ def dense(query: Tensor, key: Tensor, value: Tensor, present: Tensor, real: Tens
     return output, received
 
 
-def left_padding(lengths: tuple[int, ...]) -> Tensor:
-    return torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]
-
-
 @pytest.mark.parametrize("tokens", [65, 100, 512, 1111, 4000])
 def test_fault_1_prompt_scores_stay_with_their_tokens(tokens: int) -> None:
     """Sums, keys and values of every stored token are its own, whatever level it was sorted to."""
@@ -153,8 +141,7 @@ def test_fault_2_ragged_batches_with_lengths_that_are_multiples_of_64(padding_si
     valid = left_padding((64, 128, 192, 100, 1, 63, 65, 256))
     run = Run(batch=8, alpha_high=1.0, alpha_low=0.5)
     run.forward(256, valid if padding_side == "left" else valid.flip(-1))
-    for _ in range(3):
-        run.forward(1)
+    run.steps(3)
     check_integrity(run.store)
 
 
@@ -162,8 +149,7 @@ def test_fault_2_ragged_batches_with_lengths_that_are_multiples_of_64(padding_si
 def test_fault_3_more_than_5760_tokens_in_a_head() -> None:
     run = Run(heads=1, dim=8, alpha_high=1.0, alpha_low=0.0)
     run.forward(6200)
-    for _ in range(5):
-        run.forward(1)
+    run.steps(5)
     run.forward(3)
     assert int((run.store.high_count + run.store.low_count).min()) > 5760
 
@@ -199,8 +185,7 @@ def test_fault_5_prompts_shorter_than_alpha_high_tokens(tokens: int) -> None:
     run.forward(tokens)
     assert payload(run.store).high.sum() == 0
     assert (payload(run.store).low == tokens - 1).all()
-    for _ in range(6):
-        run.forward(1)
+    run.steps(6)
     check_integrity(run.store)
 
 
@@ -223,8 +208,7 @@ def test_fault_7_a_prompt_reserves_pages_layer_by_layer_and_as_needed(alpha_high
     run = Run(batch=2, layers=4, alpha_high=alpha_high, alpha_low=alpha_low, window=8, page_bytes=512)
     store = run.store
     valid = left_padding((300, 120))
-    begin_forward(store, 300)
-    store.padding.append(300, valid)
+    begin(store, 300, valid)
     for layer in range(4):
         run.attend(layer, run.draw(300), valid)
         assert store.pool.capacity == 1 + run.pages(slice(layer + 1))
@@ -237,13 +221,11 @@ def test_fault_8_pages_are_given_back_during_generation() -> None:
     run = Run(batch=3, alpha_high=1.0, alpha_low=0.6, window=4, page_bytes=512)
     store = run.store
     run.forward(200)
-    for _ in range(20):
-        run.forward(1)
+    run.steps(20)
     free, held = store.pool.free_list.free, run.pages()
     query, key, value = run.draw(400)
     query[:], key[:], key[:, :, 0] = 4.0, -1.0, 1.0
-    begin_forward(store, 400)
-    store.padding.append(400, None)
+    begin(store, 400)
     run.attend(0, (query, key, value))
     assert run.pages() < 0.8 * held
     assert store.pool.free_list.free == free + held - run.pages()
@@ -253,8 +235,7 @@ def test_fault_8_pages_are_given_back_during_generation() -> None:
     select_rows(store, torch.tensor([1]))
     assert run.pages() < held
     assert store.pool.free_list.free == capacity - 1 - run.pages()
-    for _ in range(100):
-        run.forward(1, check=False)
+    run.steps(100, check=False)
     assert store.pool.capacity == capacity
     check_integrity(store)
 
@@ -295,8 +276,7 @@ def test_fault_9_no_host_reads_between_two_refreshes(
 def test_fault_10_head_dims(dim: int) -> None:
     run = Run(batch=2, dim=dim, alpha_high=1.0, alpha_low=0.5, window=4)
     run.forward(60, left_padding((60, 31)))
-    for _ in range(5):
-        run.forward(1)
+    run.steps(5)
     assert all((read_tokens(run.store, 0).levels == level).any() for level in (0, 1, 2, 3))
 
 
@@ -304,8 +284,7 @@ def test_fault_10_head_dims(dim: int) -> None:
 def test_fault_10_group_sizes(group: int) -> None:
     run = Run(batch=2, group=group, alpha_high=1.0, alpha_low=0.5, window=4)
     run.forward(60, left_padding((60, 31)))
-    for _ in range(5):
-        run.forward(1)
+    run.steps(5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -328,7 +307,6 @@ def test_fault_10_chunks_of_a_prompt_and_repeated_rows() -> None:
         run.forward(tokens)
     select_rows(run.store, torch.tensor([0, 0, 0, 1]))
     for index in ([0, 1, 1, 3], [3, 2, 0, 0]):
-        for _ in range(4):
-            run.forward(1)
+        run.steps(4)
         select_rows(run.store, torch.tensor(index))
         check_integrity(run.store)

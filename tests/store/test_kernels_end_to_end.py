@@ -36,12 +36,10 @@ def test_prompt_steps_and_turn(high: Precision, low: Precision) -> None:
     with use_backend("kernels"):
         pair.forward(70, left_padding((70, 33)))
         pair.compare_levels()
-        for _ in range(12):
-            pair.forward(1)
+        pair.steps(12)
         pair.compare_levels()
         pair.forward(9, torch.tensor([[True] * 9, [False] * 4 + [True] * 5]))
-        for _ in range(3):
-            pair.forward(1)
+        pair.steps(3)
         pair.compare_levels()
         select_rows(pair.store, torch.tensor([1, 1, 0]))
     assert pair.store.batch_size == 3
@@ -61,8 +59,7 @@ def test_rotated_rows_and_sinks(sinks: int, window: int, lengths: tuple[int, int
             pair.compare_levels()
         pair.forward(40, torch.tensor([[True] * 40, [False] * 4 + [True] * 36]))
         pair.compare_levels()
-        for _ in range(3):
-            pair.forward(1)
+        pair.steps(3)
         pair.compare_levels()
     assert_offsets(pair)
     assert held_offset(pair).abs().amax() > 1
@@ -74,7 +71,6 @@ def test_rotated_rows_and_sinks(sinks: int, window: int, lengths: tuple[int, int
     [("h2o", {"minimum": 4}, H2O(minimum=4)), ("share", {"prune": 0.3}, Share(0, prune=0.3))],
     ids=["h2o", "share"],
 )
-@pytest.mark.sampled(100)
 @pytest.mark.slow
 def test_thresholds_that_policies_set(policy: str, options: dict, rule: Rule) -> None:
     config = DiffKVConfig(policy=policy, policy_options=options, window=8, page_bytes=1024)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from dense_simulation import HIGH, LOW, PRUNED, WINDOW, Head, Rule
+from given_stores import attend, begin
 from test_compressed import Pair, left_padding
 from test_policies import CASES, PLACE, config_of
 from tiny_models import ragged_prompts, tiny_model
@@ -18,7 +19,7 @@ from hf_diffkv.compat import passing
 from hf_diffkv.native.library import library
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import attend_token, attend_tokens, begin_forward, read_tokens
+from hf_diffkv.store import read_tokens
 from hf_diffkv.store.read import LayerTokens
 
 PIN = (20, 85)
@@ -90,15 +91,9 @@ def test_narrow_numbers_hold_the_largest_sum(backend: str) -> None:
     config = DiffKVConfig(**options, pin=(3, 40), window=8, sinks=2)
     pair = Pair(config, 1, heads=2, group=2, dim=32, dtype=torch.float32)
     with use_backend(backend):
-        begin_forward(pair.store, 44)
-        pair.store.padding.append(44, None)
-        draw = [pair.draw(heads, 44) for heads in (4, 2, 2)]
-        attend_tokens(pair.store, 0, *draw, softmax=Softmax(0.2))
-        for _ in range(30):
-            begin_forward(pair.store, 1)
-            pair.store.padding.append(1, None)
-            step = [pair.draw(heads, 1) for heads in (4, 2, 2)]
-            attend_token(pair.store, 0, *step, softmax=Softmax(0.2))
+        for tokens in (44, *[1] * 30):
+            begin(pair.store, tokens)
+            attend(pair.store, 0, [pair.draw(heads, tokens) for heads in (4, 2, 2)], Softmax(0.2))
     levels = read_tokens(pair.store, 0).levels[0]
     expected = torch.full((74,), PRUNED, dtype=torch.int8)
     expected[3:40], expected[:2], expected[-8:] = HIGH, WINDOW, WINDOW

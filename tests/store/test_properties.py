@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from given_stores import new_store
+from given_stores import attend, begin, new_store
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from runs import contents
 from tiny_models import tiny_model
 
 from hf_diffkv import DiffKVCache
 from hf_diffkv.compat import passing
 from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import (
-    Store,
-    attend_token,
-    attend_tokens,
-    begin_forward,
-    check_integrity,
-    levels,
-    read_tokens,
-    select_rows,
-)
+from hf_diffkv.store import Store, begin_forward, check_integrity, levels, read_tokens, select_rows
 
 HEADS, GROUP, DIM = 2, 2, 8
 SETTINGS = settings(max_examples=40, stateful_step_count=15, derandomize=True, deadline=None, database=None)
@@ -44,11 +36,8 @@ def snapshot(store: Store) -> dict[str, object]:
 def assert_same(before: dict[str, object], after: dict[str, object]) -> None:
     assert before["capacity"] == after["capacity"]
     assert torch.equal(before["free"], after["free"])
-    for was, now in zip(before["counts"], after["counts"]):
-        assert torch.equal(was, now)
-    for was, now in zip(before["tokens"], after["tokens"]):
-        for a, b in zip(was, now):
-            assert torch.equal(a, b)
+    for was, now in zip((before["counts"], *before["tokens"]), (after["counts"], *after["tokens"]), strict=True):
+        assert all(map(torch.equal, was, now))
 
 
 def check_pages(store: Store) -> None:
@@ -121,18 +110,12 @@ class StoreMachine(RuleBasedStateMachine):
         generator = torch.Generator().manual_seed(seed)
         valid = torch.rand(store.batch_size, tokens, generator=generator) >= share if share else None
         before = snapshot(store) if store.pool.max_pages is not None else None
-        seen = store.seen
         try:
             begin_forward(store, tokens)
             for layer in range(store.num_layers):
                 query = 3 * torch.randn(store.batch_size, HEADS * GROUP, tokens, DIM, generator=generator)
-                key, value = torch.randn(2, store.batch_size, HEADS, tokens, DIM, generator=generator)
-                if tokens == 1 and seen > 0:
-                    one = None if valid is None else valid[:, 0]
-                    output = attend_token(store, layer, query, key, value, softmax=Softmax(0.4), valid=one)
-                else:
-                    output = attend_tokens(store, layer, query, key, value, softmax=Softmax(0.4), valid=valid)
-                assert output.isfinite().all()
+                states = (query, *torch.randn(2, store.batch_size, HEADS, tokens, DIM, generator=generator))
+                assert attend(store, layer, states, Softmax(0.4), valid).isfinite().all()
         except MemoryError as error:
             self.check_refused("several tokens" if tokens > 1 else "a step", before, error)
             return
@@ -209,11 +192,9 @@ def test_selecting_rows_between_two_compactions(interval: int) -> None:
     store = new_store(config, 1, 2, 1, DIM, DIM, torch.float32, torch.device("cpu"))
     store.set_thresholds(0, 1.0, 0.0)
     generator = torch.Generator().manual_seed(0)
-    for step, tokens in enumerate([5] + [1] * 40):
-        query, key, value = torch.randn(3, 2, 1, tokens, DIM, generator=generator)
-        begin_forward(store, tokens)
-        store.padding.append(tokens, None)
-        (attend_token if step else attend_tokens)(store, 0, query, key, value, softmax=Softmax(0.4))
+    for tokens in [5] + [1] * 40:
+        begin(store, tokens)
+        attend(store, 0, torch.randn(3, 2, 1, tokens, DIM, generator=generator), Softmax(0.4))
         select_rows(store, torch.tensor([1, 0]))
         check_integrity(store)
         assert (levels(store, 0) > 0).all(), "alpha_low = 0 keeps every token"
@@ -226,15 +207,13 @@ def test_a_refused_prompt_leaves_the_whole_cache_as_it_was() -> None:
     tokens = torch.randint(50, (1, 800))
     with torch.no_grad():
         model(tokens[:, :200], **passing(cache))
-        before = [(cache.levels(layer), *cache.dequantize(layer)) for layer in range(2)]
+        before = contents(cache)
         pool = cache.stores.all[0].pool
         pool.max_pages = pool.capacity + 1
         with pytest.raises(MemoryError, match="limit"):
             model(tokens[:, 200:], **passing(cache))
         assert cache.get_seq_length() == 200
-        for layer in range(2):
-            after = (cache.levels(layer), *cache.dequantize(layer))
-            assert all(torch.equal(was, now) for was, now in zip(before[layer], after))
+        torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
         pool.max_pages = None
         model(tokens[:, 200:201], **passing(cache))
     cache.check_integrity()
@@ -246,14 +225,10 @@ def test_padding_in_a_step_may_hold_anything() -> None:
     store = new_store(DiffKVConfig(window=2), 1, 2, 1, DIM, DIM, torch.float32, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     for step, tokens in enumerate((5, 1, 1)):
-        query, key, value = torch.randn(3, 2, 1, tokens, DIM, generator=generator)
+        states = torch.randn(3, 2, 1, tokens, DIM, generator=generator)
         valid = torch.ones(2, tokens, dtype=torch.bool)
         if step == 1:
-            valid[1] = False
-            query[1], key[1], value[1] = torch.nan, torch.nan, torch.nan
-        begin_forward(store, tokens)
-        store.padding.append(tokens, valid)
-        options = {"valid": valid[:, 0]} if step else {"valid": valid}
-        output = (attend_token if step else attend_tokens)(store, 0, query, key, value, softmax=Softmax(0.4), **options)
-        assert output.isfinite().all()
+            valid[1], states[:, 1] = False, torch.nan
+        begin(store, tokens, valid)
+        assert attend(store, 0, states, Softmax(0.4), valid).isfinite().all()
     check_integrity(store)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from given_stores import new_store
+from given_stores import attend, begin, new_store
 from simulated_storage import rotation
 from test_compressed import LENGTHS, Pair, left_padding
 from test_shared import SharedPair
@@ -15,16 +15,7 @@ from hf_diffkv.native import library
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.rotation import FLOAT_ELEMENTS, rotate, rotation_matrix
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import (
-    attend_token,
-    attend_tokens,
-    begin_forward,
-    fork_store,
-    hide_tokens,
-    read_tokens,
-    select_rows,
-    settle,
-)
+from hf_diffkv.store import fork_store, hide_tokens, read_tokens, select_rows, settle
 from hf_diffkv.store.copies import make_private
 
 BOTH = {"rotate": True, "center": True}
@@ -62,6 +53,13 @@ class RotatedPair(Pair):
             assert_offsets(self)
 
 
+def noted_draws(pair: Pair) -> list[Tensor]:
+    """Queries, keys and values in turn, all that the pair is fed from now on."""
+    drawn, draw = [], pair.draw
+    pair.draw = lambda heads, tokens: drawn.append(draw(heads, tokens)) or drawn[-1]
+    return drawn
+
+
 def held_offset(pair: Pair) -> Tensor:
     return pair.store.key_offset[0].double().clone()
 
@@ -97,7 +95,6 @@ def test_large_tensors_go_in_parts() -> None:
 
 
 @pytest.mark.parametrize("fields", EACH, ids=ids)
-@pytest.mark.sampled(100)
 @pytest.mark.slow
 def test_every_step_of_a_ragged_batch(fields: dict) -> None:
     pair = RotatedPair(DiffKVConfig(**MIXED, **fields), len(LENGTHS), heads=2, group=2, dim=16)
@@ -198,12 +195,10 @@ def test_softcap_and_sinks_keep_a_layer_from_being_centred(options: dict) -> Non
 def test_one_layer_with_a_softcap_among_others() -> None:
     store = new_store(DiffKVConfig(**BOTH, window=4, sinks=0), 3, 1, 2, 16, 16, torch.float32, torch.device("cpu"))
     query, key = torch.ones(1, 4, 1, 16), torch.ones(1, 2, 1, 16)
-    for step in range(6):
-        begin_forward(store, 1)
-        store.padding.append(1, None)
-        attend = attend_token if step else attend_tokens
+    for _ in range(6):
+        begin(store, 1)
         for layer in range(3):
-            attend(store, layer, query, key, key, softmax=Softmax(0.25, 5.0 if layer == 1 else None))
+            attend(store, layer, (query, key, key), Softmax(0.25, 5.0 if layer == 1 else None))
     settle(store)
     assert store.key_offset.abs().amax((1, 2, 3)).gt(0).tolist() == [True, False, True]
 
@@ -214,16 +209,14 @@ def test_keys_and_values_of_different_dims() -> None:
     exact = new_store(DiffKVConfig.lossless(window=4), 1, 1, 2, 16, 24, torch.float64, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     for tokens in (12, 1, 1, 6):
-        query, key, value = (
+        states = [
             torch.randn(1, heads, tokens, dim, generator=generator, dtype=torch.float64)
             for heads, dim in ((4, 16), (2, 16), (2, 24))
-        )
+        ]
         outputs = []
         for each in (store, exact):
-            begin_forward(each, tokens)
-            each.padding.append(tokens, None)
-            attend = attend_token if tokens == 1 else attend_tokens
-            outputs.append(attend(each, 0, query, key, value, softmax=Softmax(0.25)))
+            begin(each, tokens)
+            outputs.append(attend(each, 0, states, Softmax(0.25)))
         assert outputs[0].shape == (1, 4, tokens, 24)
         # 4 bits of values, of a range of about 5
         torch.testing.assert_close(*outputs, rtol=0, atol=0.4)
@@ -237,14 +230,12 @@ def test_sixteen_bits_lose_nothing() -> None:
     for fields in EACH:
         config = DiffKVConfig(full, full, alpha_high=0.0, window=4, **fields)
         pair = RotatedPair(config, 2, heads=2, group=2, dim=16)
-        keys = []
-        pair_draw = pair.draw
-        pair.draw = lambda heads, tokens, draw=pair_draw, keys=keys: keys.append(draw(heads, tokens)) or keys[-1]
+        drawn = noted_draws(pair)
         for tokens in (3, 1, 1, 1, 1, 9, 1, 1):
             pair.forward(tokens)
         stored = read_tokens(pair.store, 0)
-        torch.testing.assert_close(stored.keys, torch.cat(keys[1::3], dim=2), rtol=0, atol=1e-12)
-        torch.testing.assert_close(stored.values, torch.cat(keys[2::3], dim=2), rtol=0, atol=1e-12)
+        torch.testing.assert_close(stored.keys, torch.cat(drawn[1::3], dim=2), rtol=0, atol=1e-12)
+        torch.testing.assert_close(stored.values, torch.cat(drawn[2::3], dim=2), rtol=0, atol=1e-12)
 
 
 def test_chosen_repeated_and_forked_requests_keep_their_offsets() -> None:
@@ -327,17 +318,15 @@ def test_memory_counts_offsets() -> None:
 def test_what_a_rotation_makes_too_large_is_refused(steps: int) -> None:
     """Half-precision metadata hold up to 65504, and a rotated element may be sqrt(dim) times as large as it was."""
     pair = RotatedPair(DiffKVConfig(**MIXED, **BOTH, window=8), 1, heads=1, group=1, dim=16, dtype=torch.float32)
-    for _ in range(steps):
-        pair.forward(1)
+    pair.steps(steps)
     row = rotation(16)[0].float() * 4
     draw = pair.draw
     # 4 * 5000 = 20000 in one channel once it is rotated
     pair.draw = lambda heads, tokens: draw(heads, tokens) + 5000 * row
     with pytest.raises(ValueError, match="beyond 16376"):
         if steps:
-            begin_forward(pair.store, 1)
-            query, key, value = pair.draw(1, 1), pair.draw(1, 1), draw(1, 1)
-            attend_token(pair.store, 0, query, key, value, softmax=Softmax(0.25))
+            begin(pair.store, 1)
+            attend(pair.store, 0, (pair.draw(1, 1), pair.draw(1, 1), draw(1, 1)), Softmax(0.25))
             pair.store.check_values()
         else:
             pair.forward(20)

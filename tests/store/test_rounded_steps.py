@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from given_stores import new_store
+from given_stores import attend, begin, new_store
 from native_code import SETS
 from simulated_storage import adapted_round_trip, round_trip
 from test_adaptive_rounding import CASES, DirectedPair
@@ -20,7 +20,7 @@ from hf_diffkv.native.library import use_instructions
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.rounding import ModelFeedback
 from hf_diffkv.ops.softmax import Softmax
-from hf_diffkv.store import attend_token, attend_tokens, begin_forward, fork_store, read_tokens, select_rows, settle
+from hf_diffkv.store import fork_store, read_tokens, select_rows, settle
 from hf_diffkv.store.query_moments import QueryMoments, moment_of
 from hf_diffkv.store.state import Store
 
@@ -28,16 +28,16 @@ from hf_diffkv.store.state import Store
 BACKENDS = ["reference", pytest.param("kernels", marks=pytest.mark.slow), *SETS[:1], *SETS[1:][-1:]]
 
 
-def moments_of(layers: int, heads: int, dim: int, seed: int = 0) -> list[Tensor]:
+def moments_of(layers: int, heads: int, dim: int) -> list[Tensor]:
     """Of queries whose channels belong together, other ones in every layer and head."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     mixed = torch.randn(layers, heads, dim, dim, generator=generator, dtype=torch.float64)
     query = mixed * torch.logspace(0.5, -0.5, dim, dtype=torch.float64)
     return list(query @ query.mT / dim)
 
 
-def query_moments(layers: int, heads: int, dim: int) -> QueryMoments:
-    return QueryMoments.of("llama", "0" * 16, "1" * 16, moments_of(layers, heads, dim))
+def query_moments(layers: int, heads: int) -> QueryMoments:
+    return QueryMoments.of("llama", "0" * 16, "1" * 16, moments_of(layers, heads, 16))
 
 
 def backend(name: str) -> AbstractContextManager:
@@ -59,7 +59,7 @@ def compact_by(name: str, store: Store) -> None:
 def test_steps_equal_the_simulation(case: str, interval: int) -> None:
     """A prompt, steps, a turn, more steps; the second layer of three."""
     fields = {"window": 8, "sinks": 2, "adaptive_rounding": True, "compaction_interval": interval}
-    config, options = DiffKVConfig(**fields, **CASES[case]), {"place": (1, 3), "moments": query_moments(3, 2, 16)}
+    config, options = DiffKVConfig(**fields, **CASES[case]), {"place": (1, 3), "moments": query_moments(3, 2)}
     pair = DirectedPair(config, 2, heads=2, group=2, dim=16, **options)
     pair.follow(20, *[1] * 10, 9, *[1] * 4, valid=left_padding((20, 0)))
 
@@ -86,14 +86,11 @@ class Steps:
 
     def feed(self, tokens: int, name: str = "reference") -> None:
         for _ in range(tokens):
-            first = self.store.seen == 0
-            begin_forward(self.store, 1)
-            self.store.padding.append(1, None)
+            begin(self.store, 1)
             for layer in range(2):
-                query, key, value = (self.draw(heads) for heads in (4, self.heads, self.heads))
-                self.keys[layer].append(key)
-                attend = attend_tokens if first else attend_token
-                attend(self.store, layer, query, key, value, Softmax(1.0))
+                states = [self.draw(heads) for heads in (4, self.heads, self.heads)]
+                self.keys[layer].append(states[1])
+                attend(self.store, layer, states, Softmax(1.0))
             compact_by(name, self.store)
 
     def stored(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -118,7 +115,7 @@ STORES = {
 @pytest.mark.parametrize("case", STORES)
 def test_every_backend_rounds_each_head_by_its_own_factor(case: str, name: str, dtype: torch.dtype) -> None:
     fields, precisions = STORES[case]
-    moments = query_moments(3, 2, 16)
+    moments = query_moments(3, 2)
     feedback = moments.feedback(2, 16, False, torch.device("cpu")).double()
     steps = Steps(DiffKVConfig(**PLAIN, **fields), moments, dtype)
     with backend(name):
@@ -146,7 +143,7 @@ def test_victims_are_rounded_again_when_they_fall(name: str) -> None:
     """Two levels in float32; the store is compared with the simulation in all but what is next to a tie."""
     fields = {"window": 6, "sinks": 0, "adaptive_rounding": True, "alpha_high": 1.0, "alpha_low": 0.3}
     config = DiffKVConfig(K5V4, Precision(3, 2), **fields)
-    pair = DirectedPair(config, 2, heads=2, group=2, dim=16, dtype=torch.float32, moments=query_moments(1, 2, 16))
+    pair = DirectedPair(config, 2, heads=2, group=2, dim=16, dtype=torch.float32, moments=query_moments(1, 2))
     pair.tolerance = 0.05
     with use_backend("reference"):
         pair.forward(30)
@@ -171,7 +168,7 @@ def test_nothing_changes_without_moments_or_without_the_option(name: str) -> Non
             steps.feed(8, name)
         return [steps.stored(layer)[1] for layer in range(2)]
 
-    moments = query_moments(3, 2, 16)
+    moments = query_moments(3, 2)
     plain = keys(None, adaptive_rounding=False)
     for same in (keys(None), keys(moments, adaptive_rounding=False)):
         assert all(map(torch.equal, plain, same))
@@ -184,7 +181,7 @@ def rounded_keys(store: Store) -> Tensor:
 
 def test_forks_and_moved_rows_go_on_alike() -> None:
     """What rounds belongs to the model: rows, forks and their copies find it where it was."""
-    steps = Steps(DiffKVConfig(**PLAIN, **STORES["two tiers"][0]), query_moments(3, 2, 16))
+    steps = Steps(DiffKVConfig(**PLAIN, **STORES["two tiers"][0]), query_moments(3, 2))
     steps.feed(12)
     twin = fork_store(steps.store)
     before = steps.store.bytes_beside_pool()
@@ -204,7 +201,7 @@ def test_forks_and_moved_rows_go_on_alike() -> None:
 
 
 def test_a_rank_takes_the_factors_of_its_heads() -> None:
-    moments = query_moments(2, 4, 16)
+    moments = query_moments(2, 4)
     fields = {"high": K4V3, "low": K4V3, "alpha_high": 0.0, "adaptive_rounding": True}
     store = new_store(DiffKVConfig(**fields), 2, 3, 2, 16, 16, torch.float32, torch.device("cpu"), first_head=2)
     store.moments = moments
@@ -255,7 +252,7 @@ def test_layers_of_several_shapes() -> None:
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    moments = query_moments(2, 3, 16)
+    moments = query_moments(2, 3)
     with pytest.raises(ValueError, match="are of 2 layers, but 5 layers of this model are compressed; measure"):
         moments.check_layers(5)
     with pytest.raises(ValueError, match="are of 3 KV heads of 16 in layer 1, but that layer has 3 of 32"):

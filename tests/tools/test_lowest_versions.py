@@ -12,14 +12,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import lowest_versions
-
-    return lowest_versions
-
-
 def test_bounds_and_what_is_left_out(tool: ModuleType) -> None:
     given = ["accelerate>=1.1", "huggingface_hub >= 1.5, <3", "x-y>=2; platform_system == 'Linux'", "torch>=2.11"]
     assert tool.lowest_versions(given) == {"accelerate": "1.1", "huggingface_hub": "1.5", "x-y": "2"}

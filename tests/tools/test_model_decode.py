@@ -14,8 +14,6 @@ import pytest
 
 pytest.importorskip("triton")
 
-TOOLS = Path(__file__).parents[2] / "tools"
-
 
 @pytest.fixture(scope="module")
 def scoreboard() -> ModuleType:

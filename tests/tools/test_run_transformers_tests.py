@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "tools" / "run_transformers_tests.py"
 TESTS = """
 import torch, unittest
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -43,21 +41,13 @@ class LlamaModelTest(unittest.TestCase):
 """
 
 
-@pytest.fixture(scope="module")
-def runner() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("run_transformers_tests", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.slow
-def test_tests_are_sorted_by_what_the_cache_does_to_them(runner: ModuleType, tmp_path: Path) -> None:
+def test_tests_are_sorted_by_what_the_cache_does_to_them(tool: ModuleType, tmp_path: Path) -> None:
     folder = tmp_path / "tests" / "models" / "llama"
     folder.mkdir(parents=True)
     (folder / "test_modeling_llama.py").write_text(TESTS)
-    before, after = (runner.run(tmp_path, "llama", baseline, 300, "") for baseline in (True, False))
-    assert runner.compare(before, after) == {
+    before, after = (tool.run(tmp_path, "llama", baseline, 300, "") for baseline in (True, False))
+    assert tool.compare(before, after) == {
         "passed": ["test_generates"],
         "passed without a cache": ["test_its_own_cache"],
         "failed": ["test_wants_a_dynamic_cache"],
@@ -71,11 +61,11 @@ def test_tests_are_sorted_by_what_the_cache_does_to_them(runner: ModuleType, tmp
 
 
 @pytest.mark.slow
-def test_a_folder_that_is_no_checkout(runner: ModuleType, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_checkout(tool: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="transformers checkout"):
-        runner.run(tmp_path, "llama", True, 300, "")
+        tool.run(tmp_path, "llama", True, 300, "")
     folder = tmp_path / "tests" / "models" / "llama"
     folder.mkdir(parents=True)
     (folder / "test_modeling_llama.py").write_text("import nothing_like_it")
     with pytest.raises(RuntimeError, match="nothing_like_it"):
-        runner.run(tmp_path, "llama", True, 300, "")
+        tool.run(tmp_path, "llama", True, 300, "")

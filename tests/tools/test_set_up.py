@@ -25,14 +25,6 @@ if "{fails}" in command:
 """
 
 
-@pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import set_up
-
-    return set_up
-
-
 def environment(folder: Path, fails: str = "nothing") -> Path:
     """A virtual environment whose Python writes what pip is to install to `calls`."""
     python = folder / "venv" / "bin" / "python"

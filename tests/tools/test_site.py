@@ -13,12 +13,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
 
-@pytest.fixture
-def tools(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-
-
-def test_drawings_are_those_of_the_tool(tools: None) -> None:
+def test_drawings_are_those_of_the_tool() -> None:
     import draw_ideas
 
     drawn = {path.stem: path.read_text() for path in (DOCS / "drawings").glob("*.svg")}
@@ -27,7 +22,7 @@ def test_drawings_are_those_of_the_tool(tools: None) -> None:
     assert set(re.findall(r"!\[[^\]]+\]\(drawings/(\w+)\.svg\)", text)) == set(drawn)
 
 
-def test_links_lead_to_pages_of_the_site(tools: None) -> None:
+def test_links_lead_to_pages_of_the_site() -> None:
     linked = pytest.importorskip("site_pages", reason="mkdocs is not installed").linked
     text = "[a](../README.md#b) ![c](d.png) [e.md](e.md) [f](../benchmarks) [g](https://h.i) [j](#k)"
     assert linked(text, "docs") == "[a](overview.md#b) ![c](d.png) [e](e.md) f [g](https://h.i) [j](#k)"

@@ -1,0 +1,15 @@
+"""Runs of `hf_diffkv.evaluation.side_by_side` that say the same every time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hf_diffkv.evaluation.side_by_side import Job
+
+
+def greedy_job(
+    cache: str, model: Path, turns: list[str], new: int, config: dict, dtype: str = "float32", **fields: Any
+) -> Job:
+    """On the CPU; new: tokens of each answer at the most."""
+    return Job(cache, str(model), turns, new, config, dtype, device="cpu", seed=0, sample=False, **fields)
