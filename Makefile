@@ -99,7 +99,7 @@ wheel: $(DEMO_READY)
 # the instruction sets beside the portable form, all without.
 SANITIZE := -O1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g
 SANITIZED := build/sanitized
-SANITIZE_TESTS ?= tests/native tests/tools/test_fuzz_native.py
+SANITIZE_TESTS ?= tests/native tools/tests/test_fuzz_native.py
 native-sanitize: $(READY)
 	rm -rf $(SANITIZED)
 	HF_DIFFKV_NATIVE_FLAGS="$(SANITIZE)" HF_DIFFKV_NATIVE_SETS="$(SETS)" $(BIN)/python setup.py --quiet \

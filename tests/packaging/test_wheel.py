@@ -235,7 +235,7 @@ def test_the_tests_of_a_source_distribution_run(source: Path, tmp_path: Path) ->
     missing = {name for name in tracked() if not (folder / name).is_file()}
     assert missing <= {".gitignore"}
     environment = {**os.environ, "PYTHONPATH": str(folder)}
-    tests = ["tests/config/test_config.py", "tests/pages/test_free_list.py", "tests/tools/test_lowest_versions.py"]
+    tests = ["tests/config/test_config.py", "tests/pages/test_free_list.py", "tools/tests/test_lowest_versions.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-2000:]
