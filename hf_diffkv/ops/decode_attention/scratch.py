@@ -83,7 +83,7 @@ class KernelConfig:
         crowded = padded and any(tier.v_bits == 8 for tier in tiers)
         in_fields = any(len(fields(bits)) > 1 for tier in tiers for bits in (tier.k_bits, tier.v_bits))
         # two loops unpack fields: for some precisions what they share in registers is too much
-        pair = warps == 1 and in_fields and not (padded or layout.one_tier or layout.selects)
+        pair = warps == 1 and in_fields and not (uncompressed or padded or layout.one_tier or layout.selects)
         # a block ahead instead of two; rows with values of 2 bits are read so fast that it would be too late
         stages = 1 if crowded else 2 if pair and widest <= 64 and layout.low.v_bits > 2 else 3
         apart = layout.high.k_bits >= 2 * layout.low.k_bits and len(fields(layout.high.v_bits)) > 1
