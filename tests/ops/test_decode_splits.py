@@ -51,3 +51,26 @@ def test_programs_at_once(precision, dim, numbers, processor, expected):
     config = KernelConfig.choose(layout, 4, torch.bfloat16, "cuda")
     with assume_device(Device("sm_90", 132, *processor)):
         assert config.programs_per_processor(layout, torch.device("cpu")) == expected
+
+
+@pytest.mark.parametrize(
+    "high, low, dim, stages, programs",
+    [
+        # pairs with codes of two fields: a block ahead at 64 channels, but for values of 2 bits
+        ("K5V4", "K3V3", 64, 2, 8),
+        ("K5V4", "K3V2", 64, 3, 8),
+        ("K8V4", "K4V4", 64, 3, 10),
+        # the registers they need at 128 where keys are far apart
+        ("K6V5", "K3V3", 128, 3, 8),
+        ("K6V5", "K4V3", 128, 3, 10),
+        ("K6V5", "K6V5", 128, 3, 10),
+    ],
+)
+def test_what_pairs_get_to_need_no_spills(high, low, dim, stages, programs):
+    layout = PageLayout.build(Precision.parse(high), Precision.parse(low), dim, dim, 2, **UNIFORM_NUMBERS)
+    config = KernelConfig.choose(layout, 4, torch.bfloat16, "cuda")
+    with assume_device(Device("sm_90", 132, 65536, 228 << 10)):
+        assert (config.num_stages, config.programs_per_processor(layout, torch.device("cpu"))) == (stages, programs)
+    # tokens that are scored leave other registers
+    scored = PageLayout.build(Precision.parse(high), Precision.parse(low), dim, dim, 2)
+    assert KernelConfig.choose(scored, 4, torch.bfloat16, "cuda").num_stages == 3

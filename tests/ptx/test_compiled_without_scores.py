@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from hand_past import attend_prompt, hand_past
+from selection import cases
 from test_compact_kernel import State, assert_alike, run_kernel, run_reference, small_layout
 from test_compiled_prompt import LIMITS
 from test_decode_attention_kernel import TOLERANCE, make_case, relative_error
@@ -20,13 +21,21 @@ from hf_diffkv.ops.decode_attention import launch
 from hf_diffkv.ops.prefill_attention.launch import prefill_attention
 from hf_diffkv.ops.softmax import Softmax
 
-K5V3 = Precision(5, 3)
+K6V5, K5V3, K4V3, K3V2 = Precision(6, 5), Precision(5, 3), Precision(4, 3), Precision(3, 2)
 UNSCORED = {"high": K5V3, "low": K5V3, "metadata_bits": 16, "position_bytes": 0}
 
 
+@cases(
+    "high, low, dim",
+    [(K5V3, K5V3, 64), (K4V3, K3V3, 64)],
+    [(K5V4, K3V3, 64), (K6V5, K5V4, 64), (K6V5, K3V3, 128), (K6V5, K3V2, 128)],
+)
 @pytest.mark.slow
-def test_a_step_leaves_nothing_behind(emulator) -> None:
-    case = make_case([[40]], [[0]], [19], key_dim=64, group=4, dtype=torch.bfloat16, **UNSCORED)
+def test_a_step_leaves_nothing_behind(high, low, dim, emulator) -> None:
+    """All tokens of a head have one precision; of a pair, the second head's is the low one."""
+    counts = ([[40]], [[0]]) if high == low else ([[200, 0]], [[0, 200]])
+    numbers = {**UNSCORED, "high": high, "low": low}
+    case = make_case(*counts, [19], key_dim=dim, group=4, dtype=torch.bfloat16, **numbers)
     mine = case.copy()
     got = launch.decode_attention(mine.query, mine.rows, Softmax(mine.scaling), max_tokens=mine.max_tokens)
     assert relative_error(got, attend_by_reference(case.copy())) < TOLERANCE[torch.bfloat16]

@@ -82,13 +82,19 @@ class KernelConfig:
         padded = widest & (widest - 1) > 0
         crowded = padded and any(tier.v_bits == 8 for tier in tiers)
         in_fields = any(len(fields(bits)) > 1 for tier in tiers for bits in (tier.k_bits, tier.v_bits))
+        # two loops unpack fields: for some precisions what they share in registers is too much
+        pair = warps == 1 and in_fields and not (uncompressed or padded or layout.one_tier or layout.selects)
+        # a block ahead instead of two; rows with values of 2 bits are read so fast that it would be too late
+        stages = 1 if crowded else 2 if pair and widest <= 64 and layout.low.v_bits > 2 else 3
+        apart = layout.high.k_bits >= 2 * layout.low.k_bits and len(fields(layout.high.v_bits)) > 1
+        bounded = warps == 1 and (widest > 64 or layout.one_tier or not in_fields) and not (pair and apart)
         # left alone, the assembler spills some kernels to reach a round number of registers; bounded, others
         options = ()
         if uncompressed or crowded or wide > 2:
             options = (("maxnreg", MOST_REGISTERS),)
-        elif warps == 1 and (widest > 64 or layout.one_tier or not in_fields):
+        elif bounded:
             options = (("maxnreg", ONE_WARP_REGISTERS if layout.one_tier or not padded else PADDED_REGISTERS),)
-        return cls(heads, block, warps, 1 if crowded else 3, PTX, tl.float16, raw, options)
+        return cls(heads, block, warps, stages, PTX, tl.float16, raw, options)
 
     def programs_per_processor(self, layout: PageLayout, device: torch.device) -> int:
         """Programs that a multiprocessor of `device` runs at once."""
