@@ -22,8 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from ..ops.softmax import Softmax
 from .dense import dense_attention
 from .errors import HandOverError
-from .handles import awaiting_layers, layer_of
-from .layer import DEFERRED, LAYER_TAG, DiffKVLayer
+from .layer import DEFERRED, LAYER_TAG, DiffKVLayer, awaiting_layers, layer_of
 
 # attribute of a mask that is causal with padding: the padding, [batch, keys]
 PADDING = "_diffkv_padding"
@@ -249,7 +248,7 @@ def attend(
         states: query, key and value.
         mask: as the attention function gets it.
         order: shared by the layers of a cache, never read.
-        handle: from `handles.new_handle`.
+        handle: from `layer.new_handle`.
         reads: the keys and values are those of an earlier layer of the model, whose mask holds for this one too.
     """
     return attend_at(layer_of(handle), *states, mask, Softmax(scaling, softcap, sinks), reads)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,13 +17,15 @@ from transformers.cache_utils import CacheLayerMixin
 from ..ops.softmax import Softmax
 from ..store import Store, attend_token, read_tokens
 from .errors import HandOverError, NotCapturableError
-from .handles import new_handle
 from .layer_part import AwaitedTokens, LayerPart, SplitHeads
 from .stores import Stores
 
 LAYER_TAG = "_diffkv_layer"
 # marks keys whose layer has not been told of them yet
 DEFERRED = "_diffkv_deferred"
+# by number: inside a compiled graph a layer is named by one, which comes as a tensor
+_numbers = itertools.count(1)
+_layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def _tagged(key: Tensor, value: Tensor, layer: DiffKVLayer) -> tuple[Tensor, Tensor]:
@@ -368,3 +372,20 @@ class DiffKVLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         raise NotImplementedError("call batch_select_indices on the DiffKVCache: its layers share one store.")
+
+
+def new_handle(layer: Any) -> Tensor:
+    """int64 [1] on the CPU: a number under which compiled graphs find `layer` while it lives."""
+    number = next(_numbers)
+    _layers[number] = layer
+    return torch.tensor([number])
+
+
+def layer_of(handle: Tensor) -> Any:
+    """The layer that `new_handle` gave this number."""
+    return _layers[int(handle)]
+
+
+def awaiting_layers() -> list[Any]:
+    """Layers of any cache whose keys and values are still to be read by later layers of the model."""
+    return [layer for layer in list(_layers.values()) if layer.awaited is not None]

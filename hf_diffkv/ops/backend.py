@@ -51,6 +51,7 @@ class Device:
     shared: int = 164 << 10
 
 
+# what launchers take every tensor to be on, where launches are noted and not run (tools/kernels)
 _assumed: Device | None = None
 
 
@@ -109,17 +110,6 @@ def unit_stride(x: Tensor) -> Tensor:
 def device_of(device: torch.device) -> Device:
     """What kernels are launched on for tensors on `device`."""
     return _real_device(device) if _assumed is None else _assumed
-
-
-@contextmanager
-def assume_device(device: Device) -> Iterator[None]:
-    """Launchers take every tensor for one on `device` within the block; for launches that are not run there."""
-    global _assumed
-    previous, _assumed = _assumed, device
-    try:
-        yield
-    finally:
-        _assumed = previous
 
 
 def without_autocast(op: Callable) -> Callable:

@@ -13,7 +13,7 @@ from transformers import CompileConfig
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.cache import graphs
-from hf_diffkv.cache.compiled_forward import within_graph
+from hf_diffkv.cache.graphs import within_graph
 from hf_diffkv.compat import passed
 
 pytestmark = pytest.mark.usefixtures("recorded")

@@ -9,8 +9,9 @@ import torch
 
 from hf_diffkv.config import Precision
 from hf_diffkv.config.presets import UNIFORM_NUMBERS
-from hf_diffkv.ops.backend import Device, assume_device
+from hf_diffkv.ops.backend import Device
 from hf_diffkv.pages import PageLayout
+from tools.kernels.assumed import assume_device
 
 pytest.importorskip("triton")
 

@@ -23,8 +23,8 @@ from test_decode_attention_kernel import (
 )
 
 from hf_diffkv.config import Precision
-from hf_diffkv.ops.decode_attention.held import Held
 from hf_diffkv.ops.decode_attention.scratch import Scratch
+from hf_diffkv.ops.softmax import Held
 
 K8V8, K6V4, K5V3 = Precision(8, 8), Precision(6, 4), Precision(5, 3)
 K4V3, K3V2 = Precision(4, 3), Precision(3, 2)

@@ -12,7 +12,8 @@ from typing import Any
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, mangle_type
 
-from hf_diffkv.ops.backend import Device, assume_device
+from hf_diffkv.ops.backend import Device
+from tools.kernels.assumed import assume_device
 from tools.kernels.variant import TARGETS, KernelVariant
 
 

@@ -8,10 +8,9 @@ from torch import Tensor
 
 from ...pages import LayerRows
 from ..backend import KERNELS, NATIVE, choose, use_kernels, without_autocast
-from ..softmax import Softmax
+from ..softmax import Held, Softmax
 from ..tiles import Bounds
 from . import native, reference
-from .held import Held
 
 if TYPE_CHECKING:
     from .scratch import Scratch

@@ -9,9 +9,8 @@ import triton
 from torch import Tensor
 
 from ...pages import LayerRows, PageLayout
-from ..softmax import Softmax
+from ..softmax import Held, Softmax
 from .finish_kernel import finish_kernel
-from .held import Held
 from .kernels import attend_kernel
 from .rows import LOG2_E
 from .scratch import TRITON_DTYPES, KernelConfig, Scratch

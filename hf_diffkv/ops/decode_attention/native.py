@@ -8,8 +8,7 @@ from torch import Tensor
 from ...native.library import StepBlock, address, call, step_block
 from ...pages import LayerRows
 from ..backend import unit_stride
-from ..softmax import Softmax
-from .held import Held
+from ..softmax import Held, Softmax
 
 
 def decode_attention(

@@ -19,9 +19,8 @@ from ...pages import HIGH, LOW, NULL_PAGE, LayerRows, column, fields
 from ...pages.rows import held_tokens
 from ...pages.segments import scale_and_zero, score_noise, score_of, score_segment, segment, stored_score
 from ..backend import compute_dtype
-from ..softmax import Softmax
+from ..softmax import Held, Softmax
 from ..tiles import Tiles
-from .held import Held
 
 CHUNK_ELEMENTS = 1 << 18
 WORD_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8)

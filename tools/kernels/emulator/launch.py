@@ -50,7 +50,8 @@ class Emulator:
         # not before a test asks for it, since not every machine has Triton
         from triton.runtime.interpreter import InterpretedFunction
 
-        from hf_diffkv.ops.backend import Device, assume_device
+        from hf_diffkv.ops.backend import Device
+        from tools.kernels.assumed import assume_device
 
         def run(function: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
             self.launch(function.fn, arguments, grid, options)

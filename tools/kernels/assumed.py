@@ -1,0 +1,18 @@
+"""Launches for a device that need not be there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hf_diffkv.ops import backend
+
+
+@contextmanager
+def assume_device(device: backend.Device) -> Iterator[None]:
+    """Launchers take every tensor for one on `device` within the block; for launches that are not run there."""
+    previous, backend._assumed = backend._assumed, device
+    try:
+        yield
+    finally:
+        backend._assumed = previous
