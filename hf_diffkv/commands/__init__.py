@@ -23,7 +23,7 @@ COMMANDS = {
     "serve": "Serve a model to many clients, with OpenAI's protocol.",
     "demo": "Both caches side by side in a browser.",
     "evaluate": "Judge caches by what they keep at which real bytes.",
-    "calibrate": "Find the cheapest thresholds within a limit on the loss.",
+    "calibrate": "Measure what each head needs: its bits, or thresholds.",
     "lm-eval": "lm-evaluation-harness with any of these caches.",
     "env": "Versions and hardware, for a bug report.",
 }

@@ -16,7 +16,7 @@ from ..native.path import instructions_at
 from .console import Command
 from .options import json_option
 
-VERSIONED = ("hf-diffkv", "torch", "transformers", "accelerate", "triton", "safetensors", "numpy")
+VERSIONED = ("hf-diffkv", "hf-diffkv-serving", "torch", "transformers", "accelerate", "triton", "safetensors", "numpy")
 REINSTALL = "decoding on CPUs runs in PyTorch; reinstall with a C++ compiler, or from a wheel"
 
 
