@@ -45,7 +45,7 @@ def test_a_warp_takes_registers_of_one_quarter(registers, warps):
 @pytest.mark.parametrize(
     "precision, dim, numbers, processor, expected",
     [
-        # 16 Ki registers in each quarter: two warps of 200, 224 or 255 per thread; of programs of two warps half as many
+        # two warps of 200, 224 or 255 registers per thread in each quarter; of programs of two warps half as many
         ("K5V4", 128, UNIFORM_NUMBERS, (65536, 228 << 10), 8),
         ("K5V4", 128, {}, (65536, 228 << 10), 8),
         ("K5V4", 96, {}, (65536, 228 << 10), 8),
