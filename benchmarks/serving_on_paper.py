@@ -39,9 +39,9 @@ DEVICES = (Device("H200, bf16 weights", 141e9, 4.8e12, 16), Device("24 GB card, 
 # name -> configuration, and the share of bandwidth that its decode kernel is modelled to reach
 CACHES: dict[str, tuple[DiffKVConfig | None, float]] = {
     "bf16": (None, REACHED),
-    "quality": (DiffKVConfig.preset("quality"), 0.85),
-    "balanced": (DiffKVConfig.preset("balanced"), 0.84),
-    "small": (DiffKVConfig.preset("small"), 0.62),
+    "quality": (DiffKVConfig.preset("quality"), 0.86),
+    "balanced": (DiffKVConfig.preset("balanced"), 0.82),
+    "small": (DiffKVConfig.preset("small"), 0.63),
 }
 
 

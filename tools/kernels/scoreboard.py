@@ -14,6 +14,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from hf_diffkv.ops.decode_attention.splits import warps_at_once
+
 WARM_UP, MEASURED = 8, 25
 SCHEDULERS = 4
 # operations that may wait before the port to shared memory, in its cycles
@@ -60,9 +62,8 @@ class Processor:
 
     def resident(self, registers: int, shared: int, num_warps: int) -> int:
         """Programs that run on it at once, each of so many registers per thread and bytes of shared memory."""
-        # registers are given out to warps in units of 256, shared memory in units of 128 and 1 KiB is the system's
-        per_warp = -(-registers * 32 // 256) * 256
-        by_registers = self.registers // per_warp // num_warps
+        by_registers = warps_at_once(registers, self.registers) // num_warps
+        # shared memory is given out in units of 128, and 1 KiB is the system's
         by_shared = self.shared // (-(-shared // 128) * 128 + 1024)
         return min(by_registers, by_shared, self.warps // num_warps, self.programs)
 

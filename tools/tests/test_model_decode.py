@@ -97,18 +97,21 @@ def test_many_warps_wait_for_the_bandwidth_or_the_port(scoreboard: ModuleType) -
 
 def test_registers_and_shared_memory_bound_what_is_resident(scoreboard: ModuleType) -> None:
     hopper = scoreboard.PROCESSORS["sm_90"]
-    assert hopper.resident(200, 0, 1) == 10 and hopper.resident(201, 0, 1) == 9
+    # as NVIDIA's calculator (cuda_occupancy.h) counts programs of one, two and four warps
+    counts = {registers: [hopper.resident(registers, 0, warps) for warps in (1, 2, 4)] for registers in (128, 168, 200)}
+    assert counts == {128: [16, 8, 4], 168: [12, 6, 3], 200: [8, 4, 2]}
+    assert hopper.resident(176, 0, 1) == hopper.resident(255, 0, 1) == 8
     assert hopper.resident(64, 40 << 10, 4) == 5
     assert hopper.resident(32, 0, 1) == 32
 
 
 # share of memory's peak over 256 rows of 8,192 tokens on sm_90, by kernel and level
 FLOORS = {
-    ("K8V4_unscored", "high"): 0.84,
-    ("K5V4_unscored", "high"): 0.83,
-    ("K4V3_unscored", "high"): 0.60,
-    ("K8V4-K4V2", "high"): 0.83,
-    ("K8V4-K4V2", "low"): 0.71,
+    ("K8V4_unscored", "high"): 0.85,
+    ("K5V4_unscored", "high"): 0.81,
+    ("K4V3_unscored", "high"): 0.61,
+    ("K8V4-K4V2", "high"): 0.84,
+    ("K8V4-K4V2", "low"): 0.72,
 }
 
 

@@ -17,9 +17,9 @@ from .rows import STEP, columns
 from .splits import backend_of, choose_splits, programs_per_processor
 
 MOST_REGISTERS = 255
-# per thread of a program of one warp: ten of them run on a multiprocessor
+# per thread of a program of one warp; of 169 to 255 eight run on a multiprocessor, but loops are ordered differently
 ONE_WARP_REGISTERS = 200
-# the same where rows are padded and there are two tiers, which would spill: nine run
+# the same where rows are padded and there are two tiers, which would spill
 PADDED_REGISTERS = 224
 
 

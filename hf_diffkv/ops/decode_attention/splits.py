@@ -17,6 +17,8 @@ START_BLOCKS = 2
 NEARLY = 1.05
 # gfx942: four compute units' parts, each with registers for one wave of this kernel
 HIP_WAVES = 4
+# parts of an NVIDIA multiprocessor, each with registers of its own: a warp's must fit into one of them
+QUARTERS = 4
 # the interpreter runs one program after the other; so many for tests to have splits
 INTERPRETER_PROGRAMS = 20
 
@@ -62,8 +64,13 @@ def programs_per_processor(
     row = max(tier.key_row + tier.value_row for tier in (layout.high, layout.low))
     # rows that were copied ahead, and 3 KiB of all else, one of them the system's
     shared = max(num_stages - 1, 1) * block * row + 3072
-    by_registers = limits.registers // (registers * 32 * num_warps)
+    by_registers = warps_at_once(registers, limits.registers) // num_warps
     return max(1, min(by_registers, limits.shared // shared))
+
+
+def warps_at_once(registers: int, held: int) -> int:
+    """Warps of so many registers per thread that a multiprocessor with `held` of them runs, as CUDA counts them."""
+    return QUARTERS * (held // QUARTERS // (-(-registers // 8) * 256))
 
 
 def backend_of(device: torch.device) -> str:
