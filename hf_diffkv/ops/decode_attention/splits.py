@@ -18,7 +18,7 @@ NEARLY = 1.05
 # gfx942: four compute units' parts, each with registers for one wave of this kernel
 HIP_WAVES = 4
 # parts of an NVIDIA multiprocessor, each with registers of its own: a warp's must fit into one of them
-QUARTERS = 4
+REGISTER_FILES = 4
 # the interpreter runs one program after the other; so many for tests to have splits
 INTERPRETER_PROGRAMS = 20
 
@@ -70,7 +70,7 @@ def programs_per_processor(
 
 def warps_at_once(registers: int, held: int) -> int:
     """Warps of so many registers per thread that a multiprocessor with `held` of them runs, as CUDA counts them."""
-    return QUARTERS * (held // QUARTERS // (-(-registers // 8) * 256))
+    return REGISTER_FILES * (held // REGISTER_FILES // (-(-registers // 8) * 256))
 
 
 def backend_of(device: torch.device) -> str:
