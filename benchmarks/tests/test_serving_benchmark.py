@@ -27,7 +27,9 @@ def test_engines_take_turns_at_equal_bytes(script, documented, tmp_path: Path, c
     budget = 4 * (200 + 16) * TOKEN
     for row in rows[:3]:
         assert {"device", "torch", "transformers", "commit", "dtype"} <= row.keys()
-        assert row["max_bytes"] == budget and budget / 4 < row["bytes"] <= budget
+        # four requests are the whole budget uncompressed, and at 22 % with windows a little less than a quarter of it
+        least = 0.22 if row["engine"] == ENGINES[-1] else 0.25
+        assert row["max_bytes"] == budget and least * budget < row["bytes"] <= budget
         assert 1 <= row["mean"] <= row["most"] <= 4
         assert row["tokens_per_second"] * row["seconds"] == pytest.approx(row["new_tokens"])
     assert all(row["seconds"][0] > 0 for row in rows[3:])
