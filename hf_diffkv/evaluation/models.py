@@ -15,7 +15,12 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 TINY_LM = CHECKOUT / "examples" / "models" / "tiny-lm"
 # where `make models` puts what it fetches, a folder per short name
 MODELS_FOLDER = CHECKOUT / "build" / "models"
-HUB_IDS = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct", "gemma3-270m": "google/gemma-3-270m"}
+HUB_IDS = {
+    "smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "gemma3-270m": "google/gemma-3-270m",
+    "qwen2.5-coder-0.5b": "Qwen/Qwen2.5-Coder-0.5B-Instruct",
+    "qwen2.5-coder-1.5b": "Qwen/Qwen2.5-Coder-1.5B-Instruct",
+}
 # enough for a quick look; tiny-lm is not in wheels
 SMALLEST_MODEL = "tiny-lm" if (TINY_LM / "config.json").is_file() else "smollm2"
 
