@@ -51,7 +51,7 @@ def algorithm_one(
 class Head:
     """One KV head of one row of a batch, all tokens of it.
 
-    index: place among the row's real tokens [S], -1 for padding. level, mean, norm (of the value): [S]. alpha_high,
+    index: place among the row's real tokens [S], -1 for padding. level, mean: [S]. alpha_high,
     alpha_low: scalars that a rule may overwrite in place. sinks: as many first tokens are sinks.
     """
 
@@ -60,7 +60,6 @@ class Head:
     index: Tensor
     level: Tensor
     mean: Tensor
-    norm: Tensor
     alpha_high: Tensor
     alpha_low: Tensor
     sinks: int = 0
@@ -88,9 +87,6 @@ class Rule:
     def step(self, head: Head, candidate: int) -> list[tuple[int, int]]:
         """Level changes, in order, when `candidate` leaves the window."""
         return algorithm_one(head.level, head.mean, candidate, *head.thresholds())
-
-    def follow(self, head: Head, candidate: int) -> None:
-        """Called when they have been made."""
 
 
 class LayerSimulation:
@@ -386,7 +382,6 @@ class LayerSimulation:
             self._index[row],
             self._levels[row, head],
             self._sums[row, head] / later,
-            self._values[row, head].to(torch.float32).norm(dim=-1),
             self.alpha_high[row, head],
             self.alpha_low[row, head],
             int(self._sinks[row]),
@@ -420,7 +415,6 @@ class LayerSimulation:
                 for candidate in in_window[: max(len(in_window) - self.window, 0)]:
                     for token, level in self.rule.step(self._head(row, head), candidate):
                         self._store(row, head, torch.tensor([token]), level)
-                    self.rule.follow(self._head(row, head), candidate)
 
     def _store(self, row: int, head: int, tokens: Tensor, level: int) -> None:
         """Move tokens of one head to a level, starting from the values they have now."""

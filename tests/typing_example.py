@@ -65,7 +65,7 @@ def bytes_of(shape: LayerShape) -> int:
 
 
 def name_of(policy: Policy) -> bool:
-    return policy.two_levels and policy.by_alphas
+    return policy.by_thresholds or policy.sets_thresholds
 
 
 hf_diffkv.register()

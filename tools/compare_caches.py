@@ -297,22 +297,9 @@ def configurations() -> dict[str, Callable[[], DiffKVConfig]]:
         made[name] = lambda name=name: paper(high=name, low=name, alpha_high=0.0, window=8)
     for high, low in (("K8V8", "K4V4"), ("K16V16", "K8V4"), ("K6V5", "K3V1"), ("K4V2", "K2V2")):
         made[f"{high} and {low}"] = lambda high=high, low=low: DiffKVConfig(high, low, **PAPER)
-    policies: dict[str, dict[str, Any]] = {
-        "leankv": {"high_cut": 0.3, "low_cut": 0.1},
-        "snapkv": {},
-        "pyramid": {"beta": 4},
-        "h2o": {"minimum": 16},
-        "streaming": {},
-        "random": {"budget": 0.5},
-        "share": {"prune": 0.2},
-    }
-    for policy, options in policies.items():
-        made[policy] = lambda policy=policy, options=options: DiffKVConfig(
-            policy=policy, policy_options=options, window=16
-        )
-    made["share by contribution"] = lambda: DiffKVConfig(
-        policy="share", policy_options={"by": "contribution"}, metadata_bits=16, window=16
-    )
+    cuts = {"high_cut": 0.3, "low_cut": 0.1}
+    made["leankv"] = lambda: DiffKVConfig(policy="leankv", policy_options=cuts, window=16)
+    made["leankv, narrow"] = lambda: DiffKVConfig(policy="leankv", policy_options=cuts, metadata_bits=16, window=16)
     return made
 
 
@@ -336,7 +323,7 @@ def cases() -> Iterator[Case]:
         for backend in ("reference", "native"):
             yield Case(f"{name}, {backend}", made[name], lengths=RAGGED, use=turns, backend=backend)
         yield Case(f"{name}, float64", made[name], dtype=torch.float64, lengths=RAGGED)
-    for name in ("paper", "narrow, rounded", "balanced", "h2o"):
+    for name in ("paper", "narrow, rounded", "balanced", "leankv"):
         for use in (chunks, beams, assisted, cropped, forked, reordered, loaded):
             lengths = (40,) if use in (assisted, cropped) else RAGGED
             yield Case(f"{name}, {use.__name__}", made[name], lengths=lengths, use=use)
@@ -349,7 +336,7 @@ def cases() -> Iterator[Case]:
         "balanced",
         "K8V8",
         "K5V3",
-        "share",
+        "leankv",
         "lossless",
         "pinned",
     ):
@@ -358,7 +345,7 @@ def cases() -> Iterator[Case]:
     yield Case("paper, kernels, gemma3_text", made["paper"], "gemma3_text", lengths=(40, 9), new=4, backend="kernels")
     yield Case("paper, kernels, gpt_oss", made["paper"], "gpt_oss", lengths=(40, 9), new=4, backend="kernels")
     if SMOLLM2.is_dir():
-        for name in ("quality", "balanced", "small", "paper", "lossless", "snapkv"):
+        for name in ("quality", "balanced", "small", "paper", "lossless", "leankv"):
             yield Case(f"{name}, SmolLM2", made[name], "smollm2", torch.bfloat16, lengths=(300,), new=8)
 
 
@@ -367,7 +354,7 @@ def write_samples(folder: Path) -> None:
     few = {"window": 4, "sinks": 2, "page_bytes": 256}
     levels = {"alpha_high": 1.0, "alpha_low": 0.5}
     paper = functools.partial(DiffKVConfig.paper, window=4, page_bytes=256)
-    policy = {"policy": "share", "policy_options": {"prune": 0.2}}
+    policy = {"policy": "leankv", "policy_options": {"high_cut": 0.3, "low_cut": 0.1}}
     samples: dict[str, tuple[str, torch.dtype, DiffKVConfig]] = {
         "paper": ("llama", torch.float32, paper(**levels)),
         "groups": ("llama", torch.bfloat16, paper(high="K8V4g1/2", low="K4V2g2/4", **levels)),
@@ -378,7 +365,7 @@ def write_samples(folder: Path) -> None:
         ),
         "balanced": ("qwen3", torch.bfloat16, DiffKVConfig.preset("balanced", **few)),
         "lossless_beside_sliding": ("gemma3_text", torch.bfloat16, DiffKVConfig.lossless(window=4, page_bytes=256)),
-        "share_with_model_sinks": ("gpt_oss", torch.float32, DiffKVConfig("K5V3", "K2V1", **policy, **few)),
+        "leankv_with_model_sinks": ("gpt_oss", torch.float32, DiffKVConfig("K5V3", "K2V1", **policy, **few)),
     }
     for name, (model_name, dtype, config) in samples.items():
         model = model_of(model_name, dtype, head_dim=16, num_attention_heads=2, num_key_value_heads=1)

@@ -98,8 +98,6 @@ STUDIES = {
             "quanto:4",
             "hqq:4",
             "quanto:2",
-            "snapkv:budget=0.3",
-            "random:budget=0.3",
         ),
         tasks="offline",
     ),
@@ -155,8 +153,6 @@ STUDIES = {
         (
             "dense",
             *(f"diffkv:lossless+{alpha}/{alpha}" for alpha in (0.05, 0.1, 0.2, 0.4)),
-            *(f"{name}:budget={budget}" for name in ("snapkv", "h2o", "pyramid", "random") for budget in (0.3, 0.5)),
-            "streaming",
         )
     ),
     # thresholds (figure 10)
@@ -196,8 +192,6 @@ STUDIES = {
             "diffkv:paper",
             "leankv:high_cut=0.05",
             "leankv:high_cut=0.2",
-            *(f"share:share=0.25+by={by}" for by in ("significance", "contribution", "random")),
-            *(f"share:share=0.25+by={by}+rotate=true+center=true" for by in ("significance", "contribution", "random")),
             f"diffkv:{TURNED}+1/0",
             f"diffkv:{TURNED}+K4V2",
         )

@@ -126,7 +126,13 @@ def load_snapshot(folder: Path, parallel: TensorParallel, device: torch.device |
     data = path.read_bytes() if device is None else None
     if (_digest(path) if data is None else hashlib.sha256(data).hexdigest()) != content["sha256"]:
         raise CacheFileError(f"{path} is damaged (its checksum differs); save the cache again.")
-    if content["format_version"] < FIRST_WITHOUT_SCORES and not DiffKVConfig.from_dict(content["config"]).selects:
+    try:
+        config = DiffKVConfig.from_dict(content["config"])
+    except ValueError as error:
+        raise CacheFileError(
+            f"{folder} was saved with a configuration that this hf_diffkv cannot use: {error}"
+        ) from error
+    if content["format_version"] < FIRST_WITHOUT_SCORES and not config.selects:
         raise CacheFileError(
             f"{folder} was saved by an earlier hf_diffkv, in pages with scores and positions, which this one does not "
             "keep for such a configuration; read its text with the model again and save the new cache."

@@ -58,8 +58,8 @@ class DiffKVConfig:
             are for `"diffkv"` only.
         policy_options: options of that policy, by name.
         protected_layers: so many first and so many last compressed layers are kept entirely at `high`.
-        observation_window: how many of a prompt's last queries significance is taken from; None takes all, or as many
-            as the policy's paper does. Nothing is taken where no token is chosen by it (`selects`).
+        observation_window: number of a prompt's last queries that significance is taken from; None takes all. Nothing
+            is taken where no token is chosen by it (`selects`).
         compaction_interval: generated tokens between two compactions; 1 is the paper.
         rotate: keys and values are held rotated by a Hadamard matrix with random signs, which spreads channels of
             large magnitude over all: fewer bits do. Costs no memory, and two small products per layer and step.

@@ -1,11 +1,9 @@
-"""Rules that turn significance into levels: one file each, found by itself (`base.Policy` says what it needs)."""
+"""Rules that turn significance into levels. `base.Policy` says what a rule needs, `register_policy` adds one."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib
-import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,36 +17,57 @@ from .base import (
     mean_significance,
     relative_thresholds,
 )
+from .diffkv import DiffKV
+from .leankv import LeanKV
+
+POLICIES: dict[str, type[Policy]] = {"diffkv": DiffKV, "leankv": LeanKV}
+# policies of releases up to 0.1
+REMOVED = ("h2o", "pyramid", "random", "share", "snapkv", "streaming")
 
 
-def _find_policies() -> dict[str, type[Policy]]:
-    found = {}
-    for info in pkgutil.iter_modules(__path__):
-        module = importlib.import_module(f"{__name__}.{info.name}")
-        for value in vars(module).values():
-            own = isinstance(value, type) and value.__module__ == module.__name__
-            if own and issubclass(value, Policy) and value is not Policy:
-                found[info.name] = value
-    return found
+def register_policy(name: str, policy: type[Policy]) -> None:
+    """Makes `policy` known as `DiffKVConfig(policy=name)` in this process.
 
+    Args:
+        name: a new name; registering one class twice under its name does nothing.
+        policy: a frozen dataclass that extends `Policy`; its fields are the policy's options.
 
-POLICIES = _find_policies()
+    Raises:
+        ValueError: `policy` is no such class, or another policy has the name.
+    """
+    if not (isinstance(policy, type) and issubclass(policy, Policy)):
+        raise ValueError(f"policy={policy!r} must be a class that extends hf_diffkv.policy.Policy.")
+    if POLICIES.get(name, policy) is not policy:
+        raise ValueError(f"name={name!r} is the name of another policy; choose a new one.")
+    POLICIES[name] = policy
 
 
 def make_policy(name: str, options: Mapping[str, Any]) -> Policy:
-    """The policy called `name` with the given options.
+    """Builds the policy called `name` with the given options.
 
     Raises:
         ValueError: there is no such policy or option, or a value is outside its range.
     """
     if name not in POLICIES:
-        raise ValueError(f"policy={name!r} is unknown{_meant(name, POLICIES)}; use one of {sorted(POLICIES)}.")
+        raise ValueError(_unknown(name))
     known = [field.name for field in dataclasses.fields(POLICIES[name])]
     for given in options:
         if given not in known:
             choice = f"its options are {known}" if known else "it has none"
             raise ValueError(f"policy_options: {name!r} has no option {given!r}{_meant(given, known)}; {choice}.")
     return POLICIES[name](**options)
+
+
+def _unknown(name: str) -> str:
+    if name in REMOVED:
+        return (
+            f"policy={name!r} was removed; kvpress has methods that drop tokens, and examples/own_policy.py shows how "
+            "to write a policy of your own."
+        )
+    return (
+        f"policy={name!r} is unknown{_meant(name, POLICIES)}; use one of {sorted(POLICIES)}, or make your own known "
+        "with hf_diffkv.policy.register_policy first."
+    )
 
 
 def _meant(given: Any, known: Any) -> str:
@@ -66,5 +85,6 @@ __all__ = [
     "levels_between",
     "make_policy",
     "mean_significance",
+    "register_policy",
     "relative_thresholds",
 ]

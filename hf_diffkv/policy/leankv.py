@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 
 from .base import ForwardRows, Levels, Policy, Tokens, levels_of, option
-from .ranking import least_in_rows, rank_in_rows
 
 
 @dataclass(frozen=True)
 class LeanKV(Policy):
-    """The least significant tokens that together have less than `low_cut` of a head's significance are pruned.
+    """Prunes the least significant tokens that together have less than `low_cut` of a head's significance.
 
-    The next, up to `high_cut`, are low, the rest is high. While generating, a token is compared with where the cuts
-    were in the last prompt, relative to 1/N: with the least significant token above each cut. Where nothing was below
-    a cut, or there was no prompt outside the window yet, that threshold is 0.
+    The next ones, up to `high_cut`, are low, and the rest is high. A generated token is compared with the cuts of the
+    last prompt, relative to 1/N: with the least significant token above each cut. Where nothing was below a cut, or no
+    prompt was outside the window yet, that threshold is 0.
 
     Args:
-        high_cut: the paper's T_h. low_cut: its T_l, at most `high_cut`.
+        high_cut: the paper's T_h.
+        low_cut: the paper's T_l, at most `high_cut`.
     """
 
     high_cut: float = option(0.05, least=0, most=1)
@@ -37,6 +37,27 @@ class LeanKV(Policy):
         return Levels(levels_of(high, kept), _relative_cut(tokens, rows, high), _relative_cut(tokens, rows, kept))
 
 
+def rank_in_rows(row: Tensor, key: Tensor, position: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Ranks each token from the top of its row: the greatest `key` first, of equal ones the newest first.
+
+    Args:
+        row: int64 [n], the row of each token.
+        key: [n] of any dtype.
+        position: int64 [n].
+        rows: number of rows.
+
+    Returns:
+        int64 [n], 0 for the first, and int64 [rows], the number of tokens of each row.
+    """
+    order = torch.argsort(position, descending=True)
+    order = order[torch.argsort(key[order], descending=True, stable=True)]
+    order = order[torch.argsort(row[order], stable=True)]
+    count = torch.bincount(row, minlength=rows)
+    rank = torch.empty_like(row)
+    rank[order] = torch.arange(row.numel(), device=row.device) - (count.cumsum(0) - count)[row[order]]
+    return rank, count
+
+
 def _cumulative_share(tokens: Tokens, rows: int) -> Tensor:
     """Share of its row's significance that a token has together with all that are less significant, float64 [n]."""
     rank, count = rank_in_rows(tokens.row, tokens.mean, tokens.position, rows)
@@ -51,7 +72,8 @@ def _cumulative_share(tokens: Tokens, rows: int) -> Tensor:
 
 
 def _relative_cut(tokens: Tokens, rows: ForwardRows, above: Tensor) -> Tensor:
-    """Relative threshold between what is `above` a cut (bool [n]) and what is not, float32 [rows]."""
+    """Relative threshold between the tokens `above` a cut (bool [n]) and the others, float32 [rows]."""
     count = rows.length.numel()
-    cut = least_in_rows(tokens.mean, tokens.row, above, count) * rows.length
-    return torch.where(torch.bincount(tokens.row[~above], minlength=count) > 0, cut, 0.0)
+    least = torch.full((count,), torch.inf, device=above.device)
+    least.scatter_reduce_(0, tokens.row[above], tokens.mean[above], "amin")
+    return torch.where(torch.bincount(tokens.row[~above], minlength=count) > 0, least * rows.length, 0.0)

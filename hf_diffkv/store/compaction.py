@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ops.backend import NATIVE
-from ..ops.compact import compact_step, least_mean
-from ..pages import HIGH
+from ..ops.compact import compact_step
 from ..policy import StepRows, relative_thresholds
 from . import native
 from .forms import center_rows, is_pinned, pin_candidates
@@ -46,10 +45,6 @@ def compact(store: Store) -> None:
 def compact_round(store: Store) -> None:
     """Sends the oldest token of every window that holds too many through Algorithm 1."""
     in_native_code, feedback = store.backend() == NATIVE, store.model_feedback
-    adapts = store.layout.selects and store.policy.adapts
-    leaving = None
-    if adapts or not in_native_code:
-        leaving = store.length - store.window_start > store.config.window
     if store.layout.selects:
         pin_candidates(store)
         state = _step_rows(store)
@@ -59,10 +54,9 @@ def compact_round(store: Store) -> None:
     if in_native_code:
         native.compact(store, high, low, feedback)
     else:
+        leaving = store.length - store.window_start > store.config.window
         options = {"bounds": store.all_bounds, "flag": store.flag, "feedback": feedback}
         compact_step(store.all_rows(), leaving.view(-1), high, low, **options)
-    if adapts:
-        _adapt(store, state, leaving)
 
 
 def _step_rows(store: Store) -> StepRows:
@@ -76,15 +70,13 @@ def _step_rows(store: Store) -> StepRows:
         store.high_count,
         store.low_count,
         store.layer_index[:, None, None],
-        store.head_index,
-        lambda: least_mean(store.all_rows(), HIGH).view(store.high_count.shape),
     )
 
 
 def _thresholds(store: Store, state: StepRows) -> tuple[Tensor, Tensor]:
     """High and low threshold of every row, float32 [layers, batch, heads]."""
     given = store.policy.thresholds(state)
-    if store.config.max_bytes is not None and not store.policy.by_alphas:
+    if store.config.max_bytes is not None and store.policy.sets_thresholds:
         given = tuple(map(torch.maximum, given, relative_thresholds(state)))
     if store.config.protected_layers:
         protected = _protected(store)
@@ -94,15 +86,6 @@ def _thresholds(store: Store, state: StepRows) -> tuple[Tensor, Tensor]:
         # from 0 on it is high, and no victim is below
         given = tuple(threshold.masked_fill(pinned, 0.0) for threshold in given)
     return tuple(threshold.expand(store.high_count.shape) for threshold in given)
-
-
-def _adapt(store: Store, state: StepRows, leaving: Tensor) -> None:
-    """Has the policy follow what the round did; in place, since captured steps read the thresholds where they stand."""
-    changes = leaving[..., None]
-    if store.config.protected_layers:
-        changes = changes & ~_protected(store)
-    for alpha, adapted in zip((store.alpha_high, store.alpha_low), store.policy.adapted(state)):
-        alpha.copy_(torch.where(changes, adapted, alpha))
 
 
 def _protected(store: Store) -> Tensor:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..ops.compact import Given, NewTokens, StoredTokens, rewrite_rows, stored_tokens
 from ..ops.prefill_attention import prefill_attention
-from ..ops.quantize import load_tokens
 from ..ops.softmax import Softmax
 from ..pages import HIGH, HIGH_LEVEL, LOW, LOW_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL, EarlierTokens
 from ..pages.segments import score_noise, segments
@@ -301,7 +300,6 @@ def decide_levels(
     rows = ForwardRows(
         store.layers[layer],
         store.total_layers,
-        store.head_index.repeat(store.batch_size),
         length,
         outside.repeat_interleave(store.num_heads),
         *(alpha.reshape(-1) for alpha in alphas),
@@ -328,16 +326,11 @@ def _tokens(
     scores: Sequence[Tensor],
     length: Tensor,
 ) -> Tokens:
-    rows, positions, norms = [], [], []
+    rows, positions = [], []
     for tier, layout in ((HIGH, store.layout.high), (LOW, store.layout.low)):
         page, slot = stored[tier].page, stored[tier].slot
         rows.append(stored[tier].row)
         positions.append(segments(store.pool.pages, layout).positions(page, slot).long())
-        if store.policy.needs_value_norm:
-            _, value = load_tokens(store.pool.pages, layout, page, slot, store.dtype)
-            norms.append(value.float().norm(dim=-1))
-    if store.policy.needs_value_norm:
-        norms.append(leaving.value_norm())
     rows.append(leaving.row)
     levels = [torch.full_like(row, n, dtype=torch.int8) for row, n in zip(rows, (HIGH_LEVEL, LOW_LEVEL, WINDOW_LEVEL))]
     row, position = torch.cat(rows), torch.cat([*positions, leaving.position])
@@ -346,5 +339,4 @@ def _tokens(
         mean_significance(torch.cat([*scores, leaving.score]), position, length[row]),
         position,
         torch.cat(levels),
-        torch.cat(norms) if store.policy.needs_value_norm else None,
     )

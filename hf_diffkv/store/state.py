@@ -363,6 +363,12 @@ class Store:
         count = self.config.protected_layers
         return not count <= self.layers[layer] < self.total_layers - count
 
+    def may_lower(self) -> Tensor:
+        """bool [layers, batch, heads]: whether generated tokens may reach the low level before the next prompt."""
+        if self.policy.sets_thresholds:
+            return torch.ones_like(self.alpha_high, dtype=torch.bool)
+        return self.alpha_low < self.alpha_high
+
     def policy_of(self, layer: int) -> Policy:
         """What levels the tokens of `layer`."""
         return PROTECTION if self.is_protected(layer) else self.policy
@@ -377,8 +383,7 @@ class Store:
         """How many of a prompt's last queries significance is taken from; None is all, or that there is none."""
         if not self.layout.selects:
             return None
-        chosen = self.config.observation_window
-        return self.policy.observation_window if chosen is None else chosen
+        return self.config.observation_window
 
     def set_thresholds(self, layer: int, alpha_high: LayerThreshold, alpha_low: LayerThreshold) -> None:
         """Sets thresholds for a layer that is still empty: one number, or one per head (else `ValueError`).

@@ -72,7 +72,7 @@ def refresh_if_due(store: Store) -> None:
 def refresh(store: Store) -> None:
     """Makes room for the next `refresh_steps` steps. Reads the device once, and once more where the pool grows."""
     lookahead = store.refresh_steps + store.config.compaction_interval
-    has_low = store.policy.has_low(store.alpha_high, store.alpha_low)
+    has_low = store.may_lower()
     # whether the first token of some row can leave its window until then
     leaves = (is_whole(store) & (store.length - store.window_start > store.config.window - lookahead)).any()
     free = store.pool.free_list.state[FREE]

@@ -85,15 +85,13 @@ BAD_FIELDS = [
     ({"high": {"k_bits": 8}}, ("high", "both k_bits and v_bits")),
     ({"low": "int4"}, ("low='int4'", "write it as 'K8V4'")),
     ({"policy": "nothing"}, ("policy='nothing'", "diffkv")),
-    ({"policy": "snapvk"}, ("policy='snapvk'", "did you mean 'snapkv'")),
+    ({"policy": "lenakv"}, ("policy='lenakv'", "did you mean 'leankv'")),
     ({"policy": 3}, ("policy=3", "name")),
     ({"policy_options": {"budget": 0.5}}, ("policy_options", "'diffkv' has no option 'budget'")),
     ({"policy_options": [0.5]}, ("policy_options=[0.5]", "dictionary")),
-    ({"policy": "h2o", "policy_options": {"budgte": 1}}, ("'budgte'", "did you mean 'budget'", "minimum")),
-    ({"policy": "h2o", "policy_options": {"budget": 1.5}}, ("budget=1.5", "between 0 and 1")),
-    ({"policy": "h2o", "policy_options": {"minimum": 2.5}}, ("minimum=2.5", "an integer of at least 0")),
-    ({"policy": "snapkv", "policy_options": {"pool": 4}}, ("pool=4", "odd")),
-    ({"policy": "share", "policy_options": {"by": "luck"}}, ("by='luck'", "'contribution'")),
+    ({"policy": "leankv", "policy_options": {"hihg_cut": 1}}, ("'hihg_cut'", "did you mean 'high_cut'", "low_cut")),
+    ({"policy": "leankv", "policy_options": {"high_cut": 1.5}}, ("high_cut=1.5", "between 0 and 1")),
+    ({"policy": "first_tokens", "policy_options": {"first": 2.5}}, ("first=2.5", "an integer of at least 0")),
     ({"policy": "leankv", "policy_options": {"high_cut": 0.1, "low_cut": 0.2}}, ("low_cut=0.2", "high_cut=0.1")),
     ({"protected_layers": -1}, ("protected_layers=-1", "at least 0")),
     ({"high": (8, 4, 0)}, ("k_groups=0", "at least 1")),
@@ -106,7 +104,7 @@ BAD_FIELDS = [
     ({"head_precisions": ["K4V3", None]}, ("head_precisions[0]='K4V3'", "each KV head")),
     ({"head_precisions": [None, ["K4V9"]]}, ("head_precisions[1]='K4V9'", "v_bits=9")),
     ({"head_precisions": [["K4V3", "K3V3", "K3V2"]] * 2}, ("head_precisions[0]", "3 precisions", "can have two")),
-    ({"head_precisions": [["K4V3"] * 2] * 2, "policy": "h2o"}, ("head_precisions", "policy='h2o'", "leave one")),
+    ({"head_precisions": [["K4V3"] * 2] * 2, "policy": "leankv"}, ("head_precisions", "policy='leankv'", "leave one")),
 ]
 
 

@@ -58,10 +58,9 @@ def test_the_same_text_across_refreshes_and_growth(steps, interval: int) -> None
 @pytest.mark.parametrize(
     "layers, fields",
     [
-        (1, {"policy": "h2o", "policy_options": {"minimum": 2}, "max_bytes": 30_000}),
-        (1, {"policy": "random"}),
-        (2, {"policy": "share", "policy_options": {"prune": 0.3}}),
-        (3, {"policy": "streaming", "policy_options": {"sinks": 1}, "protected_layers": 1}),
+        (1, {"policy": "leankv", "policy_options": {"low_cut": 0.1}, "max_bytes": 30_000}),
+        (2, {"policy": "leankv", "policy_options": {"high_cut": 0.3}}),
+        (3, {"policy": "first_tokens", "policy_options": {"first": 1}, "protected_layers": 1}),
     ],
     ids=lambda value: value["policy"] if isinstance(value, dict) else "",
 )

@@ -16,9 +16,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, PretrainedConfig
 
-from hf_diffkv import DiffKVCache
+from hf_diffkv import CacheFileError, DiffKVCache
 
 SAVED = Path(__file__).parents[1] / "data" / "saved_caches"
+# its policy is "share", which was removed
+REMOVED_POLICY = "share_with_model_sinks"
 JSON_NAME, TENSORS_NAME = "diffkv_cache.json", "diffkv_cache.safetensors"
 
 
@@ -39,7 +41,7 @@ def taken_here(name: str, folder: Path) -> PretrainedConfig:
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("name", sorted(path.name for path in SAVED.iterdir()))
+@pytest.mark.parametrize("name", sorted({path.name for path in SAVED.iterdir()} - {REMOVED_POLICY}))
 def test_a_cache_saved_before(name: str, tmp_path: Path) -> None:
     model_config = taken_here(name, tmp_path / "old")
     cache = DiffKVCache.from_pretrained(tmp_path / "old", model_config)
@@ -60,3 +62,10 @@ def test_a_cache_saved_before(name: str, tmp_path: Path) -> None:
     for content in (old, new):
         del content["weights"], content["checksum"]
     assert new == old
+
+
+@pytest.mark.oldest
+def test_a_cache_with_a_removed_policy_says_so(tmp_path: Path) -> None:
+    model_config = taken_here(REMOVED_POLICY, tmp_path / "old")
+    with pytest.raises(CacheFileError, match="policy='share' was removed"):
+        DiffKVCache.from_pretrained(tmp_path / "old", model_config)

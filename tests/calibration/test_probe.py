@@ -147,7 +147,7 @@ def test_levels_that_hold_the_keys_stay(fields: dict) -> None:
 
 
 def test_other_policies_get_one_precision() -> None:
-    fields = {"policy": "share", "policy_options": {}, **PLAIN}
+    fields = {"policy": "leankv", "policy_options": {}, **PLAIN}
     config = without_fragile_level(DiffKVConfig(**fields), biased())
     assert config == DiffKVConfig(low=Precision(8, 4), **fields)
 

@@ -76,7 +76,7 @@ def test_what_a_user_chooses_stands(folder: Path) -> None:
     model = big_model()
     found.keep(measured(model))
     assert DiffKVCache(model, high="K8V4").config.head_precisions is None
-    assert DiffKVCache(model, policy="h2o").config.head_precisions is None
+    assert DiffKVCache(model, policy="leankv").config.head_precisions is None
     assert DiffKVCache(model, DiffKVConfig()).config == DiffKVConfig()
     chosen = DiffKVCache(model, window=5, target_ratio=0.3).config
     assert chosen.window == 5 and sum(map(sum, bits(chosen))) > sum(map(sum, bits(DiffKVCache(model).config)))

@@ -32,8 +32,8 @@ CONFIGS = [
         compaction_interval=4,
         page_bytes=4096,
         max_bytes=10**9,
-        policy="share",
-        policy_options={"share": np.float32(0.5), "by": "random", "seed": np.int64(3)},
+        policy="leankv",
+        policy_options={"high_cut": np.float32(0.5), "low_cut": np.int64(0)},
         protected_layers=2,
     ),
     DiffKVConfig(head_precisions=[["K5V4", Precision(3, 3)], None, ["K4V3g2/1", "K4V3g2/1"]], alpha_high=(1, 2, 3)),
@@ -166,10 +166,10 @@ def test_presets_of_what_is_no_model_are_refused(given: object) -> None:
 
 
 def test_options_stay_as_they_are() -> None:
-    config = DiffKVConfig(policy="snapkv", policy_options={"budget": 1})
-    assert config.policy_options == {"budget": 1.0} and type(config.policy_options["budget"]) is float
+    config = DiffKVConfig(policy="leankv", policy_options={"high_cut": 1})
+    assert config.policy_options == {"high_cut": 1.0} and type(config.policy_options["high_cut"]) is float
     with pytest.raises(TypeError, match="cannot be changed"):
-        config.policy_options["budget"] = 0.5
+        config.policy_options["high_cut"] = 0.5
     for copied in (copy.deepcopy(config), pickle.loads(pickle.dumps(config)), dataclasses.replace(config, window=64)):
         assert copied == config and hash(copied) == hash(config)
 
@@ -214,7 +214,7 @@ def test_thresholds_of_published_models(
 def test_other_models_take_a_preset_unless_levels_are_chosen(name: str) -> None:
     assert DiffKVConfig.for_model(name) == DiffKVConfig.preset("balanced")
     assert DiffKVConfig.for_model(name, window=128) == DiffKVConfig.preset("balanced", window=128)
-    chosen = ({"alpha_high": 3.0}, {"low": "K4V4"}, {"alpha_low": 0.01}, {"policy": "snapkv"}, {"protected_layers": 1})
+    chosen = ({"alpha_high": 3.0}, {"low": "K4V4"}, {"alpha_low": 0.01}, {"policy": "leankv"}, {"protected_layers": 1})
     for fields in chosen:
         assert DiffKVConfig.for_model(name, **fields) == DiffKVConfig(**fields)
     with pytest.raises(ValueError, match="did you mean 'window'"):

@@ -164,7 +164,7 @@ def test_damaged_records(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
 def test_list(capsys: pytest.CaptureFixture) -> None:
     assert main(["evaluate", "--list"]) == 0
     methods, *suites = capsys.readouterr().out.splitlines()
-    assert {"dense", "diffkv", "quanto", "snapkv"} <= set(methods.removeprefix("methods: ").split(", "))
+    assert {"dense", "diffkv", "leankv", "quanto"} <= set(methods.removeprefix("methods: ").split(", "))
     assert any(line.startswith("suite offline: dictionary, ") for line in suites)
 
 

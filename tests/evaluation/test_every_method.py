@@ -15,7 +15,7 @@ from hf_diffkv.evaluation.tasks import TASKS, facts, suites, text
 
 LOSSLESS = "diffkv:lossless"
 METHOD_LABELS = ["dense", "diffkv:K4V2", LOSSLESS, "quanto:4", "hqq:4", "fp8"]
-METHOD_LABELS += ["h2o", "leankv", "pyramid", "random", "share", "snapkv:budget=0.5", "streaming"]
+METHOD_LABELS += ["leankv"]
 TASK_NAMES = suites()["offline"]
 
 

@@ -166,7 +166,7 @@ def test_fields_become_options() -> None:
     assert method_name("dense", {}) == "dense"
     assert method_name("diffkv", {"alpha_high": 3, "high": "K8V8"}) == "diffkv:alpha_high=3+high=K8V8"
     assert method_name("diffkv:3/0", {"alpha_low": [0.1, 0.2]}) == "diffkv:3/0+alpha_low=[0.1, 0.2]"
-    assert method_name("snapkv:budget=0.3", {"window": 9}) == "snapkv:budget=0.3+window=9"
+    assert method_name("leankv:high_cut=0.3", {"window": 9}) == "leankv:high_cut=0.3+window=9"
     with pytest.raises(EvaluationError, match="window: options of cache=diffkv, not of cache=dense"):
         method_name("dense", {"window": 3})
 

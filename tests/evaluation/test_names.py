@@ -49,10 +49,9 @@ def test_lossless_is_not_a_preset() -> None:
 
 def test_other_methods_have_the_sinks_that_are_theirs() -> None:
     config = LlamaConfig()
-    assert get_method("snapkv:budget=0.5").config_for(config).sinks == 0
-    assert get_method("snapkv:budget=0.5+sinks=4").config_for(config).sinks == 4
-    streaming = get_method("streaming:sinks=2").config_for(config)
-    assert streaming.sinks == 0 and streaming.policy_options == {"sinks": 2}
+    assert get_method("leankv:high_cut=0.5").config_for(config).sinks == 0
+    cut = get_method("leankv:high_cut=0.5+sinks=4").config_for(config)
+    assert cut.sinks == 4 and cut.policy_options == {"high_cut": 0.5}
     assert get_method("diffkv:K8V4").config_for(config).sinks == DiffKVConfig().sinks
 
 

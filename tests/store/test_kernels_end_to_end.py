@@ -6,7 +6,7 @@ import interpreted  # noqa: F401
 import pytest
 import torch
 from dense_simulation import WINDOW, Rule
-from policy_simulation import H2O, Share
+from policy_simulation import FirstTokens, LeanKV
 from test_compressed import Pair, left_padding
 from test_rotated import RotatedPair, assert_offsets, held_offset
 from tiny_models import tiny_model
@@ -68,8 +68,8 @@ def test_rotated_rows_and_sinks(sinks: int, window: int, lengths: tuple[int, int
 
 @pytest.mark.parametrize(
     "policy, options, rule",
-    [("h2o", {"minimum": 4}, H2O(minimum=4)), ("share", {"prune": 0.3}, Share(0, prune=0.3))],
-    ids=["h2o", "share"],
+    [("leankv", {"high_cut": 0.3, "low_cut": 0.1}, LeanKV(0.3, 0.1)), ("first_tokens", {"first": 9}, FirstTokens(9))],
+    ids=["leankv", "first_tokens"],
 )
 @pytest.mark.slow
 def test_thresholds_that_policies_set(policy: str, options: dict, rule: Rule) -> None:

@@ -6,9 +6,8 @@ that name; the presets `quality`, `balanced` and `small` are ratios for a model 
 `target_ratio=0.2` is any other; `config=NAME` is one saved in a folder or on the Hub, by `hf-diffkv calibrate` say;
 anything else is a field of `DiffKVConfig` as field=value, the value as in JSON.
 
-Other policies, on the same pages, are methods too: `snapkv:budget=0.3`, `leankv`. Their options are those of the policy
-and of `diffkv`. Those that only keep or drop tokens keep them in the model's dtype unless a precision is given, as in
-their papers. No first tokens are exact beside those of the policy.
+Other policies, on the same pages, are methods too: `leankv:high_cut=0.3`. Their options are those of the policy and of
+`diffkv`. No sinks are exact beside the window.
 """
 
 from __future__ import annotations
@@ -140,16 +139,13 @@ def diffkv(options: list[str]) -> Method:
 
 
 def _build(name: str, options: list[str]) -> Method:
-    policy = POLICIES[name]
-    known = {field.name for field in dataclasses.fields(policy)}
+    known = {field.name for field in dataclasses.fields(POLICIES[name])}
     for option in options:
         field = option.partition("=")[0]
         if "=" in option and field not in known | CONFIG_FIELDS:
             raise unknown(f"option of {name}", field, known | CONFIG_FIELDS)
     mine = [option for option in options if option.partition("=")[0] in known]
     fields, base = parse_options([option for option in options if option not in mine])
-    if not policy.two_levels and "high" not in fields:
-        fields |= {"high": Precision(16, 16), "low": Precision(16, 16)}
     split = (option.partition("=") for option in mine)
     chosen = {field: parse_value(value) for field, _, value in split}
     return DiffKVMethod({"sinks": 0, **fields, "policy": name, "policy_options": chosen}, base)

@@ -9,7 +9,6 @@ from ..backend import KERNELS, NATIVE, choose, without_autocast
 from ..rounding import ModelFeedback
 from ..tiles import Bounds
 from . import native, reference
-from .reference import least_mean
 from .rewrite import Given, NewTokens, StoredTokens, rewrite_rows, stored_tokens, token_positions
 
 __all__ = [
@@ -17,7 +16,6 @@ __all__ = [
     "NewTokens",
     "StoredTokens",
     "compact_step",
-    "least_mean",
     "rewrite_rows",
     "stored_tokens",
     "token_positions",

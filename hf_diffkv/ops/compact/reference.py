@@ -145,18 +145,6 @@ def _rounded(key: Tensor, feedback: ModelFeedback | None, tier: TierLayout) -> T
     return round_keys(key, feedback.of_rows(key.shape[0]), feedback.matrices, tier)
 
 
-def least_mean(rows: LayerRows, tier: int) -> Tensor:
-    """Least mean significance of each row's tokens of one tier, float32 [batch, heads]; +inf where a row has none."""
-    width, layout = rows.width, rows.tiers[tier]
-    pages, page_table = rows.pages, rows.page_table
-    page = torch.arange(width, device=pages.device)
-    ids = page_table[..., column(tier, page, width)].long()
-    view = segments(pages, layout)
-    mean = _mean(as_scores(view.score[ids]), as_positions(view.position[ids]), rows.length[:, None, None, None])
-    slot = page[:, None] * layout.capacity + torch.arange(layout.capacity, device=pages.device)
-    return torch.where(slot < rows.counts[tier][..., None, None], mean, torch.inf).amin((2, 3))
-
-
 def _mean(score: Tensor, position: Tensor, length: Tensor) -> Tensor:
     return score / (length - 1 - position).clamp(min=1).float()
 

@@ -104,11 +104,6 @@ class NewTokens:
         step = READ_TOKENS if self.row.device.type == "cpu" else READ_TOKENS_BY_KERNELS
         return [slice(start, start + step) for start in range(0, self.row.numel(), step)]
 
-    def value_norm(self) -> Tensor:
-        """L2 norms of the values, float32 [n]."""
-        norms = [self.read(part)[1].float().norm(dim=-1) for part in self.parts()]
-        return torch.cat(norms) if norms else self.score.new_zeros(0)
-
 
 @dataclass(frozen=True)
 class StoredTokens:

@@ -60,7 +60,7 @@ class SlotStore(Store):
             same shape, how many pages they hold, and how many of these are not full.
         """
         settle(self)
-        has_low = self.policy.has_low(self.alpha_high, self.alpha_low)
+        has_low = self.may_lower()
         high, low, has_low, flag = read_together(self.high_count, self.low_count, has_low, self.flag)
         self.raise_for(False, False, bool(flag))
         bound_rows(self, high, low, LOOKAHEAD)
