@@ -30,7 +30,7 @@ from .checks import (
 from .presets import DEFAULT_PRESET, LEVEL_FIELDS, PRESETS, SAFE, preset_named
 
 METADATA_BITS = (16, 32)
-# attributes that are no fields: what the configuration was chosen by, and, until it is made, the fields that are given
+# attributes that are no fields; the second holds the names of the given fields from `__new__` to `__post_init__`
 _CALIBRATION_ATTRIBUTE = "_calibration"
 _GIVEN_ATTRIBUTE = "_given"
 
@@ -44,11 +44,11 @@ class DiffKVConfig:
     A token whose mean received attention is at least `alpha_high / N` (N: tokens seen) is kept at `high`, from
     `alpha_low / N` on at `low`, below that it is pruned.
 
-    The defaults depend on whether levels are chosen, which is by any of `high`, `low`, `alpha_high`, `alpha_low`,
-    `head_precisions`, `policy`, `policy_options` and `protected_layers`. With one of them given, the others are as the
-    signature has them: the paper's two levels. With none, they are those of the preset "balanced", as in
-    `DiffKVCache(model)`: `high` and `low` K5V4, both thresholds 0, `window` 32, `adaptive_rounding`, `metadata_bits`
-    16. `paper` is the paper's configuration.
+    Levels are chosen by giving any of `high`, `low`, `alpha_high`, `alpha_low`, `head_precisions`, `policy`,
+    `policy_options` and `protected_layers`. If none is given, the defaults are those of the preset "balanced", which
+    `DiffKVCache(model)` takes too: K5V4 for all tokens, `window` 32, `adaptive_rounding`, `metadata_bits` 16. If one
+    is given, the other fields have the defaults of the signature: two levels, K8V4 and K4V2, and a `window` of 64.
+    `paper` makes the paper's configuration.
 
     Args:
         high: precision of important tokens: a `Precision`, or its name, for example "K8V4".
@@ -89,7 +89,7 @@ class DiffKVConfig:
             names the argument.
     """
 
-    # Defaults beside chosen levels; without any, those of the default preset (`__post_init__`).
+    # defaults beside chosen levels; without these the default preset's replace them (`__post_init__`)
     high: Precision = Precision(8, 4)
     low: Precision = Precision(4, 2)
     alpha_high: Threshold = 1.0
@@ -142,7 +142,7 @@ class DiffKVConfig:
             # names the field that may have been meant, as the constructor does not
             cls._check_names(kwargs)
             made = super().__new__(cls)
-            # a field may be given its default, so `__post_init__` cannot tell by values; copies and pickles give none
+            # a given value may equal the default, so names are kept; copies and pickles give none
             if args or kwargs:
                 names = [field.name for field in dataclasses.fields(cls)]
                 vars(made)[_GIVEN_ATTRIBUTE] = {*names[: len(args)], *kwargs}
