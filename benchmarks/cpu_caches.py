@@ -36,7 +36,7 @@ MODELS = (*FOLDERS, RANDOM)
 DIFFKV = {
     **{f"DiffKV {name}": DiffKVConfig.preset(name) for name in PRESETS},
     "DiffKV K4V2": DiffKVConfig.preset("small", high="K4V2", low="K4V2"),
-    "DiffKV K8V4/K4V2": DiffKVConfig(metadata_bits=16),
+    "DiffKV K8V4/K4V2": DiffKVConfig("K8V4", "K4V2", metadata_bits=16),
     "DiffKV paper": DiffKVConfig.paper(),
 }
 

@@ -274,7 +274,7 @@ def configurations() -> dict[str, Callable[[], DiffKVConfig]]:
     """By name; none of them is made before its case runs."""
     paper, preset = DiffKVConfig.paper, DiffKVConfig.preset
     made: dict[str, Callable[[], DiffKVConfig]] = {
-        "default": DiffKVConfig,
+        "default": lambda: DiffKVConfig(alpha_high=1.0),
         "paper": lambda: paper(**PAPER),
         "paper in groups": lambda: paper(high="K8V4g1/2", low="K4V2g2/4", **PAPER),
         "lossless": lambda: DiffKVConfig.lossless(window=8),

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# what the fake clock adds for an event, and for each operator of a graph that is replayed
+EVENT_US, OPERATOR_US = 1000, 1
 
 
 class FakeGpu:
     """What the benchmarks see of a GPU.
 
+    Its clock is no clock of the host: replays do nothing, so the host would time noise.
+
     Attributes:
         free: bytes of memory that are free.
+        clock_us: microseconds since the start, see `EVENT_US` and `OPERATOR_US`.
         kernels: microseconds of each kernel that the profiler sees from its start to its stop.
         replayed: the number of every graph that was replayed, in order.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, measure: ModuleType) -> None:
         self.free = 1e12
+        self.clock_us = 0
         self.kernels = {"attend_kernel": 80.0, "finish_kernel": 20.0, "another": 100.0}
         self.replayed: list[int] = []
         self.graphs = 0
@@ -37,7 +45,7 @@ class FakeGpu:
         patch.setattr(measure, "peak_bandwidth", lambda device: 4.8e12)
         stream = SimpleNamespace(wait_stream=lambda other: None)
         for name, value in {
-            "Event": Event,
+            "Event": partial(Event, self),
             "Stream": lambda: stream,
             "current_stream": lambda: stream,
             "stream": lambda stream: nullcontext(),
@@ -51,12 +59,20 @@ class FakeGpu:
 
     def _graph(self) -> SimpleNamespace:
         number, self.graphs = self.graphs, self.graphs + 1
-        return SimpleNamespace(replay=lambda: self.replayed.append(number), captured=False)
+        graph = SimpleNamespace(operators=0)
+
+        def replay() -> None:
+            self.replayed.append(number)
+            self.clock_us += OPERATOR_US * graph.operators
+
+        graph.replay = replay
+        return graph
 
     @contextmanager
     def _capture(self, graph: SimpleNamespace):
-        yield
-        graph.captured = True
+        with Operators() as seen:
+            yield
+        graph.operators = seen.count
 
     def _profile(self, activities: list) -> SimpleNamespace:
         def events() -> list[SimpleNamespace]:
@@ -71,17 +87,31 @@ class FakeGpu:
         return SimpleNamespace(start=start, stop=lambda: None, events=events)
 
 
-class Event:
-    """Of the host's clock."""
+class Operators(TorchDispatchMode):
+    """Counts the operators that run."""
 
-    def __init__(self, enable_timing: bool) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Event:
+    """A time of the fake clock."""
+
+    def __init__(self, gpu: FakeGpu, enable_timing: bool) -> None:
         assert enable_timing
+        self.gpu = gpu
 
     def record(self) -> None:
-        self.at = time.perf_counter()
+        self.gpu.clock_us += EVENT_US
+        self.at = self.gpu.clock_us
 
     def elapsed_time(self, other: Event) -> float:
-        return 1e3 * (other.at - self.at)
+        return 1e-3 * (other.at - self.at)
 
 
 def fake_gpu(patch: pytest.MonkeyPatch, load: Callable[[str], ModuleType]) -> FakeGpu:

@@ -18,6 +18,22 @@ def run(module, output: Path, *more: str) -> list[dict]:
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
+def test_turns_time_what_was_captured(script, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake clock goes by events and operators, so that times and their differences are the same in every run."""
+    fake_gpu(monkeypatch, script)
+    measure = script("measure")
+    args = measure.parser("about", "results").parse_args(["--device", "cpu", "--repeats", "3"])
+    tensor = torch.zeros(4)
+
+    def twice() -> None:
+        tensor.add_(1)
+        tensor.mul_(2)
+
+    whole, part = measure.Session(args).time_all([twice, lambda: tensor.add_(1)])
+    assert whole.captured and part.captured
+    assert [whole.median, part.median] == pytest.approx([1.002e-3, 1.001e-3])
+
+
 @pytest.mark.slow
 def test_attention(script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
     gpu = fake_gpu(monkeypatch, script)

@@ -27,10 +27,12 @@ from .checks import (
     payload_bits,
     splits,
 )
+from .presets import DEFAULT_PRESET, LEVEL_FIELDS, PRESETS, SAFE, preset_named
 
 METADATA_BITS = (16, 32)
-# attribute that is no field
+# attributes that are no fields; the second holds the names of the given fields from `__new__` to `__post_init__`
 _CALIBRATION_ATTRIBUTE = "_calibration"
+_GIVEN_ATTRIBUTE = "_given"
 
 ThresholdLike = Union[float, Sequence[float], Sequence[Sequence[float]]]
 
@@ -41,6 +43,12 @@ class DiffKVConfig:
 
     A token whose mean received attention is at least `alpha_high / N` (N: tokens seen) is kept at `high`, from
     `alpha_low / N` on at `low`, below that it is pruned.
+
+    Levels are chosen by giving any of `high`, `low`, `alpha_high`, `alpha_low`, `head_precisions`, `policy`,
+    `policy_options` and `protected_layers`. If none is given, the defaults are those of the preset "balanced", which
+    `DiffKVCache(model)` takes too: K5V4 for all tokens, `window` 32, `adaptive_rounding`, `metadata_bits` 16. If one
+    is given, the other fields have the defaults of the signature: two levels, K8V4 and K4V2, and a `window` of 64.
+    `paper` makes the paper's configuration.
 
     Args:
         high: precision of important tokens: a `Precision`, or its name, for example "K8V4".
@@ -81,6 +89,7 @@ class DiffKVConfig:
             names the argument.
     """
 
+    # defaults beside chosen levels; without these the default preset's replace them (`__post_init__`)
     high: Precision = Precision(8, 4)
     low: Precision = Precision(4, 2)
     alpha_high: Threshold = 1.0
@@ -132,9 +141,18 @@ class DiffKVConfig:
         def __new__(cls, *args, **kwargs):
             # names the field that may have been meant, as the constructor does not
             cls._check_names(kwargs)
-            return super().__new__(cls)
+            made = super().__new__(cls)
+            # a given value may equal the default, so names are kept; copies and pickles give none
+            if args or kwargs:
+                names = [field.name for field in dataclasses.fields(cls)]
+                vars(made)[_GIVEN_ATTRIBUTE] = {*names[: len(args)], *kwargs}
+            return made
 
     def __post_init__(self) -> None:
+        given = vars(self).pop(_GIVEN_ATTRIBUTE, set())
+        if not LEVEL_FIELDS & given:
+            for name in PRESETS[DEFAULT_PRESET].keys() - given:
+                object.__setattr__(self, name, PRESETS[DEFAULT_PRESET][name])
         for name in ("high", "low"):
             object.__setattr__(self, name, as_precision(name, getattr(self, name)))
         for name in ("alpha_high", "alpha_low"):
@@ -249,7 +267,7 @@ class DiffKVConfig:
     def paper(cls, **kwargs: Any) -> DiffKVConfig:
         """What the paper describes, without what was added to it: no sinks, keys and values as the model has them."""
         cls._check_names(kwargs)
-        return cls(**{"rotate": False, "center": False, "sinks": 0, "metadata_bits": 32, **kwargs})
+        return cls(**{**SAFE, "rotate": False, "center": False, "sinks": 0, "metadata_bits": 32, **kwargs})
 
     @classmethod
     def preset(cls, name: str, **kwargs: Any) -> DiffKVConfig:
@@ -262,8 +280,6 @@ class DiffKVConfig:
         Raises:
             ValueError: another name.
         """
-        from .presets import preset_named
-
         cls._check_names(kwargs)
         return cls(**{**preset_named(name), **kwargs})
 

@@ -466,7 +466,7 @@ class Store:
         if self.layout.high.position_bytes == 2 and self.seen + tokens > NARROW_POSITIONS:
             raise ValueError(
                 f"{self.seen + tokens} tokens are beyond the model's max_position_embeddings and have positions that "
-                "16 bits cannot hold; use DiffKVConfig(metadata_bits=32)."
+                "16 bits cannot hold; use metadata_bits=32."
             )
 
     def check_values(self) -> None:

@@ -121,9 +121,10 @@ def test_groups_of_the_configuration_are_used() -> None:
 
 
 def test_the_low_level_is_left_out_of_fragile_models() -> None:
-    assert without_fragile_level(DiffKVConfig(), load()) == DiffKVConfig()
+    levels = DiffKVConfig(alpha_high=1.0)
+    assert without_fragile_level(levels, load()) == levels
     model = biased()
-    config = without_fragile_level(DiffKVConfig(window=8, **PLAIN), model)
+    config = without_fragile_level(DiffKVConfig(alpha_high=1.0, window=8, **PLAIN), model)
     assert config == DiffKVConfig(alpha_high=0.0, window=8, **PLAIN)
     cache = DiffKVCache(model.config, config)
     model.set_attn_implementation("diffkv")
@@ -139,7 +140,12 @@ def test_pruning_stays_as_it_was() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{**PLAIN, "low": Precision(8, 2)}, {**PLAIN, "high": Precision(4, 4)}, {**PLAIN, "alpha_high": 0.0}, {}],
+    [
+        {**PLAIN, "low": Precision(8, 2)},
+        {**PLAIN, "high": Precision(4, 4)},
+        {**PLAIN, "alpha_high": 0.0},
+        {"low": Precision(4, 2)},
+    ],
     ids=["8-bit keys", "the same keys", "no low level", "centred"],
 )
 def test_levels_that_hold_the_keys_stay(fields: dict) -> None:

@@ -20,6 +20,7 @@ from hf_diffkv.config import diffkv_config as config_module
 
 CONFIGS = [
     DiffKVConfig(),
+    DiffKVConfig(alpha_high=1.0),
     DiffKVConfig.lossless(window=7),
     DiffKVConfig(
         Precision(8, 4, 1, 2),
@@ -46,7 +47,7 @@ def test_what_is_taken_has_a_type_for_every_field() -> None:
     assert [arg.arg for arg in signature.args.args[1:]] == [field.name for field in dataclasses.fields(DiffKVConfig)]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["default", "lossless", "everything", "heads"])
+@pytest.mark.parametrize("config", CONFIGS, ids=["default", "two levels", "lossless", "everything", "heads"])
 def test_round_trips(config: DiffKVConfig, tmp_path: Path) -> None:
     assert DiffKVConfig.from_dict(config.to_dict()) == config
     assert DiffKVConfig.from_json(config.to_json()) == config
@@ -64,8 +65,8 @@ def test_missing_and_malformed_files(tmp_path: Path) -> None:
         DiffKVConfig.from_json("[1, 2]")
 
 
-def test_defaults_are_the_papers_on_rotated_and_centred_keys() -> None:
-    config = DiffKVConfig()
+def test_two_levels_are_the_papers_on_rotated_and_centred_keys() -> None:
+    config = DiffKVConfig(alpha_high=1.0)
     assert (config.high.name, config.low.name, config.window) == ("K8V4", "K4V2", 64)
     assert config.compaction_interval == 1 and config.observation_window is None and config.max_bytes is None
     assert config.rotate and config.center
@@ -151,8 +152,8 @@ def test_what_the_paper_does_not_do_is_off_in_its_configuration() -> None:
 
 
 def test_metadata_bits() -> None:
-    assert DiffKVConfig().metadata_bits == 32
-    config = DiffKVConfig(metadata_bits=np.int64(16))
+    assert DiffKVConfig(alpha_high=1.0).metadata_bits == 32
+    config = DiffKVConfig(alpha_high=1.0, metadata_bits=np.int64(16))
     assert type(config.metadata_bits) is int and DiffKVConfig.from_json(config.to_json()) == config
     for bits in (8, 0, 64, 16.0, "16", True, None):
         with pytest.raises(ValueError, match=r"metadata_bits=.* is not supported; use one of \(16, 32\)"):

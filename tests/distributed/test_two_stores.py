@@ -248,7 +248,7 @@ def test_a_budget_that_one_device_cannot_keep(model: PreTrainedModel) -> None:
         run.steps(tokens(4, 8))
     store = split.cache.stores.all[1]
     unlimited = store.config
-    store.config = DiffKVConfig(window=16, page_bytes=512, max_bytes=20_000)
+    store.config = DiffKVConfig(alpha_high=1.0, window=16, page_bytes=512, max_bytes=20_000)
     assert store.look_due
     for _ in range(2):
         with pytest.raises(MemoryError, match="max_bytes=20000"):

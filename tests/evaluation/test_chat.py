@@ -64,7 +64,7 @@ def test_a_talk_is_what_the_template_makes_of_it(
     tokenizer.save_pretrained(folder)
     GenerationConfig(eos_token_id=NEWLINE, pad_token_id=0).save_pretrained(folder)
     messages = [PROMPT, "?ash=", "?elm="]
-    config = DiffKVConfig(window=16).to_dict()
+    config = DiffKVConfig(alpha_high=1.0, window=16).to_dict()
     run = execute(greedy_job(cache, folder, messages, max_new_tokens, config, chat=True, stream=True))
     assert [ids[-1] == NEWLINE for ids in run.generated] == [max_new_tokens == 9] * 3
     answers = [tokenizer.decode(ids).removesuffix("\n") for ids in run.generated]

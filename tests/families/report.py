@@ -74,13 +74,33 @@ REASONS = {
 }
 
 
-def document() -> str:
-    """The whole of `docs/models.md`."""
+def groups() -> tuple[dict[str, Family], dict[str, Family], dict[str, Family], dict[str, Family]]:
+    """Families compressed in all layers, in some, in none, and refused ones, by name."""
     rows = {name: family for name, family in sorted(FAMILIES.items())}
-    full = [name for name, family in rows.items() if family.compressed and not family.kept]
+    full = {name: family for name, family in rows.items() if family.compressed and not family.kept}
     partly = {name: family for name, family in rows.items() if family.compressed and family.kept}
     nothing = {name: family for name, family in rows.items() if not family.compressed and not family.refused}
-    refused = {name: family for name, family in rows.items() if family.refused}
+    return full, partly, nothing, {name: family for name, family in rows.items() if family.refused}
+
+
+def features() -> list[str]:
+    """What `docs/features.md` says of how many families there are."""
+    full, partly, nothing, refused = groups()
+    (newer,) = {_from(family) for family in full.values() if family.since[0]}
+    since = sum(family.since[0] > 0 for family in full.values())
+    compressed = len(full) + len(partly)
+    return [
+        f"{len(full)} are compressed in all layers ({since} of them {newer}, before they are refused), "
+        f"{len(partly)} in their full-attention layers, {len(nothing)} have nothing to compress, "
+        f"{len(refused)} are refused with a reason.",
+        f"the {compressed} compressed families generate",
+        f"So do {len(VISION_FAMILIES)} vision-language families",
+    ]
+
+
+def document() -> str:
+    """The whole of `docs/models.md`."""
+    full, partly, nothing, refused = groups()
     parts = [
         HEAD,
         f"{len(full)} families are compressed in all layers, {len(partly)} in their full-attention layers, "
@@ -88,7 +108,7 @@ def document() -> str:
         _famous(),
         "DeepSeek's distilled models are Llama and Qwen2 models and work like these.\n",
         "## All layers compressed\n\n" + ", ".join(f"`{name}`" for name in full) + ".\n",
-        _since(rows),
+        _since(full),
         "If the configuration of a Mistral or Phi-3 checkpoint sets `sliding_window`, all of its layers have sliding "
         "windows. Such a model runs uncompressed, with a warning.\n",
         "## Full-attention layers compressed\n\nThe other layers keep Transformers' own cache.\n\n"
@@ -113,8 +133,12 @@ def document() -> str:
 
 def _since(rows: dict[str, Family]) -> str:
     """Families that older releases run in a way that the cache cannot use."""
-    newer = [f"`{name}` from Transformers {f.since[0]}.{f.since[1]} on" for name, f in rows.items() if f.since[0]]
+    newer = [f"`{name}` {_from(family)}" for name, family in rows.items() if family.since[0]]
     return ", ".join(newer) + "; before, these are refused.\n"
+
+
+def _from(family: Family) -> str:
+    return f"from Transformers {family.since[0]}.{family.since[1]} on"
 
 
 def _famous() -> str:
@@ -131,7 +155,8 @@ def _outcome(family: Family) -> str:
         return f"refused: {REASONS[family.refused].partition(':')[0]}"
     if not family.compressed:
         return "nothing to compress"
-    return f"full-attention layers; others: {family.kept[0]}" if family.kept else "all layers"
+    newer = f", {_from(family)}" if family.since[0] else ""
+    return (f"full-attention layers; others: {family.kept[0]}" if family.kept else "all layers") + newer
 
 
 def _kept(family: Family) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import transformers
 from families import FAMILIES, OTHER, WRAPPERS
-from report import DOCUMENT, document
+from report import DOCUMENT, FAMOUS, document, features
 from transformers import AutoModelForSeq2SeqLM, BartConfig, T5Config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -16,6 +18,30 @@ from hf_diffkv.cache.errors import UnsupportedModelError
 
 def test_the_document_is_current() -> None:
     assert DOCUMENT.read_text() == document(), "run `python tests/families/report.py`"
+
+
+def test_other_pages_count_the_families_alike() -> None:
+    text = " ".join((DOCUMENT.parent / "features.md").read_text().split())
+    for sentence in features():
+        assert sentence in text, f"docs/features.md must say: {sentence}"
+    said = " ".join(features())
+    pages = [DOCUMENT.parents[1] / "README.md", *DOCUMENT.parent.glob("*.md")]
+    for page in pages:
+        for count, words in re.findall(r"(\d+) ((?:\S+ )?families)", " ".join(page.read_text().split())):
+            assert page == DOCUMENT or f"{count} {words}" in said, f"{page.name}: {count} {words}"
+
+
+def test_no_page_calls_a_family_refused_that_is_not() -> None:
+    """Where a list in brackets has names of `FAMOUS` only; those that only newer releases run are not among them."""
+    outcomes = {name: families for names, families in FAMOUS.items() for name in names.split(", ")}
+    lists = 0
+    for page in (DOCUMENT.parents[1] / "README.md", *DOCUMENT.parent.glob("*.md")):
+        for said in re.findall(r"(?:attention interface|attention code of its own) \(([^()]*)\)", page.read_text()):
+            names = re.split(r", |; ", said.partition("; before")[0])
+            lists += 1
+            for name in names:
+                assert all(FAMILIES[family].refused for family in outcomes[name]), f"{page.name}: {name}"
+    assert lists >= 2
 
 
 def test_no_family_is_missing() -> None:

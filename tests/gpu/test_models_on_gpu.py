@@ -91,7 +91,7 @@ def test_no_step_waits_between_refreshes(device, length: int = 700, steps: int =
 def test_copies_and_forks_on_a_gpu(device) -> None:
     model = build(torch.bfloat16).to(device)
     model.set_attn_implementation("diffkv")
-    cache = DiffKVCache(model.config, DiffKVConfig(window=16))
+    cache = DiffKVCache(model.config, DiffKVConfig(alpha_high=1.0, window=16))
     tokens = torch.randint(0, 256, (1, 500), device=device)
     with torch.no_grad():
         model(tokens, **passing(cache))
@@ -107,7 +107,7 @@ def test_prefixes_from_every_tier(device, tmp_path: Path) -> None:
     """The same logits as on the cache that stayed; from the host's memory, which is page-locked, and from a folder."""
     model = build(torch.bfloat16).to(device)
     model.set_attn_implementation("diffkv")
-    config = DiffKVConfig(window=16)
+    config = DiffKVConfig(alpha_high=1.0, window=16)
     cache = DiffKVCache(model.config, config)
     tokens = torch.randint(0, 256, (1, 300), device=device)
     room, tiers = {"device_bytes": 0, "host_bytes": 0, "folder": tmp_path}, ["device", "host", "disk"]

@@ -87,7 +87,7 @@ def test_a_captured_step_takes_queries_of_another_dtype() -> None:
     """As a step from Python does: models may leave queries and keys in different dtypes."""
     found = []
     for rounded in (False, True):
-        cache = DiffKVCache(tiny_model("llama").config, DiffKVConfig(window=4))
+        cache = DiffKVCache(tiny_model("llama").config, DiffKVConfig(alpha_high=1.0, window=4))
         layer, generator = cache.layers[0], torch.Generator().manual_seed(0)
         for tokens in (9, 1):
             query, key, value = (torch.randn(1, n, tokens, 16, generator=generator) for n in (4, 2, 2))

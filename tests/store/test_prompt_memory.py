@@ -73,7 +73,7 @@ def attend(store: Store, tokens: int, seed: int) -> tuple[int, int]:
 @pytest.mark.parametrize("options", [{}, {"rotate": True, "center": True}], ids=["default", "rotated"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_no_copy_of_all_keys_and_values_is_made(dtype: torch.dtype, options: dict[str, bool]) -> None:
-    store = new_store(DiffKVConfig(**options), 1, 1, HEADS, DIM, DIM, dtype, torch.device("cpu"))
+    store = new_store(DiffKVConfig(alpha_high=1.0, **options), 1, 1, HEADS, DIM, DIM, dtype, torch.device("cpu"))
     taken, given = attend(store, TOKENS, seed=0)
     assert taken < given
 

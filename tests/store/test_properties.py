@@ -222,7 +222,7 @@ def test_a_refused_prompt_leaves_the_whole_cache_as_it_was() -> None:
 
 
 def test_padding_in_a_step_may_hold_anything() -> None:
-    store = new_store(DiffKVConfig(window=2), 1, 2, 1, DIM, DIM, torch.float32, torch.device("cpu"))
+    store = new_store(DiffKVConfig(alpha_high=1.0, window=2), 1, 2, 1, DIM, DIM, torch.float32, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     for step, tokens in enumerate((5, 1, 1)):
         states = torch.randn(3, 2, 1, tokens, DIM, generator=generator)

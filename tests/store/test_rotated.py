@@ -193,7 +193,9 @@ def test_softcap_and_sinks_keep_a_layer_from_being_centred(options: dict) -> Non
 
 
 def test_one_layer_with_a_softcap_among_others() -> None:
-    store = new_store(DiffKVConfig(**BOTH, window=4, sinks=0), 3, 1, 2, 16, 16, torch.float32, torch.device("cpu"))
+    store = new_store(
+        DiffKVConfig(alpha_high=1.0, **BOTH, window=4, sinks=0), 3, 1, 2, 16, 16, torch.float32, torch.device("cpu")
+    )
     query, key = torch.ones(1, 4, 1, 16), torch.ones(1, 2, 1, 16)
     for _ in range(6):
         begin(store, 1)
@@ -309,7 +311,9 @@ def test_recorded_tokens_are_read_as_they_came() -> None:
 
 def test_memory_counts_offsets() -> None:
     shape = (2, 3, 2, 16, 16, torch.bfloat16, torch.device("cpu"))
-    plain, rotated, both = (new_store(DiffKVConfig(**fields), *shape) for fields in (NEITHER, EACH[0], BOTH))
+    plain, rotated, both = (
+        new_store(DiffKVConfig(alpha_high=1.0, **fields), *shape) for fields in (NEITHER, EACH[0], BOTH)
+    )
     assert both.bytes - plain.bytes == 2 * 3 * 2 * 16 * 4
     assert rotated.bytes == plain.bytes
 

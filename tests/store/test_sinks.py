@@ -164,7 +164,7 @@ def test_a_budget_never_takes_sinks(interval: int) -> None:
 
 def test_memory_counts_sinks() -> None:
     shape = (2, 3, 2, 16, 16, torch.bfloat16, torch.device("cpu"))
-    none, four = (new_store(DiffKVConfig(sinks=sinks), *shape) for sinks in (0, 4))
+    none, four = (new_store(DiffKVConfig(alpha_high=1.0, sinks=sinks), *shape) for sinks in (0, 4))
     # keys, values and a sum of each
     assert four.bytes - none.bytes == 2 * 3 * 2 * 4 * (2 * 16 * 2 + 4)
 

@@ -23,7 +23,8 @@ PER_HEAD = {"low": Precision(3, 2), "alpha_high": ((float("inf"), 0.0),)}
 @pytest.mark.parametrize(
     "fields, selects",
     [
-        ({}, True),
+        ({}, False),
+        ({"alpha_high": 1.0}, True),
         ({"alpha_high": 0.0}, False),
         ({"alpha_high": ((0.0, 0.0), (0.0, 0.0))}, False),
         ({"alpha_high": ((0.0, 0.0), (0.0, 0.1))}, True),

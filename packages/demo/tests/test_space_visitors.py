@@ -144,8 +144,8 @@ def test_chat_puts_the_fields_into_the_template(browser: Any) -> None:
 
 def test_closing_a_run_stops_the_model() -> None:
     generator = Generator("tiny-lm")
-    task = generator.prepare(Entered("x" * 200, 3000, DiffKVConfig(), "own"))
-    cache = DiffKVCache(generator.model.config, DiffKVConfig())
+    task = generator.prepare(Entered("x" * 200, 3000, DiffKVConfig(alpha_high=1.0), "own"))
+    cache = DiffKVCache(generator.model.config, DiffKVConfig(alpha_high=1.0))
     stream = streaming.stream_steps(generator.model, task.ids, cache, task.max_new_tokens, lambda: 0)
     next(stream)
     stream.close()

@@ -65,7 +65,7 @@ def test_a_release_that_changed_is_refused(reimported: None, monkeypatch: pytest
 
 def test_the_engine_asks_its_cache_for_nothing_else() -> None:
     shape = AttentionShape(1, 1, 8, 8, torch.float32, torch.device("cpu"))
-    cache = ContinuousCache(Slots(DiffKVConfig(), shape, 1, 2, max_tokens=64, max_bytes=1 << 20), [0], 64)
+    cache = ContinuousCache(Slots(DiffKVConfig(alpha_high=1.0), shape, 1, 2, max_tokens=64, max_bytes=1 << 20), [0], 64)
     asked = set()
     for module in (continuous_api, input_outputs, model_runner, offloading_manager, requests, scheduler):
         # comments and docstrings name `cache.update`, which attention functions call
