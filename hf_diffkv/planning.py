@@ -167,7 +167,7 @@ def _head_bytes(
     # one more page than is full is kept ready for the tokens to come
     pages = -(-high // layout.high.capacity) + -(-(stored - high) // layout.low.capacity) + 1
     width = -(-stored // min(layout.high.capacity, layout.low.capacity)) + 2
-    slots = config.sinks + config.window + config.compaction_interval
+    slots = config.sinks + config.window + 1
     window = slots * ((layer.key_dim + layer.value_dim) * element_bytes + INT)
     center = INT * layer.key_dim if config.center else 0
     return pages * (layout.page_bytes + INT) + INT * width + window + center + ROW_BYTES

@@ -104,7 +104,6 @@ class LayerSimulation:
         alpha_low: float | list[float],
         window: int = 64,
         sinks: int = 0,
-        compaction_interval: int = 1,
         observation_window: int | None = None,
         dtype: torch.dtype = torch.float32,
         value_dim: int | None = None,
@@ -115,8 +114,8 @@ class LayerSimulation:
         adaptive_rounding: bool = False,
         model_moment: Tensor | None = None,
     ) -> None:
-        if window < 1 or compaction_interval < 1 or (observation_window is not None and observation_window < 1):
-            raise ValueError("window, compaction_interval and observation_window start at 1")
+        if window < 1 or (observation_window is not None and observation_window < 1):
+            raise ValueError("window and observation_window start at 1")
         self.high, self.low = high, low
         self.narrow = metadata_bits == 16
         self._adapts = adaptive_rounding
@@ -133,7 +132,6 @@ class LayerSimulation:
             raise ValueError("thresholds need 0 <= alpha_low <= alpha_high")
         self.window, self._all_sinks = window, sinks
         self._sinks = torch.full((batch_size,), sinks)  # tokens of each row with a smaller index are sinks
-        self.compaction_interval = compaction_interval
         self.observation_window = observation_window
         self.dtype = dtype
         self._transforms = rotate or center
@@ -153,7 +151,6 @@ class LayerSimulation:
         self._sums = torch.zeros(empty, dtype=torch.float32)
         self._index = torch.zeros(batch_size, 0, dtype=torch.int64)  # place among the row's real tokens, -1 for padding
         self._count = torch.zeros(batch_size, dtype=torch.int64)  # real tokens of each row, N
-        self._steps = 0  # single-token forwards since the last compaction
 
     def forward(
         self,
@@ -226,15 +223,11 @@ class LayerSimulation:
                 self._fix_offsets(*self._exact)
             self._compress_prompt()
             self._sums = self.round_sums(self._sums)
-            self._steps = 0
         else:
             self._sums = self.round_sums(self._sums)
-            self._steps += 1
-            if self._steps == self.compaction_interval:
-                if self._transforms:
-                    self._fix_offsets()
-                self._compress_generation()
-                self._steps = 0
+            if self._transforms:
+                self._fix_offsets()
+            self._compress_generation()
 
     def hide(self, shown: Tensor) -> None:
         """Makes padding of the real tokens that are not shown (bool [B, S]); the means of the others stay."""

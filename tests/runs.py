@@ -181,7 +181,6 @@ def empty_simulation(
         alpha_low=alpha_low,
         window=config.window,
         sinks=config.sinks,
-        compaction_interval=config.compaction_interval,
         observation_window=config.observation_window,
         dtype=key.dtype,
         **options,

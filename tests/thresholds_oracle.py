@@ -30,8 +30,6 @@ def store_by_thresholds(
     new: PromptTokens,
     placement: Placement,
     received: Tensor,
-    pin: tuple[int, int],
-    pinned_sum: float,
 ) -> None:
     """Arguments as in the op."""
     rows.check_tokens(new.key, new.value)
@@ -39,10 +37,10 @@ def store_by_thresholds(
     # ranks in the window, by position, before anything changes
     held = _held_ranks(rows)
     exact = exact_tokens(rows, new, placement)
-    score = _exact_sums(rows, exact, held, received, new.key.shape[2], pin, pinned_sum)
+    score = _exact_sums(rows, exact, held, received, new.key.shape[2])
     given = []
     for request, head in torch.cartesian_prod(*map(torch.arange, rows.high_count.shape)).tolist():
-        one = _Row(rows, exact, score, request, head, pin)
+        one = _Row(rows, exact, score, request, head)
         matrix = None if feedback is None else feedback[request * rows.heads + head][None]
         given += one.relevel(received[request, head], rows.free_list, matrix)
     for entries in given:
@@ -66,8 +64,6 @@ def _exact_sums(
     held: Tensor,
     received: Tensor,
     tokens: int,
-    pin: tuple[int, int],
-    pinned_sum: float,
 ) -> Tensor:
     """Sums of the exact tokens, float32 [batch, heads, n]."""
     slots = held.shape[1]
@@ -76,18 +72,14 @@ def _exact_sums(
     got = received.gather(2, first.clamp(max=received.shape[2] - 1))
     there = exact.token[:, None, :slots] >= 0
     before = torch.where(there, rows.window_score + got, 0.0)
-    score = torch.cat([before, received[..., received.shape[2] - tokens :]], dim=2)
-    pinned = (exact.token >= pin[0]) & (exact.token < pin[1])
-    return torch.where(pinned[:, None], pinned_sum, score)
+    return torch.cat([before, received[..., received.shape[2] - tokens :]], dim=2)
 
 
 class _Row:
     """One request and head."""
 
-    def __init__(
-        self, rows: LayerRows, exact: Exact, score: Tensor, request: int, head: int, pin: tuple[int, int]
-    ) -> None:
-        self.pages, self.tiers, self.pin = rows.pages, rows.tiers, pin
+    def __init__(self, rows: LayerRows, exact: Exact, score: Tensor, request: int, head: int) -> None:
+        self.pages, self.tiers = rows.pages, rows.tiers
         self.counts = (rows.high_count[request, head], rows.low_count[request, head])
         self.table = rows.page_table[request, head]
         self.length = exact.length[request]
@@ -145,8 +137,7 @@ class _Row:
         """int64 levels by the thresholds."""
         mean = score / (self.length - 1 - position).clamp(min=1).float()
         high, low = (alpha / self.length.float() for alpha in self.alphas)
-        level = torch.where(mean >= high, HIGH_LEVEL, torch.where(mean >= low, LOW_LEVEL, PRUNED_LEVEL))
-        return torch.where((position >= self.pin[0]) & (position < self.pin[1]), HIGH_LEVEL, level)
+        return torch.where(mean >= high, HIGH_LEVEL, torch.where(mean >= low, LOW_LEVEL, PRUNED_LEVEL))
 
     def _places(self, tier: int, index: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Pages and slots of tokens; ids: of the tier's pages, None for those in the table."""

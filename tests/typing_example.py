@@ -17,7 +17,7 @@ from hf_diffkv.policy import Policy
 def configurations() -> list[DiffKVConfig]:
     return [
         DiffKVConfig(),
-        DiffKVConfig(high="K8V4", low=Precision(4, 2), alpha_high=[1.0, 2.0], alpha_low=0.0, pin=(0, 8)),
+        DiffKVConfig(high="K8V4", low=Precision(4, 2), alpha_high=[1.0, 2.0], alpha_low=0.0),
         DiffKVConfig.preset("balanced"),
         DiffKVConfig.paper(alpha_high=2.0, window=16),
         DiffKVConfig.lossless(),

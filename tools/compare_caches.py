@@ -284,12 +284,10 @@ def configurations() -> dict[str, Callable[[], DiffKVConfig]]:
         "narrow": lambda: DiffKVConfig(metadata_bits=16, **PAPER),
         "narrow, rounded": lambda: DiffKVConfig("K6V4", "K3V2", metadata_bits=16, adaptive_rounding=True, **PAPER),
         "small pages": lambda: DiffKVConfig(page_bytes=1024, **PAPER),
-        "compaction of 4": lambda: DiffKVConfig(compaction_interval=4, observation_window=16, **PAPER),
+        "observed": lambda: DiffKVConfig(observation_window=16, **PAPER),
         "thresholds per layer and head": lambda: paper(
             alpha_high=[[1.0, 1.5], [0.8, 1.2]], alpha_low=[0.4, 0.6], window=8
         ),
-        "pinned": lambda: DiffKVConfig(pin=(10, 30), **PAPER),
-        "protected": lambda: DiffKVConfig(protected_layers=1, **PAPER),
     }
     for name in ("quality", "balanced", "small"):
         made[name] = lambda name=name: preset(name)
@@ -338,7 +336,6 @@ def cases() -> Iterator[Case]:
         "K5V3",
         "leankv",
         "lossless",
-        "pinned",
     ):
         yield Case(f"{name}, kernels", made[name], lengths=(30, 9), new=3, use=turns, backend="kernels")
         yield Case(f"{name}, kernels in bfloat16", made[name], "qwen3", torch.bfloat16, once, (40,), 3, "kernels")

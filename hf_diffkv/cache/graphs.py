@@ -20,7 +20,7 @@ from transformers.generation.configuration_utils import CompileConfig
 from ..compat import CACHE_NAMES, SLIDING_GRAPHS, passed
 from ..ops.backend import use_kernels
 from ..store import Store
-from ..store.compaction import compact, compaction_done, compacts_after_step, settle
+from ..store.compaction import compact, settle
 from ..store.step import count_step, refresh_if_due
 from .captured_windows import Windows, is_sliding
 from .cuda_graph import CudaGraph
@@ -149,7 +149,7 @@ class DecodeStep:
                 self._place = self._warm
             return output
         # a kernel's first run, for which it is compiled, must not be a capture; all stores count the same steps
-        compacts = self._compacted and compacts_after_step(stores[0])
+        compacts = self._compacted
         if compacts not in self._graphs and not self._capture(stores, inputs, tensors, compacts):
             return self.model(**inputs)
         captured = self._graphs[compacts]
@@ -159,7 +159,7 @@ class DecodeStep:
         captured.graph.replay()
         if compacts:
             for store in stores:
-                compaction_done(store)
+                store.compaction_due = False
         self.replays += 1
         return _copied(captured.output)
 

@@ -235,7 +235,7 @@ def _describe_store(store: Store, index: int, tensors: dict[str, Tensor]) -> dic
         "value_dim": store.value_dim,
         "dtype": str(store.dtype).removeprefix("torch."),
         "seen": store.seen,
-        "steps_since_compaction": store.steps_since_compaction,
+        "steps_since_compaction": 0,
         "tightening": store.tightening,
         "page_bytes": store.layout.page_bytes,
     }
@@ -280,7 +280,6 @@ def _restore_store(
     padding = tensors[f"store{index}.padding"].to(device)
     store.padding.append(padding.shape[1], None if bool(padding.all()) else padding)
     store.seen = described["seen"]
-    store.steps_since_compaction = described["steps_since_compaction"]
     # unknown up to version 3
     store.tightening = described.get("tightening", 0.0)
     return store

@@ -133,17 +133,6 @@ def as_ratio(name: str, value: Any) -> float:
     return float(value)
 
 
-def as_range(name: str, value: Any) -> tuple[int, int] | None:
-    if value is None:
-        return None
-    if not isinstance(value, (list, tuple)) or len(value) != 2 or not all(map(is_integer, value)):
-        raise ValueError(f"{name}={value!r} must be two positions, (start, stop).")
-    start, stop = map(int, value)
-    if not 0 <= start < stop:
-        raise ValueError(f"{name}={value!r} has no tokens; need 0 <= start < stop.")
-    return start, stop
-
-
 def checked_options(policy: Any, options: Any) -> Options:
     if not isinstance(policy, str):
         raise ValueError(f"policy={policy!r} must be the name of a policy.")

@@ -20,7 +20,6 @@ from .checks import (
     as_bytes,
     as_count,
     as_head_precisions,
-    as_range,
     as_threshold,
     checked_options,
     paired,
@@ -44,10 +43,10 @@ class DiffKVConfig:
     A token whose mean received attention is at least `alpha_high / N` (N: tokens seen) is kept at `high`, from
     `alpha_low / N` on at `low`, below that it is pruned.
 
-    Levels are chosen by giving any of `high`, `low`, `alpha_high`, `alpha_low`, `head_precisions`, `policy`,
-    `policy_options` and `protected_layers`. If none is given, the defaults are those of the preset "balanced", which
-    `DiffKVCache(model)` takes too: K5V4 for all tokens, `window` 32, `adaptive_rounding`, `metadata_bits` 16. If one
-    is given, the other fields have the defaults of the signature: two levels, K8V4 and K4V2, and a `window` of 64.
+    Levels are chosen by giving any of `high`, `low`, `alpha_high`, `alpha_low`, `head_precisions`, `policy` and
+    `policy_options`. If none is given, the defaults are those of the preset "balanced", which `DiffKVCache(model)`
+    takes too: K5V4 for all tokens, `window` 32, `adaptive_rounding`, `metadata_bits` 16. If one is given, the other
+    fields have the defaults of the signature: two levels, K8V4 and K4V2, and a `window` of 64.
     `paper` makes the paper's configuration.
 
     Args:
@@ -60,15 +59,11 @@ class DiffKVConfig:
             None instead of all this is such layers only. `with_ratio` chooses it.
         window: newest tokens of each request kept uncompressed in the model's dtype; at least 1.
         sinks: first tokens of each request kept likewise, beside the window, and never pruned.
-        pin: positions (start, stop) of tokens, for example of a system prompt, that stay at `high` once they have left
-            the window; with `max_bytes` they are the last that are pruned. None pins nothing.
         policy: name of the rule that turns significance into levels (docs/policies.md); `alpha_high` and `alpha_low`
             are for `"diffkv"` only.
         policy_options: options of that policy, by name.
-        protected_layers: so many first and so many last compressed layers are kept entirely at `high`.
         observation_window: number of a prompt's last queries that significance is taken from; None takes all. Nothing
             is taken where no token is chosen by it (`selects`).
-        compaction_interval: generated tokens between two compactions; 1 is the paper.
         rotate: keys and values are held rotated by a Hadamard matrix with random signs, which spreads channels of
             large magnitude over all: fewer bits do. Costs no memory, and two small products per layer and step.
         center: keys are held less the mean key of their request and KV head. Layers with attention sinks or a
@@ -97,12 +92,9 @@ class DiffKVConfig:
     head_precisions: HeadPrecisions | None = None
     window: int = 64
     sinks: int = 4
-    pin: tuple[int, int] | None = None
     policy: str = "diffkv"
     policy_options: Mapping[str, Any] = Options()
-    protected_layers: int = 0
     observation_window: int | None = None
-    compaction_interval: int = 1
     rotate: bool = True
     center: bool = True
     adaptive_rounding: bool = False
@@ -122,12 +114,9 @@ class DiffKVConfig:
             head_precisions: Sequence[Sequence[Precision | str] | None] | None = ...,
             window: int = ...,
             sinks: int = ...,
-            pin: Sequence[int] | None = ...,
             policy: str = ...,
             policy_options: Mapping[str, Any] = ...,
-            protected_layers: int = ...,
             observation_window: int | None = ...,
-            compaction_interval: int = ...,
             rotate: bool = ...,
             center: bool = ...,
             adaptive_rounding: bool = ...,
@@ -161,15 +150,13 @@ class DiffKVConfig:
         object.__setattr__(self, "head_precisions", as_head_precisions(self.head_precisions))
         if self.max_bytes is not None:
             object.__setattr__(self, "max_bytes", as_bytes("max_bytes", self.max_bytes))
-        for name in ("window", "compaction_interval", "observation_window", "page_bytes"):
-            if getattr(self, name) is not None or name in ("window", "compaction_interval"):
+        for name in ("window", "observation_window", "page_bytes"):
+            if getattr(self, name) is not None or name == "window":
                 object.__setattr__(self, name, as_count(name, getattr(self, name)))
         for name in ("rotate", "center", "adaptive_rounding", "cuda_graphs"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
-        for name in ("sinks", "protected_layers"):
-            object.__setattr__(self, name, as_count(name, getattr(self, name), least=0))
-        object.__setattr__(self, "pin", as_range("pin", self.pin))
+        object.__setattr__(self, "sinks", as_count("sinks", self.sinks, least=0))
         if not is_integer(self.metadata_bits) or self.metadata_bits not in METADATA_BITS:
             raise ValueError(f"metadata_bits={self.metadata_bits!r} is not supported; use one of {METADATA_BITS}.")
         object.__setattr__(self, "metadata_bits", int(self.metadata_bits))
@@ -180,11 +167,6 @@ class DiffKVConfig:
             )
         if self.head_precisions is not None and self.policy != "diffkv":
             raise ValueError(f"head_precisions leave policy={self.policy!r} nothing to choose; leave one of them out.")
-        if self.protected_layers and self.is_split:
-            raise ValueError(
-                f"protected_layers={self.protected_layers} does not go with head_precisions that are None for some "
-                "heads of a layer; leave it out, and give these layers alpha_high=0 and alpha_low=0."
-            )
 
     @property
     def is_split(self) -> bool:
@@ -350,11 +332,15 @@ class DiffKVConfig:
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"values is a {type(values).__name__}; it must be a dict of DiffKVConfig's fields.")
+        values = config_files.completed(dict(values))
         cls._check_names(values)
-        return cls(**config_files.completed(values))
+        return cls(**values)
 
     @classmethod
     def _check_names(cls, values: Mapping[str, Any]) -> None:
+        complaint = config_files.removed_field(values)
+        if complaint is not None:
+            raise ValueError(complaint)
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(set(values) - set(known))
         if unknown:

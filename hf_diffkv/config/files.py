@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,14 @@ FIRST_FIELDS = {
 ADDED_FIELDS = {"rotate": False, "center": False, "sinks": 0, "metadata_bits": 32}
 
 
+# fields that were removed: the value that changed nothing, and the remedy for any other
+REMOVED_FIELDS: dict[str, tuple[Any, str]] = {
+    "compaction_interval": (1, "every step compacts"),
+    "pin": (None, "sinks=N keeps the first N tokens as they are"),
+    "protected_layers": (0, "alpha_high and alpha_low with a number for each layer keep layers high, by 0 in both"),
+}
+
+
 def to_text(fields: dict[str, Any], calibration: dict[str, Any] | None) -> str:
     """What the file holds: the fields, and the calibration where there was one."""
     values = fields if calibration is None else {**fields, CALIBRATION: calibration}
@@ -39,8 +48,24 @@ def from_text(text: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
 
 
 def completed(values: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a configuration, with those that `to_dict` of an earlier release did not write, if it did."""
-    return {**ADDED_FIELDS, **values} if set(values) >= FIRST_FIELDS else values
+    """Returns the fields of today for what `to_dict` of any release gave.
+
+    Fields that the release did not know get the values that it worked with. Removed ones are dropped where they changed
+    nothing; others stay and are refused later (`removed_field`).
+    """
+    if set(values) >= FIRST_FIELDS:
+        values = {**ADDED_FIELDS, **values}
+    return {name: value for name, value in values.items() if not _changes_nothing(name, value)}
+
+
+def removed_field(names: Collection[str]) -> str | None:
+    """Returns the complaint about the first removed field among `names`; None where there is none."""
+    name = next((name for name in sorted(names) if name in REMOVED_FIELDS), None)
+    return None if name is None else f"{name} was removed: {REMOVED_FIELDS[name][1]}; leave {name} out."
+
+
+def _changes_nothing(name: str, value: Any) -> bool:
+    return name in REMOVED_FIELDS and value == REMOVED_FIELDS[name][0]
 
 
 def new_folder(save_directory: str | os.PathLike) -> Path:

@@ -25,7 +25,7 @@ SAFE: dict[str, Any] = {"alpha_low": 0.0, "alpha_high": 1.0}
 DEFAULT_PRESET = "balanced"
 LEVEL_FIELDS = {
     *("high", "low", "alpha_high", "alpha_low", "head_precisions"),
-    *("policy", "policy_options", "protected_layers"),
+    *("policy", "policy_options"),
 }
 
 # The papers' runs of these families quantise in groups: 1 at 8 bits, 2 at 4 bits, 4 at 2 bits.

@@ -1,8 +1,6 @@
 """The form in which a store holds tokens: exact ones in windows, and keys and values rotated, keys less an offset.
 
-Sinks and the newest tokens are exact (their slots: pages/rows.py). Pinned tokens stay at the high level once they leave
-the window (`DiffKVConfig.pin`): a step that looks for a victim knows sums alone, so a pinned token has one that nothing
-exceeds.
+Sinks and the newest tokens are exact (their slots: pages/rows.py).
 
 A key k is held as R (k - mu) and a value v as R v, with a rotation R of the channels (ops/rotation.py) and a mean key
 mu of each (layer, request, KV head). Pages and window alike hold that form, so nothing inside a store knows of it:
@@ -36,8 +34,6 @@ from ..pages import EarlierTokens, rows
 from .state import Store
 
 ALL = slice(None)
-# above every threshold, and far from overflow however much is added; narrow pages hold their largest number for it
-PINNED_SUM = 1e30
 
 
 def is_whole(store: Store, layer: int | slice = ALL) -> Tensor:
@@ -74,30 +70,6 @@ def center_rows(store: Store) -> None:
     for layer in store.uncentered:
         due[layer] = False
     center_windows(store.window_key, held_tokens(store) >= 0, store.key_offset, due)
-
-
-def is_pinned(store: Store, position: Tensor) -> Tensor | None:
-    """bool of the shape of positions among a request's real tokens; None where nothing is pinned."""
-    if store.config.pin is None:
-        return None
-    start, stop = store.config.pin
-    return (position >= start) & (position < stop)
-
-
-def pinned_sums(store: Store, score: Tensor, position: Tensor) -> Tensor:
-    """Sums, float32, of tokens that leave the window: the given ones, or for pinned tokens the largest."""
-    pinned = is_pinned(store, position)
-    return score if pinned is None else torch.where(pinned, PINNED_SUM, score)
-
-
-def pin_candidates(store: Store) -> None:
-    """The same for the oldest token of every window, the next to leave, in place; nothing where nothing is pinned."""
-    if store.config.pin is None:
-        return
-    position = store.window_start[:, :, None, None]
-    slot = slots_of(store, store.window_start, store.sink_end)[:, :, None, None].expand(-1, -1, store.num_heads, 1)
-    score = store.window_score.gather(3, slot)
-    store.window_score.scatter_(3, slot, pinned_sums(store, score, position))
 
 
 def stored_form(store: Store, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,10 +21,8 @@ from .forms import (
     check_finite,
     feedback,
     held_count,
-    is_pinned,
     model_form,
     note_logits,
-    pinned_sums,
     query_form,
     query_moment,
     slots_of,
@@ -211,7 +209,6 @@ def compress(
     _fill_window(store, layer, window)
     store.window_start[layer] = start
     store.forget_bounds()
-    store.steps_since_compaction = 0
 
 
 def _write_scores(store: Store, past: Past, scores: list[Tensor], length: Tensor | None = None) -> None:
@@ -248,7 +245,6 @@ def _candidates(
     if offset is not None:
         shift = (offset - store.key_offset[layer]).flatten(0, 1)[past.window_row]
         held_key = (held_key - shift).to(held_key.dtype)
-    score = pinned_sums(store, score, past.window_token)
     window = NewTokens.of(past.window_row, Given(held_key, held_value), score, past.window_token)
     if valid is None:
         valid = torch.ones(store.batch_size, new_count, dtype=torch.bool, device=store.device)
@@ -259,7 +255,6 @@ def _candidates(
     else:
         new_score = received[row, received.shape[1] - new_count + column]
     new_position = position[row // heads, column]
-    new_score = pinned_sums(store, new_score, new_position)
     return window.merge(NewTokens(row, new_score, new_position, (source,), row * new_count + column))
 
 
@@ -304,16 +299,11 @@ def decide_levels(
         outside.repeat_interleave(store.num_heads),
         *(alpha.reshape(-1) for alpha in alphas),
     )
-    pinned = is_pinned(store, tokens.position)
-    seen = tokens if pinned is None else tokens.select(~pinned)
-    decided = store.policy_of(layer).levels(seen, rows)
+    decided = store.policy.levels(tokens, rows)
     for alpha, changed in zip(alphas, (decided.alpha_high, decided.alpha_low)):
         if changed is not None:
             alpha.copy_(changed.view(shape))
-    earned = decided.level
-    if pinned is not None:
-        earned = torch.full_like(tokens.level, HIGH_LEVEL).masked_scatter(~pinned, earned)
-    level = torch.minimum(earned, tokens.level)
+    level = torch.minimum(decided.level, tokens.level)
     if store.config.max_bytes is not None:
         level = fit_layer(store, layer, Weighed(tokens.row, tokens.mean * length[tokens.row], level))
     return level.split([part.row.numel() for part in (*stored, leaving)])

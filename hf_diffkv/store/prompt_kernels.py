@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..ops.prompt_tokens import Placement, PromptTokens
 from ..pages.pool import FREE
-from .forms import PINNED_SUM, Entering
+from .forms import Entering
 from .state import Store
 
 
@@ -45,12 +45,10 @@ def store_by_kernels(store: Store, layer: int, new: Entering, received: Tensor |
 
         store_uniform(rows, tokens, placement, holds=forward.longest[layer] > 0)
     else:
-        pin = (0, 0) if store.config.pin is None else store.config.pin
         from ..ops.store_by_thresholds.launch import store_by_thresholds
 
-        store_by_thresholds(rows, tokens, placement, received, pin, PINNED_SUM)
+        store_by_thresholds(rows, tokens, placement, received)
     store.forget_bounds()
-    store.steps_since_compaction = 0
     return True
 
 

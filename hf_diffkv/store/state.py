@@ -19,8 +19,7 @@ from ..ops.tiles import Bounds
 from ..pages import NULL_PAGE, KeptRows, LayerRows, PageLayout, PagePool, PageTable
 from ..pages.layout import NARROW_POSITIONS
 from ..pages.rows import ROW_STATE
-from ..policy import Policy, make_policy
-from ..policy.diffkv import DiffKV
+from ..policy import make_policy
 from .query_moments import QueryMoments
 from .recorded import Recorded
 
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
 FP16_RANGE = 32752.0
 
 LayerThreshold = Union[float, tuple[float, ...]]
-
-# with thresholds of zero it keeps everything high
-PROTECTION = DiffKV()
 
 
 def read_together(*tensors: Tensor) -> list[np.ndarray]:
@@ -159,7 +155,7 @@ class Store:
         self.num_heads, self.key_dim, self.value_dim = heads.num_heads, heads.key_dim, heads.value_dim
         self.dtype, self.device = dtype, device = heads.dtype, self.heads.device
         self.layout = PageLayout.of(config, self.key_dim, self.value_dim, dtype.itemsize, max_positions)
-        self.sink_slots, self.window_slots = config.sinks, config.sinks + config.window + config.compaction_interval
+        self.sink_slots, self.window_slots = config.sinks, config.sinks + config.window + 1
         # index of each layer and head in the model, among its compressed layers
         self.total_layers = num_layers if total_layers is None else total_layers
         self.layers = list(range(num_layers))
@@ -199,7 +195,6 @@ class Store:
         self.taken = 0
         self.layers_later = 0
         self.tightening = 0.0  # the most that `max_bytes` has tightened the thresholds of any layer by
-        self.steps_since_compaction = 0
         self.compaction_due = False
         self.scratch: Scratch | None = None
         # what prompt_kernels.py knows of the layers in a forward of several tokens
@@ -358,20 +353,11 @@ class Store:
         self.layers[layer] = index
         self.layer_index[layer] = index
 
-    def is_protected(self, layer: int) -> bool:
-        """Whether the policy has no say in `layer`, which is high but for what `max_bytes` takes."""
-        count = self.config.protected_layers
-        return not count <= self.layers[layer] < self.total_layers - count
-
     def may_lower(self) -> Tensor:
         """bool [layers, batch, heads]: whether generated tokens may reach the low level before the next prompt."""
         if self.policy.sets_thresholds:
             return torch.ones_like(self.alpha_high, dtype=torch.bool)
         return self.alpha_low < self.alpha_high
-
-    def policy_of(self, layer: int) -> Policy:
-        """What levels the tokens of `layer`."""
-        return PROTECTION if self.is_protected(layer) else self.policy
 
     @property
     def low_heads(self) -> Tensor:
@@ -397,7 +383,7 @@ class Store:
                     f"{self.num_heads}, or under tensor parallelism call cache.attach(model) first."
                 )
         alphas = self.policy.first_alphas(alpha_high, alpha_low)
-        if self.is_protected(layer) or (not self.layout.selects and self.config.high == self.config.low):
+        if not self.layout.selects and self.config.high == self.config.low:
             alphas = (0.0, 0.0)
         for target, value in zip((self.alpha_high, self.alpha_low), alphas):
             target[layer] = torch.tensor(value, dtype=torch.float32)

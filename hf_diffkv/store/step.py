@@ -11,7 +11,7 @@ from ..ops.backend import REFERENCE
 from ..ops.tiles import Bounds, build_tiles
 from ..pages.pool import FREE
 from .budget import make_room
-from .compaction import compacts_after_step, settle
+from .compaction import settle
 from .copies import make_private
 from .forms import is_whole
 from .prompt_kernels import pages_of
@@ -41,8 +41,6 @@ def withdraw(store: Store, tokens: int) -> None:
     store.seen -= tokens
     store.padding.length = min(store.padding.length, store.seen)
     store.compaction_due = False
-    if _generates(store, tokens):
-        store.steps_since_compaction -= 1
 
 
 def _generates(store: Store, tokens: int) -> bool:
@@ -59,8 +57,7 @@ def prepare_step(store: Store) -> None:
 def count_step(store: Store) -> None:
     """Notes that a step runs for which there is room."""
     store.steps_left -= 1
-    store.steps_since_compaction += 1
-    store.compaction_due = compacts_after_step(store, 0)
+    store.compaction_due = True
 
 
 def refresh_if_due(store: Store) -> None:
@@ -71,7 +68,7 @@ def refresh_if_due(store: Store) -> None:
 
 def refresh(store: Store) -> None:
     """Makes room for the next `refresh_steps` steps. Reads the device once, and once more where the pool grows."""
-    lookahead = store.refresh_steps + store.config.compaction_interval
+    lookahead = store.refresh_steps + 1
     has_low = store.may_lower()
     # whether the first token of some row can leave its window until then
     leaves = (is_whole(store) & (store.length - store.window_start > store.config.window - lookahead)).any()

@@ -28,14 +28,13 @@ def assert_within(cache: DiffKVCache) -> None:
     cache.check_integrity()
 
 
-@pytest.mark.parametrize("interval", [1, 4])
 @pytest.mark.parametrize("max_bytes", [130_000, 200_000])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 @pytest.mark.sampled(6)
-def test_a_budget_is_kept_at_every_step_and_turn(name: str, max_bytes: int, interval: int) -> None:
+def test_a_budget_is_kept_at_every_step_and_turn(name: str, max_bytes: int) -> None:
     model = model_of(name)
     max_bytes = max_bytes if name == "llama" else max_bytes // 2  # half of its layers are compressed
-    run = started(model, LENGTHS, budget(max_bytes, compaction_interval=interval))
+    run = started(model, LENGTHS, budget(max_bytes))
     assert_within(run.cache)
     for turn in range(4):
         for seed in range(30):
@@ -47,7 +46,7 @@ def test_a_budget_is_kept_at_every_step_and_turn(name: str, max_bytes: int, inte
     assert memory.compressed_bytes > 0.75 * max_bytes, "most of the budget is used"
     assert memory.tokens["pruned"] > 100
 
-    free = started(model, LENGTHS, budget(None, compaction_interval=interval))
+    free = started(model, LENGTHS, budget(None))
     for turn in range(4):
         free.steps(tokens(3, 30))
         free.feed(*ragged_prompts((20 + 30 * turn, 3, 60), seed=turn))

@@ -94,12 +94,11 @@ def pickled(cache: DiffKVCache) -> DiffKVCache:
     return pickle.loads(pickle.dumps(cache))
 
 
-@pytest.mark.parametrize("interval", [1, 4])
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled], ids=["deepcopy", "pickle"])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 @pytest.mark.sampled(100)
-def test_copies_continue_identically(name: str, duplicate: Callable, interval: int) -> None:
-    config = DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16, compaction_interval=interval)
+def test_copies_continue_identically(name: str, duplicate: Callable) -> None:
+    config = DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16)
     talk = started(model_of(name), LENGTHS, config)
     talk.steps(tokens(4, 30))
     twin = talk.on(duplicate(talk.cache))
@@ -155,11 +154,10 @@ def test_chosen_rows_equal_rows_run_by_themselves(name: str, choice: str) -> Non
         assert_all_levels(talk.cache)
 
 
-@pytest.mark.parametrize("interval", [1, 4])
 @pytest.mark.sampled(100)
-def test_reordering_at_every_step(interval: int) -> None:
+def test_reordering_at_every_step() -> None:
     """As beam search does: rows are dropped and doubled between any two steps."""
-    config = DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16, compaction_interval=interval)
+    config = DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16)
     model = model_of()
     talk = started(model, (50, 20, 35), config)
     generator = torch.Generator().manual_seed(0)

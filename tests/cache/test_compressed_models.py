@@ -115,7 +115,6 @@ OTHER_CONFIGS = [
         DiffKVConfig(alpha_high=((1.0, 0.3), (0.9, 2.0)), alpha_low=((0.5, 0.3), (0.1, 1.0)), window=32),
         id="thresholds per layer and head",
     ),
-    pytest.param(DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16, compaction_interval=5), id="interval"),
     pytest.param(DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16, observation_window=24), id="observation"),
     pytest.param(
         DiffKVConfig(Precision(8, 4, 1, 2), Precision(4, 2, 2, 4), alpha_high=1.0, alpha_low=0.5, window=1),

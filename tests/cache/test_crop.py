@@ -31,10 +31,9 @@ LENGTHS = (90, 33, 1, 64)
 
 
 @pytest.mark.parametrize("name", [*reversed(THRESHOLDS)])  # a quick run takes gpt_oss, whose sinks require gradients
-@pytest.mark.parametrize("interval", [1, 3])
 @pytest.mark.sampled(100)
-def test_crop_equals_the_simulation_of_accepted_tokens(name: str, interval: int) -> None:
-    config = DiffKVConfig.paper(**THRESHOLDS[name], window=16, sinks=4, compaction_interval=interval)
+def test_crop_equals_the_simulation_of_accepted_tokens(name: str) -> None:
+    config = DiffKVConfig.paper(**THRESHOLDS[name], window=16, sinks=4)
     with captured() as layers:
         run = started(model_of(name), LENGTHS, config)
         run.cache.activate_past_recording()
@@ -75,7 +74,7 @@ def test_a_crop_after_every_step_is_generation() -> None:
 
 
 def test_rejected_tokens_leave_no_trace() -> None:
-    """Also where rejection empties the interval: not even the pages that are held differ."""
+    """Not even the pages that are held differ."""
     run = started(model_of("gpt_oss"), LENGTHS)
     run.steps(tokens(4, 10))
     run.cache.activate_past_recording()

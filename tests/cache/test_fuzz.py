@@ -36,15 +36,14 @@ CONFIGS = [
         alpha_high=alpha_high,
         alpha_low=0.0,
         window=window,
-        compaction_interval=c,
         page_bytes=size,
     )
-    for alpha_high, window, c, size in [
-        (0.0, 64, 1, None),
-        (0.0, 3, 2, 512),
-        (1.0, 4, 1, 512),
-        (1.0, 1, 3, 1024),
-        (0.7, 9, 2, 700),
+    for alpha_high, window, size in [
+        (0.0, 64, None),
+        (0.0, 3, 512),
+        (1.0, 4, 512),
+        (1.0, 1, 1024),
+        (0.7, 9, 700),
     ]
 ]
 # each head at one of them, and the layers in stores of their own

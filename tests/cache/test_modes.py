@@ -50,7 +50,7 @@ def assert_same_tokens(model: PreTrainedModel, *prompt: Tensor, **options: Any) 
     expected = dense(model, *prompt, **options)
     # low and high are both exact here, so tokens move between tiers but lose nothing
     two_tiers = {"low": Precision(16, 16, 2, 2), "alpha_high": 1.0}
-    cache = DiffKVCache(model.config, DiffKVConfig.lossless(window=8, compaction_interval=2, **two_tiers))
+    cache = DiffKVCache(model.config, DiffKVConfig.lossless(window=8, **two_tiers))
     assert torch.equal(said(model, *prompt, **passing(cache), **options), expected)
     cache.check_integrity()
     assert {"high", "low"} <= {name for name, count in cache.memory().tokens.items() if count}

@@ -220,8 +220,6 @@ def test_wrong_uses_are_explained() -> None:
         started(model, LENGTHS, replace(PLAIN, head_precisions=((PLAIN.high, None, None), None)))
     with pytest.raises(ValueError, match="head_precisions has 1 entries but 2 layers"):
         DiffKVCache(model.config, replace(PLAIN, head_precisions=((PLAIN.high, None),)))
-    with pytest.raises(ValueError, match="protected_layers=1 does not go with head_precisions that are None for some"):
-        replace(SPLIT, protected_layers=1)
     with pytest.raises(ValueError, match="alpha_high has 2 entries for layer 0"):
         DiffKVCache(
             model.config,

@@ -30,12 +30,10 @@ CONFIGS = [
         window=3,
         sinks=7,
         observation_window=64,
-        compaction_interval=4,
         page_bytes=4096,
         max_bytes=10**9,
         policy="leankv",
         policy_options={"high_cut": np.float32(0.5), "low_cut": np.int64(0)},
-        protected_layers=2,
     ),
     DiffKVConfig(head_precisions=[["K5V4", Precision(3, 3)], None, ["K4V3g2/1", "K4V3g2/1"]], alpha_high=(1, 2, 3)),
 ]
@@ -68,7 +66,7 @@ def test_missing_and_malformed_files(tmp_path: Path) -> None:
 def test_two_levels_are_the_papers_on_rotated_and_centred_keys() -> None:
     config = DiffKVConfig(alpha_high=1.0)
     assert (config.high.name, config.low.name, config.window) == ("K8V4", "K4V2", 64)
-    assert config.compaction_interval == 1 and config.observation_window is None and config.max_bytes is None
+    assert config.observation_window is None and config.max_bytes is None
     assert config.rotate and config.center
     assert config.sinks == 4
     assert dataclasses.replace(config, rotate=False, center=False, sinks=0) == DiffKVConfig.paper()
@@ -76,7 +74,7 @@ def test_two_levels_are_the_papers_on_rotated_and_centred_keys() -> None:
 
 # what a release without `rotate`, `center` and `sinks` wrote into a file
 WRITTEN_BEFORE = {
-    **{"alpha_high": 3.0, "alpha_low": 0.5, "compaction_interval": 2, "max_bytes": None, "observation_window": None},
+    **{"alpha_high": 3.0, "alpha_low": 0.5, "compaction_interval": 1, "max_bytes": None, "observation_window": None},
     **{"page_bytes": None, "policy": "diffkv", "window": 32},
     "high": {"k_bits": 8, "k_groups": 1, "v_bits": 4, "v_groups": 1},
     "low": {"k_bits": 4, "k_groups": 1, "v_bits": 2, "v_groups": 1},
@@ -87,13 +85,32 @@ WRITTEN_BEFORE = {
 def test_what_an_earlier_release_wrote_is_what_it_was(more: dict[str, Any], tmp_path: Path) -> None:
     written = {**WRITTEN_BEFORE, **more}
     (tmp_path / "diffkv_config.json").write_text(json.dumps(written))
-    plain = DiffKVConfig.paper(alpha_high=3.0, alpha_low=0.5, compaction_interval=2, window=32, **more)
+    plain = DiffKVConfig.paper(alpha_high=3.0, alpha_low=0.5, window=32, **more)
     assert not plain.rotate and not plain.center and plain.sinks == 0
     assert DiffKVConfig.from_pretrained(tmp_path) == plain
     assert DiffKVConfig.from_json(json.dumps(written)) == DiffKVConfig.from_dict(written) == plain
     assert DiffKVConfig.from_dict({**written, "rotate": True, "center": True}) == dataclasses.replace(
         plain, rotate=True, center=True
     )
+
+
+@pytest.mark.parametrize(
+    "name, value, remedy",
+    [
+        ("compaction_interval", 4, "every step compacts"),
+        ("pin", [0, 8], "sinks=N"),
+        ("protected_layers", 1, "alpha_high and alpha_low"),
+    ],
+)
+def test_removed_fields_are_read_where_they_changed_nothing(name: str, value: Any, remedy: str) -> None:
+    neutral = {"compaction_interval": 1, "pin": None, "protected_layers": 0}
+    assert DiffKVConfig.from_dict({**WRITTEN_BEFORE, **neutral}) == DiffKVConfig.from_dict(WRITTEN_BEFORE)
+    for refused in (
+        lambda: DiffKVConfig.from_dict({**WRITTEN_BEFORE, name: value}),
+        lambda: DiffKVConfig(**{name: value}),
+    ):
+        with pytest.raises(ValueError, match=f"{name} was removed: .*{remedy}"):
+            refused()
 
 
 def test_fields_given_by_hand_take_the_defaults(tmp_path: Path) -> None:
@@ -215,7 +232,7 @@ def test_thresholds_of_published_models(
 def test_other_models_take_a_preset_unless_levels_are_chosen(name: str) -> None:
     assert DiffKVConfig.for_model(name) == DiffKVConfig.preset("balanced")
     assert DiffKVConfig.for_model(name, window=128) == DiffKVConfig.preset("balanced", window=128)
-    chosen = ({"alpha_high": 3.0}, {"low": "K4V4"}, {"alpha_low": 0.01}, {"policy": "leankv"}, {"protected_layers": 1})
+    chosen = ({"alpha_high": 3.0}, {"low": "K4V4"}, {"alpha_low": 0.01}, {"policy": "leankv"})
     for fields in chosen:
         assert DiffKVConfig.for_model(name, **fields) == DiffKVConfig(**fields)
     with pytest.raises(ValueError, match="did you mean 'window'"):

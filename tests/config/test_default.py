@@ -24,8 +24,8 @@ def written(bits: tuple[int, int], low_bits: tuple[int, int], **fields: Any) -> 
     """What `to_dict` writes of a configuration with these precisions; `fields` are all others."""
     levels = zip(("high", "low"), (bits, low_bits))
     precisions = {name: {"k_bits": k, "v_bits": v, "k_groups": 1, "v_groups": 1} for name, (k, v) in levels}
-    others = {"pin": None, "policy": "diffkv", "policy_options": {}, "protected_layers": 0, "observation_window": None}
-    rest = {"compaction_interval": 1, "page_bytes": None, "max_bytes": None, "cuda_graphs": True}
+    others = {"policy": "diffkv", "policy_options": {}, "observation_window": None}
+    rest = {"page_bytes": None, "max_bytes": None, "cuda_graphs": True}
     return {**precisions, **others, **rest, **fields}
 
 
@@ -41,7 +41,7 @@ BALANCED = written(
 # what two levels have anyway, so that only naming it makes a difference
 CHOSEN: list[dict[str, Any]] = [
     *({"high": "K8V4"}, {"low": "K4V2"}, {"alpha_high": 1.0}, {"alpha_low": 0.0}, {"head_precisions": None}),
-    *({"policy": "diffkv"}, {"policy_options": {}}, {"protected_layers": 0}),
+    *({"policy": "diffkv"}, {"policy_options": {}}),
 ]
 
 

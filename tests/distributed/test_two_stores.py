@@ -75,10 +75,9 @@ def go_on(split: Run, one: Run, seed: int = 0) -> None:
     assert min(one.cache.memory().tokens.values()) > 20
 
 
-@pytest.mark.parametrize("interval", [1, 3])
 @pytest.mark.sampled(100)
-def test_turns_and_steps(model: PreTrainedModel, interval: int) -> None:
-    split, one = pair(model, DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16, compaction_interval=interval))
+def test_turns_and_steps(model: PreTrainedModel) -> None:
+    split, one = pair(model, DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16))
     go_on(split, one)
     # what was held for the layers of the other store is given back
     assert [store.num_layers for store in split.cache.stores.all] == [2, 2]
@@ -262,10 +261,9 @@ def test_a_budget_that_one_device_cannot_keep(model: PreTrainedModel) -> None:
     go_on(split, one)
 
 
-@pytest.mark.parametrize("interval", [1, 3])
 @pytest.mark.sampled(100)
-def test_a_step_that_fails_in_its_first_layer(model: PreTrainedModel, interval: int) -> None:
-    split, one = pair(model, DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16, compaction_interval=interval))
+def test_a_step_that_fails_in_its_first_layer(model: PreTrainedModel) -> None:
+    split, one = pair(model, DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16))
     for run in (split, one):
         run.steps(tokens(4, 10))
 

@@ -72,7 +72,6 @@ class State:
         share: float = 1.0,
         *,
         feedback: Tensor | None = None,
-        pin: tuple[int, int] = (0, 0),
     ) -> tuple:
         """Arguments for `tokens` new tokens, the first `padded` of the second request padding.
 
@@ -100,15 +99,14 @@ class State:
         whole = (rows.window_start == rows.sink_end) & (rows.length + count - rows.window_start > WINDOW)
         new = PromptTokens(key, value, rank if padded else None, count if padded else None)
         placement = Placement(WINDOW, 1e4, rotation, self.rotates and bool(whole.any()), feedback)
-        return new, placement, received, pin, 1e30
+        return new, placement, received
 
-    def tokens(self, tier: int, least_sum: float = 0.0) -> set[tuple[int, int]]:
-        """Row and position of each token of a tier with such a sum or a larger one."""
+    def tokens(self, tier: int) -> set[tuple[int, int]]:
+        """Row and position of each token of a tier."""
         tokens = stored_tokens(self.rows, tier)
         view = segments(self.rows.pages, self.rows.tiers[tier])
         position = view.positions(tokens.page, tokens.slot)
-        chosen = view.scores(tokens.page, tokens.slot) >= least_sum
-        return set(zip(tokens.row[chosen].tolist(), position[chosen].tolist()))
+        return set(zip(tokens.row.tolist(), position.tolist()))
 
     def page_count(self, tier: int) -> Tensor:
         return -(-self.rows.counts[tier] // self.rows.tiers[tier].capacity)
@@ -182,20 +180,18 @@ def test_turns(high: Precision, low: Precision, dtype: torch.dtype, fields: dict
 
 
 @pytest.mark.slow
-def test_rounded_and_pinned() -> None:
+def test_rounded() -> None:
     state = State(K8V4, Precision(4, 3, 2, 1), torch.float32, heads=1)
     matrix = torch.eye(16) + torch.rand(2, 16, 16, generator=state.generator).triu(1) / 4
-    options = {"feedback": matrix, "pin": (3, 20)}
-    compare_turns(state, ((30, 5, 1.0), (20, 0, 0.5), (60, 0, 0.0)), **options)
-    pinned = {(row, position) for row in range(2) for position in range(3, 20)}
-    assert state.tokens(HIGH, 1e29) == pinned and len(state.tokens(HIGH)) < 60 and state.tokens(LOW)
+    compare_turns(state, ((30, 5, 1.0), (20, 0, 0.5), (60, 0, 0.0)), feedback=matrix)
+    assert state.tokens(LOW)
 
 
 def test_what_does_not_fit_is_refused() -> None:
     state = State(K8V4, K4V2, torch.float32)
-    new, placement, received, *pinned = state.turn(5)
+    new, placement, received = state.turn(5)
     with pytest.raises(ValueError, match="received must be"):
-        store_by_thresholds(state.rows, new, placement, received[:, :, 1:], *pinned)
+        store_by_thresholds(state.rows, new, placement, received[:, :, 1:])
     with pytest.raises(ValueError, match="value must be"):
-        store_by_thresholds(state.rows, replace(new, value=new.value[:, :, 1:]), placement, received, *pinned)
+        store_by_thresholds(state.rows, replace(new, value=new.value[:, :, 1:]), placement, received)
     assert not state.rows.length.any()

@@ -25,21 +25,20 @@ CASES: dict[str, tuple[str, dict[str, Any], Rule]] = {
 }
 
 
-def config_of(policy: str, policy_options: dict[str, Any], interval: int, **options: Any) -> DiffKVConfig:
+def config_of(policy: str, policy_options: dict[str, Any], **options: Any) -> DiffKVConfig:
     return DiffKVConfig(
         policy=policy,
         policy_options=policy_options,
         window=WINDOW_TOKENS,
         sinks=0,
-        compaction_interval=interval,
         page_bytes=512,
         **options,
     )
 
 
-def pair_of(case: str, batch: int, interval: int = 1, **options: Any) -> Pair:
+def pair_of(case: str, batch: int, **options: Any) -> Pair:
     policy, policy_options, rule = CASES[case]
-    config = config_of(policy, policy_options, interval, **options)
+    config = config_of(policy, policy_options, **options)
     return Pair(config, batch, heads=2, group=2, dim=16, place=PLACE, rule=rule)
 
 
@@ -47,12 +46,11 @@ def test_every_policy_has_a_case() -> None:
     assert {policy for policy, _, _ in CASES.values()} | {"diffkv"} == set(POLICIES)
 
 
-@pytest.mark.parametrize("interval", [1, 4])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.sampled(3)
-def test_every_step_equals_the_simulation(case: str, interval: int) -> None:
+def test_every_step_equals_the_simulation(case: str) -> None:
     """A padded prompt, 60 steps, a further turn with gaps, 40 steps of which some rows take no part in."""
-    pair = pair_of(case, 4, interval)
+    pair = pair_of(case, 4)
     pair.follow(90, *[1] * 60, valid=left_padding((90, 1, 37, 12)))
     pair.follow(23, valid=torch.rand(4, 23, generator=torch.Generator().manual_seed(1)) > 0.3)
     for step in range(40):
@@ -61,7 +59,7 @@ def test_every_step_equals_the_simulation(case: str, interval: int) -> None:
 
 def test_the_example_keeps_the_ends() -> None:
     lengths = (1, 12, 13, 14, 40, 111, 212)
-    config = config_of("first_tokens", {"first": 2}, 1)
+    config = config_of("first_tokens", {"first": 2})
     pair = Pair(config, len(lengths), heads=3, group=1, dim=16)
     begin_forward(pair.store, max(lengths))
     pair.store.padding.append(max(lengths), left_padding(lengths))

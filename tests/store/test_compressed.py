@@ -70,7 +70,6 @@ class Pair:
             alpha_low=list(alpha_low) if isinstance(alpha_low, tuple) else alpha_low,
             window=config.window,
             sinks=config.sinks,
-            compaction_interval=config.compaction_interval,
             observation_window=self.store.observation_window,
             dtype=dtype,
             rotate=config.rotate,
@@ -206,14 +205,6 @@ def test_low_precision_models(dtype: torch.dtype, prompts: str, steps: str) -> N
     pair.compare()
 
 
-@pytest.mark.parametrize("interval", [1, 2, 5, 16])
-@pytest.mark.sampled(100)
-def test_compaction_interval(interval: int) -> None:
-    config = DiffKVConfig(alpha_high=1.0, alpha_low=0.6, window=8, compaction_interval=interval)
-    pair = Pair(config, 3, heads=2, group=1, dim=16)
-    pair.follow(40, *[1] * 70, valid=left_padding((40, 5, 21)))
-
-
 @pytest.mark.parametrize("observation_window", [1, 16, 1000])
 def test_observation_window(observation_window: int) -> None:
     config = DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=8, observation_window=observation_window)
@@ -241,7 +232,6 @@ def test_precisions_and_groups(high: Precision, low: Precision) -> None:
     pair.follow(70, *[1] * 30, valid=left_padding((70, 33)))
 
 
-@pytest.mark.parametrize("interval", [1, 4])
 @pytest.mark.parametrize(
     "high, low",
     [
@@ -252,11 +242,9 @@ def test_precisions_and_groups(high: Precision, low: Precision) -> None:
     ids=lambda precision: precision.name,
 )
 @pytest.mark.sampled(6)
-def test_narrow_pages(high: Precision, low: Precision, interval: int) -> None:
+def test_narrow_pages(high: Precision, low: Precision) -> None:
     """Prompt, steps, and further turns, whose gains round at random as well."""
-    config = DiffKVConfig(
-        high, low, alpha_high=1.0, alpha_low=0.5, window=8, metadata_bits=16, compaction_interval=interval
-    )
+    config = DiffKVConfig(high, low, alpha_high=1.0, alpha_low=0.5, window=8, metadata_bits=16)
     pair = Pair(config, 3, heads=2, group=2, dim=32)
     assert pair.store.layout.high.position_bytes == 2
     pair.follow(90, *[1] * 40, 20, *[1] * 20, valid=left_padding((90, 40, 7)))

@@ -260,12 +260,12 @@ class TestPast:
         assert sim.levels()[0, 0].tolist() == [PRUNED] * 4 + [HIGH] * 3 + [WINDOW] * 2
 
     def test_first_forward_of_one_token_is_a_prompt(self) -> None:
-        sim = simulation(window=1, compaction_interval=2)
+        sim = simulation(window=1)
         windows = []
         for _ in range(5):
             feed(sim, 1)
             windows.append((sim.levels() == WINDOW).sum().item())
-        assert windows == [1, 2, 1, 2, 1]
+        assert windows == [1, 1, 1, 1, 1]
 
 
 class TestWindow:
@@ -279,36 +279,6 @@ class TestWindow:
         feed(sim, 1, [[True], [True], [False]], batch=3)
         expected = [[pad, pad, pad, win, win, win], [high, high, high, win, win, win], [win, pad, win, win, pad, pad]]
         assert sim.levels()[:, 0].tolist() == expected
-
-    def test_interval(self) -> None:
-        sim = simulation(window=2, compaction_interval=3)
-        windows = []
-        for columns in (5, 1, 1, 1, 1, 2, 1, 1, 1):
-            feed(sim, columns)
-            windows.append((sim.levels() == WINDOW).sum().item())
-        # The forward of two tokens trims the window and starts the count again.
-        assert windows == [2, 3, 4, 2, 3, 2, 3, 4, 2]
-
-    def test_interval_takes_only_what_exceeds_the_window(self) -> None:
-        sim = simulation(batch=2, window=4, compaction_interval=2)
-        feed(sim, 3, [[False, False, True], [True, True, True]], batch=2)
-        windows = []
-        for step in range(4):
-            feed(sim, 1, [[True], [step != 1]], batch=2)
-            windows.append((sim.levels() == WINDOW).sum(-1)[:, 0].tolist())
-        assert windows == [[2, 4], [3, 4], [4, 5], [4, 4]]
-
-    def test_every_candidate_brings_one_victim(self) -> None:
-        # Two high candidates, so two of the three high tokens that have fallen are downgraded, least first.
-        sim = simulation(alpha_high=2, alpha_low=0, window=1, compaction_interval=2)
-        feed(sim, 4)
-        set_state(sim, [HIGH, HIGH, HIGH, WINDOW], [0.1, 0.3, 0.0, 9.0])
-        feed(sim, 1)
-        sim._sums[0, 0, 4] = 9.0
-        assert sim.levels()[0, 0].tolist() == [HIGH, HIGH, HIGH, WINDOW, WINDOW]
-        # Each step adds 1/5 and 1/6: means 0.47/5, 0.67/4, 0.37/3 against 2/6.
-        feed(sim, 1)
-        assert sim.levels()[0, 0].tolist() == [LOW, HIGH, LOW, HIGH, HIGH, WINDOW]
 
 
 class TestObservationWindow:

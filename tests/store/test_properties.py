@@ -71,14 +71,13 @@ class StoreMachine(RuleBasedStateMachine):
     refused: dict[str, int] = {}
 
     @initialize(
-        interval=st.sampled_from([1, 3]),
         window=st.sampled_from([1, 4]),
         sinks=st.sampled_from([0, 3]),
         thresholds=st.sampled_from(THRESHOLDS),
         batch=st.integers(1, 3),
         data=st.data(),
     )
-    def start(self, interval: int, window: int, sinks: int, thresholds: tuple[float, float], batch: int, data) -> None:
+    def start(self, window: int, sinks: int, thresholds: tuple[float, float], batch: int, data) -> None:
         config = DiffKVConfig(
             high=Precision(8, 4),
             low=Precision(4, 2),
@@ -86,7 +85,6 @@ class StoreMachine(RuleBasedStateMachine):
             alpha_low=thresholds[1],
             window=window,
             sinks=sinks,
-            compaction_interval=interval,
             page_bytes=192,
         )
         self.store = new_store(config, self.layers, batch, HEADS, DIM, DIM, torch.float32, torch.device("cpu"))
@@ -185,10 +183,9 @@ def test_a_full_pool_leaves_everything_as_it_was() -> None:
     )
 
 
-@pytest.mark.parametrize("interval", [2, 4, 16])
-def test_selecting_rows_between_two_compactions(interval: int) -> None:
+def test_selecting_rows_at_every_step() -> None:
     """Beam search selects after every step; the window must still be emptied in time."""
-    config = DiffKVConfig(alpha_high=1.0, window=2, compaction_interval=interval)
+    config = DiffKVConfig(alpha_high=1.0, window=2)
     store = new_store(config, 1, 2, 1, DIM, DIM, torch.float32, torch.device("cpu"))
     store.set_thresholds(0, 1.0, 0.0)
     generator = torch.Generator().manual_seed(0)

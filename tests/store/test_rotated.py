@@ -103,12 +103,9 @@ def test_every_step_of_a_ragged_batch(fields: dict) -> None:
 
 
 @pytest.mark.parametrize("dim", [64, 80, 96, 128])
-@pytest.mark.parametrize("interval", [1, 4])
 @pytest.mark.sampled(6)
-def test_prompt_turn_and_steps_of_common_head_dims(dim: int, interval: int) -> None:
-    config = DiffKVConfig(
-        Precision(8, 4, 1, 2), Precision(4, 2, 2, 4), **MIXED, **BOTH, window=8, compaction_interval=interval
-    )
+def test_prompt_turn_and_steps_of_common_head_dims(dim: int) -> None:
+    config = DiffKVConfig(Precision(8, 4, 1, 2), Precision(4, 2, 2, 4), **MIXED, **BOTH, window=8)
     pair = RotatedPair(config, 3, heads=2, group=3, dim=dim)
     pair.follow(5, *[1] * 20, 40, *[1] * 9, valid=left_padding((5, 2, 0)))
 
@@ -136,11 +133,10 @@ def test_models_of_low_precision(steps: str, dtype: torch.dtype, fields: dict) -
         pair.follow(30, valid=torch.rand(3, 30, generator=torch.Generator().manual_seed(0)) > 0.3)
 
 
-@pytest.mark.parametrize("interval", [1, 2, 5])
 @pytest.mark.parametrize("first", [1, 3])
 @pytest.mark.sampled(6)
-def test_rows_reach_the_end_of_their_window_at_different_steps(first: int, interval: int) -> None:
-    config = DiffKVConfig(**MIXED, **BOTH, window=12, compaction_interval=interval)
+def test_rows_reach_the_end_of_their_window_at_different_steps(first: int) -> None:
+    config = DiffKVConfig(**MIXED, **BOTH, window=12)
     pair = RotatedPair(config, 4, heads=2, group=2, dim=16)
     pair.forward(first, left_padding((first, 1, first, 0)) if first > 1 else None)
     generator = torch.Generator().manual_seed(0)
@@ -283,12 +279,9 @@ def test_layers_that_share_keys_and_values(newest: int) -> None:
         pair.compare()
 
 
-@pytest.mark.parametrize("interval", [1, 4])
-def test_tokens_taken_back(interval: int) -> None:
+def test_tokens_taken_back() -> None:
     """What is recorded is attended in the model's own channels until it is stored; rejected keys are in no mean."""
-    pair = RotatedSharedPair(
-        DiffKVConfig(alpha_high=1.6, alpha_low=0.9, window=8, compaction_interval=interval, **BOTH)
-    )
+    pair = RotatedSharedPair(DiffKVConfig(alpha_high=1.6, alpha_low=0.9, window=8, **BOTH))
     pair.forward(5, left_padding((5, 3, 1, 2)))
     settle(pair.store)
     pair.store.recording = True

@@ -54,11 +54,10 @@ def compact_by(name: str, store: Store) -> None:
         settle(store)
 
 
-@pytest.mark.parametrize("interval", [1, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_steps_equal_the_simulation(case: str, interval: int) -> None:
+def test_steps_equal_the_simulation(case: str) -> None:
     """A prompt, steps, a turn, more steps; the second layer of three."""
-    fields = {"window": 8, "sinks": 2, "adaptive_rounding": True, "compaction_interval": interval}
+    fields = {"window": 8, "sinks": 2, "adaptive_rounding": True}
     config, options = DiffKVConfig(**fields, **CASES[case]), {"place": (1, 3), "moments": query_moments(3, 2)}
     pair = DirectedPair(config, 2, heads=2, group=2, dim=16, **options)
     pair.follow(20, *[1] * 10, 9, *[1] * 4, valid=left_padding((20, 0)))

@@ -107,11 +107,10 @@ def test_prompt_steps_and_turns(newest: int, observed: int | None) -> None:
     pair.assert_mixed(30)
 
 
-@pytest.mark.parametrize("interval", [1, 4])
 @pytest.mark.parametrize("newest", [4, 1000])
-def test_tokens_taken_back(newest: int, interval: int) -> None:
+def test_tokens_taken_back(newest: int) -> None:
     """Between two crops lies one forward of the tokens that remain, of which readers had the newest queries."""
-    pair = SharedPair(DiffKVConfig(alpha_high=1.6, alpha_low=0.9, window=8, compaction_interval=interval))
+    pair = SharedPair(DiffKVConfig(alpha_high=1.6, alpha_low=0.9, window=8))
     pair.forward(90, left_padding(LENGTHS))
     settle(pair.store)
     pair.store.recording = True

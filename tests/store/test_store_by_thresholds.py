@@ -6,11 +6,9 @@ import interpreted  # noqa: F401
 import pytest
 import thresholds_oracle
 import torch
-from dense_simulation import Rule
 from given_stores import new_store
 from launches import FIRST_READS, turns_of_layers
 from test_compressed import Pair, left_padding
-from test_pinned import PIN, Pinned, PinnedPair
 from test_rotated import RotatedPair, RotatedSharedPair
 
 from hf_diffkv.config import DiffKVConfig, Precision
@@ -80,18 +78,6 @@ def test_prompts_turns_and_steps(how: str, dtype: torch.dtype, fields: dict, mon
         pair.score_tolerance = 1e-4
     run(pair)
     assert not others
-
-
-@pytest.mark.parametrize("how", ["kernels", "reference"])
-@pytest.mark.sampled(3)
-def test_pinned(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    others = relevel_at_once(monkeypatch, how)
-    config = DiffKVConfig.paper(**{**MIXED, "alpha_high": 1.5, "alpha_low": 0.8}, pin=PIN)
-    pair = PinnedPair(config, 2, 1, 2, 16, torch.float32, rule=Pinned(Rule()))
-    with use_backend("reference"):
-        pair.follow(30, 40, 1, 60, 1, 1, valid=left_padding((30, 11)))
-    # some as they left the window, some as they came
-    assert (pair.store.high_count > PIN[1] - PIN[0]).all() and not others
 
 
 def test_layers_that_share_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:

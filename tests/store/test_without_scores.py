@@ -31,7 +31,7 @@ PER_HEAD = {"low": Precision(3, 2), "alpha_high": ((float("inf"), 0.0),)}
         ({"high": K5V3, "low": K5V3}, False),
         ({"high": K5V3, "low": K5V3, "alpha_low": (0.0, 0.5)}, True),
         ({"high": K5V3, "low": Precision(5, 3, 2, 1)}, True),
-        ({"alpha_high": 0.0, "protected_layers": 1, "observation_window": 8}, False),
+        ({"alpha_high": 0.0, "observation_window": 8}, False),
         ({"alpha_high": 0.0, "max_bytes": 1 << 20}, True),
         ({"alpha_high": 0.0, "policy": "leankv"}, True),
         ({"high": K5V3, "low": K5V3, "policy": "leankv"}, True),
@@ -66,12 +66,12 @@ def test_bytes_of_the_presets(name: str, sizes: tuple[int, int]) -> None:
 
 
 BACKENDS = [
-    ("reference", torch.float64, {"compaction_interval": 1}),
-    ("reference", torch.float64, {"compaction_interval": 3, "metadata_bits": 16, "alpha_high": 1.0}),
-    ("native", torch.float32, {"compaction_interval": 2}),
+    ("reference", torch.float64, {}),
+    ("reference", torch.float64, {"metadata_bits": 16, "alpha_high": 1.0}),
+    ("native", torch.float32, {}),
     ("native", torch.float32, {"metadata_bits": 16, "alpha_high": 1.0}),
     ("kernels", torch.float32, {"metadata_bits": 16}),
-    ("reference", torch.float64, {"compaction_interval": 2, **PER_HEAD}),
+    ("reference", torch.float64, {**PER_HEAD}),
     ("native", torch.float32, {"metadata_bits": 16, **PER_HEAD}),
     ("native", torch.float32, {"adaptive_rounding": True, "rotate": True, "center": True, **PER_HEAD}),
     ("kernels", torch.float32, {"metadata_bits": 16, **PER_HEAD}),

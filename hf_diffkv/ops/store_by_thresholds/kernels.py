@@ -79,22 +79,16 @@ def kinds(high_count, low_count, row, token):
     return token < high, (token >= high) & (token < high + low), high, low
 
 
-@triton.jit
-def raised_if_pinned(score, position, pin_start, pin_stop, pinned_sum):
-    return tl.where((position >= pin_start) & (position < pin_stop), pinned_sum, score)
-
-
 @triton.jit(
     do_not_specialize=[
         *LAYER,
         *("alpha_high", "alpha_low", "window_score"),
         *("rank", "count", "heads", "width", "tokens", "window", "slots", "sink_slots", "past"),
-        *("pin_start", "pin_stop"),
     ]
 )
 def decide_kernel(
     pages, table, high_count, low_count, alpha_high, alpha_low, window_score, length, window_start, sink_end, received,
-    rank, count, level, before, heads, width, tokens, window, slots, sink_slots, past, pin_start, pin_stop, pinned_sum,
+    rank, count, level, before, heads, width, tokens, window, slots, sink_slots, past,
     HIGH: tl.constexpr, LOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows, cdiv(past + tokens, BLOCK)).
@@ -102,7 +96,6 @@ def decide_kernel(
     Args:
         received: float32 [rows, past + tokens]. past: P.
         rank: int32 [batch, tokens], how many real tokens come before each, -1 for padding; None where all are real.
-        pin_start, pin_stop: positions of pinned tokens; pinned_sum: the sum that they have once they are exact.
     """
     row, block = tl.program_id(0), tl.program_id(1)
     request = row // heads
@@ -125,7 +118,6 @@ def decide_kernel(
     exact = tl.where(exact < sinks, exact, exact + begin - sinks)
     slot = tl.where(exact < sinks, exact, sink_slots + exact % (slots - sink_slots)) + row.to(tl.int64) * slots
     sums = tl.load(window_score + slot, mask=is_exact, other=0.0) + got
-    sums = raised_if_pinned(sums, exact, pin_start, pin_stop, pinned_sum)
     tl.store(window_score + slot, sums, mask=is_exact)
 
     real = there & (token >= past)
@@ -134,7 +126,6 @@ def decide_kernel(
         new = tl.load(rank + request.to(tl.int64) * tokens + new, mask=real, other=-1)
         real = real & (new >= 0)
     new = held + new
-    # what is pinned is high whatever its sum
     score = tl.where(is_exact, sums, tl.where(real, got, score))
     position = tl.where(is_exact, exact, tl.where(real, new, position))
     is_new = is_exact | real
@@ -142,9 +133,8 @@ def decide_kernel(
     tokens_seen = total.to(tl.float32) + tl.zeros((BLOCK,), tl.float32)
     high_limit = tl.div_rn(tl.load(alpha_high + row) + tl.zeros((BLOCK,), tl.float32), tokens_seen)
     low_limit = tl.div_rn(tl.load(alpha_low + row) + tl.zeros((BLOCK,), tl.float32), tokens_seen)
-    pinned = (position >= pin_start) & (position < pin_stop)
     earned = tl.where(mean >= low_limit, LOW_LEVEL, PRUNED_LEVEL)
-    earned = tl.where((mean >= high_limit) | pinned, HIGH_LEVEL, earned)
+    earned = tl.where(mean >= high_limit, HIGH_LEVEL, earned)
     # no stored token rises
     earned = tl.where(is_low, tl.minimum(earned, LOW_LEVEL), earned)
     earned = tl.where(is_new & ((position < sinks) | (position >= start)), WINDOW_LEVEL, earned)

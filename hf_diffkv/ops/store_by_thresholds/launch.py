@@ -26,8 +26,6 @@ def store_by_thresholds(
     new: PromptTokens,
     placement: Placement,
     received: Tensor,
-    pin: tuple[int, int],
-    pinned_sum: float,
 ) -> None:
     """Adds to the sums of all tokens of every request, new ones included, and levels all that is outside the windows.
 
@@ -40,7 +38,6 @@ def store_by_thresholds(
             back.
         received: float32 [batch, heads, P + tokens], attention received in this forward: by what a row held (high
             tokens, low ones, those of the window by position; P of the longest row), then by the new tokens.
-        pin: positions [start, stop) of tokens that are high once they leave the window; pinned_sum: the sum they have.
 
     Raises:
         ValueError: tokens that are not of these rows, or of a dtype without kernels; `received` of another shape.
@@ -75,9 +72,6 @@ def store_by_thresholds(
         "columns": columns,
         "past": past,
         "blocks": blocks,
-        "pin_start": pin[0],
-        "pin_stop": pin[1],
-        "pinned_sum": pinned_sum,
         "CHUNK": CHUNK,
     }
     block = few_tokens(max(rows.layout.high.key_dim, rows.layout.high.value_dim))

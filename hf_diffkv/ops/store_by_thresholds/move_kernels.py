@@ -22,7 +22,7 @@ from ..store_uniform.kernels import (
     token_in_slot,
     window_tile,
 )
-from .kernels import ADDED, COUNTS, HIGH_LEVEL, KEPT, LAYER, LOW_LEVEL, PADDING_LEVEL, kinds, raised_if_pinned
+from .kernels import ADDED, COUNTS, HIGH_LEVEL, KEPT, LAYER, LOW_LEVEL, PADDING_LEVEL, kinds
 
 
 @triton.jit
@@ -186,14 +186,13 @@ def level_window_kernel(
     do_not_specialize=[
         *(*LAYER, "window_score"),
         *("rank", "count", "rows", "heads", "width", "columns", "past", "tokens", "window", "slots", "sink_slots"),
-        *("pin_start", "pin_stop"),
         *("key_batch", "key_head", "key_token", "value_batch", "value_head", "value_token"),
     ]
 )
 def level_new_kernel(
     pages, entries, target, plan, level, order, high_count, low_count, window_key, window_value, window_score, length,
     window_start, sink_end, invalid, key, value, received, rank, count, key_matrix, value_matrix, offset, feedback,
-    limit, rows, heads, width, columns, past, tokens, window, slots, sink_slots, pin_start, pin_stop, pinned_sum,
+    limit, rows, heads, width, columns, past, tokens, window, slots, sink_slots,
     key_batch, key_head, key_token, value_batch, value_head, value_token,
     HIGH: tl.constexpr, LOW: tl.constexpr, KEY_ROOT: tl.constexpr, VALUE_ROOT: tl.constexpr,
     INNER: tl.constexpr, DTYPE: tl.constexpr, OPERAND: tl.constexpr, BLOCK: tl.constexpr,
@@ -236,7 +235,6 @@ def level_new_kernel(
         page_tile(rounded(low_value, DTYPE), pages, low_page, low_slot, is_low, LOW, False, DTYPE)
 
     score = tl.load(received + row.to(tl.int64) * columns + past + token, mask=real, other=0.0)
-    score = raised_if_pinned(score, position, pin_start, pin_stop, pinned_sum)
     tl.store(window_score + slot, score, mask=stays)
     numbers_tile(pages, high_page, high_slot, score, position, is_high, HIGH)
     numbers_tile(pages, low_page, low_slot, score, position, is_low, LOW)

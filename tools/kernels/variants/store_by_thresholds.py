@@ -43,4 +43,4 @@ def _store(layout: PageLayout, transforms: bool) -> None:
     options = {"rotation": Rotation(matrix, matrix), "centers": True, "feedback": torch.empty(BATCH * HEADS, dim, dim)}
     placement = Placement(SLOTS - SINK_SLOTS, 1.0, **options if transforms else {})
     received = torch.empty(*rows, PAST + TOKENS)
-    store_by_thresholds(held, PromptTokens(new, new), placement, received, pin=(0, 0), pinned_sum=1.0)
+    store_by_thresholds(held, PromptTokens(new, new), placement, received)

@@ -53,7 +53,7 @@ class Slots:
         failures: what went wrong in the running forward, by slot.
 
     Raises:
-        ValueError: thresholds or precisions for another number of layers or heads, or `compaction_interval` above 1.
+        ValueError: thresholds or precisions for another number of layers or heads.
         MemoryError: `max_bytes` cannot hold the slots and one short request.
     """
 
@@ -68,11 +68,6 @@ class Slots:
         max_bytes: int,
         others: Sequence[PerSlot] = (),
     ) -> None:
-        if config.compaction_interval != 1:
-            raise ValueError(
-                f"compaction_interval={config.compaction_interval} counts the steps of a whole batch, whose requests "
-                "come and go here; use compaction_interval=1."
-            )
         self.max_bytes = max_bytes
         self.device, self.dtype = shape.device, shape.dtype
         self.ranks = shape.ranks

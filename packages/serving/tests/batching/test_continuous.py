@@ -432,12 +432,6 @@ def test_options_of_the_engine_that_do_not_go(model: PreTrainedModel, options: d
             "beside full, sliding and linear attention .chunked_attention",
         ),
         (lambda: tiny_model("deepseek_v3"), LOSSY, ValueError, "latents"),
-        (
-            lambda: tiny_model("llama"),
-            DiffKVConfig(alpha_high=1.0, compaction_interval=4),
-            ValueError,
-            "compaction_interval=4",
-        ),
         (lambda: tiny_model("llama"), DiffKVConfig(alpha_high=(1.0,) * 3), ValueError, "alpha_high has 3 entries"),
     ],
 )

@@ -138,8 +138,6 @@ def test_the_longest_request_surely_fits(max_bytes: int, precisions: tuple | Non
 def test_bad_sizes() -> None:
     with pytest.raises(MemoryError, match="max_bytes=1000"):
         make_slots(configuration(), 1000)
-    with pytest.raises(ValueError, match="compaction_interval=2"):
-        make_slots(configuration(compaction_interval=2))
     with pytest.raises(ValueError, match="alpha_low has 3 entries"):
         make_slots(configuration(alpha_low=(0.1, 0.2, 0.3)))
     with pytest.raises(ValueError, match="head_precisions has 1 entries"):
