@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tools.kernels.emulator.block import Block, Code
+from tools.kernels.emulator.block import Block
 from tools.kernels.emulator.global_memory import GlobalMemory
 from tools.kernels.emulator.parse import parse
+from tools.kernels.emulator.steps import Code
 
 KERNEL = """
 .visible .entry snippet(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .operands import reader
 from .parse import Immediate, Instruction
-from .values import PtxError, UnknownInstruction, Values, reader
-
-if TYPE_CHECKING:
-    from .block import Block, Step
+from .state import BlockState, Step
+from .values import PtxError, UnknownInstruction, Values
 
 HINT = ".L2::cache_hint"
 # the only one that is known: all of what is accessed goes first
@@ -34,7 +32,7 @@ def with_checked_hint(instruction: Instruction, access: Step) -> Step:
         return access
     policy = reader(instruction.operands[-1], "b64")
 
-    def run(block: Block, mask: Values | None) -> None:
+    def run(block: BlockState, mask: Values | None) -> None:
         if (block.spread(policy(block))[block.lanes(mask)] != MADE).any():
             raise PtxError(f"a cache hint that no createpolicy has made: {instruction.text}")
         access(block, mask)

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from .block import Code
 from .parse import parse
+from .steps import Code
 
 
 @dataclass(frozen=True)
