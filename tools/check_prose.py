@@ -74,7 +74,7 @@ def _split(name: str, lines: list[str], first: int) -> Iterator[Text]:
     """Yields a docstring and its entries.
 
     Args:
-        name: of the documented object.
+        name: dotted name of the documented object.
         lines: the literal's lines, with their indentation.
         first: number of the first line in the file.
     """

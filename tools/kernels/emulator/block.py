@@ -39,7 +39,7 @@ class Block:
         self._done = np.zeros(threads, bool)
 
     def run(self) -> None:
-        """Until every thread has returned.
+        """Runs until every thread has returned.
 
         Raises:
             PtxError: names the instruction, its line in the source and the block.

@@ -1,4 +1,4 @@
-"""What the threads of a warp do together: shuffles, reductions and matrix products."""
+"""Instructions that the threads of a warp execute together: shuffles, reductions and matrix products."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LANE = np.arange(32)
 
 
 def exchange(instruction: Instruction) -> Step | None:
-    """What executes an instruction; None where it is of another kind."""
+    """Returns the step of an instruction, or None if it is of another kind."""
     name, *modifiers = instruction.opcode.split(".")
     if name == "shfl":
         return _shuffle(instruction, modifiers)

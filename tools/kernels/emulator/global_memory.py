@@ -45,7 +45,7 @@ class GlobalMemory:
         return result
 
     def store(self, addresses: Values, data: Values) -> None:
-        """Of several threads that write to one place, the last one wins."""
+        """Writes uint8 [n, width] to uint64 [n] addresses. The last of several threads that write to one place wins."""
         for view, offsets, lanes in self._places(addresses, data.shape[1]):
             view[offsets[:, None] + np.arange(data.shape[1])] = data[lanes]
 

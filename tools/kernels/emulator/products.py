@@ -11,10 +11,10 @@ from .values import PtxError, Values
 
 
 class Products:
-    """What products of one block are under way, by groups that are numbered as they are committed.
+    """Products of one block that are under way, in groups numbered in the order of their commits.
 
     Attributes:
-        registers: group of every register that holds a result which is not there yet.
+        registers: group of the product, by index of each register that awaits its result.
     """
 
     def __init__(self) -> None:
@@ -41,10 +41,12 @@ class Products:
             shared.hold(at)
 
     def check(self, instruction: Instruction) -> None:
-        """Before an instruction: it must not read a result that is not there; what it moves is not there either.
+        """Checks before an instruction that it reads no result of a product under way.
+
+        A move may read one. Its target then awaits the same result.
 
         Raises:
-            PtxError: it does.
+            PtxError: the instruction reads such a result.
         """
         early = [self.registers[index] for index in sources(instruction) if index in self.registers]
         if instruction.opcode.startswith("mov."):

@@ -17,11 +17,12 @@ class BlockState:
     """Registers and memory of one block.
 
     Attributes:
-        registers: by index, unsigned bits (bool for predicates) of all threads; all ones before they are written.
-        threads: 0, 1, ... of the block.
+        registers: unsigned bits (bool for predicates) of all threads, by index of the register; all ones before the
+            first write.
+        threads: numbers of the block's threads, 0, 1, ...
         memory: tensors of the launch.
-        shared: the block's shared memory.
-        products: of warp groups, under way.
+        shared: shared memory of the block.
+        products: matrix products of warp groups that are under way.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ class Code:
     """A program made executable.
 
     Attributes:
-        runs: how often each instruction was reached.
+        runs: number of times that each instruction was reached.
     """
 
     def __init__(self, program: Program) -> None:
@@ -40,7 +40,7 @@ def is_control(instruction: Instruction) -> bool:
 
 
 def _step(instruction: Instruction) -> Step | None:
-    """None for control flow, which the block itself does."""
+    """Returns the step of an instruction, or None for control flow, which `Block` executes."""
     if is_control(instruction):
         return None
     kinds = (_special, transfer, exchange, warpgroup, _arithmetic)

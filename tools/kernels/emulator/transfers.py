@@ -13,7 +13,7 @@ from .values import BITS, TYPES, PtxError, UnknownInstruction, Values, as_bits, 
 
 
 def transfer(instruction: Instruction) -> Step | None:
-    """What executes an instruction; None where it is of another kind."""
+    """Returns the step of an instruction, or None if it is of another kind."""
     if instruction.opcode.startswith("createpolicy"):
         return create_policy(instruction)
     step = _transfer(without_hint(instruction))

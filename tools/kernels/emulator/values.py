@@ -30,7 +30,7 @@ Values = np.ndarray
 
 
 class PtxError(Exception):
-    """What a GPU would not do, or would do wrong."""
+    """Signals an instruction that a GPU would refuse or execute wrongly."""
 
 
 class UnknownInstruction(PtxError):
@@ -42,7 +42,7 @@ def width_of(type_: str) -> int:
 
 
 def as_bits(values: Values, register: Register, signed: bool = False) -> Values:
-    """What a register holds after `values` were written to it, extended if it is wider."""
+    """Returns the bits of a register after a write of `values`, extended if the register is wider."""
     if register.predicate:
         return values.astype(np.bool_)
     width = values.dtype.itemsize

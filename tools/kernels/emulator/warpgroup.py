@@ -1,7 +1,7 @@
 """`wgmma`: matrix products of four warps that read shared memory themselves, from the PTX ISA.
 
-Until its group is waited for nobody may use the result of a product, except by moving it to another register, or
-change what it reads.
+Before a wait for its group, the result of a product may only be moved to another register, and shared memory that the
+product reads must not change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SWIZZLES = {1: 128, 2: 64, 3: 32}
 
 
 def warpgroup(instruction: Instruction) -> Step | None:
-    """What executes an instruction; None where it is of another kind."""
+    """Returns the step of an instruction, or None if it is of another kind."""
     opcode = instruction.opcode
     if opcode.startswith("fence.proxy.async"):
         return lambda block, mask: block.shared.fence()
