@@ -12,12 +12,12 @@ import torch
 
 
 class FakeGpu:
-    """What the benchmarks see of a GPU.
+    """A GPU as benchmarks see it.
 
     Attributes:
         free: bytes of memory that are free.
         kernels: microseconds of each kernel that the profiler sees from its start to its stop.
-        replayed: the number of every graph that was replayed, in order.
+        replayed: number of every graph that was replayed, in order.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, measure: ModuleType) -> None:
@@ -72,7 +72,7 @@ class FakeGpu:
 
 
 class Event:
-    """Of the host's clock."""
+    """A CUDA event that reads the host's clock."""
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
@@ -85,5 +85,5 @@ class Event:
 
 
 def fake_gpu(patch: pytest.MonkeyPatch, load: Callable[[str], ModuleType]) -> FakeGpu:
-    """To be called before a benchmark runs."""
+    """Fakes a GPU. It must be called before a benchmark runs."""
     return FakeGpu(patch, load("measure"))
