@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 REFUSED = ("Of", "Those", "The same", "As", "Has", "What is", "That which")
 
 # (file, name) as they are printed
@@ -124,11 +124,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="+", type=Path, help="folders and files to check")
     paths = [path.resolve() for path in parser.parse_args(arguments).paths]
-    if missing := [path for path in paths if not path.exists()]:
-        parser.error(f"there is no {missing[0]}")
+    if unknown := [path for path in paths if not path.exists() or not path.is_relative_to(ROOT)]:
+        parser.error(f"{unknown[0]} is no file or folder of this repository")
     if len(ALLOWED) > MOST_ALLOWED:
         parser.error(f"{len(ALLOWED)} cases are allowed, more than {MOST_ALLOWED}; reword some")
-    files = sorted({file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))})
+    files = {file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))}
+    # packages are built in place
+    files = sorted(file for file in files if "build" not in file.relative_to(ROOT).parts)
     found = list(check(files, ROOT, ALLOWED))
     print(*found, sep="\n", end="\n" if found else "")
     return 1 if found else 0

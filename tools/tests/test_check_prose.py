@@ -120,15 +120,18 @@ def test_exit_codes(
 ) -> None:
     monkeypatch.setattr(tool, "ROOT", tmp_path)
     monkeypatch.setattr(tool, "ALLOWED", frozenset())
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build" / "copy.py").write_text(SOURCE)
     assert tool.main([str(tmp_path)]) == 1
-    assert capsys.readouterr().out.startswith('part.py:1: module: begins with "Of": Of a module.\n')
+    printed = capsys.readouterr().out
+    assert printed.startswith('part.py:1: module: begins with "Of": Of a module.\n') and "build" not in printed
     path.write_text('"""Number of slots."""')
     assert tool.main([str(path)]) == 0
     assert capsys.readouterr().out == ""
-    for arguments, number in (([str(tmp_path / "none")], 0), ([str(path)], 21)):
-        monkeypatch.setattr(tool, "ALLOWED", frozenset(("part.py", str(i)) for i in range(number)))
+    for wrong, allowed in ((tmp_path / "none", 0), (tmp_path.parent, 0), (path, 21)):
+        monkeypatch.setattr(tool, "ALLOWED", frozenset(("part.py", str(i)) for i in range(allowed)))
         with pytest.raises(SystemExit, match="2"):
-            tool.main(arguments)
+            tool.main([str(wrong)])
 
 
 def test_what_the_project_allows(tool: ModuleType) -> None:
