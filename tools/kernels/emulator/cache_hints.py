@@ -19,7 +19,7 @@ MADE = np.uint64(0x12F0_0000_0000_0001)
 
 
 def without_hint(instruction: Instruction) -> Instruction:
-    """The access alone."""
+    """Returns the access without its hint."""
     if HINT not in instruction.opcode:
         return instruction
     opcode = instruction.opcode.replace(HINT, "").replace(".L1::evict_first", "")
@@ -27,7 +27,7 @@ def without_hint(instruction: Instruction) -> Instruction:
 
 
 def with_checked_hint(instruction: Instruction, access: Step) -> Step:
-    """`access`, once the policy that `instruction` names is known to be one."""
+    """Returns `access` behind a check of the policy that `instruction` names."""
     if HINT not in instruction.opcode:
         return access
     policy = reader(instruction.operands[-1], "b64")

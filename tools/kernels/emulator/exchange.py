@@ -26,14 +26,14 @@ def exchange(instruction: Instruction) -> Step | None:
 
 
 def _everyone(operand: Operand, block: BlockState, mask: Values | None) -> None:
-    """All threads of the warps must be there, and the member mask must name them all."""
+    """Checks that all threads of the warps take part, and that the member mask names them all."""
     block.whole_warps(mask)
     if np.any(reader(operand, "u32")(block) != 0xFFFFFFFF):
         raise PtxError("the member mask leaves threads out")
 
 
 def source_lane(mode: str, argument: Values, control: Values) -> Values:
-    """Lane that each lane reads in `shfl.sync`; arguments [..., 32]."""
+    """Returns the lane that each lane reads in `shfl.sync`; arguments [..., 32]."""
     clamp, segment = control & 31, (control >> 8) & 31
     first = LANE & segment
     last = first | (clamp & ~segment & 31)

@@ -47,7 +47,7 @@ def mma(opcode: str, a: Values, b: Values, c: Values) -> Values:
 
 
 def numbers(words: Values, type_: str) -> tuple[Values, Values]:
-    """The lower and the upper half of each word as numbers."""
+    """Returns the lower and the upper half of each word as numbers."""
     pair = np.ascontiguousarray(words).view(np.uint16).reshape(*words.shape, 2)
     numbers = pair.view(np.float16) if type_ == "f16" else bf16_to_f32(pair)
     return numbers[..., 0], numbers[..., 1]

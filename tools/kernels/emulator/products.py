@@ -61,7 +61,7 @@ class Products:
 
 @cache
 def sources(instruction: Instruction) -> tuple[int, ...]:
-    """Registers that an instruction reads."""
+    """Returns the indices of the registers that an instruction reads."""
     found: list[int] = [] if instruction.guard is None else [instruction.guard[0].index]
     first = 0 if instruction.opcode.startswith(("st", "cp", "bra")) else 1
     for position, operand in enumerate(instruction.operands):

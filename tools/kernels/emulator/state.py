@@ -56,15 +56,15 @@ class BlockState:
             self.registers[register.index] = values.astype(np.uint32)
 
     def lanes(self, mask: Values | None) -> Values:
-        """Numbers of the threads that take part."""
+        """Returns the numbers of the threads that take part."""
         return self.threads if mask is None else np.flatnonzero(mask)
 
     def spread(self, values: Values) -> Values:
-        """One element per thread; constants have one for all."""
+        """Returns one element per thread; constants have one for all."""
         return values if values.shape == self.threads.shape else np.broadcast_to(values, self.threads.shape)
 
     def whole_warps(self, mask: Values | None) -> Values:
-        """Numbers of the warps that take part, with all their threads."""
+        """Returns the numbers of the warps that take part. All threads of each must do so."""
         if mask is None:
             return np.arange(self.threads.size // 32)
         warps = mask.reshape(-1, 32)

@@ -42,7 +42,7 @@ def _transfer(instruction: Instruction) -> Step | None:
 
 
 def address_reader(operand: Address, space: str) -> Reader:
-    """Addresses of all threads: uint64 in global, uint32 in shared memory."""
+    """Returns a function that reads the addresses of all threads: uint64 in global, uint32 in shared memory."""
     if not isinstance(operand, Address):
         raise UnknownInstruction(f"{operand} is no address")
     type_ = "u64" if space == "global" else "u32"
@@ -103,7 +103,7 @@ def _load_or_store(instruction: Instruction, name: str, space: str, *modifiers: 
 
 
 def _copy(instruction: Instruction) -> Step:
-    """`cp.async`: of `size` bytes, those beyond the optional fourth operand are zeros and not read."""
+    """Returns the step of `cp.async`. Bytes beyond the optional fourth operand become zeros and are not read."""
     target, source, size, *rest = instruction.operands
     to, origin, width = address_reader(target, "shared"), address_reader(source, "global"), size.bits
     real = reader(rest[0], "u32") if rest else None

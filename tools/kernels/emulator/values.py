@@ -66,11 +66,11 @@ def f32_to_bf16(numbers: Values) -> Values:
 
 
 def halves(words: Values, type_: str) -> Values:
-    """Two numbers per 32-bit word, [threads, 2], in a type that numpy computes in."""
+    """Splits 32-bit words into two numbers each, [threads, 2], in a type that numpy computes in."""
     parts = np.ascontiguousarray(words).view(np.uint16).reshape(-1, 2)
     return bf16_to_f32(parts) if type_.startswith("bf16") else parts.view(TYPES[type_.removesuffix("x2")])
 
 
 def words(parts: Values) -> Values:
-    """The reverse for 16-bit parts."""
+    """Joins two 16-bit parts to each 32-bit word; reverses `halves`."""
     return np.ascontiguousarray(parts).view(np.uint32).reshape(-1)
