@@ -164,7 +164,7 @@ def _rem(modifiers: list[str]) -> Operation:
 
 
 def _divide(a: Values, b: Values) -> tuple[Values, Values]:
-    """Returns the integer quotient towards zero and the remainder. Division by zero, undefined in PTX, gives all ones."""
+    """Returns the integer quotient towards zero and the remainder. Division by zero, undefined in PTX, gives ones."""
     a, b = np.broadcast_arrays(a, b)
     zero = b == 0
     safe = np.where(zero, b.dtype.type(1), b)
