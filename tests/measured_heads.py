@@ -1,4 +1,4 @@
-"""What the heads of a model lose, made up."""
+"""Invented losses of a model's heads."""
 
 from __future__ import annotations
 

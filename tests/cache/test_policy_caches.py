@@ -67,7 +67,7 @@ def test_saved_caches_and_forks_continue_identically(model: PreTrainedModel, pol
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.sampled(100)
 def test_rows_that_are_reordered_stay_what_they_were(model: PreTrainedModel, policy: str) -> None:
-    """As beams do; nothing that a row does depends on where it stands."""
+    """Reorders rows like beam search. Nothing in a row depends on its index."""
     index = [3, 0, 0, 1]
     run, straight = started(model, LENGTHS, config_of(policy)), started(model, LENGTHS, config_of(policy))
     first = tokens(4, 20)
@@ -139,7 +139,7 @@ def test_protected_layers_are_high(policy: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 @pytest.mark.sampled(100)
 def test_policies_know_which_layer_and_head_they_level(name: str, tmp_path: Path) -> None:
-    """Of the model's compressed layers, also in a cache that was loaded."""
+    """Checks the layer and head that policies get, also in a loaded cache and beside sliding layers."""
     kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2} if name == "gemma2" else {}
     model = model_of(name, num_hidden_layers=4, **kinds)
     run = started(model, (60,), config_of("random"))

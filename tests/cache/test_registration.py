@@ -1,4 +1,4 @@
-"""What importing the package adds to Transformers, and that the rest of Transformers works as before."""
+"""Additions of the package's import to Transformers, the rest of which works as before."""
 
 from __future__ import annotations
 

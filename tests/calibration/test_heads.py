@@ -1,4 +1,4 @@
-"""What heads lose, against the cache's own tokens put into a dense cache, and how a run is kept and gone on with."""
+"""Loss of heads, compared with a dense cache of the cache's own tokens, and how a run is kept and resumed."""
 
 from __future__ import annotations
 

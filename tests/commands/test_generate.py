@@ -36,7 +36,7 @@ def job(cache: str) -> Job:
 
 
 def generate_turns(cache) -> tuple[list[list[int]], int]:
-    """The same turns by plain `generate()`, and the tokens the cache has seen."""
+    """Runs the turns by plain `generate()`, and returns the answers and the number of tokens the cache has seen."""
     tokenizer, model = AutoTokenizer.from_pretrained(TINY_LM), AutoModelForCausalLM.from_pretrained(TINY_LM)
     text, generated = "", []
     for turn in TURNS:
@@ -156,7 +156,7 @@ def run_of(generated: list[list[int]], **changes) -> FinishedRun:
     ],
 )
 def test_tokens_compared(first: list, second: list, agreement: tuple, same: int | None) -> None:
-    """How many agree, and how many stand before a difference, whichever of the two comes first."""
+    """Counts tokens that agree and tokens before the first difference, in both orders of the two runs."""
     for one, other in ((first, second), (second, first)):
         assert dataclasses.astuple(Agreement.of(one, other)) == agreement
         assert same_tokens(run_of(one), run_of(other)) == same

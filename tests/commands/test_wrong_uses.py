@@ -187,7 +187,7 @@ def test_there_are_enough_of_them() -> None:
 
 
 def test_help_and_usage_errors_load_no_pytorch() -> None:
-    """What takes seconds to import is not imported: this is what makes them quick."""
+    """Checks that packages that take seconds to import are not imported."""
     cases = [arguments for arguments, _ in QUICK]
     cases += [["--help"], ["--version"], ["env"], *([name, "--help"] for name in COMMANDS if name != "lm-eval")]
     program = (

@@ -1,4 +1,4 @@
-"""What a model gets that nobody configured: from a file beside it, from measurements of its heads, or a preset."""
+"""Configuration that a model gets by default: from a file beside it, from measurements of its heads, or a preset."""
 
 from __future__ import annotations
 

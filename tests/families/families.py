@@ -1,4 +1,4 @@
-"""Every text family of Transformers that generates: how small it can be made, and what `DiffKVCache` does with it.
+"""Every text family of Transformers that generates: options of a tiny model, and what `DiffKVCache` compresses of it.
 
 `docs/models.md` is written from this file by `report.py`; `test_families.py` checks that it is true.
 """
@@ -44,15 +44,15 @@ WRAPPERS = frozenset(
 
 @dataclass(frozen=True)
 class Family:
-    """What is expected of one `model_type`.
+    """Expectations of one `model_type`.
 
     Attributes:
         options: arguments of its configuration beyond the common ones.
-        layers: layers of the tiny model.
-        compressed: which of them are compressed.
-        kept: the kinds of the others, as said in the table.
-        refused: part of the error, where the family is refused.
-        since: the release from which on Transformers' attention interface runs it; before, it is refused.
+        layers: number of layers of the tiny model.
+        compressed: indices of the compressed layers.
+        kept: kinds of the other layers, in the table's words.
+        refused: part of the error if the family is refused.
+        since: first release in which Transformers' attention interface runs it; refused before.
     """
 
     options: dict[str, Any] = field(default_factory=dict)

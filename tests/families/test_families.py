@@ -48,7 +48,7 @@ def greedy(model: PreTrainedModel, **options: Any) -> tuple[Tensor, Tensor, Any]
 
 
 def rounding(model: PreTrainedModel) -> Tensor:
-    """How far two dense computations of a model are apart: Gemma 4's tiny models amplify rounding a hundredfold."""
+    """Returns the distance of two dense computations. Gemma 4's tiny models amplify rounding a hundredfold."""
     before, logits = model.config._attn_implementation, []
     for implementation in ("eager", "sdpa"):
         model.set_attn_implementation(implementation)

@@ -1,4 +1,4 @@
-"""Every policy against the dense simulation, step by step, and what each of them promises."""
+"""Every policy compared with the dense simulation, step by step, and with its own promises."""
 
 from __future__ import annotations
 

@@ -36,14 +36,16 @@ class InputError(Exception):
 
 @dataclass
 class CacheRun:
-    """What one cache has done so far.
+    """State of a run with one cache.
 
     Attributes:
-        text: generated text; tokens: its ids.
-        arrivals: when generation started, then when each token came.
-        layers: how many of the model's have read the prompt.
-        held: tokens of a layer, the mean over all layers, and bytes that the cache held with them; from nothing on.
-        cache_bytes: what the cache holds at the end.
+        text: generated text.
+        tokens: ids of the generated text.
+        arrivals: time of the start of generation, then of each token's arrival.
+        layers: number of the model's layers that have read the prompt.
+        held: points of the memory line from (0, 0) on: tokens per layer, the mean over all layers, and bytes of the
+            cache at that time.
+        cache_bytes: bytes of the cache at the end.
     """
 
     text: str = ""
@@ -59,7 +61,7 @@ class CacheRun:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of decoding, the first token left out; None if there was no other."""
+        """Speed of decoding without the first token; None if there was no other."""
         steps = len(self.arrivals) - 2
         return steps / (self.arrivals[-1] - self.arrivals[1]) if steps > 0 else None
 
@@ -71,8 +73,8 @@ class Result:
     Attributes:
         pieces: text of each token that the cache has seen; the first `prompt_tokens` are the prompt.
         selects: whether tokens have levels; else those of a head are all alike.
-        levels: by layer index int8 [kv_heads, seen], coded as by `DiffKVCache.levels`; empty where none are chosen.
-        element_bits: of an element of an uncompressed key or value.
+        levels: int8 [kv_heads, seen] by layer index, coded like `DiffKVCache.levels`; empty if tokens have no levels.
+        element_bits: bits of an element of an uncompressed key or value.
     """
 
     dense: CacheRun
@@ -97,7 +99,7 @@ class Request:
 
     @property
     def tokens(self) -> int:
-        """Of the prompt."""
+        """Number of tokens of the prompt."""
         return self.ids.shape[1]
 
 
@@ -107,11 +109,11 @@ Steps = collections.abc.Generator[tuple[CacheRun, CacheRun, Union[Result, None]]
 
 @dataclass(frozen=True)
 class Entered:
-    """What a visitor entered.
+    """Input of a visitor.
 
     Attributes:
-        text: to be continued; with `chat`, the user's message, which the model's chat template is put around.
-        setting: what `config` is called on the page.
+        text: prompt to continue. With `chat`, it is the user's message and gets the model's chat template.
+        setting: name of `config` on the page.
         system: the system message of a chat; empty leaves it to the template.
     """
 
@@ -130,10 +132,10 @@ class Generator:
         name: Hub id, folder, or short name.
 
     Attributes:
-        title: what to call the model.
-        chats: whether it has a chat template.
-        settings: what visitors choose from.
-        num_layers: that tell when they have read the prompt.
+        title: displayed name of the model.
+        chats: whether the model has a chat template.
+        settings: settings that visitors choose from.
+        num_layers: number of layers that report when they have read the prompt.
 
     Raises:
         InputError: the model cannot be loaded, or does not work with DiffKV.

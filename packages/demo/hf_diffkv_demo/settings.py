@@ -1,4 +1,4 @@
-"""What the page offers to choose from, from the most memory to the least, each with what to expect of it."""
+"""Settings that the page offers, from the most memory to the least, each with an explanation."""
 
 from __future__ import annotations
 

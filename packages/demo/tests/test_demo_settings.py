@@ -16,7 +16,7 @@ from hf_diffkv.evaluation.models import TINY_LM
 
 
 def test_the_demo_begins_with_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model whose heads were measured, and of others."""
+    """Checks the settings of a model whose heads were measured, and of one without measurements."""
     monkeypatch.setenv(found.FOLDER_VARIABLE, str(tmp_path))
     model = AutoModelForCausalLM.from_pretrained(TINY_LM)
     found.keep(measured(model))

@@ -1,4 +1,4 @@
-"""What is relied on of Transformers' engine and server, as `hf_diffkv.compat` has it of all else."""
+"""Private names of Transformers' engine and server that this package uses; `hf_diffkv.compat` has all others."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def serve_replicas(options: SimpleNamespace, choice: ConfigChoice, generation: d
     """Serves until the process is interrupted.
 
     Args:
-        options: of the command.
+        options: options of the command.
         generation, batching: fields of `GenerationConfig` and of `ContinuousBatchingConfig`.
 
     Raises:

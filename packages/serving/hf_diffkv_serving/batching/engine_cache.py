@@ -1,7 +1,7 @@
-"""What Transformers' continuous batching engine asks of a cache, answered by slots of compressed stores.
+"""Cache for Transformers' continuous batching engine on slots of compressed stores.
 
-The engine counts memory in blocks of a request; here a block is a page, and what a request will need is an upper bound
-of which the rest is given back after each forward. Names and arguments are those of `PagedAttentionCache`.
+The engine counts memory in blocks of a request. Here a block is a page, and the need of a request is an upper bound
+whose unused rest is given back after each forward. Names and arguments are those of `PagedAttentionCache`.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ _logger = logging.getLogger("hf_diffkv")
 
 @dataclass(frozen=True)
 class ServingMemory:
-    """What continuous batching holds at this moment.
+    """Memory of continuous batching at this moment.
 
     Attributes:
-        requests: in flight, prompts under way included. slots: made so far; they become more, and fewer, as is needed.
+        requests: number of requests in flight, including prompts under way.
+        slots: number of slots, which grows and shrinks with the need.
         longest: tokens of the longest request that is admitted.
-        held_bytes: windows, tables, scratch, and the pages that requests have.
-        peak_bytes: the most that the device held after any forward, free pages included: those that there are stay for
-            later requests. max_bytes: the budget.
-        free_share: of the pages that the budget allows beside the slots, how many nobody has; 0 to 1.
+        held_bytes: bytes of windows, tables, scratch memory, and the pages of requests.
+        peak_bytes: most bytes on the device after any forward, including free pages, which stay for later requests.
+        max_bytes: budget in bytes.
+        free_share: free share, 0 to 1, of the pages that the budget allows beside the slots.
     """
 
     requests: int
@@ -57,11 +58,13 @@ class ServingMemory:
 
 @dataclass(frozen=True)
 class ServingStatistics:
-    """What continuous batching is doing at this moment, and has done since it was started.
+    """State of continuous batching at this moment, and counts since its start.
 
     Attributes:
-        memory: what it holds. waiting: requests that have no memory yet, preempted ones included.
-        prompt_tokens: computed of prompts, anew after a preemption. generated_tokens: handed out.
+        memory: memory at this moment.
+        waiting: number of requests without memory, including preempted ones.
+        prompt_tokens: number of computed prompt tokens; a preempted request counts anew.
+        generated_tokens: number of tokens handed out.
     """
 
     memory: ServingMemory
@@ -71,7 +74,7 @@ class ServingStatistics:
 
 
 class _Pool:
-    """What the scheduler calls before it forms a batch, and the processor before it forks."""
+    """Pool that the scheduler calls before it forms a batch, and the processor before it forks."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
@@ -81,7 +84,7 @@ class _Pool:
 
 
 class _Allocator:
-    """What is asked of the layers of one kind; there is one kind."""
+    """Allocator for the layers of one kind; there is one kind."""
 
     layer_type = "full_attention"
     index = 0
@@ -160,11 +163,11 @@ class ContinuousCache(PackedCache):
 
     @property
     def places(self) -> int:
-        """Requests that there may be beside those that hold something."""
+        """Number of requests that may come beside those that hold memory."""
         return self.slots.room.most - len(self._slot_of)
 
     def memory(self) -> ServingMemory:
-        """What is held; may be asked by any thread, and changes nothing."""
+        """Returns the memory at this moment. It may be called by any thread, and changes nothing."""
         slots = self.slots
         free = 1 - int(slots.used_pages.sum()) / max(1, int(slots.max_pages.sum()))
         pools = [part.store.pool for part in slots.parts]
@@ -173,10 +176,10 @@ class ContinuousCache(PackedCache):
         return ServingMemory(len(self._slot_of), slots.count, slots.longest, *sizes)
 
     def check_request(self, prompt_tokens: int, max_new_tokens: int | None) -> int:
-        """How many new tokens a request may have, where there is room for it by itself.
+        """Returns the number of new tokens that a request may have if it is alone.
 
         Args:
-            max_new_tokens: None takes as many as there is room for.
+            max_new_tokens: most new tokens; None for as many as there is room for.
 
         Raises:
             ValueError: there is not enough room, or no prompt.
@@ -220,7 +223,7 @@ class ContinuousCache(PackedCache):
         return slot
 
     def _make_room(self, slot: int | None, tokens: int, shared: int = 0) -> bool:
-        """As `Slots.make_room`; requests are found in the slots that they have moved to."""
+        """Calls `Slots.make_room`, and notes the new slots of requests that were moved."""
         made = self.slots.make_room(slot, tokens, shared)
         for old, new in self.slots.take_moves():
             name = next(name for name, place in self._slot_of.items() if place == old)
@@ -391,12 +394,12 @@ class ContinuousCache(PackedCache):
         softmax: Softmax,
         sliding_window: int | None = None,
     ) -> Tensor:
-        """Attention of a layer.
+        """Computes attention of a layer.
 
         Args:
-            sliding_window: what the model says of this layer; which layers have one is known.
+            sliding_window: window that the model passes; unused, as the layers' windows are known.
 
-        Other arguments and result as in `Slots.attend`.
+        Other arguments and the result are those of `Slots.attend`.
         """
         self._begin()
         place = self._place_of.get(layer)
@@ -439,7 +442,7 @@ class ContinuousCache(PackedCache):
         self.slots.begin(forward)
 
     def take_failures(self) -> dict[str, Exception]:
-        """What went wrong in the forward that has just run, by request.
+        """Returns and forgets the errors of the forward that has just run, by request.
 
         Raises:
             HandOverError: the forward did not attend through this cache.
