@@ -18,7 +18,7 @@ from .console import Command, Failure, entry, one_line, paragraph, progress, to_
 from .generate import sampling_of, sampling_options
 from .inspect import level_table, taken
 from .models import load_tokenizer, position_limit, supported_config, usable_device
-from .options import AtLeast, choice_of, config_for, config_options, model_option, quiet_option, running_options
+from .options import AtLeast, choice_of, config_before, config_for, config_options, model_option, quiet_option, running_options
 
 if TYPE_CHECKING:
     from ..evaluation.talk import Talk
@@ -67,7 +67,7 @@ def _start(options: SimpleNamespace, saved: dict[str, Any] | None) -> tuple[Talk
     choice = choice_of(options)
     progress(f"loading {options.model}", options.quiet)
     model_config = supported_config(options.model)
-    config_for(choice, model_config)
+    config_before(choice, model_config)
     tokenizer = load_tokenizer(options.model)
 
     import torch

@@ -21,7 +21,7 @@ from .options import (
     AtLeast,
     chain,
     choice_of,
-    config_for,
+    config_before,
     config_options,
     fields_of,
     json_option,
@@ -118,7 +118,7 @@ def _job(options: SimpleNamespace) -> Job:
     choice = choice_of(options)
     progress(f"reading the configuration of {options.model}", options.quiet)
     model_config = supported_config(options.model)
-    config_for(choice, model_config)
+    config_before(choice, model_config)
     _check_length(options, turns, position_limit(model_config))
     device = usable_device(options.device)
 

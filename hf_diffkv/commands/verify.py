@@ -16,6 +16,7 @@ from .options import (
     AtLeast,
     ConfigChoice,
     choice_of,
+    config_before,
     config_for,
     config_options,
     json_option,
@@ -75,7 +76,7 @@ def _verify(options: SimpleNamespace, choice: ConfigChoice) -> tuple[list[Any], 
     """What was measured, the verdict, and whether all is well."""
     progress(f"loading {options.model}", options.quiet)
     model_config = supported_config(options.model)
-    config = config_for(choice, model_config)
+    config = config_before(choice, model_config)
     if options.length <= config.window + config.sinks:
         raise click.UsageError(
             f"--length {options.length}: the window of {config.window} and the sinks hold such a prompt uncompressed; "
