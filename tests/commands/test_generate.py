@@ -126,6 +126,10 @@ def check_bar_picture(path: Path, levels: dict[str, int]) -> None:
         assert area[name] / sum(area.values()) == pytest.approx(count / sum(levels.values()), abs=0.02)
 
 
+# of a head that has kept two of four tokens uncompressed
+LAYER = {"layer_idx": 0, "high": [1], "low": [1], "window": [2], "pruned": [0], "precisions": ["K8V4/K4V2"]}
+
+
 def run_of(generated: list[list[int]], **changes) -> FinishedRun:
     base = FinishedRun(
         cache=DIFFKV,
@@ -164,7 +168,7 @@ def test_tokens_compared(first: list, second: list, agreement: tuple, same: int 
 
 def test_comparison_tells_what_is_unknown_and_what_differs() -> None:
     dense = run_of([[1, 2]], cache=DYNAMIC, cache_bytes=800_000, text="dense words here", tokens_per_second=12.34)
-    compressed = run_of([[1, 3]], text="other words here", num_layers=4, layers=[{}])
+    compressed = run_of([[1, 3]], text="other words here", num_layers=4, layers=[LAYER])
     table = comparison(compressed, dense)
     lines = {line[:20].strip(): line.split() for line in table.splitlines()}
     assert lines["cache, real bytes"][-5:] == ["0.80", "MB", "0.40", "MB", "50.0%"]
@@ -174,6 +178,7 @@ def test_comparison_tells_what_is_unknown_and_what_differs() -> None:
     assert "The texts differ from token 2 on and share 80% of their words." in " ".join(table.split())
     assert "[-dense-]{+other+} words here" in table
     assert "1 of 4 layers are compressed" in table
+    assert "4 tokens, 2 of them uncompressed; of the others high (K8V4) 50%, low (K4V2) 50%." in " ".join(table.split())
 
 
 def test_summary_of_one_run() -> None:

@@ -29,7 +29,7 @@ from ...config.found import queries_of
 from ...config.presets import PRESETS
 from ...policy import POLICIES
 from ...precision import PRECISION_NAME, Precision
-from ..errors import EvaluationError, unknown
+from ..errors import EvaluationError, meant, unknown
 from . import method
 from .base import HeldBytes, Method
 
@@ -122,10 +122,12 @@ def parse_options(options: list[str]) -> tuple[dict[str, Any], str | None]:
             name, _, value = option.partition("=")
             fields[name] = parse_value(value)
         else:
-            raise EvaluationError(
-                f"option {option!r} of a diffkv method is none of K8V4, K8V4/K4V2, 1/0 (alpha_high/alpha_low), "
-                f"lossless, paper, {', '.join(PRESETS)}, config=NAME, or field=value of DiffKVConfig."
+            of_what = (
+                f"none of K8V4, K8V4/K4V2, 1/0 (alpha_high/alpha_low), lossless, paper, {', '.join(PRESETS)}, "
+                "config=NAME, or field=value of DiffKVConfig."
             )
+            close = meant(option, ("lossless", "paper", *PRESETS))
+            raise EvaluationError(f"option {option!r} of a diffkv method is {of_what} {close}".rstrip())
     return fields, base
 
 
