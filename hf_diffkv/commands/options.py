@@ -137,8 +137,8 @@ def model_option(**attributes: Any) -> Callable:
         "--model",
         metavar="M",
         callback=known_model,
-        help="Hub id, folder, or a short name: smollm2, gemma3-270m, qwen2.5-coder-0.5b, qwen2.5-coder-1.5b, tiny-lm (the "
-        "checkout's).",
+        help="Hub id, folder, or a short name: smollm2, gemma3-270m, qwen2.5-coder-0.5b, qwen2.5-coder-1.5b, tiny-lm "
+        "(the checkout's).",
         **attributes,
     )
 

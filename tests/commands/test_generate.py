@@ -102,8 +102,12 @@ def test_generate_end_to_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     for count in (dense["cache_bytes"], diffkv["cache_bytes"], diffkv["payload_bytes"], diffkv["peak_bytes"]):
         assert f"{count / 1e6:,.2f} MB" in printed.err
     assert f"{diffkv['cache_bytes'] / dense['cache_bytes']:.1%}" in printed.err
-    for name, count in diffkv["levels"].items():
-        assert f"{name} {count:,} (" in " ".join(printed.err.split())
+    levels, heads = diffkv["levels"], 6 * 2
+    others = sum(levels.values()) - levels["window"]
+    said = f"{diffkv['seen_tokens']:,} tokens, {levels['window'] // heads} of them uncompressed; of the others "
+    for name, label in (("high", "high (K8V8)"), ("low", "low (K4V4)"), ("pruned", "pruned")):
+        said += f"{label} {levels[name] / others:.0%}, "
+    assert said.rstrip(", ") + "." in " ".join(printed.err.split())
     assert min(run[key] for run in (dense, diffkv) for key in ("prompt_seconds", "tokens_per_second")) > 0
     if sys.platform == "linux":
         # the text alone is far below what a process with PyTorch and a model takes
