@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .. import __version__
 from ..config.found import model_digest
+from ..version import __version__
 from .environment import installed
 from .errors import EvaluationError, one_line
 from .methods import Method, get_method
