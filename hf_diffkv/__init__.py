@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .config import DiffKVConfig, Precision
 from .import_hook import register, unregister
+from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import plot, ray, training
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from .prefixes import PrefixStore
     from .store.read import IntegrityError
 
-__version__ = "0.1.0"
 __all__ = [
     "CacheFileError",
     "CacheInUseError",

@@ -187,7 +187,7 @@ class DiffKVCache(Cache):
         self._check_idle()
         return memory_report(self)
 
-    def levels(self, layer_idx: int) -> Tensor:
+    def levels(self, layer_idx: int | None = None) -> Tensor:
         """int8 [batch, kv_heads, seen]: -1 padding, 0 pruned, 1 low, 2 high, 3 window, sinks included.
 
         Under tensor parallelism, here and below, kv_heads are those of this rank.
@@ -195,7 +195,7 @@ class DiffKVCache(Cache):
         layer = self._filled_layer(layer_idx)
         return layer.together([levels(part.store, part.slot) for part in layer.parts])
 
-    def dequantize(self, layer_idx: int) -> tuple[Tensor, Tensor, Tensor]:
+    def dequantize(self, layer_idx: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """keys and values [batch, kv_heads, seen, head_dim] (float32) and bool [batch, kv_heads, seen]: what is stored.
 
         Entries that are not stored are zero.
@@ -205,7 +205,7 @@ class DiffKVCache(Cache):
         keys, values, mask = map(layer.together, zip(*((each.keys, each.values, each.mask) for each in tokens)))
         return keys, values, mask
 
-    def significance(self, layer_idx: int) -> Tensor:
+    def significance(self, layer_idx: int | None = None) -> Tensor:
         """float32 [batch, kv_heads, seen]: the sum of attention each stored token received from later queries.
 
         NaN for heads that have a precision beside others whose tokens are chosen.
@@ -233,11 +233,14 @@ class DiffKVCache(Cache):
         if self.stores.awaited is not None:
             raise HandOverError("a forward is under way; look at the cache when it has returned.")
 
-    def _filled_layer(self, layer_idx: int) -> Any:
+    def _filled_layer(self, layer_idx: int | None) -> Any:
         """A compressed layer that holds something. Raises `ValueError` where it is no such layer."""
         self._check_idle()
         if not isinstance(layer_idx, Integral):
-            raise ValueError(f"layer_idx={layer_idx!r} must be an integer.")
+            raise ValueError(
+                f"layer_idx={layer_idx!r} must be an integer: pass the layer, one of compressed_layers(), which are "
+                f"{self.compressed_layers()}."
+            )
         if not -len(self.layers) <= layer_idx < len(self.layers):
             raise ValueError(f"layer_idx={layer_idx} does not exist: this cache has {len(self.layers)} layers.")
         layer = self.layers[layer_idx]

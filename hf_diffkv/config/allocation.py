@@ -131,8 +131,8 @@ def fields_for(calibration: Mapping[str, Any] | None, target_ratio: float) -> tu
     """
     if calibration is None or SENSITIVITY not in calibration:
         raise ValueError(
-            "this configuration does not have what the heads of a model lose; `hf-diffkv calibrate --ratio` measures "
-            "it and writes one that has, for DiffKVConfig.from_pretrained."
+            "this configuration does not have what the heads of a model lose; `hf-diffkv calibrate --model MODEL "
+            "--ratio 0.23` measures it and writes one that has, for DiffKVConfig.from_pretrained."
         )
     found = _allocated(json.dumps(calibration[SENSITIVITY], sort_keys=True), target_ratio)
     chosen = {TARGET_RATIO: target_ratio, "ratio": found.ratio, "predicted_kl": found.loss}

@@ -126,7 +126,7 @@ SLOW = [
     (["generate", "a", "--device", "meta"], 2, "--device meta cannot be used: "),
     (["generate", "a", "--output", __file__], 2, f"cannot write to {__file__}: "),
     (["generate", "a", "--output", "/proc"], 2, "cannot write to /proc: "),
-    (["generate", "a", "--model", "no/such/model/folder"], 2, "cannot load the model no/such/model/folder: "),
+    (["generate", "a", "--model", "no/such/model/folder"], 2, "there is no folder 'no/such/model/folder'."),
     (["inspect", "a" * 4097], 2, "the prompt has 4097 tokens, but the model's max_position_embeddings is 4096"),
     (["inspect", "--model", str(ROOT / "docs"), "--quiet"], 2, "cannot load the model "),
     (["inspect", "--window", "9", "--high", "K5V4", "--low", "K5V4", "--quiet", "--max-bytes", "9B"], 0, ""),

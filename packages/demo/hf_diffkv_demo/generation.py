@@ -23,7 +23,7 @@ from hf_diffkv.evaluation.side_by_side import EXPECTED_ERRORS, bytes_of_layers
 from hf_diffkv.evaluation.talk import chat_turns
 from hf_diffkv.plot.coloured_text import pieces_of_ids, pieces_of_text
 
-from .settings import settings_for
+from .settings import setting_of_ratio, settings_for
 from .streaming import StreamedStep, layers_of, stream_steps
 
 DEFAULT_MODEL, BUNDLED_MODEL = "smollm2", "tiny-lm"
@@ -165,6 +165,15 @@ class Generator:
         warm_up = Request(torch.arange(8, device=device)[None] + 4, [""] * 8, 3, DiffKVConfig(window=1))
         for _ in self.run(warm_up):
             pass
+
+    def offer_ratio(self, ratio: float) -> str:
+        """Puts a setting of at most `ratio` first, and returns its name. Raises `InputError` where it cannot be had."""
+        name = f"ratio {ratio:g}"
+        try:
+            self.settings = {name: setting_of_ratio(self.model, ratio), **self.settings}
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        return name
 
     def prepare(self, entered: Entered) -> Request:
         """Checks what the visitor entered.

@@ -22,6 +22,7 @@ from hf_diffkv.commands.options import (
     ConfigChoice,
     chain,
     choice_of,
+    config_before,
     config_for,
     known_model,
     level_options,
@@ -128,7 +129,7 @@ def command(**given: Any) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     choice = choice_of(options)
     model_config = supported_config(options.model)
-    config_for(choice, model_config)
+    config_before(choice, model_config)
     _check_length(options, position_limit(model_config))
     tokenizer = load_tokenizer(options.model)
     if options.chat_template is not None:

@@ -101,7 +101,7 @@ BATCHING = Feature(
     since=(5, 23),
 )
 SERVER = Feature(
-    "hf-diffkv serve does not work; use generate_batch",
+    "`hf-diffkv serve` does not work; use generate_batch",
     names_of(
         f"{_SERVING}.utils",
         *("ReasoningText", "ToolCall"),

@@ -1,4 +1,4 @@
-"""`hf-diffkv serve --replicas N`: the same server many times, on the machines of a Ray cluster or on this one."""
+"""`hf-diffkv serve MODEL --replicas N`: the same server many times, on the machines of a Ray cluster or on this one."""
 
 from __future__ import annotations
 
