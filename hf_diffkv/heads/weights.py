@@ -113,7 +113,7 @@ def files_digest(model: Any, folder: Path) -> str | None:
 
 
 def samples_of(weight: Any, count: int) -> Any:
-    """`count` elements of a tensor, evenly spaced from the first to the last, float32 [count]; small ones repeat some."""
+    """`count` elements of a tensor, evenly spaced from the first to the last, float32 [count]."""
     # configurations know no tensors otherwise, and importing them must not load PyTorch
     import torch
 
