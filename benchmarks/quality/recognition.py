@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, QuantoConfig
 
@@ -38,6 +39,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rate", type=float, default=5e-5, help="of AdamW")
     options = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
     marks = {name: _mark(without_weights(AutoConfig.from_pretrained(resolve_model(name)))) for name in options.models}
     print(f"up to {SAME}: the model; up to {RELATIVE}: a relative\n")
     if options.tuned is not None:

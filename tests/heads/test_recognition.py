@@ -56,6 +56,11 @@ def trained(name: str = "llama", seed: int = 0, **options: Any) -> PreTrainedMod
     return model
 
 
+def kept(model: PreTrainedModel) -> Sensitivity:
+    """Measurements of a model in the user's folder, as they are read back."""
+    return Sensitivity.load(found.keep(measured(model)))
+
+
 def loaded(folder: Path, **options: Any) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, **options)
 
@@ -96,11 +101,11 @@ COPIES: dict[str, Callable[[Path], Any]] = {
 def test_copies_get_the_table(copy: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = trained()
-    found.keep(measured(model))
+    table = kept(model)
     model.save_pretrained(tmp_path / "model")
     with caplog.at_level(logging.WARNING, "hf_diffkv"):
         copied = COPIES[copy](tmp_path / "model")
-        assert found.measured_of(copied) == measured(model)
+        assert found.measured_of(copied) == table
         assert DiffKVConfig.for_model(copied) == DiffKVConfig.for_model(model)
     assert not [record for record in caplog.records if record.name == found.HINTS]
 
@@ -108,12 +113,12 @@ def test_copies_get_the_table(copy: str, tmp_path: Path, caplog: pytest.LogCaptu
 def test_a_gguf_files_gemma_is_rounded() -> None:
     """Such a file has one added to the weights; a reader takes it off again."""
     model = trained("gemma3_text")
-    found.keep(measured(model))
+    table = kept(model)
     with torch.no_grad():
         for weight in norms_of(model).values():
             weight.copy_((weight.half() + 1).float() - 1)
     assert model_digest(model) != model_digest(trained("gemma3_text"))
-    assert found.measured_of(model) == measured(trained("gemma3_text"))
+    assert found.measured_of(model) == table
 
 
 def rewritten(folder: Path, name: Callable[[str], str]) -> None:
@@ -164,16 +169,17 @@ def test_files_are_read_as_from_pretrained_reads_them(tmp_path: Path) -> None:
 
 def test_weights_on_disk_are_not_loaded(tmp_path: Path) -> None:
     model = trained()
-    found.keep(measured(model))
+    table = kept(model)
     model.save_pretrained(tmp_path / "model")
     on_disk = accelerate.disk_offload(loaded(tmp_path / "model"), tmp_path / "off", torch.device("cpu"))
     assert next(iter(norms_of(on_disk).values())).is_meta
-    assert found.measured_of(on_disk) == measured(model)
+    assert found.measured_of(on_disk) == table
 
 
 def test_a_relative_is_used_and_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = trained()
     path = found.keep(measured(model))
+    table = Sensitivity.load(path)
     keep_queries(moments_on(model, [document()]))
     torch.manual_seed(0)
     tuned = changed(trained(), lambda weight: weight + 0.05 * weight.std() * torch.randn_like(weight))
@@ -188,9 +194,8 @@ def test_a_relative_is_used_and_named_once(tmp_path: Path, caplog: pytest.LogCap
     assert str(path) in record.getMessage() and str(tmp_path / "tuned") in record.getMessage()
     assert record.name == found.HINTS
     # what is measured of itself comes first
-    own = dataclasses.replace(measured(tuned), documents=3)
-    found.keep(own)
-    assert found.measured_of(tuned) == own and found.measured_of(model) == measured(model)
+    found.keep(dataclasses.replace(measured(tuned), documents=3))
+    assert found.measured_of(tuned).documents == 3 and found.measured_of(model) == table
 
 
 def document() -> Document:
@@ -204,7 +209,7 @@ STRANGERS: dict[str, Callable[[], PreTrainedModel]] = {
     "channels in another order": lambda: changed(trained(), lambda weight: weight.flip(-1)),
     "strongly changed": lambda: changed(trained(), lambda weight: weight + weight.std() * torch.randn_like(weight)),
     "heads of another size": lambda: trained(num_attention_heads=2, num_key_value_heads=1),
-    "another type": lambda: trained("mistral"),
+    "another type": lambda: changed(trained("mistral"), lambda weight: weight * 1.001),
 }
 
 
@@ -235,21 +240,21 @@ def test_one_layer_of_many_tells_them_apart() -> None:
 
 def test_constant_weights_identify_nothing() -> None:
     """All are 1, or 0, in a model that nobody trained."""
-    for name in ("llama", "gemma2", "qwen3", "bloom"):
-        assert mark_of(tiny_model(name)) is None
+    for name in ("llama", "gemma3_text", "qwen3", "bloom"):
+        assert mark_of(tiny_model(name, "eager")) is None
     model = tiny_model("llama", head_dim=64)
-    found.keep(measured(model))
-    assert found.measured_of(tiny_model("llama", head_dim=64)) == measured(model)
+    table = kept(model)
+    assert table.mark is None and found.measured_of(tiny_model("llama", head_dim=64)) == table
     assert found.measured_of(tiny_model("llama", head_dim=64, seed=2)) is None
 
 
 def test_files_without_a_mark_are_found_by_the_digest(folder: Path) -> None:
     model = trained()
     path = found.keep(dataclasses.replace(measured(model), mark=None))
+    table = Sensitivity.load(path)
     assert "mark" not in json.loads(path.read_text())
     moments = dataclasses.replace(moments_on(model, [document()]), mark=None)
-    kept = keep_queries(moments)
-    assert found.measured_of(model).keys == measured(model).keys and found.queries_of(model) == kept
+    assert found.measured_of(model) == table and found.queries_of(model) == keep_queries(moments)
     assert marks_in(folder, ".json") == marks_in(folder, ".safetensors") == []
     moved = changed(trained(), lambda weight: weight * 1.001)
     assert found.measured_of(moved) is None and found.queries_of(moved) is None
@@ -257,8 +262,8 @@ def test_files_without_a_mark_are_found_by_the_digest(folder: Path) -> None:
 
 def test_moments_alone_are_found_by_the_mark() -> None:
     model = trained()
-    kept = keep_queries(moments_on(model, [document()]))
-    assert found.queries_of(changed(trained(), lambda weight: weight * 1.001)) == kept
+    path = keep_queries(moments_on(model, [document()]))
+    assert found.queries_of(changed(trained(), lambda weight: weight * 1.001)) == path
 
 
 def test_each_file_is_read_once(folder: Path) -> None:
