@@ -254,7 +254,8 @@ def test_files_without_a_mark_are_found_by_the_digest(folder: Path) -> None:
     table = Sensitivity.load(path)
     assert "mark" not in json.loads(path.read_text())
     moments = dataclasses.replace(moments_on(model, [document()]), mark=None)
-    assert found.measured_of(model) == table and found.queries_of(model) == keep_queries(moments)
+    queries = keep_queries(moments)
+    assert found.measured_of(model) == table and found.queries_of(model) == queries
     assert marks_in(folder, ".json") == marks_in(folder, ".safetensors") == []
     moved = changed(trained(), lambda weight: weight * 1.001)
     assert found.measured_of(moved) is None and found.queries_of(moved) is None
