@@ -73,6 +73,8 @@ class Mark:
         The root mean square over all weights of |a - b| / s, where s is the larger of both norms about the mean.
         Weights are all positive in most models, so an angle between them would be small whatever they are.
         """
+        if self == other:
+            return 0.0
         if self.kind != other.kind or len(self.samples) != len(other.samples):
             return math.inf
         own, others = self._tensor(), other._tensor()

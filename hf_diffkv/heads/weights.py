@@ -128,14 +128,15 @@ def _opened(folder: Path) -> Iterator[dict[str, Any] | None]:
     from safetensors import SafetensorError, safe_open
 
     with ExitStack() as opened:
-        places: dict[str, Any] | None = {}
+        places: dict[str, Any] = {}
         try:
             for path in _weight_files(folder):
                 file = opened.enter_context(safe_open(path, framework="pt"))
                 places.update(dict.fromkeys(file.keys(), file))
+            readable = True
         except (OSError, SafetensorError):
-            places = None
-        yield places
+            readable = False
+        yield places if readable else None
 
 
 def _weight_files(folder: Path) -> list[Path]:
