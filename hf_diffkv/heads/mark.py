@@ -18,7 +18,7 @@ from typing import Any
 from .weights import SAMPLES, samples_of
 
 # up to here two marks differ by rounding, and up to there by a fine-tune (docs/calibration.md has what was measured)
-SAME, RELATIVE = 0.01, 0.2
+SAME, RELATIVE = 0.005, 0.2
 # a weight whose spread is a smaller share of its norm counts as constant, as all are in a model that nobody trained
 FLAT = 1 / 64
 ELEMENT_BYTES = 2
