@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -30,6 +31,7 @@ from hf_diffkv.planning import without_weights
 TRAINED_ON = ("argparse", "ast", "collections", "dataclasses", "difflib", "heapq", "shutil", "subprocess", "textwrap")
 LENGTH, WARMUP = 64, 20
 EVERY = 50
+LAYER = re.compile(r"(\w+\.)(\d+)(\..+)")
 
 
 def main() -> None:
@@ -74,13 +76,14 @@ def copies(folder: str) -> Iterator[tuple[str, Mark]]:
                 weight.copy_(change(weight))
         yield title, _mark(model)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    norms = list(norms_of(model).values())
+    norms, layers = norms_of(model), model.config.num_hidden_layers
+    values = {name: weight.detach().clone() for name, weight in norms.items()}
     with torch.no_grad():
-        for size in {weight.numel() for weight in norms}:
-            alike = [weight for weight in norms if weight.numel() == size]
-            for weight, values in zip(alike, [weight.clone() for weight in alike[1:] + alike[:1]]):
-                weight.copy_(values)
-    yield "norms of the next in its place", _mark(model)
+        for name, weight in norms.items():
+            layer = LAYER.match(name)
+            if layer is not None:
+                weight.copy_(values[f"{layer[1]}{(int(layer[2]) + 1) % layers}{layer[3]}"])
+    yield "each layer's norms in the layer before", _mark(model)
 
 
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
