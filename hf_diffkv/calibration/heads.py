@@ -16,12 +16,13 @@ from ..cache.diffkv_cache import DiffKVCache, config_of
 from ..config import DiffKVConfig, Precision
 from ..config.allocation import SENSITIVITY, fields_for
 from ..config.diffkv_config import with_calibration
-from ..config.found import model_digest
 from ..config.sensitivity import KEY_BITS, MEASURED_FIELDS, VALUE_BITS, Sensitivity, mean_of
 from ..evaluation.environment import describe_environment
 from ..evaluation.errors import EvaluationError
 from ..evaluation.records import Record, RunFolder
 from ..evaluation.tasks import Document
+from ..heads.recognition import mark_of
+from ..heads.weights import model_digest
 from .documents import DOCUMENT_LENGTH, POSITIONS, digest_of, documents_for
 from .replay import Replay, in_float32, watching
 from .stored import errors, geometric_mean, stored
@@ -207,4 +208,5 @@ def _summary(model: Any, documents: Sequence[Document], measured: Sequence[dict[
         value_errors=curve("values"),
         documents=len(documents),
         documents_digest=digest_of(documents),
+        mark=mark_of(model),
     )

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from ..cache.diffkv_cache import DiffKVCache, config_of
-from ..config.found import model_digest, queries_path
+from ..config.found import queries_path
 from ..evaluation.tasks import Document
+from ..heads.recognition import mark_of
+from ..heads.weights import model_digest
 from ..ops.rounding import second_moment
 from ..store.query_moments import QueryMoments
 from .documents import DOCUMENT_LENGTH, digest_of, documents_for
@@ -48,7 +50,7 @@ def moments_on(model: Any, documents: Sequence[Document]) -> QueryMoments:
         found = [[_mean(layer) for layer in layers] for layers in watched]
     together = [sum(layers) for layers in zip(*found)]
     text_config = model.config.get_text_config(decoder=True)
-    return QueryMoments.of(text_config.model_type, digest, digest_of(documents), together)
+    return QueryMoments.of(text_config.model_type, digest, digest_of(documents), together, mark_of(model))
 
 
 def moments_in(path: Path, model: Any, documents: Sequence[Document]) -> QueryMoments:

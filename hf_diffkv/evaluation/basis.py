@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..config.found import model_digest
+from ..heads.weights import model_digest
 from ..version import __version__
 from .environment import installed
 from .errors import EvaluationError, one_line

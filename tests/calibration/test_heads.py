@@ -17,11 +17,11 @@ from hf_diffkv.calibration.documents import DOCUMENT_LENGTH, FOLLOWING, POSITION
 from hf_diffkv.calibration.heads import mean_kl, measure_heads
 from hf_diffkv.calibration.replay import in_float32
 from hf_diffkv.compat import passing
-from hf_diffkv.config.found import model_digest
 from hf_diffkv.config.sensitivity import Sensitivity
 from hf_diffkv.evaluation.errors import EvaluationError
 from hf_diffkv.evaluation.tasks import Document, get_task
 from hf_diffkv.evaluation.tasks.base import Source
+from hf_diffkv.heads.weights import model_digest
 from tests.tiny_models import tiny_model
 
 TINY_LM = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"
