@@ -59,8 +59,6 @@ class Turns:
         self._waiting: deque[_Ticket] = deque()
         self._thread: int | None = None
         self._use: _Use | None = None
-        # how often the thread whose turn it is between two forwards has asked for it
-        self._depth = 0
         # the layer of the forward that came last; in front of every layer where none is under way
         self._place = float("inf")
         self.last_layer_came = False
@@ -104,7 +102,8 @@ class Turns:
         try:
             yield
         finally:
-            self._give_back(nested)
+            if not nested:
+                self._give_back()
 
     @contextmanager
     def between(self, whatever_runs: bool = False) -> Iterator[None]:
@@ -120,39 +119,31 @@ class Turns:
         try:
             yield
         finally:
-            self._give_back(nested)
-
-    def is_mine(self) -> bool:
-        """Whether a forward of this thread is under way."""
-        if self._thread != threading.get_ident() or self._use is _Use.BETWEEN:
-            return False
-        return self._use is _Use.STEP or _runs_a_module(sys._getframe())
+            if not nested:
+                self._give_back()
 
     def _take(self, use: _Use, whatever_runs: bool) -> bool:
         """Waits for a turn; whether this thread had it already."""
         thread = threading.get_ident()
         with self._mutex:
             mine = self._thread == thread
-            if mine and not whatever_runs and self.is_mine():
+            step, forward = mine and self._use is _Use.STEP, mine and self._use is _Use.FORWARD
+            if not whatever_runs and (step or forward and _runs_a_module(sys._getframe())):
                 raise HandOverError("a forward is under way; look at the cache when it has returned.")
-            if mine and self._use is not _Use.FORWARD:
-                self._depth += 1
-                return True
-            if mine:
-                # a forward that is over without its last layer
+            if forward:
+                # it is over without its last layer
                 self._grant(thread, use)
                 return False
+            if mine:
+                return True
             ticket = self._ask(thread, use)
         if ticket is not None:
             self._wait(ticket)
         return False
 
-    def _give_back(self, nested: bool) -> None:
+    def _give_back(self) -> None:
         with self._mutex:
-            if nested:
-                self._depth -= 1
-            else:
-                self._pass_on()
+            self._pass_on()
 
     def _ask(self, thread: int, use: _Use) -> _Ticket | None:
         """Takes the turn where it is nobody's, else queues up."""
@@ -164,7 +155,7 @@ class Turns:
         return ticket
 
     def _grant(self, thread: int, use: _Use) -> None:
-        self._thread, self._use, self._depth = thread, use, 0
+        self._thread, self._use = thread, use
 
     def _pass_on(self) -> None:
         """Gives the turn to whoever has waited longest."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from hf_diffkv import DiffKVCache, DiffKVConfig, HandOverError
+from hf_diffkv import DiffKVCache, DiffKVConfig, HandOverError, PrefixStore
 from hf_diffkv.cache.report import held_bytes
 from hf_diffkv.compat import passing
 
@@ -158,11 +158,6 @@ def copy_it(cache: DiffKVCache) -> int | None:
     return look_at_memory(twin)
 
 
-def fork_it(cache: DiffKVCache) -> int | None:
-    (twin,) = cache.fork(1)
-    return look_at_memory(twin)
-
-
 LOOKS: dict[str, Look] = {
     "memory": look_at_memory,
     "levels": look_at_levels,
@@ -284,9 +279,21 @@ def test_a_cache_saved_meanwhile_goes_on(tmp_path: Path) -> None:
     assert len(lengths) > 1
 
 
-def test_forks_made_meanwhile() -> None:
+def test_a_prefix_stored_meanwhile_has_its_own_tokens() -> None:
     model = tiny_model("llama")
-    check_watched(model, CONFIGS["lossless"], [fork_it], runs=2)
+    config = CONFIGS["lossless"]
+    expected = text(model, DynamicCache(config=model.config))
+    prefixes = PrefixStore(model, config, device_bytes=64 << 20)
+    cache = DiffKVCache(model.config, config)
+    with Watcher(lambda held: prefixes.insert(expected, held) and None).watching(cache):
+        assert torch.equal(text(model, cache), expected)
+    assert len(prefixes) > 3
+    for tokens in range(PROMPT.shape[1], expected.shape[1], 7):
+        found = prefixes.lookup(expected[:, : tokens + 1])
+        new = expected.shape[1] - tokens - 1
+        if new:
+            options = {"max_new_tokens": new, "do_sample": False}
+            assert torch.equal(model.generate(expected[:, : tokens + 1], **passing(found), **options), expected)
 
 
 @pytest.mark.usefixtures("recorded")
