@@ -461,7 +461,12 @@ class DiffKVCache(Cache):
         )
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({in_short(self)})"
+        try:
+            with self.stores.between_forwards():
+                return f"{type(self).__name__}({in_short(self)})"
+        except HandOverError:
+            # within a forward of this thread: what the host knows so far
+            return f"{type(self).__name__}({in_short(self)})"
 
 
 def config_of(model: Any) -> Any:
