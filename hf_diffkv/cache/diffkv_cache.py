@@ -254,7 +254,7 @@ class DiffKVCache(Cache):
         parts = [score if store.layout.selects else torch.full_like(score, torch.nan) for store, score in scores]
         return layer.together(parts)
 
-    @reports
+    @between_forwards
     def check_integrity(self) -> None:
         """Every page owned once, counts and tables agree; raises `IntegrityError` otherwise."""
         for store in self.stores.all:

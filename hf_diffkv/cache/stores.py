@@ -16,7 +16,7 @@ from ..config.head_groups import HeadGroup, head_groups, same_pages
 from ..store import KVHeads, Store, begin_forward, drop_unused_layers, withdraw
 from ..store.query_moments import QueryMoments
 from .devices import TensorParallel, absent_layers, layer_devices
-from .errors import HandOverError, stopped_halfway
+from .errors import HandOverError, forward_under_way, stopped_halfway
 from .turns import Turns
 
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
@@ -34,13 +34,13 @@ def between_forwards(method: MethodT) -> MethodT:
 
 
 def reports(method: MethodT) -> MethodT:
-    """As `between_forwards`, and raises `HandOverError` where the last forward did not reach every layer."""
+    """As `between_forwards`, and raises `HandOverError` where later layers have not read what an earlier one stored."""
 
     @wraps(method)
     def report(self: Any, *args: Any, **kwargs: Any) -> Any:
         with self.stores.between_forwards():
-            self.stores.check_read()
-            self.stores.check_complete()
+            if self.stores.awaited is not None:
+                raise forward_under_way()
             return method(self, *args, **kwargs)
 
     return cast(MethodT, report)

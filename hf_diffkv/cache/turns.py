@@ -18,7 +18,7 @@ from types import FrameType
 
 from torch.nn import Module
 
-from .errors import HandOverError
+from .errors import forward_under_way
 
 # how long one waits before looking whether the forward that has the turn still runs
 PATIENCE_SECONDS = 0.05
@@ -129,7 +129,7 @@ class Turns:
             mine = self._thread == thread
             step, forward = mine and self._use is _Use.STEP, mine and self._use is _Use.FORWARD
             if not whatever_runs and (step or forward and _runs_a_module(sys._getframe())):
-                raise HandOverError("a forward is under way; look at the cache when it has returned.")
+                raise forward_under_way()
             if forward:
                 # it is over without its last layer
                 self._grant(thread, use)
