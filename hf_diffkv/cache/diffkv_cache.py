@@ -135,14 +135,21 @@ class DiffKVCache(Cache):
         return returned
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
-        """Takes the newest inputs of a convolution to a layer of Transformers' own."""
         self._reach_states(layer_idx)
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
-        """Takes the new state of linear attention to a layer of Transformers' own."""
         self._reach_states(layer_idx)
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
+
+    # models write into the states that they get
+    def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
+        self._reach_states(layer_idx)
+        return super().get_conv_state(layer_idx, *args, **kwargs)
+
+    def get_recurrent_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
+        self._reach_states(layer_idx)
+        return super().get_recurrent_state(layer_idx, *args, **kwargs)
 
     def _reach_states(self, layer_idx: int) -> None:
         if not (torch.compiler.is_compiling() or self.stores.capturing):
