@@ -13,6 +13,11 @@ class UnsupportedModelError(ValueError):
     """The model's attention cannot work with this cache."""
 
 
+def forward_under_way() -> HandOverError:
+    """The error for whoever looks at a cache from within a forward."""
+    return HandOverError("a forward is under way; look at the cache when it has returned.")
+
+
 def stopped_halfway() -> HandOverError:
     """The error for layers that disagree about how many tokens they have seen."""
     return HandOverError(

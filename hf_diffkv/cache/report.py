@@ -235,6 +235,7 @@ def _stock_bytes(cache: CacheContents) -> int:
     for layer_idx, layer in enumerate(cache.layers):
         if layer_idx in compressed or not getattr(layer, "is_initialized", True):
             continue
-        tensors = [value for value in vars(layer).values() if hasattr(value, "element_size")]
+        # a list, as another thread may add attributes
+        tensors = [value for value in list(vars(layer).values()) if hasattr(value, "element_size")]
         total += sum(t.numel() * t.element_size() for t in tensors)
     return total

@@ -187,11 +187,13 @@ class PrefixStore:
             HandOverError: a forward of the cache stopped halfway.
         """
         ids = as_tokens("input_ids", input_ids)
-        length = self._check_cache(ids, cache)
-        ids = ids[:length].clone()
-        with self._session():
-            self._requests.finish(cache)
-            return self._add(ids, lambda: take_snapshot(cache, self._weights))
+        self._check_kind(cache)
+        # what is checked is what is copied, whatever other threads do
+        with cache.stores.between_forwards():
+            ids = ids[: self._check_tokens(ids, cache)].clone()
+            with self._session():
+                self._requests.finish(cache)
+                return self._add(ids, lambda: take_snapshot(cache, self._weights))
 
     def insert_request(self, input_ids: Any, held: Sequence[Store], others: Mapping[int, Any]) -> bool:
         """Stores what continuous batching holds of a request: stores `held` have every compressed layer of the model.
@@ -411,8 +413,8 @@ class PrefixStore:
         same = DiffKVConfig.from_dict(content["config"]) == self.config
         return same and torch.equal(tokens.cpu(), ids[: tokens.numel()])
 
-    def _check_cache(self, ids: Tensor, cache: DiffKVCache) -> int:
-        """How many tokens `cache` holds; raises `ValueError` as `insert` says."""
+    def _check_kind(self, cache: DiffKVCache) -> None:
+        """Raises `ValueError` for a cache of another model or configuration."""
         if not isinstance(cache, DiffKVCache):
             raise ValueError(f"cache is a {type(cache).__name__}; a prefix store holds what a DiffKVCache holds.")
         if cache.model_fingerprint != self._model or cache.config != self.config:
@@ -420,6 +422,9 @@ class PrefixStore:
                 "cache has another model or configuration than this store; take it from store.lookup, or make a store "
                 "for it."
             )
+
+    def _check_tokens(self, ids: Tensor, cache: DiffKVCache) -> int:
+        """How many tokens `cache` holds; raises as `insert` says."""
         cache.check_handover()
         cache.stores.check_complete()
         length = cache.get_seq_length()

@@ -7,6 +7,7 @@ whose unused rest is given back after each forward. Names and arguments are thos
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -76,11 +77,12 @@ class ServingStatistics:
 class _Pool:
     """Pool that the scheduler calls before it forms a batch, and the processor before it forks."""
 
-    def __init__(self, slots: Slots) -> None:
-        self._slots = slots
+    def __init__(self, cache: ContinuousCache) -> None:
+        self._cache = cache
 
     def try_to_free_sectors(self) -> None:
-        self._slots.settle()
+        self._cache.slots.settle()
+        self._cache.publish()
 
 
 class _Allocator:
@@ -137,9 +139,11 @@ class ContinuousCache(PackedCache):
         self.num_blocks = sum(part.max_pages for part in slots.parts)
         # the engine asks for it to swap blocks out, which is not done here
         self.bytes_per_sector = max(part.store.layout.page_bytes for part in slots.parts)
-        self.pool = _Pool(slots)
+        self.pool = _Pool(self)
         self.cache_allocators = {_Allocator.layer_type: _Allocator(self)}
         self.peak_bytes = self.bytes
+        # what was held when the engine last had nothing under way, and the thread that found it out
+        self._published: tuple[ServingMemory, int] | None = None
         # a `PrefixStore`, where prefixes are kept
         self.prefixes: Any = None
         self.beginnings = Beginnings()
@@ -167,12 +171,24 @@ class ContinuousCache(PackedCache):
         return self.slots.room.most - len(self._slot_of)
 
     def memory(self) -> ServingMemory:
-        """Returns the memory at this moment. It may be called by any thread, and changes nothing."""
+        """Returns the memory at this moment, for other threads than the engine's after its last finished step."""
+        published = self._published
+        if published is None or published[1] == threading.get_ident():
+            return self._measured()
+        return published[0]
+
+    def publish(self) -> None:
+        """Shows other threads the memory of this moment, when nothing is under way."""
+        self._published = (self._measured(), threading.get_ident())
+
+    def _measured(self) -> ServingMemory:
         slots = self.slots
-        free = 1 - int(slots.used_pages.sum()) / max(1, int(slots.max_pages.sum()))
         pools = [part.store.pool for part in slots.parts]
-        held = self.bytes - sum(pool.free_list.free * pool.page_bytes for pool in pools)
-        sizes = (held, self.peak_bytes, slots.max_bytes, free)
+        # each is a look at the device
+        free = [pool.free_list.free for pool in pools]
+        used = sum(pool.capacity - 1 - pages for pool, pages in zip(pools, free))
+        held = self.bytes - sum(pages * pool.page_bytes for pool, pages in zip(pools, free))
+        sizes = (held, self.peak_bytes, slots.max_bytes, 1 - used / max(1, int(slots.max_pages.sum())))
         return ServingMemory(len(self._slot_of), slots.count, slots.longest, *sizes)
 
     def check_request(self, prompt_tokens: int, max_new_tokens: int | None) -> int:
@@ -256,6 +272,7 @@ class ContinuousCache(PackedCache):
             self.slots.release(slot)
             if self.sliding is not None:
                 self.sliding.release(request_id)
+            self.publish()
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
         for request_id in list(self._slot_of):
@@ -264,6 +281,7 @@ class ContinuousCache(PackedCache):
         self._prompts, self._expected = {}, {}
         self.beginnings.clear()
         self.slots.settle()
+        self.publish()
 
     def reset(self) -> None:
         self.free_all_requests()
