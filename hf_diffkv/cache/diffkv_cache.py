@@ -317,6 +317,17 @@ class DiffKVCache(Cache):
 
     def reset(self) -> None:
         """Empties the cache and gives its memory back."""
+        self._forget_tokens()
+        self.usage.clear()
+
+    def start_over(self) -> None:
+        """Forgets the tokens within a `generate()` call, which goes on and computes all of them anew."""
+        recording = self.stores.recording
+        self._forget_tokens()
+        if recording:
+            self.activate_past_recording()
+
+    def _forget_tokens(self) -> None:
         super().reset()
         for layer in self.layers:
             if hasattr(layer, "record_past"):
@@ -326,7 +337,6 @@ class DiffKVCache(Cache):
                 layer.keys = layer.values = None
                 layer.is_initialized = False
         self.stores.clear()
-        self.usage.clear()
         self.held_tokens.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -9,6 +9,10 @@ class HandOverError(RuntimeError):
     """Keys and values given to the cache did not reach the `diffkv` attention function unchanged."""
 
 
+class CacheNotUsedError(HandOverError):
+    """A model computed with another cache than `generate()` was given, or with none."""
+
+
 class UnsupportedModelError(ValueError):
     """The model's attention cannot work with this cache."""
 

@@ -19,7 +19,8 @@ from transformers import AttentionInterface, ContinuousBatchingConfig, Generatio
 from hf_diffkv.cache.devices import TensorParallel
 from hf_diffkv.cache.diffkv_cache import resolve_config
 from hf_diffkv.cache.errors import HandOverError, UnsupportedModelError
-from hf_diffkv.cache.registration import cache_fields, set_attention
+from hf_diffkv.cache.registration import cache_fields
+from hf_diffkv.cache.switching import set_attention
 from hf_diffkv.compat import attention_of, can_switch
 from hf_diffkv.import_hook import PAGED_NAME
 from hf_diffkv.store.query_moments import moments_for
