@@ -262,6 +262,11 @@ def attention_of(model_config: Any) -> str | None:
     return model_config._attn_implementation if ATTENTION.available() else None
 
 
+def is_stock_attention(name: str | None) -> bool:
+    """Whether an attention implementation is Transformers' own, as far as names tell."""
+    return name is not None and (name in ("eager", "sdpa", "flex_attention") or "flash" in name)
+
+
 def attentions_of(model: Any) -> list[tuple[Any, str | None]]:
     """Every configuration of `model` and of its parts with its attention implementation, parts behind what has them."""
     owners = (model, *(part for part in model.modules() if hasattr(getattr(part, "config", None), "sub_configs")))
@@ -323,6 +328,12 @@ def text_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int | N
     mask = model_kwargs.get("attention_mask")
     # newer releases drop a mask without padding before they come here, and note its length
     return getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
+
+
+def is_paused_here(manager: Any) -> bool:
+    """Whether this thread has a manager of continuous batching wait; releases before 5.24 cannot."""
+    asked = getattr(getattr(manager, "background_thread_status", None), "is_pause_requested", None)
+    return asked is not None and asked(local=True)
 
 
 def kept_manager(model: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from ..compat import attention_of, is_stock_attention
 from ..config.diffkv_config import DiffKVConfig, configuration_of
 from ..store import check_integrity, commit, fork_store, levels, move_rows, prepare_rows, read_tokens, settle
 from ..store.query_moments import moments_for
@@ -73,6 +74,7 @@ class DiffKVCache(Cache):
         self.usage = Usage()
         self.held_tokens = HeldTokens()
         self._compressed_layers = compressed
+        self._first_compressed = compressed[0] if compressed else -1
         for layer_idx, layer in self._new_layers().items():
             layers[layer_idx] = layer
         super().__init__(layers=layers)
@@ -103,8 +105,8 @@ class DiffKVCache(Cache):
         """Takes a layer's new keys and values, [batch, heads, tokens, head_dim] each.
 
         Raises:
-            HandOverError: what an earlier `update` announced never reached the `diffkv` attention function, or an
-                earlier forward stopped halfway.
+            HandOverError: what an earlier `update` announced never reached the `diffkv` attention function, an earlier
+                forward stopped halfway, or the model that `generate()` filled this cache with has another attention.
         """
         self._check_picked_up()
         layer = self.layers[layer_idx]
@@ -112,9 +114,22 @@ class DiffKVCache(Cache):
             self.stores.check_read()
         # else the host learns nothing of this forward
         told = not (torch.compiler.is_compiling() or self.stores.capturing)
+        if told and layer_idx <= self._first_compressed:
+            self._check_switched()
         if isinstance(layer, DiffKVLayer) and layer.index == 0 and told:
             self._check_stock_layers(layer_idx, layer.seen, key_states.shape[2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _check_switched(self) -> None:
+        """Raises `HandOverError` before anything has changed where the cache's model has an attention of others."""
+        model = self.usage.model
+        name = None if model is None else attention_of(model.config.get_text_config(decoder=True))
+        if is_stock_attention(name):
+            raise HandOverError(
+                f"{type(model).__name__} has the attention {name!r}, which cannot use a DiffKVCache: generate() sets "
+                'attention back when it returns. Call model.set_attn_implementation("diffkv") before you call the '
+                "model yourself; the cache is as it was."
+            )
 
     def _check_stock_layers(self, layer_idx: int, seen: int, tokens: int) -> None:
         """Raises unless Transformers' own layers stand where the first compressed one is, before its `tokens` come."""

@@ -29,10 +29,11 @@ from ..config import DiffKVConfig
 from ..import_hook import NAME, PAGED_NAME, add_name, remove_name
 from .attention import diffkv_attention, diffkv_mask
 from .calls import current_call, under_way
+from .continuous_batching import check_no_manager
 from .diffkv_cache import DiffKVCache
 from .graphs import DecodeStep, GraphRequest, wants_graphs
 from .supported_models import check_model_config
-from .switching import attention_set_back, ensure_attention
+from .switching import attention_set_back, ensure_attention, runs_batches
 
 _wrapped = Wrapped()
 
@@ -173,6 +174,7 @@ def _wrap(original: Callable) -> Callable:
                 # refuses a cache together with a name
                 return original(self, generation_config, model_kwargs, *args, **kwargs)
             _check_padding(generation_config, model_kwargs)
+            check_no_manager(self)
             check_model_config(self.config)
             cache.check_layers(self)
             ensure_attention(self)
@@ -182,9 +184,12 @@ def _wrap(original: Callable) -> Callable:
             cache.attach(self)
         elif not wanted or cache is not None or generation_config.use_cache is False:
             _warn_of_unused(generation_config, wanted)
+            if runs_batches(self):
+                check_no_manager(self)
             return original(self, generation_config, model_kwargs, *args, **kwargs)
         else:
             _check_padding(generation_config, model_kwargs)
+            check_no_manager(self)
             made = DiffKVCache(self, **cache_fields(generation_config.cache_config))
             ensure_attention(self)
             made.usage.claim(self, generation_config)

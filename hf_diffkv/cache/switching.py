@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..compat import attention_of, attentions_of, set_attentions
-from ..import_hook import NAME
+from ..import_hook import NAME, PAGED_NAME
 from .errors import UnsupportedModelError
 from .supported_models import check_attention, check_model_config
 
@@ -59,6 +59,11 @@ def needs_diffkv(model: Any) -> bool:
     with _lock:
         use = _uses.get(id(model.config))
         return use is not None and use.before is not None
+
+
+def runs_batches(model: Any) -> bool:
+    """Whether `model` has the attention of continuous batching with a compressed cache."""
+    return attention_of(model.config.get_text_config(decoder=True)) == PAGED_NAME
 
 
 def ensure_attention(model: Any) -> None:

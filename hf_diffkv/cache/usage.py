@@ -20,6 +20,11 @@ class Usage:
         self._thread: int | None = None
         self._lock = threading.Lock()
 
+    @property
+    def model(self) -> Any:
+        """The model whose keys and values the cache holds; None where `generate()` has not been called with it."""
+        return None if self._model is None else self._model()
+
     def claim(self, model: Any, run: Any) -> None:
         """Notes that `model` generates with the cache.
 
@@ -30,7 +35,7 @@ class Usage:
             CacheInUseError: the cache holds another model's tokens, or another thread generates with it right now.
         """
         with self._lock:
-            held = None if self._model is None else self._model()
+            held = self.model
             if held is not None and held is not model:
                 raise CacheInUseError(
                     f"this cache holds keys and values of another {type(held).__name__}; use a DiffKVCache per "
