@@ -59,7 +59,7 @@ class Call:
             ValueError: `input_ids` are not the text that the cache holds.
         """
         cache, dropped = self.cache, False
-        if cache is None or (given is not None and self.chooses):
+        if cache is None or self.chooses and (given is not None or arguments.get("use_cache") is False):
             return False
         if given is not None and given is not cache:
             raise CacheNotUsedError(

@@ -41,8 +41,8 @@ def check_no_manager(model: Any) -> None:
         lent = is_paused_here(manager) and not getattr(manager, "replaces_layers", False)
         if manager.is_running() and not lent:
             raise ModelInUseError(
-                f"continuous batching runs on this {type(model).__name__}, and generate() with a DiffKVCache would "
-                "change the attention under its requests; give it the prompt (generate_batch, manager.add_request), "
+                f"continuous batching runs on this {type(model).__name__}, whose attention generate() would have to "
+                "change under its requests; give it the prompt (generate_batch, manager.add_request), "
                 "call manager.stop() first, or load the model a second time."
             )
 

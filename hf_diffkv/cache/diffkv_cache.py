@@ -17,7 +17,7 @@ from ..compat import attention_of, is_stock_attention
 from ..config.diffkv_config import DiffKVConfig, configuration_of
 from ..store import check_integrity, commit, fork_store, levels, move_rows, prepare_rows, read_tokens, settle
 from ..store.query_moments import moments_for
-from .devices import TensorParallel, are_apart, layer_devices
+from .devices import TensorParallel, are_apart, layer_devices, main_device
 from .errors import HandOverError, stopped_halfway
 from .held_tokens import HeldTokens
 from .io import load_cache, save_cache
@@ -306,7 +306,7 @@ class DiffKVCache(Cache):
                 f"device={device} is given beside a model, whose layers say where the cache goes; leave it."
             )
         parallel, devices = TensorParallel.of(model), layer_devices(model)
-        return load_cache(cls, save_directory, model, parallel, devices, model.device)
+        return load_cache(cls, save_directory, model, parallel, devices, main_device(model))
 
     def fork(self, n: int) -> list[DiffKVCache]:
         """`n` caches that continue from the same tokens and share this one's memory until they change.
@@ -316,9 +316,11 @@ class DiffKVCache(Cache):
 
         Raises:
             ValueError: n below 1, or tokens that may still be taken back (call `crop(0)`).
+            CacheInUseError: another thread's `generate()` is using the cache.
         """
         if not isinstance(n, Integral) or n < 1:
             raise ValueError(f"n={n!r} must be an integer of at least 1.")
+        self.usage.check_idle()
         self.check_handover()
         self.stores.check_complete()
         return [self._twin() for _ in range(n)]

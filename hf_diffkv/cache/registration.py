@@ -84,6 +84,9 @@ def cache_fields(cache_config: Any) -> dict[str, Any]:
 def _warn_of_unused(generation_config: Any, wanted: bool) -> None:
     """Warns of fields that are ours where no cache of ours is asked for."""
     given = generation_config.cache_config
+    # an assistant has the options of the call that it helps, for a cache of its own
+    if getattr(generation_config, "is_assistant", False):
+        return
     if wanted or given is None or generation_config.cache_implementation is not None:
         return
     known = {field.name for field in dataclasses.fields(DiffKVConfig)}
@@ -120,16 +123,28 @@ def _check_padding(generation_config: Any, model_kwargs: dict[str, Any]) -> None
         return
     ends = mask.any(-1) & (mask[:, -1] == 0)
     if bool(ends.any()):
+        remedy = (
+            "pad on the left (tokenizer.padding_side = 'left'), or pass an attention_mask if these are tokens that "
+            "merely have the padding's id"
+        )
+        if model_kwargs.get("inputs_embeds") is not None:
+            remedy = "move the padding of inputs_embeds and attention_mask in front of the prompts"
         raise ValueError(
             f"the attention_mask of rows {ends.nonzero()[:, 0].tolist()} ends with padding, from which the next token "
-            "would be predicted; pad on the left (tokenizer.padding_side = 'left'), or pass an attention_mask if these "
-            "are tokens that merely have the padding's id."
+            f"would be predicted; {remedy}."
         )
 
 
 def _check_prompt(cache: DiffKVCache, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
     """Raises `ValueError` for a prompt no longer than what the cache holds, which `generate()` would cut wrongly."""
     length, seen = text_length(generation_config, model_kwargs), cache.get_seq_length()
+    embeds = model_kwargs.get("inputs_embeds")
+    if seen and embeds is not None and embeds.shape[1] <= seen:
+        raise ValueError(
+            f"the cache holds {seen} tokens of each sequence but inputs_embeds has {embeds.shape[1]}: to continue, pass "
+            "the embeddings of the whole text, those of earlier and of generated tokens included; for another prompt "
+            "use a new DiffKVCache, or call reset()."
+        )
     if seen and length is not None and length <= seen:
         raise ValueError(
             f"the cache holds {seen} tokens of each sequence but the prompt has {length}: to continue, pass the "
