@@ -71,7 +71,7 @@ def test_also_where_a_call_fails(error: BaseException) -> None:
     with pytest.raises(type(error)):
         generate(model, **ours(model), stopping_criteria=[Interrupt(error)])
     assert model.config._attn_implementation == "sdpa"
-    with pytest.raises(ValueError, match="cache_config"):
+    with pytest.raises(ValueError, match="no preset"):
         generate(model, cache_implementation="diffkv", cache_config="nothing known")
     assert model.config._attn_implementation == "sdpa"
 

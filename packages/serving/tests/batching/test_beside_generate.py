@@ -19,6 +19,7 @@ from hf_diffkv.compat import passing
 IDS = prompts((60,))[0]
 NEW = 24
 STOCK = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+DIFFKV = {"cache_implementation": "diffkv", "cache_config": LOSSLESS.to_dict()}
 CONFIGS = {"stock": STOCK, "ours": request_config(LOSSLESS, max_new_tokens=NEW)}
 
 
@@ -40,7 +41,7 @@ def test_a_running_manager_keeps_its_requests(model: PreTrainedModel, kind: str)
     try:
         name = manager.add_request(IDS, max_new_tokens=NEW)
         within = model.config._attn_implementation
-        for options in ({"cache_implementation": "diffkv"}, passing(DiffKVCache(model.config, LOSSLESS))):
+        for options in (DIFFKV, passing(DiffKVCache(model.config, LOSSLESS))):
             with pytest.raises(ModelInUseError, match=r"generate_batch.*manager\.stop\(\)"):
                 generate(model, **options)
             assert model.config._attn_implementation == within
@@ -52,7 +53,7 @@ def test_a_running_manager_keeps_its_requests(model: PreTrainedModel, kind: str)
     finally:
         manager.stop()
     # as the message says
-    assert generate(model, cache_implementation="diffkv") == said[:4]
+    assert generate(model, **DIFFKV) == said[:4]
     assert model.config._attn_implementation == attention
 
 
@@ -81,7 +82,7 @@ def test_a_kept_manager_is_not_in_the_way(model: PreTrainedModel, kind: str) -> 
         batch = {"generation_config": CONFIGS[kind], "continuous_batching_config": chunks(), "progress_bar": False}
         answers = model.generate_batch([IDS], persistent_manager=True, **batch)
         assert next(iter(answers.values())).generated_tokens == said
-        assert generate(model, cache_implementation="diffkv") == said[:4]
+        assert generate(model, **DIFFKV) == said[:4]
     model.destroy_cached_continuous_batching_manager()
 
 
@@ -97,7 +98,7 @@ def test_batching_waits_for_a_running_call(model: PreTrainedModel) -> None:
     idle.start()
     idle.stop()
     wanted = generate(model)
-    options = {"cache_implementation": "diffkv", "stopping_criteria": [Begin()]}
+    options = {**DIFFKV, "stopping_criteria": [Begin()]}
     thread = threading.Thread(target=lambda: said.append(generate(model, **options)))
     thread.start()
     assert reached.wait(60)
