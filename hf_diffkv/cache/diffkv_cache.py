@@ -32,9 +32,9 @@ from .usage import Usage
 class DiffKVCache(Cache):
     """A cache that keeps important tokens at high precision, others at low precision, and prunes the rest.
 
-    Works with models whose attention implementation is `"diffkv"`; `generate()` switches a model by itself, elsewhere
-    call `model.set_attn_implementation("diffkv")`. Layers that are not plain full attention (sliding window, linear)
-    keep Transformers' own layers.
+    Works with models whose attention implementation is `"diffkv"`; `generate()` switches a model and sets it back,
+    elsewhere call `model.set_attn_implementation("diffkv")`. Layers that are not plain full attention (sliding window,
+    linear) keep Transformers' own layers.
 
     Args:
         model_config: the model's `PretrainedConfig`, or the model itself; `config=` takes it as `DynamicCache` does.
@@ -147,8 +147,9 @@ class DiffKVCache(Cache):
         if self.stores.pending is not None:
             raise HandOverError(
                 f"layer {self._layer_of(self.stores.pending)} gave keys and values to DiffKVCache but its "
-                'attention function never picked them up. Call model.set_attn_implementation("diffkv") (generate() '
-                "does it by itself); if that is done, this model changes keys or values after caching them and cannot "
+                'attention function never picked them up. Call model.set_attn_implementation("diffkv") before you call '
+                "the model yourself (generate() sets attention back when it returns); if that is done, this "
+                "model changes keys or values after caching them and cannot "
                 "use DiffKVCache. Call cache.reset() before using this cache again."
             )
 

@@ -204,7 +204,8 @@ def weights_fingerprint(model: Any) -> str:
     for name, parameter in sorted(model.named_parameters()):
         if parameter.is_meta:
             raise ValueError(
-                f"{name} is offloaded, so the weights of model cannot be compared with others; load it without offloading."
+                f"{name} is offloaded, so the weights of model cannot be compared with others; load it without "
+                "offloading."
             )
         # under tensor parallelism, what this rank holds
         parameter = parameter.to_local() if hasattr(parameter, "to_local") else parameter

@@ -87,15 +87,14 @@ def test_placeholders_without_content_are_refused() -> None:
     store = PrefixStore(model, LOSSLESS)
     inputs = processed("llava", ids, 0)
     cache = store.lookup(ids, inputs)
-    generate(model, inputs, **passing(cache))
+    text = generate(model, inputs, **passing(cache))
     calls = [
         lambda: store.lookup(ids),
-        lambda: store.insert(ids, cache),
+        lambda: store.insert(text, cache),
         lambda: store.prefill(ids),
         lambda: store.look_ahead([ids[:, :BEFORE], ids]),
         lambda: ids in store,
     ]
-    cache.crop(0)
     for call in calls:
         with pytest.raises(ValueError, match=r"placeholders.*content=inputs.*content=\{\}"):
             call()
@@ -112,7 +111,8 @@ def test_texts_need_no_content() -> None:
     assert keys.placeholders == [] and not keys.have_placeholders(ids)
     assert keys.names(ids, None, [10, 40]) == keys.names(ids, {"pixel_values": torch.ones(1)}, [10, 40])
     config = build("llava").config
-    config.image_token_index = config.image_token_id = None
+    for name in ("image_token_index", "image_token_id"):
+        vars(config).pop(name, None)
     unknown = ContentKeys(config)
     with pytest.raises(ValueError, match="placeholders"):
         unknown.names(ids, None, [40])
