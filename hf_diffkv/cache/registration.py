@@ -142,8 +142,8 @@ def _check_prompt(cache: DiffKVCache, generation_config: Any, model_kwargs: dict
     if seen and embeds is not None and embeds.shape[1] <= seen:
         raise ValueError(
             f"the cache holds {seen} tokens of each sequence but inputs_embeds has {embeds.shape[1]}: to continue, "
-            "pass the embeddings of the whole text, those of earlier and of generated tokens included; for another prompt "
-            "use a new DiffKVCache, or call reset()."
+            "pass the embeddings of the whole text, those of earlier and of generated tokens included; for another "
+            "prompt use a new DiffKVCache, or call reset()."
         )
     if seen and length is not None and length <= seen:
         raise ValueError(
