@@ -89,9 +89,9 @@ class Call:
         length = _text_length(input_ids, arguments)
         if self.in_chunks or length != known or arguments.get("inputs_embeds") is not None:
             raise CacheNotUsedError(
-                f"the text grows longer than original_max_position_embeddings={bound}, for which {self._name} computes "
-                f"all of it anew, but only {known} tokens of it are known here and the cache has seen {seen} others; "
-                "pass the whole text as input_ids, earlier tokens included, without prefill_chunk_size."
+                f"the text grows longer than original_max_position_embeddings={bound}, where {self._name} computes all "
+                f"of it anew, but it was given {known} tokens and the {seen} of a cache; pass the whole text as "
+                "input_ids, earlier tokens included, without prefill_chunk_size."
             )
         cache.held_tokens.check(input_ids, arguments.get("attention_mask"), seen)
         cache.start_over()

@@ -23,10 +23,12 @@ class _Use:
 
     Attributes:
         calls: how many, those with other caches included: a forward must not see its attention change.
+        needed: whether one of them needs "diffkv".
         before: the attention of every configuration before the first of them switched it; None while none has.
     """
 
     calls: int = 0
+    needed: bool = False
     before: list[tuple[Any, str | None]] | None = None
 
 
@@ -55,10 +57,10 @@ def attention_set_back(model: Any) -> Iterator[None]:
 
 
 def needs_diffkv(model: Any) -> bool:
-    """Whether a `generate()` call that runs on `model` has switched it to "diffkv"."""
+    """Whether a `generate()` call that runs on `model` needs the "diffkv" attention."""
     with _lock:
         use = _uses.get(id(model.config))
-        return use is not None and use.before is not None
+        return use is not None and use.needed
 
 
 def runs_batches(model: Any) -> bool:
@@ -75,12 +77,12 @@ def ensure_attention(model: Any) -> None:
     check_model_config(model.config)
     check_attention(model)
     with _lock:
+        # outside of calls nothing is set back
+        use = _uses.get(id(model.config), _Use())
+        use.needed = True
         if _is_switched(model):
             return
-        before = attentions_of(model)
-        use = _uses.get(id(model.config))
-        if use is not None:
-            use.before = before
+        use.before = attentions_of(model)
         set_attention(model, NAME)
         if attention_of(model.config.get_text_config(decoder=True)) not in (NAME, None):
             raise UnsupportedModelError(f"{type(model).__name__} refused the attention implementation 'diffkv'.")
