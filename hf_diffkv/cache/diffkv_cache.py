@@ -13,28 +13,30 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from ..compat import attention_of, is_stock_attention
 from ..config.diffkv_config import DiffKVConfig, configuration_of
 from ..store import check_integrity, commit, fork_store, levels, move_rows, prepare_rows, read_tokens, settle
 from ..store.query_moments import moments_for
-from .devices import TensorParallel, are_apart, layer_devices
+from .devices import TensorParallel, are_apart, layer_devices, main_device
 from .errors import HandOverError
 from .held_tokens import HeldTokens
 from .io import load_cache, save_cache
 from .layer import DiffKVLayer, LayerPart
-from .other_layers import check_croppable, check_lengths, has_states
+from .other_layers import OtherStates, check_croppable, check_lengths, has_states
 from .report import MemoryReport, in_short, memory_report
+from .resolve import config_of, resolve_config
 from .snapshot import model_fingerprint
 from .stores import Stores, between_forwards, reports
 from .supported_models import cache_layers, check_attention, check_model_config, shared_layers
 from .usage import Usage
 
 
-class DiffKVCache(Cache):
+class DiffKVCache(OtherStates, Cache):
     """A cache that keeps important tokens at high precision, others at low precision, and prunes the rest.
 
-    Works with models whose attention implementation is `"diffkv"`; `generate()` switches a model by itself, elsewhere
-    call `model.set_attn_implementation("diffkv")`. Layers that are not plain full attention (sliding window, linear)
-    keep Transformers' own layers.
+    Works with models whose attention implementation is `"diffkv"`; `generate()` switches a model and sets it back,
+    elsewhere call `model.set_attn_implementation("diffkv")`. Layers that are not plain full attention (sliding window,
+    linear) keep Transformers' own layers.
 
     Args:
         model_config: the model's `PretrainedConfig`, or the model itself; `config=` takes it as `DynamicCache` does.
@@ -74,6 +76,7 @@ class DiffKVCache(Cache):
         self.usage = Usage()
         self.held_tokens = HeldTokens()
         self._compressed_layers = compressed
+        self._first_compressed = compressed[0] if compressed else -1
         for layer_idx, layer in self._new_layers().items():
             layers[layer_idx] = layer
         super().__init__(layers=layers)
@@ -114,8 +117,8 @@ class DiffKVCache(Cache):
         """Takes a layer's new keys and values, [batch, heads, tokens, head_dim] each.
 
         Raises:
-            HandOverError: what an earlier `update` announced never reached the `diffkv` attention function, or an
-                earlier forward stopped halfway.
+            HandOverError: what an earlier `update` announced never reached the `diffkv` attention function, an earlier
+                forward stopped halfway, or the model that `generate()` filled this cache with has another attention.
         """
         self._check_picked_up()
         layer = self.layers[layer_idx]
@@ -123,6 +126,8 @@ class DiffKVCache(Cache):
             self.stores.check_read()
         # else the host learns nothing of this forward
         told = not (torch.compiler.is_compiling() or self.stores.capturing)
+        if told and layer_idx <= self._first_compressed:
+            self._check_switched()
         if isinstance(layer, DiffKVLayer) and layer.index == 0 and told:
             check_lengths(self.layers, layer_idx, layer.seen, key_states.shape[2])
         if isinstance(layer, DiffKVLayer) or not told:
@@ -134,26 +139,16 @@ class DiffKVCache(Cache):
         self.stores.layer_done(comes_once and layer_idx == self._last_layer)
         return returned
 
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
-        self._reach_states(layer_idx)
-        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
-
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
-        self._reach_states(layer_idx)
-        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
-
-    # models write into the states that they get
-    def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
-        self._reach_states(layer_idx)
-        return super().get_conv_state(layer_idx, *args, **kwargs)
-
-    def get_recurrent_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
-        self._reach_states(layer_idx)
-        return super().get_recurrent_state(layer_idx, *args, **kwargs)
-
-    def _reach_states(self, layer_idx: int) -> None:
-        if not (torch.compiler.is_compiling() or self.stores.capturing):
-            self.stores.turns.reach(layer_idx, comes_once=False)
+    def _check_switched(self) -> None:
+        """Raises `HandOverError` before anything has changed where the cache's model has an attention of others."""
+        model = self.usage.model
+        name = None if model is None else attention_of(model.config.get_text_config(decoder=True))
+        if is_stock_attention(name):
+            raise HandOverError(
+                f"{type(model).__name__} has the attention {name!r}, which cannot use a DiffKVCache: generate() sets "
+                'attention back when it returns. Call model.set_attn_implementation("diffkv") before you call the '
+                "model yourself; the cache is as it was."
+            )
 
     def check_handover(self) -> None:
         """Raises `HandOverError` if announced keys and values were not picked up by all attention functions."""
@@ -164,8 +159,9 @@ class DiffKVCache(Cache):
         if self.stores.pending is not None:
             raise HandOverError(
                 f"layer {self._layer_of(self.stores.pending)} gave keys and values to DiffKVCache but its "
-                'attention function never picked them up. Call model.set_attn_implementation("diffkv") (generate() '
-                "does it by itself); if that is done, this model changes keys or values after caching them and cannot "
+                'attention function never picked them up. Call model.set_attn_implementation("diffkv") before you call '
+                "the model yourself (generate() sets attention back when it returns); if that is done, this "
+                "model changes keys or values after caching them and cannot "
                 "use DiffKVCache. Call cache.reset() before using this cache again."
             )
 
@@ -326,7 +322,7 @@ class DiffKVCache(Cache):
                 f"device={device} is given beside a model, whose layers say where the cache goes; leave it."
             )
         parallel, devices = TensorParallel.of(model), layer_devices(model)
-        return load_cache(cls, save_directory, model, parallel, devices, model.device)
+        return load_cache(cls, save_directory, model, parallel, devices, main_device(model))
 
     @between_forwards
     def fork(self, n: int) -> list[DiffKVCache]:
@@ -337,9 +333,11 @@ class DiffKVCache(Cache):
 
         Raises:
             ValueError: n below 1, or tokens that may still be taken back (call `crop(0)`).
+            CacheInUseError: another thread's `generate()` is using the cache.
         """
         if not isinstance(n, Integral) or n < 1:
             raise ValueError(f"n={n!r} must be an integer of at least 1.")
+        self.usage.check_idle()
         self.check_handover()
         self.stores.check_complete()
         return [self._twin() for _ in range(n)]
@@ -358,17 +356,28 @@ class DiffKVCache(Cache):
         """Empties the cache and gives its memory back."""
         # also after an error within a forward, which does not go on
         with self.stores.between_forwards(whatever_runs=True):
-            super().reset()
-            for layer in self.layers:
-                if hasattr(layer, "record_past"):
-                    layer.record_past = False
-                if isinstance(layer, DynamicLayer):
-                    # up to Transformers 5.17 these keep their old keys, as zeros in front of the new ones
-                    layer.keys = layer.values = None
-                    layer.is_initialized = False
-            self.stores.clear()
+            self._forget_tokens()
             self.usage.clear()
-            self.held_tokens.clear()
+
+    @between_forwards
+    def start_over(self) -> None:
+        """Forgets the tokens within a `generate()` call, which goes on and computes all of them anew."""
+        recording = self.stores.recording
+        self._forget_tokens()
+        if recording:
+            self.activate_past_recording()
+
+    def _forget_tokens(self) -> None:
+        super().reset()
+        for layer in self.layers:
+            if hasattr(layer, "record_past"):
+                layer.record_past = False
+            if isinstance(layer, DynamicLayer):
+                # up to Transformers 5.17 these keep their old keys, as zeros in front of the new ones
+                layer.keys = layer.values = None
+                layer.is_initialized = False
+        self.stores.clear()
+        self.held_tokens.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Makes sequence i what sequence beam_idx[i] was; beam_idx: int64 [batch]."""
@@ -477,32 +486,3 @@ class DiffKVCache(Cache):
         except HandOverError:
             # within a forward of this thread: what the host knows so far
             return f"{type(self).__name__}({in_short(self)})"
-
-
-def config_of(model: Any) -> Any:
-    """The configuration of `model`. Raises `ValueError` where it is not a model."""
-    model_config = configuration_of(model)
-    if model_config is model or not hasattr(model_config, "get_text_config"):
-        raise ValueError(f"model is a {type(model).__name__}; pass the model itself, not its configuration or name.")
-    return model_config
-
-
-def resolve_config(model: Any, config: DiffKVConfig | Mapping | str | None, fields: dict[str, Any]) -> DiffKVConfig:
-    """`config`, or what suits the model, with single fields on top. Raises `ValueError` as `DiffKVConfig` does.
-
-    Args:
-        model: the model or its configuration.
-        config: a configuration, fields of one, or the name of a preset.
-    """
-    if isinstance(config, str):
-        config = {"preset": config}
-    if isinstance(config, Mapping):
-        fields, config = {**config, **fields}, None
-    if config is not None and not isinstance(config, DiffKVConfig):
-        raise ValueError(f"config={config!r} must be a DiffKVConfig, a dict of its fields, or a preset's name.")
-    if config is None:
-        return DiffKVConfig.for_model(model, **fields)
-    for name in ("preset", "target_ratio"):
-        if name in fields:
-            raise ValueError(f"{name} chooses a configuration; leave it out, or give no config beside it.")
-    return DiffKVConfig.from_dict({**config.to_dict(), **fields}) if fields else config

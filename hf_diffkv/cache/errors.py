@@ -9,6 +9,14 @@ class HandOverError(RuntimeError):
     """Keys and values given to the cache did not reach the `diffkv` attention function unchanged."""
 
 
+class CacheNotUsedError(HandOverError):
+    """A model computed with another cache than `generate()` was given, or with none."""
+
+
+class ModelInUseError(RuntimeError):
+    """A model that `generate()` and continuous batching would use at once, each with an attention of its own."""
+
+
 class UnsupportedModelError(ValueError):
     """The model's attention cannot work with this cache."""
 

@@ -5,7 +5,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from .errors import stopped_halfway
+
+
+class OtherStates:
+    """States of linear attention in a cache with `stores`: a forward that comes to them has its turn (turns.py)."""
+
+    stores: Any
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        self._reach_states(layer_idx)
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)  # type: ignore[misc]
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        self._reach_states(layer_idx)
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)  # type: ignore[misc]
+
+    # models write into the states that they get
+    def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
+        self._reach_states(layer_idx)
+        return super().get_conv_state(layer_idx, *args, **kwargs)  # type: ignore[misc]
+
+    def get_recurrent_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
+        self._reach_states(layer_idx)
+        return super().get_recurrent_state(layer_idx, *args, **kwargs)  # type: ignore[misc]
+
+    def _reach_states(self, layer_idx: int) -> None:
+        if not (torch.compiler.is_compiling() or self.stores.capturing):
+            self.stores.turns.reach(layer_idx, comes_once=False)
 
 
 def check_lengths(layers: Sequence[Any], layer_idx: int, seen: int, tokens: int) -> None:

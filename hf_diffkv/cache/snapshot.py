@@ -209,7 +209,10 @@ def weights_fingerprint(model: Any) -> str:
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         if parameter.is_meta:
-            raise ValueError(f"{name} is offloaded, so model cannot be told from others; load it without offloading.")
+            raise ValueError(
+                f"{name} is offloaded, so the weights of model cannot be compared with others; load it without "
+                "offloading."
+            )
         # under tensor parallelism, what this rank holds
         parameter = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         flat = parameter.detach().flatten()

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..cache.diffkv_cache import DiffKVCache, config_of
+from ..cache.diffkv_cache import DiffKVCache
+from ..cache.resolve import config_of
 from ..config import DiffKVConfig, Precision
 from ..config.allocation import SENSITIVITY, fields_for
 from ..config.diffkv_config import with_calibration

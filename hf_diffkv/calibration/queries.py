@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache.diffkv_cache import DiffKVCache, config_of
+from ..cache.diffkv_cache import DiffKVCache
+from ..cache.resolve import config_of
 from ..config.found import queries_path
 from ..evaluation.tasks import Document
 from ..heads.recognition import mark_of

@@ -12,8 +12,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..cache.attention import diffkv_attention, diffkv_mask
-from ..cache.registration import set_attention
 from ..cache.supported_models import cache_layers, shared_layers
+from ..cache.switching import set_attention
 from ..compat import attention_of, forget_attention, passing
 from ..evaluation.methods.base import branched
 

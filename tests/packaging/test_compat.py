@@ -28,6 +28,7 @@ PARTS = [(label, name) for label in REQUIRED for name in FEATURES[label].names]
 IDS = torch.arange(40)[None] % 64
 WRAPPED = {
     "GENERATE": (GenerationMixin, "_prepare_cache_for_generation"),
+    "SETTING_BACK": (GenerationMixin, "generate"),
     "PROMPTS": (GenerationMixin, "_prefill"),
     "GRAPHS": (PreTrainedModel, "get_compiled_call"),
     "BATCHING_BY_NAME": (GenerationMixin, "init_continuous_batching"),

@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Dynami
 
 from hf_diffkv.cache.diffkv_cache import DiffKVCache
 from hf_diffkv.cache.report import MemoryReport, held_bytes
-from hf_diffkv.compat import attention_of
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.evaluation.comparison import Agreement
 from hf_diffkv.evaluation.models import HUB_IDS, resolve_model
@@ -160,7 +159,6 @@ class Generator:
         self.heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.chats = bool(self.tokenizer.chat_template)
         self.limit: int | None = getattr(config, "max_position_embeddings", None)
-        self.attention = attention_of(config)
         # first calls pay for thread pools and kernels
         warm_up = Request(torch.arange(8, device=device)[None] + 4, [""] * 8, 3, DiffKVConfig(window=1))
         for _ in self.run(warm_up):
@@ -208,8 +206,6 @@ class Generator:
         """
         dense, compressed = CacheRun(), CacheRun()
         try:
-            if self.attention is not None:
-                self.model.set_attn_implementation(self.attention)
             cache: Any = DynamicCache(config=self.model.config)
             for _ in self._follow(dense, task, cache, bytes_of_layers):
                 yield dense, compressed, None

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from .linear_states import LinearStates
     from .sliding import SlidingWindows
 
+# what stands behind the placeholders of its prompts, which have no images
+TEXT_ALONE: dict[str, Any] = {}
 NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 _logger = logging.getLogger("hf_diffkv")
 
@@ -304,7 +306,7 @@ class ContinuousCache(PackedCache):
         self._prompts = {name: self._prompts.get(name, torch.tensor(ids)) for name, ids in waiting.items()}
         found = [ExpectedPrefix()] * len(waiting)
         try:
-            found = self.prefixes.look_ahead(list(self._prompts.values()), load)
+            found = self.prefixes.look_ahead(list(self._prompts.values()), load, [TEXT_ALONE] * len(waiting))
         except OSError as error:
             _logger.warning("prefixes cannot be looked up: %s", error)
         self._expected = dict(zip(self._prompts, found))
@@ -323,7 +325,7 @@ class ContinuousCache(PackedCache):
             self._no_room = expected > 0
             return 0
         try:
-            cache = self.prefixes.lookup(prompt)
+            cache = self.prefixes.lookup(prompt, TEXT_ALONE)
         except NO_MEMORY as error:
             _logger.warning("a prefix that is kept cannot be used, its tokens are computed: %s", error)
             return 0

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig
 
+from hf_diffkv.cache.continuous_batching import check_no_call
 from hf_diffkv.cache.devices import TensorParallel
-from hf_diffkv.cache.diffkv_cache import resolve_config
 from hf_diffkv.cache.errors import HandOverError, UnsupportedModelError
-from hf_diffkv.cache.registration import cache_fields, set_attention
+from hf_diffkv.cache.registration import cache_fields
+from hf_diffkv.cache.resolve import resolve_config
+from hf_diffkv.cache.switching import set_attention
 from hf_diffkv.compat import attention_of, can_switch
 from hf_diffkv.import_hook import PAGED_NAME
 from hf_diffkv.store.query_moments import moments_for
@@ -112,7 +114,12 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
             raise
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
-        """Switches `model` to the packed attention, and notes what it had."""
+        """Switches `model` to the packed attention, and notes what it had.
+
+        Raises:
+            ModelInUseError: a `generate()` call needs another attention of it.
+        """
+        check_no_call(model)
         current = attention_of(model.config.get_text_config(decoder=True))
         if current != PAGED_NAME:
             if not can_switch(model):
@@ -131,6 +138,11 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         if self._cache is None:
             raise HandOverError("the model ran while its manager held no requests; stop the manager before using it.")
         return self._cache.run_linear(module, hidden_states)
+
+    @property
+    def replaces_layers(self) -> bool:
+        """Whether layers of the model run differently while the manager has it."""
+        return bool(self._modules)
 
     def start(self) -> None:
         """Starts the manager, also again after a `stop`."""

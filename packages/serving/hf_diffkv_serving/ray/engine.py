@@ -66,7 +66,7 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
     from transformers import ContinuousBatchingConfig
     from transformers.generation.continuous_batching.utils import WorkloadHints
 
-    from hf_diffkv.cache.diffkv_cache import resolve_config
+    from hf_diffkv.cache.resolve import resolve_config
     from hf_diffkv.prefixes import PrefixStore
 
     _, tokenizer = load_config(options.model)
