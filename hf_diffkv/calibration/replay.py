@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicLayer
@@ -19,6 +20,8 @@ from ..evaluation.methods.base import branched
 
 WATCHED_NAME = "diffkv-watched"
 WATCHED_TAG = "_diffkv_watched"
+# probability that the likeliest tokens must have together at each position, and how many are looked at for it
+LIKELY_MASS, MOST_LIKELY = 0.9999, 8192
 
 
 class WatchedLayer(DynamicLayer):
@@ -55,12 +58,37 @@ class WatchedLayer(DynamicLayer):
         self.options = {name: options.get(name) for name in ("softcap", "s_aux")}
 
 
-def watched_attention(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+def watched_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """Ordinary attention; layers that watch get the queries."""
     layer = getattr(key, WATCHED_TAG, None)
     if layer is not None:
         layer.note(module, query, kwargs | (kwargs.get("kwargs") or {}))
-    return diffkv_attention(module, query, key, *args, **kwargs)
+    elif query.shape[2] < key.shape[2] and kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
+        return _of_few_queries(query, key, value, attention_mask, scaling), None
+    return diffkv_attention(module, query, key, value, attention_mask, scaling, **kwargs)
+
+
+def _of_few_queries(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+    """Attention [rows, tokens, query_heads, value_dim] whose keys and values are not repeated for each query head.
+
+    Query heads that share a KV head are queries of one head.
+    """
+    rows, heads, tokens, _ = query.shape
+    group = heads // key.shape[1]
+    if mask is None:
+        mask = torch.ones(tokens, key.shape[2], dtype=torch.bool, device=query.device).tril(key.shape[2] - tokens)
+    mask = mask.expand(*mask.shape[:-2], tokens, -1).repeat(*[1] * (mask.ndim - 2), group, 1)
+    folded = query.reshape(rows, key.shape[1], group * tokens, -1)
+    output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    return output.view(rows, heads, tokens, -1).transpose(1, 2).contiguous()
 
 
 @contextmanager
@@ -107,7 +135,9 @@ class Replay:
 
     Attributes:
         layers: compressed layers, in order.
-        logits: [positions, vocabulary], with keys and values as they are.
+        likely: the tokens that logits are of, where others hardly matter; None for the whole vocabulary.
+        logits: [positions, tokens], with keys and values as they are.
+        probabilities: of these tokens.
     """
 
     def __init__(
@@ -127,7 +157,11 @@ class Replay:
         shares = shared_layers(model.config.get_text_config(decoder=True))
         self._blocks = [] if shares else decoder_blocks(model, self.layers)
         self._outputs: list[Any] = []
+        self.likely: Tensor | None = None
         self.logits = self._reference()
+        self._full = self.logits
+        self._leave_out_unlikely()
+        self.probabilities = self.logits.softmax(-1)
 
     def _reference(self) -> Tensor:
         outputs: list[Any] = []
@@ -140,8 +174,25 @@ class Replay:
         self._outputs = outputs if len(outputs) == len(self._blocks) else []
         return logits
 
+    def _leave_out_unlikely(self) -> None:
+        """From now on computes the logits of likely tokens alone, if the model's logits allow it and it saves much."""
+        head = self.model.get_output_embeddings()
+        likely = likely_tokens(self.logits)
+        if type(head) is not nn.Linear or head.out_features != self.logits.shape[1] or likely is None:
+            return
+        self.likely = likely
+        weight, bias = head.weight[likely], None if head.bias is None else head.bias[likely]
+        self._head = head, lambda hidden: F.linear(hidden, weight, bias)
+        with self._skipping(len(self._outputs)):
+            found, expected = self._following()[0], self.logits[:, likely]
+        if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-4):
+            self.logits = found
+        else:
+            # what comes behind the head is not alike for all tokens
+            self.likely = None
+
     def damaged(self, index: int, keys: Tensor, values: Tensor) -> Tensor:
-        """Logits [rows, positions, vocabulary] where a layer's prompt is another in each row.
+        """Logits [rows, positions, tokens] where a layer's prompt is another in each row.
 
         Args:
             index: of the compressed layer.
@@ -155,19 +206,39 @@ class Replay:
         finally:
             layer.shown = shown
 
-    @contextmanager
-    def _from_block_of(self, layer: WatchedLayer) -> Iterator[None]:
+    def _from_block_of(self, layer: WatchedLayer) -> AbstractContextManager[None]:
         """Blocks before the one that has the layer give what they gave before."""
         first = next((i for i, block in enumerate(self._blocks) if _contains(block, layer.readers[0])), 0)
-        skipped = list(zip(self._blocks[:first], self._outputs))
+        return self._skipping(first)
+
+    @contextmanager
+    def _skipping(self, count: int) -> Iterator[None]:
+        """The first blocks give what they gave before."""
         with ExitStack() as stack:
-            for block, output in skipped:
-                stack.enter_context(_giving(block, output))
+            for block, output in list(zip(self._blocks, self._outputs))[:count]:
+                stack.enter_context(_acting(block, lambda *args, _output=output, **kwargs: _output))
             yield
 
     def _following(self) -> Tensor:
         layers = [layer if isinstance(layer, WatchedLayer) else branched(layer) for layer in self._all]
-        return _run(self.model, self.following, self.start, Cache(layers=layers), self.positions)
+        with nullcontext() if self.likely is None else _acting(*self._head):
+            return _run(self.model, self.following, self.start, Cache(layers=layers), self.positions)
+
+
+def likely_tokens(logits: Tensor) -> Tensor | None:
+    """Those that have `LIKELY_MASS` of the probability at any position, in order; None where they are many.
+
+    Args:
+        logits: [positions, vocabulary].
+    """
+    if logits.shape[1] <= 2 * MOST_LIKELY:
+        return None
+    most, tokens = logits.softmax(-1).topk(MOST_LIKELY)
+    before = most.cumsum(-1) - most
+    if bool((before[:, -1] < LIKELY_MASS).any()):
+        return None
+    likely = tokens[before < LIKELY_MASS].unique()
+    return likely if 2 * len(likely) <= logits.shape[1] else None
 
 
 def run_prompt(model: Any, prompt: Sequence[int]) -> tuple[list[Any], list[WatchedLayer]]:
@@ -203,13 +274,13 @@ def _contains(block: nn.Module, module: nn.Module) -> bool:
 
 
 @contextmanager
-def _giving(block: nn.Module, output: Any) -> Iterator[None]:
-    """The block gives `output` whatever it is called with."""
-    own = vars(block).get("forward")
-    block.forward = lambda *args, **kwargs: output
+def _acting(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """The module has another forward."""
+    own = vars(module).get("forward")
+    module.forward = forward
     try:
         yield
     finally:
-        del block.forward
+        del module.forward
         if own is not None:
-            block.forward = own
+            module.forward = own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import click
 
 from ..config import DiffKVConfig, Precision
 from ..config.checks import bytes_in
-from ..config.found import beside, weights_known
+from ..config.found import beside, model_digest, user_folder, weights_known
 from ..config.presets import preset_named, published
 from ..evaluation.models import resolve_model
 from .console import one_line
@@ -123,8 +124,8 @@ def model_option(**attributes: Any) -> Callable:
         "--model",
         metavar="M",
         callback=known_model,
-        help="Hub id, folder, or a short name: smollm2, gemma3-270m, qwen2.5-coder-0.5b, qwen2.5-coder-1.5b, tiny-lm (the "
-        "checkout's).",
+        help="Hub id, folder, or a short name: smollm2, gemma3-270m, qwen2.5-coder-0.5b, qwen2.5-coder-1.5b, tiny-lm "
+        "(the checkout's).",
         **attributes,
     )
 
@@ -305,3 +306,17 @@ def _leave_out(spoiling: set[str], why: str) -> None:
     if spoiling:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(spoiling))
         raise click.UsageError(f"{why}; leave {names} out.")
+
+
+def output_of(options: SimpleNamespace, model: Any, kind: str) -> Path:
+    """`--output`; without it a folder in the user's cache that is the model's, for these weights and this dtype.
+
+    Args:
+        model: as it was loaded.
+        kind: of what is written; a folder of its own.
+    """
+    if options.output is not None:
+        return options.output
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", options.model).strip("-.")
+    dtype = str(model.dtype).removeprefix("torch.")
+    return user_folder() / "runs" / kind / f"{name}-{dtype}-{model_digest(model)}"
