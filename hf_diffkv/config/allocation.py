@@ -124,14 +124,14 @@ def fields_for(calibration: Mapping[str, Any] | None, target_ratio: float) -> tu
     """Fields of a configuration for another ratio, and its calibration.
 
     Args:
-        calibration: one that has what heads lose, as `hf-diffkv calibrate --ratio` writes it.
+        calibration: one that has what heads lose, as `hf-diffkv calibrate` writes it.
 
     Raises:
         ValueError: a calibration without, or as `allocate`.
     """
     if calibration is None or SENSITIVITY not in calibration:
         raise ValueError(
-            "this configuration does not have what the heads of a model lose; `hf-diffkv calibrate --ratio` measures "
+            "this configuration does not have what the heads of a model lose; `hf-diffkv calibrate` measures "
             "it and writes one that has, for DiffKVConfig.from_pretrained."
         )
     found = _allocated(json.dumps(calibration[SENSITIVITY], sort_keys=True), target_ratio)

@@ -145,7 +145,7 @@ def loss(config: DiffKVConfig, title: str = "") -> Picture:
     ladder = loss_curve(calibration)
     if not ladder:
         raise ValueError(
-            "config does not say what the heads of its model lose; `hf-diffkv calibrate --ratio` measures it, and "
+            "config does not say what the heads of its model lose; `hf-diffkv calibrate` measures it, and "
             "DiffKVConfig.from_pretrained reads the folder that it wrote."
         )
     least, most, own = ladder[0].ratio, ladder[-1].ratio, calibration.get("ratio")

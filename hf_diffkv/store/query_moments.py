@@ -204,5 +204,5 @@ def _dim_of(triangle: Tensor) -> int:
 def _misfit(measured: str, found: str) -> ValueError:
     return ValueError(
         f"the query moments that were found are of {measured}, but {found}; measure them anew with `hf-diffkv "
-        "calibrate --ratio`, or remove the file; under tensor parallelism call cache.attach(model) first."
+        "calibrate`, or remove the file; under tensor parallelism call cache.attach(model) first."
     )

@@ -243,7 +243,7 @@ def test_another_ratio_measures_nothing(calibrated: Path, monkeypatch: pytest.Mo
     assert DiffKVConfig.from_pretrained(calibrated) == larger
     with pytest.raises(ValueError, match="target_ratio=0.05 is below what K3V2 takes of every head, 0.172"):
         config.with_ratio(0.05)
-    with pytest.raises(ValueError, match="does not have what the heads of a model lose; `hf-diffkv calibrate --ratio`"):
+    with pytest.raises(ValueError, match="does not have what the heads of a model lose; `hf-diffkv calibrate`"):
         DiffKVConfig().with_ratio(0.2)
 
 
