@@ -20,8 +20,9 @@ from ..evaluation.methods.base import branched
 
 WATCHED_NAME = "diffkv-watched"
 WATCHED_TAG = "_diffkv_watched"
-# probability that the likeliest tokens must have together at each position, and how many are looked at for it
-LIKELY_MASS, MOST_LIKELY = 0.9999, 8192
+# probability that the likely tokens have together at each position, how many are looked at for that, and of how many
+# others each one that is computed stands for all
+LIKELY_MASS, MOST_LIKELY, OTHERS_STEP = 0.999, 8192, 16
 
 
 class WatchedLayer(DynamicLayer):
@@ -135,9 +136,9 @@ class Replay:
 
     Attributes:
         layers: compressed layers, in order.
-        likely: the tokens that logits are of, where others hardly matter; None for the whole vocabulary.
+        tokens: those that logits are of, as of `sampled_tokens`; None for the whole vocabulary.
         logits: [positions, tokens], with keys and values as they are.
-        probabilities: of these tokens.
+        probabilities: of these tokens, with those that they stand for.
     """
 
     def __init__(
@@ -157,10 +158,10 @@ class Replay:
         shares = shared_layers(model.config.get_text_config(decoder=True))
         self._blocks = [] if shares else decoder_blocks(model, self.layers)
         self._outputs: list[Any] = []
-        self.likely: Tensor | None = None
+        self.tokens: Tensor | None = None
         self.logits = self._reference()
-        self._leave_out_unlikely()
         self.probabilities = self.logits.softmax(-1)
+        self._sample_tokens()
 
     def _reference(self) -> Tensor:
         outputs: list[Any] = []
@@ -173,26 +174,25 @@ class Replay:
         self._outputs = outputs if len(outputs) == len(self._blocks) else []
         return logits
 
-    def _leave_out_unlikely(self) -> None:
-        """From now on computes the logits of likely tokens alone, if the model's logits allow it and it saves much."""
-        head = self.model.get_output_embeddings()
-        likely = likely_tokens(self.logits)
-        if type(head) is not nn.Linear or head.out_features != self.logits.shape[1] or likely is None:
+    def _sample_tokens(self) -> None:
+        """From now on computes the logits of `sampled_tokens` alone, if the model allows it."""
+        head, sampled = self.model.get_output_embeddings(), sampled_tokens(self.probabilities)
+        if type(head) is not nn.Linear or head.out_features != self.logits.shape[1] or sampled is None:
             return
-        self.likely = likely
-        weight, bias = head.weight[likely], None if head.bias is None else head.bias[likely]
+        self.tokens, counts = sampled
+        weight, bias = head.weight[self.tokens], None if head.bias is None else head.bias[self.tokens]
         self._head = head, lambda hidden: F.linear(hidden, weight, bias)
+        expected = self.logits[:, self.tokens]
         try:
             with self._skipping(len(self._outputs)):
                 found = self._following()[0]
         except (IndexError, RuntimeError):
-            found = self.logits[:0]
-        expected = self.logits[:, likely]
+            found = expected[:0]
         if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-4):
-            self.logits = found
+            self.logits, self.probabilities = found, (found + counts.log()).softmax(-1)
         else:
-            # what comes behind the head is not alike for all tokens
-            self.likely = None
+            # what the model does with logits depends on the token
+            self.tokens = None
 
     def damaged(self, index: int, keys: Tensor, values: Tensor) -> Tensor:
         """Logits [rows, positions, tokens] where a layer's prompt is another in each row.
@@ -224,24 +224,33 @@ class Replay:
 
     def _following(self) -> Tensor:
         layers = [layer if isinstance(layer, WatchedLayer) else branched(layer) for layer in self._all]
-        with nullcontext() if self.likely is None else _acting(*self._head):
+        with nullcontext() if self.tokens is None else _acting(*self._head):
             return _run(self.model, self.following, self.start, Cache(layers=layers), self.positions)
 
 
-def likely_tokens(logits: Tensor) -> Tensor | None:
-    """Those that have `LIKELY_MASS` of the probability at any position, in order; None where they are many.
+def sampled_tokens(probabilities: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The likely tokens of a vocabulary, and every `OTHERS_STEP`-th of the others, which stands for as many.
 
     Args:
-        logits: [positions, vocabulary].
+        probabilities: [positions, vocabulary].
+
+    Returns:
+        Tokens, and how many tokens each stands for, [tokens] each; None where that saves little.
     """
-    if logits.shape[1] <= 2 * MOST_LIKELY:
+    vocabulary = probabilities.shape[1]
+    if vocabulary <= 2 * MOST_LIKELY:
         return None
-    most, tokens = logits.softmax(-1).topk(MOST_LIKELY)
-    before = most.cumsum(-1) - most
-    if bool((before[:, -1] < LIKELY_MASS).any()):
+    most, tokens = probabilities.topk(MOST_LIKELY)
+    likely = torch.zeros(vocabulary, dtype=torch.bool, device=probabilities.device)
+    likely[tokens[most.cumsum(-1) - most < LIKELY_MASS]] = True
+    others = (~likely).nonzero()[:, 0]
+    few = others[OTHERS_STEP // 2 :: OTHERS_STEP]
+    chosen = torch.cat([likely.nonzero()[:, 0], few])
+    if 2 * len(chosen) > vocabulary or not len(few):
         return None
-    likely = tokens[before < LIKELY_MASS].unique()
-    return likely if 2 * len(likely) <= logits.shape[1] else None
+    counts = torch.ones(len(chosen), device=probabilities.device)
+    counts[-len(few) :] = len(others) / len(few)
+    return chosen, counts
 
 
 def run_prompt(model: Any, prompt: Sequence[int]) -> tuple[list[Any], list[WatchedLayer]]:

@@ -13,7 +13,8 @@ from hf_diffkv.cache.attention import diffkv_attention
 from hf_diffkv.calibration import heads as heads_module
 from hf_diffkv.calibration import replay as replay_module
 from hf_diffkv.calibration.documents import POSITIONS
-from hf_diffkv.calibration.replay import Replay, likely_tokens, watched_attention, watching
+from hf_diffkv.calibration.heads import mean_kl
+from hf_diffkv.calibration.replay import Replay, sampled_tokens, watched_attention, watching
 from hf_diffkv.evaluation.tasks import Document
 from tests.tiny_models import tiny_model
 
@@ -41,13 +42,6 @@ class Shifted(torch.nn.Module):
         return output
 
 
-def peaked() -> PreTrainedModel:
-    model = tiny_model("llama", num_hidden_layers=3, tie_word_embeddings=False)
-    with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(60)
-    return model
-
-
 @torch.no_grad()
 def losses(model: Any) -> tuple[Tensor | None, list[float]]:
     """The tokens that logits were computed of, and what the heads of the second layer lose."""
@@ -55,46 +49,60 @@ def losses(model: Any) -> tuple[Tensor | None, list[float]]:
     with watching(inner):
         replay = Replay(model, document().context, document().continuation, COUNTED, 4)
         figures = heads_module.layer_figures(replay, 1)
-    return replay.likely, figures["keys"] + figures["values"]
+    return replay.tokens, figures["keys"] + figures["values"]
 
 
-def few_likely(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(replay_module, "MOST_LIKELY", 60)
-    patch.setattr(replay_module, "LIKELY_MASS", 0.999)
+def sampling(patch: pytest.MonkeyPatch) -> None:
+    """Has few tokens of a small vocabulary count as likely."""
+    patch.setattr(replay_module, "MOST_LIKELY", 4)
+    patch.setattr(replay_module, "OTHERS_STEP", 3)
 
 
-def test_likely_tokens_tell_what_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = peaked()
-    none, expected = losses(model)
-    few_likely(monkeypatch)
-    likely, found = losses(model)
-    assert none is None and likely is not None and len(likely) <= 64
-    assert found == pytest.approx(expected, rel=0.02)
-    assert "forward" not in vars(model.get_output_embeddings())
+@torch.no_grad()
+def test_sampled_tokens_are_computed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given = tiny_model("llama", num_hidden_layers=3), document()
+    with watching(model):
+        whole = Replay(model, given.context, given.continuation, COUNTED, 4)
+        sampling(monkeypatch)
+        few = Replay(model, given.context, given.continuation, COUNTED, 4)
+        keys, values = (0.9 * tensor.repeat(4, 1, 1, 1) for tensor in (whole.layers[1].keys, whole.layers[1].values))
+        expected, found = whole.damaged(1, keys, values), few.damaged(1, keys, values)
+    assert whole.tokens is None and few.tokens is not None and len(few.tokens) <= 64
+    torch.testing.assert_close(found, expected[..., few.tokens])
+    torch.testing.assert_close(few.logits, whole.logits[:, few.tokens])
+    head = model.get_output_embeddings()
+    assert "forward" not in vars(head) and head.weight.shape[0] == 128
 
 
-def test_logits_that_are_changed_behind_the_head_are_all_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Shifted(peaked())
+def test_logits_that_the_model_changes_by_token_are_all_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Shifted(tiny_model("llama", num_hidden_layers=3))
     _, expected = losses(model)
-    few_likely(monkeypatch)
-    likely, found = losses(model)
-    assert likely is None and found == expected
+    sampling(monkeypatch)
+    tokens, found = losses(model)
+    assert tokens is None and found == expected
 
 
-def test_likely_tokens_have_almost_all_of_the_probability(monkeypatch: pytest.MonkeyPatch) -> None:
-    few_likely(monkeypatch)
-    logits = 4 * torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
-    likely = likely_tokens(logits)
-    assert likely is None
-    logits = 3 * logits
-    likely = likely_tokens(logits)
-    assert likely is not None and likely.tolist() == sorted(set(likely.tolist()))
-    probabilities = logits.double().softmax(-1)
-    assert (probabilities[:, likely].sum(-1) >= 0.999).all()
-    for row in probabilities:
-        order = row.argsort(descending=True).tolist()
-        needed = next(count for count in range(1000) if float(row[order[:count]].sum()) >= 0.999)
-        assert set(order[:needed]) <= set(likely.tolist())
+@pytest.mark.parametrize("size", [0.01, 0.1, 0.5])
+def test_sampled_tokens_tell_what_all_do(size: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(32, 60_000, generator=generator)
+    # unlikely tokens gain, as where a damaged head makes other tokens likely
+    other = logits + size * (torch.randn(32, 60_000, generator=generator) - 0.2 * logits)
+    sampled = sampled_tokens(logits.softmax(-1))
+    assert sampled is not None
+    tokens, counts = sampled
+    assert len(tokens.unique()) == len(tokens) < 30_000 and float(counts.sum()) == pytest.approx(60_000)
+    found = mean_kl(logits[:, tokens], (logits[:, tokens] + counts.log()).softmax(-1), other[:, tokens])
+    p, q = logits.double().log_softmax(-1), other.double().log_softmax(-1)
+    assert found == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=0.02)
+
+
+def test_likely_tokens_are_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay_module, "MOST_LIKELY", 400)
+    probabilities = (8 * torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))).softmax(-1)
+    sampled = sampled_tokens(probabilities)
+    assert sampled is not None
+    assert (probabilities[:, sampled[0][sampled[1] == 1]].sum(-1) >= 0.999).all()
 
 
 @pytest.mark.parametrize("masked", [False, True])
