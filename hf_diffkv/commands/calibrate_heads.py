@@ -67,7 +67,8 @@ def _report(options: SimpleNamespace, calibration: dict[str, Any], output: Path,
         ("each head its own bits", f"{calibration['ratio']:.1%}", f"{calibration['predicted_kl']:.4f}"),
         (f"not calibrated: {plain.precision} for all", f"{plain.ratio:.1%}", f"{plain.one_for_all:.4f}"),
     ]
-    model, default = shlex.quote(options.model), options.ratio in (None, RATIOS[DEFAULT_PRESET])
+    default = options.ratio in (None, RATIOS[DEFAULT_PRESET])
+    again = shlex.join(["hf-diffkv", "calibrate", *_given(options), "--ratio", f"{RATIOS['small']:g}"])
     use = "DiffKVCache(model)" if default else f"DiffKVCache(model, target_ratio={options.ratio:g})"
     return "\n".join(
         [
@@ -79,7 +80,14 @@ def _report(options: SimpleNamespace, calibration: dict[str, Any], output: Path,
             ),
             "",
             "Next, check it on a text of yours, or choose another size (nothing is measured again):",
-            f"  hf-diffkv verify --model {model}",
-            f"  hf-diffkv calibrate --model {model} --ratio {RATIOS['small']:g}",
+            f"  {shlex.join(['hf-diffkv', 'verify', '--model', options.model])}",
+            f"  {again}",
         ]
     )
+
+
+def _given(options: SimpleNamespace) -> list[str]:
+    """Arguments that lead to the same measurements."""
+    values = {name: getattr(options, name) for name in ("model", "output", "text", "length", "dtype", "device")}
+    given = {name: value for name, value in values.items() if value is not None and (name, value) != ("dtype", "auto")}
+    return [part for name, value in given.items() for part in (f"--{name}", str(value))]

@@ -20,6 +20,8 @@ from .console import one_line
 
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 STDIN = "-"
+# characters of a model's name in that of a folder
+LONGEST_NAME = 80
 # nats to the dense cache that a configuration may lose, where nothing is said
 MAX_KL = 0.01
 OPTION_FIELDS = ("alpha_high", "alpha_low", "window", "sinks", "high", "low", "rotate", "center", "max_bytes")
@@ -317,6 +319,7 @@ def output_of(options: SimpleNamespace, model: Any, kind: str) -> Path:
     """
     if options.output is not None:
         return options.output
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", options.model).strip("-.")
+    # the end of a long path tells most
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", options.model)[-LONGEST_NAME:].strip("-.")
     dtype = str(model.dtype).removeprefix("torch.")
     return user_folder() / "runs" / kind / f"{name}-{dtype}-{model_digest(model)}"

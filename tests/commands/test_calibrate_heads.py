@@ -141,6 +141,18 @@ def test_the_advised_command_works_as_it_stands(
     run("--model", first_run[0][1])
 
 
+def test_advice_leads_to_the_same_measurements(calibrated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(heads_module, "layer_figures", refuse)
+    done = run("--model", str(TINY_LM), "--output", str(calibrated), "--length", "900", "--ratio", "0.21")
+    advised = [shlex.split(line) for line in done.out.splitlines() if line.startswith("  hf-diffkv calibrate")]
+    assert run(*advised[0][2:]).code == 0
+    assert DiffKVConfig.from_pretrained(calibrated).calibration["target_ratio"] == RATIOS["small"]
+    assert run("--model", str(TINY_LM), "--output", str(calibrated), "--length", "900", "--ratio", "0.21").code == 0
+
+
 def test_an_interrupted_command_says_how_to_go_on(first_run: tuple[list[str], Run, Run]) -> None:
     _, interrupted, done = first_run
     assert interrupted.code == 130
