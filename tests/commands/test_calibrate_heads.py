@@ -77,7 +77,7 @@ def advice(model: PreTrainedModel) -> list[str]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
     """A copy whose heads nobody measured, at a path of its own."""
-    folder = tmp_path_factory.mktemp("a model")
+    folder = tmp_path_factory.mktemp("model")
     model = AutoModelForCausalLM.from_pretrained(TINY_LM)
     with torch.no_grad():
         # other weights than those that another test of this file measures
@@ -88,10 +88,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def first_run(model: PreTrainedModel, user_folder: Path) -> Iterator[tuple[list[str], Run, Run]]:
+def first_run(model: PreTrainedModel, user_folder: Path) -> tuple[list[str], Run, Run]:
     """The command with nothing but a model, interrupted and run again, on short documents."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents_module, "DOCUMENT_LENGTH", 400)
+        patch.setattr(documents_module, "DOCUMENT_LENGTH", 900)
         advised, original, calls = advice(model), heads_module.layer_figures, []
 
         def measure(*arguments: Any) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def first_run(model: PreTrainedModel, user_folder: Path) -> Iterator[tuple[list[
 
         patch.setattr(heads_module, "layer_figures", measure)
         interrupted = run("--model", model.name_or_path)
-        yield advised, interrupted, run("--model", model.name_or_path)
+        return advised, interrupted, run("--model", model.name_or_path)
 
 
 def output_folder(user_folder: Path) -> Path:
@@ -128,6 +128,7 @@ def test_the_advised_command_works_as_it_stands(
     def refuse(*args: Any) -> None:
         raise AssertionError("measured again")
 
+    monkeypatch.setattr(documents_module, "DOCUMENT_LENGTH", 900)
     monkeypatch.setattr(heads_module, "layer_figures", refuse)
     assert first_run[0][-2:] == ["--ratio", "0.23"]
     done = run(*first_run[0])
