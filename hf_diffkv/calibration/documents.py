@@ -20,7 +20,7 @@ from ..evaluation.tasks.text import stretches, texts
 
 SEED = 20260
 # tokens of a prompt, and those that are run behind it: of a text or a copy, and of questions with their answers
-DOCUMENT_LENGTH, TEXT_FOLLOWING, RECALL_FOLLOWING = 1200, 32, 48
+DOCUMENT_LENGTH, TEXT_FOLLOWING, RECALL_FOLLOWING = 1200, 32, 64
 TEXT_COUNT, COPY_COUNT = 3, 1
 RECALL = (("dictionary", 2), ("key-value", 1), ("passage", 1))
 # characters of a paragraph that stands in no other topic by chance
