@@ -161,7 +161,7 @@ def test_documents_are_not_those_of_the_evaluation() -> None:
     assert [found.digest for found in documents_for(tokenizer)] == [found.digest for found in documents]
     for found in documents:
         assert 0.9 * DOCUMENT_LENGTH <= len(found.context) <= DOCUMENT_LENGTH + 2 and len(found.continuation) == (
-            32 if found.name.startswith(("text", "copy")) else 48
+            32 if found.name.startswith(("text", "copy")) else 64
         )
         assert found.extra[POSITIONS] and max(found.extra[POSITIONS]) < len(found.continuation)
     texts = [tokenizer.decode(found.context) for found in documents]
