@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +13,16 @@ import click
 
 from ..config import DiffKVConfig, Precision
 from ..config.checks import as_ratio, bytes_in
-from ..config.found import beside, weights_known
+from ..config.found import beside, user_folder, weights_known
 from ..config.presets import head_size, preset_named, published
 from ..evaluation.models import resolve_model
+from ..heads.weights import model_digest
 from .console import one_line
 
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 STDIN = "-"
+# characters of a model's name in that of a folder
+LONGEST_NAME = 80
 # nats to the dense cache that a configuration may lose, where nothing is said
 MAX_KL = 0.01
 OPTION_FIELDS = ("alpha_high", "alpha_low", "window", "sinks", "high", "low", "rotate", "center", "max_bytes")
@@ -355,3 +359,18 @@ def _leave_out(spoiling: set[str], why: str) -> None:
     if spoiling:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(spoiling))
         raise click.UsageError(f"{why}; leave {names} out.")
+
+
+def output_of(options: SimpleNamespace, model: Any, kind: str) -> Path:
+    """`--output`; without it a folder in the user's cache that is the model's, for these weights and this dtype.
+
+    Args:
+        model: as it was loaded.
+        kind: of what is written; a folder of its own.
+    """
+    if options.output is not None:
+        return options.output
+    # the end of a long path tells most
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", options.model)[-LONGEST_NAME:].strip("-.")
+    dtype = str(model.dtype).removeprefix("torch.")
+    return user_folder() / "runs" / kind / f"{name}-{dtype}-{model_digest(model)}"

@@ -228,7 +228,7 @@ def _draw_loss(config: DiffKVConfig, points: tuple[Loss, ...], path: Path, name:
     if not points:
         raise click.UsageError(
             "--plot draws what heads are predicted to lose, and those of this model were not measured; "
-            f"`hf-diffkv calibrate --model {name} --ratio 0.23` measures them."
+            f"`hf-diffkv calibrate --model {name}` measures them."
         )
     try:
         loss(config).save(path)

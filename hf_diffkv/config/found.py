@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -114,9 +115,8 @@ def tell_of_calibration(model: Any) -> None:
     if weights_known(model):
         _tell(
             model,
-            "the heads of %s have not been measured, so all of them get the same bits: `hf-diffkv calibrate --model %s "
-            "--ratio 0.23` measures them once and saves about a fifth of the cache at no more loss "
-            "(docs/calibration.md).",
+            "the heads of %s have not been measured, so all of them get the same bits: `hf-diffkv calibrate --model %s` "
+            "measures them once and saves about a fifth of the cache at no more loss (docs/calibration.md).",
         )
 
 
@@ -125,7 +125,7 @@ def tell_of_queries(model: Any) -> None:
     _tell(
         model,
         "the queries of %s have not been measured, so generated keys are rounded to the nearest code: run `hf-diffkv "
-        "calibrate --model %s --ratio 0.23` again, which measures them as well (docs/calibration.md).",
+        "calibrate --model %s` again, which measures them as well (docs/calibration.md).",
     )
 
 
@@ -133,7 +133,7 @@ def _tell(model: Any, text: str) -> None:
     name = loaded_from(model)
     if name and (name, text) not in _told:
         _told.add((name, text))
-        _logger.warning(text, name, name)
+        _logger.warning(text, name, shlex.quote(name))
 
 
 def _tell_of_relative(model: Any, path: Path) -> None:

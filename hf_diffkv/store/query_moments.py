@@ -219,6 +219,5 @@ def _dim_of(triangle: Tensor) -> int:
 def _misfit(measured: str, found: str) -> ValueError:
     return ValueError(
         f"the query moments that were found are of {measured}, but {found}; measure them anew with `hf-diffkv "
-        "calibrate --model MODEL --ratio 0.23`, or remove the file; under tensor parallelism call cache.attach(model) "
-        "first."
+        "calibrate --model MODEL`, or remove the file; under tensor parallelism call cache.attach(model) first."
     )

@@ -113,7 +113,8 @@ QUICK = [
     (["evaluate", *TINY, "--output", "x", "--batch-size", "0"], "'--batch-size': 0 is too few"),
     (["evaluate", "--model", "gemma-270m", "--output", "x"], "did you mean 'gemma3-270m'?"),
     (["calibrate", *TINY, "--output", "x", "--alpha-high", "1,-2"], "'1,-2' is no list of numbers of at least 0"),
-    (["calibrate", *TINY], "Missing option '--output'."),
+    (["calibrate", *TINY, "--ratio", "0.2", "--documents", "2"], "and --documents measures thresholds"),
+    (["calibrate"], "Missing option '--model'."),
 ]
 
 # these load a configuration or a tokenizer, or ask PyTorch for a device
