@@ -115,8 +115,8 @@ def tell_of_calibration(model: Any) -> None:
     if weights_known(model):
         _tell(
             model,
-            "the heads of %s have not been measured, so all of them get the same bits: `hf-diffkv calibrate --model %s` "
-            "measures them once and saves about a fifth of the cache at no more loss (docs/calibration.md).",
+            "the heads of %s have not been measured, so all of them get the same bits: `hf-diffkv calibrate --model "
+            "%s` measures them once and saves about a fifth of the cache at no more loss (docs/calibration.md).",
         )
 
 
