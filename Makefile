@@ -119,10 +119,13 @@ test: $(READY)
 test-all: $(READY)
 	$(PYTEST) --durations=20 $(if $(PART),--rest $(PART),--all)
 
+# what the check of docstrings reads
+PROSE := benchmarks conftest.py examples packages setup.py tests tools
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python tools/check_prose.py $(PROSE)
 	$(BIN)/mypy
 
 format: $(READY)

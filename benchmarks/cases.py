@@ -18,11 +18,12 @@ K8V4, K4V2 = Precision(8, 4), Precision(4, 2)
 
 @dataclass(frozen=True)
 class Stored:
-    """How the tokens of a case are stored.
+    """Storage of the tokens of a case.
 
     Attributes:
-        high, low: precisions. shares: of the tokens outside the window, at the high and at the low level.
-        numbers: of the pages, as `random_rows` takes them.
+        high, low: precisions of the two levels.
+        shares: shares of the tokens outside the window that are at the high and at the low level.
+        numbers: arguments of `random_rows` by that name, which give the sizes of metadata and positions in pages.
     """
 
     high: Precision
@@ -31,11 +32,11 @@ class Stored:
     numbers: Mapping[str, int] = field(default_factory=dict)
 
     def tokens(self, outside: int) -> tuple[int, int]:
-        """Tokens of a row at each level, of `outside` that are outside the window."""
+        """Returns the number of a row's tokens at each level, given `outside` tokens outside the window."""
         return int(self.shares[0] * outside), int(self.shares[1] * outside)
 
     def needed_bytes(self, batch: int, heads: int, dim: int, tokens: tuple[int, int]) -> int:
-        """About what `random_rows` allocates."""
+        """Estimates the bytes that `random_rows` allocates."""
         return rows.needed_bytes(self.high, self.low, batch, heads, dim, tokens, self.numbers)
 
     def random_rows(self, *size: Any, **options: Any) -> rows.RandomRows:

@@ -77,8 +77,11 @@ def append_rows(path: Path, about: dict, rows: list[dict]) -> None:
 
 
 def makers(model: PreTrainedModel, tokens: int, wanted: list[str] | None) -> dict[str, Callable[[], Cache]]:
-    """How to make each cache for so many tokens; without those whose backend is missing, and with only those whose name
-    contains one of `wanted`."""
+    """Returns a factory for each cache by name.
+
+    Caches whose backend is missing are left out. `tokens` is the room of static caches. If `wanted` is given, only
+    caches whose name contains one of its parts stay.
+    """
     config = model.config
     made: dict[str, Callable[[], Cache]] = {
         "DynamicCache": lambda: DynamicCache(config=config),
@@ -130,7 +133,7 @@ def check_lossless(model: PreTrainedModel) -> None:
 
 
 def about_machine() -> dict:
-    """What results depend on besides their own configuration."""
+    """Describes the processor and software that results depend on."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
@@ -141,9 +144,10 @@ def about_machine() -> dict:
 
 @dataclass
 class Tokens:
-    """Queries, keys and values of all layers, [batch, heads, tokens, head_dim] each, and what keys have received.
+    """Queries, keys and values of all layers, [batch, heads, tokens, head_dim] each, and the attention keys received.
 
-    received: float32 [batch, heads, tokens].
+    Attributes:
+        received: received attention, float32 [batch, heads, tokens].
     """
 
     query: Tensor
@@ -180,7 +184,7 @@ def attend_all(model: PreTrainedModel, cache: Cache, new: Tokens) -> None:
 
 @torch.no_grad()
 def fill(model: PreTrainedModel, cache: Cache, tokens: Tokens) -> None:
-    """Has every layer hold the tokens."""
+    """Fills every layer of a cache with the tokens."""
     if not isinstance(cache, DiffKVCache):
         for index in range(model.config.num_hidden_layers):
             cache.update(tokens.key, tokens.value, index)
@@ -194,5 +198,5 @@ def fill(model: PreTrainedModel, cache: Cache, tokens: Tokens) -> None:
 
 
 def held_bytes(cache: Cache) -> int:
-    """What a cache takes."""
+    """Returns the bytes that a cache holds."""
     return cache.memory().bytes if isinstance(cache, DiffKVCache) else tensor_bytes(cache.layers)

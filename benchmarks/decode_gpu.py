@@ -137,7 +137,10 @@ def per_token(
 def shares(
     session: Session, model: PreTrainedModel, name: str, cache: DiffKVCache, batch: int, ms_per_token: float
 ) -> dict:
-    """What attention takes of a step's kernels, and a compaction of a step's time. Leaves the cache useless."""
+    """Measures the share of attention in a step's kernel time and of a compaction in a step's time.
+
+    The cache is useless afterwards.
+    """
     first, last = PROFILED
     clock = Clock(session, PROFILED)
     # as many ids as the cache has seen and one more: every forward is a step of one token, and any token does

@@ -39,9 +39,9 @@ class Part:
     """One part of the run.
 
     Attributes:
-        limit: seconds, after which it is ended.
-        script: of this folder; None runs the tests.
-        arguments: of the script, or the names of the test files.
+        limit: seconds after which the part is ended.
+        script: name of a script in this folder; None runs the tests.
+        arguments: arguments of the script, or names of the test files.
     """
 
     limit: int
@@ -62,7 +62,13 @@ PARTS: dict[str, Part] = {
 
 @dataclass(frozen=True)
 class Run:
-    """How a command ended: None as `status` where its time was up, and the last of what it printed."""
+    """Outcome of a command.
+
+    Attributes:
+        status: exit status; None if its time was up.
+        seconds: duration.
+        last: last lines of its output.
+    """
 
     status: int | None
     seconds: float
@@ -104,7 +110,7 @@ def run(command: Sequence[str], limit: float) -> Run:
 
 
 def commands(name: str, args: argparse.Namespace) -> dict[str, list[str]]:
-    """What a part runs, by what it is."""
+    """Returns the commands of a part, by the name of the script or test file."""
     if name == TABLES:
         return {name: [sys.executable, str(FOLDER / "tables.py"), "--results", str(args.results)]}
     part = PARTS[name]
@@ -122,7 +128,7 @@ def commands(name: str, args: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def tests_path(args: argparse.Namespace) -> Path:
-    """Where the tests leave a line each."""
+    """Returns the path of the file to which each test appends a line."""
     return args.results / "tests_gpu.jsonl"
 
 
@@ -155,7 +161,7 @@ def run_part(name: str, args: argparse.Namespace) -> list[dict]:
 
 
 def outcomes(args: argparse.Namespace) -> list[str]:
-    """What became of the tests so far: passed, failed or skipped."""
+    """Returns the outcome of each test so far: passed, failed or skipped."""
     path = tests_path(args)
     return [json.loads(line)["outcome"] for line in path.read_text().splitlines()] if path.is_file() else []
 

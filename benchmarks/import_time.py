@@ -1,4 +1,4 @@
-"""What `import hf_diffkv` takes on top of `import transformers`, and what registering takes later.
+"""Times `import hf_diffkv` on top of `import transformers`, and the registration that follows later.
 
 `import transformers` alone loads next to nothing, not even PyTorch, and neither does `import hf_diffkv`: the package's
 modules are loaded when the classes are that every model needs. Each run is a new process; the second figure is taken

@@ -6,7 +6,12 @@ import statistics
 
 
 def length_lines(lengths: list[dict]) -> list[tuple[str, tuple[float, float], dict[str, float | None]]]:
-    """Of each cache its line through the times per token, and for DiffKV from which length on it is the faster one."""
+    """Fits a line through the times per token of each cache.
+
+    Returns:
+        Name, line (`fit`) and, for DiffKV caches, the length from which each other cache is slower. Caches measured at
+        one length only are left out.
+    """
     points: dict[str, list] = {}
     for row in lengths:
         points.setdefault(row["cache"], []).append((row["context"], row["ms_per_token"]))

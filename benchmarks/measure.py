@@ -1,4 +1,4 @@
-"""What all benchmarks of a device share: the environment, time limits, device time, and JSON lines."""
+"""Shared parts of all benchmarks of a device: the environment, time limits, device time, and JSON lines."""
 
 from __future__ import annotations
 
@@ -70,18 +70,18 @@ class Session:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the models that are measured."""
+        """Dtype of the models that are measured."""
         return torch.bfloat16 if self.gpu else torch.float32
 
     def has_time(self, what: str) -> bool:
-        """Whether time is left; says what is left out where none is."""
+        """Returns whether time is left, and prints what is skipped if there is none."""
         if time.perf_counter() < self._end:
             return True
         print(f"skipped, out of time: {what}", flush=True)
         return False
 
     def has_memory(self, num_bytes: float) -> bool:
-        """Whether the device has so much free memory."""
+        """Returns whether the device has `num_bytes` of free memory."""
         if not self.gpu:
             return True
         free_memory()
@@ -151,7 +151,7 @@ class Session:
         return [Timing.of(list(mine), captured) for mine, (_, captured) in zip(zip(*seconds), captures)]
 
     def speed(self, num_bytes: int, seconds: float) -> dict:
-        """As result fields, how fast so many bytes were read, and what share of the device's peak that is."""
+        """Returns result fields: bytes read, GB/s, and the share of the device's peak bandwidth if that is known."""
         peak = peak_bandwidth(self.device)
         row = {"bytes": num_bytes, "gb_per_s": round(num_bytes / seconds / 1e9, 1)}
         return row if peak is None else row | {"share_of_peak": round(num_bytes / seconds / peak, 4)}
@@ -168,7 +168,10 @@ class Session:
         return {name: us / repeats for name, us in profile.stop().items()}
 
     def kernel_count(self, call: Callable[[], object]) -> tuple[int, float]:
-        """How many kernels one call launches, copies included, and their microseconds; 0 where nothing is seen."""
+        """Returns the number of kernels that one call launches, copies included, and their microseconds.
+
+        Both are 0 on a CPU and without a profiler.
+        """
         if not self.gpu:
             return 0, 0.0
         profile = Profile(self.device)
@@ -225,7 +228,7 @@ class Timing:
         return cls(median, lower, upper, captured)
 
     def row(self) -> dict:
-        """As result fields, in microseconds."""
+        """Returns the timing as result fields, in microseconds."""
         quartiles = [round(1e6 * self.lower, 3), round(1e6 * self.upper, 3)]
         return {"us": round(1e6 * self.median, 3), "us_quartiles": quartiles, "captured": self.captured}
 
@@ -283,7 +286,7 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def environment(device: torch.device) -> dict:
-    """What a result depends on besides its own configuration."""
+    """Describes the device, software and commit that results depend on."""
     commit = _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty")
     try:
         import triton

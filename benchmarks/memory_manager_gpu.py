@@ -40,7 +40,7 @@ class Round:
     flag: Tensor
 
     def state(self) -> list[Tensor]:
-        """What a round changes besides page contents."""
+        """Returns the tensors that a round changes besides page contents."""
         held = self.rows.held
         return [held.page_table, *held.counts, held.window_start, held.free_list.ring, held.free_list.state]
 
@@ -48,7 +48,7 @@ class Round:
         compact_step(self.rows.held, self.leaving, *self.thresholds, bounds=self.rows.bounds, flag=self.flag)
 
     def to(self, device: torch.device) -> Round:
-        """A copy of everything on another device."""
+        """Copies everything to another device."""
         rows, held, pool = self.rows, self.rows.held, SimpleNamespace(free_list=FreeList(device))
         pool.pages = held.pages.to(device, copy=True)
         pool.free_list.ring = held.free_list.ring.to(device, copy=True)

@@ -1,4 +1,4 @@
-"""What decoding and prompts are measured with on a GPU: a model of the shape of Llama-3-8B, and all caches."""
+"""Model and caches for the benchmarks of decoding and prompts on a GPU. The model has the shape of Llama-3-8B."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ Makers = dict[str, Callable[[int], Cache]]
 
 
 def build_model(session: Session, tiny: bool) -> PreTrainedModel:
-    """With the usual random weights: wider queries and keys would make 16-bit logits of 32 layers mere noise."""
+    """Builds the model with the usual random weights.
+
+    Wider queries and keys would turn 16-bit logits behind 32 layers into noise.
+    """
     size = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
     size |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
     if tiny:
@@ -69,7 +72,10 @@ def build_model(session: Session, tiny: bool) -> PreTrainedModel:
 
 
 def caches(session: Session, model: PreTrainedModel, names: list[str] | None) -> Makers:
-    """How to make each cache for so many tokens, the most telling first; those without a backend are left out."""
+    """Returns a function from a number of tokens to each cache, by name, the most telling first.
+
+    Caches whose backend is missing are left out.
+    """
     config = model.config
     made: Makers = {
         DEFAULT: lambda tokens: DiffKVCache(config, DIFFKV[DEFAULT]),

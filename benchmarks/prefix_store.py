@@ -63,7 +63,7 @@ def dense_of(model: PreTrainedModel, tensors: dict[str, Tensor]) -> DynamicCache
 
 
 def drop_from_page_cache(folder: Path) -> None:
-    """Has the next read of every file in `folder` go to the disk."""
+    """Drops every file in `folder` from the page cache, so that the next read goes to the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -72,7 +72,13 @@ def drop_from_page_cache(folder: Path) -> None:
 
 
 class Way(NamedTuple):
-    """How a request gets the cache it goes on with; `files` are not to be in the page cache when it does."""
+    """A way for a request to get the cache that it continues.
+
+    Attributes:
+        get: function that returns the cache.
+        sizes: bytes of the prefix, by where they are held.
+        files: folder of files that must not be in the page cache when `get` runs.
+    """
 
     get: Callable[[], Cache]
     sizes: dict[str, int]

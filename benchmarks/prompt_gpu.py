@@ -45,7 +45,7 @@ def inputs(context: int, shape: tuple[int, int, int], dtype: torch.dtype, device
 
 
 def compressed(context: int, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> EarlierTokens:
-    """What is left of one request of `context` tokens, on scattered pages."""
+    """Returns the stored tokens of one request of `context` tokens, on scattered pages."""
     _, heads, dim = shape
     window = min(64, context // 4)
     config = CONFIGS[MIX]

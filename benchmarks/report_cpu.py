@@ -56,7 +56,7 @@ def steps(rows: list[dict]) -> str:
 
 
 def slopes(rows: list[dict]) -> str:
-    """What one more token of context costs, by a line through the medians of batch 1."""
+    """Tabulates the cost of one more token of context, from a line through the medians of batch 1."""
     header = ("model", "threads", "cache", "us per 1,000 tokens of context", "ms at 0", "attention: us per 1,000")
     lines = []
     alone = [row for row in rows if row["batch"] == 1]

@@ -76,7 +76,7 @@ def tables(rows: list[dict]) -> str:
 
 
 def machine(rows: list[dict]) -> str:
-    """What rows were measured with, in a sentence."""
+    """Names the device, software and commits of the rows in a sentence."""
     row = rows[-1]
     runs = dict.fromkeys(f"{one['commit']} ({one['threads']} thread{'s' * (one['threads'] > 1)})" for one in rows)
     return (

@@ -1,4 +1,4 @@
-"""Where requests find their beginnings among many replicas, by simulation of the routing that ships.
+"""Simulates how often requests find their beginnings among many replicas, with the routing that ships.
 
     python benchmarks/routing.py --replicas 1000
 
@@ -28,15 +28,17 @@ PAUSE = 10.0
 
 @dataclass(frozen=True)
 class Case:
-    """What is simulated.
+    """Parameters of one simulation.
 
     Attributes:
-        replicas, routers: how many; a talk's turns come to any router.
-        shared: texts that talks begin with; how often is Zipf's law.
-        turns: of a talk, on average.
-        kept: talks that a replica keeps.
-        random: no routing by beginnings: the shorter of two random queues.
-        added: replicas that come halfway; removed: that go.
+        replicas: number of replicas.
+        routers: number of routers; a talk's turns come to any of them.
+        shared: number of texts that talks begin with, drawn by Zipf's law.
+        turns: mean number of turns of a talk.
+        kept: number of talks that a replica keeps.
+        random: whether to take the shorter of two random queues instead of routing by beginnings.
+        added: number of replicas that come halfway.
+        removed: number of replicas that go halfway.
     """
 
     replicas: int

@@ -66,7 +66,7 @@ class RandomRows:
         return torch.cat([key.float() for key, _ in parts]), torch.cat([value.float() for _, value in parts])
 
     def behind(self, bytes_before: int) -> RandomRows:
-        """The same rows at the end of a pool, with at least so many bytes before them."""
+        """Copies the rows to the end of a new pool, with at least `bytes_before` bytes before them."""
         held, shift = self.held, bytes_before // self.layout.page_bytes + 100
         pages = held.pages.new_full((shift + held.pages.shape[0], self.layout.page_bytes), 0xFF)
         pages[shift:] = held.pages

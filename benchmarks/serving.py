@@ -31,9 +31,14 @@ RANDOM = "llama-2x128"
 
 @dataclass(frozen=True)
 class Case:
-    """What a model is asked. Lengths in tokens: the shortest and the median, twice of which is the longest.
+    """A model and its requests.
 
-    room: requests of the median length whose dense bytes are the budget of all.
+    Attributes:
+        model: name of the model.
+        requests: number of requests.
+        prompt, answer: shortest and median length in tokens. The longest is twice the median.
+        gap: mean seconds between two arrivals.
+        room: number of requests of the median length whose dense bytes are the budget of all engines.
     """
 
     model: str
@@ -59,7 +64,11 @@ CASES = {
 
 
 def model_of(name: str, dtype: torch.dtype) -> PreTrainedModel:
-    """That of one of `CASES`. Raises `FileNotFoundError` where it has not been fetched."""
+    """Loads or builds a model of `CASES`.
+
+    Raises:
+        FileNotFoundError: the model has not been fetched.
+    """
     if name != RANDOM:
         return load_model(name, dtype, 0)
     sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4}

@@ -1,4 +1,4 @@
-"""For the serving benchmark: a trace, and engines on Transformers' pages and on compressed ones at the same bytes."""
+"""Trace and engines of the serving benchmark, on Transformers' pages and on compressed pages of the same bytes."""
 
 from __future__ import annotations
 
@@ -36,10 +36,12 @@ class Request:
 def trace(
     vocabulary: int, requests: int, prompt: tuple[int, int], answer: tuple[int, int], gap: float
 ) -> list[Request]:
-    """Requests as of a chat: exponential gaps, log-normal lengths. Always the same for the same arguments.
+    """Draws requests like those of a chat, with exponential gaps and log-normal lengths.
+
+    The same arguments give the same requests.
 
     Args:
-        vocabulary: of the random tokens.
+        vocabulary: number of ids that random tokens are drawn from.
         prompt, answer: shortest and median length in tokens; the longest is twice the median.
         gap: mean seconds between two arrivals.
     """
@@ -64,16 +66,16 @@ def dense_bytes(model: PreTrainedModel) -> int:
 
 
 def configuration(model: PreTrainedModel, name: str) -> DiffKVConfig:
-    """Of one of `NAMES` but the first."""
+    """Returns the configuration for one of `NAMES`, except the first, which has none."""
     ratio = {"target_ratio": 0.22} if name == NAMES[2] else {}
     return DiffKVConfig.for_model(model, **ratio)
 
 
 def manager(model: PreTrainedModel, name: str, max_bytes: int, longest: int, max_batch_tokens: int) -> Any:
-    """A manager of Transformers that runs on one of `NAMES`, not started.
+    """Returns a manager of Transformers, not started, on the cache `name`, one of `NAMES`.
 
     Args:
-        max_bytes: of all that the cache takes: Transformers' pages; DiffKV's windows, tables and scratch as well.
+        max_bytes: bytes for the whole cache: pages, and for DiffKV also windows, tables and scratch memory.
         longest: tokens of the longest request.
     """
     generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
@@ -90,7 +92,7 @@ def manager(model: PreTrainedModel, name: str, max_bytes: int, longest: int, max
 
 
 def held_bytes(running: Any) -> int:
-    """What the cache of a manager that runs takes at most."""
+    """Returns the peak bytes of a running manager's cache."""
     if hasattr(running, "memory"):
         return running.memory().peak_bytes
     return running.batch_processor.cache.cache_tensor.nbytes

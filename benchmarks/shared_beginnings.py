@@ -51,7 +51,10 @@ class Request:
 
 
 def traffic(vocabulary: int, requests: int, gap: float) -> list[Request]:
-    """The same at every call. Gaps are exponential, of `gap` seconds on average; every second request has a text."""
+    """Draws the same requests at every call.
+
+    Gaps are exponential with a mean of `gap` seconds. Every second request begins with one of the shared texts.
+    """
     rng = random.Random(0)
 
     def tokens(bounds: tuple[int, int]) -> list[int]:

@@ -56,7 +56,7 @@ class Process:
     """A server in a process of its own.
 
     Args:
-        folder: of prefixes, template and log.
+        folder: folder for prefixes, template and log.
     """
 
     def __init__(self, folder: Path, port: int) -> None:
@@ -119,7 +119,7 @@ class Soak:
     """One run.
 
     Args:
-        folder: for all files of the server.
+        folder: folder for all files of the server.
     """
 
     def __init__(self, folder: Path, args: argparse.Namespace, reference: Reference) -> None:

@@ -43,14 +43,15 @@ TRY_LATER = {429, 503}
 
 @dataclass
 class Outcome:
-    """What became of one request. Times in seconds.
+    """Outcome of one request. Times are in seconds.
 
     Attributes:
-        status: of HTTP; None where the client left before there was one, or there was no server.
-        wrong: what should not be, for people; None where all is right.
-        during_restart: whether it was sent then. reached: whether there was a server; else it is to be sent again.
-        compared: whether its text was that of the reference.
-        cut: whether the server ended it before its time, properly.
+        status: HTTP status; None if the client left before there was one, or there was no server.
+        wrong: description of what is wrong; None if all is right.
+        during_restart: whether the request was sent during a restart.
+        reached: whether there was a server. If not, the request is sent again.
+        compared: whether the text was compared with the reference.
+        cut: whether the server properly ended the request early.
     """
 
     kind: str
@@ -225,7 +226,7 @@ class Clients:
 
 
 def _message(answer: httpx.Response) -> str | None:
-    """Of an error in OpenAI's form."""
+    """Returns the message of an error in OpenAI's form, or None if the answer has none."""
     try:
         found = answer.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
@@ -234,7 +235,7 @@ def _message(answer: httpx.Response) -> str | None:
 
 
 def _whole_text(path: str, found: dict[str, Any]) -> tuple[str, str | None]:
-    """The text of a whole answer, and why it ends."""
+    """Returns the text of a whole answer and the reason of its end."""
     if path == RESPONSES:
         text = "".join(part["text"] for item in found["output"] for part in item["content"])
         return text, {"completed": "stop", "incomplete": "length"}.get(found["status"])

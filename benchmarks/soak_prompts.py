@@ -1,4 +1,4 @@
-"""What a soak asks, and what `generate()` answers: prompts of mixed lengths, some of which begin alike or go on."""
+"""Prompts of a soak and the answers of `generate()`. Lengths are mixed, and some prompts share a beginning."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ class Prompt:
     """A question with its answer.
 
     Attributes:
-        chat: whether it is asked as a message; else as it is.
-        prompt_tokens: of it. answer: token ids, as far as was computed, or up to an end of the text.
+        chat: whether the text is sent as a message of a chat, or as a plain prompt.
+        prompt_tokens: number of tokens of the prompt.
+        answer: token ids that were generated, up to an end of the text.
     """
 
     text: str
@@ -40,7 +41,7 @@ class Reference:
         self.ends = {model.generation_config.eos_token_id}
 
     def prompt(self, text: str, chat: bool) -> Prompt | None:
-        """With its answer; None where a choice of tokens is too close."""
+        """Returns a prompt with its answer, or None if the scores of a token's two best candidates are too close."""
         if chat:
             messages = [{"role": "user", "content": text}]
             ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
@@ -54,14 +55,14 @@ class Reference:
         return Prompt(text, chat, len(ids), tuple(found.sequences[0, len(ids) :].tolist()))
 
     def answer(self, prompt: Prompt, new_tokens: int) -> tuple[str, str]:
-        """Text of an answer of at most so many tokens, and why it ends."""
+        """Returns the text of an answer of at most `new_tokens` tokens and the reason of its end."""
         ids = prompt.answer[:new_tokens]
         reason = "stop" if ids[-1] in self.ends else "length"
         return self.tokenizer.decode(ids, skip_special_tokens=True), reason
 
 
 def make_prompts(reference: Reference, count: int, longest: int, rng: random.Random) -> list[Prompt]:
-    """So many questions of up to `longest` characters, a third of them about one of four documents."""
+    """Makes `count` questions of up to about `longest` characters, a third of them about one of four documents."""
     documents = [_facts(rng, longest // 2) for _ in range(4)]
     found: list[Prompt] = []
     while len(found) < count:

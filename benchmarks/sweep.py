@@ -30,7 +30,8 @@ def sweep(
     """Times all settings of one precision in turns; a line each.
 
     Args:
-        case: with its context and window. query: [batch, query_heads, dim].
+        case: result fields of the case, with its context and window.
+        query: [batch, query_heads, dim].
         check: relative error of an output; above `limit` nothing is timed.
     """
     from hf_diffkv.ops.decode_attention.scratch import KernelConfig, Scratch, backend_of

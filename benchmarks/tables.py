@@ -37,7 +37,7 @@ def read(path: Path) -> list[dict]:
 
 
 def measured(rows: list[dict]) -> list[dict]:
-    """Without cases that failed or were left out."""
+    """Returns the rows of cases that neither failed nor were left out."""
     return [row for row in rows if "failed" not in row and "left_out" not in row]
 
 

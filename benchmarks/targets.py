@@ -1,4 +1,4 @@
-"""What is aimed at on an NVIDIA H200, and whether the results reach it."""
+"""Targets for an NVIDIA H200, and whether the results reach them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ CACHES = ("DiffKV balanced", "DiffKV paper")
 
 @dataclass
 class Target:
-    """One aim; it is met where the worst figure reaches it.
+    """One target. It is met if the worst figure reaches it.
 
     Attributes:
-        figures: what was measured, and where.
+        figures: measured figures, each with its case.
     """
 
     what: str
@@ -30,7 +30,7 @@ class Target:
     figures: list[tuple[float, str]] = field(default_factory=list)
 
     def line(self) -> tuple[object, ...]:
-        """As a line of a table with `HEADER`."""
+        """Returns the cells of a table's line with `HEADER`."""
         aim = f"{'at least' if self.at_least else 'at most'} {self.limit:g}"
         if not self.figures:
             return (self.what, aim, None, None, None, 0, "not measured")
@@ -49,7 +49,7 @@ def lines(found: dict[str, list[dict]]) -> list[tuple[object, ...]]:
 
 
 def figures(rows: Iterable[dict], value: Callable[[dict], float | None]) -> list[tuple[float, str]]:
-    """What `value` finds in each row, and the row's case."""
+    """Returns the figure that `value` finds in each row, and the row's case. Rows without a figure are left out."""
     keys = ("model", "cache", "name", "batch", "context")
     pairs = ((value(row), ", ".join(f"{key} {row[key]}" for key in keys if key in row)) for row in rows)
     return [(figure, where) for figure, where in pairs if figure is not None]
@@ -83,12 +83,12 @@ def _case(row: dict) -> tuple:
 
 
 def _over(others: dict[tuple, float]) -> Callable[[dict], float | None]:
-    """How many times as long the others take, in microseconds by case."""
+    """Returns a function from a row to the time of its case in `others`, in microseconds, divided by the row's own."""
     return lambda row: others[_case(row)] / row["us"] if _case(row) in others else None
 
 
 def finish_share(row: dict) -> float | None:
-    """What the second kernel takes of the time of attention; None where they were not seen one by one."""
+    """Returns the second kernel's share of attention time, or None if the kernels were not timed one by one."""
     parts = [row.get(f"{part}_us") for part in ("attend", "finish")]
     return None if None in parts or not sum(parts) else parts[1] / sum(parts)
 

@@ -98,7 +98,7 @@ def measure(session: Session, model: PreTrainedModel, context: int, args: argpar
 
 
 def kernels(session: Session, call: Callable[[], int], layers: int) -> dict:
-    """What the GPU was busy for and how many kernels a layer launches, of one call."""
+    """Counts the kernels of one call per layer and the microseconds that they ran."""
     launches, us = session.kernel_count(call)
     return {} if launches == 0 else {"kernels_us": round(us, 1), "kernels_per_layer": round(launches / layers, 1)}
 

@@ -77,7 +77,7 @@ def make_stages(max_length: int) -> list[Stage]:
 
 @dataclass
 class Curriculum:
-    """Where the run stands: its stage, its clock, and how well it predicts what can be predicted."""
+    """Progress of the run: its stage, its clock, and its accuracy on predictable tokens."""
 
     stages: list[Stage]
     seconds: float

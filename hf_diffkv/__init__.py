@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from .config import DiffKVConfig, Precision
 from .import_hook import register, unregister
+from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import plot, ray, training
     from .cache.diffkv_cache import DiffKVCache
-    from .cache.errors import HandOverError, UnsupportedModelError
+    from .cache.errors import CacheNotUsedError, HandOverError, ModelInUseError, UnsupportedModelError
     from .cache.report import MemoryReport
     from .cache.snapshot import CacheFileError
     from .cache.usage import CacheInUseError
@@ -25,15 +26,16 @@ if TYPE_CHECKING:
     from .prefixes import PrefixStore
     from .store.read import IntegrityError
 
-__version__ = "0.1.0"
 __all__ = [
     "CacheFileError",
     "CacheInUseError",
+    "CacheNotUsedError",
     "DiffKVCache",
     "DiffKVConfig",
     "HandOverError",
     "IntegrityError",
     "MemoryReport",
+    "ModelInUseError",
     "Precision",
     "PrefixStore",
     "UnsupportedModelError",
@@ -53,10 +55,12 @@ __all__ = [
 _LAZY = {
     "CacheFileError": "cache.snapshot",
     "CacheInUseError": "cache.usage",
+    "CacheNotUsedError": "cache.errors",
     "DiffKVCache": "cache.diffkv_cache",
     "HandOverError": "cache.errors",
     "IntegrityError": "store.read",
     "MemoryReport": "cache.report",
+    "ModelInUseError": "cache.errors",
     "PrefixStore": "prefixes",
     "UnsupportedModelError": "cache.errors",
     "keep_queries": "calibration.queries",

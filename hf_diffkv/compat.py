@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, wraps
 from typing import Any
@@ -146,6 +146,15 @@ GENERATE = Feature(
     "model.set_attn_implementation('diffkv')",
     names_of(_GENERATION_MIXIN, _prepare_cache_for_generation="generation_config model_kwargs ..."),
 )
+SETTING_BACK = Feature(
+    "generate() leaves models on the 'diffkv' attention, and does not check that they use the cache they are given; "
+    "call model.set_attn_implementation afterwards",
+    names_of(
+        _GENERATION_MIXIN,
+        generate="inputs ...",
+        _update_model_kwargs_for_generation="outputs model_kwargs ...",
+    ),
+)
 OWN_CACHE = Feature(
     "generate() takes a cache that it made itself for one of the user's, and looks for the end of a text more often",
     names_of(f"{_GENERATION_MIXIN}._prepare_cache_for_generation", "_is_user_defined"),
@@ -253,6 +262,38 @@ def attention_of(model_config: Any) -> str | None:
     return model_config._attn_implementation if ATTENTION.available() else None
 
 
+def is_stock_attention(name: str | None) -> bool:
+    """Whether an attention implementation is Transformers' own, as far as names tell."""
+    return name is not None and (name in ("eager", "sdpa", "flex_attention") or "flash" in name)
+
+
+def attentions_of(model: Any) -> list[tuple[Any, str | None]]:
+    """Every configuration of `model` and of its parts with its attention implementation, parts behind what has them."""
+    owners = (model, *(part for part in model.modules() if hasattr(getattr(part, "config", None), "sub_configs")))
+    found: dict[int, Any] = {}
+    for owner in owners:
+        # the last place counts: a configuration may be another one's part and have been met before
+        for config in _with_parts(owner.config):
+            found.pop(id(config), None)
+            found[id(config)] = config
+    return [(config, attention_of(config)) for config in found.values()]
+
+
+def _with_parts(config: Any) -> Iterator[Any]:
+    yield config
+    for name in config.sub_configs:
+        if getattr(config, name, None) is not None:
+            yield from _with_parts(getattr(config, name))
+
+
+def set_attentions(attentions: list[tuple[Any, str | None]]) -> None:
+    """Sets back what `attentions_of` returned."""
+    if ATTENTION.available():
+        for config, name in attentions:
+            # sets all its parts as well, which come later
+            config._attn_implementation = name
+
+
 def can_switch(model: Any) -> bool:
     """Whether the attention of `model` goes through Transformers' interface; True where that is not known."""
     # a configuration says nothing of it
@@ -287,6 +328,12 @@ def text_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int | N
     mask = model_kwargs.get("attention_mask")
     # newer releases drop a mask without padding before they come here, and note its length
     return getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
+
+
+def is_paused_here(manager: Any) -> bool:
+    """Whether this thread has a manager of continuous batching wait; releases before 5.24 cannot."""
+    asked = getattr(getattr(manager, "background_thread_status", None), "is_pause_requested", None)
+    return asked is not None and asked(local=True)
 
 
 def kept_manager(model: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .cache.diffkv_cache import DiffKVCache
-from .cache.registration import set_attention
+from .cache.switching import set_attention
 from .compat import attention_of, passing
 from .config import DiffKVConfig
 from .evaluation.comparison import Agreement

@@ -71,7 +71,7 @@ class Head:
 
 
 class Rule:
-    """Which level a token earns. This one is DiffKV's: alpha / N, and Algorithm 1."""
+    """Rule for the level of a token. This one is DiffKV's: alpha / N, and Algorithm 1."""
 
     def first(self, alpha_high: float | list[float], alpha_low: float | list[float]) -> tuple:
         """alpha_high and alpha_low before any token, from those of the configuration."""
@@ -341,7 +341,7 @@ class LayerSimulation:
         return torch.where(valid[:, None, None, :, None], probabilities, 0)
 
     def _significance(self, probabilities: Tensor) -> Tensor:
-        """What this forward's queries, or the newest of them, add to the sums, [B, H, S]."""
+        """Returns the attention that this forward's queries, or the newest of them, add to the sums, [B, H, S]."""
         valid, there = self._valid, probabilities.shape[-2]
         missing = valid.shape[1] - there
         probabilities = torch.nn.functional.pad(probabilities, (0, 0, missing, 0))
@@ -366,7 +366,7 @@ class LayerSimulation:
         return torch.arange(seen), torch.arange(seen - new, seen)[:, None]
 
     def _head(self, row: int, head: int) -> Head:
-        """What a rule may know of one row's head, as it is now."""
+        """Returns the current state of one row's head that a rule may know."""
         n = self._count[row]
         later = (n - 1 - self._index[row]).clamp(min=1).to(torch.float32)
         return Head(

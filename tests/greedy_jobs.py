@@ -11,5 +11,5 @@ from hf_diffkv.evaluation.side_by_side import Job
 def greedy_job(
     cache: str, model: Path, turns: list[str], new: int, config: dict, dtype: str = "float32", **fields: Any
 ) -> Job:
-    """On the CPU; new: tokens of each answer at the most."""
+    """Returns a greedy job on the CPU with at most `new` tokens in each answer."""
     return Job(cache, str(model), turns, new, config, dtype, device="cpu", seed=0, sample=False, **fields)

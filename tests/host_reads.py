@@ -50,7 +50,7 @@ def attend_within(
 
 
 class HostReads(TorchDispatchMode):
-    """Within its context, notes every read of a tensor by the host that the package causes. Works on the CPU too."""
+    """Notes every read of a tensor by the host that the package causes within the context, on the CPU too."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()

@@ -17,8 +17,8 @@ class Hub(ThreadingHTTPServer):
     """Repositories of models with one branch, `main`. It serves as long as it is a context.
 
     Attributes:
-        repositories: by id the files of each, by name.
-        private: ids of those that are there with the token only.
+        repositories: content of each repository's files, by id and name.
+        private: ids of repositories that need the token.
         fetched: (id, name) of every file that was sent, in order.
     """
 
@@ -45,7 +45,7 @@ class Hub(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def environment(self, home: Path) -> dict[str, str]:
-        """That of a process that knows no other Hub, and keeps in `home` what it fetches."""
+        """Returns the environment of a process that knows this Hub alone and keeps fetched files in `home`."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
         return {**kept, "HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"}
 

@@ -32,10 +32,10 @@ NO_LAUNCH = {
 
 
 class Launches(HostReads):
-    """Within its context, notes launches and reads, each at its `phase`.
+    """Notes launches and reads within the context, each in its `phase`.
 
-    Every operator counts one but for views and allocations, and every kernel of the package one, whatever the
-    interpreter does for it.
+    Every operator except views and allocations counts as one launch, and so does every kernel of the package, whatever
+    the interpreter does for it.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ class Launches(HostReads):
 
 
 def mark_attention(counter: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has prompts attend by the reference, in the phase "attention", behind which is the phase "after"."""
+    """Makes prompts attend by the reference in the phase "attention", which is followed by the phase "after"."""
     attention = prompt.prefill_attention
 
     def marked(*args: Any, **options: Any) -> Any:

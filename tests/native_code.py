@@ -1,4 +1,4 @@
-"""What the tests of native code share: which instruction sets run here."""
+"""Instruction sets that run here, for the tests of native code."""
 
 from __future__ import annotations
 

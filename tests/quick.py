@@ -1,4 +1,4 @@
-"""Which tests a run takes: `make test` the quick ones, `make test-all` all.
+"""Selection of tests: `make test` takes the quick ones, `make test-all` all.
 
 A test marked `slow` is left out of a quick run; of the cases of one marked `sampled(n)` it takes the first and one in
 about n of the rest, always the same. `--rest I/N` takes part I of N of what a quick run leaves out instead, so that N

@@ -112,7 +112,7 @@ class RepeatedWork:
 
 
 def record_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has launches of Triton's interpreter recorded as one step each."""
+    """Records each launch of Triton's interpreter as one step."""
     from triton.runtime.interpreter import GridExecutor
 
     launch = GridExecutor.__call__

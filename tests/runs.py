@@ -77,7 +77,7 @@ class Run:
         self.ids, self.mask = self.ids[index], self.mask[index]
 
     def on(self, cache: Any) -> Run:
-        """The same history, continued by another cache."""
+        """Returns a copy of the run that continues with another cache."""
         other = copy.copy(self)
         other.cache = cache
         return other
@@ -108,7 +108,7 @@ def assert_equal_contents(actual: DiffKVCache, expected: DiffKVCache) -> None:
 
 
 def assert_close_contents(actual: DiffKVCache, expected: DiffKVCache, tolerance: float = 1e-6) -> None:
-    """The same levels; values and sums up to rounding, where forwards were cut or batched otherwise."""
+    """Compares levels exactly, and values and sums up to the rounding of differently cut or batched forwards."""
     actual.check_integrity()
     assert actual.get_seq_length() == expected.get_seq_length()
     for mine, theirs in zip(contents(actual), contents(expected), strict=True):
@@ -117,7 +117,7 @@ def assert_close_contents(actual: DiffKVCache, expected: DiffKVCache, tolerance:
 
 
 class Captured:
-    """What one layer's attention was given and returned, all forwards joined along the tokens."""
+    """Inputs and output of one layer's attention, with all forwards joined along the tokens."""
 
     # the dimension of the tokens
     TOKENS = {"query": 2, "key": 2, "value": 2, "valid": 1, "output": 2}
@@ -171,7 +171,7 @@ def simulation_of(config: DiffKVConfig, layer: Captured) -> LayerSimulation:
 def empty_simulation(
     config: DiffKVConfig, key: Tensor, alpha_high: float | list[float], alpha_low: float | list[float], **options: Any
 ) -> LayerSimulation:
-    """Of a layer with keys like `key`, [batch, heads, tokens, dim]."""
+    """Returns the simulation of a layer with keys like `key`, [batch, heads, tokens, dim]."""
     batch, heads, _, dim = key.shape
     return LayerSimulation(
         *(batch, heads, dim),

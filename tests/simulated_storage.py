@@ -1,4 +1,4 @@
-"""How the dense simulation holds tokens: rounded to few bits, and turned by a Hadamard matrix with random signs.
+"""Storage of the dense simulation: rounding to few bits, and rotation by a Hadamard matrix with random signs.
 
 It shares no code with the package, as `dense_simulation` does not.
 """
@@ -43,7 +43,7 @@ def quantise(x: Tensor, bits: int, groups: int = 1) -> tuple[Tensor, Tensor, Ten
 
 
 def quantise_narrow(x: Tensor, bits: int, groups: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with scales of 5 bits of mantissa, zero points of 6 bits, in float32; the range always has 0 in it."""
+    """Quantises in float32 with scales of 5 bits of mantissa and zero points of 6 bits; the range includes 0."""
     x = x.to(torch.float32).unflatten(-1, (groups, -1))
     low, high = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
     top = 2**bits - 1
@@ -70,7 +70,7 @@ def decode(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
 
 
 def round_trip(x: Tensor, bits: int, groups: int, dtype: torch.dtype, narrow: bool = False) -> Tensor:
-    """What remains of x after storing it; `dtype` is the model's, which 16 bits stand for. Keeps x's own dtype."""
+    """Returns x after storing it, in its own dtype; 16 bits stand for `dtype`, the model's."""
     if bits == 16:
         return x.to(dtype).to(x.dtype)
     return decode(*(quantise_narrow if narrow and bits <= 6 else quantise)(x, bits, groups)).to(x.dtype)
@@ -79,13 +79,13 @@ def round_trip(x: Tensor, bits: int, groups: int, dtype: torch.dtype, narrow: bo
 def adapted_round_trip(
     x: Tensor, moment: Tensor, bits: int, groups: int, narrow: bool = False, damping: float = 0.1
 ) -> Tensor:
-    """What remains of keys x [n, d] where they are rounded for queries with the sum of q q^T `moment` [d, d].
-
-    Args:
-        damping: of the moment's mean diagonal, added to it.
+    """Returns keys x [n, d] after storing them, rounded for queries with the sum `moment` [d, d] of q q^T.
 
     From the last channel to the first, each takes the code nearest to where the mean of (q . e)^2 would be least if the
     channels before it need not be rounded. A group's least and largest element keep the codes they have by themselves.
+
+    Args:
+        damping: share of the moment's mean diagonal that is added to it.
     """
     codes, scale, zero = (quantise_narrow if narrow and bits <= 6 else quantise)(x, bits, groups)
     parts = x.to(torch.float32).unflatten(-1, (groups, -1))

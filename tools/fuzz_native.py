@@ -36,7 +36,7 @@ TOKENS = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What one cache is drawn to be."""
+    """Randomly drawn parameters of one cache."""
 
     seed: int
     config: DiffKVConfig
@@ -97,7 +97,7 @@ def dense(held: LayerTokens, query: Tensor, scaling: float) -> Tensor:
 
 
 def check(case: Case) -> str | None:
-    """What differs, None where nothing does."""
+    """Returns a description of the first difference, or None if there is none."""
     generator = torch.Generator().manual_seed(case.seed)
 
     def normal(heads: int, tokens: int, dim: int) -> Tensor:

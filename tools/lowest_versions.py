@@ -36,7 +36,7 @@ def lowest_versions(requirements: list[str]) -> dict[str, str]:
 
 
 def dependencies(project: Path = PROJECT) -> list[str]:
-    """What `[project]` requires."""
+    """Returns the requirements of `[project]`."""
     try:
         import tomllib
     except ModuleNotFoundError:

@@ -1,7 +1,8 @@
-"""What the paper's case for different treatment rests on, measured on a model (DiffKV, figures 2, 4 and 5).
+"""Measures on a model what the paper's differentiated compression is based on (DiffKV, figures 2, 4 and 5).
 
-For every layer and KV head: how far significance (mean attention a token receives from later queries, maximum over the
-query heads of the group) and value norms spread over the tokens, and how few tokens hold most of the significance.
+Results are, for every layer and KV head, the spread of significance over the tokens, the spread of value norms, and the
+share of tokens that holds most of the significance. Significance is the mean attention that a token receives from later
+queries, maximised over the query heads of the group.
 
     python benchmarks/quality/attention.py --model smollm2 --output benchmarks/results/quality/attention
 """

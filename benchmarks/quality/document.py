@@ -61,7 +61,7 @@ def _parts(match: re.Match) -> dict[str, list[str] | None]:
 
 
 def records_of(study: str) -> list[Record]:
-    """What a study of some model measured, `MODEL/NAME`."""
+    """Returns the records of a study, `MODEL/NAME`."""
     folder = RESULTS / study
     return read_records([folder / RECORDS_NAME, *sorted(folder.glob(f"{ENVIRONMENTS_NAME}/*/{RECORDS_NAME}"))])
 

@@ -1,4 +1,4 @@
-"""What keys and values turned by the eigenvectors of each head's moments would gain, at equal bytes, in the real cache.
+"""Measures the gain from rotating keys and values by the eigenvectors of each head's moments, at equal bytes.
 
 A fixed orthogonal matrix for each layer and KV head is put around `DiffKVCache`: keys, values and queries are turned
 before it and outputs behind it, so that the model computes what it did and its reference is the same. The cache then
@@ -53,7 +53,7 @@ class Turn:
 
 
 def eigenvectors(moments: Sequence[Tensor]) -> list[Tensor]:
-    """Those of the largest eigenvalues first, as columns."""
+    """Returns the eigenvectors of each moment as columns, by falling eigenvalue."""
     return [torch.linalg.eigh(moment.double())[1].flip(-1).float() for moment in moments]
 
 
@@ -64,7 +64,10 @@ def random_matrices(moments: Sequence[Tensor], seed: int) -> list[Tensor]:
 
 @torch.no_grad()
 def second_moments(model: Any, tokenizer: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Of centred keys and of values behind the first tokens, over the prompts of the calibration."""
+    """Returns each layer's second moments of centred keys and of values, [heads, head_dim, head_dim].
+
+    They are means over the prompts of the calibration, without the first `SINKS` tokens.
+    """
     layers = model.config.num_hidden_layers
     found: list[list[Tensor]] = [[], []]
     for document in tqdm(documents_for(tokenizer), desc="moments"):

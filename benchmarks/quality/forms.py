@@ -1,9 +1,8 @@
-"""What else was tried to lose less at the same bits: forms of keys and values, levels and rounding, simulated.
+"""Simulates alternatives at the same bits: other transforms of keys and values, other levels, and other rounding.
 
-The dense cache runs a prompt; then its keys and values are overwritten with quantised and decoded ones, rotated and
-keys centred, the first 4 and the last 32 tokens excepted, and the documents of the dictionary and text tasks go on from
-there.
-Scales and zero points are not rounded. Nothing of the library's storage takes part.
+The dense cache runs a prompt. Its keys and values are then rotated, the keys centred, and all but the first 4 and the
+last 32 tokens replaced by their quantised values. The documents of the dictionary and text tasks continue from there.
+Scales and zero points are not rounded. The library's storage takes no part.
 
     python benchmarks/quality/forms.py --model smollm2 --output benchmarks/results/quality/smollm2/forms
 """
@@ -57,7 +56,7 @@ def fed_back(x: Tensor, bits: int, groups: int, weight: Tensor) -> Tensor:
 
 
 def clipped(x: Tensor, bits: int, groups: int, weight: Tensor) -> Tensor:
-    """Of six ranges about the middle, down to 70 %, the one of the least square error."""
+    """Quantises each group in the range of the least squared error out of six about the middle, down to 70 %."""
     parts = x.unflatten(-1, (groups, -1))
     low, high = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
     best, least = parts, torch.full_like(low, torch.inf)
@@ -70,7 +69,7 @@ def clipped(x: Tensor, bits: int, groups: int, weight: Tensor) -> Tensor:
 
 
 def gaussian(x: Tensor, bits: int, groups: int, weight: Tensor) -> Tensor:
-    """Levels of the least square error for normal numbers (Lloyd, Max), with the scale of the least square error."""
+    """Quantises with the levels of the least squared error for normal numbers (Lloyd, Max), scaled likewise."""
     parts = x.unflatten(-1, (groups, -1))
     levels = _gaussian_levels(bits)
     scale = parts.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-9)

@@ -115,7 +115,7 @@ def _submitted(results: Path) -> list[tuple[str, Submission]]:
 
 
 def _today(method: str, study: str) -> str:
-    """What an older study's preset is called since presets differ by head."""
+    """Returns the current name of an older study's method, whose presets had one precision for all heads."""
     return f"{method}+head_precisions=null" if study not in BY_HEAD and PRESET.fullmatch(method) else method
 
 

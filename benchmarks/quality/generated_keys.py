@@ -1,4 +1,4 @@
-"""What rounding generated keys for queries does to facts that were written, not read: recall behind long generations.
+"""Measures how rounding generated keys by query moments affects recall of facts in long generations.
 
 The first tokens of a document are a prompt; all others, questions and answers of `turns` included, are fed one at a
 time, as a model writes them, so that their keys leave the window one by one. Each preset runs with the moments of the

@@ -49,7 +49,7 @@ class Levels:
     by: str = "significance"
 
     def token_bytes(self, head_dim: int) -> float:
-        """What narrow pages take per token, with sum and position where tokens rank."""
+        """Returns the bytes of a token on narrow pages, with its sum and position if tokens are ranked."""
         numbers = {"metadata_bits": 16} if len(self.shares) > 1 else UNIFORM_NUMBERS
         found = 0.0
         for share, name in self.shares:
@@ -171,7 +171,7 @@ def write(
     """Measures configurations on documents of all tasks, writes a record of each, and prints them as a table.
 
     Args:
-        about: what a configuration is called, given it and head_dim; the first columns of its row.
+        about: function of a configuration and head_dim that returns the first columns of its row, by title.
     """
     _, tokenizer = load_config(options.model)
     model = load_model(options.model, device="cpu")

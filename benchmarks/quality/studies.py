@@ -22,8 +22,10 @@ class Study:
     """One question.
 
     Attributes:
-        methods, tasks: as on the command line.
-        documents, length, max_new_tokens: how many, tokens of a prompt, tokens to generate; None takes the task's own.
+        methods, tasks: arguments of the command line's options of these names.
+        documents: number of documents; None takes the task's own.
+        length: tokens of a prompt; None takes the task's own.
+        max_new_tokens: tokens to generate; None takes the task's own.
     """
 
     methods: tuple[str, ...]

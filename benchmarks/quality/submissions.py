@@ -20,10 +20,10 @@ NEEDED = ("python", "torch", "transformers", "device", "commit")
 
 
 def read_submission(path: Path) -> Submission:
-    """What `write_submission` wrote.
+    """Reads a file that `write_submission` wrote.
 
     Raises:
-        EvaluationError: not such a file; the message names the field.
+        EvaluationError: the file is no such file. The message names the field.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -28,7 +28,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleTy
 
 @pytest.fixture
 def documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType, str, Callable], str]:
-    """Has a report written between its marks in a document; what stands there then."""
+    """Function that has a script write its report between the marks of a document, and returns the document's text."""
 
     def report(module: ModuleType, mark: str, write: Callable[[], None]) -> str:
         document = tmp_path / "document.md"

@@ -16,7 +16,7 @@ EVENT_US, OPERATOR_US = 1000, 1
 
 
 class FakeGpu:
-    """What the benchmarks see of a GPU.
+    """A GPU as benchmarks see it.
 
     Its clock is no clock of the host: replays do nothing, so the host would time noise.
 
@@ -24,7 +24,7 @@ class FakeGpu:
         free: bytes of memory that are free.
         clock_us: microseconds since the start, see `EVENT_US` and `OPERATOR_US`.
         kernels: microseconds of each kernel that the profiler sees from its start to its stop.
-        replayed: the number of every graph that was replayed, in order.
+        replayed: number of every graph that was replayed, in order.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, measure: ModuleType) -> None:
@@ -115,5 +115,5 @@ class Event:
 
 
 def fake_gpu(patch: pytest.MonkeyPatch, load: Callable[[str], ModuleType]) -> FakeGpu:
-    """To be called before a benchmark runs."""
+    """Fakes a GPU. It must be called before a benchmark runs."""
     return FakeGpu(patch, load("measure"))

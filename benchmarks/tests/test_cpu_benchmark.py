@@ -42,7 +42,7 @@ def test_all_caches_in_turns(script, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_filled_cache_holds_the_given_keys(script) -> None:
-    """In a cache that loses nothing they come back, and the next step sees them."""
+    """Reads the keys back from a cache that loses nothing, and has the next step attend to them."""
     module = script("cpu_caches")
     model = module.load_model("tiny-lm", torch.float32, layers=1)
     tokens = module.Tokens.draw(model, 2, 100)

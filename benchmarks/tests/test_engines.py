@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Of one request: query [query_heads, dim], key and value [tokens, heads, dim]."""
+    """Computes attention of one request: query [query_heads, dim], key and value [tokens, heads, dim]."""
     group = query.shape[0] // key.shape[1]
     key, value = (tensor.to(query.dtype).repeat_interleave(group, dim=1) for tensor in (key, value))
     weights = torch.softmax(torch.einsum("hd,nhd->hn", query, key) * query.shape[1] ** -0.5, dim=1)
@@ -20,7 +20,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 class Wrapper:
-    """FlashInfer's, over pages [pages, heads, tokens, dim]."""
+    """Stands for FlashInfer's wrapper, over pages [pages, heads, tokens, dim]."""
 
     def __init__(self, workspace: Tensor, layout: str, use_tensor_cores: bool) -> None:
         assert layout == "HND" and workspace.dtype == torch.uint8 and use_tensor_cores

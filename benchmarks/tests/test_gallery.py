@@ -82,7 +82,7 @@ def test_a_submitted_record_appears(gallery: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("width, scheme", [(390, "dark"), (1280, "light")])
 @pytest.mark.sampled(100)
 def test_the_page_in_a_browser(width: int, scheme: str) -> None:
-    """From a file: filtered, sorted and drawn, nothing beyond the side."""
+    """Opens the page from a file, filters, sorts and draws, and checks that nothing lies beyond the window's edge."""
     with launched() as browser:
         page = browser.new_page(viewport={"width": width, "height": 844}, color_scheme=scheme)
         complaints: list[str] = []

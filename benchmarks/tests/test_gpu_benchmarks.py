@@ -184,7 +184,7 @@ def test_a_lossy_cache_is_not_timed(script, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_lean_attention_is_the_models_own(script) -> None:
-    """Of a prompt and of steps, by the logits of a model with groups."""
+    """Compares the logits of a prompt and of steps of a model with grouped queries."""
     lean = script("lean")
     lean.register()
     model = tiny_model("llama")

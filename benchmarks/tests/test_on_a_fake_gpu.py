@@ -1,4 +1,4 @@
-"""What the benchmarks do on a GPU only: graphs, turns, profiles, memory that does not suffice, and targets."""
+"""Behaviour of benchmarks on a GPU only: graphs, turns, profiles, memory that does not suffice, and targets."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_memory_that_does_not_suffice(script, monkeypatch: pytest.MonkeyPatch, t
 
 @pytest.mark.slow
 def test_no_memory_for_both(script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where dense and compressed do not fit together, dense keys and values go once they are measured."""
+    """Frees dense keys and values after their measurement if the compressed ones do not fit beside them."""
     gpu = fake_gpu(monkeypatch, script)
     module = script("attention_gpu")
     measure_dense = module.measure_dense

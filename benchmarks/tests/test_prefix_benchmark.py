@@ -32,7 +32,7 @@ def test_all_ways_in_turns(script, tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_store_that_gives_something_else_is_not_timed(
     script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lookup(store: PrefixStore, ids: torch.Tensor) -> DiffKVCache:
+    def lookup(store: PrefixStore, ids: torch.Tensor, content: object = None) -> DiffKVCache:
         return DiffKVCache(store.model.config, alpha_high=1e9)
 
     module = script("prefix_store")

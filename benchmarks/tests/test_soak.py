@@ -59,14 +59,14 @@ def test_what_is_lost_is_found(script, tmp_path: Path) -> None:
 
 
 class Said:
-    """In the place of the reference: what it says of every prompt."""
+    """Stands for the reference, with one answer to every prompt."""
 
     def answer(self, prompt: Any, new_tokens: int) -> tuple[str, str]:
         return "5305", "length"
 
 
 def sent(script, answer: Any, way: str, restarting: bool = False) -> Any:
-    """What a client makes of the answers to a prompt."""
+    """Sends a prompt in `way` and returns the client's outcome, given the server's answers."""
 
     async def send() -> Any:
         prompt = script("soak_prompts").Prompt("a", False, 1, (5,))

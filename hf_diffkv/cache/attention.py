@@ -136,6 +136,7 @@ def diffkv_attention(
             shown, valid, mask = split_mask(attention_mask, layer, key.shape[2])
             output = layer.attend(query, softmax, valid, mask, shown)
             layer.expect(attention_mask)
+        layer.stores.layer_done(layer.is_last)
         if torch.is_grad_enabled():
             output = _NoGradient.apply(output, query, key, value)
     return output.transpose(1, 2).contiguous(), None
@@ -267,12 +268,15 @@ def attend_at(
     if layer.stores.capturing:
         return layer.attend_captured(query, key, value, mask, softmax).contiguous()
     if reads:
-        return layer.read(query, key, mask, softmax).contiguous()
-    if layer.pending is None:  # else it was announced outside of the graph
-        layer.update(key, value)
-    shown, valid, among = split_mask(mask, layer, key.shape[2])
-    output = layer.attend(query, softmax, valid, among, shown).contiguous()
-    layer.expect(mask)
+        output = layer.read(query, key, mask, softmax).contiguous()
+    else:
+        if layer.pending is None:  # else it was announced outside of the graph
+            layer.update(key, value)
+        shown, valid, among = split_mask(mask, layer, key.shape[2])
+        output = layer.attend(query, softmax, valid, among, shown).contiguous()
+        layer.expect(mask)
+    if not layer.stores.beside_others:  # else those have their tokens when the graph has run
+        layer.stores.layer_done(layer.is_last)
     return output
 
 

@@ -5,16 +5,21 @@ The engine that does is a distribution of its own, hf-diffkv-serving.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from transformers.generation.utils import GenerationMixin
 
-from ..compat import BATCHING_BY_NAME, Wrapped, kept_manager
+from ..compat import BATCHING_BY_NAME, Wrapped, is_paused_here, kept_manager
 from ..extras import beside
 from ..import_hook import NAME
+from .errors import ModelInUseError
+from .switching import needs_diffkv
 
 _wrapped = Wrapped()
+# managers by their model
+_made: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 
 
 def register() -> None:
@@ -28,15 +33,44 @@ def unregister() -> None:
     _wrapped.undo()
 
 
+def check_no_manager(model: Any) -> None:
+    """Raises `ModelInUseError` while continuous batching runs on `model`, unless this thread has paused it."""
+    managers = [manager for manager in (kept_manager(model), *_made.get(model, ())) if manager is not None]
+    for manager in managers:
+        # one that replaces layers of the model does so while it is paused as well
+        lent = is_paused_here(manager) and not getattr(manager, "replaces_layers", False)
+        if manager.is_running() and not lent:
+            raise ModelInUseError(
+                f"continuous batching runs on this {type(model).__name__}, whose attention generate() would have to "
+                "change under its requests; give it the prompt (generate_batch, manager.add_request), "
+                "call manager.stop() first, or load the model a second time."
+            )
+
+
+def check_no_call(model: Any) -> None:
+    """Raises `ModelInUseError` while a `generate()` call with a `DiffKVCache` runs on `model`."""
+    if needs_diffkv(model):
+        raise ModelInUseError(
+            f"a generate() call with a DiffKVCache runs on this {type(model).__name__}, and continuous batching would "
+            "change its attention; start it when the call has returned, or load the model a second time."
+        )
+
+
 def _wrap(original: Callable) -> Callable:
     def init(self: Any, generation_config: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not _wrapped.originals:
+            return original(self, generation_config, *args, **kwargs)
+        check_no_call(self)
         chosen = self.generation_config if generation_config is None else generation_config
         # a manager that was kept is used again, whatever is asked for
         kept = kept_manager(self) is not None
-        if not _wrapped.originals or kept or getattr(chosen, "cache_implementation", None) != NAME:
-            return original(self, generation_config, *args, **kwargs)
-        # what it relies on is private to Transformers, and need not be there for anything else
-        manager = beside("hf_diffkv_serving.batching.manager", "serve")
-        return manager.make_manager(self, chosen, *args, **kwargs)
+        if kept or getattr(chosen, "cache_implementation", None) != NAME:
+            manager = original(self, generation_config, *args, **kwargs)
+        else:
+            # what it relies on is private to Transformers, and need not be there for anything else
+            batching = beside("hf_diffkv_serving.batching.manager", "serve")
+            manager = batching.make_manager(self, chosen, *args, **kwargs)
+        _made.setdefault(self, weakref.WeakSet()).add(manager)
+        return manager
 
     return init

@@ -90,6 +90,20 @@ def error_kind(error: Exception) -> str:
     return "ValueError" if isinstance(error, ValueError) else "RuntimeError"
 
 
+def main_device(model: Any) -> torch.device:
+    """Where layers run that `layer_devices` does not name. Weights that are offloaded stand on the meta device."""
+    device_map = getattr(model, "hf_device_map", None) or {}
+    running = [device for device in device_map.values() if device not in ("cpu", "disk")]
+    if running:
+        return _actual(running[0])
+    if model.device.type != "meta":
+        return model.device
+    hooks = [getattr(module, "_hf_hook", None) for module in model.modules()]
+    hooks = [each for hook in hooks for each in getattr(hook, "hooks", (hook,))]
+    devices = (getattr(hook, "execution_device", None) for hook in hooks)
+    return _actual(next((device for device in devices if device is not None), "cpu"))
+
+
 def layer_devices(model: Any) -> dict[int, torch.device]:
     """Where each layer of the decoder runs; empty unless a `device_map` put the model on several devices."""
     device_map = getattr(model, "hf_device_map", None) or {}

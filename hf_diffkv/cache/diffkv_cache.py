@@ -13,27 +13,30 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from ..compat import attention_of, is_stock_attention
 from ..config.diffkv_config import DiffKVConfig, configuration_of
 from ..store import check_integrity, commit, fork_store, levels, move_rows, prepare_rows, read_tokens, settle
 from ..store.query_moments import moments_for
-from .devices import TensorParallel, are_apart, layer_devices
-from .errors import HandOverError, stopped_halfway
+from .devices import TensorParallel, are_apart, layer_devices, main_device
+from .errors import HandOverError
 from .held_tokens import HeldTokens
 from .io import load_cache, save_cache
 from .layer import DiffKVLayer, LayerPart
+from .other_layers import OtherStates, check_croppable, check_lengths, has_states
 from .report import MemoryReport, in_short, memory_report
+from .resolve import config_of, resolve_config
 from .snapshot import model_fingerprint
-from .stores import Stores
+from .stores import Stores, between_forwards, reports
 from .supported_models import cache_layers, check_attention, check_model_config, shared_layers
 from .usage import Usage
 
 
-class DiffKVCache(Cache):
+class DiffKVCache(OtherStates, Cache):
     """A cache that keeps important tokens at high precision, others at low precision, and prunes the rest.
 
-    Works with models whose attention implementation is `"diffkv"`; `generate()` switches a model by itself, elsewhere
-    call `model.set_attn_implementation("diffkv")`. Layers that are not plain full attention (sliding window, linear)
-    keep Transformers' own layers.
+    Works with models whose attention implementation is `"diffkv"`; `generate()` switches a model and sets it back,
+    elsewhere call `model.set_attn_implementation("diffkv")`. Layers that are not plain full attention (sliding window,
+    linear) keep Transformers' own layers.
 
     Args:
         model_config: the model's `PretrainedConfig`, or the model itself; `config=` takes it as `DynamicCache` does.
@@ -73,9 +76,11 @@ class DiffKVCache(Cache):
         self.usage = Usage()
         self.held_tokens = HeldTokens()
         self._compressed_layers = compressed
+        self._first_compressed = compressed[0] if compressed else -1
         for layer_idx, layer in self._new_layers().items():
             layers[layer_idx] = layer
         super().__init__(layers=layers)
+        self._note_layers()
         self._find_moments(model)
 
     def _new_layers(self) -> dict[int, DiffKVLayer]:
@@ -83,8 +88,17 @@ class DiffKVCache(Cache):
         made = {}
         for index, layer_idx in enumerate(self._compressed_layers):
             groups = [place for place, group in enumerate(self.stores.groups) if group.layer == index]
-            made[layer_idx] = DiffKVLayer(self.stores, groups, len(self._readers.get(layer_idx, ())))
+            made[layer_idx] = DiffKVLayer(self.stores, groups, layer_idx, len(self._readers.get(layer_idx, ())))
         return made
+
+    def _note_layers(self) -> None:
+        """Finds out where a forward ends."""
+        here = [i for i, layer in enumerate(self.layers) if getattr(layer, "index", None) not in self.stores.absent]
+        compressed = self.compressed_layers()
+        self._last_layer = max(here, default=0)
+        self.stores.beside_others = len(compressed) < len(self.layers)
+        for layer_idx in compressed:
+            self.layers[layer_idx].is_last = layer_idx == self._last_layer
 
     def _find_moments(self, model: Any) -> None:
         """Looks for the moments of the model's queries, unless nothing is rounded by them or they are there.
@@ -103,8 +117,8 @@ class DiffKVCache(Cache):
         """Takes a layer's new keys and values, [batch, heads, tokens, head_dim] each.
 
         Raises:
-            HandOverError: what an earlier `update` announced never reached the `diffkv` attention function, or an
-                earlier forward stopped halfway.
+            HandOverError: what an earlier `update` announced never reached the `diffkv` attention function, an earlier
+                forward stopped halfway, or the model that `generate()` filled this cache with has another attention.
         """
         self._check_picked_up()
         layer = self.layers[layer_idx]
@@ -112,16 +126,29 @@ class DiffKVCache(Cache):
             self.stores.check_read()
         # else the host learns nothing of this forward
         told = not (torch.compiler.is_compiling() or self.stores.capturing)
+        if told and layer_idx <= self._first_compressed:
+            self._check_switched()
         if isinstance(layer, DiffKVLayer) and layer.index == 0 and told:
-            self._check_stock_layers(layer_idx, layer.seen, key_states.shape[2])
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            check_lengths(self.layers, layer_idx, layer.seen, key_states.shape[2])
+        if isinstance(layer, DiffKVLayer) or not told:
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        comes_once = not has_states(layer)
+        self.stores.turns.reach(layer_idx, comes_once)
+        returned = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        # else the forward ends with its thread's next one, or when its thread is seen outside of it
+        self.stores.layer_done(comes_once and layer_idx == self._last_layer)
+        return returned
 
-    def _check_stock_layers(self, layer_idx: int, seen: int, tokens: int) -> None:
-        """Raises unless Transformers' own layers stand where the first compressed one is, before its `tokens` come."""
-        for index, layer in enumerate(self.layers):
-            expected = seen + tokens if index < layer_idx else seen
-            if hasattr(layer, "sliding_window") and layer.get_seq_length() != expected:
-                raise stopped_halfway()
+    def _check_switched(self) -> None:
+        """Raises `HandOverError` before anything has changed where the cache's model has an attention of others."""
+        model = self.usage.model
+        name = None if model is None else attention_of(model.config.get_text_config(decoder=True))
+        if is_stock_attention(name):
+            raise HandOverError(
+                f"{type(model).__name__} has the attention {name!r}, which cannot use a DiffKVCache: generate() sets "
+                'attention back when it returns. Call model.set_attn_implementation("diffkv") before you call the '
+                "model yourself; the cache is as it was."
+            )
 
     def check_handover(self) -> None:
         """Raises `HandOverError` if announced keys and values were not picked up by all attention functions."""
@@ -132,8 +159,9 @@ class DiffKVCache(Cache):
         if self.stores.pending is not None:
             raise HandOverError(
                 f"layer {self._layer_of(self.stores.pending)} gave keys and values to DiffKVCache but its "
-                'attention function never picked them up. Call model.set_attn_implementation("diffkv") (generate() '
-                "does it by itself); if that is done, this model changes keys or values after caching them and cannot "
+                'attention function never picked them up. Call model.set_attn_implementation("diffkv") before you call '
+                "the model yourself (generate() sets attention back when it returns); if that is done, this "
+                "model changes keys or values after caching them and cannot "
                 "use DiffKVCache. Call cache.reset() before using this cache again."
             )
 
@@ -147,6 +175,7 @@ class DiffKVCache(Cache):
                 "DiffKVCache(model.config)."
             )
 
+    @between_forwards
     def attach(self, model: Any) -> None:
         """Tells the cache over which devices and processes `model` is spread.
 
@@ -168,6 +197,7 @@ class DiffKVCache(Cache):
                 self.stores.kept_dense.update(part.index for part in layer.parts)
                 self.layers[layer_idx] = DynamicLayer()
         self.stores.attach(model, [self._layer_of(index) for index in range(self.stores.num_layers)])
+        self._note_layers()
         self._find_moments(model)
 
     def compressed_layers(self) -> list[int]:
@@ -182,12 +212,13 @@ class DiffKVCache(Cache):
         """Index in the model of the layer that has a group of heads."""
         return self._compressed_layers[self.stores.groups[index].layer]
 
+    @reports
     def memory(self) -> MemoryReport:
         """What the cache holds, in bytes and tokens; under tensor parallelism, of this rank's heads."""
-        self._check_idle()
         return memory_report(self)
 
-    def levels(self, layer_idx: int) -> Tensor:
+    @reports
+    def levels(self, layer_idx: int | None = None) -> Tensor:
         """int8 [batch, kv_heads, seen]: -1 padding, 0 pruned, 1 low, 2 high, 3 window, sinks included.
 
         Under tensor parallelism, here and below, kv_heads are those of this rank.
@@ -195,7 +226,8 @@ class DiffKVCache(Cache):
         layer = self._filled_layer(layer_idx)
         return layer.together([levels(part.store, part.slot) for part in layer.parts])
 
-    def dequantize(self, layer_idx: int) -> tuple[Tensor, Tensor, Tensor]:
+    @reports
+    def dequantize(self, layer_idx: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """keys and values [batch, kv_heads, seen, head_dim] (float32) and bool [batch, kv_heads, seen]: what is stored.
 
         Entries that are not stored are zero.
@@ -205,7 +237,8 @@ class DiffKVCache(Cache):
         keys, values, mask = map(layer.together, zip(*((each.keys, each.values, each.mask) for each in tokens)))
         return keys, values, mask
 
-    def significance(self, layer_idx: int) -> Tensor:
+    @reports
+    def significance(self, layer_idx: int | None = None) -> Tensor:
         """float32 [batch, kv_heads, seen]: the sum of attention each stored token received from later queries.
 
         NaN for heads that have a precision beside others whose tokens are chosen.
@@ -224,20 +257,19 @@ class DiffKVCache(Cache):
         parts = [score if store.layout.selects else torch.full_like(score, torch.nan) for store, score in scores]
         return layer.together(parts)
 
+    @between_forwards
     def check_integrity(self) -> None:
         """Every page owned once, counts and tables agree; raises `IntegrityError` otherwise."""
         for store in self.stores.all:
             check_integrity(store)
 
-    def _check_idle(self) -> None:
-        if self.stores.awaited is not None:
-            raise HandOverError("a forward is under way; look at the cache when it has returned.")
-
-    def _filled_layer(self, layer_idx: int) -> Any:
+    def _filled_layer(self, layer_idx: int | None) -> Any:
         """A compressed layer that holds something. Raises `ValueError` where it is no such layer."""
-        self._check_idle()
         if not isinstance(layer_idx, Integral):
-            raise ValueError(f"layer_idx={layer_idx!r} must be an integer.")
+            raise ValueError(
+                f"layer_idx={layer_idx!r} must be an integer: pass the layer, one of compressed_layers(), which are "
+                f"{self.compressed_layers()}."
+            )
         if not -len(self.layers) <= layer_idx < len(self.layers):
             raise ValueError(f"layer_idx={layer_idx} does not exist: this cache has {len(self.layers)} layers.")
         layer = self.layers[layer_idx]
@@ -259,7 +291,6 @@ class DiffKVCache(Cache):
         """
         if model is not None and self.model_fingerprint != model_fingerprint(config_of(model)):
             raise ValueError("the configuration of model is not the one this cache was made for; pass its own model.")
-        self.check_handover()
         save_cache(self, save_directory, model)
 
     @classmethod
@@ -291,8 +322,9 @@ class DiffKVCache(Cache):
                 f"device={device} is given beside a model, whose layers say where the cache goes; leave it."
             )
         parallel, devices = TensorParallel.of(model), layer_devices(model)
-        return load_cache(cls, save_directory, model, parallel, devices, model.device)
+        return load_cache(cls, save_directory, model, parallel, devices, main_device(model))
 
+    @between_forwards
     def fork(self, n: int) -> list[DiffKVCache]:
         """`n` caches that continue from the same tokens and share this one's memory until they change.
 
@@ -301,22 +333,41 @@ class DiffKVCache(Cache):
 
         Raises:
             ValueError: n below 1, or tokens that may still be taken back (call `crop(0)`).
+            CacheInUseError: another thread's `generate()` is using the cache.
         """
         if not isinstance(n, Integral) or n < 1:
             raise ValueError(f"n={n!r} must be an integer of at least 1.")
+        self.usage.check_idle()
         self.check_handover()
         self.stores.check_complete()
         return [self._twin() for _ in range(n)]
 
     def _twin(self) -> DiffKVCache:
-        twin = object.__new__(type(self))
         stores = [fork_store(store) for store in self.stores.all]
-        memo = {id(store): fork for store, fork in zip(self.stores.all, stores)}
+        return self.__deepcopy__({id(store): fork for store, fork in zip(self.stores.all, stores)})
+
+    @between_forwards
+    def __deepcopy__(self, memo: dict) -> DiffKVCache:
+        twin = memo[id(self)] = object.__new__(type(self))
         twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         return twin
 
     def reset(self) -> None:
         """Empties the cache and gives its memory back."""
+        # also after an error within a forward, which does not go on
+        with self.stores.between_forwards(whatever_runs=True):
+            self._forget_tokens()
+            self.usage.clear()
+
+    @between_forwards
+    def start_over(self) -> None:
+        """Forgets the tokens within a `generate()` call, which goes on and computes all of them anew."""
+        recording = self.stores.recording
+        self._forget_tokens()
+        if recording:
+            self.activate_past_recording()
+
+    def _forget_tokens(self) -> None:
         super().reset()
         for layer in self.layers:
             if hasattr(layer, "record_past"):
@@ -326,7 +377,6 @@ class DiffKVCache(Cache):
                 layer.keys = layer.values = None
                 layer.is_initialized = False
         self.stores.clear()
-        self.usage.clear()
         self.held_tokens.clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -349,6 +399,7 @@ class DiffKVCache(Cache):
             raise ValueError(f"indices={indices.tolist()}: this cache holds {self.batch_size} sequences.") from error
         self._select(index, lambda layer: layer.batch_select_indices(indices))
 
+    @between_forwards
     def _select(self, index: Tensor, stock: Any) -> None:
         self.check_handover()
         if self.stores.all:
@@ -366,6 +417,7 @@ class DiffKVCache(Cache):
                 stock(layer)
         self.held_tokens.select(index, self.get_seq_length())
 
+    @between_forwards
     def activate_past_recording(self) -> None:
         """From now on new tokens can be taken back by `crop`, which must follow every forward.
 
@@ -377,6 +429,7 @@ class DiffKVCache(Cache):
             settle(store)
             store.recording = True
 
+    @between_forwards
     def crop(self, tokens_to_remove: int) -> None:
         """Takes the last tokens back: levels, significance and pages become as if they had never been seen.
 
@@ -395,7 +448,7 @@ class DiffKVCache(Cache):
             raise ValueError(f"tokens_to_remove={tokens_to_remove} must be 0 or negative: minus the tokens to remove.")
         self.check_handover()
         for layer in self.layers:
-            _check_croppable(layer, tokens_to_remove)
+            check_croppable(layer, tokens_to_remove)
         seen = self.get_seq_length()
         try:
             with self.stores.in_step():
@@ -427,45 +480,9 @@ class DiffKVCache(Cache):
         )
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({in_short(self)})"
-
-
-def _check_croppable(layer: Any, tokens_to_remove: int) -> None:
-    """Raises `ValueError` if a layer of Transformers' own has dropped what `crop` would have to bring back."""
-    if tokens_to_remove == 0 or getattr(layer, "record_past", True):
-        return
-    if not hasattr(layer, "sliding_window") or layer.get_seq_length() >= layer.sliding_window:
-        raise ValueError(
-            f"cannot remove {-tokens_to_remove} tokens: a {type(layer).__name__} keeps only what the next token needs. "
-            "Call activate_past_recording() before the forward whose tokens may be rejected (generate() does), or keep "
-            "a copy.deepcopy of the cache."
-        )
-
-
-def config_of(model: Any) -> Any:
-    """The configuration of `model`. Raises `ValueError` where it is not a model."""
-    model_config = configuration_of(model)
-    if model_config is model or not hasattr(model_config, "get_text_config"):
-        raise ValueError(f"model is a {type(model).__name__}; pass the model itself, not its configuration or name.")
-    return model_config
-
-
-def resolve_config(model: Any, config: DiffKVConfig | Mapping | str | None, fields: dict[str, Any]) -> DiffKVConfig:
-    """`config`, or what suits the model, with single fields on top. Raises `ValueError` as `DiffKVConfig` does.
-
-    Args:
-        model: the model or its configuration.
-        config: a configuration, fields of one, or the name of a preset.
-    """
-    if isinstance(config, str):
-        config = {"preset": config}
-    if isinstance(config, Mapping):
-        fields, config = {**config, **fields}, None
-    if config is not None and not isinstance(config, DiffKVConfig):
-        raise ValueError(f"config={config!r} must be a DiffKVConfig, a dict of its fields, or a preset's name.")
-    if config is None:
-        return DiffKVConfig.for_model(model, **fields)
-    for name in ("preset", "target_ratio"):
-        if name in fields:
-            raise ValueError(f"{name} chooses a configuration; leave it out, or give no config beside it.")
-    return DiffKVConfig.from_dict({**config.to_dict(), **fields}) if fields else config
+        try:
+            with self.stores.between_forwards():
+                return f"{type(self).__name__}({in_short(self)})"
+        except HandOverError:
+            # within a forward of this thread: what the host knows so far
+            return f"{type(self).__name__}({in_short(self)})"

@@ -9,8 +9,21 @@ class HandOverError(RuntimeError):
     """Keys and values given to the cache did not reach the `diffkv` attention function unchanged."""
 
 
+class CacheNotUsedError(HandOverError):
+    """A model computed with another cache than `generate()` was given, or with none."""
+
+
+class ModelInUseError(RuntimeError):
+    """A model that `generate()` and continuous batching would use at once, each with an attention of its own."""
+
+
 class UnsupportedModelError(ValueError):
     """The model's attention cannot work with this cache."""
+
+
+def forward_under_way() -> HandOverError:
+    """The error for whoever looks at a cache from within a forward."""
+    return HandOverError("a forward is under way; look at the cache when it has returned.")
 
 
 def stopped_halfway() -> HandOverError:

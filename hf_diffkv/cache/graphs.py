@@ -123,6 +123,10 @@ class DecodeStep:
         self._graphs: dict[bool, _Captured] = {}
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
+        with self.cache.stores.turns.step():
+            return self._run(args, inputs)
+
+    def _run(self, args: tuple, inputs: dict[str, Any]) -> Any:
         # Transformers hands the tokenizer that stop strings need on to the model, which has no use for it
         inputs.pop("tokenizer", None)
         stores = self._stores(args, inputs)

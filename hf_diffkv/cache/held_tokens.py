@@ -35,20 +35,17 @@ class HeldTokens:
     """
 
     def __init__(self) -> None:
-        self._pieces: list[Piece] = []
-        # seen tokens before and after the forward noted last
-        self._before = self._after = 0
+        # and the seen tokens before and after the forward noted last; replaced as a whole, as any thread may read it
+        self._held: tuple[list[Piece], int, int] = ([], 0, 0)
 
     def pieces(self, seen: int) -> list[Piece]:
         """What is known of the `seen` tokens of a cache, in order and without overlaps."""
-        if seen != self._after:
-            self._cut(min(seen, self._before))
-        return list(self._pieces)
+        pieces, before, after = self._held
+        return list(pieces) if seen == after else _cut(pieces, min(seen, before))
 
     def take_up(self, pieces: list[tuple[int, Tensor]], seen: int) -> None:
         """Knows of a cache that has `seen` tokens the `pieces`, each a `Piece`'s start and ids."""
-        self._pieces = [Piece(start, ids) for start, ids in pieces]
-        self._before = self._after = seen
+        self._hold([Piece(start, ids) for start, ids in pieces], seen)
 
     def note(self, ids: Tensor, new: int, seen: int, of_user: bool) -> None:
         """Notes that a forward is about to add the last `new` tokens of `ids` to a cache that has `seen` tokens.
@@ -61,12 +58,12 @@ class HeldTokens:
         known = seen + new - ids.shape[1]
         added = ids[:, ids.shape[1] - new :]
         if last is None or last.ids.shape[0] != ids.shape[0]:
-            self._pieces.append(Piece(seen, added.clone()))
+            pieces.append(Piece(seen, added.clone()))
         elif of_user or known > last.start:
-            self._pieces[-1] = Piece(last.start, torch.cat([last.ids, added.to(last.ids.device)], dim=1))
+            pieces[-1] = Piece(last.start, torch.cat([last.ids, added.to(last.ids.device)], dim=1))
         else:
-            self._pieces[-1] = Piece(last.start, ids[:, last.start - known :])
-        self._before, self._after = seen, seen + new
+            pieces[-1] = Piece(last.start, ids[:, last.start - known :])
+        self._held = (pieces, seen, seen + new)
 
     def check(self, input_ids: Tensor, attention_mask: Tensor | None, seen: int) -> None:
         """Compares a prompt with what is known of the `seen` tokens it should begin with. Reads the device.
@@ -100,25 +97,28 @@ class HeldTokens:
 
     def crop(self, seen: int, tokens: int) -> None:
         """Forgets the last `tokens` of `seen`."""
-        self.pieces(seen)
-        if tokens:
-            self._cut(seen - tokens)
+        self._hold(_cut(self.pieces(seen), seen - tokens), seen - tokens)
 
     def select(self, index: Tensor, seen: int) -> None:
         """Makes sequence i what sequence index[i] was; index: int64 [sequences]."""
         pieces = self.pieces(seen)
-        self._pieces = [Piece(piece.start, piece.ids.index_select(0, index.to(piece.ids.device))) for piece in pieces]
+        chosen = [Piece(piece.start, piece.ids.index_select(0, index.to(piece.ids.device))) for piece in pieces]
+        self._hold(chosen, seen)
 
     def clear(self) -> None:
         """Forgets everything; the cache is empty."""
-        self._cut(0)
+        self._hold([], 0)
 
-    def _cut(self, seen: int) -> None:
-        kept = [piece for piece in self._pieces if piece.start < seen]
-        self._pieces = [Piece(piece.start, piece.ids[:, : seen - piece.start]) for piece in kept]
-        self._before = self._after = min(seen, self._after)
+    def _hold(self, pieces: list[Piece], seen: int) -> None:
+        self._held = (pieces, seen, seen)
 
     def __deepcopy__(self, memo: dict) -> HeldTokens:
         twin = HeldTokens()
-        twin.__dict__.update(self.__dict__, _pieces=list(self._pieces))
+        # no list of pieces is ever changed
+        twin._held = self._held
         return twin
+
+
+def _cut(pieces: list[Piece], seen: int) -> list[Piece]:
+    """Those among the first `seen` tokens."""
+    return [Piece(piece.start, piece.ids[:, : seen - piece.start]) for piece in pieces if piece.start < seen]

@@ -46,8 +46,10 @@ def save_cache(cache: CacheContents, save_directory: str | os.PathLike, model: A
         ValueError: tokens that may still be taken back, or a layer of Transformers' own that cannot be saved;
             `save_directory` is no folder.
     """
-    snapshot = take_snapshot(cache, None if model is None else weights_fingerprint(model))
-    held = cache.held_tokens.pieces(cache.get_seq_length())
+    weights = None if model is None else weights_fingerprint(model)
+    with cache.stores.between_forwards():
+        snapshot = take_snapshot(cache, weights)
+        held = cache.held_tokens.pieces(cache.get_seq_length())
     snapshot.content["held_tokens"] = [piece.start for piece in held]
     snapshot.tensors.update({f"held_tokens{index}": piece.ids for index, piece in enumerate(held)})
     save_snapshot(snapshot, new_folder(save_directory), cache.stores.tensor_parallel)

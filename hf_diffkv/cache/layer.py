@@ -18,7 +18,7 @@ from ..ops.softmax import Softmax
 from ..store import Store, attend_token, read_tokens
 from .errors import HandOverError, NotCapturableError
 from .layer_part import AwaitedTokens, LayerPart, SplitHeads
-from .stores import Stores
+from .stores import Stores, between_forwards
 
 LAYER_TAG = "_diffkv_layer"
 # marks keys whose layer has not been told of them yet
@@ -51,10 +51,12 @@ class DiffKVLayer(CacheLayerMixin):
     Args:
         stores: shared by all layers of the cache.
         groups: which of `Stores.groups` have its heads.
+        layer_idx: of the layer in the model.
         readers: how many later layers of the model read its keys and values as well.
 
     Attributes:
         index: of its first group of heads.
+        is_last: whether no layer of the cache comes after it.
         parts: what takes the tokens of each group of its heads.
         pending: keys and values of each group, until their queries come.
         awaited: the forward's tokens while readers are still to attend to them.
@@ -65,9 +67,10 @@ class DiffKVLayer(CacheLayerMixin):
     is_compileable = False
     supports_early_init = False
 
-    def __init__(self, stores: Stores, groups: Sequence[int], readers: int = 0) -> None:
+    def __init__(self, stores: Stores, groups: Sequence[int], layer_idx: int, readers: int = 0) -> None:
         # not `CacheLayerMixin.__init__`, which sets what is looked up here
-        self.stores, self.readers, self.index = stores, readers, groups[0]
+        self.stores, self.readers, self.index, self.layer_idx = stores, readers, groups[0], layer_idx
+        self.is_last = False
         self.parts = [LayerPart(stores, index, readers) for index in groups]
         # those that begin together: all where later layers read the tokens; else a group begins when the one before it
         # has attended, so that an error in the first can be undone
@@ -103,6 +106,7 @@ class DiffKVLayer(CacheLayerMixin):
         """The same of values, [batch, heads, seen, value_dim]."""
         return self._dense("values")
 
+    @between_forwards
     def _dense(self, name: str) -> Tensor | None:
         if not self.is_initialized:
             return None
@@ -160,10 +164,11 @@ class DiffKVLayer(CacheLayerMixin):
                 "keys and values are on the meta device, which holds no data; load the model's weights first, for "
                 "example with from_pretrained."
             )
-        self.stores.check_read()
-        self.stores.check_usable()
-        key, value = _as_attended(key_states, value_states)
+        self.stores.turns.reach(self.layer_idx)
         try:
+            self.stores.check_read()
+            self.stores.check_usable()
+            key, value = _as_attended(key_states, value_states)
             with self._in_step(key.device, self._may_fail_alone(key.shape[2])):
                 pending = [(key, value)]
                 if self._heads is not None:
@@ -174,6 +179,10 @@ class DiffKVLayer(CacheLayerMixin):
         except MemoryError:
             # what other layers or ranks have done for this forward cannot be undone from here
             self.stores.broken |= self.stores.tensor_parallel.size > 1 or not self.stores.starts_forward(self.index)
+            self.stores.turns.end()
+            raise
+        except BaseException:
+            self.stores.turns.end()
             raise
         for part in self._at_once:
             part.see(key.shape[2])
@@ -226,6 +235,7 @@ class DiffKVLayer(CacheLayerMixin):
             self._forget_awaited()
             if self.stores.abandon(self.index, tokens):
                 self.reset()
+            self.stores.turns.end()
             raise
 
     def _store_pending(
@@ -310,6 +320,7 @@ class DiffKVLayer(CacheLayerMixin):
         """Called when a reader failed: the layers before it have stored the forward's tokens already."""
         self._forget_awaited()
         self.stores.broken = True
+        self.stores.turns.end()
 
     def _forget_awaited(self) -> None:
         """Has no reader come any more."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.generation.utils import GenerationMixin
@@ -17,8 +17,8 @@ from ..compat import (
     GRAPHS,
     MASK_LENGTH,
     PROMPTS,
+    SETTING_BACK,
     Wrapped,
-    attention_of,
     disown,
     forget_attention,
     passed,
@@ -28,12 +28,13 @@ from ..compat import (
 from ..config import DiffKVConfig
 from ..import_hook import NAME, PAGED_NAME, add_name, remove_name
 from .attention import diffkv_attention, diffkv_mask
+from .calls import current_call, under_way
+from .continuous_batching import check_no_manager
 from .diffkv_cache import DiffKVCache
-from .errors import UnsupportedModelError
 from .graphs import DecodeStep, GraphRequest, wants_graphs
-from .supported_models import check_attention, check_model_config
+from .supported_models import check_model_config
+from .switching import attention_set_back, ensure_attention, runs_batches
 
-_logger = logging.getLogger("hf_diffkv")
 _wrapped = Wrapped()
 
 
@@ -48,6 +49,9 @@ def register() -> None:
         return
     add_name()
     _wrapped.wrap(GenerationMixin, "_prepare_cache_for_generation", _wrap)
+    if SETTING_BACK.available():
+        _wrapped.wrap(GenerationMixin, "generate", _wrap_generate)
+        _wrapped.wrap(GenerationMixin, "_update_model_kwargs_for_generation", _wrap_update)
     MASK_LENGTH.available()
     if GRAPHS.available():
         _wrapped.wrap(GenerationMixin, "_valid_auto_compile_criteria", _wrap_criteria)
@@ -62,33 +66,6 @@ def unregister() -> None:
     _wrapped.undo()
     remove_name()
     forget_attention(NAME, PAGED_NAME)
-
-
-def ensure_attention(model: Any) -> None:
-    """Switches the decoder of `model` to the "diffkv" attention.
-
-    Raises:
-        UnsupportedModelError: its attention cannot be switched, or the cache cannot work with it.
-    """
-    check_model_config(model.config)
-    text_config = model.config.get_text_config(decoder=True)
-    check_attention(model)
-    if attention_of(text_config) == NAME:
-        return
-    set_attention(model, NAME)
-    if attention_of(text_config) not in (NAME, None):
-        raise UnsupportedModelError(f"{type(model).__name__} refused the attention implementation 'diffkv'.")
-    _logger.info("switched %s to attn_implementation='diffkv'", type(model).__name__)
-
-
-def set_attention(model: Any, name: str) -> None:
-    """Sets the attention implementation of the decoder of `model`; other parts, an image encoder say, keep theirs."""
-    text_config = model.config.get_text_config(decoder=True)
-    if text_config is model.config:
-        model.set_attn_implementation(name)
-    else:
-        part = next(key for key in model.config.sub_configs if getattr(model.config, key, None) is text_config)
-        model.set_attn_implementation({part: name})
 
 
 def cache_fields(cache_config: Any) -> dict[str, Any]:
@@ -107,6 +84,9 @@ def cache_fields(cache_config: Any) -> dict[str, Any]:
 def _warn_of_unused(generation_config: Any, wanted: bool) -> None:
     """Warns of fields that are ours where no cache of ours is asked for."""
     given = generation_config.cache_config
+    # an assistant has the options of the call that it helps, for a cache of its own
+    if getattr(generation_config, "is_assistant", False):
+        return
     if wanted or given is None or generation_config.cache_implementation is not None:
         return
     known = {field.name for field in dataclasses.fields(DiffKVConfig)}
@@ -143,22 +123,58 @@ def _check_padding(generation_config: Any, model_kwargs: dict[str, Any]) -> None
         return
     ends = mask.any(-1) & (mask[:, -1] == 0)
     if bool(ends.any()):
+        remedy = (
+            "pad on the left (tokenizer.padding_side = 'left'), or pass an attention_mask if these are tokens that "
+            "merely have the padding's id"
+        )
+        if model_kwargs.get("inputs_embeds") is not None:
+            remedy = "move the padding of inputs_embeds and attention_mask in front of the prompts"
         raise ValueError(
             f"the attention_mask of rows {ends.nonzero()[:, 0].tolist()} ends with padding, from which the next token "
-            "would be predicted; pad on the left (tokenizer.padding_side = 'left'), or pass an attention_mask if these "
-            "are tokens that merely have the padding's id."
+            f"would be predicted; {remedy}."
         )
 
 
 def _check_prompt(cache: DiffKVCache, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
     """Raises `ValueError` for a prompt no longer than what the cache holds, which `generate()` would cut wrongly."""
     length, seen = text_length(generation_config, model_kwargs), cache.get_seq_length()
+    embeds = model_kwargs.get("inputs_embeds")
+    if seen and embeds is not None and embeds.shape[1] <= seen:
+        raise ValueError(
+            f"the cache holds {seen} tokens of each sequence but inputs_embeds has {embeds.shape[1]}: to continue, "
+            "pass the embeddings of the whole text, those of earlier and of generated tokens included; for another "
+            "prompt use a new DiffKVCache, or call reset()."
+        )
     if seen and length is not None and length <= seen:
         raise ValueError(
             f"the cache holds {seen} tokens of each sequence but the prompt has {length}: to continue, pass the "
             "whole text, earlier tokens included (or the new tokens and an attention_mask for all); for another "
             "prompt use a new DiffKVCache, or call reset()."
         )
+
+
+def _wrap_generate(original: Callable) -> Callable:
+    """Has `generate()` set back what it set, and notice where a model does not use the cache."""
+
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _wrapped.originals or torch.compiler.is_compiling():
+            return original(self, *args, **kwargs)
+        with attention_set_back(self), under_way(self, kwargs.get("custom_generate") is not None) as call:
+            generated = original(self, *args, **kwargs)
+            call.end()
+        return generated
+
+    return generate
+
+
+def _wrap_update(original: Callable) -> Callable:
+    def update(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        call = current_call(self)
+        if call is not None:
+            call.check(outputs)
+        return original(self, outputs, *args, **kwargs)
+
+    return update
 
 
 def _wrap(original: Callable) -> Callable:
@@ -173,6 +189,7 @@ def _wrap(original: Callable) -> Callable:
                 # refuses a cache together with a name
                 return original(self, generation_config, model_kwargs, *args, **kwargs)
             _check_padding(generation_config, model_kwargs)
+            check_no_manager(self)
             check_model_config(self.config)
             cache.check_layers(self)
             ensure_attention(self)
@@ -182,9 +199,12 @@ def _wrap(original: Callable) -> Callable:
             cache.attach(self)
         elif not wanted or cache is not None or generation_config.use_cache is False:
             _warn_of_unused(generation_config, wanted)
+            if runs_batches(self):
+                check_no_manager(self)
             return original(self, generation_config, model_kwargs, *args, **kwargs)
         else:
             _check_padding(generation_config, model_kwargs)
+            check_no_manager(self)
             made = DiffKVCache(self, **cache_fields(generation_config.cache_config))
             ensure_attention(self)
             made.usage.claim(self, generation_config)
@@ -196,6 +216,9 @@ def _wrap(original: Callable) -> Callable:
                 "has what each token received.",
                 stacklevel=3,
             )
+        call = current_call(self)
+        if call is not None:
+            call.use(passed(model_kwargs))
         # generate() works on its own copy of the config; the stock code refuses a cache together with a name
         generation_config.cache_implementation = None
         try:
@@ -243,15 +266,31 @@ def _wrap_prefill(original: Callable) -> Callable:
             # the new tokens alone have a longer mask
             if input_ids.shape[1] == text_length(generation_config, model_kwargs):
                 cache.held_tokens.check(input_ids, model_kwargs.get("attention_mask"), cache.get_seq_length())
-        return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        call = current_call(self)
+        if call is None or generation_config.prefill_chunk_size is None:
+            return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        call.in_chunks = True
+        try:
+            return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        finally:
+            call.in_chunks = False
 
     return prefill
 
 
 def _wrap_inputs(original: Callable) -> Callable:
-    """Has a cache remember which tokens `generate()` gives it."""
+    """Has models use the cache of their call, and a cache remember which tokens `generate()` gives it."""
 
     def inputs(self: Any, input_ids: Any, next_sequence_length: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        call = current_call(self)
+        given = args[0] if args else passed(kwargs)
+        if call is not None and call.prepare(given, input_ids, kwargs):
+            # what belongs to the first forward, images say, is needed again
+            kwargs["is_first_iteration"], next_sequence_length = True, None
+            if args:
+                args = (call.cache, *args[1:])
+            else:
+                kwargs |= passing(call.cache)
         cache, first = passed(kwargs), bool(kwargs.get("is_first_iteration"))
         embedded = first and kwargs.get("inputs_embeds") is not None
         if isinstance(cache, DiffKVCache) and not embedded and input_ids is not None and input_ids.ndim == 2:

@@ -10,6 +10,7 @@ from ..config.head_groups import gathered
 from ..pages import HIGH_LEVEL, LOW_LEVEL, PRUNED_LEVEL, WINDOW_LEVEL
 from ..store import Store, payload
 from .snapshot import CacheContents
+from .wording import kept_in_words
 
 # codes of `DiffKVCache.levels`
 LEVEL_CODES = {"high": HIGH_LEVEL, "low": LOW_LEVEL, "window": WINDOW_LEVEL, "pruned": PRUNED_LEVEL}
@@ -103,7 +104,8 @@ class MemoryReport:
             parts.append(
                 f"{len(self.layers)} of {self.num_layers} layers compressed, to {self.compressed_ratio:.1%} of theirs"
             )
-        parts.append("tokens: " + ", ".join(f"{name} {count}" for name, count in self.tokens.items()))
+        if self.layers:
+            parts.append(kept_in_words(self.layers))
         if self.thresholds is not None:
             parts.append("max_bytes has raised alpha_high to {:.3g}, alpha_low to {:.3g}".format(*self.thresholds))
         if self.hint:
@@ -233,6 +235,7 @@ def _stock_bytes(cache: CacheContents) -> int:
     for layer_idx, layer in enumerate(cache.layers):
         if layer_idx in compressed or not getattr(layer, "is_initialized", True):
             continue
-        tensors = [value for value in vars(layer).values() if hasattr(value, "element_size")]
+        # a list, as another thread may add attributes
+        tensors = [value for value in list(vars(layer).values()) if hasattr(value, "element_size")]
         total += sum(t.numel() * t.element_size() for t in tensors)
     return total

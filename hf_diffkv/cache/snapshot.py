@@ -50,6 +50,9 @@ class CacheContents(Protocol):
     def get_seq_length(self) -> int:
         """Tokens seen."""
 
+    def check_handover(self) -> None:
+        """Raises `HandOverError` if announced keys and values were not picked up by all attention functions."""
+
     def attach(self, model: Any) -> None:
         """Tells the cache over which devices and processes `model` is spread."""
 
@@ -93,14 +96,17 @@ def take_snapshot(cache: CacheContents, weights: str | None = None) -> Snapshot:
     Raises:
         ValueError: tokens that may still be taken back, or a layer of Transformers' own that cannot be copied so.
     """
-    places = {
-        part.index: (cache.stores.all.index(part.store), part.slot, part.seen)
-        for part in cache.placed()
-        if part.store is not None
-    }
-    compressed = cache.compressed_layers()
-    others = {index: layer for index, layer in enumerate(cache.layers) if index not in compressed}
-    return _snapshot(cache.stores.all, places, others, cache.config, cache.model_fingerprint, weights)
+    with cache.stores.between_forwards():
+        cache.check_handover()
+        cache.stores.check_complete()
+        places = {
+            part.index: (cache.stores.all.index(part.store), part.slot, part.seen)
+            for part in cache.placed()
+            if part.store is not None
+        }
+        compressed = cache.compressed_layers()
+        others = {index: layer for index, layer in enumerate(cache.layers) if index not in compressed}
+        return _snapshot(cache.stores.all, places, others, cache.config, cache.model_fingerprint, weights)
 
 
 def snapshot_of_request(
@@ -203,7 +209,10 @@ def weights_fingerprint(model: Any) -> str:
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         if parameter.is_meta:
-            raise ValueError(f"{name} is offloaded, so model cannot be told from others; load it without offloading.")
+            raise ValueError(
+                f"{name} is offloaded, so the weights of model cannot be compared with others; load it without "
+                "offloading."
+            )
         # under tensor parallelism, what this rank holds
         parameter = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         flat = parameter.detach().flatten()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +16,34 @@ from ..config.head_groups import HeadGroup, head_groups, same_pages
 from ..store import KVHeads, Store, begin_forward, drop_unused_layers, withdraw
 from ..store.query_moments import QueryMoments
 from .devices import TensorParallel, absent_layers, layer_devices
-from .errors import HandOverError, stopped_halfway
+from .errors import HandOverError, forward_under_way, stopped_halfway
+from .turns import Turns
+
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
+
+
+def between_forwards(method: MethodT) -> MethodT:
+    """Has a method of what has `stores` wait for its turn between two forwards (`Stores.between_forwards`)."""
+
+    @wraps(method)
+    def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.stores.between_forwards():
+            return method(self, *args, **kwargs)
+
+    return cast(MethodT, alone)
+
+
+def reports(method: MethodT) -> MethodT:
+    """As `between_forwards`, and raises `HandOverError` where later layers have not read what an earlier one stored."""
+
+    @wraps(method)
+    def report(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.stores.between_forwards():
+            if self.stores.awaited is not None:
+                raise forward_under_way()
+            return method(self, *args, **kwargs)
+
+    return cast(MethodT, report)
 
 
 def wrong_heads(layer: int, given: int, heads: int) -> ValueError:
@@ -66,6 +95,10 @@ class Stores:
         # the layer whose keys and values later layers are still to read
         self.awaited: int | None = None
         self.broken = False
+        # between forwards and whoever looks at the cache
+        self.turns = Turns()
+        # whether the cache has layers of Transformers' own as well
+        self.beside_others = False
         self.order = torch.zeros(1)
         self.tensor_parallel = TensorParallel()
         # where each compressed layer will run; None: on one device, or not known
@@ -231,6 +264,25 @@ class Stores:
             for store in begun:
                 withdraw(store, tokens)
             raise
+
+    @contextmanager
+    def between_forwards(self, whatever_runs: bool = False) -> Iterator[None]:
+        """`Turns.between` for what reads or changes the stores; work of other threads on their devices is over then."""
+        with self.turns.between(whatever_runs):
+            other = self.turns.last_forward not in (None, threading.get_ident())
+            devices = {store.device for store in self.all if other and store.device.type == "cuda"}
+            # threads may have streams of their own
+            for device in devices:
+                torch.cuda.synchronize(device)
+            yield
+            for device in devices:
+                torch.cuda.synchronize(device)
+
+    def layer_done(self, is_last: bool) -> None:
+        """Notes that a layer of a forward has its tokens; ends the forward where all of them have."""
+        self.turns.last_layer_came |= is_last
+        if self.turns.last_layer_came and self.awaited is None:
+            self.turns.end()
 
     def in_step(self) -> AbstractContextManager:
         """`TensorParallel.in_step` for work on all stores."""

@@ -20,6 +20,11 @@ class Usage:
         self._thread: int | None = None
         self._lock = threading.Lock()
 
+    @property
+    def model(self) -> Any:
+        """The model whose keys and values the cache holds; None where `generate()` has not been called with it."""
+        return None if self._model is None else self._model()
+
     def claim(self, model: Any, run: Any) -> None:
         """Notes that `model` generates with the cache.
 
@@ -30,20 +35,34 @@ class Usage:
             CacheInUseError: the cache holds another model's tokens, or another thread generates with it right now.
         """
         with self._lock:
-            held = None if self._model is None else self._model()
+            held = self.model
             if held is not None and held is not model:
                 raise CacheInUseError(
                     f"this cache holds keys and values of another {type(held).__name__}; use a DiffKVCache per "
                     "model, or call cache.reset() first."
                 )
-            running = None if self._run is None else self._run()
-            if running is not None and running is not run and self._thread != threading.get_ident():
+            if self._runs_elsewhere(run):
                 raise CacheInUseError(
-                    "another generate() call is using this cache right now; use one cache per call (cache.fork(n) or "
-                    "copy.deepcopy for a common prefix)."
+                    "another generate() call is using this cache right now; wait until it has returned. Calls at the "
+                    "same time need a cache each: before the first of them, take copy.deepcopy(cache) for a common "
+                    "prefix."
                 )
             self._model, self._run = weakref.ref(model), weakref.ref(run)
             self._thread = threading.get_ident()
+
+    def check_idle(self) -> None:
+        """Raises `CacheInUseError` while another thread generates with the cache."""
+        with self._lock:
+            if self._runs_elsewhere(None):
+                raise CacheInUseError(
+                    "another generate() call is using this cache right now, which forks would disturb; fork it before "
+                    "that call begins, or when it has returned."
+                )
+
+    def _runs_elsewhere(self, run: Any) -> bool:
+        """Whether a call other than `run` uses the cache in another thread."""
+        running = None if self._run is None else self._run()
+        return running is not None and running is not run and self._thread != threading.get_ident()
 
     def clear(self) -> None:
         """Forgets the model; the cache is empty."""

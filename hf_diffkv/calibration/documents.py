@@ -19,8 +19,8 @@ from ..evaluation.tasks.prompts import encode
 from ..evaluation.tasks.text import stretches, texts
 
 SEED = 20260
-# tokens of a prompt, and those behind it whose prediction counts
-DOCUMENT_LENGTH, FOLLOWING = 1200, 64
+# tokens of a prompt, and those that are run behind it: of a text or a copy, and of questions with their answers
+DOCUMENT_LENGTH, TEXT_FOLLOWING, RECALL_FOLLOWING = 1200, 32, 64
 TEXT_COUNT, COPY_COUNT = 3, 1
 RECALL = (("dictionary", 2), ("key-value", 1), ("passage", 1))
 # characters of a paragraph that stands in no other topic by chance
@@ -42,8 +42,9 @@ def documents_for(tokenizer: Any, pieces: Iterable[str] | None = None, length: i
         EvaluationError: a text that is too short, or a length that is too small for the facts.
     """
     pieces = short_topics() if pieces is None else pieces
-    found = stretches(pieces, tokenizer, TEXT_COUNT + COPY_COUNT, length, FOLLOWING)
-    texts = [_counting_at(document, range(FOLLOWING)) for document in found[:TEXT_COUNT]]
+    remedy = "lower --length, or give a longer text where you choose it"
+    found = stretches(pieces, tokenizer, TEXT_COUNT + COPY_COUNT, length, TEXT_FOLLOWING, remedy)
+    texts = [_counting_at(document, range(TEXT_FOLLOWING)) for document in found[:TEXT_COUNT]]
     copies = [copying(document, tokenizer, index) for index, document in enumerate(found[TEXT_COUNT:])]
     source = Source(tokenizer, 1, length, SEED)
     recall = [recalling(get_task(name).document(source, index)) for name, count in RECALL for index in range(count)]
@@ -82,15 +83,15 @@ def recalling(document: Document) -> Document:
         following += [*question, *answer]
         positions += range(start, start + len(answer))
     return _counting_at(
-        replace(document, questions=(), continuation=tuple(following[:FOLLOWING])),
-        [position for position in positions if position < FOLLOWING],
+        replace(document, questions=(), continuation=tuple(following[:RECALL_FOLLOWING])),
+        [position for position in positions if position < RECALL_FOLLOWING],
     )
 
 
 def copying(document: Document, tokenizer: Any, index: int) -> Document:
     """A text, then a part of it again; predictions count once it is clear which."""
     start = random.Random(f"{SEED}/copy/{index}").randrange(len(document.context) // 2)
-    again = document.context[start : start + FOLLOWING]
+    again = document.context[start : start + TEXT_FOLLOWING]
     copied = replace(
         document, name=f"copy-{index}", context=(*document.context, *encode(tokenizer, "\n\n")), continuation=again
     )

@@ -5,33 +5,43 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
-from ..cache.diffkv_cache import DiffKVCache, config_of
+from ..cache.diffkv_cache import DiffKVCache
+from ..cache.resolve import config_of
 from ..config import DiffKVConfig, Precision
 from ..config.allocation import SENSITIVITY, fields_for
 from ..config.diffkv_config import with_calibration
-from ..config.found import model_digest
 from ..config.sensitivity import KEY_BITS, MEASURED_FIELDS, VALUE_BITS, Sensitivity, mean_of
-from ..evaluation.environment import describe_environment
 from ..evaluation.errors import EvaluationError
-from ..evaluation.records import Record, RunFolder
 from ..evaluation.tasks import Document
+from ..heads.recognition import mark_of
+from ..heads.weights import model_digest
+from ..store.query_moments import QueryMoments
 from .documents import DOCUMENT_LENGTH, POSITIONS, digest_of, documents_for
+from .kept import Kept
+from .progress import Progress
+from .queries import QuerySums
 from .replay import Replay, in_float32, watching
 from .stored import errors, geometric_mean, stored
 
 # of both keys and values, for which errors are measured
 MEASURED_BITS = (2, 3, 4, 5, 6, 8)
-# of records of a run
-METHOD = "heads"
 # rows of a batch, and bytes of its logits, at most
 MOST_ROWS, MOST_LOGIT_BYTES = 16, 1 << 29
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a model's heads lose, and the second moments of its queries, on the same documents."""
+
+    sensitivity: Sensitivity
+    queries: QueryMoments
 
 
 def measure_heads(
@@ -52,8 +62,8 @@ def measure_heads(
         tokenizer: its tokenizer.
         text: running text, instead of Python's documentation.
         length: tokens of a prompt.
-        output: a folder that keeps what was measured of each document; one that is there is gone on with.
-        quiet: no progress bar.
+        output: a folder that keeps what was measured, layer by layer; a run that is there is continued.
+        quiet: no progress.
 
     Raises:
         ValueError: a text that is too short, prompts longer than the model takes, a folder of another run.
@@ -61,23 +71,24 @@ def measure_heads(
     """
     config_of(model)
     pieces = [text] if isinstance(text, str) else text
-    documents = documents_for(tokenizer, pieces, length)
-    layers = DiffKVCache(model).compressed_layers()
+    return measure(model, documents_for(tokenizer, pieces, length), output, quiet).sensitivity
+
+
+@torch.no_grad()
+def measure(
+    model: Any, documents: Sequence[Document], output: Path | str | None = None, quiet: bool = False
+) -> Measured:
+    """`measure_heads` on documents of `documents_for`, with the moments of queries, which cost nothing more."""
+    # a configuration of its own: nothing is looked up, and no advice to measure is given while measuring
+    layers = len(DiffKVCache(model, DiffKVConfig.lossless()).compressed_layers())
     if not layers:
         raise EvaluationError(f"{type(model).__name__} has no layers that are compressed.")
     _check_fit(model, documents)
-    records = _Records(model, output)
-    with tqdm(total=_work(len(layers)) * len(documents), disable=quiet or None, dynamic_ncols=True) as bar:
-        bar.bar_format = "{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-        for document in documents:
-            bar.set_description(document.name)
-            if records.of(document) is None:
-                started = time.perf_counter()
-                records.add(document, _measured(model, document, bar), time.perf_counter() - started)
-            else:
-                # is no measure of the time that others take
-                bar.total -= _work(len(layers))
-    return _summary(model, documents, [records.of(document) for document in documents])
+    kept = Kept(model, output)
+    sums = QuerySums(documents, kept.sums_path)
+    if any(kept.missing(document, layers) or not sums.has(document) for document in documents):
+        _measure_all(model, documents, layers, kept, sums, quiet)
+    return Measured(_summary(model, documents, [kept.layers(each) for each in documents]), sums.moments(model))
 
 
 def config_for(sensitivity: Sensitivity, target_ratio: float, **source: Any) -> DiffKVConfig:
@@ -103,71 +114,66 @@ def _check_fit(model: Any, documents: Sequence[Document]) -> None:
         )
 
 
-class _Records:
-    """What was measured of documents, in a folder or in memory alone."""
-
-    def __init__(self, model: Any, output: Path | str | None) -> None:
-        self._environment = describe_environment(model.device)
-        settings = {"model": model_digest(model), "dtype": str(model.dtype).removeprefix("torch.")}
-        self._folder = None if output is None else RunFolder(Path(output) / METHOD, settings)
-        held = [] if self._folder is None else self._folder.records()
-        self._found = {(record.document, record.digest): record.details for record in held}
-
-    def of(self, document: Document) -> dict[str, Any] | None:
-        return self._found.get((document.name, document.digest))
-
-    def add(self, document: Document, details: dict[str, Any], seconds: float) -> None:
-        key = (document.name, document.digest)
-        self._found[key] = details
-        if self._folder is not None:
-            options = {"seconds": seconds, "details": details, "environment": self._environment}
-            self._folder.add(Record(METHOD, METHOD, *key, **options))
-
-
-def _work(layers: int) -> int:
-    """How many layers run in all, from each on."""
-    return layers * (layers + 1) // 2
-
-
-@torch.no_grad()
-def _measured(model: Any, document: Document, bar: tqdm) -> dict[str, Any]:
-    """Losses by layer and head, shapes, and errors by bits, ready for JSON."""
-    with in_float32(model), watching(model):
-        text_config = model.config.get_text_config(decoder=True)
-        positions = document.extra[POSITIONS]
-        rows = _rows(text_config, len(positions))
-        replay = Replay(model, document.context, document.continuation, positions, rows)
-        found: dict[str, Any] = {"keys": [], "values": [], "shapes": []}
-        off: dict[str, dict[int, list[Tensor]]] = {
-            name: {bits: [] for bits in MEASURED_BITS} for name in ("keys", "values")
-        }
-        for index, layer in enumerate(replay.layers):
-            damaged = {bits: stored(layer, Precision(bits, bits)) for bits in MEASURED_BITS}
-            for bits, tensors in damaged.items():
-                for name, figures in zip(("keys", "values"), errors(layer, *tensors)):
-                    off[name][bits].append(figures)
-            losses = _losses(replay, index, damaged[KEY_BITS][0], damaged[VALUE_BITS][1])
-            heads = layer.keys.shape[1]
-            found["shapes"].append([heads, layer.keys.shape[3], layer.values.shape[3]])
-            found["keys"].append(losses[:heads])
-            found["values"].append(losses[heads:])
-            bar.update(len(replay.layers) - index)
-    for name, figures in off.items():
-        found[f"{name}_errors"] = {str(bits): geometric_mean(torch.cat(each)) for bits, each in figures.items()}
-    return found
-
-
-def _rows(text_config: Any, positions: int) -> int:
+def _measure_all(
+    model: Any, documents: Sequence[Document], layers: int, kept: Kept, sums: QuerySums, quiet: bool
+) -> None:
+    """Measures what is missing of all documents."""
+    text_config = model.config.get_text_config(decoder=True)
     heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
-    fit = MOST_LOGIT_BYTES // (4 * positions * text_config.vocab_size)
-    return max(1, min(2 * heads, MOST_ROWS, fit))
+    left = [document for document in documents if kept.missing(document, layers) or not sums.has(document)]
+    work = [_work(document, kept.missing(document, layers), layers, heads) for document in left]
+    with Progress(len(documents), sum(map(sum, work)), quiet) as progress, in_float32(model), watching(model):
+        progress.resume(len(documents) - len(left), len(kept.layers(left[0])), layers)
+        for document, (of_prompt, *of_layers) in zip(left, work):
+            progress.begin(document.name)
+            positions = document.extra[POSITIONS]
+            rows = _rows(heads, len(positions), text_config.vocab_size)
+            replay = Replay(model, document.context, document.continuation, positions, rows)
+            if not sums.has(document):
+                sums.add(document, replay.layers)
+            progress.advance(of_prompt)
+            for layer, of_layer in zip(kept.missing(document, layers), of_layers):
+                started = time.perf_counter()
+                figures = layer_figures(replay, layer)
+                kept.add(document, layer, figures, time.perf_counter() - started)
+                progress.advance(of_layer)
+                progress.estimate()
+            progress.end()
+
+
+def _work(document: Document, missing: Sequence[int], layers: int, heads: int) -> list[int]:
+    """Tokens times layers that run: for the prompt, then for each missing layer with all that follow it."""
+    following = 2 * heads * len(document.continuation)
+    return [len(document.context) * layers, *(following * (layers - layer) for layer in missing)]
+
+
+def _rows(heads: int, positions: int, vocabulary: int) -> int:
+    """Rows of a batch: all keys' and values' damage at once, or batches of equal size."""
+    fit = MOST_LOGIT_BYTES // (4 * positions * vocabulary)
+    most = max(1, min(2 * heads, MOST_ROWS, fit))
+    return math.ceil(2 * heads / math.ceil(2 * heads / most))
+
+
+def layer_figures(replay: Replay, index: int) -> dict[str, Any]:
+    """Losses and errors of the heads of a compressed layer, ready for JSON."""
+    layer = replay.layers[index]
+    damaged = {bits: stored(layer, Precision(bits, bits)) for bits in MEASURED_BITS}
+    off = {bits: errors(layer, *tensors) for bits, tensors in damaged.items()}
+    heads = layer.keys.shape[1]
+    losses = _losses(replay, index, damaged[KEY_BITS][0], damaged[VALUE_BITS][1])
+    return {
+        "shape": [heads, layer.keys.shape[3], layer.values.shape[3]],
+        "keys": losses[:heads],
+        "values": losses[heads:],
+        "key_errors": {str(bits): figures[0].tolist() for bits, figures in off.items()},
+        "value_errors": {str(bits): figures[1].tolist() for bits, figures in off.items()},
+    }
 
 
 def _losses(replay: Replay, index: int, keys: Tensor, values: Tensor) -> list[float]:
     """KL where one head's keys, then one head's values, are those given: [heads, tokens, dim]."""
     layer, found = replay.layers[index], []
     heads = keys.shape[0]
-    probabilities = replay.logits.softmax(-1)
     for start in range(0, 2 * heads, replay.rows):
         parts = range(start, min(start + replay.rows, 2 * heads))
         exact = (layer.keys, layer.values)
@@ -176,7 +182,7 @@ def _losses(replay: Replay, index: int, keys: Tensor, values: Tensor) -> list[fl
             which, head = divmod(part, heads)
             shown[which][row, head] = (keys, values)[which][head]
         logits = replay.damaged(index, *shown)
-        found += [mean_kl(replay.logits, probabilities, logits[row]) for row, _ in enumerate(parts)]
+        found += [mean_kl(replay.logits, replay.probabilities, logits[row]) for row, _ in enumerate(parts)]
     return found
 
 
@@ -191,20 +197,30 @@ def mean_kl(exact: Tensor, probabilities: Tensor, logits: Tensor) -> float:
     return float(torch.log1p((probabilities * (torch.expm1(change) - change)).sum(-1)).mean())
 
 
-def _summary(model: Any, documents: Sequence[Document], measured: Sequence[dict[str, Any]]) -> Sensitivity:
+def _summary(model: Any, documents: Sequence[Document], found: Sequence[dict[int, dict[str, Any]]]) -> Sensitivity:
+    """The means over documents of figures by layer."""
+
     def curve(name: str) -> dict[int, float]:
-        logs = {bits: [math.log(each[f"{name}_errors"][str(bits)]) for each in measured] for bits in MEASURED_BITS}
-        return {bits: math.exp(sum(figures) / len(figures)) for bits, figures in logs.items()}
+        def of_document(layers: dict[int, dict[str, Any]], bits: int) -> float:
+            each = [figure for figures in layers.values() for figure in figures[name][str(bits)]]
+            return geometric_mean(torch.tensor(each))
+
+        each = {bits: [math.log(of_document(layers, bits)) for layers in found] for bits in MEASURED_BITS}
+        return {bits: math.exp(sum(logs) / len(logs)) for bits, logs in each.items()}
+
+    def losses(name: str) -> tuple[tuple[float, ...], ...]:
+        return mean_of([[figures[name] for figures in layers.values()] for layers in found])
 
     return Sensitivity(
         model_type=model.config.get_text_config(decoder=True).model_type,
         model_digest=model_digest(model),
         element_bytes=model.dtype.itemsize,
-        shapes=tuple(tuple(shape) for shape in measured[0]["shapes"]),
-        keys=mean_of([each["keys"] for each in measured]),
-        values=mean_of([each["values"] for each in measured]),
-        key_errors=curve("keys"),
-        value_errors=curve("values"),
+        shapes=tuple(tuple(figures["shape"]) for figures in found[0].values()),
+        keys=losses("keys"),
+        values=losses("values"),
+        key_errors=curve("key_errors"),
+        value_errors=curve("value_errors"),
         documents=len(documents),
         documents_digest=digest_of(documents),
+        mark=mark_of(model),
     )

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..cache.diffkv_cache import config_of
+from ..cache.resolve import config_of
 from ..config import DiffKVConfig, Precision
 from ..evaluation.comparison import compare_logits
 from ..evaluation.methods import Method

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from ..cache.diffkv_cache import DiffKVCache, config_of
-from ..config.found import model_digest, queries_path
+from ..cache.diffkv_cache import DiffKVCache
+from ..cache.resolve import config_of
+from ..config import DiffKVConfig
+from ..config.found import queries_path
 from ..evaluation.tasks import Document
+from ..heads.recognition import mark_of
+from ..heads.weights import model_digest
 from ..ops.rounding import second_moment
 from ..store.query_moments import QueryMoments
 from .documents import DOCUMENT_LENGTH, digest_of, documents_for
 from .replay import WatchedLayer, in_float32, run_prompt, watching
+
+# key of the metadata of a file of sums: the digests of the documents in it
+SUMMED = "documents"
 
 
 def measure_queries(
@@ -26,8 +36,8 @@ def measure_queries(
     Arguments and errors are those of `measure_heads`; `keep_queries` has caches of the model find the result.
     """
     config_of(model)
-    # says so of a model that has no use for them
-    DiffKVCache(model)
+    # raises for a model that has no use for them; a configuration of its own looks nothing up
+    DiffKVCache(model, DiffKVConfig.lossless())
     return moments_on(model, documents_for(tokenizer, [text] if isinstance(text, str) else text, length))
 
 
@@ -39,27 +49,56 @@ def keep_queries(moments: QueryMoments) -> Path:
     return path
 
 
+class QuerySums:
+    """Sums over documents of the second moments of a model's queries.
+
+    Args:
+        documents: all that are to be summed.
+        path: a file that keeps the sums, of the same model; None keeps them in memory alone. Sums of other documents
+            that it holds are dropped.
+    """
+
+    def __init__(self, documents: Sequence[Document], path: Path | None = None) -> None:
+        self._documents, self._path = documents, path
+        self._done: list[str] = []
+        self._sums: list[Tensor] = []
+        if path is not None and path.is_file():
+            with safe_open(path, "pt") as file:
+                done = json.loads(file.metadata()[SUMMED])
+                if set(done) <= {document.digest for document in documents}:
+                    self._done = done
+                    self._sums = [file.get_tensor(str(layer)).clone() for layer in range(len(file.keys()))]
+
+    def has(self, document: Document) -> bool:
+        return document.digest in self._done
+
+    def add(self, document: Document, layers: Sequence[WatchedLayer]) -> None:
+        """Adds what the layers saw of a document's prompt."""
+        means = [_mean(layer) for layer in layers]
+        self._sums = [total + mean for total, mean in zip(self._sums, means)] if self._done else means
+        self._done.append(document.digest)
+        if self._path is not None:
+            tensors = {str(layer): total.contiguous() for layer, total in enumerate(self._sums)}
+            written = self._path.with_suffix(".part")
+            save_file(tensors, written, metadata={SUMMED: json.dumps(self._done)})
+            written.replace(self._path)
+
+    def moments(self, model: Any) -> QueryMoments:
+        """Of all documents together, once each of them was added."""
+        text_config = model.config.get_text_config(decoder=True)
+        return QueryMoments.of(
+            text_config.model_type, model_digest(model), digest_of(self._documents), self._sums, mark_of(model)
+        )
+
+
 @torch.no_grad()
 def moments_on(model: Any, documents: Sequence[Document]) -> QueryMoments:
     """Of the queries of all documents' prompts."""
-    digest = model_digest(model)
+    sums = QuerySums(documents)
     with in_float32(model), watching(model):
-        watched = (run_prompt(model, document.context)[1] for document in documents)
-        found = [[_mean(layer) for layer in layers] for layers in watched]
-    together = [sum(layers) for layers in zip(*found)]
-    text_config = model.config.get_text_config(decoder=True)
-    return QueryMoments.of(text_config.model_type, digest, digest_of(documents), together)
-
-
-def moments_in(path: Path, model: Any, documents: Sequence[Document]) -> QueryMoments:
-    """Those in a file, if they are of this model and these documents; else they are measured and written there."""
-    if path.is_file():
-        kept = QueryMoments.load(path)
-        if (kept.model_digest, kept.documents_digest) == (model_digest(model), digest_of(documents)):
-            return kept
-    moments = moments_on(model, documents)
-    moments.save(path)
-    return moments
+        for document in documents:
+            sums.add(document, run_prompt(model, document.context)[1])
+    return sums.moments(model)
 
 
 def _mean(layer: WatchedLayer) -> Tensor:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..cache.attention import diffkv_attention, diffkv_mask
-from ..cache.registration import set_attention
 from ..cache.supported_models import cache_layers, shared_layers
+from ..cache.switching import set_attention
 from ..compat import attention_of, forget_attention, passing
 from ..evaluation.methods.base import branched
 
 WATCHED_NAME = "diffkv-watched"
 WATCHED_TAG = "_diffkv_watched"
+# probability that the likely tokens have together at each position, how many are looked at for that, and of how many
+# others each one that is computed stands for all
+LIKELY_MASS, MOST_LIKELY, OTHERS_STEP = 0.999, 8192, 16
 
 
 class WatchedLayer(DynamicLayer):
@@ -55,12 +59,37 @@ class WatchedLayer(DynamicLayer):
         self.options = {name: options.get(name) for name in ("softcap", "s_aux")}
 
 
-def watched_attention(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+def watched_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """Ordinary attention; layers that watch get the queries."""
     layer = getattr(key, WATCHED_TAG, None)
     if layer is not None:
         layer.note(module, query, kwargs | (kwargs.get("kwargs") or {}))
-    return diffkv_attention(module, query, key, *args, **kwargs)
+    elif query.shape[2] < key.shape[2] and kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
+        return _of_few_queries(query, key, value, attention_mask, scaling), None
+    return diffkv_attention(module, query, key, value, attention_mask, scaling, **kwargs)
+
+
+def _of_few_queries(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+    """Attention [rows, tokens, query_heads, value_dim] whose keys and values are not repeated for each query head.
+
+    Query heads that share a KV head are queries of one head.
+    """
+    rows, heads, tokens, _ = query.shape
+    group = heads // key.shape[1]
+    if mask is None:
+        mask = torch.ones(tokens, key.shape[2], dtype=torch.bool, device=query.device).tril(key.shape[2] - tokens)
+    mask = mask.expand(*mask.shape[:-2], tokens, -1).repeat(*[1] * (mask.ndim - 2), group, 1)
+    folded = query.reshape(rows, key.shape[1], group * tokens, -1)
+    output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    return output.view(rows, heads, tokens, -1).transpose(1, 2).contiguous()
 
 
 @contextmanager
@@ -107,7 +136,9 @@ class Replay:
 
     Attributes:
         layers: compressed layers, in order.
-        logits: [positions, vocabulary], with keys and values as they are.
+        tokens: those that logits are of, as of `sampled_tokens`; None for the whole vocabulary.
+        logits: [positions, tokens], with keys and values as they are.
+        probabilities: of these tokens, with those that they stand for.
     """
 
     def __init__(
@@ -127,7 +158,10 @@ class Replay:
         shares = shared_layers(model.config.get_text_config(decoder=True))
         self._blocks = [] if shares else decoder_blocks(model, self.layers)
         self._outputs: list[Any] = []
+        self.tokens: Tensor | None = None
         self.logits = self._reference()
+        self.probabilities = self.logits.softmax(-1)
+        self._sample_tokens()
 
     def _reference(self) -> Tensor:
         outputs: list[Any] = []
@@ -140,8 +174,28 @@ class Replay:
         self._outputs = outputs if len(outputs) == len(self._blocks) else []
         return logits
 
+    def _sample_tokens(self) -> None:
+        """From now on computes the logits of `sampled_tokens` alone, if the model allows it."""
+        head, sampled = self.model.get_output_embeddings(), sampled_tokens(self.probabilities)
+        if type(head) is not nn.Linear or head.out_features != self.logits.shape[1] or sampled is None:
+            return
+        self.tokens, counts = sampled
+        weight, bias = head.weight[self.tokens], None if head.bias is None else head.bias[self.tokens]
+        self._head = head, lambda hidden: F.linear(hidden, weight, bias)
+        expected = self.logits[:, self.tokens]
+        try:
+            with self._skipping(len(self._outputs)):
+                found = self._following()[0]
+        except (IndexError, RuntimeError):
+            found = expected[:0]
+        if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-4):
+            self.logits, self.probabilities = found, (found + counts.log()).softmax(-1)
+        else:
+            # what the model does with logits depends on the token
+            self.tokens = None
+
     def damaged(self, index: int, keys: Tensor, values: Tensor) -> Tensor:
-        """Logits [rows, positions, vocabulary] where a layer's prompt is another in each row.
+        """Logits [rows, positions, tokens] where a layer's prompt is another in each row.
 
         Args:
             index: of the compressed layer.
@@ -155,19 +209,48 @@ class Replay:
         finally:
             layer.shown = shown
 
-    @contextmanager
-    def _from_block_of(self, layer: WatchedLayer) -> Iterator[None]:
+    def _from_block_of(self, layer: WatchedLayer) -> AbstractContextManager[None]:
         """Blocks before the one that has the layer give what they gave before."""
         first = next((i for i, block in enumerate(self._blocks) if _contains(block, layer.readers[0])), 0)
-        skipped = list(zip(self._blocks[:first], self._outputs))
+        return self._skipping(first)
+
+    @contextmanager
+    def _skipping(self, count: int) -> Iterator[None]:
+        """The first blocks give what they gave before."""
         with ExitStack() as stack:
-            for block, output in skipped:
-                stack.enter_context(_giving(block, output))
+            for block, output in list(zip(self._blocks, self._outputs))[:count]:
+                stack.enter_context(_acting(block, lambda *args, _output=output, **kwargs: _output))
             yield
 
     def _following(self) -> Tensor:
         layers = [layer if isinstance(layer, WatchedLayer) else branched(layer) for layer in self._all]
-        return _run(self.model, self.following, self.start, Cache(layers=layers), self.positions)
+        with nullcontext() if self.tokens is None else _acting(*self._head):
+            return _run(self.model, self.following, self.start, Cache(layers=layers), self.positions)
+
+
+def sampled_tokens(probabilities: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The likely tokens of a vocabulary, and every `OTHERS_STEP`-th of the others, which stands for as many.
+
+    Args:
+        probabilities: [positions, vocabulary].
+
+    Returns:
+        Tokens, and how many tokens each stands for, [tokens] each; None where that saves little.
+    """
+    vocabulary = probabilities.shape[1]
+    if vocabulary <= 2 * MOST_LIKELY:
+        return None
+    most, tokens = probabilities.topk(MOST_LIKELY)
+    likely = torch.zeros(vocabulary, dtype=torch.bool, device=probabilities.device)
+    likely[tokens[most.cumsum(-1) - most < LIKELY_MASS]] = True
+    others = (~likely).nonzero()[:, 0]
+    few = others[OTHERS_STEP // 2 :: OTHERS_STEP]
+    chosen = torch.cat([likely.nonzero()[:, 0], few])
+    if 2 * len(chosen) > vocabulary or not len(few):
+        return None
+    counts = torch.ones(len(chosen), device=probabilities.device)
+    counts[-len(few) :] = len(others) / len(few)
+    return chosen, counts
 
 
 def run_prompt(model: Any, prompt: Sequence[int]) -> tuple[list[Any], list[WatchedLayer]]:
@@ -203,13 +286,13 @@ def _contains(block: nn.Module, module: nn.Module) -> bool:
 
 
 @contextmanager
-def _giving(block: nn.Module, output: Any) -> Iterator[None]:
-    """The block gives `output` whatever it is called with."""
-    own = vars(block).get("forward")
-    block.forward = lambda *args, **kwargs: output
+def _acting(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """The module has another forward."""
+    own = vars(module).get("forward")
+    module.forward = forward
     try:
         yield
     finally:
-        del block.forward
+        del module.forward
         if own is not None:
-            block.forward = own
+            module.forward = own

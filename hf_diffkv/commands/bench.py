@@ -12,8 +12,19 @@ import click
 from ..evaluation.errors import EvaluationError
 from .console import Command, megabytes, one_line, paragraph, progress, table
 from .models import load_tokenizer, position_limit, supported_config, usable_device
-from .options import AtLeast, json_option, model_option, quiet_option, running_options
+from .options import (
+    RATIO,
+    AtLeast,
+    choice_of,
+    json_option,
+    model_option,
+    preset_options,
+    quiet_option,
+    running_options,
+)
 
+# the cache that --preset and --ratio are for
+DEFAULT_POLICY = "diffkv"
 DEFAULT_CACHES = "dense,static,quanto:4,diffkv,diffkv:K8V4"
 CONTEXT = 2048
 
@@ -31,12 +42,13 @@ CONTEXT = 2048
 @click.option("--steps", metavar="N", type=AtLeast(), default=16, help="Generated tokens that are timed.")
 @click.option("--text", metavar="T", default="offline", help="UTF-8 file, data set of the Hub, or offline.")
 @click.option("--threads", metavar="N", type=AtLeast(), help="Threads of PyTorch.  [default: its own choice]")
+@preset_options
 @running_options
 @json_option
 @quiet_option
 def command(**given: Any) -> None:
     options = SimpleNamespace(**given)
-    names = list(dict.fromkeys(["dense", *(name.strip() for name in options.caches.split(",") if name.strip())]))
+    names = _names(options)
     progress(f"loading {options.model}", options.quiet)
     limit = position_limit(supported_config(options.model))
 
@@ -80,6 +92,19 @@ def command(**given: Any) -> None:
         click.echo(json.dumps(figures, indent=2))
     else:
         click.echo(_text(found, context, environment))
+
+
+def _names(options: SimpleNamespace) -> list[str]:
+    """The caches, dense among them. Raises `click.UsageError` for a preset or a ratio that no cache takes."""
+    names = [name.strip() for name in options.caches.split(",") if name.strip()]
+    choice = choice_of(options)
+    if choice:
+        if DEFAULT_POLICY not in names:
+            given = "--preset" if options.preset else "--ratio"
+            raise click.UsageError(f"{given} is for the cache {DEFAULT_POLICY!r}, which is not among --caches; add it.")
+        chosen = options.preset or f"{RATIO}={options.ratio:g}"
+        names = [f"{name}:{chosen}" if name == DEFAULT_POLICY else name for name in names]
+    return list(dict.fromkeys(["dense", *names]))
 
 
 def _text(found: list[Any], context: int, environment: dict[str, Any]) -> str:

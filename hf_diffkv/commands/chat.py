@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from collections.abc import Iterator
@@ -14,16 +13,25 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..evaluation.saved_talk import write_talk
 from .console import Command, Failure, entry, one_line, paragraph, progress, to_terminal
-from .generate import sampling_of, sampling_options
+from .generate import sampling_of, sampling_options, saved_talk
 from .inspect import level_table, taken
 from .models import load_tokenizer, position_limit, supported_config, usable_device
-from .options import AtLeast, choice_of, config_for, config_options, model_option, quiet_option, running_options
+from .options import (
+    AtLeast,
+    choice_of,
+    config_before,
+    config_for,
+    config_options,
+    model_option,
+    quiet_option,
+    running_options,
+)
 
 if TYPE_CHECKING:
     from ..evaluation.talk import Talk
 
-TALK_NAME = "talk.json"
 HELP = {
     "/memory": "what the cache takes",
     "/levels": "what each layer keeps",
@@ -55,7 +63,7 @@ def command(**given: Any) -> None:
     sampling = sampling_of(options)
     if options.plain and options.system is not None:
         raise click.UsageError("--system is of no effect with --plain.")
-    saved = None if options.load is None else _read_talk(options.load)
+    saved = None if options.load is None else saved_talk(options.load)
     talk, limit = _start(options, saved)
     session = _ChatSession(talk, options, limit, {"do_sample": options.sample, **sampling})
     for line in _lines(options):
@@ -67,7 +75,7 @@ def _start(options: SimpleNamespace, saved: dict[str, Any] | None) -> tuple[Talk
     choice = choice_of(options)
     progress(f"loading {options.model}", options.quiet)
     model_config = supported_config(options.model)
-    config_for(choice, model_config)
+    config_before(choice, model_config)
     tokenizer = load_tokenizer(options.model)
 
     import torch
@@ -96,16 +104,6 @@ def _start(options: SimpleNamespace, saved: dict[str, Any] | None) -> tuple[Talk
         raise click.UsageError(one_line(error)) from error
     talk = Talk(model, tokenizer, cache, chat=not options.plain, system=options.system, **state)
     return talk, position_limit(model_config)
-
-
-def _read_talk(folder: Path) -> dict[str, Any]:
-    try:
-        saved = json.loads((folder / TALK_NAME).read_text())
-        return {"ids": saved["ids"], "first": saved["first"]}
-    except OSError as error:
-        raise click.UsageError(f"cannot read {folder / TALK_NAME}: {error.strerror}.") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise click.UsageError(f"{folder / TALK_NAME} is no saved talk.") from error
 
 
 def _lines(options: SimpleNamespace) -> Iterator[str]:
@@ -213,10 +211,9 @@ class _ChatSession:
         if not name:
             return self.complain("/save needs a folder.")
         folder = Path(name)
-        state = {"model": self.options.model, "ids": self.talk.ids[0].tolist(), "first": self.talk.first}
         try:
             self.talk.cache.save_pretrained(folder)
-            (folder / TALK_NAME).write_text(json.dumps(state) + "\n")
+            write_talk(folder, self.options.model, self.talk.ids[0].tolist(), self.talk.first)
         except (OSError, ValueError) as error:
             return self.complain(f"cannot save to {folder}: {one_line(error)}")
         print(f"Wrote {folder}.", flush=True)

@@ -44,6 +44,12 @@ class Failure(click.ClickException):
     exit_code = 1
 
 
+class Interrupted(Failure):
+    """The user stopped it; the message says how to go on."""
+
+    exit_code = 130
+
+
 def width() -> int:
     """Columns to write in."""
     return max(NARROWEST, min(WIDEST, shutil.get_terminal_size((80, 24)).columns))

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ..evaluation.errors import EvaluationError
-from .console import Command, progress
+from .console import Command, paragraph, progress
 from .models import position_limit
 from .options import AtLeast, model_option, quiet_option, running_options
 
@@ -73,6 +73,7 @@ def _list(context: click.Context, param: click.Parameter, value: bool) -> None:
 )
 def command(**given: Any) -> None:
     options = SimpleNamespace(**given)
+    from ..evaluation.basis import bases_of, fresh, methods_of
     from ..evaluation.isolated import run_isolated
     from ..evaluation.methods import get_method
     from ..evaluation.models import load_config, load_model
@@ -99,6 +100,8 @@ def command(**given: Any) -> None:
     here = [method for method in methods if method.environment is None]
     elsewhere = [method for method in methods if method.environment is not None]
     failed: list[Any] = []
+    earlier = methods_of(record.method for record in folder.all_records())
+    bases = bases_of(model, [*methods, *earlier])
     try:
         shared = {"retry": options.retry, "quiet": options.quiet}
         run(model, tokenizer, here, prepared, folder, batch_size=options.batch_size, **shared)
@@ -106,7 +109,9 @@ def command(**given: Any) -> None:
         del model
         failed = run_isolated(elsewhere, prepared, folder, model=options.model, device=options.device, **shared)
     finally:
-        records = [*folder.all_records(), *failed]
+        written = folder.all_records()
+        records = [*fresh(written, bases), *failed]
+        _tell_of_left_out(written, records, options.quiet)
         if records:
             _write_report(folder.folder, records, options.quiet)
     if options.submit is not None:
@@ -141,6 +146,20 @@ def _fitting(prepared: list[Any], limit: int | None, quiet: bool) -> list[Any]:
     if left and fitting:
         progress(f"left out, as the model takes {limit:,} tokens and they need more: {', '.join(left)}", quiet)
     return fitting or prepared
+
+
+def _tell_of_left_out(written: list[Any], shown: list[Any], quiet: bool) -> None:
+    """Says which methods have figures in the folder that are not shown."""
+    kept = {id(record) for record in shown}
+    left = dict.fromkeys(record.method for record in written if id(record) not in kept)
+    if left:
+        progress(
+            paragraph(
+                f"Left out, as their figures are of other weights, another configuration or another version: "
+                f"{', '.join(left)}. Name them in --methods to measure them again."
+            ),
+            quiet,
+        )
 
 
 def _write_report(folder: Path, records: list[Any], quiet: bool) -> None:

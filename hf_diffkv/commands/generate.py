@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..evaluation.errors import EvaluationError
 from ..evaluation.models import SMALLEST_MODEL, hide_progress_bars, resolve_model
+from ..evaluation.saved_talk import read_talk
 from .console import Command, Failure, colours, megabytes, paragraph, progress, table, to_terminal
 from .env import versions
 from .models import load_tokenizer, position_limit, supported_config, usable_device
@@ -21,7 +23,7 @@ from .options import (
     AtLeast,
     chain,
     choice_of,
-    config_for,
+    config_before,
     config_options,
     fields_of,
     json_option,
@@ -71,6 +73,10 @@ def sampling_of(options: SimpleNamespace) -> dict[str, Any]:
 @click.option("--system", metavar="TEXT", help="System message for --chat.")
 @click.option("--max-new-tokens", metavar="N", type=AtLeast(), default=64, help="Per turn.")
 @sampling_options
+@click.option("--save-cache", metavar="FOLDER", type=Path, help="Keep the cache and what was written for --load-cache.")
+@click.option(
+    "--load-cache", metavar="FOLDER", type=Path, help="Go on from there: PROMPT is the next turn, and it alone is read."
+)
 @click.option("--no-compare", is_flag=True, help="Leave the dense cache out.")
 @config_options
 @running_options
@@ -80,12 +86,16 @@ def sampling_of(options: SimpleNamespace) -> dict[str, Any]:
 def command(**given: Any) -> None:
     options = SimpleNamespace(**given)
     job = _job(options)
+    if options.save_cache is not None:
+        _make_folder(options.save_cache)
     if options.output is not None:
         _make_folder(options.output)
         picture = options.output / "levels.png"
         picture.unlink(missing_ok=True)
         job = dataclasses.replace(job, picture=str(picture))
     runs = _run(job, options)
+    if options.save_cache is not None:
+        progress(f"Wrote {options.save_cache}; --load-cache goes on from there.", options.quiet)
     found = figures(job, runs, versions())
     if options.as_json:
         click.echo(json.dumps(found, indent=2))
@@ -115,11 +125,15 @@ def _job(options: SimpleNamespace) -> Job:
         raise click.UsageError("--system is of no effect without --chat.")
     if options.quiet and options.as_json:
         raise click.UsageError("--quiet and --json do not go together; leave one out.")
-    choice = choice_of(options)
+    choice, start = choice_of(options), {}
+    if options.load_cache is not None:
+        if choice:
+            raise click.UsageError("--load-cache has a configuration of its own; leave options of the cache out.")
+        start = saved_talk(options.load_cache)
     progress(f"reading the configuration of {options.model}", options.quiet)
     model_config = supported_config(options.model)
-    config_for(choice, model_config)
-    _check_length(options, turns, position_limit(model_config))
+    config_before(choice, model_config)
+    _check_length(options, turns, position_limit(model_config), len(start.get("ids", ())))
     device = usable_device(options.device)
 
     from ..evaluation.side_by_side import DIFFKV, Job
@@ -141,6 +155,9 @@ def _job(options: SimpleNamespace) -> Job:
         stream=not options.as_json,
         echo=terminal,
         quiet=options.quiet,
+        start=start,
+        load_cache=options.load_cache and str(options.load_cache),
+        save_cache=options.save_cache and str(options.save_cache),
     )
 
 
@@ -169,13 +186,22 @@ def _run(job: Job, options: SimpleNamespace) -> list[FinishedRun]:
             return [compare.execute_here(job)]
         compressed = compare.run_in_fresh_process(job)
         progress(f"[2/2] {compare.DYNAMIC}, for comparison", options.quiet)
-        dense = dataclasses.replace(job, cache=compare.DYNAMIC, picture=None, stream=False)
+        dense = dataclasses.replace(job, cache=compare.DYNAMIC, picture=None, stream=False, save_cache=None)
         return [compressed, compare.run_in_fresh_process(dense)]
     except compare.RunError as error:
         raise Failure(str(error)) from error
 
 
-def _check_length(options: SimpleNamespace, turns: list[str], limit: int | None) -> None:
+def saved_talk(folder: Path) -> dict[str, Any]:
+    """What `read_talk` gives. Raises `click.UsageError` where the folder has no saved talk."""
+    try:
+        return read_talk(folder)
+    except EvaluationError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _check_length(options: SimpleNamespace, turns: list[str], limit: int | None, before: int) -> None:
+    """Raises `click.UsageError` where `before` tokens, the turns and what is generated are more than `limit`."""
     from ..evaluation.talk import chat_turns
 
     tokenizer = load_tokenizer(options.model)
@@ -190,10 +216,10 @@ def _check_length(options: SimpleNamespace, turns: list[str], limit: int | None)
     counts = [len(tokenizer(text, add_special_tokens=plain and i == 0).input_ids) for i, text in enumerate(texts)]
     if not counts[0]:
         raise click.UsageError("the prompt has no tokens; there is nothing to continue.")
-    new = len(turns) * options.max_new_tokens
-    if limit is not None and sum(counts) + new > limit:
+    new, length = len(turns) * options.max_new_tokens, before + sum(counts)
+    if limit is not None and length + new > limit:
         raise click.UsageError(
-            f"the text has {sum(counts)} tokens and {new} are to be generated, but the model's max_position_embeddings "
+            f"the text has {length} tokens and {new} are to be generated, but the model's max_position_embeddings "
             f"is {limit}; shorten the prompt or lower --max-new-tokens."
         )
 
@@ -279,10 +305,12 @@ def figures(job: Any, runs: list[FinishedRun], versions: dict[str, str]) -> dict
 
 
 def _kept(run: FinishedRun) -> list[str]:
-    total = max(1, sum(run.levels.values()))
-    levels = ", ".join(f"{name} {count:,} ({count / total:.0%})" for name, count in run.levels.items())
-    lines = [paragraph(f"Tokens per level, over all layers and KV heads: {levels}.")]
-    compressed = len(run.layers or ())
+    from ..cache.report import LayerReport
+    from ..cache.wording import kept_in_words
+
+    layers = [LayerReport(**layer) for layer in run.layers or ()]
+    lines = [paragraph(f"{kept_in_words(layers)}.")] if layers else []
+    compressed = len(layers)
     if run.num_layers is not None and compressed < run.num_layers:
         note = "the bytes count all of them. `hf-diffkv inspect` says which."
         lines.append(paragraph(f"{compressed} of {run.num_layers} layers are compressed; {note}"))

@@ -16,6 +16,7 @@ from .console import Command, colours, megabytes, paragraph, progress, table
 from .models import load_tokenizer, position_limit, supported_config
 from .options import (
     choice_of,
+    config_before,
     config_for,
     config_options,
     json_option,
@@ -59,12 +60,13 @@ def command(**given: Any) -> None:
 
     # with a prompt, the weights themselves tell
     shape, model = without_weights(model_config) if text is None else None, None
-    config = config_for(choice, model_config if shape is None else shape)
     if text is None:
+        config = config_for(choice, model_config if shape is None else shape)
         note = note_of_heads(choice, model_config, shape)
         if note:
             progress(paragraph(f"{note} A PROMPT has them read."), options.quiet)
     else:
+        config_before(choice, model_config)
         ids, pieces = _tokens(options, text, position_limit(model_config))
         progress(f"loading {options.model}", options.quiet)
         model = load_model(options.model, options.dtype, options.device, options.quiet)
@@ -211,14 +213,22 @@ def taken(tokens: int, memory: Any) -> str:
 
 
 def level_table(memory: Any) -> str:
-    """Share of each level in the tokens of every compressed layer, over its heads, and the heads' precisions."""
+    """Share of each level in the tokens of every compressed layer, over its heads, and the heads' precisions.
+
+    Where no head chooses among its tokens, they are either stored or in the window.
+    """
+    from ..cache.wording import chosen_heads
+
+    levels = {name: (name,) for name in LEVELS}
+    if not chosen_heads(memory.layers):
+        levels = {"stored": ("high", "low"), "window": ("window",)}
     rows = []
     for layer in memory.layers:
-        counts = [sum(getattr(layer, name)) for name in LEVELS]
+        counts = [sum(sum(getattr(layer, name)) for name in names) for names in levels.values()]
         shares = (f"{count / max(1, sum(counts)):.0%}" for count in counts)
         names = layer.precisions if len({*layer.precisions}) > 1 else layer.precisions[:1]
         rows.append((f"layer {layer.layer_idx}", *shares, " ".join(names)))
-    return table(("", *LEVELS, "precision"), rows)
+    return table(("", *levels, "precision"), rows)
 
 
 def _coloured(tokens: list[dict[str, Any]]) -> str:

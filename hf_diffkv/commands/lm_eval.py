@@ -7,6 +7,7 @@ import sys
 
 import click
 
+from ..extras import install
 from .console import Command
 
 USAGE = """The model hf-diffkv is the harness's hf with a cache that you choose. Its --model_args, beside those of hf:
@@ -18,9 +19,9 @@ USAGE = """The model hf-diffkv is the harness's hf with a cache that you choose.
   hf-diffkv lm-eval --model hf-diffkv --model_args pretrained=MODEL,cache=diffkv:K8V4 --tasks gsm8k --batch_size 8
 
 Only tasks that generate are run with a compressed cache. All arguments: hf-diffkv lm-eval run --help
-
-What follows is the harness's own help.
 """
+FOLLOWS = "What follows is the harness's own help."
+MISSING = "The harness is not installed, so its own help is missing here: {}"
 
 
 # all arguments, options too, are the harness's
@@ -34,8 +35,11 @@ What follows is the harness's own help.
 def command(arguments: tuple[str, ...]) -> None:
     """Run lm-evaluation-harness: --model hf-diffkv --model_args pretrained=M,cache=C ..."""
     asks_help = not arguments or not {"-h", "--help"}.isdisjoint(arguments)
-    if asks_help and importlib.util.find_spec("lm_eval"):
-        click.echo(USAGE)
+    if asks_help:
+        there = importlib.util.find_spec("lm_eval") is not None
+        click.echo(f"{USAGE}\n{FOLLOWS if there else MISSING.format(install('eval'))}\n")
+        if not there:
+            return
     else:
         # takes seconds, and says what to install where there is no harness
         from ..evaluation.lm_eval import register

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ..evaluation.models import resolve_model
+from ..evaluation.models import missing, resolve_model
 from .console import one_line
 
 
@@ -45,7 +45,7 @@ def loaded(factory: Any, name: str) -> Any:
     try:
         return factory.from_pretrained(resolve_model(name))
     except (OSError, ValueError, KeyError) as error:
-        raise click.UsageError(f"cannot load the model {name}: {one_line(error)}") from error
+        raise click.UsageError(f"cannot load the model {name}: {missing(name)}{one_line(error)}") from error
 
 
 def position_limit(config: Any) -> int | None:

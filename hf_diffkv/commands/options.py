@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,17 +12,22 @@ from typing import Any, Union
 import click
 
 from ..config import DiffKVConfig, Precision
-from ..config.checks import bytes_in
-from ..config.found import beside, weights_known
-from ..config.presets import preset_named, published
+from ..config.checks import as_ratio, bytes_in
+from ..config.found import beside, user_folder, weights_known
+from ..config.presets import head_size, preset_named, published
 from ..evaluation.models import resolve_model
+from ..heads.weights import model_digest
 from .console import one_line
 
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 STDIN = "-"
+# characters of a model's name in that of a folder
+LONGEST_NAME = 80
 # nats to the dense cache that a configuration may lose, where nothing is said
 MAX_KL = 0.01
 OPTION_FIELDS = ("alpha_high", "alpha_low", "window", "sinks", "high", "low", "rotate", "center", "max_bytes")
+# what `DiffKVConfig.for_model` calls --ratio
+RATIO = "target_ratio"
 # what a lossless configuration leaves open
 LOSSLESS_FIELDS = {"window", "sinks", "max_bytes"}
 # what a preset chooses
@@ -70,6 +76,18 @@ class Preset(Parsed):
     def parse(self, text: str) -> str:
         preset_named(text)
         return text
+
+
+class Ratio(Parsed):
+    """A share above 0 and at most 1."""
+
+    name = "X"
+
+    def parse(self, text: str) -> float:
+        try:
+            return as_ratio("the ratio", float(text))
+        except ValueError:
+            raise ValueError(f"{text!r} is no ratio; give a number above 0 and at most 1, such as 0.23.") from None
 
 
 class Numbers(Parsed):
@@ -156,16 +174,25 @@ json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else, on stdout."
 )
 
-preset_option = click.option(
-    "--preset",
-    type=Preset(),
-    metavar="P",
-    help="quality, balanced or small, from most memory to least. Measured models get a precision for each head.",
+# a name or a number for what a token takes
+preset_options = chain(
+    click.option(
+        "--preset",
+        type=Preset(),
+        metavar="P",
+        help="quality, balanced or small, from most memory to least. Measured models get a precision for each head.",
+    ),
+    click.option(
+        "--ratio",
+        type=Ratio(),
+        metavar="X",
+        help="Instead: bytes of a stored token over a dense one's, at most, such as 0.23.",
+    ),
 )
 
 # what a token takes
 format_options = chain(
-    preset_option,
+    preset_options,
     click.option("--high", metavar="KxVy", type=PrecisionType(), help="Bits of keys and values of important tokens."),
     click.option("--low", metavar="KxVy", type=PrecisionType(), help="Bits of keys and values of other tokens."),
     click.option("--window", metavar="N", type=AtLeast(), help="Newest tokens kept uncompressed."),
@@ -247,7 +274,7 @@ def choice_of(options: SimpleNamespace) -> ConfigChoice:
     """
     fields = {name: getattr(options, name, None) for name in OPTION_FIELDS}
     fields = {name: value for name, value in fields.items() if value is not None}
-    names = ("preset", "config", "lossless")
+    names = ("preset", "ratio", "config", "lossless")
     bases = [f"--{name}" for name in names if getattr(options, name, None)]
     if len(bases) > 1:
         raise click.UsageError(f"{bases[-1]} and {bases[0]} do not go together; leave one out.")
@@ -255,6 +282,8 @@ def choice_of(options: SimpleNamespace) -> ConfigChoice:
         _leave_out(set(fields) - LOSSLESS_FIELDS, "--lossless stores everything as it is")
     if bases == ["--preset"]:
         _leave_out(set(fields) & PRESET_FIELDS, f"--preset {options.preset} chooses bits and levels")
+    if bases == ["--ratio"]:
+        _leave_out(set(fields) & PRESET_FIELDS, f"--ratio {options.ratio:g} chooses bits and levels")
     try:
         if bases == ["--lossless"]:
             return DiffKVConfig.lossless(**fields)
@@ -265,6 +294,8 @@ def choice_of(options: SimpleNamespace) -> ConfigChoice:
         DiffKVConfig(**{**(published(resolve_model(options.model)) or {}), **fields})
     except (ValueError, OSError) as error:
         raise click.UsageError(one_line(error)) from error
+    if bases == ["--ratio"]:
+        return {RATIO: options.ratio, **fields}
     return {"preset": options.preset, **fields} if options.preset else fields
 
 
@@ -277,7 +308,29 @@ def config_for(choice: ConfigChoice, model: Any) -> DiffKVConfig:
     try:
         return choice if isinstance(choice, DiffKVConfig) else DiffKVConfig.for_model(model, **choice)
     except (ValueError, OSError) as error:
-        raise click.UsageError(one_line(error)) from error
+        raise click.UsageError(one_line(error).replace(f"{RATIO}=", "--ratio ")) from error
+
+
+def config_before(choice: ConfigChoice, model_config: Any) -> DiffKVConfig:
+    """The configuration as far as it can be told before weights are loaded: which ratios can be had depends on them.
+
+    Raises:
+        click.UsageError: as `config_for`, or no model with such heads can have the ratio.
+    """
+    if isinstance(choice, DiffKVConfig) or RATIO not in choice:
+        return config_for(choice, model_config)
+    from ..config.allocation import check_ratio
+    from ..planning import without_weights
+
+    shape = without_weights(model_config)
+    if weights_known(shape):
+        return config_for(choice, shape)
+    head_dim, element_bytes = head_size(model_config)
+    try:
+        check_ratio(choice[RATIO], [(1, head_dim, head_dim)], element_bytes)
+    except ValueError as error:
+        raise click.UsageError(one_line(error).replace(f"{RATIO}=", "--ratio ")) from error
+    return config_for({name: value for name, value in choice.items() if name != RATIO}, model_config)
 
 
 def fields_of(choice: ConfigChoice) -> dict[str, Any]:
@@ -293,7 +346,8 @@ def note_of_heads(choice: ConfigChoice, model_config: Any, model: Any) -> str:
     """
     if isinstance(choice, DiffKVConfig) or PRESET_FIELDS & set(choice) or beside(model_config) is not None:
         return ""
-    if weights_known(model) or (published(model_config.name_or_path) is not None and "preset" not in choice):
+    by_name = published(model_config.name_or_path) is not None
+    if weights_known(model) or (by_name and not {"preset", RATIO} & set(choice)):
         return ""
     return (
         "These are the same bits for all heads: no configuration was found beside the model, and whether its heads "
@@ -305,3 +359,18 @@ def _leave_out(spoiling: set[str], why: str) -> None:
     if spoiling:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(spoiling))
         raise click.UsageError(f"{why}; leave {names} out.")
+
+
+def output_of(options: SimpleNamespace, model: Any, kind: str) -> Path:
+    """`--output`; without it a folder in the user's cache that is the model's, for these weights and this dtype.
+
+    Args:
+        model: as it was loaded.
+        kind: of what is written; a folder of its own.
+    """
+    if options.output is not None:
+        return options.output
+    # the end of a long path tells most
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", options.model)[-LONGEST_NAME:].strip("-.")
+    dtype = str(model.dtype).removeprefix("torch.")
+    return user_folder() / "runs" / kind / f"{name}-{dtype}-{model_digest(model)}"

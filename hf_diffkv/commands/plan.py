@@ -124,7 +124,7 @@ def command(**given: Any) -> None:
     }
     text = f"{_text(found)}\n\n{_loss_text(config, losses, own)}" if losses else _text(found)
     if options.plot is not None:
-        _draw_loss(config, losses, options.plot, options.as_json)
+        _draw_loss(config, losses, options.plot, options.model, options.as_json)
     click.echo(json.dumps(found, indent=2) if options.as_json else text)
     note = note_of_heads(choice, model_config, model)
     if note:
@@ -216,8 +216,8 @@ def _loss_text(config: DiffKVConfig, points: tuple[Loss, ...], own: float | None
     return "\n".join(lines if own is None else [*lines, "", "* the cache above"])
 
 
-def _draw_loss(config: DiffKVConfig, points: tuple[Loss, ...], path: Path, quiet: bool) -> None:
-    """Writes a picture of losses over bytes.
+def _draw_loss(config: DiffKVConfig, points: tuple[Loss, ...], path: Path, name: str, quiet: bool) -> None:
+    """Writes a picture of losses over bytes of the model called `name`.
 
     Raises:
         click.UsageError: heads were not measured.
@@ -228,7 +228,7 @@ def _draw_loss(config: DiffKVConfig, points: tuple[Loss, ...], path: Path, quiet
     if not points:
         raise click.UsageError(
             "--plot draws what heads are predicted to lose, and those of this model were not measured; "
-            "`hf-diffkv calibrate --ratio` measures them, and --config takes the folder that it wrote."
+            f"`hf-diffkv calibrate --model {name}` measures them."
         )
     try:
         loss(config).save(path)

@@ -16,6 +16,7 @@ from .options import (
     AtLeast,
     ConfigChoice,
     choice_of,
+    config_before,
     config_for,
     config_options,
     json_option,
@@ -75,7 +76,7 @@ def _verify(options: SimpleNamespace, choice: ConfigChoice) -> tuple[list[Any], 
     """What was measured, the verdict, and whether all is well."""
     progress(f"loading {options.model}", options.quiet)
     model_config = supported_config(options.model)
-    config = config_for(choice, model_config)
+    config = config_before(choice, model_config)
     if options.length <= config.window + config.sinks:
         raise click.UsageError(
             f"--length {options.length}: the window of {config.window} and the sinks hold such a prompt uncompressed; "
@@ -119,7 +120,7 @@ def _verify(options: SimpleNamespace, choice: ConfigChoice) -> tuple[list[Any], 
     chosen = run("chosen", config.to_dict())
     outcomes = [lossless, chosen]
     if chosen.kl <= options.max_kl:
-        return outcomes, _good(chosen, options.max_kl), True
+        return outcomes, _good(options.model, chosen, options.max_kl), True
     for name in GENTLER:
         flat = {"high": name, "low": name, "alpha_high": 0.0, "alpha_low": 0.0, "head_precisions": None}
         gentler = run(f"all {name}", {**config.to_dict(), **flat})
@@ -129,13 +130,13 @@ def _verify(options: SimpleNamespace, choice: ConfigChoice) -> tuple[list[Any], 
     return outcomes, _bad(chosen, None, options.max_kl), False
 
 
-def _good(chosen: Any, limit: float) -> str:
+def _good(name: str, chosen: Any, limit: float) -> str:
     found = f"Good: {chosen.kl:.4f} nats are within {limit:g}, the likeliest token is the same at {chosen.top1:.1%}"
     if chosen.ratio >= 1:
         return f"{found}, but so short a cache saves nothing; give the --length of your prompts."
     return (
-        f"{found}, and the cache takes {chosen.ratio:.1%} of a dense one. `hf-diffkv calibrate` looks for a cheaper "
-        "setting."
+        f"{found}, and the cache takes {chosen.ratio:.1%} of a dense one. `hf-diffkv calibrate --model {name}` "
+        "looks for a cheaper setting."
     )
 
 

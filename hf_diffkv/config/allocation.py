@@ -124,15 +124,15 @@ def fields_for(calibration: Mapping[str, Any] | None, target_ratio: float) -> tu
     """Fields of a configuration for another ratio, and its calibration.
 
     Args:
-        calibration: one that has what heads lose, as `hf-diffkv calibrate --ratio` writes it.
+        calibration: one that has what heads lose, as `hf-diffkv calibrate` writes it.
 
     Raises:
         ValueError: a calibration without, or as `allocate`.
     """
     if calibration is None or SENSITIVITY not in calibration:
         raise ValueError(
-            "this configuration does not have what the heads of a model lose; `hf-diffkv calibrate --ratio` measures "
-            "it and writes one that has, for DiffKVConfig.from_pretrained."
+            "this configuration does not have what the heads of a model lose; `hf-diffkv calibrate --model MODEL` "
+            "measures it and writes one that has, for DiffKVConfig.from_pretrained."
         )
     found = _allocated(json.dumps(calibration[SENSITIVITY], sort_keys=True), target_ratio)
     chosen = {TARGET_RATIO: target_ratio, "ratio": found.ratio, "predicted_kl": found.loss}
@@ -178,12 +178,27 @@ def loss_curve(calibration: Mapping[str, Any], ratios: Iterable[float] = ()) -> 
     points = []
     for ratio in sorted({*uniform, *ratios}):
         name, loss = uniform.get(ratio), allocate(sensitivity, ratio).loss
-        points.append(Loss(ratio, loss, name, None if name is None else _uniform_loss(sensitivity, name)))
+        points.append(
+            Loss(ratio, loss, name, None if name is None else _uniform_loss(sensitivity, Precision.parse(name)))
+        )
     return tuple(points)
 
 
-def _uniform_loss(sensitivity: Sensitivity, name: str) -> float:
-    precision = Precision.parse(name)
+def one_for_all(precision: Precision | str, calibration: Mapping[str, Any]) -> Loss:
+    """Bytes and loss where all heads have one precision, beside the best choice within these bytes.
+
+    Args:
+        calibration: one that has what heads lose.
+
+    Raises:
+        ValueError: bits that were not measured.
+    """
+    sensitivity = Sensitivity.from_dict(calibration[SENSITIVITY])
+    chosen, ratio = as_precision("precision", precision), ratio_of(precision, calibration)
+    return Loss(ratio, allocate(sensitivity, ratio).loss, chosen.name, _uniform_loss(sensitivity, chosen))
+
+
+def _uniform_loss(sensitivity: Sensitivity, precision: Precision) -> float:
     heads = [(layer, head) for layer, shape in enumerate(sensitivity.shapes) for head in range(shape[0])]
     return sum(sensitivity.loss(layer, head, precision) for layer, head in heads)
 

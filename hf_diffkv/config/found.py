@@ -1,38 +1,35 @@
 """What is known of a model without being told: a configuration beside its files, what its heads lose, its queries.
 
 Looked for in this order: `diffkv_config.json` in the folder or the repository of the Hub that the model came from;
-then, by a digest of the weights, what `hf-diffkv calibrate` left in the user's cache folder; then what ships. The
-moments of queries are a file beside each of these.
+then what `hf-diffkv calibrate` left in the user's cache folder, and what ships, for these very weights; then for a
+model with the same mark, or nearly the same (`heads/mark.py`). The moments of queries are a file beside each of these.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
-import weakref
-from collections.abc import Iterable
-from contextlib import ExitStack
+import shlex
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ..heads.mark import SAME
+from ..heads.recognition import identity_of, known_of_the_hub, loaded_from, marks_in, nearest
 from . import files
 from .sensitivity import Sensitivity
 
 # a folder for measurements; `$XDG_CACHE_HOME/hf_diffkv` or ~/.cache/hf_diffkv without it
 FOLDER_VARIABLE = "HF_DIFFKV_CACHE"
 SHIPPED = Path(__file__).parent / "measured"
-
-# elements of each parameter that tell a model's weights from another's
-SAMPLES = 32
+# files of what heads lose, and of the moments of queries
+TABLE, MOMENTS = ".json", ".safetensors"
 
 # what would be better, as opposed to what is wrong
 HINTS = "hf_diffkv.hints"
 
 _logger = logging.getLogger(HINTS)
-_digests: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
 _told: set[Any] = set()
 
 
@@ -48,28 +45,27 @@ def keep(measured: Sensitivity) -> Path:
     """Writes measurements to the user's folder, where `measured_of` finds them. Raises `OSError`."""
     folder = user_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{measured.model_digest}.json"
+    path = folder / f"{measured.model_digest}{TABLE}"
     measured.save(path)
     return path
 
 
 def measured_of(model: Any) -> Sensitivity | None:
-    """What the heads of a model lose, by the digest of its weights; None where nobody measured them.
+    """What the heads of a model, or of its nearest relative, lose; None where nobody measured them.
+
+    A relative is named in the log, once.
 
     Args:
         model: a loaded one; or one without data, on the meta device, whose weights are in a folder of this machine.
     """
-    digest = _digest(model)
-    if digest is None:
-        return None
-    path = user_folder() / f"{digest}.json"
-    found = path if path.is_file() else _shipped().get(digest)
+    found = _lookup(model, TABLE)
     return None if found is None else Sensitivity.load(found)
 
 
 def weights_known(model: Any) -> bool:
     """Whether it can be told which weights a model has or will have."""
-    return _digest(model) is not None
+    identity = identity_of(model)
+    return identity.digest is not None or identity.mark is not None
 
 
 def beside(model: Any) -> Path | None:
@@ -89,7 +85,8 @@ def beside(model: Any) -> Path | None:
 def queries_of(model: Any) -> Path | None:
     """The file with the moments of a model's queries (store/query_moments.py), of a loaded model or a configuration.
 
-    That beside the model's configuration comes first, whatever its weights; the others are of these very weights.
+    The file beside the model's configuration comes first, whatever the weights; then the one for these very weights;
+    then those of the model, or its relative, whose measurements `measured_of` takes.
     """
     config = beside(model)
     if config is not None:
@@ -100,17 +97,17 @@ def queries_of(model: Any) -> Path | None:
         fetched = None if Path(name).is_dir() else _queries_on_the_hub(name, config.parent.name)
         if fetched is not None:
             return fetched
-    digest = _digest(model)
-    if digest is None:
-        return None
-    shipped = _shipped().get(digest)
-    known = [queries_path(digest)] + ([] if shipped is None else [shipped.with_suffix(".safetensors")])
-    return next((path for path in known if path.is_file()), None)
+    own = _by_digest(model, MOMENTS)
+    if own is not None:
+        return own
+    table = _lookup(model, TABLE)
+    same = None if table is None else table.with_suffix(MOMENTS)
+    return same if same is not None and same.is_file() else _lookup(model, MOMENTS)
 
 
 def queries_path(digest: str) -> Path:
     """Where the moments of the queries of a model with these weights are kept for the user."""
-    return user_folder() / f"{digest}.safetensors"
+    return user_folder() / f"{digest}{MOMENTS}"
 
 
 def tell_of_calibration(model: Any) -> None:
@@ -118,9 +115,8 @@ def tell_of_calibration(model: Any) -> None:
     if weights_known(model):
         _tell(
             model,
-            "the heads of %s have not been measured, so all of them get the same bits: `hf-diffkv calibrate --model %s "
-            "--ratio 0.23` measures them once and saves about a fifth of the cache at no more loss "
-            "(docs/calibration.md).",
+            "the heads of %s have not been measured, so all of them get the same bits: `hf-diffkv calibrate --model "
+            "%s` measures them once and saves about a fifth of the cache at no more loss (docs/calibration.md).",
         )
 
 
@@ -129,61 +125,57 @@ def tell_of_queries(model: Any) -> None:
     _tell(
         model,
         "the queries of %s have not been measured, so generated keys are rounded to the nearest code: run `hf-diffkv "
-        "calibrate --model %s --ratio 0.23` again, which measures them as well (docs/calibration.md).",
+        "calibrate --model %s` again, which measures them as well (docs/calibration.md).",
     )
 
 
 def _tell(model: Any, text: str) -> None:
-    name = _loaded_from(model)
+    name = loaded_from(model)
     if name and (name, text) not in _told:
         _told.add((name, text))
-        _logger.warning(text, name, name)
+        _logger.warning(text, name, shlex.quote(name))
 
 
-def _digest(model: Any) -> str | None:
-    if not hasattr(model, "named_parameters"):
+def _tell_of_relative(model: Any, path: Path) -> None:
+    name = loaded_from(model) or "this model"
+    if (name, path) not in _told:
+        _told.add((name, path))
+        _logger.warning(
+            "the heads of %s have not been measured, but its normalisation weights are nearly those of a measured "
+            "model, so that one's measurements are used: %s (docs/calibration.md).",
+            *(name, path),
+        )
+
+
+def _lookup(model: Any, suffix: str) -> Path | None:
+    """The file of measurements for a model or its nearest relative."""
+    found = _by_digest(model, suffix)
+    mark = identity_of(model).mark
+    if found is not None or mark is None:
+        return found
+    best = nearest(mark, [*marks_in(user_folder(), suffix), *marks_in(SHIPPED, suffix)])
+    if best is None:
         return None
-    if model not in _digests:
-        # a rank of several has parts of the weights
-        whole = not any(hasattr(parameter, "to_local") for parameter in model.parameters())
-        try:
-            _digests[model] = model_digest(model) if whole else None
-        except ValueError:
-            folder = _folder_of(model)
-            _digests[model] = None if folder is None else files_digest(model, folder)
-    return _digests[model]
+    path, distance = best
+    if distance > SAME:
+        _tell_of_relative(model, path)
+    return path
 
 
-def _folder_of(model: Any) -> Path | None:
-    """Where the files of a model are on this machine: its folder, or what the Hub's cache has of its repository."""
-    name = _loaded_from(model)
-    if not name:
+def _by_digest(model: Any, suffix: str) -> Path | None:
+    """The file of measurements for these very weights."""
+    digest = identity_of(model).digest
+    if digest is None:
         return None
-    known = name if Path(name).is_dir() else _known_of_the_hub(name, "config.json")
-    return None if known is None else Path(known) if Path(known).is_dir() else Path(known).parent
-
-
-def _known_of_the_hub(repo: str, file: str) -> str | None:
-    """The path of a file that the Hub's cache has."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        known = try_to_load_from_cache(repo, file)
-    except HFValidationError:
-        return None
-    return known if isinstance(known, str) else None
+    shipped = _shipped().get(digest)
+    known = [user_folder() / f"{digest}{suffix}", *([] if shipped is None else [shipped.with_suffix(suffix)])]
+    return next((path for path in known if path.is_file()), None)
 
 
 @cache
 def _shipped() -> dict[str, Path]:
     """What ships, by the digest of the weights."""
-    return {json.loads(path.read_text())["model_digest"]: path for path in sorted(SHIPPED.glob("*.json"))}
-
-
-def _loaded_from(model: Any) -> str:
-    """The folder or repository of a loaded model; empty where it has none, or it is only a configuration or a name."""
-    return getattr(getattr(model, "config", None), "name_or_path", "")
+    return {json.loads(path.read_text())["model_digest"]: path for path in sorted(SHIPPED.glob(f"*{TABLE}"))}
 
 
 def _name_of(model: Any) -> str | os.PathLike:
@@ -207,7 +199,7 @@ def _queries_on_the_hub(repo: str, commit: str) -> Path | None:
 def _on_the_hub(repo: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
-    known = _known_of_the_hub(repo, "config.json")
+    known = known_of_the_hub(repo, "config.json")
     if known is None:
         return None
     commit = Path(known).parent.name
@@ -217,64 +209,3 @@ def _on_the_hub(repo: str) -> Path | None:
         return Path(here) if isinstance(here, str) else None if here else files.find(repo, revision=commit)
     except OSError:
         return None
-
-
-def model_digest(model: Any) -> str:
-    """16 hexadecimal digits: of the shapes of all parameters and of some of their elements.
-
-    SHA-256 over each parameter in the model's order, tied ones once: its shape as decimal numbers, then `SAMPLES`
-    elements, evenly spaced from the first to the last, as little-endian float32. So a model in bfloat16 has the digest
-    that it has when it is loaded in float32.
-
-    Raises:
-        ValueError: parameters without data, on the meta device for example.
-    """
-    parameters = list(model.named_parameters())
-    for name, parameter in parameters:
-        if parameter.is_meta:
-            raise ValueError(f"{name} has no data here (it is on the meta device); load the model without offloading.")
-    return _digest_of(parameter for _, parameter in parameters)
-
-
-def files_digest(model: Any, folder: Path) -> str | None:
-    """The digest that a model will have once its weights are loaded from safetensors files; of them little is read.
-
-    Args:
-        model: may be on the meta device.
-        folder: has the files.
-
-    Returns:
-        None where the files do not have all parameters under their names and in their shapes.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    with ExitStack() as opened:
-        places = {}
-        try:
-            for path in sorted(folder.glob("*.safetensors")):
-                file = opened.enter_context(safe_open(path, framework="pt"))
-                places.update(dict.fromkeys(file.keys(), file))
-        except (OSError, SafetensorError):
-            return None
-        parameters = list(model.named_parameters())
-        if not all(
-            name in places and places[name].get_slice(name).get_shape() == list(parameter.shape)
-            for name, parameter in parameters
-        ):
-            return None
-        return _digest_of(places[name].get_tensor(name) for name, _ in parameters)
-
-
-def _digest_of(parameters: Iterable[Any]) -> str:
-    # configurations know no tensors otherwise, and importing them must not load PyTorch
-    import torch
-
-    digest = hashlib.sha256()
-    for parameter in parameters:
-        flat = parameter.detach().reshape(-1)
-        count = min(SAMPLES, flat.numel())
-        places = [index * (flat.numel() - 1) // max(1, count - 1) for index in range(count)]
-        samples = flat[torch.tensor(places, device=flat.device, dtype=torch.int64)].float().cpu()
-        digest.update(",".join(map(str, parameter.shape)).encode())
-        digest.update(samples.numpy().astype("<f4").tobytes())
-    return digest.hexdigest()[:16]

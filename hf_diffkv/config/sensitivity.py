@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ..heads.mark import Mark
+from ..heads.recognition import MARK
 from ..precision import Precision
 
 # bits that heads are measured at, one at a time
@@ -25,13 +27,14 @@ class Sensitivity:
 
     Attributes:
         model_type: of the model's text configuration.
-        model_digest: of its weights, as `hf_diffkv.config.found.model_digest` gives it.
+        model_digest: of its weights, as `hf_diffkv.heads.weights.model_digest` gives it.
         element_bytes: of the dtype it was loaded in.
         shapes: for each compressed layer KV heads, key_dim and value_dim.
         keys, values: for each compressed layer and KV head the mean KL of following tokens to those of the dense cache,
             in nats, when only this head's keys have `KEY_BITS` bits, or its values `VALUE_BITS`.
         key_errors, value_errors: by bits, the mean square error of logits and of values over the mean square.
         documents: how many these are means over. documents_digest: of their tokens.
+        mark: of the model, by which its copies and relatives are recognised; only in files of its own.
 
     Raises:
         ValueError: figures for other layers or heads than `shapes` has, or below 0.
@@ -47,6 +50,7 @@ class Sensitivity:
     value_errors: Mapping[int, float]
     documents: int
     documents_digest: str
+    mark: Mark | None = None
 
     def __post_init__(self) -> None:
         heads = [shape[0] for shape in self.shapes]
@@ -84,8 +88,9 @@ class Sensitivity:
         return total
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, numbers to four significant digits."""
+        """Plain values for JSON without the mark, numbers to four significant digits."""
         values = asdict(self)
+        del values[MARK]
         for name in ("keys", "values"):
             values[name] = [[_rounded(figure) for figure in layer] for layer in values[name]]
         for name in ("key_errors", "value_errors"):
@@ -95,9 +100,11 @@ class Sensitivity:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Sensitivity:
-        """Of what `to_dict` gave. Raises `ValueError` for anything else."""
+        """Reads what `to_dict` gave, or what a file has. Raises `ValueError` for anything else."""
         try:
             given = dict(values)
+            if given.get(MARK) is not None:
+                given[MARK] = Mark.from_dict(given[MARK])
             for name in ("shapes", "keys", "values"):
                 given[name] = tuple(tuple(layer) for layer in given[name])
             for name in ("key_errors", "value_errors"):
@@ -108,7 +115,8 @@ class Sensitivity:
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes a JSON file."""
-        Path(path).write_text(json.dumps(self.to_dict(), sort_keys=True) + "\n")
+        values = self.to_dict() | ({} if self.mark is None else {MARK: self.mark.to_dict()})
+        Path(path).write_text(json.dumps(values, sort_keys=True) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Sensitivity:

@@ -13,9 +13,14 @@ class EvaluationError(ValueError):
 def unknown(kind: str, name: str, known: Iterable[str]) -> EvaluationError:
     """The error for a name that is not known, with what may have been meant."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(close)}?" if close else f"choose from {', '.join(names)}."
+    hint = meant(name, names) or f"choose from {', '.join(names)}."
     return EvaluationError(f"unknown {kind} {name!r}: {hint}")
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """A question with the names that are like this one; empty where none is."""
+    close = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(close)}?" if close else ""
 
 
 def one_line(error: BaseException | str) -> str:

@@ -33,11 +33,13 @@ def resolve_model(name: str) -> str:
     Anything else is returned as it is.
 
     Raises:
-        ValueError: a name that is no Hub id with an owner and looks like a misspelt short name, or "tiny-lm" outside a
-            checkout.
+        ValueError: the path of a folder that does not exist, a name that is no Hub id with an owner and looks like a
+            misspelt short name, or "tiny-lm" outside a checkout.
     """
     if Path(name).is_dir():
         return name
+    if _is_path(name):
+        raise ValueError(f"there is no folder {name!r}.")
     if name == "tiny-lm":
         if not (TINY_LM / "config.json").is_file():
             raise ValueError("tiny-lm comes with a checkout of the project only; give smollm2, a Hub id or a folder.")
@@ -50,6 +52,25 @@ def resolve_model(name: str) -> str:
     if close:
         raise ValueError(f"{name!r} is neither a folder nor a known model; did you mean {close[0]!r}?")
     return name
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name can only mean a file or a folder: Hub ids have at most one slash, between owner and name."""
+    return (
+        name.startswith((".", "~"))
+        or Path(name).is_absolute()
+        or "\\" in name
+        or name.count("/") > 1
+        or name[-1:] == "/"
+    )
+
+
+def missing(name: str) -> str:
+    """What to say first where `name` could not be loaded and may have been meant as a folder; empty where not."""
+    owner, slash, _ = name.partition("/")
+    if Path(name).is_dir():
+        return ""
+    return f"there is no folder {name!r} here, and on the Hub: " if slash and Path(owner).is_dir() else ""
 
 
 def load_config(name: str) -> tuple[Any, Any]:
@@ -107,4 +128,4 @@ def _loading(name: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError, ImportError) as error:
-        raise EvaluationError(f"cannot load the model {name}: {one_line(error)}") from error
+        raise EvaluationError(f"cannot load the model {name}: {missing(name)}{one_line(error)}") from error

@@ -29,6 +29,7 @@ class Record:
         error: why the method failed; the figures are empty then.
         details: whatever else the task tells, for example which answers were right.
         environment: versions, commit, hardware.
+        basis: what else decided the figures, as of `basis.bases_of`; empty in records of 0.1.
     """
 
     method: str
@@ -44,6 +45,7 @@ class Record:
     error: str | None = None
     details: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
+    basis: dict[str, Any] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[str, str, str, str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from .basis import bases_of, same_basis
 from .environment import describe_environment
 from .errors import EvaluationError, one_line
 from .methods import HeldBytes, Method, get_method
@@ -50,7 +51,7 @@ def run(
     retry: bool = False,
     quiet: bool = False,
 ) -> None:
-    """Adds a record to `folder` for every method and document that has none.
+    """Adds a record to `folder` for every method and document that has none of the same basis (`basis.bases_of`).
 
     Args:
         tasks: with their documents.
@@ -58,13 +59,15 @@ def run(
         retry: run again what failed before.
         quiet: no progress bar.
     """
-    done = {record.key: record for record in folder.records()}
+    bases = bases_of(model, methods)
+    known = [record for record in folder.records() if record.method in bases]
+    done = {record.key: record for record in known if same_basis(record, bases[record.method])}
     if retry:
         done = {key: record for key, record in done.items() if record.error is None}
     environment = describe_environment(model.device)
     work = sum(len(documents) for _, documents in tasks) * len(methods)
     with tqdm(total=work, unit="run", disable=quiet or None, dynamic_ncols=True) as bar:
-        runner = _Runner(model, tokenizer, folder, environment, bar)
+        runner = _Runner(model, tokenizer, folder, environment, bases, bar)
         for task, documents in tasks:
             size = batch_size if task.batches else 1
             # documents of like length need little padding
@@ -78,10 +81,23 @@ def run(
 
 
 class _Runner:
-    """Measures methods on documents and keeps the records."""
+    """Measures methods on documents and keeps the records.
 
-    def __init__(self, model: Any, tokenizer: Any, folder: RunFolder, environment: dict[str, Any], bar: tqdm) -> None:
-        self.model, self.tokenizer, self.folder, self.environment, self.bar = model, tokenizer, folder, environment, bar
+    Args:
+        environment: of all records. bases: what else belongs into them, by the method's label.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        folder: RunFolder,
+        environment: dict[str, Any],
+        bases: dict[str, dict[str, Any]],
+        bar: tqdm,
+    ) -> None:
+        self.model, self.tokenizer, self.folder, self.bar = model, tokenizer, folder, bar
+        self.environment, self.bases = environment, bases
 
     def run(self, task: Task, missing: dict[Method, list[Document]]) -> None:
         """Measures each method on its documents and the dense cache on all of them, to compare with."""
@@ -104,6 +120,7 @@ class _Runner:
 
     def _keep(self, record: Record) -> None:
         record.environment.update(self.environment)
+        record.basis.update(self.bases[record.method])
         self.folder.add(record)
         if record.error is not None:
             self.bar.write(f"{record.method} failed on {record.document}: {record.error}")

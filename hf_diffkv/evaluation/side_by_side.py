@@ -30,6 +30,7 @@ from ..config.found import HINTS
 from .errors import one_line
 from .models import hide_progress_bars
 from .peak import PeakMemory
+from .saved_talk import write_talk
 from .talk import Talk
 
 DYNAMIC, DIFFKV = "DynamicCache", "DiffKV"
@@ -64,6 +65,9 @@ class Job:
         stream: whether the text goes to stdout while it is generated.
         echo: whether what the user added goes there as well; answers are kept apart by newlines otherwise.
         quiet: no progress bar.
+        start: `ids` and `first` of a talk to go on from, as `Talk` takes them; empty where the first turn begins one.
+        load_cache: the folder of a saved cache that has seen these ids (DiffKV only; others read them again).
+        save_cache: where to save the cache and the talk (DiffKV only).
     """
 
     cache: str
@@ -82,6 +86,9 @@ class Job:
     stream: bool = False
     echo: bool = True
     quiet: bool = False
+    start: dict[str, Any] = dataclasses.field(default_factory=dict)
+    load_cache: str | None = None
+    save_cache: str | None = None
 
 
 @dataclass(frozen=True)
@@ -170,8 +177,10 @@ def execute(job: Job) -> FinishedRun:
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     dtype = job.dtype if job.dtype == "auto" else getattr(torch, job.dtype)
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype).to(job.device).eval()
-    cache = _new_cache(model, job)
-    talk = Talk(model, tokenizer, cache, chat=job.chat, system=job.system)
+    loaded = job.cache == DIFFKV and job.load_cache is not None
+    cache = DiffKVCache.from_pretrained(job.load_cache, model) if loaded else _new_cache(model, job)
+    talk = Talk(model, tokenizer, cache, chat=job.chat, system=job.system, **job.start)
+    before = talk.ids.shape[1]
     prompt = torch.tensor([talk.encode(job.turns[0])], device=job.device)
     _warm_up(model, prompt, job)
     peak = PeakMemory(torch.device(job.device))
@@ -185,9 +194,12 @@ def execute(job: Job) -> FinishedRun:
         generated.append(talk.answer(turn, streamer=streamer, **options))
     peak_bytes, above = peak.read()
     streamer.close()
+    if job.save_cache is not None:
+        cache.save_pretrained(job.save_cache, model)
+        write_talk(Path(job.save_cache), job.model, talk.ids[0].tolist(), talk.first)
     return FinishedRun(
         cache=job.cache,
-        text=tokenizer.decode(talk.ids[0, prompt.shape[1] :], skip_special_tokens=True),
+        text=tokenizer.decode(talk.ids[0, before + prompt.shape[1] :], skip_special_tokens=True),
         answers=[tokenizer.decode(ids, skip_special_tokens=True) for ids in generated],
         generated=generated,
         prompt_tokens=prompt.shape[1],

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ..compat import passing
-from .methods import Method, get_method
+from .errors import unknown
+from .methods import METHODS, Method, get_method
 from .methods.transformers_caches import STATIC, StaticMethod
 from .session import Session
 
@@ -38,7 +39,12 @@ class Timing:
 
 def timed_method(name: str, tokens: int) -> Method:
     """The method called `name`, or `static`, for `tokens` tokens. Raises `EvaluationError` where there is none."""
-    return StaticMethod(tokens) if name == STATIC else get_method(name)
+    if name == STATIC:
+        return StaticMethod(tokens)
+    family = name.partition(":")[0]
+    if family not in METHODS.names():
+        raise unknown("cache", family, [STATIC, *METHODS.names()])
+    return get_method(name)
 
 
 def time_steps(

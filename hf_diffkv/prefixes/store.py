@@ -19,8 +19,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..cache.devices import TensorParallel, layer_devices
-from ..cache.diffkv_cache import DiffKVCache, config_of
+from ..cache.diffkv_cache import DiffKVCache
 from ..cache.io import FORMAT_VERSION
+from ..cache.resolve import config_of
 from ..cache.snapshot import (
     CacheFileError,
     Snapshot,
@@ -34,10 +35,11 @@ from ..compat import passing
 from ..config import DiffKVConfig
 from ..store import Store
 from .background import Background
+from .content import PER_TOKEN, ContentKeys
 from .hierarchy import Hierarchy, PrefixTier, Requests, warn
 from .stats import ExpectedPrefix, PrefixEntry, PrefixStats
 from .tiers import FolderTier, MemoryTier
-from .tokens import as_tokens, digest, digests
+from .tokens import as_tokens
 
 TOKEN_IDS = "input_ids"
 
@@ -105,6 +107,7 @@ class PrefixStore:
         self.config = DiffKVCache(model, config).config
         self._model, self._weights = model_fingerprint(model.config), weights_fingerprint(model)
         parts = [FORMAT_VERSION, self._model, self._weights, str(model.dtype), self.config.to_dict()]
+        self._keys = ContentKeys(model.config)
         self._fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
         memory = _memory_tiers(model.device, device_bytes, host_bytes)
         self._tiers = Hierarchy(memory, None if folder is None else FolderTier(Path(folder), limit), self._fingerprint)
@@ -136,23 +139,27 @@ class PrefixStore:
         """Waits until the thread of `start` has nothing to move."""
         self._background.flush()
 
-    def lookup(self, input_ids: Any) -> DiffKVCache:
+    def lookup(self, input_ids: Any, content: Mapping[str, Any] | None = None) -> DiffKVCache:
         """A cache that holds the longest stored prefix of `input_ids`, to be passed on with all of them.
 
         At least one token is left to compute. The cache is the caller's own; it is empty where nothing was found.
 
         Args:
             input_ids: the whole prompt, integers [1, tokens] or [tokens], without padding.
+            content: what the processor gave beside them, such as {"pixel_values": ...}, all of it; needed where the
+                prompt has placeholders of images, video or sound. Prefixes that reach beyond the first placeholder are
+                found for equal content alone. {} says that nothing stands behind them.
 
         Raises:
-            ValueError: several rows, or no integers.
+            ValueError: several rows, no integers, or placeholders without `content`.
         """
         ids = as_tokens("input_ids", input_ids)
+        whole = self._whole(ids, content)
         with self._session():
             started = time.perf_counter()
-            cache, hit = self._resume(ids)
+            cache, hit = self._resume(ids, content)
             entry = None if hit is None else self._tiers.entries[hit.name]
-            self._requests.dispatch(digest(ids), entry, cache)
+            self._requests.dispatch(whole, entry, cache)
             if hit is not None and entry is not None:
                 self._hits[hit.tier.name] += 1
                 self._read[hit.tier.name] += hit.snapshot.bytes
@@ -167,7 +174,7 @@ class PrefixStore:
             self._lookup_seconds += time.perf_counter() - started
         return cache
 
-    def insert(self, input_ids: Any, cache: DiffKVCache) -> bool:
+    def insert(self, input_ids: Any, cache: DiffKVCache, content: Mapping[str, Any] | None = None) -> bool:
         """Stores what `cache` holds: one request, at its end or wherever it stands.
 
         A prefix is always all that the cache holds. A cache cannot be cut to fewer tokens exactly: later tokens have
@@ -177,38 +184,48 @@ class PrefixStore:
             input_ids: the tokens that the model was called with, and possibly more, such as the last one that
                 `generate` returned; integers [1, tokens] or [tokens].
             cache: of this store's model and configuration; it may go on to be used.
+            content: as in `lookup`.
 
         Returns:
             Whether the store holds the prefix now; False where no tier has room, or only for more wanted prefixes.
 
         Raises:
             ValueError: another model, configuration or number of requests, padding, fewer ids than the cache holds,
-                tokens that may still be taken back, or a layer of Transformers' own that cannot be saved.
+                tokens that may still be taken back, placeholders without `content`, or a layer of Transformers' own
+                that cannot be saved.
             HandOverError: a forward of the cache stopped halfway.
         """
         ids = as_tokens("input_ids", input_ids)
-        length = self._check_cache(ids, cache)
-        ids = ids[:length].clone()
-        with self._session():
-            self._requests.finish(cache)
-            return self._add(ids, lambda: take_snapshot(cache, self._weights))
+        self._check_kind(cache)
+        # what is checked is what is copied, whatever other threads do
+        with cache.stores.between_forwards():
+            ids = ids[: self._check_tokens(ids, cache)].clone()
+            name = self._name(ids, content)
+            with self._session():
+                self._requests.finish(cache)
+                return self._add(name, ids, lambda: take_snapshot(cache, self._weights))
 
     def insert_request(self, input_ids: Any, held: Sequence[Store], others: Mapping[int, Any]) -> bool:
-        """Stores what continuous batching holds of a request: stores `held` have every compressed layer of the model.
+        """Stores what continuous batching, which is given text alone, holds of a request.
 
         Args:
             input_ids: of its tokens, integers [tokens], and possibly more.
+            held: stores that have every compressed layer of the model.
             others: layers of Transformers' own, by index.
 
         Returns:
             As `insert`.
         """
         ids = as_tokens("input_ids", input_ids)[: held[0].seen].clone()
-        with self._session():
-            return self._add(ids, lambda: snapshot_of_request(held, others, self.config, self._model, self._weights))
+        name = self._name(ids, {})
 
-    def _add(self, ids: Tensor, take: Callable[[], Snapshot]) -> bool:
-        name = self._name(ids)
+        def take() -> Snapshot:
+            return snapshot_of_request(held, others, self.config, self._model, self._weights)
+
+        with self._session():
+            return self._add(name, ids, take)
+
+    def _add(self, name: str, ids: Tensor, take: Callable[[], Snapshot]) -> bool:
         if name in self._tiers.entries:
             self._tiers.note_use(name)
         elif ids.numel():
@@ -218,7 +235,7 @@ class PrefixStore:
             self._background.wake()
         return name in self._tiers.entries
 
-    def prefill(self, input_ids: Any) -> bool:
+    def prefill(self, input_ids: Any, content: Mapping[str, Any] | None = None) -> bool:
         """Computes and stores a prefix that many requests will begin with: a system prompt, a document.
 
         Does nothing where it is stored already. A request that continues it equals one whose prompt came in these two
@@ -226,29 +243,39 @@ class PrefixStore:
 
         Args:
             input_ids: all tokens of the prefix, integers [1, tokens] or [tokens].
+            content: as in `lookup`; the model is given it as well.
 
         Returns:
             As `insert`.
 
         Raises:
-            ValueError: several rows, no integers, or no tokens.
+            ValueError: several rows, no integers, no tokens, or placeholders without `content`.
         """
         ids = as_tokens("input_ids", input_ids)
         if ids.numel() == 0:
             raise ValueError("input_ids holds no tokens; a prefix has at least one.")
-        if ids in self:
+        if self.contains(ids, content):
             return True
-        cache = self.lookup(ids)
-        self._compute(ids, cache)
-        return self.insert(ids, cache)
+        cache = self.lookup(ids, content)
+        seen, given = cache.get_seq_length(), content
+        if content and self._keys.have_placeholders(ids[:seen]):
+            given = {name: value for name, value in content.items() if name in PER_TOKEN}
+            if self._keys.have_placeholders(ids[seen:]):
+                # models take all images at once, or none
+                cache, given = DiffKVCache(self.model.config, self.config), content
+        self._compute(ids, cache, given)
+        return self.insert(ids, cache, content)
 
-    def look_ahead(self, prompts: Sequence[Any], load: bool = True) -> list[ExpectedPrefix]:
+    def look_ahead(
+        self, prompts: Sequence[Any], load: bool = True, contents: Sequence[Mapping[str, Any] | None] | None = None
+    ) -> list[ExpectedPrefix]:
         """Announces the requests that come next; what they will use stays in faster tiers.
 
         Args:
             prompts: all that wait and are to count, each as for `lookup`. They replace those of the call before; an
                 empty list announces nothing. A request that is looked up leaves by itself.
             load: between `start` and `stop`, bring what they will use into the first tier.
+            contents: of each prompt, as in `lookup`.
 
         Returns:
             What each would find at this moment. Nothing is read for it.
@@ -257,10 +284,15 @@ class PrefixStore:
             ValueError: as `lookup`; nothing has changed then.
         """
         waiting = [as_tokens("prompts", prompt) for prompt in prompts]
+        contents = [None] * len(waiting) if contents is None else contents
+        if len(contents) != len(waiting):
+            raise ValueError(f"contents has {len(contents)} entries for {len(waiting)} prompts; give one for each.")
+        requests = list(zip(waiting, contents))
+        whole = [self._whole(*request) for request in requests]
         with self._session():
-            names = [next(self._candidates(ids), None) for ids in waiting]
+            names = [next(self._candidates(*request), None) for request in requests]
             entries = [None if name is None else self._tiers.entries.get(name) for name in names]
-            self._requests.announce([(digest(ids), entry) for ids, entry in zip(waiting, entries)])
+            self._requests.announce(list(zip(whole, entries)))
             tiers = [None if name is None else self._tiers.tier_of(name) for name in names]
             fast = self._tiers.tiers[0]
             slow = [name for name, tier in zip(names, tiers) if name is not None and tier not in (None, fast)]
@@ -333,11 +365,15 @@ class PrefixStore:
     def __bool__(self) -> bool:
         return True
 
-    def __contains__(self, input_ids: Any) -> bool:
-        """Whether exactly these tokens are stored."""
-        ids = as_tokens("input_ids", input_ids)
+    def contains(self, input_ids: Any, content: Mapping[str, Any] | None = None) -> bool:
+        """Whether exactly these tokens are stored, with this content (`lookup`). Raises `ValueError` as that does."""
+        name = self._name(as_tokens("input_ids", input_ids), content)
         with self._session():
-            return self._name(ids) in self._tiers.entries
+            return name in self._tiers.entries
+
+    def __contains__(self, input_ids: Any) -> bool:
+        """`contains` of a text."""
+        return self.contains(input_ids)
 
     def __iter__(self) -> Iterator[PrefixEntry]:
         """All prefixes, the last to give way first."""
@@ -369,20 +405,24 @@ class PrefixStore:
             self._tiers.refresh()
             yield
 
-    def _name(self, ids: Tensor) -> str:
-        return f"{self._fingerprint}-{ids.numel()}-{digest(ids)}"
+    def _whole(self, ids: Tensor, content: Mapping[str, Any] | None) -> str:
+        """What a request is known by. Raises `ValueError` for placeholders without `content`."""
+        return self._keys.names(ids, content, [ids.numel()])[ids.numel()]
 
-    def _candidates(self, ids: Tensor) -> Iterator[str]:
+    def _name(self, ids: Tensor, content: Mapping[str, Any] | None) -> str:
+        return f"{self._fingerprint}-{ids.numel()}-{self._whole(ids, content)}"
+
+    def _candidates(self, ids: Tensor, content: Mapping[str, Any] | None) -> Iterator[str]:
         """Names of stored prefixes of `ids` that leave a token to compute, the longest first."""
         lengths = {entry.length for entry in self._tiers.entries.values() if entry.length < ids.numel()}
-        for length, found in sorted(digests(ids, lengths).items(), reverse=True):
+        for length, found in sorted(self._keys.names(ids, content, lengths).items(), reverse=True):
             name = f"{self._fingerprint}-{length}-{found}"
             if name in self._tiers.entries:
                 yield name
 
-    def _resume(self, ids: Tensor) -> tuple[DiffKVCache, _Hit | None]:
+    def _resume(self, ids: Tensor, content: Mapping[str, Any] | None) -> tuple[DiffKVCache, _Hit | None]:
         """A cache that goes on from the longest prefix that can be read, and what that is."""
-        for name in self._candidates(ids):
+        for name in self._candidates(ids, content):
             tier = self._tiers.tier_of(name)
             if tier is None:
                 continue
@@ -411,8 +451,8 @@ class PrefixStore:
         same = DiffKVConfig.from_dict(content["config"]) == self.config
         return same and torch.equal(tokens.cpu(), ids[: tokens.numel()])
 
-    def _check_cache(self, ids: Tensor, cache: DiffKVCache) -> int:
-        """How many tokens `cache` holds; raises `ValueError` as `insert` says."""
+    def _check_kind(self, cache: DiffKVCache) -> None:
+        """Raises `ValueError` for a cache of another model or configuration."""
         if not isinstance(cache, DiffKVCache):
             raise ValueError(f"cache is a {type(cache).__name__}; a prefix store holds what a DiffKVCache holds.")
         if cache.model_fingerprint != self._model or cache.config != self.config:
@@ -420,6 +460,9 @@ class PrefixStore:
                 "cache has another model or configuration than this store; take it from store.lookup, or make a store "
                 "for it."
             )
+
+    def _check_tokens(self, ids: Tensor, cache: DiffKVCache) -> int:
+        """How many tokens `cache` holds; raises as `insert` says."""
         cache.check_handover()
         cache.stores.check_complete()
         length = cache.get_seq_length()
@@ -435,11 +478,11 @@ class PrefixStore:
                 )
         return length
 
-    def _compute(self, ids: Tensor, cache: DiffKVCache) -> None:
+    def _compute(self, ids: Tensor, cache: DiffKVCache, content: Mapping[str, Any] | None = None) -> None:
         """Has `cache`, which may hold some first tokens of `ids`, hold them all."""
         ids = ids[None].to(self.model.device)
-        options = {"max_new_tokens": 1, "do_sample": False, "num_beams": 1}
-        self.model.generate(ids, attention_mask=torch.ones_like(ids), **passing(cache), **options)
+        given = {**(content or {}), "input_ids": ids, "attention_mask": torch.ones_like(ids), **passing(cache)}
+        self.model.generate(**given, max_new_tokens=1, do_sample=False, num_beams=1)
 
 
 def _memory_tiers(device: torch.device, device_bytes: int, host_bytes: int) -> list[MemoryTier]:

@@ -45,8 +45,3 @@ def digests(ids: Tensor, lengths: Iterable[int]) -> dict[int, str]:
         done = length
         found[length] = running.copy().hexdigest()
     return found
-
-
-def digest(ids: Tensor) -> str:
-    """Hash of all `ids`, int64 [tokens]."""
-    return digests(ids, [ids.numel()])[ids.numel()]

@@ -6,6 +6,7 @@ them: they are no part of a cache's bytes, and nothing of them is saved, forked 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from torch import Tensor
 from ..config import DiffKVConfig
 from ..config.found import queries_of, tell_of_queries
 from ..config.head_groups import HeadGroup
+from ..heads.mark import Mark
+from ..heads.recognition import MARK
 from ..ops.rotation import rotation_matrix
 from ..ops.rounding import LARGEST_BITS, feedback_of
 
@@ -37,10 +40,11 @@ class QueryMoments:
 
     Attributes:
         model_type: of the model's text configuration.
-        model_digest: of its weights, as `hf_diffkv.config.found.model_digest` gives it.
+        model_digest: of its weights, as `hf_diffkv.heads.weights.model_digest` gives it.
         documents_digest: of the tokens that the queries are of.
         triangles: for each compressed layer bfloat16 [heads, key_dim * (key_dim + 1) / 2], the rows of the lower
             triangle L of L L^T, the moment, one after another. A product is positive whatever rounding did to L.
+        mark: of the model, by which its copies and relatives are recognised.
 
     Raises:
         ValueError: tensors of another form.
@@ -50,6 +54,7 @@ class QueryMoments:
     model_digest: str
     documents_digest: str
     triangles: tuple[Tensor, ...]
+    mark: Mark | None = None
     _feedback: dict[tuple, Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -65,9 +70,16 @@ class QueryMoments:
             raise ValueError("there are no layers.")
 
     @classmethod
-    def of(cls, model_type: str, model_digest: str, documents_digest: str, moments: Sequence[Tensor]) -> QueryMoments:
-        """Of moments [heads, key_dim, key_dim] of each compressed layer."""
-        return cls(model_type, model_digest, documents_digest, tuple(map(_triangle_of, moments)))
+    def of(
+        cls,
+        model_type: str,
+        model_digest: str,
+        documents_digest: str,
+        moments: Sequence[Tensor],
+        mark: Mark | None = None,
+    ) -> QueryMoments:
+        """Takes moments [heads, key_dim, key_dim] of each compressed layer."""
+        return cls(model_type, model_digest, documents_digest, tuple(map(_triangle_of, moments)), mark)
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
@@ -123,6 +135,8 @@ class QueryMoments:
     def save(self, path: str | os.PathLike) -> None:
         """Writes a safetensors file."""
         metadata = {"format": MOMENTS_FORMAT, **{name: getattr(self, name) for name in ORIGIN}}
+        if self.mark is not None:
+            metadata[MARK] = json.dumps(self.mark.to_dict())
         tensors = {str(layer): triangle.contiguous() for layer, triangle in enumerate(self.triangles)}
         save_file(tensors, os.fspath(path), metadata=metadata)
 
@@ -147,7 +161,8 @@ def _load(path: Path, changed: int, size: int) -> QueryMoments:
                 raise ValueError(f"its format is {metadata.get('format')!r}, not {MOMENTS_FORMAT!r}")
             # copied, as the file may be replaced
             triangles = tuple(file.get_tensor(str(layer)).clone() for layer in range(len(file.keys())))
-        return QueryMoments(*(metadata[name] for name in ORIGIN), triangles)
+        mark = Mark.from_dict(json.loads(metadata[MARK])) if MARK in metadata else None
+        return QueryMoments(*(metadata[name] for name in ORIGIN), triangles, mark)
     except (SafetensorError, KeyError, ValueError) as error:
         raise ValueError(f"{path} does not hold the moments of a model's queries: {error}") from error
 
@@ -204,5 +219,5 @@ def _dim_of(triangle: Tensor) -> int:
 def _misfit(measured: str, found: str) -> ValueError:
     return ValueError(
         f"the query moments that were found are of {measured}, but {found}; measure them anew with `hf-diffkv "
-        "calibrate --ratio`, or remove the file; under tensor parallelism call cache.attach(model) first."
+        "calibrate --model MODEL`, or remove the file; under tensor parallelism call cache.attach(model) first."
     )

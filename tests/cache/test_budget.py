@@ -17,7 +17,7 @@ WINDOW = 16
 
 
 def budget(max_bytes: int | None, **options) -> DiffKVConfig:
-    """Without the budget nothing is pruned."""
+    """Returns a configuration that prunes nothing without the budget."""
     return DiffKVConfig(
         alpha_high=1.0, alpha_low=0.0, window=WINDOW, sinks=0, page_bytes=512, max_bytes=max_bytes, **options
     )
@@ -131,7 +131,7 @@ def relative_means(layer, seen: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("max_bytes", [95_000, 110_000])
 def test_the_most_significant_tokens_are_kept(max_bytes: int) -> None:
-    """Within a layer every level holds tokens that matter more than those of the level below."""
+    """Checks that every level of a layer holds tokens that matter more than those of the level below."""
     with captured() as layers:
         run = started(model_of(), LENGTHS, budget(max_bytes))
     seen = torch.tensor(LENGTHS)
@@ -150,7 +150,7 @@ def test_the_most_significant_tokens_are_kept(max_bytes: int) -> None:
 
 
 def test_while_generating_what_is_kept_matters_more() -> None:
-    """By the attention every token really got, pruned ones included, in a run that never lets go of any."""
+    """Compares by the attention that every token got, including pruned ones, in a run that prunes none."""
     with captured() as layers:
         run = started(model_of(), LENGTHS, budget(130_000))
         first = run.ids.shape[1]

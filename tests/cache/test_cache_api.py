@@ -156,7 +156,7 @@ def test_chosen_rows_equal_rows_run_by_themselves(name: str, choice: str) -> Non
 
 @pytest.mark.sampled(100)
 def test_reordering_at_every_step() -> None:
-    """As beam search does: rows are dropped and doubled between any two steps."""
+    """Drops and doubles rows between any two steps, like beam search."""
     config = DiffKVConfig(alpha_high=1.0, alpha_low=0.5, window=16)
     model = model_of()
     talk = started(model, (50, 20, 35), config)
@@ -221,7 +221,7 @@ def test_lossless_beam_search_equals_dynamic_cache(name: str) -> None:
 
 
 def test_the_configuration_of_a_model_by_keyword() -> None:
-    """As `DynamicCache` takes it."""
+    """Takes the model's configuration by the keyword of `DynamicCache`."""
     model = model_of()
     for cache in (DiffKVCache(config=model.config), DiffKVCache(config=model), DiffKVCache(model_config=model)):
         assert cache.config == DiffKVCache(model.config).config and cache.compressed_layers() == [0, 1]

@@ -66,7 +66,7 @@ def test_the_forward_is_left_alone_unless_asked(steps) -> None:
 
 @pytest.mark.slow
 def test_inductor(steps, compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the compiler makes of the forward repeats right, a user's own one included."""
+    """Checks that compiled forwards replay correctly, including one that the user compiled."""
     monkeypatch.setitem(graphs.GRAPH_TYPES, "cpu", lambda device: RepeatedWork(steps[-1].cache.stores))
     model = build(2)
     given = prompt(3, 4)

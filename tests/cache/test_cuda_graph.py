@@ -1,4 +1,4 @@
-"""What a capture does to PyTorch, over a CUDA that is imitated on the CPU."""
+"""Effects of a capture on PyTorch, with CUDA imitated on the CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEVICES = [torch.device("cuda", index) for index in range(2)]
 
 
 class FakeCuda:
-    """What PyTorch 2.11 keeps while it captures."""
+    """State that PyTorch 2.11 keeps while it captures."""
 
     def __init__(self) -> None:
         self.device = 0

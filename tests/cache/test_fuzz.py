@@ -56,7 +56,7 @@ CONFIGS += [DiffKVConfig(FULL, FULL_IN_GROUPS, alpha_high=1.0, head_precisions=S
 
 
 def of_model(config: DiffKVConfig, model: PreTrainedModel) -> DiffKVConfig:
-    """With entries for the layers that are compressed."""
+    """Returns the configuration with entries for the model's compressed layers."""
     layers = len(DiffKVCache(model.config).compressed_layers())
     heads = config.head_precisions
     return config if heads is None else replace(config, head_precisions=heads[:layers])

@@ -92,7 +92,7 @@ def test_layers_of_several_precisions(steps, fields: dict, count: int) -> None:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, tuple]]:
-    """Of every launch whether it was captured, and its `form`."""
+    """List of all launches: whether it was captured, and its `form`."""
     found: list[tuple[bool, tuple]] = []
     launch = InterpretedFunction.run
 
@@ -131,7 +131,7 @@ def test_several_stores_under_a_budget(steps) -> None:
 
 
 def test_a_replay_repeats_what_was_captured(model, steps, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the compaction in the graph, the text would differ: the test above can fail."""
+    """Leaves the compaction out of the graph, which breaks the cache. So the test above can fail."""
     for place in ("hf_diffkv.store.compaction", "hf_diffkv.cache.graphs"):
         monkeypatch.setattr(f"{place}.compact", lambda store: None)
     tokens = torch.randint(0, 96, (1, 12), generator=torch.Generator().manual_seed(1))
@@ -291,7 +291,7 @@ def test_values_that_are_not_finite_are_reported(model, steps, monkeypatch) -> N
 
 
 def form(kernel: InterpretedFunction, args: tuple, kwargs: dict) -> tuple:
-    """What a launch has Triton compile: of numbers and addresses, whether they are 1 or multiples of 16."""
+    """Returns what Triton specialises a launch by: dtypes, and whether numbers are 1 or multiples of 16."""
     any_value = kernel.kwargs["do_not_specialize"] or ()
     found = []
     for name, value in {**dict(zip(kernel.arg_names, args)), **kwargs}.items():
@@ -308,7 +308,7 @@ def form(kernel: InterpretedFunction, args: tuple, kwargs: dict) -> tuple:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.sampled(100)
 def test_a_capture_compiles_nothing(model, steps, launched: list, masked: bool, batch: int) -> None:
-    """What it launches was compiled for the step from Python before it, and loaded, which a capture forbids."""
+    """Checks that the step before the capture has compiled and loaded every launch; a capture forbids both."""
     tokens = torch.randint(0, 96, (batch, 10), generator=torch.Generator().manual_seed(8))
     mask = torch.ones_like(tokens)
     if masked:

@@ -71,7 +71,7 @@ def test_other_tokens(model: PreTrainedModel, row: int, position: int) -> None:
 
 
 def test_an_unrelated_prompt_without_a_mask(model: PreTrainedModel) -> None:
-    """As a stranger would call it; after `reset()` the prompt is taken."""
+    """Refuses the prompt, and takes it after `reset()`."""
     cache, _ = begun(model)
     other = tokens(1, 2 * PROMPT, seed=9)
     with raises(ValueError, "part at position 0", "new DiffKVCache"):
@@ -100,7 +100,7 @@ def test_what_padding_says_is_nothing(model: PreTrainedModel) -> None:
 
 
 def test_turns_of_new_tokens_alone(model: PreTrainedModel) -> None:
-    """With a mask for all; all turns are held afterwards."""
+    """Passes a mask over all tokens, and expects all turns to be held afterwards."""
     cache, written = begun(model)
     for turn in range(3):
         new = torch.cat([written[:, -1:], tokens(1, LONGER, seed=turn)], dim=1)
@@ -219,7 +219,7 @@ def test_a_forward_that_fails_is_not_held(model: PreTrainedModel) -> None:
 
 
 def test_what_the_host_waits_for(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once where a prompt is compared, and never in a step."""
+    """Reads the device once to compare a prompt, and never in a step."""
     cache, written = begun(model)
     with HostReads(monkeypatch) as reads:
         generate(model, continued(written), cache)

@@ -230,7 +230,7 @@ def test_what_is_gone_cannot_be_shown(name: str, case: str, recording: bool, cou
 @pytest.mark.parametrize("shows", [False, True], ids=["hides", "shows"])
 @pytest.mark.sampled(100)
 def test_where_the_host_must_not_wait_it_is_noticed_later(monkeypatch: pytest.MonkeyPatch, shows: bool) -> None:
-    """As on a GPU: a step of one token is compared on the device, and the host looks every few steps."""
+    """Imitates a GPU, where a step's mask is compared on the device and the host looks every few steps."""
     monkeypatch.setattr(layer_part, "reads_are_free", lambda device: False)
     run = started(model_of(), LENGTHS)
     ends(run, (3, 0, 1, 20))

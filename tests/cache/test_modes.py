@@ -1,4 +1,4 @@
-"""Every way to generate says with a lossless `DiffKVCache` what it says with a `DynamicCache`."""
+"""Every way to generate gives the same text with a lossless `DiffKVCache` and with a `DynamicCache`."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def said(model: PreTrainedModel, ids: Tensor | None = None, mask: Tensor | None 
 
 
 def dense(model: PreTrainedModel, *prompt: Tensor, **options: Any) -> Tensor:
-    """What it says with Transformers' own cache and attention."""
+    """Generates with Transformers' own cache and attention."""
     model.set_attn_implementation("eager")
     return said(model, *prompt, **passing(DynamicCache(config=model.config)), **options)
 
 
 def assert_same_tokens(model: PreTrainedModel, *prompt: Tensor, **options: Any) -> Tensor:
-    """With a cache that was made for it, and with one that `generate` makes; returns the sequences."""
+    """Compares with the dense cache, with a given cache and one that `generate` makes. Returns the sequences."""
     expected = dense(model, *prompt, **options)
     # low and high are both exact here, so tokens move between tiers but lose nothing
     two_tiers = {"low": Precision(16, 16, 2, 2), "alpha_high": 1.0}

@@ -24,7 +24,7 @@ WIDE = dataclasses.replace(CONFIG, metadata_bits=32)
 
 @pytest.mark.slow
 def test_levels_are_nearly_those_of_wide_pages() -> None:
-    """The same text, token by token: sums are off by 1 % or so, and few tokens are that near to a threshold."""
+    """Compares levels token by token. Sums are off by about 1 %, and few tokens are that near to a threshold."""
     model = AutoModelForCausalLM.from_pretrained(TINY_LM, dtype=torch.float32)
     ids = AutoTokenizer.from_pretrained(TINY_LM)(TEXT, return_tensors="pt").input_ids[:, :500]
     model.set_attn_implementation("diffkv")

@@ -62,7 +62,7 @@ def test_saved_caches_and_forks_continue_identically(model: PreTrainedModel, pol
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.sampled(100)
 def test_rows_that_are_reordered_stay_what_they_were(model: PreTrainedModel, policy: str) -> None:
-    """As beams do; nothing that a row does depends on where it stands."""
+    """Reorders rows like beam search. Nothing in a row depends on its index."""
     index = [3, 0, 0, 1]
     run, straight = started(model, LENGTHS, config_of(policy)), started(model, LENGTHS, config_of(policy))
     first = tokens(4, 20)

@@ -130,7 +130,7 @@ def test_eight_forks_of_a_long_prefix_share_its_memory() -> None:
 
 @pytest.fixture
 def no_garbage_collector() -> Iterator[None]:
-    """What is dropped must go by itself."""
+    """Turns the garbage collector off, so that dropped objects must be freed without it."""
     gc.collect()
     gc.disable()
     yield
@@ -150,7 +150,7 @@ def test_a_dropped_cache_frees_its_memory_at_once(name: str) -> None:
 
 @pytest.mark.usefixtures("no_garbage_collector")
 def test_pages_count_their_owners() -> None:
-    """Every fork owns the pages until it changes or goes; what diverges leaves them to the others."""
+    """Counts owners. Every fork owns the pages until it goes or diverges, and then leaves them to the others."""
     run = started(model_of(), LENGTHS)
     store = store_of(run.cache)
     pool, pages = store.pool, store.owned_pages()

@@ -48,14 +48,14 @@ def cache(model: PreTrainedModel) -> DiffKVCache:
 
 
 def contents(cache: DiffKVCache) -> list[Tensor]:
-    """Every byte of the pages, levels, scores and what they decode to."""
+    """Returns every byte of the pages, and the levels, scores, keys and values of all layers."""
     layers = cache.compressed_layers()
     found = [store.pool.pages[: store.pool.capacity].clone() for store in cache.stores.all]
     return found + [part for i in layers for part in (cache.levels(i), cache.significance(i), *cache.dequantize(i))]
 
 
 def in_child(work: Callable[[], list[int]]) -> list[int]:
-    """What `work` returns in a forked process."""
+    """Returns the result of `work` in a forked process."""
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
     child = context.Process(target=lambda: send.send(work()))

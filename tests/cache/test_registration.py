@@ -1,4 +1,4 @@
-"""What importing the package adds to Transformers, and that the rest of Transformers works as before."""
+"""Additions of the package's import to Transformers, the rest of which works as before."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_generate_makes_the_cache_that_cache_config_describes() -> None:
     result = generate(model, cache_implementation="diffkv", cache_config=FIELDS)
     assert isinstance(result.past_key_values, DiffKVCache)
     assert result.past_key_values.config == DiffKVConfig(**FIELDS)
-    assert model.config._attn_implementation == "diffkv"
+    assert model.config._attn_implementation == "sdpa"
     assert model.generation_config.to_dict() == before
     given = DiffKVCache(model.config, **FIELDS)
     for options in ({}, {"cache_implementation": "diffkv"}):

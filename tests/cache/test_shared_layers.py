@@ -101,7 +101,7 @@ def test_hidden_tokens_equal_the_simulation() -> None:
 @pytest.mark.parametrize("newest", [0, 2])
 @pytest.mark.sampled(100)
 def test_tokens_taken_back(name: str, newest: int) -> None:
-    """As if the tokens that remain had come in one forward; newest: of how many tokens logits are wanted, 0 of all."""
+    """Compares with a forward of the remaining tokens. `newest` is the number of tokens with logits, 0 for all."""
     model = model_of(name)
     run, plain = started(model, LENGTHS, CONFIG), started(model, LENGTHS, CONFIG)
     run.cache.activate_past_recording()

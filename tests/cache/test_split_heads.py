@@ -39,7 +39,7 @@ def model_of(name: str = "llama", attention: str = "diffkv", **options: Any) -> 
 
 
 def assert_held_alike(actual: DiffKVCache, expected: DiffKVCache, atol: float = 1e-9) -> None:
-    """The same tokens at the same levels; the same sums where tokens are chosen, and none elsewhere."""
+    """Compares tokens and levels, and the sums of heads that choose tokens. Other heads must have no sums."""
     actual.check_integrity()
     assert actual.get_seq_length() == expected.get_seq_length()
     compare = functools.partial(torch.allclose, rtol=0, atol=atol)
@@ -57,7 +57,7 @@ def assert_held_alike(actual: DiffKVCache, expected: DiffKVCache, atol: float = 
 
 
 def as_split(levels: Tensor, layer: int) -> Tensor:
-    """Where thresholds are infinite for a head its tokens are at the low level; by itself it has but one."""
+    """Maps the levels of heads with infinite thresholds: their low level is the only one of a head by itself."""
     levels = levels.clone()
     levels[:, FIXED[layer]] = torch.where(levels[:, FIXED[layer]] == 1, 2, levels[:, FIXED[layer]])
     return levels

@@ -35,7 +35,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
 def answers(model: PreTrainedModel, cache: Any) -> list[str]:
-    """What `model` appends to the questions, in one padded batch."""
+    """Returns the model's answers to the questions, in one padded batch."""
     tokenizer = AutoTokenizer.from_pretrained(TINY_LM)
     inputs = tokenizer(list(QUESTIONS), return_tensors="pt", padding=True)
     output = model.generate(**inputs, **passing(cache), max_new_tokens=5, do_sample=False)

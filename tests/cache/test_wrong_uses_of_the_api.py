@@ -164,7 +164,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
 
 @pytest.fixture(scope="module")
 def to(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """What the calls need."""
+    """Objects that the calls use."""
     folder = tmp_path_factory.mktemp("empty")
     file = tmp_path_factory.mktemp("full") / "file.txt"
     file.write_text("text")

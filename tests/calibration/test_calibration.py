@@ -99,7 +99,7 @@ def test_a_text_that_is_too_short() -> None:
 
 
 def data_sets(monkeypatch: pytest.MonkeyPatch, rows: dict[str | None, list[dict]]) -> list[tuple]:
-    """Has `datasets` load these rows by configuration; what it was asked for."""
+    """Makes `datasets` load these rows by configuration, and returns the list of its calls."""
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     asked = []
 

@@ -1,27 +1,25 @@
-"""What heads lose, against the cache's own tokens put into a dense cache, and how a run is kept and gone on with."""
+"""Loss of heads, compared with a dense cache of the cache's own tokens, and how a run is kept and resumed."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
 from hf_diffkv.calibration import heads as heads_module
-from hf_diffkv.calibration.documents import DOCUMENT_LENGTH, FOLLOWING, POSITIONS, documents_for
-from hf_diffkv.calibration.heads import mean_kl, measure_heads
+from hf_diffkv.calibration.documents import DOCUMENT_LENGTH, POSITIONS, documents_for
+from hf_diffkv.calibration.heads import mean_kl, measure, measure_heads
 from hf_diffkv.calibration.replay import in_float32
 from hf_diffkv.compat import passing
-from hf_diffkv.config.found import model_digest
 from hf_diffkv.config.sensitivity import Sensitivity
 from hf_diffkv.evaluation.errors import EvaluationError
 from hf_diffkv.evaluation.tasks import Document, get_task
 from hf_diffkv.evaluation.tasks.base import Source
+from hf_diffkv.heads.weights import model_digest
 from tests.tiny_models import tiny_model
 
 TINY_LM = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"
@@ -36,8 +34,8 @@ def document(tokens: int = PROMPT + TAIL) -> Document:
     return Document("random", tuple(ids[:PROMPT]), continuation=tuple(ids[PROMPT:]), extra={POSITIONS: COUNTED})
 
 
-def measured(model: PreTrainedModel, given: Document | None = None) -> dict[str, Any]:
-    return heads_module._measured(model, given or document(), tqdm(disable=True))
+def measured(model: PreTrainedModel, given: Document | None = None) -> Sensitivity:
+    return measure(model, [given or document()], quiet=True).sensitivity
 
 
 @torch.no_grad()
@@ -70,13 +68,13 @@ def test_losses_are_those_of_a_dense_cache_with_the_stored_tokens(family: str) -
     exact = log_probabilities(model, {})
     for part, precision in (("keys", Precision(3, 16)), ("values", Precision(16, 2))):
         cache = held_by_a_cache(model, precision)
-        assert len(found[part]) == len(cache.compressed_layers())
+        assert len(getattr(found, part)) == len(cache.compressed_layers())
         for index, layer in enumerate(cache.compressed_layers()):
             tokens = cache.dequantize(layer)[0 if part == "keys" else 1]
             for head in range(2):
                 damaged = log_probabilities(model, {(layer, part, head): tokens[0, head]})
                 expected = float((exact.exp() * (exact - damaged)).sum(-1).mean())
-                assert found[part][index][head] == pytest.approx(expected, rel=2e-3, abs=1e-7)
+                assert getattr(found, part)[index][head] == pytest.approx(expected, rel=2e-3, abs=1e-7)
 
 
 def test_the_head_that_matters_is_found() -> None:
@@ -88,7 +86,7 @@ def test_the_head_that_matters_is_found() -> None:
             outputs[:, : 2 if index == 1 else 4] = 0
     found = measured(model)
     for part in ("keys", "values"):
-        losses = torch.tensor(found[part])
+        losses = torch.tensor(getattr(found, part))
         assert losses[1, 1] > 1e-6
         losses[1, 1] = 0
         assert losses.abs().max() == 0
@@ -100,14 +98,15 @@ def test_many_heads_are_measured_in_several_batches(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(heads_module, "MOST_ROWS", 3)
     one_by_one = measured(model)
     for part in ("keys", "values"):
-        torch.testing.assert_close(torch.tensor(one_by_one[part]), torch.tensor(at_once[part]), rtol=1e-3, atol=1e-8)
+        one, other = (torch.tensor(getattr(found, part)) for found in (one_by_one, at_once))
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-8)
 
 
 def test_errors_fall_with_every_bit() -> None:
     found = measured(tiny_model("llama"))
-    for name in ("keys_errors", "values_errors"):
-        errors = list(found[name].values())
-        assert list(found[name]) == ["2", "3", "4", "5", "6", "8"]
+    for curve in (found.key_errors, found.value_errors):
+        errors = list(curve.values())
+        assert list(curve) == [2, 3, 4, 5, 6, 8]
         assert all(0 < more < 0.5 * fewer for fewer, more in zip(errors, errors[1:]))
 
 
@@ -124,9 +123,8 @@ def test_small_losses_are_exact() -> None:
 def test_the_model_is_left_as_it_was() -> None:
     model = tiny_model("qwen2", dtype=torch.bfloat16)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    rows = heads_module._rows(model.config, TAIL)
     measured(model)
-    assert rows == 4 and model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == "sdpa"
     for name, tensor in model.state_dict().items():
         assert tensor.dtype == weights[name].dtype and torch.equal(tensor, weights[name])
     assert all("forward" not in vars(module) and not module._forward_hooks for module in model.modules())
@@ -136,7 +134,14 @@ def test_half_precision_is_measured_in_float32() -> None:
     model = tiny_model("llama", dtype=torch.bfloat16)
     in_half = measured(model)
     exactly = measured(model.float())
-    assert in_half["keys"] == exactly["keys"] and in_half["values"] == exactly["values"]
+    assert in_half.keys == exactly.keys and in_half.values == exactly.values
+
+
+def test_batches_have_equal_sizes_and_fit() -> None:
+    rows = heads_module._rows
+    assert (rows(2, 10, 128), rows(8, 10, 128), rows(9, 10, 128)) == (4, 16, 9)
+    # 13 rows of these logits fit, and 16 parts are two batches
+    assert rows(8, 64, 151_936) == 8 and rows(8, 64, 10**9) == 1
 
 
 def test_the_digest_is_of_the_weights() -> None:
@@ -155,10 +160,10 @@ def test_documents_are_not_those_of_the_evaluation() -> None:
     assert len({found.digest for found in documents}) == 8
     assert [found.digest for found in documents_for(tokenizer)] == [found.digest for found in documents]
     for found in documents:
-        assert (
-            0.9 * DOCUMENT_LENGTH <= len(found.context) <= DOCUMENT_LENGTH + 2 and len(found.continuation) == FOLLOWING
+        assert 0.9 * DOCUMENT_LENGTH <= len(found.context) <= DOCUMENT_LENGTH + 2 and len(found.continuation) == (
+            32 if found.name.startswith(("text", "copy")) else 64
         )
-        assert found.extra[POSITIONS] and max(found.extra[POSITIONS]) < FOLLOWING
+        assert found.extra[POSITIONS] and max(found.extra[POSITIONS]) < len(found.continuation)
     texts = [tokenizer.decode(found.context) for found in documents]
     for name in ("text", "dictionary", "key-value", "passage"):
         task = get_task(name)
@@ -187,21 +192,8 @@ def measured_once() -> Sensitivity:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, calls = heads_module._measured, []
-
-    def measure(model: Any, given: Document, bar: Any) -> dict[str, Any]:
-        calls.append(given.name)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return original(model, given, bar)
-
-    monkeypatch.setattr(heads_module, "_measured", measure)
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path)
-    whole = run(tmp_path)
-    assert len(calls) == 3 + 6 and calls[2] == calls[3]
-    assert run(tmp_path) == whole and len(calls) == 9
+def test_documents_of_a_model(measured_once: Sensitivity, tmp_path: Path) -> None:
+    whole = measured_once
     assert whole.shapes == ((2, 64, 64),) * 6 and whole.documents == 8
     path = tmp_path / "heads.json"
     whole.save(path)

@@ -10,6 +10,7 @@ import pytest
 from hf_diffkv.config.allocation import allocate
 from hf_diffkv.config.found import SHIPPED
 from hf_diffkv.config.sensitivity import Sensitivity
+from hf_diffkv.heads.mark import Mark
 
 TABLES = sorted(SHIPPED.glob("*.json"))
 
@@ -17,7 +18,8 @@ TABLES = sorted(SHIPPED.glob("*.json"))
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
 def test_tables(path: Path) -> None:
     found = Sensitivity.load(path)
-    assert json.loads(path.read_text()) == found.to_dict()
+    values = json.loads(path.read_text())
+    assert Mark.from_dict(values.pop("mark")) == found.mark and values == found.to_dict()
     assert len(found.model_digest) == len(found.documents_digest) == 16 and found.documents == 8
     coarse, fine = allocate(found, 0.2), allocate(found, 0.25)
     assert 0.19 < coarse.ratio <= 0.2 and 0.24 < fine.ratio <= 0.25 and fine.loss < coarse.loss < 0.05

@@ -1,24 +1,34 @@
-"""`hf-diffkv calibrate --ratio`, and the configuration it writes, at other ratios."""
+"""`hf-diffkv calibrate` for heads, with and without options, and the configuration it writes, at other ratios."""
 
 from __future__ import annotations
 
+import logging
+import re
+import shlex
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from hf_diffkv import DiffKVCache, DiffKVConfig
+from hf_diffkv import DiffKVCache, DiffKVConfig, Precision
+from hf_diffkv.calibration import documents as documents_module
 from hf_diffkv.calibration import heads as heads_module
 from hf_diffkv.cli import main
+from hf_diffkv.commands import calibrate as calibrate_module
 from hf_diffkv.compat import passing
 from hf_diffkv.config.allocation import allocate
+from hf_diffkv.config.choice import RATIOS
 from hf_diffkv.config.files import CONFIG_NAME
-from hf_diffkv.config.found import FOLDER_VARIABLE, measured_of
+from hf_diffkv.config.found import FOLDER_VARIABLE, HINTS, measured_of
 from hf_diffkv.config.sensitivity import Sensitivity
 
+SHORT = Path(__file__).with_name("test_presets.py")
 TINY_LM = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"
 
 
@@ -32,6 +42,168 @@ def user_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FOLDER_VARIABLE, str(folder))
         yield folder
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a command printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run(*arguments: str) -> Run:
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        code = main(["calibrate", *arguments])
+    return Run(code, out.getvalue(), err.getvalue())
+
+
+def advice(model: PreTrainedModel) -> list[str]:
+    """Arguments of the command that is advised for a model whose heads were not measured."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger(HINTS)
+    logger.addHandler(handler)
+    try:
+        DiffKVCache(model)
+    finally:
+        logger.removeHandler(handler)
+    (found,) = re.findall("`hf-diffkv calibrate ([^`]+)`", messages[0])
+    return shlex.split(found)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    """A copy whose heads nobody measured, at a path of its own."""
+    folder = tmp_path_factory.mktemp("model")
+    model = AutoModelForCausalLM.from_pretrained(TINY_LM)
+    with torch.no_grad():
+        # other weights than those that another test of this file measures
+        model.lm_head.weight.mul_(1.01)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY_LM).save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def first_run(model: PreTrainedModel, user_folder: Path) -> tuple[list[str], Run, Run]:
+    """The command with nothing but a model, interrupted and run again, on short documents."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents_module, "DOCUMENT_LENGTH", 900)
+        advised, original, calls = advice(model), heads_module.layer_figures, []
+
+        def measure(*arguments: Any) -> dict[str, Any]:
+            calls.append(arguments)
+            if len(calls) == 9:
+                raise KeyboardInterrupt
+            return original(*arguments)
+
+        patch.setattr(heads_module, "layer_figures", measure)
+        interrupted = run("--model", model.name_or_path)
+        return advised, interrupted, run("--model", model.name_or_path)
+
+
+def output_folder(user_folder: Path) -> Path:
+    (path,) = (user_folder / "runs" / "heads").glob(f"*/{CONFIG_NAME}")
+    return path.parent
+
+
+def test_a_model_is_all_it_needs(
+    model: PreTrainedModel, first_run: tuple[list[str], Run, Run], user_folder: Path
+) -> None:
+    done = first_run[2]
+    assert done.code == 0
+    config = DiffKVConfig.from_pretrained(output_folder(user_folder))
+    assert config.calibration["target_ratio"] == RATIOS["balanced"]
+    again = AutoModelForCausalLM.from_pretrained(model.name_or_path)
+    cache = DiffKVCache(again)
+    assert cache.config == config and cache.stores.moments is not None
+
+
+def test_the_advised_command_works_as_it_stands(
+    first_run: tuple[list[str], Run, Run], user_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(documents_module, "DOCUMENT_LENGTH", 900)
+    monkeypatch.setattr(heads_module, "layer_figures", refuse)
+    assert first_run[0][-2:] == ["--ratio", "0.23"]
+    done = run(*first_run[0])
+    assert done.code == 0 and "DiffKVCache(model, target_ratio=0.23)" in done.out
+    assert DiffKVConfig.from_pretrained(output_folder(user_folder)).calibration["target_ratio"] == 0.23
+    # and so do the commands that it advises itself
+    advised = [shlex.split(line) for line in done.out.splitlines() if line.startswith("  hf-diffkv ")]
+    assert [command[1] for command in advised] == ["verify", "calibrate"]
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        assert [main(command[1:]) for command in advised] == [0, 0]
+    run("--model", first_run[0][1])
+
+
+def test_advice_leads_to_the_same_measurements(calibrated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(heads_module, "layer_figures", refuse)
+    done = run("--model", str(TINY_LM), "--output", str(calibrated), "--length", "900", "--ratio", "0.21")
+    advised = [shlex.split(line) for line in done.out.splitlines() if line.startswith("  hf-diffkv calibrate")]
+    assert run(*advised[0][2:]).code == 0
+    assert DiffKVConfig.from_pretrained(calibrated).calibration["target_ratio"] == RATIOS["small"]
+    assert run("--model", str(TINY_LM), "--output", str(calibrated), "--length", "900", "--ratio", "0.21").code == 0
+
+
+def test_an_interrupted_command_says_how_to_go_on(first_run: tuple[list[str], Run, Run]) -> None:
+    _, interrupted, done = first_run
+    assert interrupted.code == 130
+    last = interrupted.err.splitlines()[-1]
+    assert last.startswith("hf-diffkv: interrupted. What was measured is kept in ") and "the same command" in last
+    said = "1 of 8 documents and 2 of 6 layers of the 2nd were measured before; going on with the 2nd"
+    assert said in done.err.splitlines()
+    assert [line.split(" (")[0] for line in done.err.splitlines() if line.startswith("document ")] == [
+        f"document {number} of 8" for number in range(2, 9)
+    ]
+    for one in (interrupted, done):
+        assert "have not been measured" not in one.err
+
+
+def test_figures_are_those_of_the_configuration(first_run: tuple[list[str], Run, Run], user_folder: Path) -> None:
+    block = DiffKVConfig.from_pretrained(output_folder(user_folder)).calibration
+    measured = Sensitivity.from_dict(block["sensitivity"])
+    plain = Precision(5, 4)
+    heads = [(layer, head) for layer in range(6) for head in range(2)]
+    loss = sum(measured.loss(layer, head, plain) for layer, head in heads)
+    rows = [re.split(r"  +", line.strip()) for line in first_run[2].out.splitlines()[:3]]
+    # 9 bits for an element of key and value, and two numbers of 16 bits for each vector, over 2 x 64 x 16 bits
+    assert rows[1:] == [
+        ["each head its own bits", f"{block['ratio']:.1%}", f"{block['predicted_kl']:.4f}"],
+        ["not calibrated: K5V4 for all", f"{(9 * 64 + 4 * 16) / (2 * 64 * 16):.1%}", f"{loss:.4f}"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "heads"),
+    [
+        ([], True),
+        (["--ratio", "0.2"], True),
+        (["--text", "a.txt", "--length", "500"], True),
+        (["--thresholds"], False),
+        (["--max-kl", "0.01"], False),
+        (["--text", "a.txt", "--max-kl", "0.005"], False),
+        (["--task", "dictionary", "--max-loss", "0.05"], False),
+        (["--documents", "2"], False),
+        (["--per-layer"], False),
+        (["--method", "diffkv:window=32"], False),
+        (["--alpha-high", "1,2"], False),
+    ],
+)
+def test_which_of_both_is_measured(arguments: list[str], heads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(calibrate_module, "calibrate_heads", lambda options: called.append("heads"))
+    monkeypatch.setattr(calibrate_module, "calibrate_thresholds", lambda options: called.append("thresholds"))
+    assert main(["calibrate", "--model", str(TINY_LM), *arguments]) == 0
+    assert called == ["heads" if heads else "thresholds"]
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +251,12 @@ def test_another_ratio_measures_nothing(calibrated: Path, monkeypatch: pytest.Mo
     larger = config.with_ratio(0.3)
     assert larger.with_ratio(0.21) == config and larger.calibration["sensitivity"] == config.calibration["sensitivity"]
     assert larger.calibration["predicted_kl"] < config.calibration["predicted_kl"]
-    monkeypatch.setattr(heads_module, "_measured", refuse)
+    monkeypatch.setattr(heads_module, "layer_figures", refuse)
     assert command(calibrated, "--ratio", "0.3") == 0
     assert DiffKVConfig.from_pretrained(calibrated) == larger
     with pytest.raises(ValueError, match="target_ratio=0.05 is below what K3V2 takes of every head, 0.172"):
         config.with_ratio(0.05)
-    with pytest.raises(ValueError, match="does not have what the heads of a model lose; `hf-diffkv calibrate --ratio`"):
+    with pytest.raises(ValueError, match="what the heads of a model lose; `hf-diffkv calibrate --model MODEL`"):
         DiffKVConfig().with_ratio(0.2)
 
 
@@ -100,7 +272,10 @@ def test_a_text_of_the_users(tmp_path: Path) -> None:
     [
         (["--ratio", "0.1"], "target_ratio=0.1 is below what K3V2 takes of every head, 0.172; raise it"),
         (["--ratio", "0"], "target_ratio=0.0 must be a number above 0"),
-        (["--ratio", "0.2", "--max-kl", "1", "--task", "text"], "leave --max-kl, --task out"),
+        (["--ratio", "0.2", "--max-kl", "1", "--task", "text"], "--max-kl, --task measures thresholds, by which"),
+        (["--ratio", "0.2", "--documents", "2"], "--documents measures thresholds, by which tokens are chosen"),
+        (["--ratio", "0.2", "--thresholds"], "--thresholds measures thresholds"),
+        (["--text", str(SHORT), "--length", "4000"], "4 documents need 16128; lower --length, or give a longer text"),
         (["--ratio", "0.2", "--length", "5000"], "lower length"),
     ],
 )

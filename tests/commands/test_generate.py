@@ -36,7 +36,7 @@ def job(cache: str) -> Job:
 
 
 def generate_turns(cache) -> tuple[list[list[int]], int]:
-    """The same turns by plain `generate()`, and the tokens the cache has seen."""
+    """Runs the turns by plain `generate()`, and returns the answers and the number of tokens the cache has seen."""
     tokenizer, model = AutoTokenizer.from_pretrained(TINY_LM), AutoModelForCausalLM.from_pretrained(TINY_LM)
     text, generated = "", []
     for turn in TURNS:
@@ -102,8 +102,12 @@ def test_generate_end_to_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     for count in (dense["cache_bytes"], diffkv["cache_bytes"], diffkv["payload_bytes"], diffkv["peak_bytes"]):
         assert f"{count / 1e6:,.2f} MB" in printed.err
     assert f"{diffkv['cache_bytes'] / dense['cache_bytes']:.1%}" in printed.err
-    for name, count in diffkv["levels"].items():
-        assert f"{name} {count:,} (" in " ".join(printed.err.split())
+    levels, heads = diffkv["levels"], 6 * 2
+    others = sum(levels.values()) - levels["window"]
+    said = f"{diffkv['seen_tokens']:,} tokens, {levels['window'] // heads} of them uncompressed; of the others "
+    for name, label in (("high", "high (K8V8)"), ("low", "low (K4V4)"), ("pruned", "pruned")):
+        said += f"{label} {levels[name] / others:.0%}, "
+    assert said.rstrip(", ") + "." in " ".join(printed.err.split())
     assert min(run[key] for run in (dense, diffkv) for key in ("prompt_seconds", "tokens_per_second")) > 0
     if sys.platform == "linux":
         # the text alone is far below what a process with PyTorch and a model takes
@@ -124,6 +128,10 @@ def check_bar_picture(path: Path, levels: dict[str, int]) -> None:
         assert count > 0
         # legend patches and rounding to pixels
         assert area[name] / sum(area.values()) == pytest.approx(count / sum(levels.values()), abs=0.02)
+
+
+# of a head that has kept two of four tokens uncompressed
+LAYER = {"layer_idx": 0, "high": [1], "low": [1], "window": [2], "pruned": [0], "precisions": ["K8V4/K4V2"]}
 
 
 def run_of(generated: list[list[int]], **changes) -> FinishedRun:
@@ -156,7 +164,7 @@ def run_of(generated: list[list[int]], **changes) -> FinishedRun:
     ],
 )
 def test_tokens_compared(first: list, second: list, agreement: tuple, same: int | None) -> None:
-    """How many agree, and how many stand before a difference, whichever of the two comes first."""
+    """Counts tokens that agree and tokens before the first difference, in both orders of the two runs."""
     for one, other in ((first, second), (second, first)):
         assert dataclasses.astuple(Agreement.of(one, other)) == agreement
         assert same_tokens(run_of(one), run_of(other)) == same
@@ -164,7 +172,7 @@ def test_tokens_compared(first: list, second: list, agreement: tuple, same: int 
 
 def test_comparison_tells_what_is_unknown_and_what_differs() -> None:
     dense = run_of([[1, 2]], cache=DYNAMIC, cache_bytes=800_000, text="dense words here", tokens_per_second=12.34)
-    compressed = run_of([[1, 3]], text="other words here", num_layers=4, layers=[{}])
+    compressed = run_of([[1, 3]], text="other words here", num_layers=4, layers=[LAYER])
     table = comparison(compressed, dense)
     lines = {line[:20].strip(): line.split() for line in table.splitlines()}
     assert lines["cache, real bytes"][-5:] == ["0.80", "MB", "0.40", "MB", "50.0%"]
@@ -174,6 +182,7 @@ def test_comparison_tells_what_is_unknown_and_what_differs() -> None:
     assert "The texts differ from token 2 on and share 80% of their words." in " ".join(table.split())
     assert "[-dense-]{+other+} words here" in table
     assert "1 of 4 layers are compressed" in table
+    assert "4 tokens, 2 of them uncompressed; of the others high (K8V4) 50%, low (K4V2) 50%." in " ".join(table.split())
 
 
 def test_summary_of_one_run() -> None:

@@ -1,4 +1,4 @@
-"""What is planned from a configuration, against what caches hold once they exist."""
+"""Plans from a configuration, compared with what real caches hold."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(config: Any, cache: Any, attention: str) -> Any:
 
 
 def tensor_bytes(cache: DynamicCache, window: int | None) -> int:
-    """Of keys and values; a sliding layer may hold more than it will keep."""
+    """Returns the bytes of keys and values. A sliding layer counts only what it will keep."""
     total = 0
     for layer in cache.layers:
         kept = TOKENS if not hasattr(layer, "sliding_window") else min(TOKENS, layer.sliding_window)

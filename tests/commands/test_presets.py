@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from measured_heads import measured
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_diffkv import DiffKVConfig
@@ -51,13 +52,19 @@ def test_what_loads_the_weights_finds_what_its_heads_lose(model: Any, capsys: py
             assert chosen == DiffKVConfig.for_model(model, **fields) and chosen.head_precisions is not None
 
 
-@pytest.mark.parametrize("here", [True, False], ids=["weights on this machine", "no weights"])
+@pytest.mark.parametrize("weights", ["as they are", "packed", "none"])
 def test_what_loads_no_weights_knows_them_by_their_files(
-    here: bool, model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    weights: str, model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name = "tiny-lm" if here else str(tmp_path / "model")
-    if not here:
+    here = weights != "none"
+    name = "tiny-lm" if weights == "as they are" else str(tmp_path / "model")
+    if weights == "none":
         model.config.save_pretrained(name)
+    elif weights == "packed":
+        model.save_pretrained(name)
+        # matrices as GPTQ and AWQ call them
+        path = tmp_path / "model" / "model.safetensors"
+        save_file({key.replace("proj.weight", "proj.qweight"): each for key, each in load_file(path).items()}, path)
     plan = ["plan", "--model", name, "--memory", "1GB", "--weights", "1MB"]
     for arguments in (["inspect", "--model", name], plan):
         for options, open_to_heads in ((["--preset", "small"], True), ([], True), (["--lossless"], False)):
@@ -68,7 +75,7 @@ def test_what_loads_no_weights_knows_them_by_their_files(
             assert ("is known once its weights are on this machine" in said) == (open_to_heads and not here)
     assert main(["inspect", "--model", name, "--preset", "small", "--json"]) == 0
     expected = DiffKVConfig.for_model(model, preset="small") if here else DiffKVConfig.preset("small")
-    assert config_in(capsys.readouterr().out) == expected
+    assert config_in(capsys.readouterr().out) == expected and (expected.head_precisions is not None) == here
 
 
 def test_the_example_is_one_where_the_cache_wins(capsys: pytest.CaptureFixture[str]) -> None:

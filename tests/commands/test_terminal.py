@@ -81,7 +81,7 @@ class Terminal:
 
     @property
     def lines(self) -> list[str]:
-        """What it says, without control sequences."""
+        """Lines of its output without control sequences."""
         return EDITING.sub("", self.text).split("\n")
 
 
@@ -147,7 +147,7 @@ def test_inspect_colours_the_text(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_has_had_enough(tmp_path: Path) -> None:
-    """As `hf-diffkv generate ... | head -c 1`."""
+    """Closes the pipe after a byte, like `hf-diffkv generate ... | head -c 1`."""
     command = [sys.executable, "-m", "hf_diffkv", "generate", PROMPT, "--max-new-tokens", "3000"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, env=environment(), bufsize=0

@@ -113,7 +113,8 @@ QUICK = [
     (["evaluate", *TINY, "--output", "x", "--batch-size", "0"], "'--batch-size': 0 is too few"),
     (["evaluate", "--model", "gemma-270m", "--output", "x"], "did you mean 'gemma3-270m'?"),
     (["calibrate", *TINY, "--output", "x", "--alpha-high", "1,-2"], "'1,-2' is no list of numbers of at least 0"),
-    (["calibrate", *TINY], "Missing option '--output'."),
+    (["calibrate", *TINY, "--ratio", "0.2", "--documents", "2"], "and --documents measures thresholds"),
+    (["calibrate"], "Missing option '--model'."),
 ]
 
 # these load a configuration or a tokenizer, or ask PyTorch for a device
@@ -126,7 +127,7 @@ SLOW = [
     (["generate", "a", "--device", "meta"], 2, "--device meta cannot be used: "),
     (["generate", "a", "--output", __file__], 2, f"cannot write to {__file__}: "),
     (["generate", "a", "--output", "/proc"], 2, "cannot write to /proc: "),
-    (["generate", "a", "--model", "no/such/model/folder"], 2, "cannot load the model no/such/model/folder: "),
+    (["generate", "a", "--model", "no/such/model/folder"], 2, "there is no folder 'no/such/model/folder'."),
     (["inspect", "a" * 4097], 2, "the prompt has 4097 tokens, but the model's max_position_embeddings is 4096"),
     (["inspect", "--model", str(ROOT / "docs"), "--quiet"], 2, "cannot load the model "),
     (["inspect", "--window", "9", "--high", "K5V4", "--low", "K5V4", "--quiet", "--max-bytes", "9B"], 0, ""),
@@ -187,7 +188,7 @@ def test_there_are_enough_of_them() -> None:
 
 
 def test_help_and_usage_errors_load_no_pytorch() -> None:
-    """What takes seconds to import is not imported: this is what makes them quick."""
+    """Checks that packages that take seconds to import are not imported."""
     cases = [arguments for arguments, _ in QUICK]
     cases += [["--help"], ["--version"], ["env"], *([name, "--help"] for name in COMMANDS if name != "lm-eval")]
     program = (

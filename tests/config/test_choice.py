@@ -1,4 +1,4 @@
-"""What a model gets that nobody configured: from a file beside it, from measurements of its heads, or a preset."""
+"""Configuration that a model gets by default: from a file beside it, from measurements of its heads, or a preset."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from hf_diffkv import DiffKVCache, DiffKVConfig
 from hf_diffkv.compat import passing
 from hf_diffkv.config import found
-from hf_diffkv.config.found import model_digest
 from hf_diffkv.config.presets import PRESETS
 from hf_diffkv.config.sensitivity import Sensitivity
+from hf_diffkv.heads.weights import model_digest
 from hf_diffkv.planning import without_weights
 
 

@@ -29,7 +29,7 @@ def config() -> DiffKVConfig:
 
 
 def client(hub: Hub, home: Path, code: str, **environment: str) -> str:
-    """What a process that uses `hub` prints; an error in one line, as its type and message."""
+    """Returns the output of a process that uses `hub`. An error is one line with its type and message."""
     program = (
         "import json\nfrom hf_diffkv import DiffKVConfig\n"
         f"try:\n    {code}\nexcept Exception as error:\n    print(type(error).__name__, error)"

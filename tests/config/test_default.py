@@ -14,7 +14,7 @@ from runs import assert_equal_contents
 from tiny_models import greedy, ragged_prompts, tiny_model
 
 from hf_diffkv import DiffKVCache, DiffKVConfig
-from hf_diffkv.cache.diffkv_cache import resolve_config
+from hf_diffkv.cache.resolve import resolve_config
 from hf_diffkv.compat import passing
 from hf_diffkv.config import found
 from hf_diffkv.evaluation.methods import get_method

@@ -1,4 +1,4 @@
-"""What each process does in `test_tensor_parallel.py`; started by torchrun, or called for one process.
+"""Run of each process in `test_tensor_parallel.py`; started by torchrun, or called for one process.
 
 Arguments: folders with a folder `model` each, which also take what the ranks find. The same processes run all models in
 turn, so that what one of them leaves behind shows in the next.
@@ -86,7 +86,7 @@ def generated(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
 
 
 def saved_and_loaded(model: PreTrainedModel, folder: Path) -> torch.Tensor:
-    """Every rank writes into the same folder and goes on from its own part."""
+    """Saves every rank's part into one folder, and continues from the loaded part."""
     ids, mask = prompts()
     cache = DiffKVCache(model.config, **COMPRESSED)
     text = model.generate(ids, attention_mask=mask, **passing(cache), **GREEDY)

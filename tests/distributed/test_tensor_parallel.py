@@ -31,7 +31,7 @@ class Found:
 
 @pytest.fixture(scope="module")
 def all_found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
-    """The same processes run all models, one after the other."""
+    """Results of all models, which the same processes run one after the other."""
     options = {"num_attention_heads": 8, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
     folders = {name: tmp_path_factory.mktemp(name) for name in MODELS}
     models = {name: tiny_model(name, dtype=torch.float64, num_hidden_layers=LAYERS, **options) for name in MODELS}

@@ -56,7 +56,7 @@ def model() -> PreTrainedModel:
 
 
 def pair(model: PreTrainedModel, config: DiffKVConfig = CONFIG) -> tuple[Run, Run]:
-    """The same prompt in a cache of two stores and in one of one."""
+    """Runs a prompt in a cache of two stores and in a cache of one store."""
     with two_stores():
         split = started(model, LENGTHS, config)
     one = started(model, LENGTHS, config)

@@ -22,7 +22,7 @@ TINY_LM = Path(__file__).parents[2] / "examples" / "models" / "tiny-lm"
 
 @pytest.fixture(scope="session", autouse=True)
 def uncompiled_quanto() -> None:
-    """Has quanto's codes unpacked by PyTorch: it would compile an extension first, for minutes."""
+    """Unpacks quanto's codes by PyTorch. quanto would compile an extension for minutes."""
     if importlib.util.find_spec("optimum") and importlib.util.find_spec("optimum.quanto"):
         from optimum.quanto.library.extensions.cpp import ext
 
@@ -62,7 +62,7 @@ def invented(names: None) -> None:
 
 @pytest.fixture
 def names() -> Iterator[None]:
-    """Whatever a test registers is forgotten afterwards."""
+    """Forgets after a test what it has registered."""
     before = [(registry, registry.names(), dict(registry._entries)) for registry in (METHODS, TASKS)]
     yield
     for registry, _, entries in before:

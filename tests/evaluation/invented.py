@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,7 +12,15 @@ from hf_diffkv.evaluation.tasks import TASKS, Document, Task
 from hf_diffkv.evaluation.tasks.base import KL, RIGHT, Source, Sums
 
 TASK, GOOD, BAD = "invented", "good", "bad"
-MODEL = SimpleNamespace(device=torch.device("cpu"))
+
+
+class NoModel(torch.nn.Linear):
+    """Weights to tell it by, which nothing runs."""
+
+    device, dtype = torch.device("cpu"), torch.float32
+
+
+MODEL = NoModel(2, 2)
 # bytes of the dense cache of document 0, 1, ...
 DENSE_BYTES = (1000, 3000, 2000)
 

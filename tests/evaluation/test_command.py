@@ -115,7 +115,7 @@ BAD = {
     "short prompt": (["--tasks", "key-value", "--length", "50"], "too short for 12 facts; raise --length."),
     "long prompt": (["--length", "5000"], "needs 5000 tokens but the model's max_position_embeddings is 4096"),
     "model": (["--model", "tinylm"], "did you mean 'tiny-lm'"),
-    "folder": (["--model", "/nowhere/at/all"], "cannot load the model /nowhere/at/all"),
+    "folder": (["--model", "/nowhere/at/all"], "there is no folder '/nowhere/at/all'."),
     "device": (["--device", "mars"], "device mars cannot be used"),
     "output": (["--output", __file__], "cannot write to"),
 }

@@ -75,7 +75,7 @@ def test_lossless_is_as_good_as_dense(task: str, records: dict) -> None:
 @pytest.mark.parametrize("task", TASK_NAMES)
 @pytest.mark.slow
 def test_compression_shows(task: str, records: dict) -> None:
-    """In bytes, and in distributions that differ: whatever is asked has gone through the cache."""
+    """Checks bytes and differing distributions. So the questions have gone through the compressed cache."""
     for method in set(METHOD_LABELS) - {"dense", LOSSLESS}:
         record = records[task, method]
         assert record["bytes"] < 0.7 * record["dense_bytes"]

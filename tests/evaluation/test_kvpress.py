@@ -63,7 +63,7 @@ def test_sliding_windows_are_refused(gemma: Any) -> None:
 
 
 def recall(tokenizer: Any) -> Document:
-    """What tiny-lm can do: facts between lines of code."""
+    """Returns a document with facts between lines of code, which tiny-lm can recall."""
     text = (TINY_LM.parents[1] / "prompts" / "recall.txt").read_text()
     context = tokenizer(text).input_ids[:TOKENS]
     facts = re.findall(r"@(\w+)=(\d+)\n", tokenizer.decode(context))

@@ -97,7 +97,7 @@ def texts(results: dict[str, Any]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[str]:
-    """What the model writes behind each prompt alone, without the harness."""
+    """Continuation of each prompt by itself, without the harness."""
     model = AutoModelForCausalLM.from_pretrained(TINY_LM, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(TINY_LM)
     found = []

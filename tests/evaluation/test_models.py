@@ -15,7 +15,7 @@ SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the copies would be; there are none."""
+    """Folder of the models' copies; there are none."""
     monkeypatch.setattr(models, "MODELS_FOLDER", tmp_path / "models")
     monkeypatch.chdir(tmp_path)
     return tmp_path / "models"

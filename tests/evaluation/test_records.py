@@ -47,7 +47,7 @@ def test_written_and_read(tmp_path: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
-    """Of one record."""
+    """Folder of a run with one record."""
     folder = RunFolder(tmp_path, SETTINGS)
     folder.add(RECORD)
     return folder

@@ -1,4 +1,4 @@
-"""What is run, in which order, how often, and what a failure or an interrupt leaves."""
+"""Order and number of runs, and the results that a failure or an interrupt leaves."""
 
 from __future__ import annotations
 

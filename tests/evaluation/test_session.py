@@ -62,7 +62,7 @@ def test_asked_at_once_equals_the_model_without_a_cache(label: str, llama: Any) 
 
 
 def ask_all(model: Any, label: str, forwards: int) -> list[torch.Tensor]:
-    """What is asked in so many forwards, which equals branches."""
+    """Asks all texts in `forwards` forwards, compares with branches, and returns the logits."""
     session = after_prompt(model, label)
     separate = [session.branch().forward(text, keep=len(text)) for text in TEXTS]
     with counted_forwards(model) as counted:

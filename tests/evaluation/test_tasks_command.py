@@ -135,7 +135,7 @@ def test_refusals(tmp_path: Path, instruct: Path, capsys: pytest.CaptureFixture[
     assert "'--max-new-tokens': 0 is too few" in refused(capsys, *run, *TASK, "--max-new-tokens", 0)
     long = refused(capsys, *run, *TASK, "--max-new-tokens", 4096)
     assert "max_position_embeddings is 4096; lower --length or --max-new-tokens" in long
-    assert "cannot load the model" in refused(capsys, "--model", tmp_path / "none" / "x", *run[2:])
+    assert "there is no folder" in refused(capsys, "--model", tmp_path / "none" / "x", *run[2:])
     assert "did you mean ruler-niah-single-" in refused(capsys, *run, "--tasks", "ruler-niah-single-4")
     assert "lm-eval --model hf-diffkv" in refused(capsys, *run, "--tasks", "gsm8k")
     assert not (tmp_path / "run").exists()

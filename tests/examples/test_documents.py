@@ -104,7 +104,7 @@ def test_links_and_files_exist(path: Path) -> None:
 
 
 def test_code_that_is_named_exists() -> None:
-    """In documents and code, wherever the name begins: `hf_diffkv/store/step.py`, `store/step.py`."""
+    """Looks names of files in documents and code up, full or shortened: `hf_diffkv/store/step.py`, `store/step.py`."""
     folders = ("hf_diffkv", "packages", "tools", "benchmarks", "examples", "tests", "docs")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
     held = [f"/{path.relative_to(ROOT)}" for path in files]

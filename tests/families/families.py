@@ -1,4 +1,4 @@
-"""Every text family of Transformers that generates: how small it can be made, and what `DiffKVCache` does with it.
+"""Every text family of Transformers that generates: options of a tiny model, and what `DiffKVCache` compresses of it.
 
 `docs/models.md` is written from this file by `report.py`; `test_families.py` checks that it is true.
 """
@@ -44,15 +44,15 @@ WRAPPERS = frozenset(
 
 @dataclass(frozen=True)
 class Family:
-    """What is expected of one `model_type`.
+    """Expectations of one `model_type`.
 
     Attributes:
         options: arguments of its configuration beyond the common ones.
-        layers: layers of the tiny model.
-        compressed: which of them are compressed.
-        kept: the kinds of the others, as said in the table.
-        refused: part of the error, where the family is refused.
-        since: the release from which on Transformers' attention interface runs it; before, it is refused.
+        layers: number of layers of the tiny model.
+        compressed: indices of the compressed layers.
+        kept: kinds of the other layers, in the table's words.
+        refused: part of the error if the family is refused.
+        since: first release in which Transformers' attention interface runs it; refused before.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -359,4 +359,44 @@ FAMILIES: dict[str, Family] = {
     ),
     "zaya": Family({**MOE, "num_experts_per_tok": 1, "router_hidden_size": 16}, compressed=(), kept=(BOTH,)),
     **{name: Family(options, compressed=(), refused=reason) for name, (options, reason) in _REFUSED.items()},
+}
+
+# length beyond which these rotate or scale otherwise; the first three drop the cache there and compute the text anew
+ORIGINAL_LENGTH = 64
+_LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0, 3.0, 2.0, 5.0] * 2,
+    "original_max_position_embeddings": ORIGINAL_LENGTH,
+}
+_ENCODER = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+LONGER: dict[str, dict[str, Any]] = {
+    "phi3": {"original_max_position_embeddings": ORIGINAL_LENGTH, "rope_parameters": _LONG_ROPE},
+    "phimoe": {
+        **MOE,
+        "original_max_position_embeddings": ORIGINAL_LENGTH,
+        "rope_parameters": {**_LONG_ROPE, "short_mscale": 1.0, "long_mscale": 1.2},
+    },
+    "phi4_multimodal": {
+        "original_max_position_embeddings": ORIGINAL_LENGTH,
+        "rope_parameters": {**_LONG_ROPE, "partial_rotary_factor": 1.0},
+        "sliding_window": None,
+        "vision_config": {**_ENCODER, "num_hidden_layers": 2, "image_size": 28, "patch_size": 14, "crop_size": 28},
+        "audio_config": {
+            **_ENCODER,
+            **dict.fromkeys(("ext_pw_out_channel", "nemo_conv_channels", "depthwise_separable_out_channel"), 32),
+            "num_blocks": 1,
+            "input_size": 16,
+        },
+    },
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": ORIGINAL_LENGTH,
+            "llama_4_scaling_beta": 0.1,
+        }
+    },
 }

@@ -150,7 +150,7 @@ def _famous() -> str:
 
 
 def _outcome(family: Family) -> str:
-    """What becomes of `family`, in a few words."""
+    """Describes the result for `family` in a few words."""
     if family.refused:
         return f"refused: {REASONS[family.refused].partition(':')[0]}"
     if not family.compressed:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from families import FAMILIES, KEPT_CLASSES, Family
+from families import FAMILIES, KEPT_CLASSES, LONGER, ORIGINAL_LENGTH, Family
 from packaging.version import Version
 from tiny_models import greedy as greedy_output
 from tiny_models import ragged_prompts, tiny_model
@@ -48,7 +50,7 @@ def greedy(model: PreTrainedModel, **options: Any) -> tuple[Tensor, Tensor, Any]
 
 
 def rounding(model: PreTrainedModel) -> Tensor:
-    """How far two dense computations of a model are apart: Gemma 4's tiny models amplify rounding a hundredfold."""
+    """Returns the distance of two dense computations. Gemma 4's tiny models amplify rounding a hundredfold."""
     before, logits = model.config._attn_implementation, []
     for implementation in ("eager", "sdpa"):
         model.set_attn_implementation(implementation)
@@ -102,6 +104,36 @@ def complete_levels(cache: DiffKVCache, layer_idx: int) -> Tensor:
     levels = torch.where(positions >= seen - WINDOW, 3, 2).expand(len(LENGTHS), seen)
     levels = torch.where(padding, -1, levels).to(torch.int8)
     return levels[:, None].expand_as(cache.levels(layer_idx))
+
+
+@pytest.mark.parametrize("tokens", [90, ORIGINAL_LENGTH - 4])
+@pytest.mark.parametrize("name", LONGER)
+def test_past_the_original_length(name: str, tokens: int) -> None:
+    """From a prompt that is longer, and from one that becomes so: the given cache holds all, and the text is right."""
+    model = tiny_model(name, "eager", **LONGER[name])
+    ids = torch.randint(3, 100, (2, tokens), generator=torch.Generator().manual_seed(tokens))
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    cache = DiffKVCache(model.config, LOSSLESS)
+    text = model.generate(ids, **options, **passing(cache))
+    # every step computes the whole text; some releases compute nonsense with a DynamicCache that grows past it
+    assert torch.equal(text, model.generate(ids, **options, use_cache=False))
+    if tokens > ORIGINAL_LENGTH:
+        assert torch.equal(text, model.generate(ids, **options, **passing(DynamicCache(config=model.config))))
+    assert cache.get_seq_length() == tokens + NEW_TOKENS - 1
+    cache.check_integrity()
+    for layer_idx in cache.compressed_layers():
+        assert cache.dequantize(layer_idx)[2].all()
+
+
+def test_no_other_model_drops_its_cache() -> None:
+    """Those of this release whose code sets the cache to None before a step are tried above."""
+    dropping = re.compile(r"^ +(cache|past_key_values) = None$", re.MULTILINE)
+    preparing = re.compile(r"def prepare_inputs_for_generation\(.*?(?=\n    def |\nclass |\Z)", re.DOTALL)
+    found = set()
+    for path in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
+        if any(dropping.search(body) for body in preparing.findall(path.read_text())):
+            found.add(path.parent.name)
+    assert {"phi3", "phimoe", "phi4_multimodal"} <= found <= set(LONGER)
 
 
 @pytest.mark.parametrize("name", REFUSED)

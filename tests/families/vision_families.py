@@ -17,12 +17,12 @@ PATCHES = (SIDE // PATCH) ** 2
 
 @dataclass(frozen=True)
 class VisionFamily:
-    """What is expected of one `model_type`.
+    """Expectations of one `model_type`.
 
     Attributes:
         options: arguments of its configuration.
         image_tokens: tokens an image takes in the prompt.
-        layout: how it wants its pixels: "image", "images" (a list per request), "sized" or "patches".
+        layout: layout of its pixels: "image", "images" (a list per request), "sized" or "patches".
         compressed: compressed layers of the text side, which has two.
         token_types: name of the argument that marks image tokens, if any.
     """

@@ -90,7 +90,7 @@ def test_decode_options(device) -> None:
 
 
 def test_pages_beyond_two_gigabytes(device) -> None:
-    """The same rows at the end of a pool of more than 2^31 bytes."""
+    """Compares with the same rows at the end of a pool of more than 2^31 bytes."""
     rows = random_rows(K8V4, K4V2, 2, 2, 128, (500, 900), 1464, 64, torch.bfloat16, device)
     query = torch.randn(2, 8, 128, device=device).bfloat16()
     expected, expected_scores = attend(rows, query, "kernels")
@@ -216,7 +216,7 @@ def test_prompt_options_over_a_compressed_past(device, tokens=(900, 300), length
 
 
 def test_prompt_attention_over_pages_beyond_two_gigabytes(device, tokens=(500, 900), length: int = 100) -> None:
-    """The same rows at the end of a pool of more than 2^31 bytes."""
+    """Compares with the same rows at the end of a pool of more than 2^31 bytes."""
     rows = random_rows(K8V4, K4V2, 2, 2, 128, tokens, sum(tokens) + 64, 64, torch.bfloat16, device)
     query = torch.randn(2, 8, length, 128, device=device).bfloat16()
     key, value = torch.randn(2, 2, 2, length, 128, device=device).bfloat16()

@@ -104,7 +104,7 @@ def test_copies_and_forks_on_a_gpu(device) -> None:
 
 
 def test_prefixes_from_every_tier(device, tmp_path: Path) -> None:
-    """The same logits as on the cache that stayed; from the host's memory, which is page-locked, and from a folder."""
+    """Compares logits with a cache that stayed, from each tier: device, page-locked host memory, and a folder."""
     model = build(torch.bfloat16).to(device)
     model.set_attn_implementation("diffkv")
     config = DiffKVConfig(alpha_high=1.0, window=16)

@@ -23,8 +23,13 @@ def relative(got: Tensor, expected: Tensor) -> float:
 def by_both(
     device, config: DiffKVConfig, dtype: torch.dtype, dim: int, turns: tuple[int, ...], spread: float = 1.0
 ) -> list[tuple]:
-    """What a store of two layers holds after a padded prompt and turns, by kernels and by the reference: its counts,
-    lengths, the last layer's tokens, offsets, and that layer's outputs. Queries have a deviation of `spread`."""
+    """Runs a padded prompt and turns in a store of two layers, by kernels and by the reference.
+
+    Queries have a standard deviation of `spread`.
+
+    Returns:
+        For each of both, counts, lengths, the last layer's tokens, offsets, and that layer's outputs.
+    """
     found = []
     for backend in ("kernels", "reference"):
         generator = torch.Generator().manual_seed(0)

@@ -13,7 +13,7 @@ from hf_diffkv.native.library import use_instructions
 
 @pytest.fixture(params=SETS or ["none"])
 def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every instruction set that runs here."""
+    """Instruction set of a test, each that runs here in turn."""
     with use_instructions(request.param):
         yield request.param
 

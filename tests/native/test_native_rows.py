@@ -151,7 +151,7 @@ class Rows:
         assert torch.equal(self.pages, expected)
 
     def layer(self, **given: Tensor) -> LayerRows:
-        """What ops take; `given` in place of some of its tensors."""
+        """Returns the rows as ops take them, with `given` in place of some tensors."""
         shape = (self.batch, self.heads)
         held = {"pages": self.pages, "page_table": self.table.view(*shape, -1), "window_score": self.window_score}
         held |= {"high_count": self.count[0].view(shape), "low_count": self.count[1].view(shape)}

@@ -166,7 +166,7 @@ class Case:
 
 
 class DecodeTests:
-    """What every implementation is asked; `Case` runs one, fixtures choose `dtype` and `threads`."""
+    """Tests of every implementation. `Case` runs one, and fixtures choose `dtype` and `threads`."""
 
     Case = Case
 

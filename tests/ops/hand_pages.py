@@ -232,17 +232,17 @@ class HandStore:
         return read_token(self.pages[page].numpy(), self.tiers[tier], slot, self.dtype)
 
     def read_row(self, row: int) -> list[tuple[int, np.ndarray, np.ndarray, float, int]]:
-        """All tokens of a row: (tier, key, value, score, position)."""
+        """Returns all tokens of a row: (tier, key, value, score, position)."""
         return [(tier, *self.read(tier, row, i)) for tier in (0, 1) for i in range(int(self.counts[tier][row]))]
 
     def rows(self, heads: int, window_key: Tensor, window_value: Tensor, **given: Any) -> LayerRows:
-        """What ops take, with these windows; `given` are fields of `LayerRows`, all else is zero."""
+        """Returns the rows as ops take them, with these windows and `given` fields; all other tensors are zero."""
         counts = {name: count.view(-1, heads) for name, count in zip(("high_count", "low_count"), self.counts)}
         held = {"pages": self.pages, "page_table": self.table.view(-1, heads, self.table.shape[1]), **counts}
         return given_rows(self.layout, window_key, window_value, **(held | given))
 
     def into_pool(self, extra: int = 0, max_pages: int | None = None) -> PagePool:
-        """A pool that holds these pages, with `extra` free ones; `pages` becomes a view of it."""
+        """Moves the pages into a pool with `extra` free ones and returns it; `pages` becomes a view of it."""
         used = self.pages.shape[0] - 1
         pool = PagePool(self.layout.page_bytes, self.pages.device, max_pages)
         pool.ensure_free(used + extra)

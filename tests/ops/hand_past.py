@@ -92,7 +92,8 @@ def attend_prompt(
 
     Args:
         states: query, key, value.
-        options: of `Softmax`; `past_key`, `past_value`, `past_valid` of exact tokens behind the past; those of the op.
+        options: options of `Softmax` and of the op, and `past_key`, `past_value`, `past_valid` of exact tokens behind
+            the past.
     """
     softmax = Softmax(scaling, *(options.pop(name, None) for name in ("softcap", "sinks")))
     exact = {name: options.pop(f"past_{name}", None) for name in ("key", "value", "valid")}

@@ -90,7 +90,7 @@ def test_what_cannot_be_stored_is_flagged(backend, name, bad) -> None:
 
 
 def rotated_by_hand(*tensors: Tensor, offset: Tensor | None = None) -> list[Tensor]:
-    """In float64; the first one less the offset."""
+    """Rotates tensors in float64, and subtracts the offset from the first one."""
     rotated = [x.double() @ rotation_matrix(x.shape[2], torch.float64, CPU) for x in tensors]
     return rotated if offset is None else [rotated[0] - offset, *rotated[1:]]
 

@@ -1,4 +1,4 @@
-"""Where kernels run and where the reference does."""
+"""Choice between kernels and the reference."""
 
 from __future__ import annotations
 

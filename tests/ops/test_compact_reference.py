@@ -33,7 +33,7 @@ class Token:
     position: int
 
     def at(self, tier: int) -> Token:
-        """The same token after quantising it, as it is now, for `tier`."""
+        """Returns the token after quantising its current state for `tier`."""
         page = np.zeros(LAYOUT.page_bytes, dtype=np.uint8)
         write_token(page, TIERS[tier], 0, self.key, self.value, self.score, self.position, DTYPE)
         return Token(tier, *read_token(page, TIERS[tier], 0, DTYPE))
@@ -73,7 +73,7 @@ class Rows:
         self.high_count, self.low_count = self.store.counts
 
     def layer(self, *window: torch.Tensor, **given: torch.Tensor) -> LayerRows:
-        """What ops take; without windows where they do not look at them."""
+        """Returns the rows as ops take them, with empty windows unless some are given."""
         window = window or torch.zeros(2, len(self.tokens), 1, 1, DIM, dtype=DTYPE).unbind()
         return self.store.rows(1, *window, pool=self.pool, **given)
 
@@ -88,7 +88,7 @@ class Rows:
         return [Token(*token) for token in self.store.read_row(row)]
 
     def check(self, expected: list[list[Token]]) -> None:
-        """Every row holds exactly these tokens, on pages of its own; no other page is lost."""
+        """Checks that every row holds exactly these tokens on pages of its own, and that no other page is lost."""
         for row, tokens in enumerate(expected):
             found = {token.position: token for token in self.read(row)}
             assert len(found) == int(self.high_count[row] + self.low_count[row]) == len(tokens)
@@ -258,7 +258,7 @@ class Rewrite:
         self.new = tuple(_new_tokens(part) for part in new)
 
     def pages_needed(self) -> int:
-        """For the tokens it should leave."""
+        """Returns the number of pages for the expected tokens."""
         counts = [(sum(t.tier == tier for t in tokens), tier) for tokens in self.expected for tier in (HIGH, LOW)]
         return sum(-(-count // TIERS[tier].capacity) for count, tier in counts)
 
@@ -311,7 +311,7 @@ def test_pages_given_back_serve_the_same_rewrite() -> None:
 @pytest.mark.parametrize("missing", [0, 1])
 @pytest.mark.slow
 def test_without_room_nothing_changes(missing: int) -> None:
-    """With one page less than the result needs the rewrite fails before it writes; with all of them it works."""
+    """Fails before it writes if one page is missing for the result, and works with all of them."""
     rewrite = Rewrite(2, extra=0)
     need = rewrite.pages_needed()
     assert need > rewrite.rows.pool.capacity - 1

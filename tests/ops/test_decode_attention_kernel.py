@@ -168,7 +168,7 @@ def stored_by_hand(rows, row, dtype):
 
 
 def gains(before, after):
-    """What the scores of all attended tokens gained: pages [tiers][tokens] and window."""
+    """Returns the gains of the scores of all attended tokens: pages [tiers][tokens] and window."""
     result = []
     for tier, layout in ((HIGH, before.layout.high), (LOW, before.layout.low)):
         old, new = (as_scores(segments(case.rows.pages, layout).score) for case in (before, after))

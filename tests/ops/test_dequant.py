@@ -65,7 +65,7 @@ def emulate(assembly, outputs, words):
 
 
 def choices(bits):
-    """What `unpack` asks for: every piece alone for keys and values, and all of a value at once."""
+    """Returns the requests of `unpack`: every piece alone for keys and values, and all of a value at once."""
     alone = [(form, (piece,)) for form in (BIASED, SUBNORMAL) for piece in range(dequant.pieces(bits))]
     return alone + [(form, tuple(range(dequant.pieces(bits)))) for form in (EXACT, SUBNORMAL)]
 

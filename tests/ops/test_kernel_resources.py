@@ -39,7 +39,7 @@ def names_of(op, select):
 
 @pytest.fixture(scope="module")
 def decode_names():
-    """By precisions."""
+    """Names of the main decode variants, by precisions."""
     return {
         name: names_of("decode_attention", lambda variant, name=name: is_main_decode(variant, name))
         for name in CEILINGS

@@ -92,7 +92,7 @@ KNOWN = [216, 2254, 508]
 @pytest.mark.parametrize("gain", [1e-2, 1e-3, 1e-4, 1e-5])
 @pytest.mark.sampled(100)
 def test_sums_of_many_small_gains_are_right_on_average(gain: float) -> None:
-    """Of 4,096 tokens over 2,000 steps; rounding to the nearest would lose all of the smaller gains."""
+    """Adds gains to 4,096 tokens over 2,000 steps. Rounding to the nearest would lose all smaller gains."""
     tokens, steps = torch.arange(4096), 2000
     stored = segments.stored_score(1 + torch.rand(4096, generator=torch.Generator().manual_seed(0)))
     start = segments.score_of(stored).double()

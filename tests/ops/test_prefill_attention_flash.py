@@ -25,12 +25,12 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.fixture
 def threads() -> None:
-    """Those of this process."""
+    """Leaves the number of threads as it is."""
 
 
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which form of the op was called, instead of calling it."""
+    """Names of the op's implementations that were called; none of them runs."""
     names: list[str] = []
     for name in ("flash", "native", "reference"):
         monkeypatch.setattr(getattr(op, name), "prefill_attention", lambda *_, name=name, **options: names.append(name))
@@ -46,7 +46,7 @@ class TestFlash(PromptTests):
 
 
 def test_heads_too_wide_for_the_kernels_take_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they do on a GPU, for Gemma 4's full-attention layers."""
+    """Takes the reference although kernels run, as on a GPU for Gemma 4's full-attention layers."""
     monkeypatch.setattr(op, "use_kernels", lambda device, dtype: True)
     query, key, value = (part.float() for part in draw(1, 1, 2, 9, 512))
     output, received = attend_prompt(prefill_attention, query, key, value, scaling=0.05)

@@ -14,7 +14,7 @@ SMALL_TILE = tiles.Tile(32, 16, 4, 1)
 
 @pytest.fixture(autouse=True)
 def poisoned_buffers(monkeypatch):
-    """What the launcher allocates without initialising holds NaN, or bytes of 0xFF."""
+    """Fills memory that the launcher does not initialise with NaN, or with bytes of 0xFF."""
     empty = torch.empty
 
     def poisoned(*args, **kwargs):

@@ -1,5 +1,8 @@
-"""What Triton would compile: on a GPU it makes a binary of its own for numbers that are 1 and for numbers and addresses
-that are multiples of 16, which takes seconds, and fails where a step is being captured. The interpreter does not."""
+"""Binaries that Triton would compile.
+
+On a GPU it compiles one of its own for numbers that are 1, and for numbers and addresses that are multiples of 16. That
+takes seconds, and fails while a step is captured. The interpreter compiles nothing.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def specialised(kernel: InterpretedFunction, args: tuple, kwargs: dict[str, Any]
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[dict[str, tuple]]]:
-    """What each kernel is launched with, by its name."""
+    """Classes of the arguments of every launch, by the kernel's name."""
     found = defaultdict(list)
     run = InterpretedFunction.run
 
@@ -57,7 +60,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[dict[str, tuple]
 
 
 def check(launches: dict[str, list[dict[str, tuple]]]) -> None:
-    """Every kernel saw one class per argument: of what may be a multiple of 16, only multiples."""
+    """Checks that every kernel saw one class per argument, and only multiples of 16 where these have a class."""
     wrong = {
         (kernel, name, *found)
         for kernel, calls in launches.items()
@@ -103,7 +106,7 @@ def test_a_generation_compiles_every_kernel_once(launches, fields: dict, kernels
 
 @pytest.mark.parametrize("length", [1, 16, 19])
 def test_prompts_of_any_length_compile_every_kernel_once(launches, length: int) -> None:
-    """With what a caller may pass as a view: a mask, padding, a dense past; and one KV head, with a stride of one."""
+    """Passes views as a caller may: a mask, padding, a dense past; and one KV head with a stride of one."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, 40, 16, generator=generator) for heads in (2, 1, 1))
     key = key.as_strided(key.shape, (1, 1, 16, 1))

@@ -73,10 +73,10 @@ class State:
         *,
         feedback: Tensor | None = None,
     ) -> tuple:
-        """Arguments for `tokens` new tokens, the first `padded` of the second request padding.
+        """Draws arguments for `tokens` new tokens. The first `padded` ones of the second request are padding.
 
         Args:
-            share: of the average that tokens receive; fewer tokens stay high than before where it is small.
+            share: received attention as a share of the average; if it is small, fewer tokens stay high than before.
         """
         rows = self.rows
         batch, heads = rows.high_count.shape
@@ -113,7 +113,7 @@ class State:
 
 
 def assert_alike(got: State, want: State, exact: bool = True) -> None:
-    """The same bytes; where offsets are sums in another order, codes may be others."""
+    """Compares bytes, or codes within a tolerance if offsets were summed in another order."""
     near = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-5, "atol": 1e-5}
     rows = want.rows
     held = held_tokens(rows.window_start, rows.length, rows.sink_end, rows.sink_slots, rows.slots) >= 0

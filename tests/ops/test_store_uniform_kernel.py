@@ -65,7 +65,7 @@ def test_turns(high, low, dtype, fields, chunk, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 def test_keys_of_few_bits_are_rounded() -> None:
-    """Those of 8 bits are not."""
+    """Rounds keys of few bits for queries, but not keys of 8 bits."""
     for high, low in ((K5V4, K3V3), (Precision(8, 4), Precision(4, 3, 2, 1))):
         state = state_of(high, low, torch.float32)
         matrix = torch.eye(16) + torch.rand(4, 16, 16, generator=state.generator).triu(1) / 4

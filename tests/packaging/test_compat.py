@@ -1,4 +1,4 @@
-"""What a release of Transformers lacks disables what needs it and nothing else, and a message names both."""
+"""A name that a release of Transformers lacks disables only the feature that needs it; a message names both."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ PARTS = [(label, name) for label in REQUIRED for name in FEATURES[label].names]
 IDS = torch.arange(40)[None] % 64
 WRAPPED = {
     "GENERATE": (GenerationMixin, "_prepare_cache_for_generation"),
+    "SETTING_BACK": (GenerationMixin, "generate"),
     "PROMPTS": (GenerationMixin, "_prefill"),
     "GRAPHS": (PreTrainedModel, "get_compiled_call"),
     "BATCHING_BY_NAME": (GenerationMixin, "init_continuous_batching"),
@@ -36,7 +37,7 @@ WRAPPED = {
 
 @pytest.fixture(autouse=True)
 def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every message is said again, and what is registered afterwards is what was."""
+    """Repeats every message, and restores the registrations afterwards."""
     monkeypatch.setattr(compat, "_said", set())
     yield
     monkeypatch.undo()
@@ -45,7 +46,7 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, hidden: PrivateName) -> None:
-    """Has a release lack a name for us, though Transformers itself, which needs it as well, goes on."""
+    """Hides a name from the package. Transformers, which needs it as well, still has it."""
     found = PrivateName.found
     monkeypatch.setattr(PrivateName, "found", lambda name: name != hidden and found(name))
 
@@ -58,7 +59,7 @@ def model_of() -> LlamaForCausalLM:
 
 
 def use(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What asks for the feature."""
+    """Uses the feature."""
     hf_diffkv.unregister()
     hf_diffkv.register()
     model = model_of()

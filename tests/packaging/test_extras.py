@@ -1,4 +1,4 @@
-"""What messages say of packages that are missing."""
+"""Messages about missing packages."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ USES = {
 
 @pytest.mark.parametrize("code, folder", USES.items(), ids=range(len(USES)))
 def test_what_needs_another_distribution_says_which(code: str, folder: str) -> None:
-    """In a process where neither can be imported."""
+    """Runs in a process that can import neither distribution."""
     done = subprocess.run([sys.executable, "-c", MISSING + code], cwd=PACKAGE.parent, capture_output=True, text=True)
     assert done.returncode == 1
     assert f"is not installed: pip install -e '{folder}'." in done.stderr.splitlines()[-1]

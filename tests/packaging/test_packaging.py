@@ -1,4 +1,4 @@
-"""What is installed, and what an import costs."""
+"""Contents and dependencies of the packages, and the cost of an import."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def project() -> dict:
 
 
 def names(requirements: list[str]) -> set[str]:
-    """As they are imported."""
+    """Returns the names by which requirements are imported."""
     return {re.match(r"[\w-]+", requirement)[0].replace("-", "_") for requirement in requirements}
 
 
@@ -103,7 +103,7 @@ def test_every_folder_of_code_is_a_package() -> None:
 
 
 def test_every_module_is_reached_from_the_api_or_the_command_line() -> None:
-    """What only tests or developers run belongs to tests/ or tools/."""
+    """Checks that every module is used. A module for tests or developers alone belongs to tests/ or tools/."""
     modules = {}
     for folder, package in PACKAGES.items():
         for path in (ROOT / folder / package).rglob("*.py"):

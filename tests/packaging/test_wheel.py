@@ -1,4 +1,4 @@
-"""What is released: a wheel that brings native code and does without a checkout, sources whose tests run."""
+"""Released files: a wheel with native code that needs no checkout, and sources whose tests run."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="many
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a release is built from: the files of the checkout that git knows."""
+    """Folder that a release is built from: the files of the checkout that git knows."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("not a checkout of git")
     folder = tmp_path_factory.mktemp("source") / "project"
@@ -98,7 +98,7 @@ def installed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(installed: Path, folder: Path, *command: str, hub: Hub | None = None) -> str:
-    """What `command` prints in `folder`, which is not the checkout, with this Hub or none."""
+    """Returns the output of `command` in `folder`, which is not the checkout, with this Hub or none."""
     streams = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
     environment = environment_of(installed, folder, hub)
     done = subprocess.run(command, cwd=folder, env=environment, timeout=PATIENCE, **streams)
@@ -107,7 +107,7 @@ def run(installed: Path, folder: Path, *command: str, hub: Hub | None = None) ->
 
 
 def open_page(installed: Path, folder: Path, *command: str, hub: Hub) -> str:
-    """What a browser gets first of the page that `command` serves, which is then ended."""
+    """Starts `command`, returns the first response for its page to a browser, and ends it."""
     streams = {"stdout": subprocess.PIPE, "text": True, "stdin": subprocess.DEVNULL}
     process = subprocess.Popen(command, cwd=folder, env=environment_of(installed, folder, hub), **streams)
     late = threading.Timer(PATIENCE, process.kill)
@@ -187,7 +187,7 @@ def test_an_installed_wheel_does_without_a_checkout(installed: Path, tmp_path: P
 def test_the_first_lines_of_the_readme_need_the_wheel_and_the_hub_alone(
     installed: Path, tmp_path: Path, hub: Hub
 ) -> None:
-    """As they stand, with the id that stands there; there are the files of tiny-lm, and a template for chats."""
+    """Runs the lines unchanged. Their model id serves the files of tiny-lm and a chat template."""
     readme = (ROOT / "README.md").read_text()
     lines = re.search(r"```python\n(.*?)```", readme, re.DOTALL)[1]
     (name,) = re.findall(r'^name = "(.*)"$', lines, re.MULTILINE)

@@ -185,7 +185,7 @@ def test_everything_is_given_back_once_nobody_holds_it(driver: FakeDriver) -> No
 
 
 def test_what_is_mapped_wholly_behind_goes(driver: FakeDriver) -> None:
-    """In the pieces in which it came; the rest is slack, and serves what comes next."""
+    """Unmaps memory in the pieces in which it was mapped. The rest is slack for the next commit."""
     memory = CudaReservation(DEVICE)
     for size in (1, 4, 6):
         memory.commit(size * GRANULARITY)
@@ -224,7 +224,7 @@ def test_memory_that_cannot_be_waited_for_is_given_back_later(driver: FakeDriver
 
 @pytest.mark.parametrize("whose", ["ours", "another"])
 def test_a_capture_is_not_disturbed(driver: FakeDriver, whose: str) -> None:
-    """To wait for the device would invalidate it."""
+    """Does not wait for the device, which would invalidate the capture."""
     first, second = CudaReservation(DEVICE), CudaReservation(DEVICE)
     with capture_lock if whose == "ours" else contextlib.nullcontext():
         driver.capturing = whose == "another"

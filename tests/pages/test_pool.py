@@ -125,7 +125,7 @@ def test_pages_that_go_leave_what_is_in_use() -> None:
 
 
 def test_shared_pages_that_go_move_once_for_all_their_owners() -> None:
-    """What stands in a table twice stays one page; a page that somebody else owns as well cannot move."""
+    """Moves a page once if tables have it twice. A page with an owner outside the tables cannot move."""
     pool = PagePool(64, CPU)
     pool.ensure_free(9)
     _, ids = pool.free_list.take(torch.tensor([9]))

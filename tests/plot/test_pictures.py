@@ -1,4 +1,4 @@
-"""What the pictures show, against counts and figures of their own."""
+"""Contents of pictures, compared with counts and figures of the tests' own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def report_of(layers: list[LayerReport], num_layers: int | None = None) -> Memor
 
 
 def random_layer(layer_idx: int, heads: int, random_numbers: random.Random) -> LayerReport:
-    """Every head has seen 1,000 tokens."""
+    """Returns a report of heads that have seen 1,000 tokens each."""
     cuts = [sorted(random_numbers.randrange(1001) for _ in range(3)) for _ in range(heads)]
     return LayerReport(layer_idx, *zip(*((a, b - a, c - b, 1000 - c) for a, b, c in cuts)))
 
@@ -214,5 +214,5 @@ def test_predicted_loss_over_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert own.get_xdata()[0] == 100 * block["ratio"] and own.get_ydata()[0] == pytest.approx(block["predicted_kl"])
     assert all(np.diff(each.get_xdata()) > 0) and all(np.diff(each.get_ydata()) <= 0)
     assert [text.get_text() for text in axis.texts] == ["K3V2", "K3V3", "K4V3", "K5V4", "K6V5"]
-    with pytest.raises(ValueError, match="hf-diffkv calibrate --ratio"):
+    with pytest.raises(ValueError, match="hf-diffkv calibrate --model MODEL"):
         plot.loss(DiffKVConfig())

@@ -61,19 +61,19 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
 
 
 def tiers(store: PrefixStore) -> dict[str, int]:
-    """How many prefixes each tier has."""
+    """Returns the number of prefixes in each tier."""
     found = [entry.tier for entry in store]
     return {tier: found.count(tier) for tier in set(found)}
 
 
 def settled(store: PrefixStore) -> dict[str, int]:
-    """The same once nothing is under way."""
+    """Returns `tiers` once nothing is under way."""
     store.flush()
     return tiers(store)
 
 
 class Gate:
-    """In place of a method of all objects of a class: calls wait until it is opened."""
+    """Replaces a method of a class. Calls wait until the gate is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
         self.reached, self.open = threading.Event(), threading.Event()
@@ -88,7 +88,7 @@ class Gate:
 
 
 def test_above_90_percent_the_coldest_move_down(stage: Stage) -> None:
-    """From the device to the host, from there to the disk; but nothing that a request waits for."""
+    """Moves prefixes from the device to the host and from there to the disk, except those that requests wait for."""
     store = stage.store(room=20, host=10)
     store.start()
     stage.insert(store, *range(18))

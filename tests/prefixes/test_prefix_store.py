@@ -53,7 +53,7 @@ HYBRID = {
 )
 @pytest.mark.sampled(100)
 def test_turns_equal_those_on_one_cache(name: str, on_disk: bool, tmp_path: Path) -> None:
-    """Where they are on disk, every turn has a store of its own, as after a restart."""
+    """Compares turns with those on one cache. On disk, every turn has a store of its own, as after a restart."""
     # the experts of that model know no float64
     model = model_of(name) if name != "qwen3_next" else model_of(name, **HYBRID).float()
     options = {"device_bytes": 0, "folder": tmp_path} if on_disk else {}

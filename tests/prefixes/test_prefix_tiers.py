@@ -61,7 +61,7 @@ class Simulation:
         self.forget_lost()
 
     def lookup(self, name: int) -> list[Known]:
-        """Those that the request has raised."""
+        """Looks a prefix up and returns those that the request has raised."""
         raised, prefix = [], self.known.get(name)
         if prefix is not None:
             raised.append(prefix)

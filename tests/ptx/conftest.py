@@ -29,7 +29,7 @@ def compiler_for(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
 
 @pytest.fixture
 def poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a launcher allocates without initialising is NaN, or 0xFF."""
+    """Fills memory that a launcher does not initialise with NaN, or with bytes of 0xFF."""
     empty = torch.empty
 
     def poisoned(*args: object, **kwargs: object) -> torch.Tensor:

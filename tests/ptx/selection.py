@@ -1,4 +1,4 @@
-"""Which cases run: each kernel once or twice by default, all of them with HF_DIFFKV_ALL_PTX=1."""
+"""Selection of cases: each kernel once or twice by default, all of them with HF_DIFFKV_ALL_PTX=1."""
 
 from __future__ import annotations
 

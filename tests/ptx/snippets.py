@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from tools.kernels.emulator.block import Block, Code
+from tools.kernels.emulator.block import Block
 from tools.kernels.emulator.global_memory import GlobalMemory
 from tools.kernels.emulator.parse import parse
+from tools.kernels.emulator.steps import Code
 
 KERNEL = """
 .visible .entry snippet(
@@ -59,7 +60,7 @@ def run(body: str, inputs: Sequence[np.ndarray], outputs: int = 1, threads: int 
 
 
 def compute(opcode: str, *inputs: np.ndarray) -> np.ndarray:
-    """One instruction on 32-bit registers, or a predicate as 0 and 1: uint32 [threads]."""
+    """Executes one instruction on 32-bit registers and returns uint32 [threads]; predicates become 0 and 1."""
     sources = ", ".join(f"%r{i + 1}" for i in range(len(inputs)))
     if opcode.startswith("setp"):
         return run(f"{opcode} %p1, {sources};\nselp.b32 %r50, 1, 0, %p1;", inputs)[0]
@@ -67,7 +68,7 @@ def compute(opcode: str, *inputs: np.ndarray) -> np.ndarray:
 
 
 def narrow(opcode: str, *inputs: np.ndarray) -> np.ndarray:
-    """The same for 16-bit registers: uint16 [threads] of uint16 [threads]."""
+    """Executes one instruction on 16-bit registers: uint16 [threads] of uint16 [threads]."""
     moves = [f"cvt.u16.u32 %rs{i + 1}, %r{i + 1};" for i in range(len(inputs))]
     sources = ", ".join(f"%rs{i + 1}" for i in range(len(inputs)))
     body = "\n".join([*moves, f"{opcode} %rs50, {sources};", "cvt.u32.u16 %r50, %rs50;"])

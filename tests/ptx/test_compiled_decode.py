@@ -34,7 +34,7 @@ KERNELS = ["attend_kernel", "finish_kernel"]
 
 
 def attend(case: Case, splits: int | None = 3, **options: object) -> torch.Tensor:
-    """With the shipped choices for a device of capability 8.0."""
+    """Runs the kernels with the shipped choices for a device of capability 8.0."""
     scratch = poison(Scratch.allocate(case.query, case.rows, case.max_tokens, splits=splits))
     return run_kernel(case, scratch=scratch, **options)
 
@@ -117,7 +117,7 @@ def test_padding_soft_cap_and_sinks(emulator) -> None:
 
 
 def test_scores_joined_over_layers(emulator) -> None:
-    """What the second of two equal layers leaves is what one leaves alone."""
+    """Compares the scores that the second of two equal layers leaves with those of one layer alone."""
     case = make_case([[40]], [[41]], [18], key_dim=64, group=4)
     alone, joined = case.copy(), case.copy()
     attend(alone)

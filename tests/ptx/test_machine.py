@@ -1,4 +1,4 @@
-"""What the emulator must refuse as a GPU would, and control flow."""
+"""Faults that the emulator must refuse like a GPU, and control flow."""
 
 from __future__ import annotations
 

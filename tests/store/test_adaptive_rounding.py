@@ -66,7 +66,7 @@ def test_a_layer_that_others_read_rounds_for_all_their_queries() -> None:
 
 
 def test_only_keys_of_few_bits_that_a_prompt_stores_change() -> None:
-    """With the option as without it: values, keys of 8 bits, and tokens that leave the window while generating."""
+    """Checks that the option leaves values, keys of 8 bits and tokens leaving the window in generation unchanged."""
     found = []
     for adaptive in (False, True):
         for high in (Precision(8, 4), Precision(4, 4)):
@@ -134,7 +134,7 @@ def test_what_is_quantised_decodes_to_the_best_codes(name: str, dim: int, metada
 
 
 def assert_as_good(rounded: Tensor, key: Tensor, row: Tensor, query: Tensor, tier: TierLayout) -> None:
-    """As the reference: all but the codes that are within float32's rounding of a tie."""
+    """Compares codes with the reference, except for those within float32's rounding of a tie."""
     moment = second_moment(query, 3)
     expected = stored(reference.round_keys(key, row, feedback_of(moment), tier), tier)
     found = stored(rounded, tier)

@@ -1,4 +1,4 @@
-"""How many bytes a cache holds: against dense bf16, against the papers' pages, and against every tensor it owns."""
+"""Bytes of a cache, compared with dense bf16, with the papers' pages, and with every tensor that it owns."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_growth_moves_no_page() -> None:
 
 @pytest.mark.parametrize("max_bytes", [40_000, 100_000])
 def test_a_budget_is_kept(max_bytes: int) -> None:
-    """What is held stays within the budget, uses most of it, and makes room by pruning."""
+    """Checks that a store stays within the budget, uses most of it, and makes room by pruning."""
     store = small_store(alpha_high=1.0, alpha_low=0.0, max_bytes=max_bytes)
     run(store, 10, seed=0)
     for step in range(2000):

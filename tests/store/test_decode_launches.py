@@ -1,4 +1,4 @@
-"""What a decode step launches on a GPU, counted on the CPU."""
+"""Launches of a decode step on a GPU, counted on the CPU."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ def test_fault_8_pages_are_given_back_during_generation() -> None:
 def test_fault_9_no_host_reads_between_two_refreshes(
     monkeypatch: pytest.MonkeyPatch, batch: int, padding: bool
 ) -> None:
-    """Whatever the number of layers, the host looks at the device once in `refresh_steps` generated tokens."""
+    """Reads the device once in `refresh_steps` generated tokens, whatever the number of layers."""
     monkeypatch.setattr(layer_part, "reads_are_free", lambda device: False)
     model = tiny_model("llama", "diffkv", num_hidden_layers=3)
     cache = DiffKVCache(model.config, alpha_high=1.0, alpha_low=0.5, window=4)
@@ -288,7 +288,7 @@ def test_fault_10_group_sizes(group: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fault_10_a_tier_of_16_bits(dtype: torch.dtype) -> None:
-    """What is stored is then the token itself."""
+    """Checks that a tier of 16 bits stores tokens exactly."""
     run = Run(high=FULL, low=Precision(16, 16, 2, 2), alpha_high=1.0, alpha_low=0.0, window=4, dtype=dtype)
     fed = run.forward(60)
     for _ in range(10):

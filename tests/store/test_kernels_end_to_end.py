@@ -84,7 +84,7 @@ def test_thresholds_that_policies_set(policy: str, options: dict, rule: Rule) ->
 
 
 def test_a_captured_step_takes_queries_of_another_dtype() -> None:
-    """As a step from Python does: models may leave queries and keys in different dtypes."""
+    """Takes queries and keys of different dtypes, like a step from Python; some models have them."""
     found = []
     for rounded in (False, True):
         cache = DiffKVCache(tiny_model("llama").config, DiffKVConfig(alpha_high=1.0, window=4))

@@ -1,4 +1,4 @@
-"""What a prompt takes beside its own keys, values and output while a layer compresses it: counted, not measured."""
+"""Memory of a prompt beside its keys, values and output while a layer compresses it: counted, not measured."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENS = 1536
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is copied at once, a size of its own at any length, is small beside the prompt."""
+    """Makes the tensors that are copied at once, of a fixed size, small beside the prompt."""
     monkeypatch.setattr(rewrite, "READ_TOKENS", 1024)
     monkeypatch.setattr(rotation, "FLOAT_ELEMENTS", 1 << 17)
 

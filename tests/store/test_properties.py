@@ -41,7 +41,7 @@ def assert_same(before: dict[str, object], after: dict[str, object]) -> None:
 
 
 def check_pages(store: Store) -> None:
-    """Every page but the null page is free or stands in one place of one row; the levels agree with the counts."""
+    """Checks that each page except the null page is free or in one place of one row, and levels against counts."""
     owned = []
     tiers = ((store.high_count, store.layout.high, 2), (store.low_count, store.layout.low, 1))
     table = store.table.table

@@ -280,7 +280,7 @@ def test_layers_that_share_keys_and_values(newest: int) -> None:
 
 
 def test_tokens_taken_back() -> None:
-    """What is recorded is attended in the model's own channels until it is stored; rejected keys are in no mean."""
+    """Attends to recorded tokens in the model's channels until they are stored. Rejected keys enter no mean."""
     pair = RotatedSharedPair(DiffKVConfig(alpha_high=1.6, alpha_low=0.9, window=8, **BOTH))
     pair.forward(5, left_padding((5, 3, 1, 2)))
     settle(pair.store)
@@ -348,7 +348,7 @@ def test_the_largest_keys_that_are_taken() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.sampled(3)
 def test_rotation_by_a_kernel(dim: int, dtype: torch.dtype) -> None:
-    """Of a tensor that is not contiguous, there and back, with and without an offset."""
+    """Rotates a tensor that is not contiguous, there and back, with and without an offset."""
     pytest.importorskip("triton")
     matrix = rotation_matrix(dim, torch.float32, torch.device("cpu"))
     tensor = torch.randn(2, 21, 3, dim, generator=torch.Generator().manual_seed(0)).to(dtype).transpose(1, 2)

@@ -29,7 +29,7 @@ BACKENDS = ["reference", pytest.param("kernels", marks=pytest.mark.slow), *SETS[
 
 
 def moments_of(layers: int, heads: int, dim: int) -> list[Tensor]:
-    """Of queries whose channels belong together, other ones in every layer and head."""
+    """Returns moments of queries with correlated channels, different ones in every layer and head."""
     generator = torch.Generator().manual_seed(0)
     mixed = torch.randn(layers, heads, dim, dim, generator=generator, dtype=torch.float64)
     query = mixed * torch.logspace(0.5, -0.5, dim, dtype=torch.float64)
@@ -179,7 +179,7 @@ def rounded_keys(store: Store) -> Tensor:
 
 
 def test_forks_and_moved_rows_go_on_alike() -> None:
-    """What rounds belongs to the model: rows, forks and their copies find it where it was."""
+    """Checks that rows, forks and their copies find the model's moments, which are no part of their rows."""
     steps = Steps(DiffKVConfig(**PLAIN, **STORES["two tiers"][0]), query_moments(3, 2))
     steps.feed(12)
     twin = fork_store(steps.store)

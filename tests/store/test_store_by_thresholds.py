@@ -21,10 +21,10 @@ MIXED = {"alpha_high": 1.0, "alpha_low": 0.5, "window": 8, "page_bytes": 448}
 
 
 def relevel_at_once(monkeypatch: pytest.MonkeyPatch, how: str) -> list[int]:
-    """Has tokens be levelled at once, by kernels or by their reference, while all else runs as it does on a CPU.
+    """Levels tokens at once, by kernels or by their reference, while all else runs as on a CPU.
 
     Returns:
-        Layers that were levelled in the other way, as it happens.
+        Layers that were levelled in the other way, in a list that grows as that happens.
     """
     monkeypatch.setattr(Store, "enters_at_once", property(lambda store: store.policy.by_thresholds))
     if how == "reference":
@@ -161,7 +161,7 @@ def test_what_cannot_be_stored_is_seen_at_the_next_look(how: str, monkeypatch: p
 @pytest.mark.parametrize("fields", [{"rotate": True, "center": True, "metadata_bits": 16}, {}], ids=str)
 @pytest.mark.sampled(100)
 def test_launches_and_reads(fields: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After attention at most 12 launches a layer; the device is read by looks alone."""
+    """Checks that a layer launches at most 12 kernels after attention, and reads the device only to look at counts."""
     # what growing the pool takes is no part of a layer
     for layer, after, reads in turns_of_layers(make_store(2, **fields), 16, monkeypatch, free=60):
         assert "level_new_kernel" in after

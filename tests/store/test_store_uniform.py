@@ -29,7 +29,7 @@ def uniform(precision: Precision, **fields) -> DiffKVConfig:
 
 
 def enter_at_once(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """Has tokens enter at once, by kernels or by their reference, while all else runs as it does on a CPU."""
+    """Stores tokens at once, by kernels or by their reference, while all else runs as on a CPU."""
     monkeypatch.setattr(Store, "enters_at_once", property(lambda store: not store.layout.selects))
     if how == "reference":
         monkeypatch.setattr("hf_diffkv.ops.store_uniform.launch.store_uniform", uniform_oracle.store_uniform)
@@ -104,7 +104,7 @@ def test_what_cannot_be_stored_is_seen_at_the_next_look(how: str, wrong: str, mo
 @pytest.mark.parametrize("name", ["balanced", "quality"])
 @pytest.mark.slow
 def test_launches_and_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After attention at most 12 launches a layer; the device is read once a forward, by its first layer."""
+    """Checks that a layer launches at most 12 kernels after attention, and only the first one reads the device."""
     store = new_store(DiffKVConfig.preset(name, window=8), 2, 2, 1, 32, 32)
     with monkeypatch.context() as patches:
         found = launches_of_turns(store, patches)
@@ -120,7 +120,7 @@ def test_launches_and_reads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def launches_of_turns(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """What the second layer of two requests launches after attention, for a prompt and two turns."""
+    """Returns the launches of the second layer of two requests after attention, for a prompt and two turns."""
     found = []
     for layer, after, reads in turns_of_layers(store, 32, monkeypatch):
         assert "store_new_kernel" in after

@@ -58,7 +58,7 @@ def test_which_configurations_select(fields: dict, selects: bool) -> None:
     ids=["K8V4", "K5V4", "K4V3g2/1"],
 )
 def test_bytes_of_the_presets(name: str, sizes: tuple[int, int]) -> None:
-    """Of a token at head_dim 64 and 128: codes, and 2 bytes of metadata for each group of them, 4 at 8 bits."""
+    """Checks a token's bytes at head_dim 64 and 128: codes, and 2 bytes of metadata per group, or 4 at 8 bits."""
     for dim, size in zip((64, 128), sizes):
         layout = PageLayout.of(DiffKVConfig.preset(name), dim, dim, 2, None)
         assert layout.high.token_bytes == layout.low.token_bytes == size

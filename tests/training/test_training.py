@@ -147,7 +147,7 @@ def test_predict_with_generate(tmp_path: Path) -> None:
         trainer.train()
         assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [1, 2]
         results[name] = (trainer.predict(trainer.eval_dataset), model)
-        assert model.config._attn_implementation == ("sdpa" if fields is None else "diffkv")
+        assert model.config._attn_implementation == "sdpa"
     dense, model = results["dense"]
     assert np.array_equal(results["lossless"][0].predictions, dense.predictions)
     compressed, trained = results["compressed"]
@@ -171,4 +171,4 @@ def test_predict_with_the_cache_named_at_the_call(tmp_path: Path) -> None:
     exact = trainer.predict(trainer.eval_dataset).predictions
     lossless = {"cache_implementation": "diffkv", "cache_config": DiffKVConfig.lossless().to_dict()}
     assert np.array_equal(trainer.predict(trainer.eval_dataset, **lossless).predictions, exact)
-    assert model.config._attn_implementation == "diffkv"
+    assert model.config._attn_implementation == "sdpa"

@@ -1,4 +1,4 @@
-"""What the compiled decode loops would reach on a GPU that is not there, by a model of one multiprocessor.
+"""Models how fast the compiled decode loops would run on a GPU, from the machine code and one multiprocessor.
 
     python -m tools.kernels.model_decode
     python -m tools.kernels.model_decode --match 'K5V4.*d128-g4' --target sm_80 --markdown
@@ -34,13 +34,17 @@ class Loop:
     """The loop of a decode kernel over the pages of one level.
 
     Attributes:
-        registers, spills, shared: of the kernel; per thread, bytes of code, bytes per program.
-        warps: that a multiprocessor holds at once.
-        depth: blocks whose rows have room in shared memory at once.
-        port: cycles that a block takes of the port to shared memory, which all warps share.
-        cycles: of a block, where all warps run.
-        loop_share: of the peak of memory, while the loop runs.
-        share: the same over `ROWS` rows of `TOKENS` tokens, whose programs must start and leave a part of a wave idle.
+        registers: registers of the kernel, per thread.
+        spills: number of load and store instructions of the kernel that spill registers.
+        shared: bytes of shared memory per program.
+        warps: number of warps that a multiprocessor holds at once.
+        depth: number of blocks whose rows fit in shared memory at once.
+        per_element: instructions per dequantised element.
+        port: cycles per block on the port to shared memory, which all warps share.
+        cycles: cycles per block with all warps running.
+        loop_share: share of the peak memory bandwidth while the loop runs.
+        share: share of the peak memory bandwidth over `ROWS` rows of `TOKENS` tokens, with the start of programs and
+            the idle part of the last wave.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What a launcher would have compiled: its own launches, noted instead of run, for a device that need not be there."""
+"""Records the launches of a launcher instead of running them, for a device that need not be there."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tools.kernels.variant import TARGETS, KernelVariant
 
 
 def record(launch: Callable[..., object], *arguments: object, targets: Sequence[str] = TARGETS) -> list[KernelVariant]:
-    """What `launch(*arguments)` compiles, in the order of its launches, each named like its kernel.
+    """Returns the variants that `launch(*arguments)` compiles, in the order of its launches and named by kernel.
 
     Args:
-        launch: its tensors may lie anywhere, and nothing is written to those that kernels would fill.
-        targets: for which it compiles the same.
+        launch: launcher to record. Its tensors may lie anywhere, and those that kernels would fill stay as they are.
+        targets: targets that must all compile the same variants.
 
     Raises:
         ValueError: it does not compile the same for all `targets`.
@@ -40,7 +40,7 @@ def record(launch: Callable[..., object], *arguments: object, targets: Sequence[
 
 @contextmanager
 def _noted_launches() -> Iterator[list[KernelVariant]]:
-    """Within the block, every launch becomes an entry of the list."""
+    """Appends every launch within the block to the list instead of running it."""
     found: list[KernelVariant] = []
 
     def note(kernel: Any, *arguments: object, grid: object, warmup: bool, **options: object) -> None:

@@ -47,13 +47,13 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 @dataclass(frozen=True)
 class KernelResources:
-    """What one compiled kernel needs.
+    """Resources of one compiled kernel.
 
     Attributes:
         registers: per thread (AMD: vector registers).
         spills: bytes of spill loads and stores in the code (AMD: spilled vector registers).
         stack, shared: bytes per thread and per program.
-        instructions: of the whole kernel; 0 on AMD.
+        instructions: number of instructions of the whole kernel; 0 on AMD.
         per_element: instructions per dequantised element in the loop of the high and, where there is one, of the low
             tier; empty for kernels that do not dequantise in a loop, and on AMD.
         error: why it did not compile; empty if it did.
@@ -75,7 +75,7 @@ class KernelResources:
 
 
 def collect_variants(ops: Iterable[str] = OPS) -> list[KernelVariant]:
-    """Every kernel variant that the given ops ship."""
+    """Returns every kernel variant that the given ops ship."""
     found: list[KernelVariant] = []
     for op in ops:
         found += importlib.import_module(f"{__package__}.variants.{op}").variants()
@@ -229,7 +229,7 @@ def _variants_by_name() -> dict[str, KernelVariant]:
 
 
 def _identity(variant: KernelVariant, target: str) -> str:
-    """The same for variants that the compiler would not tell apart."""
+    """Returns a key that two variants share if the compiler would not tell them apart."""
     parts = (
         variant.kernel.fn.__qualname__,
         sorted(variant.signature.items()),

@@ -45,7 +45,8 @@ class Processor:
         count: multiprocessors of the device.
         peak: bytes per cycle that memory gives each of them, by the data sheet.
         reached: share of it that long reads reach at best.
-        registers, shared, warps, programs: what it holds at once; shared memory in bytes.
+        registers, warps, programs: number that the multiprocessor holds at once.
+        shared: bytes of shared memory.
         latency, cache_latency: cycles of a read from memory under load, and from the second-level cache.
     """
 
@@ -84,7 +85,7 @@ class Instruction:
         stall: cycles before the warp's next one.
         written, read: scoreboard released when its result is there, and when its operands were read; 7 for none.
         waits: bit mask of scoreboards it waits for.
-        pending: of DEPBAR, groups of copies that may still be under way; None otherwise.
+        pending: number of groups of copies that may still be under way after a DEPBAR; None for other instructions.
     """
 
     address: int
@@ -106,7 +107,7 @@ class Instruction:
 
     @property
     def port_cycles(self) -> int:
-        """Of the port to shared memory, 128 bytes a cycle."""
+        """Cycles on the port to shared memory, at 128 bytes a cycle."""
         if self.name == "LDSM":
             return 4 if ".4" in self.op else 2 if ".2" in self.op else 1
         if self.op == "LDS":
@@ -170,7 +171,7 @@ def buffer_depth(body: Sequence[Instruction]) -> int:
 
 
 def port_cycles(body: Sequence[Instruction]) -> int:
-    """Of the port to shared memory, which all warps of a multiprocessor share, in one round of a warp."""
+    """Returns the cycles that one round of a warp takes on the multiprocessor's port to shared memory."""
     return sum(each.port_cycles for each in body)
 
 
@@ -189,7 +190,7 @@ def cycles_per_round(body: Sequence[Instruction], warps: int, bytes_per_round: f
     """Cycles of one round of a loop where so many warps run it on a multiprocessor.
 
     Args:
-        bytes_per_round: that a warp copies from memory in a round, of which every asynchronous copy brings a part in
+        bytes_per_round: bytes that a warp copies from memory in a round. Each asynchronous copy brings a part in
             proportion to its width.
     """
     width = {each.address: each.port_cycles for each in body if each.name == "LDGSTS"}

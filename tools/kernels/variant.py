@@ -1,4 +1,4 @@
-"""What the ahead-of-time report compiles: one kernel with one choice of types and constants."""
+"""Kernel variants of the ahead-of-time report: one kernel with one choice of types and constants."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class KernelVariant:
         constexprs: value of every `tl.constexpr` parameter by name.
         num_warps, num_stages: launch options; None leaves the stages to Triton's default for the target.
         options: further launch options, for example `{"maxnreg": 168}`.
-        targets: what the variant is shipped for.
+        targets: targets for which the variant ships.
     """
 
     name: str
@@ -44,12 +44,12 @@ class KernelVariant:
     targets: tuple[str, ...] = TARGETS
 
     def named(self, name: str) -> KernelVariant:
-        """The same under another name."""
+        """Returns the variant under another name."""
         return replace(self, name=name)
 
 
 def uniform_layouts() -> list[tuple[str, PageLayout]]:
-    """Pages of bfloat16 models with the precisions of the presets, without scores, and what each is called."""
+    """Returns the name and layout of pages without scores, for bfloat16 models and each preset's precision."""
     precisions = [fields["high"] for fields in PRESETS.values()]
     return [
         (f"{one.name}_unscored", PageLayout.build(one, one, dim, dim, 2, **UNIFORM_NUMBERS))

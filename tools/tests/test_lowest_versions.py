@@ -24,7 +24,7 @@ def test_a_bound_that_is_missing(tool: ModuleType, requirement: str) -> None:
 
 
 def test_every_dependency_has_a_bound(tool: ModuleType, tmp_path: Path) -> None:
-    """As CI calls it; the names are those that the package needs."""
+    """Calls the script as CI does. Each name is a dependency of the package."""
     path = tmp_path / "folder" / "lowest.txt"
     subprocess.run([sys.executable, str(ROOT / "tools" / "lowest_versions.py"), str(path)], check=True)
     lines = path.read_text().split()

@@ -17,7 +17,7 @@ def generate(*args: Any, model: Any, cache_config: Any = None, **kwargs: Any) ->
         **kwargs: everything else that `GenerationMixin.generate` takes. `cache` continues a `DiffKVCache`.
 
     Returns:
-        What `GenerationMixin.generate` returns. `cache` of a dict output is the `DiffKVCache`.
+        The output of `GenerationMixin.generate`. `cache` of a dict output is the `DiffKVCache`.
 
     Raises:
         ValueError: another cache is asked for, or `cache_config` together with a cache that has its own configuration.

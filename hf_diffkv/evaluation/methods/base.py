@@ -54,10 +54,19 @@ class Method(ABC):
     stores_padding = True
     # whether several texts may go in at once, kept apart by a mask; see `Session.ask`
     asks_at_once = True
+    # distributions whose versions decide what it does, beside this one
+    packages: tuple[str, ...] = ("transformers",)
 
     @abstractmethod
     def new_cache(self, model: Any) -> Any:
         """An empty cache for `model`. Raises where the model does not work with it."""
+
+    def decided_by(self, model: Any) -> dict[str, Any]:
+        """What `label` leaves open and the model, or files beside it, decide; ready for JSON.
+
+        Raises `ValueError` or `OSError` where the method cannot be used with the model.
+        """
+        return {}
 
     def branch(self, cache: Any) -> Any:
         """A cache that continues from the same tokens without changing `cache`."""

@@ -13,6 +13,7 @@ Other policies, on the same pages, are methods too: `leankv:high_cut=0.3`. Their
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -23,10 +24,11 @@ from typing import Any
 from ...compat import attention_of
 from ...config import DiffKVConfig
 from ...config.allocation import TARGET_RATIO
+from ...config.found import queries_of
 from ...config.presets import PRESETS
 from ...policy import POLICIES
 from ...precision import PRECISION_NAME, Precision
-from ..errors import EvaluationError, unknown
+from ..errors import EvaluationError, meant, unknown
 from . import method
 from .base import HeldBytes, Method
 
@@ -67,6 +69,12 @@ class DiffKVMethod(Method):
 
         return DiffKVCache(model, self.config_for(model))
 
+    def decided_by(self, model: Any) -> dict[str, Any]:
+        """Digests of the configuration, which depends on what was measured, and of the measured queries."""
+        fields = json.dumps(self.config_for(model).to_dict(), sort_keys=True).encode()
+        queries = queries_of(model)
+        return {"config": _digest(fields), "queries": None if queries is None else _digest(queries.read_bytes())}
+
     def branch(self, cache: Any) -> Any:
         return cache.fork(1)[0]
 
@@ -83,6 +91,10 @@ class DiffKVMethod(Method):
         finally:
             if before is not None:
                 model.set_attn_implementation(before)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def parse_options(options: list[str]) -> tuple[dict[str, Any], str | None]:
@@ -109,10 +121,12 @@ def parse_options(options: list[str]) -> tuple[dict[str, Any], str | None]:
             name, _, value = option.partition("=")
             fields[name] = parse_value(value)
         else:
-            raise EvaluationError(
-                f"option {option!r} of a diffkv method is none of K8V4, K8V4/K4V2, 1/0 (alpha_high/alpha_low), "
-                f"lossless, paper, {', '.join(PRESETS)}, config=NAME, or field=value of DiffKVConfig."
+            of_what = (
+                f"none of K8V4, K8V4/K4V2, 1/0 (alpha_high/alpha_low), lossless, paper, {', '.join(PRESETS)}, "
+                "config=NAME, or field=value of DiffKVConfig."
             )
+            close = meant(option, ("lossless", "paper", *PRESETS))
+            raise EvaluationError(f"option {option!r} of a diffkv method is {of_what} {close}".rstrip())
     return fields, base
 
 

@@ -53,6 +53,7 @@ class KVPressMethod(Method):
 
     environment = "kvpress"
     drops_tokens = True
+    packages = ("kvpress", "transformers")
 
     def __init__(self, press: str, ratio: float, numbers: dict[str, int]) -> None:
         self.press, self.ratio, self.numbers = press, ratio, numbers

@@ -45,6 +45,8 @@ class QuantizedMethod(Method):
 
     def __init__(self, backend: str, bits: int | None) -> None:
         self.backend, self.bits = backend, bits
+        if backend in QUANTIZERS:
+            self.packages = (*self.packages, QUANTIZERS[backend][1])
 
     def new_cache(self, model: Any) -> Any:
         return QuantizedCache(self.backend, model.config, nbits=self.bits)

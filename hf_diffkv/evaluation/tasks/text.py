@@ -19,6 +19,8 @@ CONTINUED = 256
 # of a generation, and KL is also that of each quarter of them
 STEPS, QUARTERS = 200, 4
 BY_QUARTER = tuple(Metric(f"kl_{part}", f"KL, quarter {part}", False, digits=4) for part in range(1, QUARTERS + 1))
+# what helps where a text is too short
+REMEDY = "lower --length or --documents, or give a longer text where you choose it"
 # a topic of fewer characters is hardly a text
 LONG_TOPIC = 4000
 
@@ -36,13 +38,16 @@ def shuffled(source: Source, name: str) -> list[str]:
     return chapters[::-1]
 
 
-def stretches(pieces: Iterable[str], tokenizer: Any, count: int, length: int, continued: int) -> list[Document]:
+def stretches(
+    pieces: Iterable[str], tokenizer: Any, count: int, length: int, continued: int, remedy: str = REMEDY
+) -> list[Document]:
     """Consecutive stretches of the joined pieces, as documents.
 
     Args:
         pieces: texts; no more are read than needed.
         count: how many documents.
         length, continued: tokens of each one's prompt and of what follows it.
+        remedy: what the user can do about a text that is too short.
 
     Raises:
         EvaluationError: the pieces end before.
@@ -61,8 +66,7 @@ def stretches(pieces: Iterable[str], tokenizer: Any, count: int, length: int, co
         if len(found) == count:
             return found
     raise EvaluationError(
-        f"the text has {len(found) * size + len(ids)} tokens and {count} documents need {count * size}; lower --length "
-        "or --documents, or give a longer text where you choose it."
+        f"the text has {len(found) * size + len(ids)} tokens and {count} documents need {count * size}; {remedy}."
     )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 
 import click
 
 from hf_diffkv.commands.console import Command, Failure, one_line, progress
 from hf_diffkv.commands.models import supported_config
-from hf_diffkv.commands.options import AtLeast, model_option, preset_option
+from hf_diffkv.commands.options import AtLeast, choice_of, model_option, preset_options
+from hf_diffkv.evaluation.models import SMALLEST_MODEL
 from hf_diffkv.extras import install
 
 
@@ -20,10 +22,11 @@ from hf_diffkv.extras import install
 )
 @model_option(default=None, show_default="smollm2, or tiny-lm if that is not available")
 @click.option("--port", metavar="N", type=AtLeast(), help="Where to listen.  [default: 7860 or the next free one]")
-@preset_option
-def command(model: str | None, port: int | None, preset: str | None) -> None:
+@preset_options
+def command(model: str | None, port: int | None, preset: str | None, ratio: float | None) -> None:
     if port is not None and port > 65535:
         raise click.UsageError(f"--port {port} is no port; give one up to 65535.")
+    choice_of(SimpleNamespace(model=model or SMALLEST_MODEL, preset=preset, ratio=ratio))
     if importlib.util.find_spec("gradio") is None:
         raise Failure(f"the demo needs gradio: {install('demo')}.")
     progress(f"loading {model or 'smollm2'}")
@@ -36,6 +39,8 @@ def command(model: str | None, port: int | None, preset: str | None) -> None:
         generator, note = load(model)
         if note:
             progress(note)
+        if ratio is not None:
+            preset = generator.offer_ratio(ratio)
         serve(generator, note, port, preset)
     except InputError as error:
         raise Failure(one_line(error)) from error

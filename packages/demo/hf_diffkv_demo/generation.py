@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Dynami
 
 from hf_diffkv.cache.diffkv_cache import DiffKVCache
 from hf_diffkv.cache.report import MemoryReport, held_bytes
-from hf_diffkv.compat import attention_of
 from hf_diffkv.config import DiffKVConfig
 from hf_diffkv.evaluation.comparison import Agreement
 from hf_diffkv.evaluation.models import HUB_IDS, resolve_model
@@ -23,7 +22,7 @@ from hf_diffkv.evaluation.side_by_side import EXPECTED_ERRORS, bytes_of_layers
 from hf_diffkv.evaluation.talk import chat_turns
 from hf_diffkv.plot.coloured_text import pieces_of_ids, pieces_of_text
 
-from .settings import settings_for
+from .settings import setting_of_ratio, settings_for
 from .streaming import StreamedStep, layers_of, stream_steps
 
 DEFAULT_MODEL, BUNDLED_MODEL = "smollm2", "tiny-lm"
@@ -36,14 +35,16 @@ class InputError(Exception):
 
 @dataclass
 class CacheRun:
-    """What one cache has done so far.
+    """State of a run with one cache.
 
     Attributes:
-        text: generated text; tokens: its ids.
-        arrivals: when generation started, then when each token came.
-        layers: how many of the model's have read the prompt.
-        held: tokens of a layer, the mean over all layers, and bytes that the cache held with them; from nothing on.
-        cache_bytes: what the cache holds at the end.
+        text: generated text.
+        tokens: ids of the generated text.
+        arrivals: time of the start of generation, then of each token's arrival.
+        layers: number of the model's layers that have read the prompt.
+        held: points of the memory line from (0, 0) on: tokens per layer, the mean over all layers, and bytes of the
+            cache at that time.
+        cache_bytes: bytes of the cache at the end.
     """
 
     text: str = ""
@@ -59,7 +60,7 @@ class CacheRun:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of decoding, the first token left out; None if there was no other."""
+        """Speed of decoding without the first token; None if there was no other."""
         steps = len(self.arrivals) - 2
         return steps / (self.arrivals[-1] - self.arrivals[1]) if steps > 0 else None
 
@@ -71,8 +72,8 @@ class Result:
     Attributes:
         pieces: text of each token that the cache has seen; the first `prompt_tokens` are the prompt.
         selects: whether tokens have levels; else those of a head are all alike.
-        levels: by layer index int8 [kv_heads, seen], coded as by `DiffKVCache.levels`; empty where none are chosen.
-        element_bits: of an element of an uncompressed key or value.
+        levels: int8 [kv_heads, seen] by layer index, coded like `DiffKVCache.levels`; empty if tokens have no levels.
+        element_bits: bits of an element of an uncompressed key or value.
     """
 
     dense: CacheRun
@@ -97,7 +98,7 @@ class Request:
 
     @property
     def tokens(self) -> int:
-        """Of the prompt."""
+        """Number of tokens of the prompt."""
         return self.ids.shape[1]
 
 
@@ -107,11 +108,11 @@ Steps = collections.abc.Generator[tuple[CacheRun, CacheRun, Union[Result, None]]
 
 @dataclass(frozen=True)
 class Entered:
-    """What a visitor entered.
+    """Input of a visitor.
 
     Attributes:
-        text: to be continued; with `chat`, the user's message, which the model's chat template is put around.
-        setting: what `config` is called on the page.
+        text: prompt to continue. With `chat`, it is the user's message and gets the model's chat template.
+        setting: name of `config` on the page.
         system: the system message of a chat; empty leaves it to the template.
     """
 
@@ -130,10 +131,10 @@ class Generator:
         name: Hub id, folder, or short name.
 
     Attributes:
-        title: what to call the model.
-        chats: whether it has a chat template.
-        settings: what visitors choose from.
-        num_layers: that tell when they have read the prompt.
+        title: displayed name of the model.
+        chats: whether the model has a chat template.
+        settings: settings that visitors choose from.
+        num_layers: number of layers that report when they have read the prompt.
 
     Raises:
         InputError: the model cannot be loaded, or does not work with DiffKV.
@@ -158,11 +159,19 @@ class Generator:
         self.heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.chats = bool(self.tokenizer.chat_template)
         self.limit: int | None = getattr(config, "max_position_embeddings", None)
-        self.attention = attention_of(config)
         # first calls pay for thread pools and kernels
         warm_up = Request(torch.arange(8, device=device)[None] + 4, [""] * 8, 3, DiffKVConfig(window=1))
         for _ in self.run(warm_up):
             pass
+
+    def offer_ratio(self, ratio: float) -> str:
+        """Puts a setting of at most `ratio` first, and returns its name. Raises `InputError` where it cannot be had."""
+        name = f"ratio {ratio:g}"
+        try:
+            self.settings = {name: setting_of_ratio(self.model, ratio), **self.settings}
+        except ValueError as error:
+            raise InputError(str(error)) from error
+        return name
 
     def prepare(self, entered: Entered) -> Request:
         """Checks what the visitor entered.
@@ -197,8 +206,6 @@ class Generator:
         """
         dense, compressed = CacheRun(), CacheRun()
         try:
-            if self.attention is not None:
-                self.model.set_attn_implementation(self.attention)
             cache: Any = DynamicCache(config=self.model.config)
             for _ in self._follow(dense, task, cache, bytes_of_layers):
                 yield dense, compressed, None

@@ -19,10 +19,10 @@ WIDTH, HEIGHT = 1000.0, 100.0
 
 
 def memory_line(dense: CacheRun, compressed: CacheRun, last_token: int) -> str:
-    """Two lines on one scale, and above them what both caches hold now.
+    """Draws two lines on one scale, and above them the bytes that both caches hold now.
 
     Args:
-        last_token: where the axis of tokens ends.
+        last_token: end of the axis of tokens.
     """
     runs = {DYNAMIC: dense, DIFFKV: compressed}
     top = _top(max(_at_the_end(run, last_token) for run in runs.values()))

@@ -30,11 +30,14 @@ MOST_VISITORS = 30
 def entered(
     settings: Mapping[str, Setting], mode: str, system: str, document: str, question: str, prompt: str, *rest: Any
 ) -> Entered:
-    """What the fields say. Raises `InputError` where `DiffKVConfig` refuses it.
+    """Reads the fields of the page.
 
     Args:
-        settings: by name.
-        rest: tokens to generate, name of the setting, and the values of one's own.
+        settings: settings by name.
+        rest: tokens to generate, name of the setting, and the values of the visitor's own setting.
+
+    Raises:
+        InputError: `DiffKVConfig` refuses the values.
     """
     new_tokens, chosen, alpha_high, alpha_low, high, low, window = rest
     if chosen != OWN:
@@ -52,11 +55,11 @@ def entered(
 
 
 def build(generator: Generator, note: str = "", preset: str | None = None) -> Any:
-    """The page, a `gradio.Blocks`.
+    """Builds the page, a `gradio.Blocks`.
 
     Args:
-        note: what to say of the model.
-        preset: the setting to begin with; None begins with what `DiffKVCache(model)` takes.
+        note: text about the model.
+        preset: setting that is chosen at first; None chooses the one that `DiffKVCache(model)` takes.
 
     Raises:
         ImportError: gradio is not installed.

@@ -1,4 +1,4 @@
-"""What visitors start: each waits for the model, sees both runs as they go on, and may stop."""
+"""Runs of visitors: each waits for the model, shows both caches' progress, and can be stopped."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ class Line:
         return ticket
 
     def before(self, ticket: Event) -> int:
-        """How many are before `ticket`, the one whose turn it is included; 0 for that one."""
+        """Returns the number of tickets before `ticket`, including the one whose turn it is."""
         with self._changed:
             return self._tickets.index(ticket)
 
     def wait(self, ticket: Event, before: int, seconds: float) -> None:
-        """Until there are not `before` others before `ticket` any more, it is stopped, or the time is over."""
+        """Waits until the number of tickets before `ticket` is no longer `before`, it is stopped, or time is up."""
         with self._changed:
             self._changed.wait_for(lambda: ticket.is_set() or self._tickets.index(ticket) != before, seconds)
 
     def stop(self, ticket: Event) -> None:
-        """Tells whoever waits or works with `ticket` that it is not wanted any more."""
+        """Stops whoever waits or works with `ticket`."""
         ticket.set()
         with self._changed:
             self._changed.notify_all()
@@ -80,12 +80,12 @@ class Runs:
         self._tickets: dict[str, list[Event]] = {}
 
     def run(self, visitor: str, enter: Callable[[], Entered], place: Place) -> Iterator[Update]:
-        """Runs what was entered and says what has changed on the page.
+        """Runs a visitor's input and yields the changes on the page.
 
         Args:
-            visitor: by which `stop` knows whose runs to stop.
-            enter: what was entered; may raise `InputError`.
-            place: the head whose text to show.
+            visitor: key by which `stop` finds the visitor's runs.
+            enter: function that returns the input; it may raise `InputError`.
+            place: head whose text to show.
         """
         ticket = self._line.join()
         self._tickets.setdefault(visitor, []).append(ticket)
@@ -121,7 +121,7 @@ class Runs:
             self._line.stop(ticket)
 
     def _progress(self, task: Request, dense: CacheRun, compressed: CacheRun) -> Update:
-        """What both have written, what they hold, and how far the one at work has come."""
+        """Returns the text and memory of both runs and the progress of the current one."""
         name, side = ("DiffKV", compressed) if compressed.arrivals else ("DynamicCache", dense)
         layers, tokens = self.generator.num_layers, task.max_new_tokens
         if side.tokens:

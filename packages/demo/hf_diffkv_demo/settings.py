@@ -1,4 +1,4 @@
-"""What the page offers to choose from, from the most memory to the least, each with what to expect of it."""
+"""Settings that the page offers, from the most memory to the least, each with an explanation."""
 
 from __future__ import annotations
 
@@ -42,8 +42,14 @@ def settings_for(model: Any) -> dict[str, Setting]:
     }
 
 
+def setting_of_ratio(model: Any, ratio: float) -> Setting:
+    """The setting of a loaded model for a ratio. Raises `ValueError` for one that it cannot have."""
+    config = DiffKVConfig.for_model(model, target_ratio=ratio)
+    return Setting(config, f"At most {ratio:.1%} of a dense token's bytes: {_kept(config)}, {_bits(config)}.")
+
+
 def setting_of(preset: str | None, settings: dict[str, Setting]) -> str:
-    """The setting that a preset is; what `DiffKVCache(model)` takes without one."""
+    """The setting with a name, such as a preset's; what `DiffKVCache(model)` takes without one."""
     return preset or (DEFAULT if DEFAULT in settings else DEFAULT_PRESET)
 
 

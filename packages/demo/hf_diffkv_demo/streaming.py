@@ -26,10 +26,10 @@ class StreamedStep:
     """A layer of the prompt's forward is done, or a token has come.
 
     Attributes:
-        layers: how many layers have read the prompt.
-        token: its id; None for a layer.
-        seconds: of `time.perf_counter`, when it came.
-        bytes: what the cache held then.
+        layers: number of layers that have read the prompt.
+        token: id of the token; None for a layer.
+        seconds: `time.perf_counter` at that time.
+        bytes: bytes that the cache held at that time.
     """
 
     layers: int
@@ -63,7 +63,7 @@ class _Stream(BaseStreamer, StoppingCriteria):
             self.items.put(StreamedStep(self.layers, None, time.perf_counter(), self.held()))
 
     def next(self) -> Any:
-        """What comes next; None where nothing does for `PATIENCE_SECONDS`."""
+        """Returns the next item, or None if none comes for `PATIENCE_SECONDS`."""
         try:
             return self.items.get(timeout=PATIENCE_SECONDS)
         except queue.Empty:

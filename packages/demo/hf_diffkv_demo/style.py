@@ -1,4 +1,4 @@
-"""How the page looks; Gradio sets its colours, marked `--`, for light and dark."""
+"""Style sheet and fonts of the page. Gradio sets its colours, marked `--`, for light and dark."""
 
 from __future__ import annotations
 

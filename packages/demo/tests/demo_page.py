@@ -1,4 +1,4 @@
-"""What the tests of the demo do with its page, and what they compare it with."""
+"""Actions on the demo's page, and expected values, for its tests."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Gate:
     """Lets the forwards of a model pass one by one, or all.
 
     Attributes:
-        passed: how many have passed.
-        thread: that of the newest.
+        passed: number of forwards that have passed.
+        thread: thread of the newest forward.
     """
 
     def __init__(self, model: Any) -> None:
@@ -104,7 +104,7 @@ def start(page: Any) -> None:
 
 
 def await_status(page: Any, outcome: str) -> None:
-    """Until the status has changed since `start` and then says `outcome`."""
+    """Waits until the status has changed since `start` and says `outcome`."""
     page.wait_for_function(
         "said => window.changed && document.querySelector('#status').textContent.includes(said)", arg=outcome
     )
@@ -140,7 +140,7 @@ def unfold(page: Any) -> None:
 
 
 def coloured(page: Any, layer: int, head: int) -> list[tuple[str, str]]:
-    """What the unfolded page says of each coloured part, and its text, once it shows that head's."""
+    """Waits for a head's coloured text and returns, for each part of it, the description and the text."""
     shown = page.locator(f'#picture pre[aria-label="layer {layer}, KV head {head}"]')
     shown.wait_for()
     parts = shown.locator(".level").evaluate_all("all => all.map(e => [e.title.split(';')[0], e.textContent])")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from hf_diffkv_demo.documents import QUESTIONS, chats, free_prompts
+from hf_diffkv_demo.generation import Generator, InputError
 from hf_diffkv_demo.settings import DEFAULT, setting_of, settings_for
 from measured_heads import measured
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -16,7 +17,7 @@ from hf_diffkv.evaluation.models import TINY_LM
 
 
 def test_the_demo_begins_with_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model whose heads were measured, and of others."""
+    """Checks the settings of a model whose heads were measured, and of one without measurements."""
     monkeypatch.setenv(found.FOLDER_VARIABLE, str(tmp_path))
     model = AutoModelForCausalLM.from_pretrained(TINY_LM)
     found.keep(measured(model))
@@ -41,3 +42,13 @@ def test_the_documents_ask_what_they_tell() -> None:
     for facts in free_prompts(chats=False):
         key = facts.name.strip("?=")
         assert facts.document.endswith(facts.name) and f"@{key}=" in facts.document
+
+
+def test_a_ratio_becomes_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(found.FOLDER_VARIABLE, str(tmp_path))
+    generator = Generator(str(TINY_LM))
+    name = generator.offer_ratio(0.3)
+    assert [*generator.settings][0] == name == "ratio 0.3"
+    assert generator.settings[name].config == DiffKVConfig.for_model(generator.model, target_ratio=0.3)
+    with pytest.raises(InputError, match="is below what"):
+        generator.offer_ratio(0.1)

@@ -1,4 +1,4 @@
-"""What the page shows while a run goes on, and the picture of each setting."""
+"""Progress that the page shows during a run, and the picture of each setting."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def held(page: Any) -> dict[str, float]:
 
 
 def points(page: Any, cache: str) -> list[tuple[float, float]]:
-    """Of a line: tokens, and bytes as part of the drawing's height from above."""
+    """Returns the points of a line: tokens, and bytes as a share of the drawing's height from above."""
     found = page.locator(f'#memory polyline[data-cache="{cache}"]').get_attribute("points")
     return [tuple(map(float, point.split(","))) for point in found.split()]
 
@@ -93,7 +93,7 @@ def test_progress_answers_and_memory_while_they_come(browser: Any) -> None:
 @needs_browser
 @pytest.mark.slow
 def test_the_bits_of_every_head_on_a_phone(browser: Any) -> None:
-    """Of a chat whose document is long and stays folded; of one precision for all there is one picture, not many."""
+    """Shows heads of a chat whose long document stays folded. One precision for all heads has a single picture."""
     generator = Generator("tiny-lm")
     generator.tokenizer.chat_template, generator.chats, generator.limit = TEMPLATE, True, None
     bits = [["K8V4", "K4V2"]] * (LAYERS - 1) + [["K4V2", "K4V2"]]

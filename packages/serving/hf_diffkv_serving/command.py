@@ -22,6 +22,7 @@ from hf_diffkv.commands.options import (
     ConfigChoice,
     chain,
     choice_of,
+    config_before,
     config_for,
     known_model,
     level_options,
@@ -128,7 +129,7 @@ def command(**given: Any) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     choice = choice_of(options)
     model_config = supported_config(options.model)
-    config_for(choice, model_config)
+    config_before(choice, model_config)
     _check_length(options, position_limit(model_config))
     tokenizer = load_tokenizer(options.model)
     if options.chat_template is not None:
@@ -143,7 +144,7 @@ def command(**given: Any) -> None:
 
 
 def _check(options: SimpleNamespace) -> None:
-    """What can be told from the options alone. Raises `click.UsageError`."""
+    """Checks the options by themselves. Raises `click.UsageError`."""
     if options.api_key == "":
         raise click.UsageError(f"the API key is empty; give --api-key or {API_KEY} one, or leave both out.")
     if options.max_bytes is not None and options.memory_share is not None:
@@ -230,14 +231,14 @@ def _serve(
 
 
 def _operation(options: SimpleNamespace) -> Any:
-    """How the server is run."""
+    """Returns the `Operation` of the options."""
     from .server.operation import Operation
 
     return Operation(**{field.name: getattr(options, field.name) for field in fields(Operation)})
 
 
 def _sampling(options: SimpleNamespace, generation_config: Any) -> Any:
-    """How tokens are chosen where a request does not say. Raises `ValueError` as `Sampling.of`."""
+    """Returns the sampling of requests that do not set their own. Raises `ValueError` like `Sampling.of`."""
     from .batching.sampling import Sampling
 
     config = copy.deepcopy(generation_config)
@@ -246,7 +247,7 @@ def _sampling(options: SimpleNamespace, generation_config: Any) -> Any:
 
 
 def _generation(options: SimpleNamespace) -> dict[str, Any]:
-    """Fields of `GenerationConfig`."""
+    """Returns fields of `GenerationConfig`."""
     if options.greedy:
         return {"do_sample": False}
     chosen = {name: getattr(options, name) for name in SAMPLING if getattr(options, name) is not None}
@@ -279,7 +280,7 @@ def _batching(options: SimpleNamespace) -> dict[str, Any]:
 
 
 def _use_prefixes(options: SimpleNamespace, model: Any, config: DiffKVConfig, engine: Any) -> None:
-    """Has `engine` keep prefixes, unless the options say none, or say nothing and the model does not allow it."""
+    """Makes `engine` keep prefixes, unless the options turn that off or leave it open and the model rules it out."""
     if options.prefix_bytes == 0 and options.prefix_folder is None:
         return
     from hf_diffkv.prefixes import PrefixStore

@@ -1,4 +1,4 @@
-"""What is relied on of Transformers' engine and server, as `hf_diffkv.compat` has it of all else."""
+"""Private names of Transformers' engine and server that this package uses; `hf_diffkv.compat` has all others."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ BATCHING = Feature(
     since=(5, 23),
 )
 SERVER = Feature(
-    "hf-diffkv serve does not work; use generate_batch",
+    "`hf-diffkv serve` does not work; use generate_batch",
     names_of(
         f"{_SERVING}.utils",
         *("ReasoningText", "ToolCall"),

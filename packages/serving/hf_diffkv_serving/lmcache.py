@@ -33,15 +33,15 @@ CHUNK_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class ChunkFormat:
-    """How a chunk is stored: a header, then for each precision the keys and then the values of the heads that have it.
+    """Format of a stored chunk: a header, then for each precision the keys and then the values of its heads.
 
     A part is means [heads, head_dim] in the model's dtype (of keys that are quantised), codes [heads, tokens, bytes]
     and metadata [heads, tokens] of 2 bytes, of 4 at 8 bits, none at 16. A "head" is one of a layer, layers first.
 
     Attributes:
         head_dim: elements of a key.
-        precision: of all heads, where there are no `head_precisions`.
-        head_precisions: for each layer the precision of each KV head, as of `DiffKVConfig`.
+        precision: precision of all heads if there are no `head_precisions`.
+        head_precisions: precision of each KV head of each layer, as in `DiffKVConfig`.
 
     Raises:
         ValueError: a head_dim that bits do not divide, groups, or precisions that differ in length between layers.
@@ -103,20 +103,20 @@ class ChunkFormat:
         return total
 
     def _parts(self, layers: int, kv_heads: int) -> list[_Part]:
-        """In the order in which they are stored. Raises `ValueError` as `heads` does."""
+        """Returns the parts in the order in which they are stored. Raises `ValueError` like `heads`."""
         chosen = self.heads(layers, kv_heads)
         return [_Part(heads, side, bits) for p, heads in chosen for side, bits in enumerate((p.k_bits, p.v_bits))]
 
     @cached_property
     def digest(self) -> bytes:
-        """Of all settings, HEADER_BYTES long."""
+        """Digest of all settings, HEADER_BYTES long."""
         layers = self.head_precisions or ((self.precision,),)
         names = [[precision.full_name for precision in layer] for layer in layers]
         text = json.dumps([1, self.head_dim, self.head_precisions is None, names])
         return hashlib.sha256(text.encode()).digest()[:HEADER_BYTES]
 
     def encode(self, chunk: Tensor) -> Tensor:
-        """uint8 [size] of a chunk. Raises `ValueError` as `size` does."""
+        """Encodes a chunk as uint8 [size]. Raises `ValueError` like `size`."""
         layers, tokens, kv_heads = self.shape(chunk.shape, chunk.dtype)
         by_head = chunk.reshape(2, layers, tokens, kv_heads, self.head_dim).movedim(3, 2).flatten(1, 2)
         matrix = self._matrix(chunk)
@@ -196,7 +196,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def chunk_format(options: dict[str, Any]) -> ChunkFormat:
-    """What LMCache's configuration says under "serde".
+    """Reads the chunk format from the options under "serde" in LMCache's configuration.
 
     Args:
         options: `head_dim`, and either `precision`, such as "K6V4", or `config`, a folder with a `DiffKVConfig` that

@@ -1,4 +1,4 @@
-"""`hf-diffkv serve --replicas N`: the same server many times, on the machines of a Ray cluster or on this one."""
+"""`hf-diffkv serve MODEL --replicas N`: the same server many times, on the machines of a Ray cluster or on this one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def serve_replicas(options: SimpleNamespace, choice: ConfigChoice, generation: d
     """Serves until the process is interrupted.
 
     Args:
-        options: of the command.
+        options: options of the command.
         generation, batching: fields of `GenerationConfig` and of `ContinuousBatchingConfig`.
 
     Raises:

@@ -8,6 +8,7 @@ ENGINE_TESTS = [
     "batching/test_admission_order.py",
     "batching/test_batched_families.py",
     "batching/test_batched_prefixes.py",
+    "batching/test_beside_generate.py",
     "batching/test_captured_batches.py",
     "batching/test_continuous.py",
     "batching/test_engine.py",

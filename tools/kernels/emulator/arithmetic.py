@@ -25,7 +25,7 @@ _families: dict[str, Callable[[list[str]], Operation]] = {}
 
 
 def _family(*names: str) -> Callable[[Callable[[list[str]], Operation]], Callable[[list[str]], Operation]]:
-    """Registers what makes an operation from the parts of an opcode behind its name."""
+    """Registers a function that makes an operation from the modifiers of an opcode."""
 
     def register(make: Callable[[list[str]], Operation]) -> Callable[[list[str]], Operation]:
         _families.update(dict.fromkeys(names, make))
@@ -36,7 +36,7 @@ def _family(*names: str) -> Callable[[Callable[[list[str]], Operation]], Callabl
 
 @cache
 def operation(opcode: str) -> Operation | None:
-    """None where the opcode is of another kind (memory, control, matrices, exchange between threads).
+    """Returns an opcode's operation, or None for other kinds (memory, control, matrices, exchange between threads).
 
     Raises:
         UnknownInstruction: the kind is known, but not with these modifiers.
@@ -51,7 +51,7 @@ def operation(opcode: str) -> Operation | None:
 
 
 def _need(modifiers: list[str], *allowed: str) -> str:
-    """The type, which stands last; all else must be allowed."""
+    """Returns the type, which stands last, and checks that all other modifiers are allowed."""
     *rest, type_ = modifiers
     if type_ not in TYPES or not set(rest) <= set(allowed):
         raise UnknownInstruction(".".join(modifiers))
@@ -59,7 +59,7 @@ def _need(modifiers: list[str], *allowed: str) -> str:
 
 
 def _flush(numbers: Values) -> Values:
-    """Denormal float32 to zero of the same sign."""
+    """Flushes denormal float32 to zero of the same sign."""
     return np.where(np.abs(numbers) < np.float32(2.0**-126), np.copysign(np.float32(0), numbers), numbers)
 
 
@@ -164,7 +164,7 @@ def _rem(modifiers: list[str]) -> Operation:
 
 
 def _divide(a: Values, b: Values) -> tuple[Values, Values]:
-    """Integer quotient towards zero and remainder; what division by zero gives is not specified: all ones."""
+    """Returns the integer quotient towards zero and the remainder. Division by zero, undefined in PTX, gives ones."""
     a, b = np.broadcast_arrays(a, b)
     zero = b == 0
     safe = np.where(zero, b.dtype.type(1), b)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .operands import reader
 from .parse import Immediate, Instruction
-from .values import PtxError, UnknownInstruction, Values, reader
-
-if TYPE_CHECKING:
-    from .block import Block, Step
+from .state import BlockState, Step
+from .values import PtxError, UnknownInstruction, Values
 
 HINT = ".L2::cache_hint"
 # the only one that is known: all of what is accessed goes first
@@ -21,7 +19,7 @@ MADE = np.uint64(0x12F0_0000_0000_0001)
 
 
 def without_hint(instruction: Instruction) -> Instruction:
-    """The access alone."""
+    """Returns the access without its hint."""
     if HINT not in instruction.opcode:
         return instruction
     opcode = instruction.opcode.replace(HINT, "").replace(".L1::evict_first", "")
@@ -29,12 +27,12 @@ def without_hint(instruction: Instruction) -> Instruction:
 
 
 def with_checked_hint(instruction: Instruction, access: Step) -> Step:
-    """`access`, once the policy that `instruction` names is known to be one."""
+    """Returns `access` behind a check of the policy that `instruction` names."""
     if HINT not in instruction.opcode:
         return access
     policy = reader(instruction.operands[-1], "b64")
 
-    def run(block: Block, mask: Values | None) -> None:
+    def run(block: BlockState, mask: Values | None) -> None:
         if (block.spread(policy(block))[block.lanes(mask)] != MADE).any():
             raise PtxError(f"a cache hint that no createpolicy has made: {instruction.text}")
         access(block, mask)

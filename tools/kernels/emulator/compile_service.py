@@ -24,7 +24,7 @@ class Stub:
 
 
 class Driver:
-    """What the launch code of Triton asks of a device, for one that is not there."""
+    """Answers what Triton's launch code asks of a device, for a target that this machine lacks."""
 
     def __init__(self, target: Any) -> None:
         self.target = target

@@ -1,4 +1,4 @@
-"""The other end of `compile_service.py`."""
+"""Client of `compile_service.py`, a process that compiles kernels."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from .block import Code
 from .parse import parse
+from .steps import Code
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Compiler:
     """Compiles what is launched, each specialisation once; a context manager around a process.
 
     Args:
-        folder: for Triton's cache, apart from the user's, since nothing is assembled.
+        folder: folder for Triton's cache, apart from the user's, since nothing is assembled.
         target: `sm_80` or `sm_90`.
     """
 
@@ -61,7 +61,7 @@ class Compiler:
         self._process.stdout.close()
 
     def compile(self, function: Any, arguments: tuple, options: dict[str, Any]) -> Kernel:
-        """The kernel that a launch of `function` (a Python function) with these arguments would run.
+        """Returns the kernel that a launch of `function` (a Python function) with these arguments would run.
 
         Raises:
             RuntimeError: it does not compile.

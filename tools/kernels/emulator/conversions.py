@@ -12,7 +12,7 @@ Conversion = tuple[str, tuple[str, ...], Callable[..., Values]]
 
 
 def conversion(modifiers: list[str]) -> Conversion:
-    """Result type, source types and function of `cvt.` + modifiers."""
+    """Returns result type, source types and function of `cvt.` + modifiers."""
     *how, result, source = modifiers
     if result in ("f16x2", "bf16x2") and how == ["rn"] and source == "f32":
         narrow = _to_f16 if result == "f16x2" else f32_to_bf16
@@ -42,7 +42,7 @@ def _to_f16(numbers: Values) -> Values:
 
 
 def _truncate(numbers: Values, dtype: type) -> Values:
-    """Towards zero, limited to the range; NaN to 0."""
+    """Rounds towards zero within the limits of `dtype`; NaN becomes 0."""
     limits = np.iinfo(dtype)
     wide = np.trunc(numbers.astype(np.float64))
     inside = (wide >= limits.min) & (wide <= limits.max)

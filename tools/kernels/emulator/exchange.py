@@ -1,23 +1,20 @@
-"""What the threads of a warp do together: shuffles, reductions and matrix products."""
+"""Instructions that the threads of a warp execute together: shuffles, reductions and matrix products."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from . import matrix
+from .operands import reader
 from .parse import Immediate, Instruction, Operand
-from .values import TYPES, PtxError, UnknownInstruction, Values, reader
-
-if TYPE_CHECKING:
-    from .block import Block, Step
+from .state import BlockState, Step
+from .values import TYPES, PtxError, UnknownInstruction, Values
 
 LANE = np.arange(32)
 
 
 def exchange(instruction: Instruction) -> Step | None:
-    """What executes an instruction; None where it is of another kind."""
+    """Returns the step of an instruction, or None if it is of another kind."""
     name, *modifiers = instruction.opcode.split(".")
     if name == "shfl":
         return _shuffle(instruction, modifiers)
@@ -28,15 +25,15 @@ def exchange(instruction: Instruction) -> Step | None:
     return None
 
 
-def _everyone(operand: Operand, block: Block, mask: Values | None) -> None:
-    """All threads of the warps must be there, and the member mask must name them all."""
+def _everyone(operand: Operand, block: BlockState, mask: Values | None) -> None:
+    """Checks that all threads of the warps take part, and that the member mask names them all."""
     block.whole_warps(mask)
     if np.any(reader(operand, "u32")(block) != 0xFFFFFFFF):
         raise PtxError("the member mask leaves threads out")
 
 
 def source_lane(mode: str, argument: Values, control: Values) -> Values:
-    """Lane that each lane reads in `shfl.sync`; arguments [..., 32]."""
+    """Returns the lane that each lane reads in `shfl.sync`; arguments [..., 32]."""
     clamp, segment = control & 31, (control >> 8) & 31
     first = LANE & segment
     last = first | (clamp & ~segment & 31)
@@ -59,7 +56,7 @@ def _shuffle(instruction: Instruction, modifiers: list[str]) -> Step:
     target, source, argument, control, members = instruction.operands
     values, lanes, limits = reader(source, "u32"), reader(argument, "s32"), reader(control, "s32")
 
-    def shuffle(block: Block, mask: Values | None) -> None:
+    def shuffle(block: BlockState, mask: Values | None) -> None:
         _everyone(members, block, mask)
         shape = (block.threads.size // 32, 32)
 
@@ -82,7 +79,7 @@ def _reduce(instruction: Instruction, modifiers: list[str]) -> Step:
     target, source, members = instruction.operands
     values = reader(source, type_)
 
-    def reduce(block: Block, mask: Values | None) -> None:
+    def reduce(block: BlockState, mask: Values | None) -> None:
         _everyone(members, block, mask)
         rows = block.spread(values(block)).reshape(-1, 32)
         found = REDUCE[name](rows.astype(np.int64), axis=1).astype(TYPES[type_])
@@ -100,7 +97,7 @@ def _mma(instruction: Instruction) -> Step:
         [reader(part, type_) for part in parts] for parts, type_ in ((left, "b32"), (right, "b32"), (sums, "f32"))
     ]
 
-    def multiply(block: Block, mask: Values | None) -> None:
+    def multiply(block: BlockState, mask: Values | None) -> None:
         block.whole_warps(mask)
         a, b, c = (np.stack([block.spread(read(block)).reshape(-1, 32) for read in parts]) for parts in readers)
         for register, values in zip(target, matrix.mma(instruction.opcode, a, b, c)):

@@ -1,4 +1,4 @@
-"""The memory of the tensors that a kernel was given: every access must lie within one of them, and be aligned."""
+"""Memory of the tensors that a kernel was given. Every access must lie within one of them and be aligned."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .values import PtxError, Values
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:
-    """Address of the first byte and behind the last one that the tensor's elements take."""
+    """Returns the address of the first byte of a tensor's elements and the one behind the last byte."""
     start = tensor.data_ptr()
     if tensor.numel() == 0:
         return start, start
@@ -38,19 +38,19 @@ class GlobalMemory:
         ]
 
     def load(self, addresses: Values, width: int) -> Values:
-        """uint8 [n, width] from uint64 [n] addresses."""
+        """Reads uint8 [n, width] from uint64 [n] addresses."""
         result = np.empty((addresses.size, width), np.uint8)
         for view, offsets, lanes in self._places(addresses, width):
             result[lanes] = view[offsets[:, None] + np.arange(width)]
         return result
 
     def store(self, addresses: Values, data: Values) -> None:
-        """Of several threads that write to one place, the last one wins."""
+        """Writes uint8 [n, width] to uint64 [n] addresses. The last of several threads that write to one place wins."""
         for view, offsets, lanes in self._places(addresses, data.shape[1]):
             view[offsets[:, None] + np.arange(data.shape[1])] = data[lanes]
 
     def _places(self, addresses: Values, width: int) -> list[tuple[Values, Values, Values | slice]]:
-        """(bytes of a tensor, offsets, threads) after the checks."""
+        """Checks addresses, and returns (bytes of a tensor, offsets, threads) for each tensor."""
         if np.any(addresses % width):
             bad = addresses[addresses % width != 0][0]
             raise PtxError(f"address {int(bad):#x} is not aligned to {width} bytes")

@@ -30,11 +30,12 @@ class Emulator:
     """Runs every launch within `active`.
 
     Attributes:
-        order: in which blocks run, a key of `ORDERS`.
-        processors: of the device that launchers see.
-        launched: the name and the grid of every launch.
-        kernels: what was executed last, by name.
-        change: is given each kernel, and returns what runs in its place; for tests of the tests.
+        order: order of the blocks, a key of `ORDERS`.
+        processors: number of multiprocessors of the device that launchers see.
+        launched: name and grid of every launch.
+        kernels: kernel of the last launch, by name.
+        change: function of a kernel's name and the kernel that returns the kernel to run instead; for tests of the
+            tests.
     """
 
     compiler: Compiler
@@ -46,7 +47,7 @@ class Emulator:
 
     @contextmanager
     def active(self) -> Iterator[Emulator]:
-        """Launchers then find a device of the compiler's target, and what they launch runs here."""
+        """Makes launchers find a device of the compiler's target, and runs their launches here."""
         # not before a test asks for it, since not every machine has Triton
         from triton.runtime.interpreter import InterpretedFunction
 

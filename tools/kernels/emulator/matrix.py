@@ -47,27 +47,28 @@ def mma(opcode: str, a: Values, b: Values, c: Values) -> Values:
 
 
 def numbers(words: Values, type_: str) -> tuple[Values, Values]:
-    """The lower and the upper half of each word as numbers."""
+    """Returns the lower and the upper half of each word as numbers."""
     pair = np.ascontiguousarray(words).view(np.uint16).reshape(*words.shape, 2)
     numbers = pair.view(np.float16) if type_ == "f16" else bf16_to_f32(pair)
     return numbers[..., 0], numbers[..., 1]
 
 
 def collect(words: Values, transposed: bool) -> Values:
-    """The reverse of `distribute`, for `stmatrix`."""
+    """Reverses `distribute`, for `stmatrix`."""
     pairs = np.ascontiguousarray(words).view(np.uint16)
     rows = pairs.reshape(*words.shape[:2], 8, 8).swapaxes(0, 1)
     return rows.swapaxes(2, 3) if transposed else rows
 
 
 def distribute(rows: Values, transposed: bool) -> Values:
-    """What `ldmatrix` gives to the threads.
+    """Distributes 8x8 matrices over the threads of a warp, as `ldmatrix` does.
 
     Args:
         rows: uint16 [warps, matrices, 8, 8].
 
     Returns:
-        uint32 [matrices, warps, 32]: of row lane / 4 the elements 2 (lane % 4) and the next, or of column lane / 4.
+        uint32 [matrices, warps, 32]: elements 2 (lane % 4) and the next of row lane / 4, or of column lane / 4 if
+        transposed.
     """
     if transposed:
         rows = rows.swapaxes(2, 3)

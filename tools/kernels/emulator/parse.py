@@ -64,11 +64,11 @@ class Program:
     """A kernel.
 
     Attributes:
-        parameters: (name, bytes) in order.
-        threads: of a block.
+        parameters: (name, size in bytes) in order.
+        threads: number of threads in a block.
         labels: position of the instruction behind each label.
         registers: all of them, by index.
-        special: index of every special register that is read, by name.
+        special: register that stands for each special register that is read, by name.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A block's shared memory, which knows who wrote and who read each byte, and what asynchronous copies still bring.
+"""Shared memory of a block, with the last writer and reader of each byte and the asynchronous copies under way.
 
 Two accesses of different threads to one byte, at least one of them a write that changes it, need a barrier between
 them: of the block, or of the warp if both are in the same one.
@@ -35,7 +35,7 @@ class SharedMemory:
         self._committed = np.zeros(threads, np.int32)
 
     def barrier(self, warps: Values | None = None) -> None:
-        """All threads of the block, or those of some warps, have met."""
+        """Notes that all threads of the block, or those of some warps, have met."""
         if warps is None:
             self._block_barrier = self._now
         else:
@@ -54,7 +54,7 @@ class SharedMemory:
         self._held[:] = False
 
     def load_fenced(self, thread: int, offsets: Values) -> Values:
-        """uint16 for each byte offset, read by a matrix instruction of the warp group that `thread` is of."""
+        """Reads uint16 at each byte offset for a matrix instruction of the warp group of `thread`."""
         places = offsets.ravel() + SHARED_BASE
         data = self.load(np.full(places.size, thread), places, 2)
         if self._unfenced[offsets].any():
@@ -62,7 +62,7 @@ class SharedMemory:
         return data.view(np.uint16).reshape(offsets.shape)
 
     def load(self, threads: Values, addresses: Values, width: int) -> Values:
-        """uint8 [n, width] from shared addresses (uint32 [n]) for the threads with these numbers."""
+        """Reads uint8 [n, width] from shared addresses (uint32 [n]) for the threads with these numbers."""
         at = self._places(addresses, width)
         who = np.broadcast_to(threads[:, None], at.shape)
         if self._in_flight[at].any():
@@ -122,7 +122,7 @@ class SharedMemory:
         return offsets[:, None] + np.arange(width)
 
     def _after(self, at: Values, who: Values, last: Values, time: Values) -> Values:
-        """Whether a barrier, or the order of one thread, puts the access of `who` behind the last one."""
+        """Returns whether a barrier, or the order of one thread, puts the access of `who` behind the last one."""
         previous, when = last[at], time[at]
         same_warp = (previous >= 0) & (previous // WARP == who // WARP)
         ordered = (when <= self._block_barrier) | (same_warp & (when <= self._warp_barrier[who // WARP]))

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from . import matrix
 from .cache_hints import create_policy, with_checked_hint, without_hint
+from .operands import Reader, reader
 from .parse import Address, Immediate, Instruction, Register, Symbol, Vector
-from .values import BITS, TYPES, PtxError, Reader, UnknownInstruction, Values, as_bits, reader, width_of
-
-if TYPE_CHECKING:
-    from .block import Block, Step
+from .state import BlockState, Step
+from .values import BITS, TYPES, PtxError, UnknownInstruction, Values, as_bits, width_of
 
 
 def transfer(instruction: Instruction) -> Step | None:
-    """What executes an instruction; None where it is of another kind."""
+    """Returns the step of an instruction, or None if it is of another kind."""
     if instruction.opcode.startswith("createpolicy"):
         return create_policy(instruction)
     step = _transfer(without_hint(instruction))
@@ -45,7 +42,7 @@ def _transfer(instruction: Instruction) -> Step | None:
 
 
 def address_reader(operand: Address, space: str) -> Reader:
-    """Addresses of all threads: uint64 in global, uint32 in shared memory."""
+    """Returns a function that reads the addresses of all threads: uint64 in global, uint32 in shared memory."""
     if not isinstance(operand, Address):
         raise UnknownInstruction(f"{operand} is no address")
     type_ = "u64" if space == "global" else "u32"
@@ -76,7 +73,7 @@ def _load_or_store(instruction: Instruction, name: str, space: str, *modifiers: 
     width = width_of(type_)
     if name == "ld":
 
-        def load(block: Block, mask: Values | None) -> None:
+        def load(block: BlockState, mask: Values | None) -> None:
             lanes = block.lanes(mask)
             at = address(block)[lanes]
             if space == "global":
@@ -93,7 +90,7 @@ def _load_or_store(instruction: Instruction, name: str, space: str, *modifiers: 
 
     readers = [reader(register, f"b{8 * width}") for register in registers]
 
-    def store(block: Block, mask: Values | None) -> None:
+    def store(block: BlockState, mask: Values | None) -> None:
         lanes = block.lanes(mask)
         numbers = np.stack([block.spread(read(block))[lanes] for read in readers], 1)
         data = numbers.view(np.uint8)
@@ -106,14 +103,14 @@ def _load_or_store(instruction: Instruction, name: str, space: str, *modifiers: 
 
 
 def _copy(instruction: Instruction) -> Step:
-    """`cp.async`: of `size` bytes, those beyond the optional fourth operand are zeros and not read."""
+    """Returns the step of `cp.async`. Bytes beyond the optional fourth operand become zeros and are not read."""
     target, source, size, *rest = instruction.operands
     to, origin, width = address_reader(target, "shared"), address_reader(source, "global"), size.bits
     real = reader(rest[0], "u32") if rest else None
     if width not in (4, 8, 16) or (".cg." in instruction.opcode and width != 16) or len(rest) > 1:
         raise UnknownInstruction(instruction.text)
 
-    def copy(block: Block, mask: Values | None) -> None:
+    def copy(block: BlockState, mask: Values | None) -> None:
         lanes = block.lanes(mask)
         data = np.zeros((lanes.size, width), np.uint8)
         count = np.full(lanes.size, width)
@@ -137,7 +134,7 @@ def _move_matrix(instruction: Instruction, name: str) -> Step:
     registers, address = _registers(operands[0]), address_reader(operands[1], "shared")
     lanes = np.arange(8 * matrices)
 
-    def load(block: Block, mask: Values | None) -> None:
+    def load(block: BlockState, mask: Values | None) -> None:
         warps = block.whole_warps(mask)
         threads = (32 * warps[:, None] + lanes).ravel()
         data = block.shared.load(threads, address(block)[threads], 16)
@@ -147,7 +144,7 @@ def _move_matrix(instruction: Instruction, name: str) -> Step:
 
     readers = [reader(register, "b32") for register in registers]
 
-    def store(block: Block, mask: Values | None) -> None:
+    def store(block: BlockState, mask: Values | None) -> None:
         warps = block.whole_warps(mask)
         threads = (32 * warps[:, None] + lanes).ravel()
         words = np.stack([block.spread(read(block)).reshape(-1, 32)[warps] for read in readers])
@@ -167,7 +164,7 @@ def _atomic(instruction: Instruction, modifiers: list[str]) -> Step:
     target, where, source = instruction.operands
     address, operand, compute = address_reader(where, "global"), reader(source, type_), ATOMIC[name]
 
-    def run(block: Block, mask: Values | None) -> None:
+    def run(block: BlockState, mask: Values | None) -> None:
         lanes = block.lanes(mask)
         at, numbers = address(block), block.spread(operand(block))
         for lane in lanes:

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from .parse import Immediate, Operand, Register, Symbol
-
-if TYPE_CHECKING:
-    from .block import Block
+from .parse import Register
 
 # where the block's shared memory begins; not 0, so that an address without its base is seen
 SHARED_BASE = 1024
@@ -33,11 +27,10 @@ TYPES: dict[str, type] = {
     "s64": np.int64,
 }
 Values = np.ndarray
-Reader = Callable[["Block"], Values]
 
 
 class PtxError(Exception):
-    """What a GPU would not do, or would do wrong."""
+    """Signals an instruction that a GPU would refuse or execute wrongly."""
 
 
 class UnknownInstruction(PtxError):
@@ -48,39 +41,8 @@ def width_of(type_: str) -> int:
     return np.dtype(TYPES[type_]).itemsize
 
 
-def reader(operand: Operand, type_: str) -> Reader:
-    """Reads an operand as numbers of a type; a wider register is cut off."""
-    dtype = TYPES[type_]
-    if isinstance(operand, Symbol):
-        if operand.name != "global_smem":
-            raise UnknownInstruction(f"{operand.name} has no address")
-        operand = Immediate(SHARED_BASE)
-    if isinstance(operand, Immediate):
-        constant = constant_of(operand, type_)
-        return lambda block: constant
-    if not isinstance(operand, Register):
-        raise UnknownInstruction(f"{operand} is no number")
-    index, width = operand.index, width_of(type_)
-    if operand.predicate:
-        return lambda block: block.registers[index]
-    if width == operand.width:
-        return lambda block: block.registers[index].view(dtype)
-    if width > operand.width:
-        raise UnknownInstruction(f"a {type_} is read from a register of {operand.width} bytes")
-    bits = BITS[width]
-    return lambda block: block.registers[index].astype(bits).view(dtype)
-
-
-def constant_of(operand: Immediate, type_: str) -> Values:
-    """One element, which numpy spreads over the threads."""
-    if type_ == "pred":
-        return np.array([operand.bits != 0])
-    width = width_of(type_)
-    return np.array([operand.bits % (1 << 8 * width)], dtype=BITS[width]).view(TYPES[type_])
-
-
 def as_bits(values: Values, register: Register, signed: bool = False) -> Values:
-    """What a register holds after `values` were written to it, extended if it is wider."""
+    """Returns the bits of a register after a write of `values`, extended if the register is wider."""
     if register.predicate:
         return values.astype(np.bool_)
     width = values.dtype.itemsize
@@ -104,11 +66,11 @@ def f32_to_bf16(numbers: Values) -> Values:
 
 
 def halves(words: Values, type_: str) -> Values:
-    """Two numbers per 32-bit word, [threads, 2], in a type that numpy computes in."""
+    """Splits 32-bit words into two numbers each, [threads, 2], in a type that numpy computes in."""
     parts = np.ascontiguousarray(words).view(np.uint16).reshape(-1, 2)
     return bf16_to_f32(parts) if type_.startswith("bf16") else parts.view(TYPES[type_.removesuffix("x2")])
 
 
 def words(parts: Values) -> Values:
-    """The reverse for 16-bit parts."""
+    """Joins two 16-bit parts to each 32-bit word; reverses `halves`."""
     return np.ascontiguousarray(parts).view(np.uint32).reshape(-1)

@@ -1,32 +1,28 @@
 """`wgmma`: matrix products of four warps that read shared memory themselves, from the PTX ISA.
 
-Until its group is waited for nobody may use the result of a product, except by moving it to another register, or
-change what it reads.
+Before a wait for its group, the result of a product may only be moved to another register, and shared memory that the
+product reads must not change.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from functools import cache
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 
 from .matrix import GROUP, PLACE, numbers
-from .parse import Address, Immediate, Instruction, Register, Vector
-from .values import SHARED_BASE, PtxError, Reader, UnknownInstruction, Values, reader
-
-if TYPE_CHECKING:
-    from .block import Block, Step
-    from .shared_memory import SharedMemory
+from .operands import Reader, reader
+from .parse import Immediate, Instruction, Vector
+from .state import BlockState, Step
+from .values import SHARED_BASE, PtxError, UnknownInstruction, Values
 
 # bytes of a row of the swizzled pattern, by the two highest bits of a descriptor
 SWIZZLES = {1: 128, 2: 64, 3: 32}
 
 
 def warpgroup(instruction: Instruction) -> Step | None:
-    """What executes an instruction; None where it is of another kind."""
+    """Returns the step of an instruction, or None if it is of another kind."""
     opcode = instruction.opcode
     if opcode.startswith("fence.proxy.async"):
         return lambda block, mask: block.shared.fence()
@@ -42,70 +38,8 @@ def warpgroup(instruction: Instruction) -> Step | None:
     return _product(instruction)
 
 
-class Products:
-    """What products of one block are under way, by groups that are numbered as they are committed.
-
-    Attributes:
-        registers: group of every register that holds a result which is not there yet.
-    """
-
-    def __init__(self) -> None:
-        self.registers: dict[int, int] = {}
-        self._open = 0
-        self._reading: list[tuple[int, Values]] = []
-
-    def begin(self, results: Iterable[Register], offsets: Iterable[Values], shared: SharedMemory) -> None:
-        self.registers |= {register.index: self._open for register in results}
-        for at in offsets:
-            self._reading.append((self._open, at))
-            shared.hold(at)
-
-    def commit(self) -> None:
-        self._open += 1
-
-    def wait(self, pending: int, shared: SharedMemory) -> None:
-        """Ends all groups but the newest `pending`."""
-        done = self._open - pending
-        self.registers = {index: group for index, group in self.registers.items() if group >= done}
-        self._reading = [(group, at) for group, at in self._reading if group >= done]
-        shared.release()
-        for _, at in self._reading:
-            shared.hold(at)
-
-    def check(self, instruction: Instruction) -> None:
-        """Before an instruction: it must not read a result that is not there; what it moves is not there either.
-
-        Raises:
-            PtxError: it does.
-        """
-        early = [self.registers[index] for index in sources(instruction) if index in self.registers]
-        if instruction.opcode.startswith("mov."):
-            target = instruction.operands[0]
-            for register in target.parts if isinstance(target, Vector) else (target,):
-                self.registers.pop(register.index, None)
-                if early:
-                    self.registers[register.index] = max(early)
-        elif early and not instruction.opcode.startswith("wgmma.mma_async"):
-            raise PtxError("the result of a matrix product is read before it was waited for")
-
-
-@cache
-def sources(instruction: Instruction) -> tuple[int, ...]:
-    """Registers that an instruction reads."""
-    found: list[int] = [] if instruction.guard is None else [instruction.guard[0].index]
-    first = 0 if instruction.opcode.startswith(("st", "cp", "bra")) else 1
-    for position, operand in enumerate(instruction.operands):
-        parts = operand.parts if isinstance(operand, Vector) else (operand,)
-        for part in parts:
-            if isinstance(part, Address):
-                found += [part.base.index] if isinstance(part.base, Register) else []
-            elif isinstance(part, Register) and position >= first:
-                found.append(part.index)
-    return tuple(found)
-
-
-def _all_together(act: Callable[[Block], None]) -> Step:
-    def step(block: Block, mask: Values | None) -> None:
+def _all_together(act: Callable[[BlockState], None]) -> Step:
+    def step(block: BlockState, mask: Values | None) -> None:
         if mask is not None:
             raise UnknownInstruction("wgmma where the block has branched apart")
         act(block)
@@ -129,7 +63,7 @@ def _product(instruction: Instruction) -> Step:
     descriptor = reader(right, "u64")
     left_readers = [reader(part, "b32") for part in left.parts] if in_registers else [reader(left, "u64")]
 
-    def multiply(block: Block) -> None:
+    def multiply(block: BlockState) -> None:
         wanted = block.spread(accumulate(block))
         if wanted.any() != wanted.all():
             raise PtxError("threads disagree on whether a matrix product adds")
@@ -170,7 +104,7 @@ def _rows(words: Values, type_: str) -> Values:
 
 
 def _from_shared(
-    block: Block, descriptor: Reader, threads: slice, count: int, transposed: bool, type_: str
+    block: BlockState, descriptor: Reader, threads: slice, count: int, transposed: bool, type_: str
 ) -> tuple[Values, Values]:
     """[count, 16] numbers of a matrix in shared memory, the second dimension the one that is summed over; offsets."""
     given = block.spread(descriptor(block))[threads]

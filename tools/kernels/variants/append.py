@@ -1,4 +1,4 @@
-"""What the ahead-of-time report compiles of the append kernel."""
+"""Variants of the append kernel for the ahead-of-time report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ahead-of-time report compiles of the compaction kernels."""
+"""Variants of the compaction kernels for the ahead-of-time report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ahead-of-time report compiles of the decode attention kernels."""
+"""Variants of the decode attention kernels for the ahead-of-time report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ahead-of-time report compiles of the prompt attention kernels."""
+"""Variants of the prompt attention kernels for the ahead-of-time report."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ EXTENT_TOKENS = 1024
 
 
 def variants() -> list[KernelVariant]:
-    """Every kernel with the tiles of every target, for the common types and features."""
+    """Returns every kernel with the tiles of every target, for the common types and features."""
     found = record(_extents)
     for target in TARGETS:
         for dtype, dim, features in SHIPPED:
@@ -99,14 +99,14 @@ def _first(
     features: Sequence[str],
     layout: PageLayout | None,
 ) -> list[KernelVariant]:
-    """The first launch of each wanted kernel: of those of `column_scores`, that over a dense past."""
+    """Returns the first launch of each wanted kernel; the first of `column_scores` is the one over a dense past."""
     recorded = record(_attend, dtype, dim, features, layout, targets=(target,))
     first = {variant.name: variant for variant in reversed(recorded)}
     return [first[name].named(f"{name}-{suffix}") for name in wanted]
 
 
 def _attend(dtype: torch.dtype, dim: int, features: Sequence[str], layout: PageLayout | None) -> None:
-    """A prompt over a past stored as `layout` says, if any."""
+    """Launches a prompt over a past that is stored in `layout`, if there is one."""
     rows = BATCH, KV_HEADS
     new = torch.empty(*rows, TOKENS, dim, dtype=dtype)
     there = torch.empty(*rows, TOKENS, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""What the ahead-of-time report compiles of the kernels that store, load and move tokens."""
+"""Variants of the kernels that store, load and move tokens, for the ahead-of-time report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ahead-of-time report compiles of the kernels that round keys."""
+"""Variants of the kernels that round keys, for the ahead-of-time report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ahead-of-time report compiles of the kernels that store a prompt by thresholds."""
+"""Variants of the kernels that store a prompt by thresholds, for the ahead-of-time report."""
 
 from __future__ import annotations
 

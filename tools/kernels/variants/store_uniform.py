@@ -1,4 +1,4 @@
-"""What the ahead-of-time report compiles of the kernels that store a prompt without choosing tokens."""
+"""Variants of the kernels that store a prompt without choosing tokens, for the ahead-of-time report."""
 
 from __future__ import annotations
 

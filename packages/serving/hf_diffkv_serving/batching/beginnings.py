@@ -1,8 +1,8 @@
-"""Where prompts are cut, so that what several requests begin with is computed once and kept.
+"""Cuts prompts into parts, so that a beginning that several requests share is computed once and kept.
 
-The state after a request's first tokens cannot be had from that of more of them (docs/prefixes.md). So it is kept
-where a forward ends: a prompt that is cut is computed in parts. Whoever brings a request may mark where, as after a
-system message; and where a request begins like one before it, what they have in common is a part.
+The state after a request's first tokens cannot be derived from the state after more of them (docs/prefixes.md). It is
+therefore kept at the end of a forward, and a prompt that is cut is computed in parts. The sender of a request may mark
+cuts, for example after a system message. If a request begins like an earlier one, their common beginning is a part.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Beginnings:
     """The cuts of requests that are not done, by name, and the prompts that came last.
 
     Args:
-        most_tokens: of prompts that are remembered.
+        most_tokens: most tokens of all remembered prompts together.
     """
 
     def __init__(self, most_tokens: int = MOST_REMEMBERED) -> None:
@@ -71,11 +71,11 @@ class Beginnings:
             known.clear()
 
     def resume(self, name: str, tokens: int) -> None:
-        """A request begins with so many tokens that were kept."""
+        """Notes that the first `tokens` tokens of a request were kept."""
         self._resumed[name] = tokens
 
     def next_cut(self, name: str, position: int) -> int | None:
-        """Where the next part of a request ends that has been computed up to `position`; None at its prompt's end."""
+        """Returns the end of the next part of a request computed up to `position`, or None at its prompt's end."""
         cuts = self._cuts.get(name, [])
         resumed = self._resumed.get(name, 0)
         least = resumed + FEWEST_TOKENS - 1 if resumed else 0
@@ -83,16 +83,16 @@ class Beginnings:
         return cuts[place] if place < len(cuts) else None
 
     def is_cut(self, name: str, position: int) -> bool:
-        """Whether a part of a request ends there."""
+        """Returns whether a part of a request ends at `position`."""
         return self.next_cut(name, position - 1) == position
 
     def without_twins(self, waiting: Sequence[str], kept: Mapping[str, int], under_way: Mapping[str, int]) -> list[str]:
-        """Those of `waiting` that need not wait for another request to compute a part that they begin with as well.
+        """Returns the requests that need not wait for another one to compute a part that they begin with as well.
 
         Args:
-            waiting: in the order in which they are let in.
-            kept: tokens that are kept of what some of them begin with.
-            under_way: how far the prompts of others are computed.
+            waiting: names of waiting requests, in the order in which they are let in.
+            kept: number of first tokens that are kept, for some of them.
+            under_way: number of prompt tokens that are computed, for each other request.
         """
         ahead, found = dict(under_way), []
         for name in waiting:
@@ -103,7 +103,7 @@ class Beginnings:
         return found
 
     def _computes(self, other: str, position: int, ids: Tensor, known: int) -> bool:
-        """Whether `other`, computed up to `position`, will come to more of what `ids` begins with than `known`."""
+        """Returns whether `other`, computed up to `position`, will reach a common part longer than `known` tokens."""
         prompt = self._prompts.get(other)
         if prompt is None or not _alike(prompt, ids, FEWEST_TOKENS):
             return False
@@ -111,7 +111,10 @@ class Beginnings:
         return any(_alike(prompt, ids, cut) for cut in cuts)
 
     def _shared(self, ids: Tensor) -> int:
-        """Tokens, a multiple of `CUT_STEP`, that `ids` and the prompt most like it begin with; 0 if they are few."""
+        """Returns the length of the longest beginning that `ids` shares with a prompt.
+
+        It is a multiple of `CUT_STEP`, and 0 if the beginning is short.
+        """
         hashes = digests(ids, range(FEWEST_TOKENS, ids.numel() + 1, FEWEST_TOKENS))
         for length, found in sorted(hashes.items(), reverse=True):
             other = self._last.get(found)

@@ -26,17 +26,17 @@ _logger = logging.getLogger("hf_diffkv")
 
 
 class StepCache(PackedCache):
-    """In place of the cache within a captured forward.
+    """Stands in for the cache within a captured forward.
 
     Args:
-        cache: what it stands for.
-        tokens: of the forward.
+        cache: cache that it stands for.
+        tokens: number of tokens of the forward.
 
     Attributes:
-        slots: int64 [tokens], where each token's request is; one more than there are for those of nobody.
-        stepping: bool [slots], which have a token.
-        rehearsing: whether attention touches nothing.
-        mask: stands for all that is to be masked, bool [1, 1, 1, 1]: without one, models look for it on the device.
+        slots: int64 [tokens], slot of each token's request; the number of slots for tokens without a request.
+        stepping: bool [slots], whether the slot has a token.
+        rehearsing: whether attention leaves everything unchanged.
+        mask: bool [1, 1, 1, 1], placeholder for a mask. Without one, models look for padding on the device.
     """
 
     def __init__(self, cache: ContinuousCache, tokens: int) -> None:
@@ -54,7 +54,7 @@ class StepCache(PackedCache):
         softmax: Softmax,
         sliding_window: int | None = None,
     ) -> Tensor:
-        """As `ContinuousCache.attend`."""
+        """Attends like `ContinuousCache.attend`."""
         if self.rehearsing:
             return query.new_zeros(*query.shape[:3], value.shape[3])
         count, given = self._cache.slots.count, []
@@ -109,11 +109,11 @@ class CapturedSteps:
     """Stands in for the model where the engine calls it.
 
     Args:
-        model: called as it is for whatever is not a plain decode step.
-        cache: of the engine.
+        model: model that runs everything but plain decode steps.
+        cache: cache of the engine.
 
     Attributes:
-        captures, replays: how often each happened.
+        captures, replays: number of captured and of replayed steps.
     """
 
     def __init__(self, model: Any, cache: ContinuousCache) -> None:
@@ -161,10 +161,10 @@ class CapturedSteps:
 
 
 def captures_steps(model: Any, cache: ContinuousCache, asked: bool) -> bool:
-    """Whether the engine's decode steps are captured.
+    """Returns whether the engine's decode steps are captured.
 
     Args:
-        asked: by the configuration.
+        asked: whether the configuration asks for it.
     """
     stores = [part.store for part in cache.slots.parts]
     return (

@@ -31,7 +31,7 @@ from .records import Records
 
 
 def _asked() -> Feature:
-    """What the engine calls on its cache."""
+    """Returns the methods that the engine calls on its cache."""
     owner = f"{PagedAttentionCache.__module__}:{PagedAttentionCache.__name__}"
     ours = [name for name, member in vars(ContinuousCache).items() if inspect.isfunction(member)]
     shared = [name for name in ours if hasattr(PagedAttentionCache, name) and not name.startswith("__")]

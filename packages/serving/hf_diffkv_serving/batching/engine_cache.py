@@ -1,12 +1,13 @@
-"""What Transformers' continuous batching engine asks of a cache, answered by slots of compressed stores.
+"""Cache for Transformers' continuous batching engine on slots of compressed stores.
 
-The engine counts memory in blocks of a request; here a block is a page, and what a request will need is an upper bound
-of which the rest is given back after each forward. Names and arguments are those of `PagedAttentionCache`.
+The engine counts memory in blocks of a request. Here a block is a page, and the need of a request is an upper bound
+whose unused rest is given back after each forward. Names and arguments are those of `PagedAttentionCache`.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,21 +30,24 @@ if TYPE_CHECKING:
     from .linear_states import LinearStates
     from .sliding import SlidingWindows
 
+# what stands behind the placeholders of its prompts, which have no images
+TEXT_ALONE: dict[str, Any] = {}
 NO_MEMORY = (MemoryError, torch.OutOfMemoryError)
 _logger = logging.getLogger("hf_diffkv")
 
 
 @dataclass(frozen=True)
 class ServingMemory:
-    """What continuous batching holds at this moment.
+    """Memory of continuous batching at this moment.
 
     Attributes:
-        requests: in flight, prompts under way included. slots: made so far; they become more, and fewer, as is needed.
+        requests: number of requests in flight, including prompts under way.
+        slots: number of slots, which grows and shrinks with the need.
         longest: tokens of the longest request that is admitted.
-        held_bytes: windows, tables, scratch, and the pages that requests have.
-        peak_bytes: the most that the device held after any forward, free pages included: those that there are stay for
-            later requests. max_bytes: the budget.
-        free_share: of the pages that the budget allows beside the slots, how many nobody has; 0 to 1.
+        held_bytes: bytes of windows, tables, scratch memory, and the pages of requests.
+        peak_bytes: most bytes on the device after any forward, including free pages, which stay for later requests.
+        max_bytes: budget in bytes.
+        free_share: free share, 0 to 1, of the pages that the budget allows beside the slots.
     """
 
     requests: int
@@ -57,11 +61,13 @@ class ServingMemory:
 
 @dataclass(frozen=True)
 class ServingStatistics:
-    """What continuous batching is doing at this moment, and has done since it was started.
+    """State of continuous batching at this moment, and counts since its start.
 
     Attributes:
-        memory: what it holds. waiting: requests that have no memory yet, preempted ones included.
-        prompt_tokens: computed of prompts, anew after a preemption. generated_tokens: handed out.
+        memory: memory at this moment.
+        waiting: number of requests without memory, including preempted ones.
+        prompt_tokens: number of computed prompt tokens; a preempted request counts anew.
+        generated_tokens: number of tokens handed out.
     """
 
     memory: ServingMemory
@@ -71,17 +77,18 @@ class ServingStatistics:
 
 
 class _Pool:
-    """What the scheduler calls before it forms a batch, and the processor before it forks."""
+    """Pool that the scheduler calls before it forms a batch, and the processor before it forks."""
 
-    def __init__(self, slots: Slots) -> None:
-        self._slots = slots
+    def __init__(self, cache: ContinuousCache) -> None:
+        self._cache = cache
 
     def try_to_free_sectors(self) -> None:
-        self._slots.settle()
+        self._cache.slots.settle()
+        self._cache.publish()
 
 
 class _Allocator:
-    """What is asked of the layers of one kind; there is one kind."""
+    """Allocator for the layers of one kind; there is one kind."""
 
     layer_type = "full_attention"
     index = 0
@@ -134,9 +141,11 @@ class ContinuousCache(PackedCache):
         self.num_blocks = sum(part.max_pages for part in slots.parts)
         # the engine asks for it to swap blocks out, which is not done here
         self.bytes_per_sector = max(part.store.layout.page_bytes for part in slots.parts)
-        self.pool = _Pool(slots)
+        self.pool = _Pool(self)
         self.cache_allocators = {_Allocator.layer_type: _Allocator(self)}
         self.peak_bytes = self.bytes
+        # what was held when the engine last had nothing under way, and the thread that found it out
+        self._published: tuple[ServingMemory, int] | None = None
         # a `PrefixStore`, where prefixes are kept
         self.prefixes: Any = None
         self.beginnings = Beginnings()
@@ -160,23 +169,35 @@ class ContinuousCache(PackedCache):
 
     @property
     def places(self) -> int:
-        """Requests that there may be beside those that hold something."""
+        """Number of requests that may come beside those that hold memory."""
         return self.slots.room.most - len(self._slot_of)
 
     def memory(self) -> ServingMemory:
-        """What is held; may be asked by any thread, and changes nothing."""
+        """Returns the memory at this moment, for other threads than the engine's after its last finished step."""
+        published = self._published
+        if published is None or published[1] == threading.get_ident():
+            return self._measured()
+        return published[0]
+
+    def publish(self) -> None:
+        """Shows other threads the memory of this moment, when nothing is under way."""
+        self._published = (self._measured(), threading.get_ident())
+
+    def _measured(self) -> ServingMemory:
         slots = self.slots
-        free = 1 - int(slots.used_pages.sum()) / max(1, int(slots.max_pages.sum()))
         pools = [part.store.pool for part in slots.parts]
-        held = self.bytes - sum(pool.free_list.free * pool.page_bytes for pool in pools)
-        sizes = (held, self.peak_bytes, slots.max_bytes, free)
+        # each is a look at the device
+        free = [pool.free_list.free for pool in pools]
+        used = sum(pool.capacity - 1 - pages for pool, pages in zip(pools, free))
+        held = self.bytes - sum(pages * pool.page_bytes for pool, pages in zip(pools, free))
+        sizes = (held, self.peak_bytes, slots.max_bytes, 1 - used / max(1, int(slots.max_pages.sum())))
         return ServingMemory(len(self._slot_of), slots.count, slots.longest, *sizes)
 
     def check_request(self, prompt_tokens: int, max_new_tokens: int | None) -> int:
-        """How many new tokens a request may have, where there is room for it by itself.
+        """Returns the number of new tokens that a request may have if it is alone.
 
         Args:
-            max_new_tokens: None takes as many as there is room for.
+            max_new_tokens: most new tokens; None for as many as there is room for.
 
         Raises:
             ValueError: there is not enough room, or no prompt.
@@ -220,7 +241,7 @@ class ContinuousCache(PackedCache):
         return slot
 
     def _make_room(self, slot: int | None, tokens: int, shared: int = 0) -> bool:
-        """As `Slots.make_room`; requests are found in the slots that they have moved to."""
+        """Calls `Slots.make_room`, and notes the new slots of requests that were moved."""
         made = self.slots.make_room(slot, tokens, shared)
         for old, new in self.slots.take_moves():
             name = next(name for name, place in self._slot_of.items() if place == old)
@@ -253,6 +274,7 @@ class ContinuousCache(PackedCache):
             self.slots.release(slot)
             if self.sliding is not None:
                 self.sliding.release(request_id)
+            self.publish()
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
         for request_id in list(self._slot_of):
@@ -261,6 +283,7 @@ class ContinuousCache(PackedCache):
         self._prompts, self._expected = {}, {}
         self.beginnings.clear()
         self.slots.settle()
+        self.publish()
 
     def reset(self) -> None:
         self.free_all_requests()
@@ -283,7 +306,7 @@ class ContinuousCache(PackedCache):
         self._prompts = {name: self._prompts.get(name, torch.tensor(ids)) for name, ids in waiting.items()}
         found = [ExpectedPrefix()] * len(waiting)
         try:
-            found = self.prefixes.look_ahead(list(self._prompts.values()), load)
+            found = self.prefixes.look_ahead(list(self._prompts.values()), load, [TEXT_ALONE] * len(waiting))
         except OSError as error:
             _logger.warning("prefixes cannot be looked up: %s", error)
         self._expected = dict(zip(self._prompts, found))
@@ -302,7 +325,7 @@ class ContinuousCache(PackedCache):
             self._no_room = expected > 0
             return 0
         try:
-            cache = self.prefixes.lookup(prompt)
+            cache = self.prefixes.lookup(prompt, TEXT_ALONE)
         except NO_MEMORY as error:
             _logger.warning("a prefix that is kept cannot be used, its tokens are computed: %s", error)
             return 0
@@ -391,12 +414,12 @@ class ContinuousCache(PackedCache):
         softmax: Softmax,
         sliding_window: int | None = None,
     ) -> Tensor:
-        """Attention of a layer.
+        """Computes attention of a layer.
 
         Args:
-            sliding_window: what the model says of this layer; which layers have one is known.
+            sliding_window: window that the model passes; unused, as the layers' windows are known.
 
-        Other arguments and result as in `Slots.attend`.
+        Other arguments and the result are those of `Slots.attend`.
         """
         self._begin()
         place = self._place_of.get(layer)
@@ -439,7 +462,7 @@ class ContinuousCache(PackedCache):
         self.slots.begin(forward)
 
     def take_failures(self) -> dict[str, Exception]:
-        """What went wrong in the forward that has just run, by request.
+        """Returns and forgets the errors of the forward that has just run, by request.
 
         Raises:
             HandOverError: the forward did not attend through this cache.

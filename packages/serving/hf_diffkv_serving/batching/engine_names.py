@@ -1,4 +1,4 @@
-"""What of Transformers' continuous batching engine is relied on.
+"""Names of Transformers' continuous batching engine that this package uses.
 
 Importing this module raises `ImportError` where a release has another engine (`compat.BATCHING`).
 """
@@ -34,9 +34,9 @@ _resolving = threading.Lock()
 
 @contextmanager
 def knowing_layers() -> Iterator[None]:
-    """Has the engine pass over layers that are neither full nor sliding attention while it resolves its options.
+    """Makes the engine skip layers that are neither full nor sliding attention while it resolves its options.
 
-    It looks for layers that its own kernels cannot read, refuses those of other kinds, and does not ask its cache.
+    The engine looks for layers that its own kernels cannot read. It refuses other kinds without asking its cache.
     """
 
     def known(config: Any) -> dict[str, list[int]]:
@@ -79,5 +79,5 @@ CHILD = "__child#"
 
 
 def children(request_id: str, count: int) -> list[str]:
-    """What the engine calls the answers to a prompt beside the first."""
+    """Returns the engine's names of a prompt's answers after the first."""
     return [f"{request_id}{CHILD}{i}" for i in range(count)]

@@ -1,4 +1,4 @@
-"""What the requests that are there began with, so that another one may share their pages."""
+"""First tokens of the requests in flight, so that another request may share their pages."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class FirstTokens:
         self._keys: dict[str, Key] = {}
 
     def add(self, name: str, input_ids: Tensor) -> None:
-        """A request has come whose prompt is `input_ids`, int64 [tokens]."""
+        """Adds a request with the prompt `input_ids`, int64 [tokens]."""
         key = self._keys[name] = _key(input_ids)
         self._prompts.setdefault(key, {})[name] = input_ids
 
     def copy(self, name: str, to: str) -> None:
-        """A request goes on as another one does, if that is known."""
+        """Adds the request `to` with the prompt of another one, if that is known."""
         if name in self._keys:
             self.add(to, self._prompts[self._keys[name]][name])
 
     def remove(self, name: str) -> None:
-        """A request is gone, if it was known."""
+        """Removes a request, if it is known."""
         key = self._keys.pop(name, None)
         if key is not None:
             del self._prompts[key][name]
@@ -38,10 +38,10 @@ class FirstTokens:
                 del self._prompts[key]
 
     def alike(self, input_ids: Tensor, seen: Callable[[str], int]) -> tuple[str | None, int]:
-        """The request that has most of its first tokens in common with `input_ids`, and how many; None where none has.
+        """Returns the request that shares the most first tokens with `input_ids` and their number; None and 0 if none.
 
         Args:
-            seen: how many tokens of a request there are at this moment.
+            seen: function from a request's name to the number of its tokens at this moment.
         """
         found: tuple[str | None, int] = (None, 0)
         for name, prompt in self._prompts.get(_key(input_ids), {}).items():

@@ -18,10 +18,10 @@ class GrowingTensor:
     """A tensor [layers, ...] in memory that grows in place where the device allows it.
 
     Args:
-        first: what it is at first; copied.
+        first: first content, which is copied.
 
     Attributes:
-        tensor: as it is now; another object after each `resize`.
+        tensor: current tensor; another object after each `resize`.
     """
 
     def __init__(self, first: Tensor) -> None:
@@ -31,7 +31,7 @@ class GrowingTensor:
 
     @property
     def granularity(self) -> int:
-        """Memory is taken in multiples of so many bytes; 0 where it does not matter."""
+        """Bytes of which memory is taken in multiples; 0 if it does not matter."""
         return self._memory.granularity
 
     @property
@@ -48,7 +48,7 @@ class GrowingTensor:
         """Makes the tensor `shape`, with as many layers as before.
 
         Args:
-            place: called with each layer's index, its new tensor, of zeros, and a copy of its old one.
+            place: function that is called with each layer's index, its new tensor of zeros, and a copy of its old one.
 
         Raises:
             MemoryError: the device has no memory; nothing has changed then.

@@ -40,7 +40,7 @@ class LinearModule:
         self._taken = False
 
     def take_over(self, run: Callable[[LinearModule, Tensor], Tensor]) -> None:
-        """Has `run` called with this object and packed hidden states, [1, tokens, hidden], in the place of forward."""
+        """Replaces the module's forward by `run`, called with this object and hidden states [1, tokens, hidden]."""
         self.give_back()
         self._forward = self.module.__dict__.get("forward")
 
@@ -51,7 +51,7 @@ class LinearModule:
         self._taken = True
 
     def give_back(self) -> None:
-        """Has the module run as the model has it."""
+        """Gives the module its own forward back."""
         if not self._taken:
             return
         self._taken = False
@@ -65,7 +65,7 @@ class LinearModule:
 
         Args:
             hidden_states: [rows, tokens, hidden].
-            states: of the same rows, or without any yet.
+            states: states of the same rows, or empty.
 
         Returns:
             [rows, tokens, hidden].

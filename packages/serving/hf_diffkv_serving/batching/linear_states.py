@@ -45,11 +45,11 @@ class LinearStates:
         return sum(state.nbytes for state in self._held.values())
 
     def bytes_for(self, slots: int, tokens: int) -> int:
-        """As `slot_room.PerSlot`. While there become more, or fewer, one layer's are held twice."""
+        """Implements `slot_room.PerSlot`. During a change of their number, one layer's states are held twice."""
         return slots * self._slot_bytes + max(state.nbytes for state in self._held.values())
 
     def resize(self, slots: int, tokens: int) -> None:
-        """As `slot_room.PerSlot`."""
+        """Implements `slot_room.PerSlot`."""
         for name, state in self._held.items():
             kept = min(slots, state.shape[0])
             if kept < max(slots, state.shape[0]):
@@ -57,7 +57,7 @@ class LinearStates:
                 fresh[:kept] = state[:kept]
 
     def move(self, slot: int, to: int) -> None:
-        """As `slot_room.PerSlot`."""
+        """Implements `slot_room.PerSlot`."""
         self.fork(slot, to)
 
     def fork(self, slot: int, twin: int) -> None:

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig
 
+from hf_diffkv.cache.continuous_batching import check_no_call
 from hf_diffkv.cache.devices import TensorParallel
-from hf_diffkv.cache.diffkv_cache import resolve_config
 from hf_diffkv.cache.errors import HandOverError, UnsupportedModelError
-from hf_diffkv.cache.registration import cache_fields, set_attention
+from hf_diffkv.cache.registration import cache_fields
+from hf_diffkv.cache.resolve import resolve_config
+from hf_diffkv.cache.switching import set_attention
 from hf_diffkv.compat import attention_of, can_switch
 from hf_diffkv.import_hook import PAGED_NAME
 from hf_diffkv.store.query_moments import moments_for
@@ -61,11 +63,11 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
     """A `ContinuousBatchingManager` whose cache is compressed; made by `init_continuous_batching` and all that call it.
 
     Args:
-        model: the model.
-        fields: of `DiffKVConfig`, or one under "config"; its `max_bytes` is the budget.
-        generation_config, continuous_batching_config, workload_hints: of Transformers. `max_requests_per_batch`
-            limits the requests in flight, `max_memory_percent` is the share of free memory that is the budget where
-            `max_bytes` is not given.
+        model: model to run.
+        fields: fields of `DiffKVConfig`, or a `DiffKVConfig` under "config". `max_bytes` is the budget.
+        generation_config, continuous_batching_config, workload_hints: options of Transformers.
+            `max_requests_per_batch` limits the requests in flight. Without `max_bytes`, `max_memory_percent` of the
+            free memory is the budget.
 
     Raises:
         UnsupportedModelError, HandOverError: the model cannot be batched continuously with this cache.
@@ -112,7 +114,12 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
             raise
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
-        """Switches `model` to the packed attention, and notes what it had."""
+        """Switches `model` to the packed attention, and notes what it had.
+
+        Raises:
+            ModelInUseError: a `generate()` call needs another attention of it.
+        """
+        check_no_call(model)
         current = attention_of(model.config.get_text_config(decoder=True))
         if current != PAGED_NAME:
             if not can_switch(model):
@@ -132,8 +139,13 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
             raise HandOverError("the model ran while its manager held no requests; stop the manager before using it.")
         return self._cache.run_linear(module, hidden_states)
 
+    @property
+    def replaces_layers(self) -> bool:
+        """Whether layers of the model run differently while the manager has it."""
+        return bool(self._modules)
+
     def start(self) -> None:
-        """As Transformers'; also after a `stop`."""
+        """Starts the manager, also again after a `stop`."""
         if not self.is_running():
             self.switch_to_cb_friendly_attn(self.model)
         self._start_moving()
@@ -147,7 +159,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
             set_attention(self.model, name)
 
     def warmup(self) -> None:
-        """As Transformers'; the model has its attention back where it fails."""
+        """Warms up, and restores the model's attention if that fails."""
         try:
             super().warmup()
         except BaseException:
@@ -155,7 +167,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
             raise
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
-        """As Transformers'; the model has its attention back when the last forward has run."""
+        """Stops the manager, and restores the model's attention once the last forward has run."""
         self._stopping = True
         super().stop(*args, **kwargs)
         if self.batch_processor is None:
@@ -183,11 +195,11 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         boundaries: Iterable[int] = (),
         **logit_processor_kwargs: Any,
     ) -> str | None:
-        """As Transformers'; the record of a request with a name goes to `records.brought` of the context as well.
+        """Adds a request. The record of a named one is also added to `records.brought` of the context.
 
         Args:
-            boundaries: where prefixes are kept, numbers of tokens that others may begin with: the prompt is computed in
-                parts that end there.
+            boundaries: numbers of first tokens that other requests may share. If prefixes are kept, the prompt is
+                computed in parts that end there.
 
         Raises:
             ValueError: a boundary that is not within the prompt.
@@ -219,14 +231,14 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         boundaries: Iterable[int] = (),
         **options: Any,
     ) -> RequestRecord:
-        """Brings a request that says itself how its tokens are chosen; what it gives is routed as by `add_request`.
+        """Adds a request with its own sampling. Its outputs are routed as by `add_request`.
 
         Args:
-            sampling: how its tokens are chosen.
-            max_new_tokens: most that each answer has.
-            boundaries: as in `add_request`.
-            **options: other fields of the engine's `RequestState`. `num_children` is how many answers there are beside
-                the first; `engine_names.children` has their names, and the prompt is computed once.
+            sampling: sampling of its tokens.
+            max_new_tokens: most tokens of each answer.
+            boundaries: boundaries for `add_request`.
+            **options: other fields of the engine's `RequestState`. `num_children` is the number of answers after the
+                first. `engine_names.children` has their names, and the prompt is computed once.
 
         Returns:
             The record of the first answer, which has the prompt's tokens.
@@ -234,7 +246,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         Raises:
             RuntimeError: the engine is stopped or failed.
             queue.Full: `max_queue_size` requests have not reached the engine yet.
-            ValueError: as `add_request`.
+            ValueError: a boundary that is not within the prompt.
         """
         marks = check_marks(boundaries, len(input_ids))
         reason = self.background_thread_status.can_accept_new_requests()
@@ -262,7 +274,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         Unlike after `cancel_request` an output comes: a finished one, with the tokens so far.
 
         Args:
-            finish_reason: for its record.
+            finish_reason: finish reason for its record.
         """
         record = self.records.get(request_id)
         if record is not None:
@@ -289,11 +301,11 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         super()._handle_critical_error(error, batch_processor)
 
     def memory(self) -> ServingMemory | None:
-        """What is held now; None where nothing runs."""
+        """Returns the memory at this moment, or None if nothing runs."""
         return None if self._cache is None else self._cache.memory()
 
     def use_prefixes(self, prefixes: Any) -> None:
-        """Has requests begin with what earlier ones left, and leave what they hold at their end.
+        """Lets requests begin with prefixes of earlier ones, and keeps prefixes at their end.
 
         Args:
             prefixes: a `PrefixStore` of this model and configuration.
@@ -330,7 +342,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
             self.prefixes.stop()
 
     def statistics(self) -> ServingStatistics | None:
-        """What is being done; None where nothing runs. May be asked by any thread."""
+        """Returns the statistics, or None if nothing runs. It may be called by any thread."""
         memory, processor = self.memory(), self.batch_processor
         if memory is None:
             return None
@@ -339,7 +351,7 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
 
     @property
     def waiting(self) -> int:
-        """Requests that have no memory yet. May be asked by any thread, as `places`."""
+        """Number of requests without memory. Any thread may read it, and `places` too."""
         return self.input_queue.qsize() + self._held_up
 
     @property
@@ -352,13 +364,13 @@ class DiffKVBatchingManager(ContinuousBatchingManager):
         return 0 if self.batch_processor is None else len(self.batch_processor.scheduler.waiting_requests)
 
     def check_request(self, prompt_tokens: int, max_new_tokens: int | None) -> int:
-        """As `ContinuousCache.check_request`, before anything is added. Raises `ValueError` also where nothing runs."""
+        """Calls `ContinuousCache.check_request` before anything is added. Raises `ValueError` if nothing runs, too."""
         if self._cache is None:
             raise ValueError("the manager is stopped; start it before adding requests.")
         return self._cache.check_request(prompt_tokens, max_new_tokens)
 
     def _ranks(self) -> Ranks:
-        """Those that share the model's heads with this process, with the engine's group for what they tell each other.
+        """Returns the ranks that share the model's heads, with the engine's process group for their exchange.
 
         Raises:
             UnsupportedModelError: the engine knows of other ranks than the model's weights do.
@@ -435,7 +447,7 @@ def make_manager(
     continuous_batching_config: ContinuousBatchingConfig | None = None,
     workload_hints: Any = None,
 ) -> DiffKVBatchingManager:
-    """What `init_continuous_batching` returns for `cache_implementation="diffkv"`; arguments as in the manager."""
+    """Returns the manager of `init_continuous_batching` for `cache_implementation="diffkv"`, with its arguments."""
     fields = cache_fields(generation_config.cache_config)
     generation_config = copy.deepcopy(generation_config)
     if generation_config.eos_token_id is None:
@@ -445,7 +457,7 @@ def make_manager(
 
 
 def _checked_options(given: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
-    """A copy of what the user asks of the engine, without what this cache has no use for.
+    """Copies the user's options of the engine, without those that this cache has no use for.
 
     Raises:
         ValueError: something that is not there is asked for.

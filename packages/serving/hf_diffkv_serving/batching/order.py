@@ -1,4 +1,4 @@
-"""Which of the requests that wait in continuous batching gets memory first."""
+"""Order in which the waiting requests of continuous batching get memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class AdmissionOrder:
     has to be brought there; among equals, and beyond `LOOK_AHEAD`, the one that came first.
 
     Args:
-        most_overtaken: once so many later ones have got memory before a request, no other gets any until it has.
+        most_overtaken: number of later requests that may get memory before a request; then it is the next one.
     """
 
     def __init__(self, most_overtaken: int = MOST_OVERTAKEN) -> None:
@@ -25,12 +25,12 @@ class AdmissionOrder:
         self._overtaken: dict[str, int] = {}
 
     def sort(self, waiting: Sequence[str], expected: Mapping[str, ExpectedPrefix], busy: bool = False) -> list[str]:
-        """Those to be given memory, in this order.
+        """Returns the requests to give memory to, in order.
 
         Args:
-            waiting: names, in the order in which they came.
-            expected: what is known of the prefixes of some.
-            busy: there are others to be computed, so those whose prefix is being loaded are left out.
+            waiting: names in the order of arrival.
+            expected: expected prefixes of some of them.
+            busy: whether there are other requests to compute; requests whose prefix is being loaded are then left out.
         """
         for name in waiting:
             if self._overtaken.get(name, 0) >= self.most_overtaken:
@@ -40,7 +40,7 @@ class AdmissionOrder:
         return sorted(waiting, key=lambda name: _turn(expected.get(name)))
 
     def note(self, waiting: Sequence[str], admitted: Collection[str]) -> None:
-        """Says which of those that waited, in the order in which they came, have got memory."""
+        """Notes which of the waiting requests, in the order of arrival, have got memory."""
         overtaken, later = {}, 0
         for name in reversed(waiting):
             if name in admitted:

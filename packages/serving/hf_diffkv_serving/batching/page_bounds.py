@@ -1,4 +1,4 @@
-"""How many pages the tokens of a request take at most."""
+"""Upper bounds on the pages of a request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class PageBounds:
-    """Of one store.
+    """Upper bounds on the pages of requests in one store.
 
     Attributes:
         exact: tokens that a request has before the first one leaves its window.
@@ -22,23 +22,24 @@ class PageBounds:
     selects: bool
 
     def rows(self, tokens: int) -> np.ndarray:
-        """Int64 [layers, heads], pages of each row of a request of `tokens` tokens."""
+        """Returns int64 [layers, heads], pages of each row of a request of `tokens` tokens."""
         stored = max(0, tokens - self.exact)
         return -(-stored // self.page_tokens) + (self.selects and stored > 0)
 
     def pages(self, tokens: int) -> int:
-        """Pages of a request of `tokens` tokens."""
+        """Returns the pages of a request of `tokens` tokens."""
         return int(self.rows(tokens).sum())
 
     def full_pages(self, tokens: int) -> int:
-        """Pages that are full in a request of `tokens` tokens at least; for stores in which nothing is chosen."""
+        """Returns the least number of full pages in a request of `tokens` tokens, if no tokens are chosen."""
         return int((max(0, tokens - self.exact) // self.page_tokens).sum())
 
     def more(self, seen: int, tokens: int, held: int, step: int) -> int:
-        """Pages that `tokens` more tokens of a request that has seen `seen` take at most.
+        """Returns the most pages that `tokens` more tokens of a request that has seen `seen` take.
 
         Args:
-            held: pages that it has. step: that its next token may need, once tokens leave its window.
+            held: pages that the request has.
+            step: pages that its next token may need once tokens leave its window.
         """
         if seen and tokens == 1:
             return step if seen >= self.exact else 0

@@ -1,7 +1,7 @@
-"""What the ranks of a tensor-parallel model tell each other, so that all of them decide alike.
+"""Exchange between the ranks of a tensor-parallel model, so that all of them decide alike.
 
-Every rank schedules for itself, as in Transformers' engine, on the same requests. But a rank's heads may hold other
-pages than another's, so each knows the numbers of all. They travel over the engine's group for CPU tensors: nothing
+Every rank schedules the same requests for itself, as in Transformers' engine. A rank's heads may hold other pages than
+another's, so each rank knows the numbers of all. They travel over the engine's group for CPU tensors, so that nothing
 waits for the device.
 """
 
@@ -25,10 +25,10 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that share out the heads of a model; by default it is alone.
+    """This process among those that share the heads of a model; by default it is alone.
 
     Attributes:
-        parallel: with a process group for CPU tensors.
+        parallel: ranks and their process group for CPU tensors.
     """
 
     parallel: TensorParallel = TensorParallel()
@@ -51,7 +51,7 @@ class Ranks:
         return int(shared)
 
     def all_of(self, mine: Sequence[bool]) -> list[bool]:
-        """Which of as many answers on each rank are True on all."""
+        """Returns, for each of as many answers on every rank, whether it is True on all ranks."""
         if self.alone:
             return list(mine)
         shared = torch.tensor([int(answer) for answer in mine])
@@ -59,7 +59,7 @@ class Ranks:
         return [bool(answer) for answer in shared]
 
     def others(self, mine: Any) -> list[Any]:
-        """What every other rank has in the place of `mine`, which can be pickled, by rank."""
+        """Returns the other ranks' values of `mine`, which must be picklable, by rank."""
         if self.alone:
             return []
         found: list[Any] = [None] * self.parallel.size
@@ -67,7 +67,7 @@ class Ranks:
         return found[: self.parallel.rank] + found[self.parallel.rank + 1 :]
 
     def other_numbers(self, mine: np.ndarray) -> np.ndarray:
-        """`others` for int64 [...], as many numbers on each rank; int64 [ranks - 1, ...]."""
+        """Returns `others` for int64 [...] of one shape on all ranks: int64 [ranks - 1, ...]."""
         if self.alone:
             return mine[None][:0]
         tensor = torch.from_numpy(np.ascontiguousarray(mine))
@@ -76,7 +76,7 @@ class Ranks:
         return np.stack([each.numpy() for rank, each in enumerate(found) if rank != self.parallel.rank])
 
     def all_failures(self, mine: dict[int, Exception]) -> dict[int, Exception]:
-        """What went wrong on any rank, by slot: what cannot go on here, or elsewhere, cannot go on anywhere."""
+        """Returns the errors on any rank by slot. A request that fails on one rank fails on all."""
         if self.alone or self.least(-len(mine)) == 0:
             return mine
         told = {slot: (self.parallel.rank, error_kind(error), str(error)) for slot, error in mine.items()}
@@ -89,13 +89,12 @@ class Ranks:
 
 
 class OtherPart:
-    """The pages of the same part on another rank, as far as decisions need them; counted as that rank counts them.
+    """Page counts of the same part on another rank, as far as decisions need them.
+
+    They equal that rank's own counts. Attributes and methods are those of `SlotPart`.
 
     Args:
-        bounds: of its heads.
-
-    Attributes:
-        max_pages: as in `SlotPart`, and so are all others here.
+        bounds: page bounds of the rank's heads.
     """
 
     # one cannot count elsewhere which pages come free with a request

@@ -1,4 +1,4 @@
-"""What becomes of each request in the engine: its tokens, when they came, and why it ended."""
+"""Records of requests in the engine: their tokens, the times of these, and the reason of the end."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ class RequestRecord:
     """A request on its way through the engine, which fills this in.
 
     Attributes:
-        boundaries: numbers of prompt tokens after which whoever brought it would have a part end.
-        prompt_tokens: of its prompt. cached_tokens: how many of them came from a kept prefix.
-        generated_tokens: of its answer so far.
-        created, first_token, last_token, ended: in seconds of `time.perf_counter`; None for what has not happened.
-        finish_reason: why it ended: "stop" at an end-of-text token, "length" at its limit, "cancelled", "error", or
-            what `DiffKVBatchingManager.end_request` was told; None while it is under way.
-        ending: whether that was asked to end it.
+        prompt_tokens: number of tokens of its prompt.
+        boundaries: numbers of prompt tokens after which its sender wants a part to end.
+        cached_tokens: number of prompt tokens that came from a kept prefix.
+        generated_tokens: number of tokens of its answer so far.
+        created, first_token, last_token, ended: times of `time.perf_counter`; None for what has not happened.
+        finish_reason: reason of its end: "stop" at an end-of-text token, "length" at its limit, "cancelled", "error",
+            or the argument of `DiffKVBatchingManager.end_request`; None while it is under way.
+        ending: whether `end_request` was called for it.
     """
 
     request_id: str

@@ -1,7 +1,7 @@
-"""Who may take how many pages of a pool that several share.
+"""Reservations of pages in a pool that several owners share.
 
 Pages that a compaction or a prompt is going to need are promised to it beforehand, at most as many as the pool can
-still have. So neither takes what another counts on, and nothing of it runs short halfway.
+still have. So no owner takes pages that another one counts on, and none runs short halfway.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Reservations:
     """Pages promised to owners, out of those that are free or that the pool may still grow by.
 
     Args:
-        pool: has a limit, `max_pages`.
+        pool: pool with a limit, `max_pages`.
     """
 
     def __init__(self, pool: PagePool) -> None:
@@ -33,7 +33,7 @@ class Reservations:
 
     @property
     def all_promised(self) -> int:
-        """What all owners may still take."""
+        """Number of pages that all owners may still take."""
         return sum(self._promised.values())
 
     def look_again(self) -> None:
@@ -41,14 +41,14 @@ class Reservations:
         self._free = None
 
     def reserve(self, owner: Hashable, pages: int) -> bool:
-        """Promises `pages` pages to `owner`, in place of what it was promised; False if there are too few."""
+        """Promises `pages` pages to `owner` in place of its earlier ones. Returns False if there are too few."""
         if pages - self.promised(owner) > self.unreserved:
             return False
         self._promised[owner] = pages
         return True
 
     def promised(self, owner: Hashable) -> int:
-        """What `owner` may still take."""
+        """Returns the number of pages that `owner` may still take."""
         return self._promised.get(owner, 0)
 
     def withdraw(self, owner: Hashable) -> None:
@@ -56,7 +56,7 @@ class Reservations:
         self._promised.pop(owner, None)
 
     def rename(self, owner: Hashable, to: Hashable) -> None:
-        """Says that what was promised to `owner` is promised to `to`, who has nothing."""
+        """Passes the pages promised to `owner` on to `to`, who has none."""
         if owner in self._promised:
             self._promised[to] = self._promised.pop(owner)
 

@@ -1,7 +1,7 @@
-"""How the next token of each request is chosen: its own temperature, limits and seed, whatever else is in the batch.
+"""Sampling for each request, with its own temperature, limits and seed, whatever else is in the batch.
 
-The engine has one way for all requests, and processors of scores. `RequestSampler` is one of those: where a request
-says how its tokens are chosen it chooses one, and leaves the engine no other.
+The engine samples all requests in one way, and has processors of scores. `RequestSampler` is such a processor: for a
+request with its own sampling it chooses a token and leaves the engine no other.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ OTHER_LIMITS = {"top_h": None, "typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cut
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens of one request are chosen. Goes to the engine as `add_request(..., sampling=Sampling(...))`.
+    """Sampling of one request's tokens. It goes to the engine as `add_request(..., sampling=Sampling(...))`.
 
     Attributes:
-        temperature: divides the scores; 0 takes the likeliest token.
-        top_k: the likeliest that may be drawn, 0 is all. top_p: draw from the fewest likeliest that have this share of
-            the probability together. min_p: and from none below this share of the likeliest one's.
-        seed: of the draws; the same one draws the same from the same scores, for the same position in the answer.
-        top_logprobs: how many alternatives to note with the logprob of each token; None notes nothing. They are of
-            the scores before temperature and limits, and come as `TokenLogprobs` in `GenerationOutput.logprobs`.
+        temperature: divisor of the scores; 0 takes the likeliest token.
+        top_k: number of likeliest tokens to draw from; 0 for all.
+        top_p: probability that the tokens to draw from have together; the fewest likeliest ones are taken.
+        min_p: least probability of a token to draw, as a share of the likeliest one's.
+        seed: seed of the draws. It determines the draw from given scores at a given position of the answer.
+        top_logprobs: number of alternatives to note with the logprob of each token; None notes nothing. They are taken
+            from scores before temperature and limits, and come as `TokenLogprobs` in `GenerationOutput.logprobs`.
     """
 
     temperature: float = 0.0
@@ -56,7 +57,7 @@ class Sampling:
 
     @classmethod
     def of(cls, generation_config: Any) -> Sampling:
-        """As a `GenerationConfig` says. Raises `ValueError` where it leaves tokens out in ways that are not here."""
+        """Returns the sampling of a `GenerationConfig`. Raises `ValueError` if it has other limits than these."""
         if not generation_config.do_sample:
             return cls()
         for name, nothing in OTHER_LIMITS.items():
@@ -77,8 +78,8 @@ class TokenLogprobs:
     """Natural logarithms of probabilities at one position.
 
     Attributes:
-        logprob: of the token that was chosen.
-        top: tokens and logprobs of the likeliest, best first.
+        logprob: logprob of the chosen token.
+        top: tokens and logprobs of the likeliest tokens, best first.
     """
 
     logprob: float
@@ -140,12 +141,12 @@ class RequestSampler(ContinuousBatchingLogitsProcessor):
 
 
 def draw(scores: Tensor, samplings: Sequence[Sampling], uniform: Sequence[float]) -> Tensor:
-    """A token for each row.
+    """Chooses a token for each row.
 
     Args:
         scores: [rows, vocabulary], float32.
-        samplings: of each row; none is greedy.
-        uniform: a number in [0, 1) for each row, which decides among the tokens that may be drawn.
+        samplings: sampling of each row; none is greedy.
+        uniform: number in [0, 1) for each row, which decides among the tokens that may be drawn.
 
     Returns:
         [rows], int64.
@@ -171,7 +172,7 @@ def draw(scores: Tensor, samplings: Sequence[Sampling], uniform: Sequence[float]
 
 
 def _allowed(ordered: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """Which of the likeliest tokens may be drawn, [rows, tokens]; `ordered` are their probabilities."""
+    """Returns bool [rows, tokens], whether a token may be drawn; `ordered` are falling probabilities."""
     size = ordered.shape[1]
     top_k, top_p, min_p = (_column([getattr(s, name) for s in samplings], ordered) for name in LIMITS)
     of_top_k = torch.arange(size, device=ordered.device) < top_k.where(top_k > 0, size)
@@ -189,7 +190,7 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
 
 
 def _place(weights: Tensor, uniform: Sequence[float]) -> Tensor:
-    """Which of `weights` [rows, tokens] a number of each row in [0, 1) hits; [rows, 1]."""
+    """Returns [rows, 1], the index in `weights` [rows, tokens] that a row's number in [0, 1) hits."""
     reached = weights.cumsum(-1, dtype=torch.float64)
     whole = reached[:, -1:]
     wanted = torch.tensor(uniform, dtype=torch.float64, device=weights.device)[:, None] * whole

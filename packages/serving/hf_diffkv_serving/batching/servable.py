@@ -1,4 +1,4 @@
-"""Which models can be batched continuously, and what their layers keep of a request."""
+"""Checks whether a model can be batched continuously, and sorts its layers by what they keep of a request."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class ModelLayers:
     """Indices of a model's layers, by what they keep.
 
     Attributes:
-        full: full attention. sliding: sliding windows, if any.
-        linear: states of linear attention or convolutions, with how many of each kind.
+        full: layers of full attention.
+        sliding: layers of sliding-window attention, if any.
+        linear: layers of linear attention or convolutions, each with the number of its states.
     """
 
     full: tuple[int, ...]
@@ -35,7 +36,7 @@ class ModelLayers:
 
     @property
     def attention(self) -> list[int]:
-        """Those that attend to tokens."""
+        """Layers that attend to tokens."""
         return sorted((*self.full, *(() if self.sliding is None else self.sliding.layers)))
 
 
@@ -74,10 +75,10 @@ def check_servable_config(config: Any, name: str) -> None:
 
 
 def check_servable(model: Any) -> list[LinearModule]:
-    """The modules of `model` that keep states.
+    """Returns the modules of `model` that keep states.
 
     Raises:
-        UnsupportedModelError: it cannot be batched continuously, or not where it is.
+        UnsupportedModelError: the model cannot be batched continuously, or not on its device.
     """
     name = type(model).__name__
     check_servable_config(model.config, name)

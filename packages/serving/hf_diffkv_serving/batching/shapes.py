@@ -15,11 +15,11 @@ SPARE_PAGES = 2
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Of one layer: KV heads, query heads, elements of a key and of a value, and where they are.
+    """Heads of one layer, elements of its keys and values, their dtype and device.
 
     Attributes:
-        max_positions: tokens that a request of the model may have; None where that is not known.
-        ranks: that have the other heads of the layer.
+        max_positions: most tokens of a request of the model; None if unknown.
+        ranks: ranks that share the heads of the layer.
     """
 
     num_heads: int
@@ -40,10 +40,10 @@ class SlidingShape:
     window: int
 
     def pages(self, longest: int) -> int:
-        """Pages, each in every layer, of a request of `longest` tokens."""
+        """Returns the pages, each in every layer, of a request of `longest` tokens."""
         return -(-min(self.window, longest) // SLIDING_PAGE)
 
     def bytes(self, shape: AttentionShape, requests: int, longest: int) -> int:
-        """What `requests` requests of up to `longest` tokens take, whatever their length."""
+        """Returns the bytes of `requests` requests of up to `longest` tokens, whatever their length."""
         token = shape.num_heads * (shape.key_dim + shape.value_dim) * shape.dtype.itemsize
         return (requests * self.pages(longest) + SPARE_PAGES) * len(self.layers) * SLIDING_PAGE * token

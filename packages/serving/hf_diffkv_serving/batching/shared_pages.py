@@ -22,12 +22,12 @@ from .slot_store import SlotStore
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """What the table of a slot is to hold.
+    """New content of a slot's page table.
 
     Attributes:
         source: int32 [layers, heads, width], pages of the pool that the request comes from.
-        shared: of the same shape, pages of the slots' pool with the same content, which never change; the null page
-            where there is none.
+        shared: int32 [layers, heads, width], pages of the slots' pool with the same content, which never change; the
+            null page if there is none.
     """
 
     source: Tensor
@@ -35,33 +35,33 @@ class Entries:
 
     @property
     def to_copy(self) -> Tensor:
-        """bool [layers, heads, width], entries that need a page of their own."""
+        """Entries that need a page of their own, bool [layers, heads, width]."""
         return (self.source != NULL_PAGE) & (self.shared == NULL_PAGE)
 
     @property
     def pages(self) -> int:
-        """How many these are."""
+        """Number of entries that need a page of their own."""
         return int(self.to_copy.sum())
 
     @property
     def shared_pages(self) -> int:
-        """How many pages get a further owner."""
+        """Number of pages that get a further owner."""
         return int((self.shared != NULL_PAGE).sum())
 
 
 def entries_of_slot(store: SlotStore, slot: int, share: bool) -> Entries:
-    """For a twin of the request in `slot`; all pages are copied unless `share`."""
+    """Returns the entries for a twin of the request in `slot`. All pages are copied unless `share`."""
     table = store.table.table[:, slot]
     shared = torch.where(_partial(store, slot, table), NULL_PAGE, table) if share else torch.zeros_like(table)
     return Entries(table, shared)
 
 
 def entries_of_request(store: SlotStore, source: Store, alike: int | None) -> Entries:
-    """For the one request of `source`, a store of the same layers.
+    """Returns the entries for the one request of `source`, a store of the same layers.
 
     Args:
-        alike: a slot with a request that begins alike. Pages are shared with it that are full in both and hold the same
-            bytes; with None all are copied.
+        alike: slot with a request that begins alike. Pages that are full in both and hold the same bytes are shared
+            with it; None copies all pages.
     """
     table, width = source.table.table[:, 0], store.table.width
     # high pages stand on the left, low ones on the right

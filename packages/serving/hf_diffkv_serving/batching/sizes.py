@@ -1,4 +1,4 @@
-"""How a byte budget becomes slots and pages, for a model whose attention is tried out first."""
+"""Divides a byte budget into slots and pages, for a model whose attention is tried out first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .slots import Slots
 
 
 class _Trial(PackedCache):
-    """In place of a cache: ordinary attention, and what comes in."""
+    """Stands in for a cache. It computes ordinary attention and notes the shapes of its inputs."""
 
     def __init__(self, layers: ModelLayers, max_positions: int | None) -> None:
         self.layers, self.max_positions = layers, max_positions
@@ -55,14 +55,14 @@ class _Trial(PackedCache):
 def try_attention(
     model: Any, layers: ModelLayers, modules: list[LinearModule]
 ) -> tuple[AttentionShape, dict[int, LinearAttentionLayer]]:
-    """Runs two tokens through `model`, whose attention is the paged one, and looks at what its layers do.
+    """Runs two tokens through `model`, whose attention is the paged one, and looks at its layers' inputs.
 
     Args:
-        layers: as its configuration tells.
-        modules: those that keep states; they run as the model has them afterwards.
+        layers: layers by the model's configuration.
+        modules: modules that keep states; they get their own forward back afterwards.
 
     Returns:
-        What all attention layers are like, and the states that a request leaves, by layer.
+        The shape of all attention layers, and the states that a request leaves, by layer.
 
     Raises:
         HandOverError: the model does not hand its cache on.
@@ -103,15 +103,15 @@ def make_slots(
     max_bytes: int,
     others: Sequence[PerSlot] = (),
 ) -> Slots:
-    """Slots for `requests` requests of `tokens` tokens at most, as many and as long as fit `max_bytes`.
+    """Returns slots for at most `requests` requests of `tokens` tokens, as many and as long as fit `max_bytes`.
 
     Args:
-        num_layers: of full attention.
-        tokens: None is as long as fits.
-        others: hold something for every slot as well.
+        num_layers: number of layers of full attention.
+        tokens: tokens of the longest request; None for as many as fit.
+        others: objects that hold memory for every slot as well.
 
     Raises:
-        ValueError: as `slot_groups`.
+        ValueError: precisions or thresholds for another number of layers or heads.
         MemoryError: not even one slot fits.
     """
     token = 0.0

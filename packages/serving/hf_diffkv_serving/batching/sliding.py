@@ -27,12 +27,12 @@ _attend = partial(dense_attention, dropout=0.0, causal=False)
 
 
 class SlidingWindows:
-    """The windows of all sliding-window layers, for each request by its name.
+    """Windows of all sliding-window layers, for each request by its name.
 
     Args:
-        text_config: of the model.
-        sliding: its sliding-window layers.
-        shape: of their attention.
+        text_config: configuration of the model's decoder.
+        sliding: sliding-window layers of the model.
+        shape: shape of their attention.
 
     Raises:
         UnsupportedModelError: keys or values are not as long as the model's configuration says.
@@ -66,13 +66,13 @@ class SlidingWindows:
         return self._memory.committed + self._memory.slack
 
     def bytes_for(self, slots: int, tokens: int) -> int:
-        """As `slot_room.PerSlot`."""
+        """Implements `slot_room.PerSlot`."""
         held = self._sliding.bytes(self._shape, slots, tokens)
         copied = 0 if self._memory.grows_in_place else self._memory.committed
         return held + max(self._memory.granularity, self._memory.slack) + copied
 
     def resize(self, slots: int, tokens: int) -> None:
-        """As `slot_room.PerSlot`. Blocks that stand behind the last one move to free ones."""
+        """Implements `slot_room.PerSlot`. Blocks behind the last remaining one move to free ones."""
         size, blocks = self._allocator.bytes_per_block, slots * self._sliding.pages(tokens)
         tables, end = self._allocator.block_table, SPARE_PAGES + blocks
         owned = {block for table in tables.values() for block in table}
@@ -94,11 +94,11 @@ class SlidingWindows:
         pool.free_blocks(self._allocator.index, free[len(moved) :])
 
     def move(self, slot: int, to: int) -> None:
-        """As `slot_room.PerSlot`. Windows are found by the names of requests."""
+        """Implements `slot_room.PerSlot`. Nothing moves, as windows are found by the names of requests."""
 
     @property
     def requests(self) -> set[str]:
-        """Names of those that hold something."""
+        """Names of the requests that hold something."""
         return set(self._allocator.block_table)
 
     def release(self, request_id: str) -> None:
@@ -155,7 +155,7 @@ class SlidingWindows:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def dense_layers(self, request_id: str, seen: int) -> dict[int, DynamicSlidingWindowLayer]:
-        """What a request of `seen` tokens holds, as the layers that a cache of its own would have, by index."""
+        """Returns the windows of a request of `seen` tokens as layers of a cache of its own, by index."""
         index = self._allocator.get_read_indices(request_id, seen, 0)
         read, nothing = torch.tensor(index, dtype=torch.int64, device=self._memory.device), self._nothing()
         found = {}
@@ -184,16 +184,17 @@ class SlidingWindows:
 
 
 class _PackedForward:
-    """Where the tokens of one forward are read, written and attend.
+    """Places at which the tokens of one forward are read, written and attend.
 
     Args:
         read, write: rows of the allocator's memory.
-        spans: new tokens and visible ones of each request.
+        spans: numbers of new and of visible tokens of each request.
 
     Attributes:
-        step_at: int64 [steps], places of the requests of one token. step_keys: int64 [steps, keys], rows of what the
-            allocator returns. step_mask: bool [steps, 1, 1, keys], or None where all see as many keys.
-        prompts: of the other requests: place, tokens, first row and number of rows of what the allocator returns.
+        step_at: int64 [steps], places of the requests of one token.
+        step_keys: int64 [steps, keys], rows of the allocator's result.
+        step_mask: bool [steps, 1, 1, keys]; None if all steps see the same number of keys.
+        prompts: place, tokens, first row and number of rows of the allocator's result, for each other request.
     """
 
     def __init__(self, read: list[int], write: list[int], spans: list[tuple[int, int]], device: torch.device) -> None:

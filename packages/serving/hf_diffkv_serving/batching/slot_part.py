@@ -27,9 +27,9 @@ class SlotPart:
     """Slots of one store. A request has the same slot in every part of `Slots`.
 
     Args:
-        store: empty, with the thresholds of its layers.
-        query_heads: of a layer.
-        alone: whether nobody else counts the pages.
+        store: empty store with the thresholds of its layers.
+        query_heads: number of query heads of a layer.
+        alone: whether no other rank counts the pages.
 
     Attributes:
         shares: whether requests own pages together.
@@ -61,7 +61,7 @@ class SlotPart:
                 raise MemoryError(f"{pool.slack} bytes behind the pages cannot be given back.")
 
     def resize(self, slots: int, tokens: int) -> None:
-        """As `SlotStore.resize`."""
+        """Calls `SlotStore.resize`, and counts pages anew."""
         self.store.resize(slots, tokens)
         self.look()
 
@@ -82,7 +82,7 @@ class SlotPart:
         self.reservations.look_again()
 
     def numbers(self) -> np.ndarray:
-        """What other ranks need to count as is counted here: int64 [2 + 2 * slots]. After `look`."""
+        """Returns int64 [2 + 2 * slots], from which other ranks count pages as this one does. Only after `look`."""
         free = self.unreserved + self.reservations.all_promised
         return np.concatenate([[self.max_pages, free], self._held, self._step])
 
@@ -107,11 +107,11 @@ class SlotPart:
         return self.reservations.unreserved
 
     def promised(self, slot: int) -> int:
-        """What is reserved for `slot`."""
+        """Returns the number of pages reserved for `slot`."""
         return self.reservations.promised(slot)
 
     def reserve(self, slot: int, pages: int) -> None:
-        """Reserves `pages` pages, of which there are so many."""
+        """Reserves `pages` pages; they must be free."""
         self.reservations.reserve(slot, pages)
 
     def begin(self, prompts: list[tuple[int, int, int]], steps: bool, leaves: bool) -> None:
@@ -119,7 +119,8 @@ class SlotPart:
 
         Args:
             prompts: slot, past tokens and new tokens of each request that has several new ones.
-            steps: whether others have one. leaves: whether the first token leaves the window of one of them.
+            steps: whether other requests have one new token.
+            leaves: whether the first token leaves the window of one of them.
         """
         for slot, seen, tokens in prompts:
             self.staged[slot] = stage(self.store, slot, seen, ReservedPool(self.reservations, slot))
@@ -129,7 +130,7 @@ class SlotPart:
             begin_forward(self.store, 1)
 
     def clear(self, slot: int) -> None:
-        """Gives back the pages of the request in `slot`, those that others own as well to them; it is empty then."""
+        """Frees the pages of the request in `slot` and empties the slot. Pages with other owners stay theirs."""
         store, table = self.store, self.store.table.table[:, slot]
         store.pool.release(table[table != NULL_PAGE])
         store.empty(slot)
@@ -142,10 +143,11 @@ class SlotPart:
         self.reservations.look_again()
 
     def entries(self, source: Store, alike: int | None) -> Entries:
-        """What `load` makes of the one request of `source`, settled and without padding, a store of the same layers.
+        """Returns the table entries with which `load` copies the one request of `source`.
 
         Args:
-            alike: a slot with a request that begins alike, to share pages with.
+            source: store of the same layers, settled and without padding.
+            alike: slot with a request that begins alike, to share pages with.
         """
         return entries_of_request(self.store, source, alike if self.shares else None)
 
@@ -170,12 +172,12 @@ class SlotPart:
         self.look()
 
     def provide(self, pages: int) -> None:
-        """Has so many pages exist for `load` or `copy`. Raises `MemoryError` where the device has no memory."""
+        """Makes `pages` free pages for `load` or `copy`. Raises `MemoryError` if the device has no memory."""
         self.store.pool.ensure_free(pages)
 
 
 def slot_groups(config: DiffKVConfig, num_layers: int, shape: AttentionShape) -> list[HeadGroup]:
-    """Heads that are held alike, without a budget, with thresholds for those that are here.
+    """Groups heads that are held alike, without a budget, with thresholds for the heads of this rank.
 
     Raises:
         ValueError: precisions or thresholds for another number of layers or heads.

@@ -1,4 +1,4 @@
-"""How many slots there are, for how long requests, and how many pages beside them: as requests need it, under a budget.
+"""Number of slots, their length, and the number of pages beside them, as requests need them under a budget.
 
 Slots and pages take their memory from each other. Short requests need many slots and few pages, long ones the reverse.
 """
@@ -21,31 +21,31 @@ SLOTS_AHEAD, TOKENS_AHEAD = 8, 4
 
 
 class PerSlot(Protocol):
-    """What others hold for every slot, beside the stores."""
+    """Memory for every slot beside the stores."""
 
     def bytes_for(self, slots: int, tokens: int) -> int:
-        """Held where there are so many slots for requests of up to `tokens` tokens."""
+        """Returns the bytes held with `slots` slots for requests of up to `tokens` tokens."""
 
     def resize(self, slots: int, tokens: int) -> None:
-        """Makes it so, where requests there are have room; what they hold stays."""
+        """Changes to `slots` slots for up to `tokens` tokens, which have room for all requests. Their content stays."""
 
     def move(self, slot: int, to: int) -> None:
-        """The request in `slot` has the empty slot `to` from now on."""
+        """Moves the request in `slot` to the empty slot `to`."""
 
 
 class SlotRoom:
     """The sizes of all that slots consist of.
 
     Args:
-        parts: with one slot each.
-        others: hold something for every slot.
-        most: slots there may be.
-        max_tokens: of the longest request that is allowed.
-        max_bytes: of everything that is held.
+        parts: parts with one slot each.
+        others: objects that hold memory for every slot.
+        most: most slots there may be.
+        max_tokens: tokens of the longest request that is allowed.
+        max_bytes: budget for everything that is held.
 
     Attributes:
-        slots: how many there are.
-        tokens: of the longest request there is room for at the moment, in tables and buffers.
+        slots: number of slots.
+        tokens: tokens of the longest request that tables and buffers have room for at the moment.
         longest: tokens of the longest request that surely fits while it is alone; at most `max_tokens`.
     """
 

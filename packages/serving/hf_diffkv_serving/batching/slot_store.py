@@ -32,10 +32,10 @@ class SlotStore(Store):
     """
 
     def begin(self, query_heads: int) -> None:
-        """Once thresholds are set: makes room for a request of one token, and what slots share.
+        """Makes room for a request of one token, and tensors that slots share. Thresholds must be set before.
 
         Args:
-            query_heads: of a layer.
+            query_heads: number of query heads of a layer.
         """
         self._query_heads = query_heads
         # what a slot has without a request, where it is not zero
@@ -143,10 +143,11 @@ class SlotStore(Store):
         return -(-(tokens + self.window_slots) // min(self.layout.high.capacity, self.layout.low.capacity)) + 2
 
     def bytes_beside_pages(self, slots: int, tokens: int) -> int:
-        """The most that is ever held beside pages and their entries in the free list.
+        """Returns the most bytes that are ever held beside pages and their entries in the free list.
 
         Args:
-            slots: how many there are. tokens: of the longest request that there is room for.
+            slots: number of slots.
+            tokens: tokens of the longest request that there is room for.
         """
         table = 4 * self.num_layers * slots * self.num_heads * self.width_for(tokens)
         state = sum(t.numel() * t.element_size() for t in (getattr(self, name) for name in ROW_STATE))
@@ -159,7 +160,7 @@ class SlotStore(Store):
 
     @property
     def bytes_per_page(self) -> int:
-        """Of a page, its entry in the free list, and where pages may be shared the count of its owners."""
+        """Bytes of a page, its entry in the free list, and the count of its owners if pages may be shared."""
         return self.layout.page_bytes + 4 + (0 if self.layout.selects else 2)
 
     @property
@@ -168,11 +169,11 @@ class SlotStore(Store):
         return sum(t.numel() * t.element_size() for t in [*fixed, self.pool.free_list.state])
 
     def _query(self, slots: int) -> Tensor:
-        """Of which the shape counts."""
+        """Returns an empty query, of which only shape, dtype and device count."""
         return torch.empty(slots, self._query_heads, self.key_dim, dtype=self.dtype, device=self.device)
 
     def _most_tile_bytes(self, slots: int, tokens: int) -> int:
-        """What the reference's work is cut into takes at most, for all layers together and for each."""
+        """Returns the most bytes of the reference's tiles, for all layers together and for each."""
         if self.backend() != REFERENCE:
             return 0
         rows = 2 * self.num_layers * slots * self.num_heads
@@ -181,7 +182,7 @@ class SlotStore(Store):
         return rows * tiles * TILE_BYTES
 
     def spoiled(self, slots: Tensor) -> list[int]:
-        """Which of `slots`, int64 [n], hold keys or values that cannot be stored; forgets that there were any."""
+        """Returns those of `slots`, int64 [n], with keys or values that cannot be stored, and clears the flag."""
         if not bool(self.invalid):
             return []
         self.invalid.zero_()

@@ -37,20 +37,20 @@ class Slots:
     Every forward goes: `settle`, `make_room` and `reserve` for each request in it, `begin`, `attend` layer by layer.
 
     Args:
-        config: the user's choices; `max_bytes` is not looked at.
-        shape: of every layer.
-        num_layers: compressed layers of the model.
-        count: requests that may be there at once.
+        config: user's configuration; its `max_bytes` is ignored.
+        shape: shape of every layer.
+        num_layers: number of compressed layers of the model.
+        count: number of requests that may be there at once.
         max_tokens: tokens of the longest request that is allowed.
-        max_bytes: of everything that is held: windows, tables, scratch, pages.
-        others: hold something for every slot as well.
+        max_bytes: budget for everything that is held: windows, tables, scratch memory, pages.
+        others: objects that hold memory for every slot as well.
 
     Attributes:
-        room: how many slots there are, for how long requests.
-        groups: of heads that are held alike; stores take each for a layer.
-        parts: the layers of each store. Pages of one cannot be had in another: what is said of pages is said for each
-            part, as int64 [parts], those of other ranks included.
-        failures: what went wrong in the running forward, by slot.
+        room: number of slots and their length.
+        groups: groups of heads that are held alike; stores take each for a layer.
+        parts: layers of each store. A store cannot use pages of another one, so numbers of pages are int64 [parts],
+            the parts of other ranks included.
+        failures: errors in the running forward, by slot.
 
     Raises:
         ValueError: thresholds or precisions for another number of layers or heads.
@@ -107,10 +107,10 @@ class Slots:
         self._tell()
 
     def use_moments(self, moments: QueryMoments) -> None:
-        """Has generated keys rounded by moments of the model's queries.
+        """Rounds generated keys by moments of the model's queries.
 
         Raises:
-            ValueError: they are of another model.
+            ValueError: the moments belong to another model.
         """
         moments.check_layers(len(self._of_layer))
         moments = moments.of_groups(self.groups)
@@ -132,7 +132,7 @@ class Slots:
 
     @property
     def count(self) -> int:
-        """How many slots there are, idle ones included."""
+        """Number of slots, including idle ones."""
         return self.room.slots
 
     @property
@@ -153,7 +153,7 @@ class Slots:
 
     @property
     def idle(self) -> int:
-        """How many slots no request has."""
+        """Number of slots without a request."""
         return self.count - len(self._taken)
 
     @property
@@ -162,21 +162,21 @@ class Slots:
         return self._size_for(None, 0) is not None
 
     def seen(self, slot: int) -> int:
-        """Tokens of the request in `slot` so far."""
+        """Returns the number of tokens of the request in `slot` so far."""
         return self._seen[slot]
 
     def make_room(self, slot: int | None, tokens: int, shared: int = 0) -> bool:
-        """Has there be a slot, and room in it and in the pool for what `tokens` more tokens take. Only after `settle`.
+        """Makes room in the pool and in a slot for `tokens` more tokens of a request. Only after `settle`.
 
-        Slots become more or fewer, their tables wider or narrower, as pages are left or needed. Requests may get
-        another slot: `take_moves` tells.
+        Slots become more or fewer, and their tables wider or narrower, as pages are left or needed. Requests may be
+        moved to another slot (`take_moves`).
 
         Args:
-            slot: None for a request that has none yet.
-            shared: of these tokens, how many it begins with as one that has them: `load` shares their full pages.
+            slot: slot of the request; None if it has none yet.
+            shared: number of these tokens with which another request begins as well; `load` shares their full pages.
 
         Returns:
-            Whether there is room; else nothing has changed.
+            Whether there is room. If not, nothing has changed.
 
         Raises:
             MemoryError: the device of one of several ranks has no memory.
@@ -211,12 +211,12 @@ class Slots:
                 part.note(of_part)
 
     def take_moves(self) -> list[tuple[int, int]]:
-        """Which requests `make_room` has moved, in this order: the slot that each had, and the one it has."""
+        """Returns and forgets the old and the new slot of each request that `make_room` has moved, in order."""
         moves, self._moves = self._moves, []
         return moves
 
     def _size_for(self, slot: int | None, tokens: int, shared: int = 0) -> tuple[int, int] | None:
-        """Slots, and tokens in each, with which there is room as in `make_room`; None where there is none."""
+        """Returns numbers of slots and of tokens in each that give the room of `make_room`; None if there are none."""
         slots = len(self._taken) + (slot is None)
         longest = max((self._seen[taken] + self._reserved.get(taken, 0) for taken in self._taken), default=0)
         longest = max(longest, tokens + (0 if slot is None else self._seen[slot]))
@@ -270,9 +270,9 @@ class Slots:
         """Copies the one request that `sources` hold into `slot`, which is adopted and has no tokens yet.
 
         Args:
-            sources: of the same configuration and shape, settled, without padding; each has the layers of a part.
-            tokens: that the request is going to have, these included.
-            alike: a slot with a request that begins alike; full pages that hold the same are shared with it.
+            sources: stores of the same configuration and shape, settled and without padding, one for each part.
+            tokens: number of tokens that the request is going to have, including these.
+            alike: slot with a request that begins alike; full pages of the same content are shared with it.
 
         Raises:
             MemoryError: no room for `tokens` tokens, or the device has no memory; nothing has changed then.
@@ -290,13 +290,13 @@ class Slots:
             self._seen[slot] = source.seen
 
     def held(self, slot: int) -> list[Store]:
-        """What the request in `slot` holds, a store for each part, with the slot's memory; valid until it changes."""
+        """Returns the request in `slot` as a store for each part, on the slot's memory and valid until it changes."""
         for part in self.parts:
             settle(part.store)
         return [stage(part.store, slot, self._seen[slot], part.store.pool) for part in self.parts]
 
     def fork(self, slot: int) -> int | None:
-        """A further slot with a copy of the request in `slot`; None where there is no room. Only after `make_room`.
+        """Copies the request in `slot` to a further slot and returns that, or None without room. After `make_room`.
 
         Raises:
             MemoryError: the device has no memory; nothing has changed then.
@@ -415,7 +415,7 @@ class Slots:
     def _by_groups(
         self, layer: int, attend: Callable[..., Tensor], tensors: Sequence[Tensor], softmax: Softmax
     ) -> Tensor:
-        """What `attend` returns of a layer's heads, called for each group of them with its part, place and tensors."""
+        """Calls `attend` for each group of a layer's heads with its part, place and tensors, and joins the results."""
         heads = self._heads.get(layer)
         places = [self._places[index] for index in self._of_layer[layer]]
         if heads is None:
@@ -446,9 +446,9 @@ class Slots:
         return [] if self._forward or centers else self._steps
 
     def take_failures(self) -> dict[int, Exception]:
-        """What went wrong in the forward that has just run, here or on another rank, by slot.
+        """Returns and forgets the errors of the forward that has just run, here or on another rank, by slot.
 
-        Those requests can only be released.
+        The requests in these slots can only be released.
         """
         for store in [part.store for part in self.parts if self._step_slots.numel()]:
             spoiled = store.spoiled(self._step_slots)

@@ -31,11 +31,11 @@ class SlotTable(PageTable):
 
 
 def stage(store: Store, slot: int, seen: int, pool: ReservedPool) -> Store:
-    """A store of the one request in `slot`, valid until the store's tensors move.
+    """Returns a store of the one request in `slot`, valid until the tensors of `store` move.
 
     Args:
-        seen: tokens of the request so far.
-        pool: where it takes pages from.
+        seen: number of tokens of the request so far.
+        pool: pool from which the returned store takes pages.
     """
     one = slice(slot, slot + 1)
     staging = object.__new__(Store)

@@ -22,10 +22,10 @@ routes = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
 @serve.ingress(routes)
 class Ingress:
-    """What clients talk to.
+    """Receives requests from clients and forwards them to replicas.
 
     Args:
-        replicas: the handle of their deployment.
+        replicas: handle of the replicas' deployment.
     """
 
     def __init__(self, replicas: Any) -> None:
@@ -53,14 +53,14 @@ def app(
     A stream that has begun ends with an event that holds an error. A replica whose engine has ended is replaced.
 
     Args:
-        model: as of `EngineOptions`.
-        replicas: how many, or the fewest and the most, of which Ray Serve starts as many as their queues ask for.
-        num_gpus: of a replica.
+        model: field of `EngineOptions` of that name.
+        replicas: number of replicas, or the fewest and the most, between which Ray Serve scales with their queues.
+        num_gpus: number of GPUs of a replica.
         ingresses: processes that read requests and choose replicas.
         served: fields of `ReplicaOptions`, such as "name", what clients call the model.
         deployment: further options of the replicas' deployment, such as `max_ongoing_requests` (64),
             `max_queued_requests` (no limit; beyond it clients get 429) and `health_check_period_s`.
-        **options: of `EngineOptions`; with `prefixes`, replicas keep what requests leave.
+        **options: other fields of `EngineOptions`. With `prefixes`, replicas keep the prefixes of requests.
 
     Raises:
         ValueError: fewer than one replica, or not as many as a range says.

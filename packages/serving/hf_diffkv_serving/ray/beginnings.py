@@ -1,4 +1,4 @@
-"""How a request begins, and which replica holds that. Nothing here is of Ray, and routers need not talk."""
+"""Beginnings of requests and the replicas that hold them. Nothing here uses Ray, and routers need not talk."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ REPLICA_FACTOR = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a request says about the replica that it should go to.
+    """Wishes of a request about the replica that it should go to.
 
     Attributes:
-        keys: of its beginnings.
-        replica: the name of the one that is asked if it is there; None is any.
+        keys: keys of its beginnings.
+        replica: name of the replica to ask if it is there; None for any.
     """
 
     keys: tuple[int, ...] = ()
@@ -41,7 +41,7 @@ def beginnings(body: Any) -> tuple[int, ...]:
     A beginning ends where a message does, and every 512 characters. The keys of two requests agree as far as these do.
 
     Args:
-        body: of `/v1/chat/completions`, `/v1/completions` or `/v1/responses`, as parsed from JSON.
+        body: parsed JSON body of a request to `/v1/chat/completions`, `/v1/completions` or `/v1/responses`.
     """
     if not isinstance(body, Mapping):
         return ()
@@ -66,7 +66,7 @@ def beginnings(body: Any) -> tuple[int, ...]:
 
 
 class Places:
-    """Which replicas have got which beginnings, and which ones a request should go to.
+    """Remembers which replicas got which beginnings, and ranks replicas for a request.
 
     A beginning that nobody has seen goes to one of two replicas that its first key alone decides, so that routers that
     know nothing of each other agree. A replica whose queue is longer than the shortest by more than `slack` is left
@@ -94,11 +94,11 @@ class Places:
             self._holders.popitem(last=False)
 
     def rank(self, keys: Sequence[int], queues: Mapping[Any, int]) -> list[list[Any]]:
-        """Groups of replicas in the order in which they should be asked; in a group the shortest queue counts.
+        """Groups replicas in the order in which they should be asked. Within a group the shortest queue counts.
 
         Args:
-            keys: as of `beginnings`.
-            queues: every replica there is, and how many requests it has.
+            keys: result of `beginnings`.
+            queues: number of requests of every replica there is.
         """
         if not queues:
             return []

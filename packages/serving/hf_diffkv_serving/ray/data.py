@@ -18,7 +18,7 @@ class AnsweredRow:
     Attributes:
         answer: the text; None where there is none.
         answer_ids: its tokens, among them the one that ended it.
-        prompt_tokens, answer_tokens: how many there were.
+        prompt_tokens, answer_tokens: numbers of tokens.
         error: why there is no answer; None where there is one.
     """
 
@@ -54,13 +54,13 @@ class Generate:
     may be under way at once: the engine takes the rows of all.
 
     Args:
-        model: as of `EngineOptions`, likewise `**options`.
-        prompts: the column of prompts.
-        max_new_tokens: most tokens of an answer; None is what the model's generation configuration says, else as many
-            as there is room for.
+        model, **options: fields of `EngineOptions`.
+        prompts: name of the column of prompts.
+        max_new_tokens: most tokens of an answer; None takes the limit of the model's generation configuration, or
+            without one as many as there is room for.
 
     Raises:
-        EvaluationError, ValueError, MemoryError: as of `load_engine`.
+        EvaluationError, ValueError, MemoryError: `load_engine` raises it.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Generate:
         return AnsweredRow(None, [], len(ids), 0, output.error)
 
     async def _answer_alone(self, prompt: Any) -> AnsweredRow:
-        """As `_answer`, by itself on an engine that was started anew if need be."""
+        """Answers a prompt by itself, on an engine that is restarted if it has failed."""
         async with self._alone:
             while self._under_way:
                 await asyncio.wait(set(self._under_way))

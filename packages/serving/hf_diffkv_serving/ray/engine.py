@@ -12,10 +12,10 @@ from hf_diffkv.evaluation.models import load_config, load_model
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What a worker loads, and how its engine is made.
+    """Model of a worker and options of its engine.
 
     Attributes:
-        model: a Hub id, a short name, or a folder that every machine has.
+        model: Hub id, short name, or a folder that every machine has.
         config: fields of `DiffKVConfig`, or the name of a preset; `max_bytes` is the budget of one worker.
         dtype: "auto", or the name of one of PyTorch's.
         device: None takes a GPU where the worker has one.
@@ -61,12 +61,12 @@ def load_engine(options: EngineOptions) -> LoadedEngine:
 
     Raises:
         EvaluationError: the model cannot be loaded.
-        ValueError, MemoryError, UnsupportedModelError: as of `DiffKVBatchingManager`.
+        ValueError, MemoryError, UnsupportedModelError: `DiffKVBatchingManager` raises it.
     """
     from transformers import ContinuousBatchingConfig
     from transformers.generation.continuous_batching.utils import WorkloadHints
 
-    from hf_diffkv.cache.diffkv_cache import resolve_config
+    from hf_diffkv.cache.resolve import resolve_config
     from hf_diffkv.prefixes import PrefixStore
 
     _, tokenizer = load_config(options.model)

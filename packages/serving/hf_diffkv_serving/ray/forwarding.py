@@ -1,4 +1,4 @@
-"""What clients talk to: has a replica answer a request, and asks another one if that dies before it has begun."""
+"""Forwards requests to replicas, and asks another replica if one dies before its answer has begun."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class Forwarding:
 
 
 class ForwardedAnswer:
-    """What comes from a replica, up to its first bytes and then the rest.
+    """Answer of a replica, read up to its first bytes and then to its end.
 
     Args:
-        messages: a stream of lists of ASGI messages.
+        messages: stream of lists of ASGI messages.
     """
 
     def __init__(self, messages: Any) -> None:
@@ -71,7 +71,7 @@ class ForwardedAnswer:
             self._begun = self._take(await anext(self._messages))
 
     def response(self) -> Response:
-        """For the client, after `begin`."""
+        """Returns the response for the client, after `begin`."""
         if self._more:
             response: Response = StreamingResponse(self._rest(), self._start["status"])
         else:
@@ -82,7 +82,7 @@ class ForwardedAnswer:
         return response
 
     def cancel(self) -> None:
-        """Has the replica end the request."""
+        """Makes the replica end the request."""
         self._messages.cancel()
 
     async def _rest(self) -> AsyncIterator[bytes]:

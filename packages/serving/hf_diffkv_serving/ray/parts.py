@@ -19,12 +19,12 @@ SUFFIX = ".parquet"
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run of `generate` did.
+    """Counts of a run of `generate`.
 
     Attributes:
         answered, failed: rows of this run with an answer, and with an error instead.
         skipped: rows that the folder had before.
-        prompt_tokens, answer_tokens: of this run's answers.
+        prompt_tokens, answer_tokens: numbers of tokens of this run's prompts and answers.
     """
 
     answered: int = 0
@@ -80,12 +80,12 @@ class Parts:
 
 
 class GenerateParts(Generate):
-    """`Generate` that writes its rows and hands on how many there were.
+    """Variant of `Generate` that writes its rows and returns their counts.
 
     Args:
-        path, key: as of `generate`.
-        done: the keys of rows that have been answered, as an object of Ray.
-        model, **options: as of `Generate`.
+        path, key: arguments of `generate`.
+        done: reference to Ray's object with the keys of answered rows.
+        model, **options: arguments of `Generate`.
     """
 
     def __init__(self, model: str, *, path: str, key: str, done: Any, **options: Any) -> None:
@@ -93,7 +93,7 @@ class GenerateParts(Generate):
         super().__init__(model, **options)
 
     async def __call__(self, batch: pyarrow.Table) -> dict[str, list[int]]:
-        """The fields of a `Summary`, a row.
+        """Answers and writes a batch, and returns the fields of a `Summary` as a row.
 
         Raises:
             ValueError: there is no column of keys or of prompts.
@@ -130,14 +130,15 @@ def generate(
     anew. Read the answers with `ray.data.read_parquet(path)`.
 
     Args:
-        dataset: with a column of prompts and one of keys.
-        path: a folder that all machines see, or a URI as of `pyarrow.fs`.
-        key: the column whose values tell rows apart, integers or texts.
-        concurrency: actors, each with a model of its own; or the fewest and the most.
-        batch_size: rows that are answered and written together. While one batch ends, the next one is under way.
+        dataset: dataset with a column of prompts and one of keys.
+        path: folder that all machines see, or a URI that `pyarrow.fs` takes.
+        key: name of the column whose values tell rows apart, integers or texts.
+        concurrency: number of actors, each with a model of its own; or the fewest and the most.
+        batch_size: number of rows that are answered and written together. While one batch ends, the next one is under
+            way.
         workers: further arguments of `map_batches`, such as `num_gpus` and `num_cpus`.
-        progress: a line with tokens, beside the bars of Ray Data.
-        **options: of `Generate`: the model, the column of prompts and so on.
+        progress: whether to show a line with tokens beside the bars of Ray Data.
+        **options: arguments of `Generate`: the model, the column of prompts and so on.
 
     Raises:
         ValueError: the folder has files of something else; no such columns.

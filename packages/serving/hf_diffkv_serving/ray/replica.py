@@ -23,14 +23,14 @@ REPLICA_HEADER = b"x-replica"
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """How replicas serve their model.
+    """Options of the server in a replica.
 
     Attributes:
-        name: what clients call it; None is the model's own.
-        chat_template: in place of the tokenizer's.
-        seed: of the draws of requests that have none; None is another one each time.
-        operation: key, limits and times, of each replica.
-        log_format: of lines in the replicas' logs, "text" or "json".
+        name: name by which clients ask for the model; None takes the model's own.
+        chat_template: template that replaces the tokenizer's.
+        seed: seed for requests that have none; None draws another one each time.
+        operation: key, limits and times of each replica.
+        log_format: format of lines in the replicas' logs, "text" or "json".
     """
 
     name: str | None = None
@@ -44,11 +44,11 @@ class Replica:
     """Serves one model; Ray Serve makes as many of it as are wanted.
 
     Args:
-        options: of its engine; `generation` is for requests that do not say how their tokens are chosen.
-        served: how it is served.
+        options: options of its engine. `generation` is for requests that do not set their own sampling.
+        served: options of its server.
 
     Raises:
-        EvaluationError, ValueError, MemoryError: as of `load_engine`; Ray Serve tries again, then says so.
+        EvaluationError, ValueError, MemoryError: `load_engine` raises it. Ray Serve tries again, then reports it.
     """
 
     def __init__(self, options: EngineOptions, served: ReplicaOptions) -> None:
@@ -77,8 +77,8 @@ class Replica:
         A caller that stops reading ends the request.
 
         Args:
-            wanted: for the router.
-            scope, body: the request.
+            wanted: wishes of the request, which only the router reads.
+            scope, body: ASGI scope and body of the request.
         """
         sent: asyncio.Queue[dict | None] = asyncio.Queue()
         asked, gone = [{"type": "http.request", "body": body, "more_body": False}], asyncio.Event()

@@ -1,4 +1,4 @@
-"""What the answers of all routes share: their head, counts of tokens, logprobs, and how streams are written."""
+"""Shared parts of the answers of all routes: their head, counts of tokens, logprobs, and events of streams."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ NO_CHARACTER = "\ufffd"
 
 @dataclass(frozen=True)
 class Served:
-    """What all requests are answered with.
+    """Model and engine that answer all requests.
 
     Attributes:
-        name: what clients call the model.
+        name: name by which clients ask for the model.
     """
 
     name: str
@@ -41,10 +41,10 @@ class Served:
 
 @dataclass(frozen=True)
 class Answer(ABC):
-    """The answer to one request, of which each route has its form.
+    """Answer to one request. Each route has a subclass with its form.
 
     Attributes:
-        body: of the request, validated.
+        body: validated body of the request.
         created: seconds since 1970.
     """
 
@@ -55,22 +55,22 @@ class Answer(ABC):
 
     @abstractmethod
     def asked(self) -> Asked:
-        """What the engine is asked for. Raises `RefusedError`."""
+        """Returns the request to the engine. Raises `RefusedError`."""
 
     @abstractmethod
     def whole(self, run: Run, answers: list[Step]) -> dict[str, Any]:
-        """The object that is sent where no stream is asked for."""
+        """Returns the object to send if no stream is asked for."""
 
     @abstractmethod
     def events(self, run: Run) -> AsyncIterator[str]:
-        """What a stream is made of."""
+        """Yields the events of a stream."""
 
     @abstractmethod
     def failed(self, error: RefusedError) -> str:
-        """The event that ends a stream where the engine fails."""
+        """Returns the event that ends a stream if the engine fails."""
 
     async def response(self) -> Response:
-        """Raises `RefusedError` before anything is sent."""
+        """Returns the response. Raises `RefusedError` before anything is sent."""
         wanted = self.body.model
         if wanted is not None and wanted != self.served.name:
             reason = f"the model {wanted!r} does not exist; this server has {self.served.name!r}."
@@ -90,13 +90,13 @@ class Answer(ABC):
             run.close()
 
     def logprobs(self, token: int, logprob: float) -> dict[str, Any]:
-        """Of one token. Its bytes are null where it is a part of a character."""
+        """Returns the logprob of one token. Its bytes are null if the token is a part of a character."""
         text = self.served.tokenizer.decode([token])
         raw = None if NO_CHARACTER in text else list(text.encode())
         return {"token": text, "logprob": max(logprob, NEVER), "bytes": raw}
 
     def with_top(self, token: int, found: TokenLogprobs) -> dict[str, Any]:
-        """As `logprobs`, with the likeliest tokens at this place."""
+        """Returns `logprobs` of a token with the likeliest tokens in its place."""
         return {**self.logprobs(token, found.logprob), "top_logprobs": [self.logprobs(*each) for each in found.top]}
 
 
@@ -105,7 +105,7 @@ def json_response(content: Any) -> Response:
 
 
 def event(content: Any, name: str | None = None) -> str:
-    """A server-sent event."""
+    """Formats a server-sent event."""
     return ("" if name is None else f"event: {name}\n") + f"data: {json.dumps(content)}\n\n"
 
 

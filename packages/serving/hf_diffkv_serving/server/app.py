@@ -34,13 +34,13 @@ def build_app(
     sampling: Sampling | None = None,
     seed: int | None = None,
 ) -> FastAPI:
-    """An application that serves `model` through `engine`, which has been started.
+    """Returns an application that serves `model` through `engine`, which has been started.
 
     Args:
-        name: what clients call the model.
-        tokenizer: a fast one.
-        sampling: how tokens are chosen where a request does not say; as `model.generation_config` says by default.
-        seed: of the draws of requests that have none; None is another one each time.
+        name: name by which clients ask for the model.
+        tokenizer: fast tokenizer of the model.
+        sampling: sampling of requests that do not set their own; None takes that of `model.generation_config`.
+        seed: seed for requests that have none; None draws another one each time.
     """
     usual = Sampling.of(model.generation_config) if sampling is None else sampling
     generation = Generation(engine, tokenizer, usual, seed)
@@ -88,9 +88,9 @@ def _add_models(app: FastAPI, name: str) -> None:
 
 
 def statistics(engine: DiffKVBatchingManager) -> dict[str, Any]:
-    """What the engine does and holds, as `ServingStatistics` and `ServingMemory` have it, in one dict.
+    """Returns the fields of the engine's `ServingStatistics` and `ServingMemory` in one dict.
 
-    Where prefixes are kept, "prefixes" says how many, and has the fields of `PrefixStats`.
+    If prefixes are kept, "prefixes" has their number and the fields of `PrefixStats`.
     """
     found = engine.statistics()
     if found is None:
@@ -106,8 +106,8 @@ class Disconnection:
     """ASGI middleware that ends the requests of a client that goes away, whether it was waiting or reading.
 
     Args:
-        app: what is served.
-        gone: called with the id of each request that the client had brought to the engine.
+        app: application behind the middleware.
+        gone: function that is called with the id of each request that the client had brought to the engine.
     """
 
     def __init__(self, app: Any, gone: Callable[[str], None]) -> None:

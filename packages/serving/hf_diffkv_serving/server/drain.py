@@ -24,7 +24,7 @@ class Server(uvicorn.Server):
     Until then it says to whoever comes that it is stopping, so that balancers see it.
 
     Args:
-        config: of uvicorn, for `operated`.
+        config: configuration of uvicorn for `operated`.
     """
 
     def __init__(self, config: uvicorn.Config, operated: Operated) -> None:
@@ -40,7 +40,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Within, signals stop the server."""
+        """Handles signals within the block: they stop the server."""
         before = {each: signal.signal(each, self.handle_exit) for each in SIGNALS}
         try:
             yield

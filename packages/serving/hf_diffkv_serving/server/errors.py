@@ -1,4 +1,4 @@
-"""What clients are told when something is refused or goes wrong, as OpenAI's protocol has it."""
+"""Errors for clients in the form of OpenAI's protocol."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class ErrorFields(BaseModel):
-    """What `RefusedError` says."""
+    """Fields of a `RefusedError`."""
 
     message: str
     type: str
@@ -38,13 +38,13 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 class RefusedError(Exception):
-    """What a client is told instead of an answer.
+    """Signals that a client gets an error instead of an answer.
 
     Args:
-        status: of HTTP.
-        param: the field of the request that it is about.
-        code: for programs.
-        headers: further ones of the response.
+        status: HTTP status.
+        param: field of the request that the error is about.
+        code: name of the error for programs.
+        headers: further headers of the response.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RefusedError(Exception):
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Has `app` answer every error in one form."""
+    """Makes `app` answer every error in one form."""
 
     def refused(request: Request, error: Any) -> Response:
         return error.response()

@@ -22,7 +22,7 @@ MOST_LOGPROBS, MOST_CHOICES, MOST_STOPS = 20, 128, 16
 
 
 def refusal(reason: str) -> PydanticCustomError:
-    """What a validator raises; `reason` follows the field's name."""
+    """Returns the error for a validator to raise. `reason` follows the field's name."""
     return PydanticCustomError("refused", "{reason}", {"reason": reason})
 
 
@@ -60,10 +60,10 @@ class StreamOptions(Strict):
 
 
 class Body(Strict):
-    """What all routes take.
+    """Fields that all routes take.
 
-    Fields of `Sampling` that are left out are as the server was started. `user` and its like are names for the
-    operator: they change no answer.
+    Fields of `Sampling` that are left out take the server's values. `user` and its like are names for the operator and
+    change no answer.
     """
 
     model: str | None = None
@@ -82,7 +82,7 @@ class Body(Strict):
     service_tier: only("auto", "default") = None
 
     def sampling(self, usual: Sampling, top_logprobs: int | None) -> Sampling:
-        """How tokens of this request are chosen; `usual` has what it does not say."""
+        """Returns the sampling of this request. Fields that it does not set are those of `usual`."""
         names = ("temperature", "top_p", "top_k", "min_p", "seed")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.top_k is not None:
@@ -91,7 +91,7 @@ class Body(Strict):
 
 
 class SeveralChoices(Body):
-    """What the routes take that give several answers."""
+    """Fields of the routes that give several answers."""
 
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     stop: Stops | None = None

@@ -27,15 +27,17 @@ USUAL_LENGTH = 1024
 
 @dataclass(frozen=True)
 class Asked:
-    """What one HTTP request asks of the engine.
+    """Request to the engine from one HTTP request.
 
     Attributes:
-        prompts: token ids of each. n: answers to each.
-        boundaries: of the first prompt, as in `DiffKVBatchingManager.add_request`.
-        max_new_tokens: None is as many as usual, or as there is room for.
-        stop: strings that end an answer. ignore_eos: tokens of the model do not.
+        prompts: token ids of each prompt.
+        boundaries: boundaries of the first prompt, in the form of `DiffKVBatchingManager.add_request`.
+        max_new_tokens: most tokens of an answer; None for the usual number, or as many as there is room for.
+        n: number of answers to each prompt.
+        stop: strings that end an answer.
+        ignore_eos: whether the model's end tokens do not end an answer.
         stream: whether tokens are wanted as they come.
-        parser: of thoughts and tools, for the prompt that it is called with; None where there is none.
+        parser: function from a prompt to the parser of thoughts and tools; None if there is none.
     """
 
     prompts: list[list[int]]
@@ -51,11 +53,12 @@ class Asked:
 
 @dataclass(frozen=True)
 class Step:
-    """What is new of one answer.
+    """New part of one answer.
 
     Attributes:
-        pieces: as in `Transcript`. logprobs: of the tokens that are new, with the tokens and where their text begins.
-        finish_reason: "stop" or "length" in the last one.
+        pieces: pieces of a `Transcript`.
+        logprobs: new tokens, each with the offset of its text and its logprobs.
+        finish_reason: "stop" or "length" in the last step.
     """
 
     pieces: list[Any] = field(default_factory=list)
@@ -64,12 +67,12 @@ class Step:
 
 
 class Run:
-    """The answers to one HTTP request, while they are made: an iterator of their number and what is new of it.
+    """Answers to one HTTP request while they are made: an iterator of an answer's number and its new part.
 
     Attributes:
-        prompt_tokens, cached_tokens: of all prompts, and how many of them came from prefixes; the latter is right at
-            the end.
-        completion_tokens: of all answers so far.
+        prompt_tokens: number of tokens of all prompts.
+        cached_tokens: number of them that came from prefixes; final once the run has ended.
+        completion_tokens: number of tokens of all answers so far.
     """
 
     def __init__(self, prompt_tokens: int) -> None:
@@ -108,10 +111,10 @@ class Generation:
     """Brings requests to an engine that runs already, and refuses those for which it has no room.
 
     Args:
-        engine: started.
-        tokenizer: a fast one, of the model.
-        sampling: how tokens are chosen where a request does not say, but for the seed.
-        seed: of the seeds of requests without one, in the order in which they come; None is any.
+        engine: engine that has been started.
+        tokenizer: fast tokenizer of the model.
+        sampling: sampling of requests that do not set their own, except for the seed.
+        seed: seed from which requests without one get theirs in the order of their arrival; None for any.
     """
 
     def __init__(
@@ -128,12 +131,12 @@ class Generation:
 
     @property
     def sampling(self) -> Sampling:
-        """What the next request has where it does not say otherwise."""
+        """Sampling of the next request, where it does not set its own."""
         return replace(self.usual, seed=self._seeds.getrandbits(63))
 
     @property
     def keeps_prefixes(self) -> bool:
-        """Whether later requests may begin with what earlier ones left."""
+        """Whether later requests may reuse prefixes of earlier ones."""
         return self.engine.prefixes is not None
 
     def check_alive(self) -> None:

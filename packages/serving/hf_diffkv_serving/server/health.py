@@ -13,13 +13,13 @@ from .errors import RefusedError
 
 @dataclass
 class Health:
-    """What a server can do at this moment.
+    """State of a server: ready, failed, or draining.
 
     Args:
-        grace: seconds that answers under way have once it is to stop.
+        grace: seconds that answers under way have once the server is told to stop.
 
     Attributes:
-        draining_since: when it was told to stop, by `time.monotonic`; None before.
+        draining_since: `time.monotonic` when the server was told to stop; None before.
     """
 
     engine: DiffKVBatchingManager
@@ -28,23 +28,23 @@ class Health:
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the engine."""
+        """Error that ended the engine; None while it runs."""
         return self.engine.background_thread_status.fatal_error
 
     @property
     def grace_left(self) -> float:
-        """Seconds until answers under way are ended; infinite where nobody has said that it is to stop."""
+        """Seconds until answers under way are ended; infinite if the server was not told to stop."""
         if self.draining_since is None:
             return math.inf
         return max(0.0, self.draining_since + self.grace - time.monotonic())
 
     def drain(self) -> None:
-        """From now on nothing new is taken."""
+        """Begins to refuse new requests."""
         if self.draining_since is None:
             self.draining_since = time.monotonic()
 
     def refusal(self) -> RefusedError | None:
-        """What a new request is told; None where it is taken."""
+        """Returns the refusal of a new request, or None if it is taken."""
         if self.failure is not None:
             return RefusedError(503, f"the engine failed and takes no requests: {self.failure}", code="engine_failed")
         if self.draining_since is not None:

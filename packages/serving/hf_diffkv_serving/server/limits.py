@@ -1,5 +1,4 @@
-"""Who is let in: those with the key and a body of moderate size, as long as the server takes requests and not too many
-wait."""
+"""Admission of requests by key and size, and only while the server takes requests and not too many wait."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ class ApiKey:
     """ASGI middleware that asks for `Authorization: Bearer KEY`.
 
     Args:
-        key: what clients must know; None lets all in.
-        free: paths for which no key is needed.
+        key: key that clients must send; None lets all in.
+        free: paths that need no key.
     """
 
     def __init__(self, app: Any, key: str | None, free: Collection[str]) -> None:

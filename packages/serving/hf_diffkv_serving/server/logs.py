@@ -1,4 +1,4 @@
-"""What the server writes on stderr: a line for each request and others, for people or as JSON."""
+"""Lines that the server writes on stderr, for each request and for other events, for people or as JSON."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ LogFormat = Literal["text", "json"]
 
 @dataclass(frozen=True)
 class RequestLine:
-    """What is said of one request when its answer is complete. Times in seconds since it came.
+    """Fields of the line for a request whose answer is complete. Times are in seconds since the request came.
 
     Attributes:
-        id: `x-request-id`. status: of HTTP; 499 where the client went away before there was one.
-        prompt_tokens, generated_tokens: of all its prompts and answers. cached_tokens: of its prompts, from prefixes.
-        first_token_seconds: until the first token; None where there was none.
-        finish_reason: of its answers, several with commas; None where there is none.
+        id: `x-request-id`.
+        status: HTTP status; 499 if the client went away before there was one.
+        seconds: time of the end of the answer.
+        prompt_tokens: number of tokens of all its prompts.
+        cached_tokens: number of prompt tokens that came from prefixes.
+        generated_tokens: number of tokens of all its answers.
+        first_token_seconds: time of the first token; None if there was none.
+        finish_reason: finish reasons of its answers, separated by commas; None if there is none.
     """
 
     id: str
@@ -37,7 +41,7 @@ class RequestLine:
     finish_reason: str | None = None
 
     def __str__(self) -> str:
-        """For people."""
+        """Formats the line for people."""
         parts = [f"{self.method} {self.path} {self.status}"]
         if self.finish_reason is not None:
             cached = f" ({self.cached_tokens} cached)" if self.cached_tokens else ""
@@ -70,19 +74,19 @@ class ServerLog:
         self._write("request", fields, str(line))
 
     def statistics(self, found: dict[str, Any], text: str) -> None:
-        """What `app.statistics` found, and the same for people."""
+        """Writes the result of `app.statistics`, or `text` in logs for people."""
         self._write("statistics", found, text)
 
     def message(self, text: str, shown: str | None = None) -> None:
-        """What happens to the server.
+        """Writes a message about the server.
 
         Args:
-            shown: what people read, where it is laid out otherwise.
+            shown: text for people if its layout differs.
         """
         self._write("message", {"message": text}, text if shown is None else shown)
 
     def take_over(self) -> None:
-        """Has what others log come as JSON, too, where that is the form."""
+        """Formats other loggers' records as JSON as well, if that is the log's format."""
         if not self.json:
             return
         handler = logging.StreamHandler(sys.stderr)

@@ -1,4 +1,4 @@
-"""Where the messages of a chat end in its tokens, for requests that begin alike (beginnings.py)."""
+"""Ends of a chat's messages in its tokens, for requests that begin alike (beginnings.py)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ OTHERS = ("0", "A")
 def chat_marks(
     render: Callable[[list[dict[str, Any]]], list[int]], messages: Sequence[dict[str, Any]], ids: list[int]
 ) -> tuple[int, ...]:
-    """Numbers of tokens before what the user says first, behind the system message, and before what he says last.
+    """Returns the numbers of tokens before the text of the user's first message and of the last one.
 
     Args:
-        render: token ids of messages, as the chat template has them.
-        messages: of the chat; `ids` are their tokens.
+        render: function from messages to the token ids of the chat template.
+        messages: messages of the chat.
+        ids: token ids of `messages`.
     """
     users = [index for index, message in enumerate(messages) if message.get("role") == "user"]
     found = set()
@@ -28,6 +29,6 @@ def chat_marks(
 
 
 def _common(one: list[int], other: list[int]) -> int:
-    """How many tokens both begin with."""
+    """Returns the number of tokens that both begin with."""
     pairs = zip(one, other)
     return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

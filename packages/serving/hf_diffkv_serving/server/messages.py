@@ -77,7 +77,7 @@ class Message(Strict):
     refusal: only() = None
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates read it."""
+        """Returns the message in the form that chat templates read."""
         # templates do not know the name that newer models have for it
         found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
         found["content"] = self.content or ""
@@ -129,14 +129,14 @@ def prompt_of(
     tools: list[dict[str, Any]] | None,
     template_options: dict[str, Any] | None = None,
 ) -> list[int]:
-    """Token ids of a chat whose next message is the model's.
+    """Returns the token ids of a chat whose next message is the model's.
 
     Args:
-        tools: as templates read them.
-        template_options: further names that the chat template knows.
+        tools: tools in the form that chat templates read.
+        template_options: further variables of the chat template.
 
     Raises:
-        RefusedError: the template does not take it.
+        RefusedError: the template does not take the chat.
     """
     if tokenizer.chat_template is None:
         raise RefusedError(400, "the model has no chat template; use /v1/completions, or serve with --chat-template.")
@@ -160,7 +160,11 @@ def boundaries_of(
     template_options: dict[str, Any] | None,
     prompt: list[int],
 ) -> tuple[int, ...]:
-    """Where other chats may part from this one (marks.py); the prompt and other arguments as in `prompt_of`."""
+    """Returns the numbers of tokens after which other chats may differ from this one (marks.py).
+
+    Args:
+        prompt: result of `prompt_of` for the other arguments.
+    """
     given = [message.for_template() for message in messages]
     try:
         return chat_marks(lambda said: _rendered(tokenizer, said, tools, template_options or {}), given, prompt)

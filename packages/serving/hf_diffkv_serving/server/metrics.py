@@ -1,4 +1,4 @@
-"""What Prometheus is told (`/metrics`)."""
+"""Metrics for Prometheus (`/metrics`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands between clients and the application: limits, health, metrics, a line for each request."""
+"""Layers between clients and the application: limits, health, metrics, and a line for each request."""
 
 from __future__ import annotations
 
@@ -31,16 +31,18 @@ CLIENT_GONE = 499
 
 @dataclass(frozen=True)
 class Operation:
-    """How a server is run.
+    """Options of a running server.
 
     Attributes:
-        cors: lets pages of any origin in.
-        api_key: that clients must know; None lets all in. open_metrics: `/metrics` needs no key.
-        max_queue: requests that may wait; None is any number.
-        max_body: bytes that the body of a request may have.
-        timeout: seconds that an answer may take; None is any.
+        cors: whether to let in pages of any origin.
+        api_key: key that clients must send; None lets all in.
+        open_metrics: whether `/metrics` needs no key.
+        max_queue: number of requests that may wait; None for any number.
+        max_body: most bytes of a request's body.
+        timeout: most seconds of an answer; None for no limit.
         grace: seconds that answers under way have when the server is stopped.
-        log_level: of uvicorn and Transformers. log_every: seconds between lines of statistics, 0 is none.
+        log_level: log level of uvicorn and Transformers.
+        log_every: seconds between lines of statistics; 0 for none.
     """
 
     cors: bool = False
@@ -55,11 +57,11 @@ class Operation:
 
 
 class Operated:
-    """An application (ASGI) with all of it.
+    """ASGI application with these layers around another one.
 
     Args:
-        app: answers requests; ends those of a client that goes away.
-        engine: that it answers with.
+        app: application that answers requests, and ends those of a client that goes away.
+        engine: engine of the application.
     """
 
     def __init__(self, app: Any, engine: DiffKVBatchingManager, operation: Operation, log: ServerLog) -> None:

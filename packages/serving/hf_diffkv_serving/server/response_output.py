@@ -15,10 +15,10 @@ class ResponseOutput:
     """Items of a response, from the steps of its answer.
 
     Args:
-        request_id: ids of the items have it.
+        request_id: id of the request, a part of the items' ids.
 
     Attributes:
-        items: those that are complete, in order.
+        items: complete items, in order.
     """
 
     def __init__(self, request_id: str) -> None:

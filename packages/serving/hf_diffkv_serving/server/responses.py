@@ -129,7 +129,7 @@ class ResponseAnswer(Answer):
         }
 
     def _logprobs(self, step: Step) -> list[dict[str, Any]]:
-        """Of OpenAI's form here, in which bytes are never null."""
+        """Returns logprobs in the form of this route, in which bytes are never null."""
         found = [self.with_top(token, each) for token, _, each in step.logprobs]
         for each in found:
             for one in (each, *each["top_logprobs"]):

@@ -48,7 +48,7 @@ def run(app: Any, engine: DiffKVBatchingManager, listener: socket.socket, operat
 
 @contextmanager
 def _lines(engine: DiffKVBatchingManager, log: ServerLog, every: float) -> Iterator[None]:
-    """Within, a line every so many seconds in which something was done."""
+    """Logs statistics within the block every `every` seconds if they have changed."""
     over = threading.Event()
 
     def write() -> None:
@@ -69,7 +69,7 @@ def _lines(engine: DiffKVBatchingManager, log: ServerLog, every: float) -> Itera
 
 
 def line(found: dict[str, Any], rate: float) -> str:
-    """What `statistics` found, for people.
+    """Formats the result of `statistics` for people.
 
     Args:
         rate: tokens per second.

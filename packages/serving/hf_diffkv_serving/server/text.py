@@ -1,4 +1,4 @@
-"""From tokens to text as they come: characters of several tokens, strings that end an answer, thoughts and tools."""
+"""Decodes tokens as they come: characters of several tokens, strings that end an answer, thoughts and tools."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StopStrings:
         self.found = False
 
     def feed(self, text: str) -> str:
-        """What can be said of the text so far, and was not yet: the rest may begin one of the strings."""
+        """Returns text that is certain now and was not returned before. The rest may begin one of the strings."""
         self._held += text
         # where each ends and begins: the one that is complete first counts, of several the longest
         places = ((self._held.find(string), string) for string in self._strings)
@@ -41,7 +41,7 @@ class StopStrings:
         return said
 
     def flush(self) -> str:
-        """What is left when nothing follows."""
+        """Returns the rest of the text at its end."""
         said, self._held = self._held, ""
         return said
 
@@ -50,14 +50,14 @@ class StopStrings:
 
 
 class Transcript:
-    """What one answer says, in the pieces in which it becomes known.
+    """Text of one answer, in the pieces in which it becomes known.
 
     A piece is a `str` of the answer, a `ReasoningText`, or a `ToolCall`.
 
     Args:
-        tokenizer: a fast one.
-        parser: finds thoughts and calls of tools, which need special tokens in the text; None leaves all as it is.
-        stops: strings that end the answer, and are not in it.
+        tokenizer: fast tokenizer of the model.
+        parser: parser of thoughts and tool calls, which need special tokens in the text; None leaves the text as it is.
+        stops: strings that end the answer and are left out of it.
     """
 
     def __init__(self, tokenizer: Any, parser: Any = None, stops: Sequence[str] = ()) -> None:
@@ -69,12 +69,12 @@ class Transcript:
         self._stops = StopStrings(stops)
 
     def begin(self) -> list[Any]:
-        """What is known before the first token."""
+        """Returns the pieces that are known before the first token."""
         return [] if self._parser is None else self._parsed(lambda: self._parser.initial_events, "")
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found; tokens behind it are not to be added."""
+        """Whether a stop string was found. Tokens behind it must not be added."""
         return self._stops.found
 
     @property

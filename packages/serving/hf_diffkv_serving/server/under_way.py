@@ -23,12 +23,12 @@ SLOWEST_FORWARD, LOOK = 60.0, 0.1
 
 @dataclass(frozen=True)
 class Ending:
-    """Why an answer ends before its time.
+    """Reason for the early end of an answer.
 
     Attributes:
-        refusal: what a client is told that has read nothing yet. One that reads a stream gets what there is of its
-            answer, and the finish reason "length".
-        finish_reason: for the request's record.
+        refusal: error for a client that has read nothing yet. A client that reads a stream gets the answer so far and
+            the finish reason "length".
+        finish_reason: finish reason in the request's record.
     """
 
     refusal: RefusedError
@@ -91,7 +91,7 @@ class UnderWayAnswer:
     """One answer, between its client and the application.
 
     Args:
-        records: of the requests that it brings to the engine, as they come.
+        records: records of the requests that it brings to the engine, as they come.
     """
 
     def __init__(self, engine: DiffKVBatchingManager, records: list[RequestRecord]) -> None:
@@ -101,7 +101,7 @@ class UnderWayAnswer:
         self._ending: Ending | None = None
 
     async def run(self, app: Any, scope: dict, receive: Receive, send: Send) -> None:
-        """Has `app` answer, until it is done or the answer is ended."""
+        """Runs `app` until its answer is complete or is ended."""
 
         async def listen() -> None:
             message: dict = {}
@@ -151,5 +151,5 @@ class UnderWayAnswer:
             loop.call_later(LAST_EVENTS, self._leave)
 
     def _leave(self) -> None:
-        """As if the client had gone away."""
+        """Tells the application that the client has gone away."""
         self._messages.put_nowait({"type": "http.disconnect"})

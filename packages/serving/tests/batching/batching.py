@@ -1,4 +1,4 @@
-"""What tests of continuous batching share: prompts, options, and what `generate()` says."""
+"""Helpers of the tests of continuous batching: prompts, options, and answers of `generate()`."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def chunks(tokens: int = 64, **options: Any) -> ContinuousBatchingConfig:
 
 
 def expected(model: PreTrainedModel, ids: list[int], new: int = NEW, **options: Any) -> list[int]:
-    """What `generate()` says, with Transformers' own cache where no other is given."""
+    """Returns the answer of `generate()`, with Transformers' own cache unless another one is given."""
     given = {"max_new_tokens": new, "do_sample": False, **options}
     return model.generate(torch.tensor([ids]), **given)[0, len(ids) :].tolist()
 
 
 def levels_of(slots: Slots, slot: int) -> list[torch.Tensor]:
-    """Levels of each layer's heads, int8 [1, heads, seen] as of a cache, from those of their groups."""
+    """Joins the levels of head groups to those of each layer's heads, int8 [1, heads, seen] like a cache's."""
     held = [(store, place) for store in slots.held(slot) for place in range(store.num_layers)]
     parts = {store.layers[place]: read_tokens(store, place).levels for store, place in held}
     found = []

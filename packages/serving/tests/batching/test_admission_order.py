@@ -1,4 +1,4 @@
-"""Who of those that wait is let in first, and that nobody waits for ever."""
+"""Order in which waiting requests are let in; none waits for ever."""
 
 from __future__ import annotations
 

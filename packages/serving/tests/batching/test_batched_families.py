@@ -143,7 +143,7 @@ def test_modules_that_do_more_are_refused(model: PreTrainedModel, monkeypatch: p
 
 @pytest.mark.parametrize("name", ["falcon_h1", "zamba", "zamba2", "zaya"])
 def test_two_kinds_in_one_layer_are_refused(name: str) -> None:
-    """With what stands in the way, and before anything is changed."""
+    """Refuses such a model with the reason, before anything is changed."""
     refused = build(name)
     attention = refused.config._attn_implementation
     with pytest.raises(UnsupportedModelError, match="one layer.*LinearAttentionAndFullAttentionLayer"):

@@ -1,4 +1,4 @@
-"""Where prompts are cut, and who waits for whom."""
+"""Cuts of prompts, and requests that wait for others."""
 
 from __future__ import annotations
 

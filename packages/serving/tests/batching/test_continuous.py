@@ -122,7 +122,7 @@ HEADS = [["K8V4", "K4V2"], ["K8V8", "K8V8"], None]
 )
 @pytest.mark.sampled(4)
 def test_texts_of_several_stores_are_those_of_generate(name: str, layers: int, options: dict, watch: Watch) -> None:
-    """With the same precisions, where no prompt is cut into parts."""
+    """Compares with `generate()` at the same precisions, with prompts that are not cut into parts."""
     model = tiny_model(name, dtype=torch.float64, num_hidden_layers=layers, **options)
     compressed = layers - ("layer_types" in options)
     config, max_bytes = replace(LOSSY, head_precisions=HEADS[:compressed]), 500_000
@@ -152,7 +152,7 @@ def test_preempted_requests_are_computed_anew(name: str, lossless: DiffKVConfig,
 
 
 def starve_once(monkeypatch: pytest.MonkeyPatch, request_id: str, generated: int) -> None:
-    """Has the cache deny memory to one request after so many generated tokens, so that it is preempted."""
+    """Makes the cache deny memory to one request after `generated` tokens, so that it is preempted."""
     denied: list[bool] = []
     can_store, storable = ContinuousCache.can_store_request_tokens, ContinuousCache.count_storable_requests
 
@@ -183,7 +183,7 @@ def starve_once(monkeypatch: pytest.MonkeyPatch, request_id: str, generated: int
 def test_lossy_requests_are_what_they_are_alone(
     name: str, config: DiffKVConfig, preempted: bool, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same forwards on a `DiffKVCache` of its own leave the same tokens at the same levels, and say the same."""
+    """Compares tokens, levels and text with the same forwards on a `DiffKVCache` of the request's own."""
     model = tiny_model(name, EAGER.get(name, "sdpa"), dtype=torch.float64)
     given, max_bytes = prompts((5, 90, 1, 40, 130)), 300_000
     if preempted:
@@ -270,7 +270,7 @@ def test_streaming_gives_every_token_and_stops(model: PreTrainedModel) -> None:
 
 
 def test_what_never_fits_is_refused_alone(model: PreTrainedModel, watch: Watch) -> None:
-    """With the forks that were to come of it."""
+    """Refuses the request and all forks of it."""
     given = prompts((20, 4000)) + [[]]
     config = request_config(LOSSLESS, TIGHT, num_return_sequences=2, do_sample=True, top_k=1)
     outputs = list(model.generate_batch(given, config, chunks()).values())

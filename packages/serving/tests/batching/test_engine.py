@@ -1,4 +1,4 @@
-"""What is relied on of Transformers' engine is checked, and a release that differs is refused with its number."""
+"""Checks of the names used from Transformers' engine. A release that differs is refused with its number."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def arrive(slots: Slots) -> Request:
 
 
 def test_short_requests_get_slots_and_a_long_one_gets_pages() -> None:
-    """In turns, out of the same bytes; a request that goes on meanwhile is what it would be alone."""
+    """Takes both in turns from the same bytes. A request that goes on meanwhile equals one that is alone."""
     slots = make_slots(CONFIG, BUDGETS["tight"] * 2, slots=40, max_tokens=1000)
     assert slots.count == 1 and slots.longest < 1000
     stays, found = arrive(slots), []

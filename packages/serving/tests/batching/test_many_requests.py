@@ -30,12 +30,16 @@ FAILING = ("spoiled in the prompt", "spoiled later", "too long")
 
 
 class Traffic:
-    """Requests to a manager, what befalls some of them on purpose, and what has come of each.
+    """Requests to a manager, with planned failures of some, and the outcome of each.
 
     Attributes:
-        prompt, new, fate: of each request by its name; a fate is one of `CANCELLED`, `FAILING` or "".
-        results: what came back. cancelled: in which state the engine gave a request up.
-        preempted: how often one had to give way. steps: forwards.
+        prompt: index of each request's prompt, by name.
+        new: most new tokens of each request, by name.
+        fate: fate of each request, by name; one of `CANCELLED`, `FAILING` or "".
+        results: outputs by name.
+        cancelled: number of cancelled requests, by the state in which the engine gave them up.
+        preempted: number of preemptions.
+        steps: number of forwards.
     """
 
     def __init__(self, config: DiffKVConfig, max_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +152,7 @@ class Traffic:
         raise AssertionError("the engine takes no requests")
 
     def run(self, requests: int, seed: int) -> None:
-        """So many requests, a few waiting at any time."""
+        """Runs `requests` requests, with a few waiting at any time."""
         rng = random.Random(seed)
         fates = [*CANCELLED, *FAILING, *[""] * (100 - len(CANCELLED) - len(FAILING))]
         every = [fates[i % 100 if requests >= 100 else i * 100 // requests] for i in range(requests)]

@@ -1,4 +1,4 @@
-"""What a rank counts of another one's pages is what that one counts itself."""
+"""Counts of another rank's pages equal that rank's own counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine says of each request: tokens, times, and why it ended."""
+"""Records of requests in the engine: tokens, times, and the reason of the end."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_idle_slots_hold_no_pages_and_are_given_again() -> None:
 @pytest.mark.parametrize("max_bytes", [40_000, 60_000])
 @pytest.mark.parametrize("precisions", PRECISIONS, ids=str)
 def test_the_longest_request_surely_fits(max_bytes: int, precisions: tuple | None) -> None:
-    """Every token at the high level, one by one and at once, up to the last one that is allowed."""
+    """Stores every token at the high level, one by one and at once, up to the last one that is allowed."""
     config = configuration(0.0, 0.0, head_precisions=precisions)
     slots = make_slots(config, max_bytes, max_tokens=1000, slots=2)
     assert slots.longest < 1000

@@ -1,4 +1,4 @@
-"""How tokens of each request are chosen: against Transformers' own processors, and whatever else is in the batch."""
+"""Sampling of each request, compared with Transformers' own processors, whatever else is in the batch."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def answers(manager: Any, count: int) -> dict[str, Any]:
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_sampled_requests_beside_greedy_ones(model: PreTrainedModel, do_sample: bool) -> None:
-    """With an engine that takes the likeliest token, and with one that draws otherwise."""
+    """Runs on an engine that takes the likeliest token, and on one that draws in another way."""
     ids = prompts()
     with running(model, do_sample=do_sample, temperature=3.0) as manager:
         manager.add_request(ids[0], "alone", max_new_tokens=NEW, sampling=DRAWN)

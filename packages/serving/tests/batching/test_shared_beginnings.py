@@ -84,7 +84,7 @@ class Served:
 
 
 def alone(served: Served, ids: list[int], parts: list[int]) -> list[int]:
-    """What a request says on a cache of its own whose prompt comes in these parts."""
+    """Returns the answer to a request on a cache of its own, with a prompt in these parts."""
     served.model.set_attn_implementation("diffkv")
     cache, at, said = DiffKVCache(served.model.config, served.config), 0, list(ids)
     for tokens in [*parts, *[1] * (NEW - 1)]:
@@ -112,7 +112,7 @@ def alone(served: Served, ids: list[int], parts: list[int]) -> list[int]:
 def test_texts_are_those_of_the_same_parts_without_reuse(
     name: str, config: DiffKVConfig, marked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the beginning is marked all but the first request reuse it; where it is found, all but the second too."""
+    """Expects reuse in all but the first request if the beginning is marked, else in all but the first two."""
     served = Served(tiny_model(name, dtype=torch.float64), config, monkeypatch)
     beginning, *questions = prompts((150, 20, 31, 5, 60), seed=3)
     cut = 150 if marked else 144
@@ -153,7 +153,7 @@ def test_one_of_those_that_come_together_computes_what_they_begin_with(monkeypat
 @pytest.mark.parametrize("config", [LOSSLESS, LOSSY], ids=["lossless", "lossy"])
 @pytest.mark.sampled(100)
 def test_texts_go_by_the_parts_of_prompts(config: DiffKVConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a forward has no room for all prompts it cuts one, and another one if beginnings are reused."""
+    """Cuts one prompt if a forward has no room for all, and another prompt if beginnings are reused."""
     model = tiny_model("llama", dtype=torch.float64)
     beginning, *questions = prompts((150, 60, 31, 90, 70), seed=3)
     asked = {str(i): beginning + question for i, question in enumerate(questions)}
@@ -177,7 +177,7 @@ def test_texts_go_by_the_parts_of_prompts(config: DiffKVConfig, monkeypatch: pyt
 
 
 def parts_of(served: Served, name: str, tokens: int) -> list[int]:
-    """In which a prompt of so many tokens was computed, by this request or the one that left its beginning."""
+    """Returns the parts in which a prompt was computed, by this request or the one that left its beginning."""
     reused = served.cached[name]
     found = [reused] if reused else []
     for part in served.forwards[name]:

@@ -94,7 +94,7 @@ def test_attention_is_that_of_whole_requests(window: int, softcap: float | None,
 
 
 def test_windows_are_made_for_the_requests_that_come() -> None:
-    """As long as these are, and within the budget."""
+    """Makes windows as long as the requests need, within the budget."""
     model, budget = tiny_model("gemma3_text", sliding_window=512), 2_000_000
     manager = model.init_continuous_batching(request_config(LOSSLESS, budget), chunks(64))
     cache, held = manager._cache, []

@@ -66,11 +66,11 @@ def adopt(slots: Slots) -> int:
 
 @dataclass
 class Request:
-    """A request in a slot, and the same one on stores of its own, one for the heads of each layer that are held alike.
+    """A request in a slot, and its copy on stores of its own, one for each group of a layer's heads held alike.
 
     Attributes:
         heads: layer and heads of each of these stores.
-        forwards: of this request and those that it goes on from, each by an object of its own and its tokens.
+        forwards: forwards of this request and those that it continues, each as a unique object and its tokens.
     """
 
     slot: int
@@ -86,12 +86,12 @@ class Request:
         return Request(slot, generator, alone, self.heads, self.tokens, list(self.forwards))
 
     def common(self, other: Request) -> int:
-        """How many first tokens it has from the same forwards."""
+        """Returns the number of first tokens that come from the same forwards."""
         pairs = takewhile(lambda pair: pair[0] == pair[1], zip(self.forwards, other.forwards))
         return sum(tokens for (_, tokens), _ in pairs)
 
     def draw(self, tokens: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Queries, keys and values of each layer for the next tokens."""
+        """Draws queries, keys and values of each layer for the next tokens."""
         shapes = ((1, HEADS * GROUP, tokens, DIM), (1, HEADS, tokens, DIM), (1, HEADS, tokens, DIM))
         drawn = [[torch.randn(shape, generator=self.generator) for shape in shapes] for _ in range(LAYERS)]
         for query, _, _ in drawn:
@@ -174,7 +174,7 @@ def assert_same_request(slots: Slots, request: Request) -> None:
 
 
 def own_pages(store: Store) -> Store:
-    """The same request with a pool of its own, as a prefix that is kept has one."""
+    """Copies a request to a pool of its own, as for a kept prefix."""
     twin = copy.copy(store)
     twin.pool, twin.table = store.private_pages()
     for name in ROW_STATE:
@@ -183,7 +183,7 @@ def own_pages(store: Store) -> Store:
 
 
 def full_pages(store: Store, slot: int, tokens: int) -> int:
-    """How many pages the first `tokens` tokens of each row fill that is in a slot, where a row is of one tier."""
+    """Returns the number of pages that the first `tokens` tokens of all rows in a slot fill; a row has one tier."""
     sizes = torch.where(store.low_count[:, slot] > 0, store.layout.low.capacity, store.layout.high.capacity)
     return int((max(0, tokens) // sizes).sum())
 
@@ -231,7 +231,7 @@ class SlotMachine(RuleBasedStateMachine):
                 self.slots.adopt()
 
     def make_room(self, request: Request | None, tokens: int) -> bool:
-        """As `Slots.make_room`; requests know where they are."""
+        """Calls `Slots.make_room`, and notes the new slots of moved requests."""
         made = self.slots.make_room(None if request is None else request.slot, tokens)
         for old, new in self.slots.take_moves():
             (moved,) = (one for one in self.requests if one.slot == old)
@@ -302,7 +302,7 @@ class SlotMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def keep(self, data) -> None:
-        """As a prefix is kept."""
+        """Keeps a request in the way a prefix is kept."""
         self.slots.settle()
         if begun := [request for request in self.requests if request.tokens]:
             request = data.draw(st.sampled_from(begun), label="kept")

@@ -1,4 +1,4 @@
-"""What each process does in `test_batched_tensor_parallel.py`; started by torchrun, or called for one process.
+"""Run of each process in `test_batched_tensor_parallel.py`; started by torchrun, or called for one process.
 
 Argument: a folder with a folder `model`, which also takes what the ranks find.
 """
@@ -68,7 +68,7 @@ def wanted(config: DiffKVConfig, max_bytes: int, **options: Any) -> GenerationCo
 
 @contextmanager
 def watched() -> Iterator[dict[str, Any]]:
-    """What each request holds when it ends, how often one is preempted or finds no room, and that nothing is left."""
+    """Notes the levels of each request at its end, preemptions and denials, and checks that nothing is left."""
     found: dict[str, Any] = {"levels": {}, "preempted": 0, "denied": 0, "pages": []}
     free, caches = ContinuousCache.free_blocks, []
     can_store = ContinuousCache.can_store_request_tokens

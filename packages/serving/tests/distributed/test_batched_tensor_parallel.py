@@ -50,7 +50,7 @@ def alone(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def test_crowded(model: PreTrainedModel, ranks: list[dict[str, Any]]) -> None:
-    """Where ranks hold other pages, they let in and preempt the same requests."""
+    """Checks that ranks let in and preempt the same requests, also if they hold different numbers of pages."""
     for name in CONFIGS:
         mine, theirs = (rank["crowded"][name] for rank in ranks)
         assert mine["texts"] == theirs["texts"] and mine["slots"] == theirs["slots"]

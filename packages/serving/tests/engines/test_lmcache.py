@@ -30,7 +30,7 @@ def chunk(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
 
 
 def round_trip(made: ChunkFormat, given: Tensor) -> tuple[Tensor, int]:
-    """What comes back, and the bytes it took."""
+    """Encodes and decodes a chunk, and returns the result and the bytes of its encoding."""
     data = made.encode(given)
     assert data.dtype == torch.uint8 and data.numel() == made.size(given.shape, given.dtype)
     back = torch.full_like(given, float("nan"))
@@ -40,7 +40,7 @@ def round_trip(made: ChunkFormat, given: Tensor) -> tuple[Tensor, int]:
 
 
 def rows_of(given: Tensor) -> Tensor:
-    """float64 [side, layer, head, token, channel]."""
+    """Returns a chunk as float64 [side, layer, head, token, channel]."""
     return given.double().view(2, LAYERS, TOKENS, HEADS, DIM).transpose(2, 3)
 
 
@@ -164,7 +164,7 @@ def test_a_trip_through_lmcache(tmp_path: Path) -> None:
 
 
 def _memory(tensor: Tensor) -> Any:
-    """As LMCache's allocators hand it over."""
+    """Wraps a tensor like LMCache's allocators."""
     from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 
     data = tensor.view(torch.uint8).flatten()

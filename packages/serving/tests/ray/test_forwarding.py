@@ -1,4 +1,4 @@
-"""What clients get of replicas that answer, refuse and die, played by lists of messages."""
+"""Answers to clients from replicas that answer, refuse and die. Lists of messages stand for replicas."""
 
 from __future__ import annotations
 

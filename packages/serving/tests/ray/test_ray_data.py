@@ -55,7 +55,7 @@ def model() -> Any:
 
 
 def expected(ids: list[int]) -> list[int]:
-    """What `generate()` says with Transformers' own cache."""
+    """Returns the answer of `generate()` with Transformers' own cache."""
     return model().generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)[0, len(ids) :].tolist()
 
 
@@ -129,7 +129,7 @@ def test_a_data_set_is_answered_once_though_a_worker_is_killed(cluster: Any, tmp
     count, killed = 32, []
 
     def kill_one() -> None:
-        """Once some rows are written, and before all are."""
+        """Kills a worker when some rows are written, and before all are."""
         while not parts_in(tmp_path):
             time.sleep(0.01)
         workers = [p for p in psutil.process_iter(["cmdline"]) if "ray::MapWorker" in "".join(p.info["cmdline"] or ())]

@@ -48,7 +48,7 @@ def tokenizer() -> Any:
 
 
 def expected(text: str) -> str:
-    """What `generate()` says with Transformers' own cache."""
+    """Returns the answer of `generate()` with Transformers' own cache."""
     ids = tokenizer()(text).input_ids
     output = model().generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)
     return tokenizer().decode(output[0, len(ids) :], skip_special_tokens=True)
@@ -97,7 +97,7 @@ def kill(cluster: Any, replica: str) -> None:
 
 
 def replicas(client: httpx.Client) -> set[str]:
-    """Those that answer."""
+    """Returns the names of the replicas that answer."""
     return {complete(client, os.urandom(8).hex(), max_tokens=1).headers["x-replica"] for _ in range(16)}
 
 

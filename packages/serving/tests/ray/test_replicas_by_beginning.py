@@ -1,4 +1,4 @@
-"""Where requests go: keys of their beginnings, and the replicas that hold these."""
+"""Routing of requests by keys of their beginnings and the replicas that hold these."""
 
 from __future__ import annotations
 

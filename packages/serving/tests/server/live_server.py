@@ -26,9 +26,9 @@ class LiveServer:
     """The command on tiny-lm, and requests to it.
 
     Args:
-        folder: for what it writes.
-        arguments: further ones of the command.
-        environment: variables beside those of this process.
+        folder: folder for its output.
+        arguments: further arguments of the command.
+        environment: environment variables beside those of this process.
     """
 
     def __init__(self, folder: Path, *arguments: str, environment: dict[str, str] | None = None) -> None:
@@ -45,7 +45,7 @@ class LiveServer:
         self.until(self.is_ready)
 
     def until(self, found: Callable[[], Any]) -> Any:
-        """What `found` finds at last."""
+        """Waits for a true result of `found` and returns it."""
         for _ in range(PATIENCE * 20):
             result = found()
             if result:
@@ -94,6 +94,6 @@ class LiveServer:
 
 
 def events(lines: Any) -> list[Any]:
-    """What a stream says: objects, and "[DONE]"."""
+    """Parses the events of a stream: objects, and "[DONE]"."""
     found = [line[6:] for line in lines if line.startswith("data: ")]
     return [json.loads(each) if each.startswith("{") else each for each in found]

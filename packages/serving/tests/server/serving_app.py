@@ -55,7 +55,7 @@ def model() -> Any:
 
 
 def expected(prompt: str, new: int) -> str:
-    """What `generate()` says with Transformers' own cache."""
+    """Returns the answer of `generate()` with Transformers' own cache."""
     ids = tokenizer()(prompt, return_tensors="pt").input_ids
     output = reference().generate(ids, max_new_tokens=new, do_sample=False)
     return tokenizer().decode(output[0, ids.shape[1] :], skip_special_tokens=True)

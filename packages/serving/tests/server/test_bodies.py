@@ -1,4 +1,4 @@
-"""What is wrong with a body is said with the field, and the server goes on."""
+"""Errors of bodies name the field, and the server goes on."""
 
 # ruff: noqa: E402
 
@@ -148,7 +148,7 @@ def app() -> Iterator[Any]:
 
 
 def answers(app: Any, requests: list[tuple[str, bytes]]) -> list[Any]:
-    """What comes back over ASGI; what the application raises is raised."""
+    """Returns the responses over ASGI. Exceptions of the application are raised."""
 
     async def ask() -> list[Any]:
         transport = httpx.ASGITransport(app=app)
@@ -173,7 +173,7 @@ def check_goes_on(app: Any) -> None:
 
 
 def test_what_is_refused_is_named(app: Any) -> None:
-    """Every field with every value of the tables."""
+    """Sends every field with every refused value of the tables."""
     bodies = [(route, json.dumps({**GOOD[route], field: value}).encode()) for route, field, value in CASES]
     for (route, field, value), found in zip(CASES, answers(app, bodies)):
         param = reason(found)["param"]

@@ -1,4 +1,4 @@
-"""Where messages end in the tokens of a chat."""
+"""Ends of messages in the tokens of a chat."""
 
 from __future__ import annotations
 

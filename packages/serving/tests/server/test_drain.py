@@ -53,7 +53,7 @@ class Streaming(threading.Thread):
             self.events = events(first)
 
     def choices(self) -> list[dict[str, Any]]:
-        """Of the chunks that have some, when all is read."""
+        """Waits for the end of the stream and returns the choices of all chunks that have some."""
         self.join(60)
         return [each["choices"][0] for each in self.events if each != "[DONE]" and each["choices"]]
 
@@ -76,7 +76,7 @@ def test_answers_under_way_are_completed(start: Callable, number: int) -> None:
 
 
 def test_the_grace_is_over(start: Callable, tmp_path: Path) -> None:
-    """Who reads gets an end, who waits an error; prefixes are there for the next process."""
+    """Ends the stream of a reader, answers others with an error, and keeps prefixes for the next process."""
     server = start("--grace=0.5", "--prefix-bytes=4MB", f"--prefix-folder={tmp_path / 'prefixes'}")
     assert server.complete("@oak=5305 ?oak=").status_code == 200
     reading = Streaming(server, **ENDLESS)

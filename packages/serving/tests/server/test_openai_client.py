@@ -1,4 +1,4 @@
-"""What OpenAI's own client gets: every field is honoured, streamed or not."""
+"""Answers to OpenAI's own client, streamed or not, which honour every field."""
 
 # ruff: noqa: E402
 

@@ -1,4 +1,4 @@
-"""How a server is run, in this process: keys, limits, metrics, health, and a line for each request."""
+"""A server in this process: keys, limits, metrics, health, and a line for each request."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Client(httpx.AsyncClient):
     """Asks a server in this process.
 
     Attributes:
-        lines: what it logged so far.
+        lines: function that returns the lines logged so far.
     """
 
     def __init__(self, served: Operated, engine: Any, lines: Callable[[], list[dict]]) -> None:
@@ -254,7 +254,7 @@ def test_a_full_queue(served: Callable) -> None:
 
 
 def test_a_body_that_is_too_large(served: Callable) -> None:
-    """By the length that is told, and by what comes where none is."""
+    """Refuses it by the length in the header, or without one by the bytes that come."""
     most = 200
     body = json.dumps({"prompt": PROMPT, "max_tokens": NEW}).encode().ljust(most)
 

@@ -79,7 +79,7 @@ def model() -> Any:
 
 
 def expected(ids: list[int], new: int = NEW) -> str:
-    """What `generate()` says with Transformers' own cache."""
+    """Returns the answer of `generate()` with Transformers' own cache."""
     output = model().generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False)
     return tokenizer().decode(output[0, len(ids) :], skip_special_tokens=True)
 

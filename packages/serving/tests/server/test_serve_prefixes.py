@@ -1,4 +1,4 @@
-"""What `hf-diffkv serve` keeps prefixes in."""
+"""Stores in which `hf-diffkv serve` keeps prefixes."""
 
 from __future__ import annotations
 

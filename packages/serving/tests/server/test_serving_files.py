@@ -22,13 +22,13 @@ INSTRUCTIONS |= {"CMD"}
 
 
 def logical_lines(name: str) -> list[str]:
-    """Without comments, and with continued lines as one."""
+    """Returns the lines of a file without comments, with continued lines joined."""
     text = re.sub(r"^#.*\n", "", (FOLDER / name).read_text(), flags=re.MULTILINE)
     return [line for line in text.replace("\\\n", " ").splitlines() if line.strip()]
 
 
 def container() -> dict[str, list[str]]:
-    """What stands behind each instruction."""
+    """Returns the arguments of each instruction by its name."""
     found: dict[str, list[str]] = {}
     for line in logical_lines("Containerfile"):
         name, rest = line.split(None, 1)
@@ -37,7 +37,7 @@ def container() -> dict[str, list[str]]:
 
 
 def served(arguments: list[str]) -> dict[str, Any]:
-    """What the command understands. Raises `click.UsageError`."""
+    """Parses arguments of the command. Raises `click.UsageError`."""
     command = load("serve")
     with command.make_context("hf-diffkv serve", arguments) as context:
         return context.params

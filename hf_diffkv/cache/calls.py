@@ -1,0 +1,158 @@
+"""The `generate()` calls that are under way, and whether each uses the cache that it was asked to use."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from ..compat import passed
+from .diffkv_cache import DiffKVCache
+from .errors import CacheNotUsedError
+
+_thread = threading.local()
+
+
+class Call:
+    """One `generate()` call.
+
+    Args:
+        model: on which it was called.
+        chooses: whether a function of the user's generates, which may give the model whatever cache it likes.
+
+    Attributes:
+        cache: the one it is to use; None while there is none, or one of Transformers' own.
+        in_chunks: whether the prompt comes in several forwards at this moment.
+    """
+
+    def __init__(self, model: Any, chooses: bool = False) -> None:
+        self.model, self.chooses = model, chooses
+        self.cache: DiffKVCache | None = None
+        self.in_chunks = False
+        # tokens the cache had seen before the call, and before the forward that was prepared last
+        self._at_start = self._before = 0
+        self._checked = False
+
+    def use(self, cache: DiffKVCache) -> None:
+        """Has the call use `cache`."""
+        self.cache = cache
+        self._at_start = self._before = cache.get_seq_length()
+
+    def prepare(self, given: Any, input_ids: Any, arguments: Mapping[str, Any]) -> bool:
+        """Called before each forward with what a model made of the arguments of `prepare_inputs_for_generation`.
+
+        Models with two sets of rotary factors (Phi-3, PhiMoE, Phi-4-multimodal) drop the cache where the text grows
+        longer than `original_max_position_embeddings`, to compute all of it anew. The cache is emptied then.
+
+        Args:
+            given: the cache that the model is about to use.
+            input_ids: int64 [batch, tokens], all that `generate()` knows.
+
+        Returns:
+            Whether the model is to be given the call's cache, and all of `input_ids`.
+
+        Raises:
+            CacheNotUsedError: it would use another cache, or none, and the text cannot be computed anew.
+            ValueError: `input_ids` are not the text that the cache holds.
+        """
+        cache, dropped = self.cache, False
+        if cache is None or self.chooses and (given is not None or arguments.get("use_cache") is False):
+            return False
+        if given is not None and given is not cache:
+            raise CacheNotUsedError(
+                f"{self._name} replaced the DiffKVCache that generate() was given by a {type(given).__name__}; it "
+                "cannot use DiffKVCache."
+            )
+        if given is None:
+            dropped = self._drops_it(cache, input_ids, arguments)
+        self._before = cache.get_seq_length()
+        return dropped
+
+    def _drops_it(self, cache: DiffKVCache, input_ids: Any, arguments: Mapping[str, Any]) -> bool:
+        seen = cache.get_seq_length()
+        if not seen:
+            # nothing is lost
+            return True
+        text_config = self.model.config.get_text_config(decoder=True)
+        bound = getattr(text_config, "original_max_position_embeddings", None)
+        known = input_ids.shape[1] if isinstance(input_ids, Tensor) and input_ids.ndim == 2 else 0
+        if bound is None or not seen <= bound < known:
+            if self.chooses:
+                return False
+            raise CacheNotUsedError(
+                f"{self._name} dropped the DiffKVCache that generate() was given, with its {seen} tokens; it cannot "
+                "use DiffKVCache."
+            )
+        length = _text_length(input_ids, arguments)
+        if self.in_chunks or length != known or arguments.get("inputs_embeds") is not None:
+            raise CacheNotUsedError(
+                f"the text grows longer than original_max_position_embeddings={bound}, where {self._name} computes all "
+                f"of it anew, but it was given {known} tokens and the {seen} of a cache; pass the whole text as "
+                "input_ids, earlier tokens included, without prefill_chunk_size."
+            )
+        cache.held_tokens.check(input_ids, arguments.get("attention_mask"), seen)
+        cache.start_over()
+        return True
+
+    def check(self, outputs: Mapping[str, Any]) -> None:
+        """Called after each forward.
+
+        Raises:
+            CacheNotUsedError: the model used another cache, or gave it none of its tokens.
+        """
+        cache = self.cache
+        if cache is None or self.chooses:
+            return
+        returned = passed(outputs)
+        if returned is not None and returned is not cache:
+            raise CacheNotUsedError(
+                f"{self._name} was given a DiffKVCache but used a {type(returned).__name__}; it cannot use DiffKVCache."
+            )
+        # assisted decoding has taken tokens back already, but for one
+        self._check_longer(self._before)
+        self._checked = True
+
+    def end(self) -> None:
+        """Called before the text is returned. Raises `CacheNotUsedError` where the cache holds nothing of it."""
+        if self.cache is not None and not (self._checked or self.chooses):
+            self._check_longer(self._at_start)
+
+    def _check_longer(self, before: int) -> None:
+        if self.cache is not None and self.cache.get_seq_length() <= before:
+            raise CacheNotUsedError(
+                f"{self._name} computed tokens without giving their keys and values to the DiffKVCache that generate() "
+                "was given; it cannot use DiffKVCache."
+            )
+
+    @property
+    def _name(self) -> str:
+        return type(self.model).__name__
+
+
+def _text_length(input_ids: Tensor, arguments: Mapping[str, Any]) -> int:
+    """Tokens of the whole text, by what has an entry for each of them."""
+    for name in ("attention_mask", "position_ids"):
+        given = arguments.get(name)
+        if isinstance(given, Tensor) and given.ndim < 4:
+            return given.shape[-1]
+    return input_ids.shape[1]
+
+
+@contextmanager
+def under_way(model: Any, chooses: bool = False) -> Iterator[Call]:
+    """A call of `generate()` on `model`, found by `current_call` in this thread."""
+    calls = _thread.__dict__.setdefault("calls", [])
+    call = Call(model, chooses)
+    calls.append(call)
+    try:
+        yield call
+    finally:
+        calls.remove(call)
+
+
+def current_call(model: Any) -> Call | None:
+    """The innermost `generate()` call on `model` that is under way in this thread."""
+    return next((call for call in reversed(getattr(_thread, "calls", ())) if call.model is model), None)

@@ -1,0 +1,108 @@
+"""How far a measurement of heads is and how long it will take: a bar in a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from tqdm.auto import tqdm
+
+BAR_FORMAT = "{desc}{percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+# what hardly differs from nothing gives no rate
+LEAST_SECONDS = 1e-6
+
+
+class Progress:
+    """Tells of documents that are measured one after another, on stderr.
+
+    Args:
+        count: of all documents.
+        work: how much there is to do, in any unit; time is taken to be proportional to it.
+        quiet: say nothing.
+    """
+
+    def __init__(self, count: int, work: float, quiet: bool = False) -> None:
+        self._count, self._work, self._quiet = count, work, quiet
+        self._done, self._whole, self._name = 0.0, 0, ""
+        self._estimated = False
+        self._started = self._begun = time.perf_counter()
+        self._bar = tqdm(total=work, disable=quiet or None, dynamic_ncols=True, bar_format=BAR_FORMAT)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
+
+    def say(self, text: str) -> None:
+        """A line beside the bar."""
+        if not self._quiet:
+            self._bar.write(text, file=sys.stderr)
+            sys.stderr.flush()
+
+    def resume(self, documents: int, layers: int, of_layers: int) -> None:
+        """Says what was measured before: whole documents, and layers of the next one."""
+        self._whole = documents
+        parts = [f"{documents} of {_documents(self._count)}"] if documents else []
+        parts += [f"{layers} of {of_layers} layers of the {_ordinal(documents + 1)}"] if layers else []
+        if parts:
+            verb = "was" if documents + layers == 1 else "were"
+            self.say(f"{' and '.join(parts)} {verb} measured before; going on with the {_ordinal(documents + 1)}")
+
+    def begin(self, name: str) -> None:
+        """A document is begun."""
+        self._name, self._begun = name, time.perf_counter()
+        self._bar.set_description(name)
+
+    def advance(self, work: float) -> None:
+        """Some work is done."""
+        self._done += work
+        self._bar.update(work)
+
+    def estimate(self) -> None:
+        """Says once how long all of it will take, at the rate so far."""
+        if not self._estimated:
+            self._estimated = True
+            self.say(f"{_documents(self._count - self._whole)}, about {self._left()}")
+
+    def end(self) -> None:
+        """A document is measured."""
+        self._whole += 1
+        if not self._bar.disable:
+            return
+        left = self._count - self._whole
+        rest = f"{_documents(left)} left, about {self._left()}" if left else "all are measured"
+        seconds = _duration(self._since(self._begun))
+        self.say(f"document {self._whole} of {self._count} ({self._name}) took {seconds}; {rest}")
+
+    def _since(self, start: float) -> float:
+        return time.perf_counter() - start
+
+    def _left(self) -> str:
+        """The time left, at the rate so far."""
+        rate = self._done / max(self._since(self._started), LEAST_SECONDS)
+        return _duration(max(0.0, self._work - self._done) / rate)
+
+
+def _documents(count: int) -> str:
+    return "1 document" if count == 1 else f"{count} documents"
+
+
+def _duration(seconds: float) -> str:
+    """Seconds for people, such as 4 min 10 s."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min"
+
+
+def _ordinal(number: int) -> str:
+    ending = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"

@@ -1,0 +1,93 @@
+"""The part of `hf-diffkv calibrate` that measures heads: the precisions that lose least together at a ratio."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from ..config.choice import RATIOS
+from ..config.files import CONFIG_NAME, QUERIES_NAME
+from ..config.presets import DEFAULT_PRESET, PRESETS
+from ..evaluation.errors import EvaluationError
+from .console import Interrupted, paragraph, progress, table
+from .options import output_of
+
+
+def calibrate_heads(options: SimpleNamespace) -> None:
+    """Runs the command for heads.
+
+    Raises:
+        EvaluationError: something the user can put right; what was measured is kept.
+        Interrupted: the user stopped it; what was measured is kept.
+    """
+    from ..calibration.documents import DOCUMENT_LENGTH, documents_for
+    from ..calibration.heads import config_for, measure
+    from ..calibration.queries import keep_queries
+    from ..calibration.texts import read_pieces
+    from ..config.allocation import check_ratio
+    from ..config.found import keep
+    from ..config.presets import head_size
+    from ..evaluation.environment import describe_environment
+    from ..evaluation.models import load_config, load_model
+
+    ratio = RATIOS[DEFAULT_PRESET] if options.ratio is None else options.ratio
+    model_config, tokenizer = load_config(options.model)
+    head_dim, element_bytes = head_size(model_config)
+    try:
+        check_ratio(ratio, [(1, head_dim, head_dim)], element_bytes)
+    except ValueError as error:
+        raise EvaluationError(str(error)) from error
+    length = options.length or DOCUMENT_LENGTH
+    pieces = None if options.text is None else read_pieces(options.text)
+    documents = documents_for(tokenizer, pieces, length)
+    progress(f"loading {options.model}", options.quiet)
+    model = load_model(options.model, options.dtype, options.device, options.quiet)
+    output = output_of(options, model, "heads")
+    try:
+        measured = measure(model, documents, output, options.quiet)
+    except KeyboardInterrupt as error:
+        raise Interrupted(f"interrupted. What was measured is kept in {output}: the same command goes on.") from error
+    source = {"model": options.model, "dtype": str(model.dtype).removeprefix("torch."), "length": length}
+    source |= {"text": options.text} if options.text else {}
+    config = config_for(measured.sensitivity, ratio, **source, versions=describe_environment(model.device))
+    config.save_pretrained(output)
+    measured.queries.save(output / QUERIES_NAME)
+    keep_queries(measured.queries)
+    print(_report(options, config.calibration, output, keep(measured.sensitivity)))
+
+
+def _report(options: SimpleNamespace, calibration: dict[str, Any], output: Path, kept: Path) -> str:
+    """What came out, beside a model whose heads were not measured, and what to do next."""
+    from ..config.allocation import one_for_all
+
+    plain = one_for_all(PRESETS[DEFAULT_PRESET]["high"], calibration)
+    rows = [
+        ("each head its own bits", f"{calibration['ratio']:.1%}", f"{calibration['predicted_kl']:.4f}"),
+        (f"not calibrated: {plain.precision} for all", f"{plain.ratio:.1%}", f"{plain.one_for_all:.4f}"),
+    ]
+    default = options.ratio in (None, RATIOS[DEFAULT_PRESET])
+    again = shlex.join(["hf-diffkv", "calibrate", *_given(options), "--ratio", f"{RATIOS['small']:g}"])
+    use = "DiffKVCache(model)" if default else f"DiffKVCache(model, target_ratio={options.ratio:g})"
+    return "\n".join(
+        [
+            table(("", "bytes of a dense cache's", "predicted KL"), rows),
+            "",
+            paragraph(
+                f"Bytes are those of stored tokens; the window comes on top. {use} finds this by itself, from {kept}. "
+                f"The configuration is {output / CONFIG_NAME}; {QUERIES_NAME} beside it has the moments of queries."
+            ),
+            "",
+            "Next, check it on a text of yours, or choose another size (nothing is measured again):",
+            f"  {shlex.join(['hf-diffkv', 'verify', '--model', options.model])}",
+            f"  {again}",
+        ]
+    )
+
+
+def _given(options: SimpleNamespace) -> list[str]:
+    """Arguments that lead to the same measurements."""
+    values = {name: getattr(options, name) for name in ("model", "output", "text", "length", "dtype", "device")}
+    given = {name: value for name, value in values.items() if value is not None and (name, value) != ("dtype", "auto")}
+    return [part for name, value in given.items() for part in (f"--{name}", str(value))]

@@ -1,0 +1,1 @@
+"""What is known of a model's heads before it runs."""

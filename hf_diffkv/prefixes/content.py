@@ -1,0 +1,110 @@
+"""What stands behind placeholders in a prompt: images, video or sound, of which token ids say nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .tokens import DIGEST_BYTES, digests
+
+# what a processor gives that has an entry for each token, and so changes with every turn
+PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+_PLACEHOLDER = re.compile(r"(image|video|audio|speech)_(?!start|end|bos|eos)(\w+_)?token_(id|index)$")
+
+
+class ContentKeys:
+    """Names prefixes by their tokens, and by what a request's placeholders stand for where a prefix has some.
+
+    Args:
+        model_config: of the model, whose placeholders it names.
+    """
+
+    def __init__(self, model_config: Any) -> None:
+        self.placeholders = sorted(set(_placeholders(model_config)))
+        text_config = model_config.get_text_config(decoder=True)
+        # a model that sees or hears, whose configuration names no placeholder, may put an image anywhere
+        self._anywhere = not self.placeholders and text_config is not model_config
+
+    def names(self, ids: Tensor, content: Mapping[str, Any] | None, lengths: Iterable[int]) -> dict[int, str]:
+        """What the first n of `ids` (int64 [tokens]) are found by, for every n in `lengths`.
+
+        Args:
+            content: what the processor gave beside the ids; empty where there is nothing, None where it is not known.
+
+        Raises:
+            ValueError: `ids` have placeholders, and `content` is not given.
+        """
+        first = self._first(ids)
+        found = digests(ids, lengths)
+        if first >= ids.numel():
+            return found
+        if content is None:
+            raise ValueError(
+                "input_ids have placeholders of images, video or sound, which other prompts have as well; pass what "
+                "the processor gave as content=inputs, or content={} where nothing stands behind them."
+            )
+        behind = content_digest(content)
+        return {length: _both(name, behind) if length > first else name for length, name in found.items()}
+
+    def have_placeholders(self, ids: Tensor) -> bool:
+        """Whether something may stand behind a token of `ids`."""
+        return self._first(ids) < ids.numel()
+
+    def _first(self, ids: Tensor) -> int:
+        """Position of the first token behind which something may stand."""
+        if self._anywhere:
+            return 0
+        found = torch.isin(ids, torch.tensor(self.placeholders, dtype=torch.int64)).nonzero()
+        return int(found[0]) if len(found) else ids.numel()
+
+
+def content_digest(content: Mapping[str, Any]) -> bytes:
+    """Digest of what a processor gave, but for what has an entry for each token.
+
+    Raises:
+        ValueError: something that is no tensor, number, string or list of such.
+    """
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for name in sorted(content):
+        if name not in PER_TOKEN and content[name] is not None:
+            digest.update(f"{name}:".encode())
+            _add(digest, name, content[name])
+    return digest.digest()
+
+
+def _add(digest: Any, name: str, value: Any) -> None:
+    if hasattr(value, "__array__") and not isinstance(value, Tensor):
+        value = torch.as_tensor(value)
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().contiguous()
+        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, (list, tuple)):
+        digest.update(f"[{len(value)}]".encode())
+        for item in value:
+            _add(digest, name, item)
+    elif value is None or isinstance(value, (bool, int, float, str)):
+        digest.update(f"{value!r},".encode())
+    else:
+        raise ValueError(
+            f"content[{name!r}] is a {type(value).__name__}; pass what the processor gave: tensors, numbers or strings."
+        )
+
+
+def _both(tokens: str, content: bytes) -> str:
+    return hashlib.blake2b(bytes.fromhex(tokens) + content, digest_size=DIGEST_BYTES).hexdigest()
+
+
+def _placeholders(config: Any) -> Iterator[int]:
+    """Ids that configurations give to placeholders."""
+    for name, value in vars(config).items():
+        if _PLACEHOLDER.search(name) and value is not None:
+            yield from value if isinstance(value, (list, tuple)) else [value]
+    for name in config.sub_configs:
+        if getattr(config, name, None) is not None:
+            yield from _placeholders(getattr(config, name))
