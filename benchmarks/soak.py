@@ -6,7 +6,7 @@ was lost: every request has one answer and one line in the log, every greedy ans
 stream has its last event, every counter is back to zero, and the process does not grow.
 
     python benchmarks/soak.py [--seconds 1800] [--requests 5000]
-    python benchmarks/soak.py --report [--document]   # the table of what was measured, into docs/notes/serving.md as well
+    python benchmarks/soak.py --report [--document]   # the table, into docs/notes/serving.md as well
 """
 
 from __future__ import annotations
