@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tables import markdown
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "serving.md"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "notes" / "serving.md"
 BLOCK = re.compile(r"(<!-- soak -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -62,6 +62,6 @@ def report(path: Path) -> None:
 
 
 def document(path: Path) -> None:
-    """Puts it into docs/serving.md."""
+    """Puts it into docs/notes/serving.md."""
     text = text_of(newest(path))
     DOCUMENT.write_text(BLOCK.sub(lambda match: f"{match[1]}{text}\n{match[2]}", DOCUMENT.read_text()))

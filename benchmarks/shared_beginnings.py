@@ -30,7 +30,7 @@ from transformers.utils import logging
 from hf_diffkv import DiffKVConfig, PrefixStore
 
 RESULTS = Path(__file__).parent / "results" / "shared_beginnings.jsonl"
-DOCUMENT = Path(__file__).parent.parent / "docs" / "serving.md"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "notes" / "serving.md"
 BLOCK = re.compile(r"(<!-- shared beginnings -->\n).*?(<!-- end -->)", re.DOTALL)
 TEXTS, ANSWER = 6, 8
 # tokens of a text and of a prompt that shares nothing; and of a question
@@ -180,7 +180,7 @@ def table(rows: list[dict]) -> str:
 
 
 def report(path: Path, into_document: bool) -> None:
-    """Prints the table of the newest row of each case, and puts it into docs/serving.md if that is asked for."""
+    """Prints the table of the newest row of each case, and puts it into docs/notes/serving.md if that is asked for."""
     newest: dict[tuple, dict] = {}
     for line in path.read_text().splitlines():
         row = json.loads(line)
@@ -205,7 +205,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--output", type=Path, default=RESULTS, help="JSON lines are appended here")
     parser.add_argument("--report", action="store_true", help="measure nothing, report what the output holds")
-    parser.add_argument("--document", action="store_true", help="with --report: into docs/serving.md as well")
+    parser.add_argument("--document", action="store_true", help="with --report: into docs/notes/serving.md as well")
     return parser.parse_args(arguments)
 
 

@@ -6,7 +6,7 @@ was lost: every request has one answer and one line in the log, every greedy ans
 stream has its last event, every counter is back to zero, and the process does not grow.
 
     python benchmarks/soak.py [--seconds 1800] [--requests 5000]
-    python benchmarks/soak.py --report [--document]   # the table of what was measured, into docs/serving.md as well
+    python benchmarks/soak.py --report [--document]   # the table, into docs/notes/serving.md as well
 """
 
 from __future__ import annotations
@@ -297,7 +297,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="for the server's files; a temporary one by default")
     parser.add_argument("--output", type=Path, default=RESULTS, help="JSON lines are appended here")
     parser.add_argument("--report", action="store_true", help="measure nothing, report what the output holds")
-    parser.add_argument("--document", action="store_true", help="with --report: into docs/serving.md as well")
+    parser.add_argument("--document", action="store_true", help="with --report: into docs/notes/serving.md as well")
     return parser.parse_args(arguments)
 
 

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/quality.md and README.md and the gallery from the committed results, and copies plots.
+"""Writes the tables of README.md and the quality pages and the gallery from the committed results, and copies plots.
 
     python benchmarks/quality/document.py
 
@@ -21,7 +21,7 @@ from hf_diffkv.evaluation.report import Cell, ResultRow, best_first, rows_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "quality"
-DOCUMENT = ROOT / "docs" / "quality.md"
+DOCUMENTS = [ROOT / name for name in ("README.md", "docs/quality.md", "docs/notes/quality-studies.md")]
 PICTURES = ROOT / "docs" / "quality"
 LEVEL_NAMES = ("high", "low", "pruned", "window")
 MARK = r"<!-- study: (?P<studies>\S+) (?P<metrics>\S+)(?: (?P<methods>\S+))? -->\n"
@@ -31,11 +31,11 @@ LEVELS_BLOCK = re.compile(rf"(?P<head>{LEVELS_MARK}).*?(?P<end><!-- end -->)", r
 
 
 def main() -> None:
-    for path in (DOCUMENT, ROOT / "README.md"):
+    for path in DOCUMENTS:
         path.write_text(filled(path.read_text()))
-    text = DOCUMENT.read_text()
+    text = "".join(path.read_text() for path in DOCUMENTS)
     PICTURES.mkdir(exist_ok=True)
-    for name in re.findall(r"\(quality/([^)]+\.png)\)", text):
+    for name in re.findall(r"\((?:\.\./)?quality/([^)]+\.png)\)", text):
         # the picture quality/peers-text-kl.png is text-kl.png of the study peers
         study, _, picture = name.partition("-")
         found = next(path for path in RESULTS.glob(f"**/{study}/{picture}"))

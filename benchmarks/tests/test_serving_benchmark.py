@@ -56,7 +56,7 @@ def test_an_engine_that_says_something_else_is_not_timed(
 def test_the_table_on_paper(script) -> None:
     """It is what the document shows; its dense line by hand."""
     module = script("serving_on_paper")
-    document = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    document = (Path(__file__).parents[2] / "docs" / "notes" / "serving.md").read_text()
     assert f"<!-- on paper -->\n{module.table(module.TOKENS)}\n<!-- end -->" in document
     # 32 layers of 8 heads of 128 elements, keys and values; weights of Llama-3-8B
     each, weights = 8448 * 32 * 8 * 128 * 2 * 2, 8_030_261_248 * 2

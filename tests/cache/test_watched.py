@@ -36,7 +36,7 @@ CONFIGS = {
     "lossless": DiffKVConfig.lossless(),
     "thresholds": DiffKVConfig(**LOSSY),
     "one precision": DiffKVConfig(high="K4V4", low="K4V4", alpha_high=0, alpha_low=0, window=6),
-    "intervals": DiffKVConfig(**LOSSY, compaction_interval=3, sinks=2),
+    "sinks": DiffKVConfig(**LOSSY, sinks=2),
     "budget": DiffKVConfig(**LOSSY, max_bytes=150_000),
 }
 Look = Callable[[DiffKVCache], Any]
@@ -117,7 +117,7 @@ def look_at_levels(cache: DiffKVCache) -> int | None:
     levels = cache.levels(last_compressed(cache))
     exact = (levels == 3).sum(-1)
     config = cache.config
-    most = config.window + config.sinks + config.compaction_interval - 1
+    most = config.window + config.sinks
     assert (exact <= most).all() and (levels[..., -1] == 3).all()
     return levels.shape[-1]
 

@@ -16,7 +16,7 @@ from hf_diffkv.commands import load
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 DOCUMENTS += sorted((ROOT / "examples").rglob("README.md")) + sorted((ROOT / "packages").glob("*/README.md"))
 # a test of Transformers, and those of trials that were thrown away
 NOT_OURS = {"tests/generation/test_utils.py", "policy/even.py", "tasks/colours.py"}

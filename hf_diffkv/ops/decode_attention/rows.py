@@ -88,6 +88,6 @@ def store_logits(logits, token, heads, shifted, present, GROUP: tl.constexpr):
         pointer = logits + token[:, None] * COLUMNS + heads[None, :]
         if COLUMNS > 2 and shifted.shape[0] == 32:
             # a thread holds pairs of heads after a matrix product; wider stores cost a change of layout, see
-            # docs/notes/kernels-diary.md
+            # docs/notes/kernels.md
             pointer = tl.max_contiguous(pointer, (1, 2))
         tl.store(pointer, shifted, mask=(heads < COLUMNS)[None, :] & present[:, None])
