@@ -7,8 +7,8 @@ from html import escape
 from pathlib import Path
 
 from hf_diffkv.config.allocation import allocate
-from hf_diffkv.config.choice import RATIOS
 from hf_diffkv.config.found import SHIPPED
+from hf_diffkv.config.presets import RATIOS
 from hf_diffkv.config.sensitivity import Sensitivity
 from hf_diffkv.plot.palette import EDGE, GRID, INK, LEVELS, PAPER, ink_on, shades
 

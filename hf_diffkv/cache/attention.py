@@ -136,7 +136,7 @@ def diffkv_attention(
             shown, valid, mask = split_mask(attention_mask, layer, key.shape[2])
             output = layer.attend(query, softmax, valid, mask, shown)
             layer.expect(attention_mask)
-        layer.stores.layer_done(layer.is_last)
+        layer.stores.turns.layer_done(layer.is_last, layer.stores.awaited is not None)
         if torch.is_grad_enabled():
             output = _NoGradient.apply(output, query, key, value)
     return output.transpose(1, 2).contiguous(), None
@@ -276,7 +276,7 @@ def attend_at(
         output = layer.attend(query, softmax, valid, among, shown).contiguous()
         layer.expect(mask)
     if not layer.stores.beside_others:  # else those have their tokens when the graph has run
-        layer.stores.layer_done(layer.is_last)
+        layer.stores.turns.layer_done(layer.is_last, layer.stores.awaited is not None)
     return output
 
 

@@ -136,7 +136,7 @@ class DiffKVCache(OtherStates, Cache):
         self.stores.turns.reach(layer_idx, comes_once)
         returned = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         # else the forward ends with its thread's next one, or when its thread is seen outside of it
-        self.stores.layer_done(comes_once and layer_idx == self._last_layer)
+        self.stores.turns.layer_done(comes_once and layer_idx == self._last_layer, self.stores.awaited is not None)
         return returned
 
     def _check_switched(self) -> None:
@@ -349,7 +349,7 @@ class DiffKVCache(OtherStates, Cache):
     @between_forwards
     def __deepcopy__(self, memo: dict) -> DiffKVCache:
         twin = memo[id(self)] = object.__new__(type(self))
-        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in list(vars(self).items())})
         return twin
 
     def reset(self) -> None:

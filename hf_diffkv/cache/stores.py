@@ -17,7 +17,7 @@ from ..store import KVHeads, Store, begin_forward, drop_unused_layers, withdraw
 from ..store.query_moments import QueryMoments
 from .devices import TensorParallel, absent_layers, layer_devices
 from .errors import HandOverError, forward_under_way, stopped_halfway
-from .turns import Turns
+from .turns import ForwardTurns
 
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
@@ -96,7 +96,7 @@ class Stores:
         self.awaited: int | None = None
         self.broken = False
         # between forwards and whoever looks at the cache
-        self.turns = Turns()
+        self.turns = ForwardTurns()
         # whether the cache has layers of Transformers' own as well
         self.beside_others = False
         self.order = torch.zeros(1)
@@ -267,7 +267,7 @@ class Stores:
 
     @contextmanager
     def between_forwards(self, whatever_runs: bool = False) -> Iterator[None]:
-        """`Turns.between` for what reads or changes the stores; work of other threads on their devices is over then."""
+        """Takes a turn between two forwards (`ForwardTurns.between`), when other threads' work on the devices is done."""
         with self.turns.between(whatever_runs):
             other = self.turns.last_forward not in (None, threading.get_ident())
             devices = {store.device for store in self.all if other and store.device.type == "cuda"}
@@ -277,12 +277,6 @@ class Stores:
             yield
             for device in devices:
                 torch.cuda.synchronize(device)
-
-    def layer_done(self, is_last: bool) -> None:
-        """Notes that a layer of a forward has its tokens; ends the forward where all of them have."""
-        self.turns.last_layer_came |= is_last
-        if self.turns.last_layer_came and self.awaited is None:
-            self.turns.end()
 
     def in_step(self) -> AbstractContextManager:
         """`TensorParallel.in_step` for work on all stores."""

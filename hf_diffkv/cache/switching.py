@@ -18,7 +18,7 @@ _logger = logging.getLogger("hf_diffkv")
 
 
 @dataclass
-class _Use:
+class _Calls:
     """The `generate()` calls that run on one model at this moment.
 
     Attributes:
@@ -33,7 +33,7 @@ class _Use:
 
 
 # by the identity of the model's configuration, which lives as long as the calls
-_uses: dict[int, _Use] = {}
+_uses: dict[int, _Calls] = {}
 _lock = threading.Lock()
 
 
@@ -42,7 +42,7 @@ def attention_set_back(model: Any) -> Iterator[None]:
     """Sets the attention of `model` back to what it was, once the last of the calls inside has ended."""
     key = id(model.config)
     with _lock:
-        use = _uses.setdefault(key, _Use())
+        use = _uses.setdefault(key, _Calls())
         use.calls += 1
     try:
         yield
@@ -78,7 +78,7 @@ def ensure_attention(model: Any) -> None:
     check_attention(model)
     with _lock:
         # outside of calls nothing is set back
-        use = _uses.get(id(model.config), _Use())
+        use = _uses.get(id(model.config), _Calls())
         use.needed = True
         if _is_switched(model):
             return

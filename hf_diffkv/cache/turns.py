@@ -21,9 +21,9 @@ from torch.nn import Module
 from .errors import forward_under_way
 
 # how long one waits before looking whether the forward that has the turn still runs
-PATIENCE_SECONDS = 0.05
+LOOK_SECONDS = 0.05
 _MODULE_CODE = Module.__call__.__code__.co_filename
-_all_turns: weakref.WeakSet[Turns] = weakref.WeakSet()
+_all_turns: weakref.WeakSet[ForwardTurns] = weakref.WeakSet()
 
 
 class _Use(Enum):
@@ -46,7 +46,7 @@ class _Ticket:
         self.granted.acquire()
 
 
-class Turns:
+class ForwardTurns:
     """The turns at one cache. Copies and forked processes start with nobody's turn.
 
     Attributes:
@@ -87,6 +87,17 @@ class Turns:
         if ticket is not None:
             self._wait(ticket)
         self.last_layer_came, self.last_forward = False, thread
+
+    def layer_done(self, is_last: bool, awaits_readers: bool) -> None:
+        """Notes that a layer of a forward has its tokens, and ends the forward where all layers have theirs.
+
+        Args:
+            is_last: whether no layer of the cache comes after it.
+            awaits_readers: whether later layers are still to read the layer's tokens.
+        """
+        self.last_layer_came |= is_last
+        if self.last_layer_came and not awaits_readers:
+            self.end()
 
     def end(self) -> None:
         """Ends the turn of a forward that is done or cannot go on; does nothing where there is none."""
@@ -169,7 +180,7 @@ class Turns:
 
     def _wait(self, ticket: _Ticket) -> None:
         try:
-            while not ticket.granted.acquire(timeout=PATIENCE_SECONDS):
+            while not ticket.granted.acquire(timeout=LOOK_SECONDS):
                 with self._mutex:
                     if self._thread is not None and not self._runs():
                         self._pass_on()
@@ -186,11 +197,11 @@ class Turns:
         frame = sys._current_frames().get(self._thread)
         return frame is not None and (self._use is not _Use.FORWARD or _runs_a_module(frame))
 
-    def __deepcopy__(self, memo: dict) -> Turns:
-        return Turns()
+    def __deepcopy__(self, memo: dict) -> ForwardTurns:
+        return ForwardTurns()
 
     def __reduce__(self) -> tuple:
-        return Turns, ()
+        return ForwardTurns, ()
 
 
 def _runs_a_module(frame: FrameType | None) -> bool:

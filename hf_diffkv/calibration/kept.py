@@ -12,7 +12,7 @@ from ..heads.weights import model_digest
 
 # folder of the records within that of a run, their method, and the file for sums of query moments
 FOLDER, METHOD, SUMS_NAME = "heads", "heads", "queries.safetensors"
-LAYER = "layer"
+LAYER_KEY = "layer"
 
 
 class Kept:
@@ -32,7 +32,7 @@ class Kept:
         self._folder = None if output is None else RunFolder(Path(output) / FOLDER, settings)
         self._found: dict[str, dict[int, dict[str, Any]]] = {}
         for record in [] if self._folder is None else self._folder.records():
-            if LAYER in record.details:
+            if LAYER_KEY in record.details:
                 self._put(record.digest, record.details)
 
     @property
@@ -46,14 +46,14 @@ class Kept:
 
     def add(self, document: Document, layer: int, figures: dict[str, Any], seconds: float) -> None:
         """Keeps figures of a layer; a line in the folder, complete or not at all."""
-        details = {LAYER: layer, **figures}
+        details = {LAYER_KEY: layer, **figures}
         self._put(document.digest, details)
         if self._folder is not None:
-            key = (METHOD, f"{LAYER}-{layer}", document.name, document.digest)
+            key = (METHOD, f"{LAYER_KEY}-{layer}", document.name, document.digest)
             self._folder.add(Record(*key, seconds=seconds, details=details, environment=self._environment))
 
     def _put(self, digest: str, details: dict[str, Any]) -> None:
-        self._found.setdefault(digest, {})[details[LAYER]] = details
+        self._found.setdefault(digest, {})[details[LAYER_KEY]] = details
 
     def missing(self, document: Document, layers: int) -> list[int]:
         """Layers without figures."""

@@ -28,7 +28,7 @@ OFFLINE_TEXT = "offline"
 TEXT_COLUMNS = (("text",), ("problem", "solution"), ("question", "answer"), ("prompt", "completion"), ("content",))
 LABELS = {"problem": "Problem:\n", "solution": "Solution:\n"}
 SPLIT = "train"
-REMEDY = "give a text of your own: --text FILE"
+OWN_TEXT = "give a text of your own: --text FILE"
 
 
 def read_pieces(name: str) -> Iterator[str]:
@@ -47,7 +47,7 @@ def read_pieces(name: str) -> Iterator[str]:
             raise EvaluationError(f"cannot read {path}: {error}.") from error
     parts = name.partition(":")[0].split("/")
     if path.suffix or path.is_dir() or len(parts) != 2 or not all(parts):
-        raise EvaluationError(f"--text {name}: there is no such file, and it is no data set of the Hub; {REMEDY}.")
+        raise EvaluationError(f"--text {name}: there is no such file, and it is no data set of the Hub; {OWN_TEXT}.")
     return _data_set(name)
 
 
@@ -56,7 +56,7 @@ def _data_set(name: str) -> Iterator[str]:
         import datasets
     except ImportError as error:
         raise EvaluationError(
-            f"the data set {name} needs the package datasets: {install('eval')}; or {REMEDY}."
+            f"the data set {name} needs the package datasets: {install('eval')}; or {OWN_TEXT}."
         ) from error
     repository, _, config = name.partition(":")
     configs = MATH_SUBJECTS if repository == MATH and not config else (config or None,)
@@ -71,7 +71,7 @@ def _data_set(name: str) -> Iterator[str]:
         # what reading a data set raises depends on its format, on the Hub and on the network
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise EvaluationError(
-            f"cannot read the data set {name} ({reason}); {REMEDY}, or take Python's language reference: "
+            f"cannot read the data set {name} ({reason}); {OWN_TEXT}, or take Python's language reference: "
             f"--text {OFFLINE_TEXT}."
         ) from error
 
@@ -82,5 +82,5 @@ def _text_of(name: str, row: dict[str, Any]) -> str:
             return "\n\n".join(LABELS.get(column, "") + row[column] for column in columns)
     raise EvaluationError(
         f"the data set {name} has the columns {sorted(row)}, none of which is known to hold text ("
-        f"{', '.join('+'.join(columns) for columns in TEXT_COLUMNS)}); {REMEDY}."
+        f"{', '.join('+'.join(columns) for columns in TEXT_COLUMNS)}); {OWN_TEXT}."
     )

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from ..evaluation.errors import EvaluationError
+from ..import_hook import NAME
 from .console import Command, megabytes, one_line, paragraph, progress, table
 from .models import load_tokenizer, position_limit, supported_config, usable_device
 from .options import (
@@ -23,8 +24,6 @@ from .options import (
     running_options,
 )
 
-# the cache that --preset and --ratio are for
-DEFAULT_POLICY = "diffkv"
 DEFAULT_CACHES = "dense,static,quanto:4,diffkv,diffkv:K8V4"
 CONTEXT = 2048
 
@@ -99,11 +98,11 @@ def _names(options: SimpleNamespace) -> list[str]:
     names = [name.strip() for name in options.caches.split(",") if name.strip()]
     choice = choice_of(options)
     if choice:
-        if DEFAULT_POLICY not in names:
+        if NAME not in names:
             given = "--preset" if options.preset else "--ratio"
-            raise click.UsageError(f"{given} is for the cache {DEFAULT_POLICY!r}, which is not among --caches; add it.")
+            raise click.UsageError(f"{given} is for the cache {NAME!r}, which is not among --caches; add it.")
         chosen = options.preset or f"{RATIO}={options.ratio:g}"
-        names = [f"{name}:{chosen}" if name == DEFAULT_POLICY else name for name in names]
+        names = [f"{name}:{chosen}" if name == NAME else name for name in names]
     return list(dict.fromkeys(["dense", *names]))
 
 

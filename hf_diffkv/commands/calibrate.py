@@ -10,8 +10,7 @@ import click
 from click.core import ParameterSource
 
 from ..calibration.thresholds import ALPHA_HIGH, ALPHA_LOW
-from ..config.choice import RATIOS
-from ..config.presets import DEFAULT_PRESET
+from ..config.presets import DEFAULT_PRESET, RATIOS
 from .calibrate_heads import calibrate_heads
 from .calibrate_thresholds import DOCUMENTS, TEXT_LENGTH, calibrate_thresholds
 from .console import Command

@@ -7,9 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ..config.choice import RATIOS
 from ..config.files import CONFIG_NAME, QUERIES_NAME
-from ..config.presets import DEFAULT_PRESET, PRESETS
+from ..config.presets import DEFAULT_PRESET, PRESETS, RATIOS
 from ..evaluation.errors import EvaluationError
 from .console import Interrupted, paragraph, progress, table
 from .options import output_of

@@ -8,11 +8,8 @@ from typing import Any
 from . import files, found
 from .allocation import HEAD_LADDER, SENSITIVITY, fields_for, ratio_of
 from .checks import as_ratio
-from .presets import DEFAULT_PRESET, LEVEL_FIELDS, PRESETS, preset_for, preset_named, preset_within
+from .presets import DEFAULT_PRESET, LEVEL_FIELDS, PRESETS, RATIOS, preset_for, preset_named, preset_within
 from .sensitivity import MEASURED_FIELDS
-
-# bytes of stored tokens over those in the model's dtype, of models whose heads were measured
-RATIOS = {"quality": 0.27, "balanced": 0.235, "small": 0.2025}
 
 # fields of a configuration, and its calibration
 Choice = tuple[dict[str, Any], dict[str, Any] | None]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..heads.mark import Mark
-from ..heads.recognition import MARK
+from ..heads.recognition import MARK_KEY
 from ..precision import Precision
 
 # bits that heads are measured at, one at a time
@@ -90,7 +90,7 @@ class Sensitivity:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON without the mark, numbers to four significant digits."""
         values = asdict(self)
-        del values[MARK]
+        del values[MARK_KEY]
         for name in ("keys", "values"):
             values[name] = [[_rounded(figure) for figure in layer] for layer in values[name]]
         for name in ("key_errors", "value_errors"):
@@ -103,8 +103,8 @@ class Sensitivity:
         """Reads what `to_dict` gave, or what a file has. Raises `ValueError` for anything else."""
         try:
             given = dict(values)
-            if given.get(MARK) is not None:
-                given[MARK] = Mark.from_dict(given[MARK])
+            if given.get(MARK_KEY) is not None:
+                given[MARK_KEY] = Mark.from_dict(given[MARK_KEY])
             for name in ("shapes", "keys", "values"):
                 given[name] = tuple(tuple(layer) for layer in given[name])
             for name in ("key_errors", "value_errors"):
@@ -115,7 +115,7 @@ class Sensitivity:
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes a JSON file."""
-        values = self.to_dict() | ({} if self.mark is None else {MARK: self.mark.to_dict()})
+        values = self.to_dict() | ({} if self.mark is None else {MARK_KEY: self.mark.to_dict()})
         Path(path).write_text(json.dumps(values, sort_keys=True) + "\n")
 
     @classmethod

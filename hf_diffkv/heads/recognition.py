@@ -15,7 +15,7 @@ from .mark import RELATIVE, Mark
 from .weights import files_digest, model_digest, norms_in_files, norms_of
 
 # what files call a mark, in JSON and in the metadata of safetensors
-MARK = "mark"
+MARK_KEY = "mark"
 # files of measurements whose marks are held at once
 MOST_FILES = 4096
 
@@ -130,8 +130,8 @@ def _mark_in(path: Path, changed: int, size: int) -> Mark | None:
 
     try:
         if path.suffix == ".json":
-            return Mark.from_dict(json.loads(path.read_text())[MARK])
+            return Mark.from_dict(json.loads(path.read_text())[MARK_KEY])
         with safe_open(path, framework="pt") as file:
-            return Mark.from_dict(json.loads((file.metadata() or {})[MARK]))
+            return Mark.from_dict(json.loads((file.metadata() or {})[MARK_KEY]))
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):
         return None

@@ -13,7 +13,7 @@ from torch import Tensor
 from .tokens import DIGEST_BYTES, digests
 
 # what a processor gives that has an entry for each token, and so changes with every turn
-PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+ONE_PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 _PLACEHOLDER = re.compile(r"(image|video|audio|speech)_(?!start|end|bos|eos)(\w+_)?token_(id|index)$")
 
 
@@ -71,7 +71,7 @@ def content_digest(content: Mapping[str, Any]) -> bytes:
     """
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for name in sorted(content):
-        if name not in PER_TOKEN and content[name] is not None:
+        if name not in ONE_PER_TOKEN and content[name] is not None:
             digest.update(f"{name}:".encode())
             _add(digest, name, content[name])
     return digest.digest()

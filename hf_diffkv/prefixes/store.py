@@ -35,7 +35,7 @@ from ..compat import passing
 from ..config import DiffKVConfig
 from ..store import Store
 from .background import Background
-from .content import PER_TOKEN, ContentKeys
+from .content import ONE_PER_TOKEN, ContentKeys
 from .hierarchy import Hierarchy, PrefixTier, Requests, warn
 from .stats import ExpectedPrefix, PrefixEntry, PrefixStats
 from .tiers import FolderTier, MemoryTier
@@ -259,7 +259,7 @@ class PrefixStore:
         cache = self.lookup(ids, content)
         seen, given = cache.get_seq_length(), content
         if content and self._keys.have_placeholders(ids[:seen]):
-            given = {name: value for name, value in content.items() if name in PER_TOKEN}
+            given = {name: value for name, value in content.items() if name in ONE_PER_TOKEN}
             if self._keys.have_placeholders(ids[seen:]):
                 # models take all images at once, or none
                 cache, given = DiffKVCache(self.model.config, self.config), content

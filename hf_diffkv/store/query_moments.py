@@ -23,7 +23,7 @@ from ..config import DiffKVConfig
 from ..config.found import queries_of, tell_of_queries
 from ..config.head_groups import HeadGroup
 from ..heads.mark import Mark
-from ..heads.recognition import MARK
+from ..heads.recognition import MARK_KEY
 from ..ops.rotation import rotation_matrix
 from ..ops.rounding import LARGEST_BITS, feedback_of
 
@@ -136,7 +136,7 @@ class QueryMoments:
         """Writes a safetensors file."""
         metadata = {"format": MOMENTS_FORMAT, **{name: getattr(self, name) for name in ORIGIN}}
         if self.mark is not None:
-            metadata[MARK] = json.dumps(self.mark.to_dict())
+            metadata[MARK_KEY] = json.dumps(self.mark.to_dict())
         tensors = {str(layer): triangle.contiguous() for layer, triangle in enumerate(self.triangles)}
         save_file(tensors, os.fspath(path), metadata=metadata)
 
@@ -161,7 +161,7 @@ def _load(path: Path, changed: int, size: int) -> QueryMoments:
                 raise ValueError(f"its format is {metadata.get('format')!r}, not {MOMENTS_FORMAT!r}")
             # copied, as the file may be replaced
             triangles = tuple(file.get_tensor(str(layer)).clone() for layer in range(len(file.keys())))
-        mark = Mark.from_dict(json.loads(metadata[MARK])) if MARK in metadata else None
+        mark = Mark.from_dict(json.loads(metadata[MARK_KEY])) if MARK_KEY in metadata else None
         return QueryMoments(*(metadata[name] for name in ORIGIN), triangles, mark)
     except (SafetensorError, KeyError, ValueError) as error:
         raise ValueError(f"{path} does not hold the moments of a model's queries: {error}") from error

@@ -154,7 +154,7 @@ def test_it_is_said_once_that_measured_heads_lack_them(tmp_path: Path, caplog: p
         for config in (CONFIG, heads, heads):
             DiffKVCache(model, config)
     (record,) = caplog.records
-    assert f"calibrate --model {tmp_path} --ratio" in record.getMessage() and "queries" in record.getMessage()
+    assert f"calibrate --model {tmp_path}`" in record.getMessage() and "queries" in record.getMessage()
 
 
 def test_moments_of_another_model_are_refused(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from hf_diffkv.compat import passing
 from hf_diffkv.ops.backend import use_backend
 
 PACKAGE = str(Path(hf_diffkv.__file__).parent)
-MOST_FILES = 19
+# one of them ends the turn of the forward (cache/turns.py)
+MOST_FILES = 20
 
 
 @pytest.mark.parametrize("backend", [pytest.param("native", marks=needs_native), "reference"])

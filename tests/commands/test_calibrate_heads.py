@@ -23,9 +23,9 @@ from hf_diffkv.cli import main
 from hf_diffkv.commands import calibrate as calibrate_module
 from hf_diffkv.compat import passing
 from hf_diffkv.config.allocation import allocate
-from hf_diffkv.config.choice import RATIOS
 from hf_diffkv.config.files import CONFIG_NAME
 from hf_diffkv.config.found import FOLDER_VARIABLE, HINTS, measured_of
+from hf_diffkv.config.presets import RATIOS
 from hf_diffkv.config.sensitivity import Sensitivity
 
 SHORT = Path(__file__).with_name("test_presets.py")
@@ -130,10 +130,10 @@ def test_the_advised_command_works_as_it_stands(
 
     monkeypatch.setattr(documents_module, "DOCUMENT_LENGTH", 900)
     monkeypatch.setattr(heads_module, "layer_figures", refuse)
-    assert first_run[0][-2:] == ["--ratio", "0.23"]
+    assert first_run[0][0] == "--model" and len(first_run[0]) == 2
     done = run(*first_run[0])
-    assert done.code == 0 and "DiffKVCache(model, target_ratio=0.23)" in done.out
-    assert DiffKVConfig.from_pretrained(output_folder(user_folder)).calibration["target_ratio"] == 0.23
+    assert done.code == 0 and "DiffKVCache(model)" in done.out
+    assert DiffKVConfig.from_pretrained(output_folder(user_folder)).calibration["target_ratio"] == 0.235
     # and so do the commands that it advises itself
     advised = [shlex.split(line) for line in done.out.splitlines() if line.startswith("  hf-diffkv ")]
     assert [command[1] for command in advised] == ["verify", "calibrate"]
@@ -175,10 +175,10 @@ def test_figures_are_those_of_the_configuration(first_run: tuple[list[str], Run,
     heads = [(layer, head) for layer in range(6) for head in range(2)]
     loss = sum(measured.loss(layer, head, plain) for layer, head in heads)
     rows = [re.split(r"  +", line.strip()) for line in first_run[2].out.splitlines()[:3]]
-    # 9 bits for an element of key and value, and two numbers of 16 bits for each vector, over 2 x 64 x 16 bits
+    # 9 bits for an element of key and value, and 16 bits of scale and zero point for each vector, over 2 x 64 x 16
     assert rows[1:] == [
         ["each head its own bits", f"{block['ratio']:.1%}", f"{block['predicted_kl']:.4f}"],
-        ["not calibrated: K5V4 for all", f"{(9 * 64 + 4 * 16) / (2 * 64 * 16):.1%}", f"{loss:.4f}"],
+        ["not calibrated: K5V4 for all", f"{(9 * 64 + 2 * 16) / (2 * 64 * 16):.1%}", f"{loss:.4f}"],
     ]
 
 

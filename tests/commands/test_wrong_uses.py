@@ -146,7 +146,7 @@ SLOW = [
     (["serve", "tiny-lm", "--host", "no.such.host.invalid"], 2, "cannot listen at no.such.host.invalid:8000: "),
     (["serve", "tiny-lm", "--port", "0", "--max-bytes", "9KB", "--quiet"], 1, "max_bytes=9000"),
     (["bench", *TINY, "--context", "4095", "--quiet"], 2, "are 4113 tokens together"),
-    (["bench", *TINY, "--caches", "dens", "--quiet"], 2, "unknown method 'dens': did you mean dense"),
+    (["bench", *TINY, "--caches", "dens", "--quiet"], 2, "unknown cache 'dens': did you mean dense"),
     (["bench", *TINY, "--caches", "kvpress:knorm+0.5", "--quiet"], 2, "needs an environment of its own"),
 ]
 

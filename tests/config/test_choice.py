@@ -153,7 +153,7 @@ def test_it_is_said_once_what_measuring_would_save(tmp_path: Path, caplog: pytes
         DiffKVCache(model, "small")
         DiffKVCache(model.config)
     (record,) = caplog.records
-    assert f"hf-diffkv calibrate --model {tmp_path} --ratio" in record.getMessage()
+    assert f"hf-diffkv calibrate --model {tmp_path}`" in record.getMessage()
 
 
 @pytest.mark.parametrize("path", sorted(found.SHIPPED.glob("*.json")), ids=lambda path: path.stem)

@@ -25,6 +25,7 @@ from hf_diffkv.evaluation.records import Record, RunFolder
 from hf_diffkv.evaluation.runner import documents_of, run
 from hf_diffkv.evaluation.tasks import get_task
 from hf_diffkv.evaluation.tasks.base import Source
+from hf_diffkv.heads.weights import model_digest
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +58,7 @@ def test_calibrating_changes_the_basis_of_what_it_decides(model: Any) -> None:
     found.keep(measured(model))
     after = {label: of(model, label) for label in before}
     assert {label for label in before if before[label] != after[label]} == {"diffkv", "diffkv:small"}
-    queries = found.queries_path(found.model_digest(model))
+    queries = found.queries_path(model_digest(model))
     queries.write_bytes(b"moments")
     assert of(model, "diffkv:K8V4") != after["diffkv:K8V4"]
 

@@ -41,9 +41,15 @@ def test_tiny_lm_is_the_one_of_the_checkout(monkeypatch: pytest.MonkeyPatch, tmp
         resolve_model("tiny-lm")
 
 
-@pytest.mark.parametrize("name", ["gpt2", "meta-llama/Llama-3.2-1B", "Owner/smolm2", "./no/such/folder", "/tiny-ml"])
+@pytest.mark.parametrize("name", ["gpt2", "meta-llama/Llama-3.2-1B", "Owner/smolm2"])
 def test_other_names_are_left_alone(name: str) -> None:
     assert resolve_model(name) == name
+
+
+@pytest.mark.parametrize("name", ["./no/such/folder", "/tiny-ml", "~/models/x", "../x"])
+def test_a_missing_folder_is_named(name: str) -> None:
+    with pytest.raises(ValueError, match=f"there is no folder {name!r}"):
+        resolve_model(name)
 
 
 def test_a_folder_is_left_alone(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_diffkv import DiffKVCache, DiffKVConfig, PrefixStore
 from hf_diffkv.compat import passing
-from hf_diffkv.prefixes import store as store_module
+from hf_diffkv.prefixes import content as content_module
 from hf_diffkv.prefixes import tokens as tokens_module
 
 
@@ -122,7 +122,7 @@ def test_the_longest_prefix_is_found(
     """Against a plain dictionary; with a hash that is the same for all, no wrong prefix is taken for the right one."""
     model, caches = small
     if collisions:
-        for module in (store_module, tokens_module):
+        for module in (content_module, tokens_module):
             monkeypatch.setattr(module, "digests", lambda ids, lengths: dict.fromkeys(lengths, 32 * "0"))
     store, held = PrefixStore(model, CONFIG), {}
     draw = random.Random(0)
