@@ -267,7 +267,7 @@ class Stores:
 
     @contextmanager
     def between_forwards(self, whatever_runs: bool = False) -> Iterator[None]:
-        """Takes a turn between two forwards (`ForwardTurns.between`), when other threads' work on the devices is done."""
+        """Takes a turn between two forwards (`ForwardTurns.between`), once the work of other threads is done."""
         with self.turns.between(whatever_runs):
             other = self.turns.last_forward not in (None, threading.get_ident())
             devices = {store.device for store in self.all if other and store.device.type == "cuda"}

@@ -79,7 +79,13 @@ class Client(httpx.AsyncClient):
             await asyncio.sleep(0.01)
 
     async def idle(self) -> None:
-        await self.until(lambda: self.engine.memory().requests == 0 and self.engine.memory().free_share == 1)
+        """Waits until no request runs or waits."""
+
+        def is_idle() -> bool:
+            memory = self.engine.memory()
+            return memory.requests == self.engine.waiting == 0 and memory.free_share == 1
+
+        await self.until(is_idle)
 
 
 @pytest.fixture
