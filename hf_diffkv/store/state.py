@@ -101,7 +101,7 @@ class Padding:
             mask: real positions, bool [batch, length]; None if all are.
 
         Returns:
-            Whether they are equal, bool [] on the device; None if they are without a look at the device.
+            Whether they are equal, bool [] on the device; None if they are equal for certain, without a comparison.
         """
         if self._valid is None:
             return None if mask is None else mask.all()
@@ -372,10 +372,9 @@ class Store:
         self.layer_index[layer] = index
 
     def may_lower(self) -> Tensor:
-        """Returns whether generated tokens may reach the low level before the next prompt.
+        """Returns a mask of rows whose generated tokens may become low, until the next prompt.
 
-        Returns:
-            Mask of rows, bool [layers, batch, heads].
+        The mask is bool [layers, batch, heads].
         """
         if self.policy.sets_thresholds:
             return torch.ones_like(self.alpha_high, dtype=torch.bool)
