@@ -198,7 +198,7 @@ def past_scores(
     `pages` to `sink_end` as in `past_forward`.
 
     Args:
-        received: as in `column_scores`; the stored tokens come first: high, low, window.
+        received: output, as in `column_scores`; the stored tokens come first: high, low, window.
     """
     batch = tl.program_id(2)
     parts = group // heads
