@@ -46,14 +46,7 @@ def reads_are_free(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class KVHeads:
-    """KV heads of a layer on one device.
-
-    Attributes:
-        num_heads: number of KV heads.
-        key_dim, value_dim: elements of a key and of a value.
-        dtype: the model's dtype.
-        device: device of keys and values.
-    """
+    """KV heads of a layer on one device: their number, elements of a key and of a value, and the model's dtype."""
 
     num_heads: int
     key_dim: int
@@ -75,11 +68,7 @@ class Padding:
         return 0 if self._valid is None else self._valid.numel()
 
     def append(self, tokens: int, valid: Tensor | None) -> None:
-        """Appends `tokens` positions.
-
-        Args:
-            valid: True for real positions, bool [batch, tokens]; None if all are.
-        """
+        """Appends `tokens` positions; `valid` marks the real ones, bool [batch, tokens], or None if all are."""
         if valid is not None or self._valid is not None:
             self._grow(self.length + tokens)
             self._valid[:, self.length : self.length + tokens] = True if valid is None else valid
@@ -95,13 +84,9 @@ class Padding:
         self._valid = grown
 
     def equals(self, mask: Tensor | None) -> Tensor | None:
-        """Compares a mask with the recorded positions.
+        """Returns whether `mask`, bool [batch, length] or None for all real, has the same real positions.
 
-        Args:
-            mask: real positions, bool [batch, length]; None if all are.
-
-        Returns:
-            Whether they are equal, bool [] on the device; None if they are equal for certain, without a comparison.
+        The result is bool [] on the device, or None if they are the same for certain.
         """
         if self._valid is None:
             return None if mask is None else mask.all()
@@ -372,10 +357,7 @@ class Store:
         self.layer_index[layer] = index
 
     def may_lower(self) -> Tensor:
-        """Returns a mask of rows whose generated tokens may become low, until the next prompt.
-
-        The mask is bool [layers, batch, heads].
-        """
+        """Returns a mask of rows whose generated tokens may become low, bool [layers, batch, heads]."""
         if self.policy.sets_thresholds:
             return torch.ones_like(self.alpha_high, dtype=torch.bool)
         return self.alpha_low < self.alpha_high
